@@ -12,8 +12,10 @@ from planner.cost.network.placement import Busy
 from planner.cost.price import Price
 from planner.cost.pricing import busy_resources
 from planner.cost.stage_options import StageOptions
+from planner.cost.tensor import layer_costs_on
 from planner.errors import PlanError
 from planner.formats.cluster import Cluster
+from planner.formats.groups import of_groups
 from planner.formats.plan import Plan
 from planner.formats.profile import Profile
 from planner.solver.candidates.budget import Patience
@@ -47,7 +49,7 @@ class GivenPlan:
         Raises:
             PlanError: if the plan was made from another profile.
         """
-        layer_costs = LayerCosts(profile)
+        layer_costs = layer_costs_on(profile, plan.cluster)
         if plan.profile_digest != profile.digest:
             raise PlanError(
                 f"the plan was made from another profile of '{plan.model}' than this one of '{profile.model}'",
@@ -64,11 +66,11 @@ class GivenPlan:
         as_usual = list(in_order) == list(range(plan.workers))
         before: frozenset[int] = frozenset()
         stages = []
-        for stage in plan.stages:
+        for stage, own in zip(plan.stages, of_groups(plan).stages, strict=True):
             layers = frozenset(layer_costs.position[name] for name in stage.layers)
             groups = (frozenset(layer_costs.position[name] for name in names) for names in stage.recompute_groups)
-            how = StageOptions(stage.replicas, stage.sharded, tuple(groups))
-            stages.append(Candidate(before, layers, how, () if as_usual else stage.ranks))
+            how = StageOptions(stage.replicas, stage.sharded, tuple(groups), tensor=stage.tensor)
+            stages.append(Candidate(before, layers, how, () if as_usual else own.ranks))
             before |= layers
         recorded = options_of(plan).problem(layer_costs, plan.cluster)
         placed = with_kinds(layer_costs, stages, recorded.setting)
@@ -120,11 +122,12 @@ class GivenPlan:
             InputError: if the cluster has fewer GPUs than the plan.
         """
         check_workers(self.plan.workers, cluster)
-        return self.options.price(self.layer_costs, cluster, self.stages)
+        return self.options.price(layer_costs_on(self.layer_costs.profile, cluster), cluster, self.stages)
 
     def busy_resources(self) -> Sequence[Busy]:
         """Compute the busy seconds per minibatch of each stage's resources."""
-        return busy_resources(self.layer_costs, self.stages, self._as_recorded.setting)
+        within, groups, _ = self._as_recorded.in_groups(self.stages)
+        return busy_resources(within.layer_costs, groups, within.setting)
 
 
 def options_of(plan: Plan, patience: Patience | None = None) -> SolveOptions:

@@ -13,6 +13,7 @@ from planner.analysis.solve_options import SolveOptions, check_workers
 from planner.cost.layer_costs import Candidate, LayerCosts
 from planner.cost.recomputation import units_of
 from planner.cost.stage_options import Groups, StageOptions, whole_stage
+from planner.cost.tensor import layer_costs_on
 from planner.errors import InputError
 from planner.formats.blocks import blocks_of
 from planner.formats.cluster import Cluster
@@ -39,11 +40,12 @@ def price(profile: Profile, cluster: Cluster, own: OwnPlan) -> Plan:
 
     Raises:
         ClusterError: for kinds of GPUs that the profile does not know.
+        ProfileError: for groups of ranks of which the profile does not know what they cost.
         PlanError: for a schedule whose weight versions do not suffice for so many stages.
         InputError: for stages that are not the profile's layers in order, or that need more GPUs than there are.
     """
     cluster = cluster_for(profile, cluster)
-    layer_costs = LayerCosts(profile)
+    layer_costs = layer_costs_on(profile, cluster)
     options = SolveOptions(schedule=own.schedule, microbatches=own.microbatches, depth="published", chunks=own.chunks)
     _check_workers(own, options.chunks_per_gpu, cluster)
     microbatches, replicas = options.problem(layer_costs, cluster).microbatches, [each.replicas for each in own.stages]
@@ -118,7 +120,12 @@ def _candidates(layer_costs: LayerCosts, stages: Sequence[OwnStage]) -> list[Can
                 f"no stage can end after layer '{profile.layers[layers.stop - 1].name}'",
                 hint="the profile's `no_cut_after` keeps it in one stage with the next layer",
             )
-        options = StageOptions(stage.replicas, stage.sharded, _recomputing(layer_costs, layers, stage.recompute))
+        options = StageOptions(
+            stage.replicas,
+            stage.sharded,
+            _recomputing(layer_costs, layers, stage.recompute),
+            tensor=stage.tensor,
+        )
         found.append(Candidate(frozenset(range(layers.start)), frozenset(layers), options))
     return found
 
@@ -183,7 +190,7 @@ def _check_workers(own: OwnPlan, chunks: int, cluster: Cluster) -> None:
         raise InputError(
             f"under {own.schedule} all stages have the same number of replicas", hint="give `replicas` once for all"
         )
-    check_workers(sum(stage.replicas for stage in own.stages) // chunks, cluster)
+    check_workers(sum(stage.replicas * stage.tensor for stage in own.stages) // chunks, cluster)
 
 
 def _unknown(profile: Profile, name: str) -> InputError:

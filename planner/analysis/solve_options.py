@@ -107,6 +107,7 @@ class SolveOptions:
             max_stages=self.rules.max_stages,
             max_staleness=self.rules.max_staleness,
             granularity=self.rules.granularity,
+            tensor=self.rules.tensor,
             chunks=self.chunks,
             vertical_sync=vertical_sync,
             solver=solver,

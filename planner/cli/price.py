@@ -54,7 +54,8 @@ def add_parser(verbs: Verbs) -> None:
     stages.add_argument(
         "--replicas",
         metavar="R|R,R",
-        help="replicas of each stage, or of all (default: as many as the GPUs allow for all)",
+        help="replicas of each stage, or of all; 2x4 are two replicas of four ranks that divide layers between them "
+        "(default: as many replicas as the GPUs allow for all)",
     )
     stages.add_argument(
         "--recompute",
@@ -125,12 +126,17 @@ def _own_plan(args: argparse.Namespace, profile: Profile, cluster: Cluster) -> O
     chunks = schedule.fixed_chunks or args.chunks or CHUNKS
     replicas = _replicas(args.replicas, len(stages), cluster.gpus * chunks // len(stages))
     again = _recomputing(args.recompute, len(stages))
-    sharded = _sharded(args.shard_optimizer, replicas)
+    sharded = _sharded(args.shard_optimizer, [count for count, _ in replicas])
     described = tuple(
         stage.model_copy(
-            update={"replicas": count, "recompute": again.get(number, False), "sharded": number in sharded}
+            update={
+                "replicas": count,
+                "tensor": degree,
+                "recompute": again.get(number, False),
+                "sharded": number in sharded,
+            }
         )
-        for number, (stage, count) in enumerate(zip(stages, replicas, strict=True))
+        for number, (stage, (count, degree)) in enumerate(zip(stages, replicas, strict=True))
     )
     return OwnPlan(stages=described, schedule=schedule, **chosen)
 
@@ -149,15 +155,16 @@ def _stages(text: str, profile: Profile) -> list[OwnStage]:
     return [OwnStage(blocks=int(part)) for part in parts]
 
 
-def _replicas(text: str | None, stages: int, possible: int) -> list[int]:
-    """Return the replicas of each stage."""
-    counts = _numbers("replicas", text) if text is not None else [max(1, possible)]
-    if len(counts) not in (1, stages) or 0 in counts:
+def _replicas(text: str | None, stages: int, possible: int) -> list[tuple[int, int]]:
+    """Return the replicas of each stage, and the ranks of each of them."""
+    parts = [part.partition("x") for part in (str(max(1, possible)) if text is None else text).split(",")]
+    counts, degrees = (_numbers("replicas", ",".join(part[place] or "1" for part in parts)) for place in (0, 2))
+    if len(counts) not in (1, stages) or 0 in (*counts, *degrees):
         raise InputError(
             f"--replicas {text} does not say how many replicas each of {stages} stages has",
             hint=f"give one number for all, or {stages} numbers, each 1 or more",
         )
-    return counts * stages if len(counts) == 1 else counts
+    return list(zip(counts, degrees, strict=True)) * (stages if len(counts) == 1 else 1)
 
 
 def _recomputing(text: str | None, stages: int) -> dict[int, bool | int]:

@@ -5,7 +5,7 @@ Written from the definitions, stage by stage, with sets: slow and plain, and the
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
@@ -63,16 +63,25 @@ class LayerCosts:
         profile: with the layers.
         versions: of its weights that every stage holds, whatever is in flight; None if the schedule decides.
         tensors_only: whether the memory of plans is that of their tensors, and the devices' overheads count elsewhere.
+        dividing: returns the profile of the layers on groups of so many ranks (`planner.cost.tensor`).
     """
 
-    def __init__(self, profile: Profile, versions: int | None = None, *, tensors_only: bool = False) -> None:
-        self.profile, self.versions, self.tensors_only = profile, versions, tensors_only
+    def __init__(
+        self,
+        profile: Profile,
+        versions: int | None = None,
+        *,
+        tensors_only: bool = False,
+        dividing: Callable[[Profile, int], Profile] | None = None,
+    ) -> None:
+        self.profile, self.versions, self.tensors_only, self._dividing = profile, versions, tensors_only, dividing
         self.overheads = None if tensors_only else Overheads.of(profile.device)
         self.position = {layer.name: index for index, layer in enumerate(profile.layers)}
         self._works: dict[tuple[frozenset[int], frozenset[int], Groups], Work] = {}
         self._footprints: dict[tuple[frozenset[int], frozenset[int], Groups], Footprint] = {}
         self._about: list[LayerCosts] = []
         self._on: dict[tuple[str | None, float], LayerCosts] = {}
+        self._at: dict[int, LayerCosts] = {}
 
     @cached_property
     def traffic(self) -> tuple[Traffic, ...]:
@@ -99,7 +108,7 @@ class LayerCosts:
         for known in self._about:
             if known.profile == profile:
                 return known
-        self._about.append(LayerCosts(profile, self.versions, tensors_only=self.tensors_only))
+        self._about.append(LayerCosts(profile, self.versions, tensors_only=self.tensors_only, dividing=self._dividing))
         return self._about[-1]
 
     def on(self, kind: DeviceKind | None) -> LayerCosts:
@@ -111,14 +120,31 @@ class LayerCosts:
             self._on[key] = self.about(profile_on(self.profile, kind))
         return self._on[key]
 
+    def at(self, degree: int) -> LayerCosts:
+        """Return the costs of the same layers on groups of so many ranks.
+
+        Raises:
+            ProfileError: if the profile does not know them.
+        """
+        if degree == 1:
+            return self
+        if degree not in self._at:
+            assert self._dividing is not None, "layers are divided over the links of a cluster"
+            self._at[degree] = self.about(self._dividing(self.profile, degree))
+        return self._at[degree]
+
+    def of(self, options: StageOptions) -> LayerCosts:
+        """Return the costs of the same layers on the devices of a stage, one of the profiled kind by itself."""
+        return self.on(options.kind).at(options.tensor)
+
     def holding(self, versions: int) -> LayerCosts:
         """Return the costs of the same layers where every stage holds so many versions of its weights."""
-        return LayerCosts(self.profile, versions, tensors_only=self.tensors_only)
+        return LayerCosts(self.profile, versions, tensors_only=self.tensors_only, dividing=self._dividing)
 
     @cached_property
     def of_tensors(self) -> LayerCosts:
         """The same costs without the devices' overheads."""
-        return LayerCosts(self.profile, self.versions, tensors_only=True)
+        return LayerCosts(self.profile, self.versions, tensors_only=True, dividing=self._dividing)
 
     def weights(self, weight_bytes: Floats) -> dict[str, Floats]:
         """Return the two fields of a footprint for stages whose weights are of this size."""
@@ -138,8 +164,8 @@ class LayerCosts:
 
     def work(self, stage: Candidate) -> Work:
         """Compute the stage's work for one microbatch."""
-        if stage.options.kind is not None:
-            return self.on(stage.options.kind).work(_on_profiled(stage))
+        if (own := self.of(stage.options)) is not self:
+            return own.work(_by_itself(stage))
         key = stage.before, stage.layers, stage.options.recompute
         if key not in self._works:
             self._works[key] = self._work(stage)
@@ -189,8 +215,8 @@ class LayerCosts:
 
     def footprint(self, stage: Candidate) -> Footprint:
         """Compute the stage's memory."""
-        if stage.options.kind is not None:
-            return self.on(stage.options.kind).footprint(_on_profiled(stage))
+        if (own := self.of(stage.options)) is not self:
+            return own.footprint(_by_itself(stage))
         key = stage.before, stage.layers, stage.options.recompute
         if key not in self._footprints:
             self._footprints[key] = self._footprint(stage)
@@ -250,8 +276,8 @@ class LayerCosts:
         return {value for layer in group for value in self._used[layer] if self.traffic[value].producer not in group}
 
 
-def _on_profiled(stage: Candidate) -> Candidate:
-    return replace(stage, options=replace(stage.options, kind=None))
+def _by_itself(stage: Candidate) -> Candidate:
+    return replace(stage, options=replace(stage.options, kind=None, tensor=1))
 
 
 def exchanges(layer_costs: LayerCosts, stages: Sequence[Candidate]) -> dict[tuple[int, int], Floats]:

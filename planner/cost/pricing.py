@@ -43,11 +43,12 @@ def _sent_bytes(plan: UnpricedPlan) -> float:
     """Count the bytes that all workers send for one minibatch: transfers both ways, and the stages' all-reduces.
 
     A ring of r workers moves 2(r-1)·W in all, once per round of r minibatches under 1f1b and naive, once per minibatch
-    where that is divided.
+    where that is divided. What ranks of one group send to each other does not count.
     """
-    works, replicas = plan.works, plan.replicas
-    transfers = sum(float(work.sent_bytes) for work in works) * plan.setting.microbatches
-    rings = [2 * (r - 1) * float(work.trainable_bytes) for work, r in zip(works, replicas, strict=True)]
+    works, replicas, degrees = plan.works, plan.replicas, [stage.options.tensor for stage in plan.stages]
+    transfers = sum(float(work.sent_bytes) * t for work, t in zip(works, degrees, strict=True))
+    transfers *= plan.setting.microbatches
+    rings = [2 * (r - 1) * t * float(each.trainable_bytes) for each, r, t in zip(works, replicas, degrees, strict=True)]
     if plan.setting.schedule.divides:
         return transfers + sum(rings)
     return transfers + sum(ring / r for ring, r in zip(rings, replicas, strict=True))

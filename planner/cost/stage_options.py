@@ -33,15 +33,22 @@ class StageOptions:
         recompute: groups of layers, by position. Each keeps only the values that enter it, and runs its forward again
             before its own backward. One group of all layers keeps the stage's input alone.
         kind: of the devices, where the cluster has several; None for the profiled one.
+        tensor: ranks of a replica, which divide every layer between them (`planner.cost.tensor`).
     """
 
     replicas: int = 1
     sharded: bool = False
     recompute: Groups = ()
     kind: DeviceKind | None = None
+    tensor: int = 1
 
     def __post_init__(self) -> None:
         assert not self.sharded or self.replicas > 1
+
+    @property
+    def gpus(self) -> int:
+        """Ranks of all replicas."""
+        return self.replicas * self.tensor
 
     @property
     def shards(self) -> int:

@@ -26,9 +26,9 @@ def shared_in(layer_costs: LayerCosts, stages: Sequence[Candidate]) -> list[Shar
 def copied_in(layer_costs: LayerCosts, stages: Sequence[Candidate]) -> list[list[Layer]]:
     """Return for each stage the layers of earlier stages whose trained weights it duplicates, as on its own device."""
     names = _names(layer_costs, stages)
-    on = {stage.options.kind: layer_costs.on(stage.options.kind).profile for stage in stages}
-    copied = {kind: copied_layers(profile, names) for kind, profile in on.items()}
-    return [copied[stage.options.kind][number] for number, stage in enumerate(stages)]
+    own = [layer_costs.of(stage.options) for stage in stages]
+    copied = {costs: copied_layers(costs.profile, names) for costs in set(own)}
+    return [copied[costs][number] for number, costs in enumerate(own)]
 
 
 def counted_with_copies(profile: Profile) -> Profile | None:
@@ -65,7 +65,7 @@ def buckets_in(layer_costs: LayerCosts, stage: Candidate, copied: Sequence[Layer
     """
     if stage.replicas == 1:
         return Buckets((), ())
-    order, known = sorted(stage.layers), layer_costs.on(stage.options.kind).profile.layers
+    order, known = sorted(stage.layers), layer_costs.of(stage.options).profile.layers
     layers = [known[index] for index in order]
     again_s = {
         order.index(max(group)): sum(known[index].forward_s for index in group)

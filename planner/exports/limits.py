@@ -17,6 +17,10 @@ def equal_replicas(plan: Plan, system: str) -> int:
     Raises:
         PlanError: if stages have different numbers, or if ranks do not go stage by stage.
     """
+    if max(plan.degrees) > 1:
+        raise PlanError(
+            f"'{plan.config}' divides layers over ranks, which is not exported yet", hint="solve with `tensor=1`"
+        )
     replicas = set(plan.replicas)
     if len(replicas) > 1:
         raise PlanError(

@@ -8,17 +8,20 @@ from pathlib import Path
 from planner.errors import InputError
 from planner.formats.device_kinds import profile_of_kinds
 from planner.formats.pipedream import is_graph_txt, load_graph_txt
+from planner.formats.piper import is_piper, load_piper
 from planner.formats.profile import Profile, load_profile
 
 
 def read_profile(path: Path | str) -> Profile:
-    """Read a profile: our own JSON, or PipeDream's graph.txt.
+    """Read a profile: our own JSON, PipeDream's graph.txt, or a graph of Piper.
 
     Raises:
         ProfileError: naming the file and what is wrong in it.
     """
     path = Path(path)
-    return load_graph_txt(path) if is_graph_txt(path) else load_profile(path)
+    if is_graph_txt(path):
+        return load_graph_txt(path)
+    return load_piper(path) if is_piper(_json(path)) else load_profile(path)
 
 
 def read_profiles(text: str) -> list[Profile]:
@@ -58,8 +61,14 @@ def is_profile(path: Path) -> bool:
     """Return whether the file looks like a profile of any format rather than a plan."""
     if is_graph_txt(path):
         return True
+    content = _json(path)
+    return is_piper(content) or (isinstance(content, dict) and "layers" in content and "stages" not in content)
+
+
+def _json(path: Path) -> object:
+    """Return what a JSON file holds; None for any other file: loading it will say what is wrong."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content: object = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return False  # loading it will say what is wrong
-    return isinstance(content, dict) and "layers" in content and "stages" not in content
+        return None
+    return content

@@ -22,6 +22,7 @@ class OwnStage(Record):
     blocks: Annotated[int, Field(ge=1)] | None = None
     layers: tuple[str, ...] = ()  # as in the profile
     replicas: Annotated[int, Field(ge=1)] = 1
+    tensor: Annotated[int, Field(ge=1)] = 1  # ranks of a replica, which divide every layer between them
     sharded: bool = False  # the replicas divide the optimizer's state
     # Runs its forward again before each backward: true for the whole stage, a number for that many of its units, the
     # first ones, each by itself.

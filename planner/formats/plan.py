@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from itertools import chain
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
@@ -67,10 +67,11 @@ class StageMemory(GrownRecord):
 
 
 class Stage(GrownRecord):
-    """Consecutive layers, replicated on `ranks`; minibatch b runs on `ranks[b % replicas]`."""
+    """Consecutive layers, replicated on `ranks`; minibatch b runs on `ranks[b % replicas]`, or that group."""
 
     layers: Annotated[tuple[str, ...], Field(min_length=1)]
     ranks: Annotated[tuple[int, ...], Field(min_length=1)]
+    tensor: Annotated[int, Field(ge=1)] = 1  # ranks of a replica, which divide every layer between them
     in_flight: Annotated[int, Field(ge=1)]  # minibatches (microbatches) in flight per replica, at most
     sharded: bool = False  # the replicas divide the optimizer's state, and each updates its part
     # Groups of layers that keep only the values which enter them, and run their forward again before their own
@@ -87,12 +88,12 @@ class Stage(GrownRecord):
     ] = ()  # of the gradients' bytes in each part; equal ones where it is empty
     memory: StageMemory
 
-    later_fields: ClassVar[frozenset[str]] = frozenset({"sharded", "recompute_s", "ready_shares"})
+    later_fields: ClassVar[frozenset[str]] = frozenset({"sharded", "recompute_s", "ready_shares", "tensor"})
 
     @property
     def replicas(self) -> int:
-        """Number of workers that run this stage."""
-        return len(self.ranks)
+        """Number of workers that run this stage, or of groups of them."""
+        return len(self.ranks) // self.tensor
 
     @property
     def recomputes(self) -> bool:
@@ -126,6 +127,8 @@ class Stage(GrownRecord):
 
     @model_validator(mode="after")
     def _check_options(self) -> Stage:
+        if self.ranks != tuple(first + place for first in self.ranks[:: self.tensor] for place in range(self.tensor)):
+            raise ValueError(f"the ranks {list(self.ranks)} are no groups of {self.tensor} consecutive ones")
         if self.sharded and self.replicas == 1:
             raise ValueError("only a stage of two replicas or more is sharded")
         if isinstance(self.recompute, bool):
@@ -280,8 +283,8 @@ class Plan(GrownRecord):
         return max(self.schedule.staleness(stage.in_flight) for stage in self.stages)
 
     def computing_s(self, stage: Stage) -> float:
-        """Return the seconds per minibatch that all replicas of a stage compute together."""
-        return (
+        """Return the seconds per minibatch that all ranks of a stage compute together."""
+        return stage.tensor * (
             self.microbatches * (stage.compute_s - stage.update_s)
             + stage.update_s * (stage.replicas if self.schedule.divides else 1)
             + stage.accumulate_s * max(0, self.microbatches - stage.replicas)
@@ -316,9 +319,14 @@ class Plan(GrownRecord):
         """Replicas per stage."""
         return tuple(stage.replicas for stage in self.stages)
 
+    @property
+    def degrees(self) -> tuple[int, ...]:
+        """Ranks of a replica, per stage."""
+        return tuple(stage.tensor for stage in self.stages)
+
     def _check_config(self) -> None:
         """Compare the config with the stages, and write one from before configs told the chunks as they do now."""
-        known = config_of(self.replicas, self.chunks)
+        known = config_of(self.replicas, self.chunks, self.degrees)
         if self.config not in (known, config_of(self.replicas)):
             raise ValueError(f"config '{self.config}' contradicts the stages, whose ranks make {known}")
         object.__setattr__(self, "config", known)
@@ -335,13 +343,16 @@ class Plan(GrownRecord):
         return self
 
 
-def config_of(replicas: tuple[int, ...], chunks: int = 1) -> str:
+def config_of(replicas: tuple[int, ...], chunks: int = 1, degrees: tuple[int, ...] = ()) -> str:
     """Return PipeDream's notation, replicas per stage: (7, 1) is "7-1"; (1, 1, 1) is "1-1-1", a straight pipeline.
+
+    A replica that is a group of ranks says how many: "2x4-1x8" is two groups of four, then one of eight.
 
     Where workers run several stages each, their chunks of the model, every worker counts once: (8, 8, 8, 8) with two
     chunks is "8-8 x2 chunks", on 16 GPUs.
     """
-    once = "-".join(map(str, replicas[: len(replicas) // chunks]))
+    counts = zip_longest(replicas[: len(replicas) // chunks], degrees[: len(replicas) // chunks], fillvalue=1)
+    once = "-".join(f"{r}x{t}" if t > 1 else str(r) for r, t in counts)
     return f"{once} x{chunks} chunks" if chunks > 1 else once
 
 
@@ -366,6 +377,8 @@ def _check_microbatches(plan: Plan) -> None:
 
 
 def _check_ranks(plan: Plan) -> None:
+    if len(set(plan.degrees)) > 1 and len(plan.cluster.joined) > 1:
+        raise ValueError(f"on several levels the groups of all stages have one size, and not those of {plan.config}")
     stages = [stage.ranks for stage in plan.stages]
     if plan.schedule.chunked:
         workers = len(set(stages))

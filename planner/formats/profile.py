@@ -25,6 +25,14 @@ TF32 = "tf32"  # as a profile's dtype: float32 in memory, products of matrices i
 
 REMEDY = "make a profile with: plan profile model.py"
 KIND_COLUMNS = ("forward_s", "backward_s", "update_s", "accumulate_s", "workspace_bytes", "update_workspace_bytes")
+DEGREE_COLUMNS = (
+    *KIND_COLUMNS,
+    "weight_bytes",
+    "gradient_bytes",
+    "optimizer_bytes",
+    "buffer_bytes",
+    "saved_bytes",
+)
 
 
 class Value(Record):
@@ -101,6 +109,32 @@ class KindTimes(Record):
     accumulate_s: tuple[Seconds, ...]
     workspace_bytes: tuple[Bytes, ...]
     update_workspace_bytes: tuple[Bytes, ...]
+
+
+class DegreeCosts(Record):
+    """What one of `degree` ranks that divide every layer between them has to do and to hold, layer by layer.
+
+    This is tensor parallelism (Shoeybi et al., "Megatron-LM", 2019, section 3): what cannot be divided costs each rank
+    as much as it costs one device. All-reduces of activations, in the group, are beside these times.
+    """
+
+    degree: Annotated[int, Field(ge=2)]
+    source: Literal["measured", "estimated", "imported"]
+    forward_s: tuple[Seconds, ...]
+    backward_s: tuple[Seconds, ...]
+    update_s: tuple[Seconds, ...]
+    accumulate_s: tuple[Seconds, ...]
+    workspace_bytes: tuple[Bytes, ...]
+    update_workspace_bytes: tuple[Bytes, ...]
+    weight_bytes: tuple[Bytes, ...]
+    gradient_bytes: tuple[Bytes, ...]
+    optimizer_bytes: tuple[Bytes, ...]
+    buffer_bytes: tuple[Bytes, ...]
+    saved_bytes: tuple[Bytes, ...]
+    forward_reduced_bytes: tuple[Bytes, ...]  # that the ranks all-reduce in a forward of one microbatch
+    backward_reduced_bytes: tuple[Bytes, ...]
+    forward_reduces: tuple[Annotated[int, Field(ge=0)], ...]  # in so many all-reduces
+    backward_reduces: tuple[Annotated[int, Field(ge=0)], ...]
 
 
 class WholeStep(Record):
@@ -190,6 +224,7 @@ class Profile(Record):
     tied_parameters: tuple[tuple[str, ...], ...] = ()  # each group: the names of one and the same parameter
     whole_step: WholeStep | None = None
     kinds: tuple[KindTimes, ...] | None = None  # on each of several kinds of devices; the layers' own are the first's
+    tensor: tuple[DegreeCosts, ...] | None = None  # with layers divided over several ranks, by ascending degree
     provenance: Provenance
 
     @model_validator(mode="after")
@@ -214,9 +249,12 @@ class Profile(Record):
             if name not in position:
                 raise ValueError(f"no_cut_after names the unknown layer '{name}'")
         for kind in self.kinds or ():
-            counts = {len(getattr(kind, name)) for name in KIND_COLUMNS}
-            if counts != {len(self.layers)}:
-                raise ValueError(f"the kind '{kind.name}' has not one value for each of {len(self.layers)} layers")
+            _check_columns(f"the kind '{kind.name}'", kind, len(self.layers))
+        for costs in self.tensor or ():
+            _check_columns(f"the tensor-parallel degree {costs.degree}", costs, len(self.layers))
+        degrees = [costs.degree for costs in self.tensor or ()]
+        if degrees != sorted(set(degrees)):
+            raise ValueError(f"the tensor-parallel degrees {degrees} do not ascend")
         return self
 
     @property
@@ -253,6 +291,11 @@ class Profile(Record):
         known = any(layer.accumulate_s for layer in self.layers)
         unknown = None if known else {"layers": {"__all__": {"accumulate_s"}}}
         return hashlib.sha256(self.model_dump_json(exclude=unknown, exclude_none=True).encode()).hexdigest()
+
+
+def _check_columns(name: str, record: Record, layers: int) -> None:
+    if {len(value) for value in dict(record).values() if isinstance(value, tuple)} != {layers}:
+        raise ValueError(f"{name} has not one value for each of {layers} layers")
 
 
 def load_profile(path: Path | str) -> Profile:

@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 
 from planner.errors import InputError
+from planner.formats.groups import of_groups
 from planner.formats.plan import Plan
 from planner.formats.plan_shape import check_accumulate, deadlock, shape_of
 from planner.formats.timeline import Event, Events, Timeline
@@ -19,7 +20,7 @@ _ENOUGH_UNITS = 16_000  # of work, a microbatch at a stage each, that are enough
 
 
 def simulate(plan: Plan, minibatches: int | None = None, accumulate: int = 1) -> Timeline:
-    """Simulate the instruction streams of training with `plan`, at the plan's times.
+    """Simulate the instruction streams of training with `plan`, at the plan's times. A group of ranks is one worker.
 
     Args:
         plan: from `solve` or `load_plan`.
@@ -31,6 +32,7 @@ def simulate(plan: Plan, minibatches: int | None = None, accumulate: int = 1) ->
         PlanError: for a plan whose depths let its workers wait for each other for ever.
     """
     check_accumulate(plan, accumulate)
+    plan = of_groups(plan)
     count = default_minibatches(plan, accumulate) if minibatches is None else minibatches
     if count < 1:
         raise InputError(f"`minibatches={count}` is no run", hint="give `minibatches` 1 or more")
@@ -68,6 +70,7 @@ def default_minibatches(plan: Plan, accumulate: int = 1) -> int:
 
 def costs_of(plan: Plan, accumulate: int = 1) -> PipelineCosts:
     """Return the plan's pipeline and its costs, as a simulation takes them."""
+    plan = of_groups(plan)
     shape = replace(shape_of(plan), accumulate=accumulate)
     stages = [
         StageCosts(

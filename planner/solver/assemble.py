@@ -20,6 +20,7 @@ from planner.cost.weight_copies import (
     price_with_copies,
     update_of_copies_s,
 )
+from planner.formats.groups import on_ranks
 from planner.formats.plan import GIVEN as GIVEN_NAME
 from planner.formats.plan import Plan, Prediction, SolverReport, Stage
 from planner.simulator.plan import simulated_s
@@ -94,9 +95,10 @@ def simulated_plan(plan: Plan) -> Plan:
 def _stages(layer_costs: LayerCosts, best: Evaluation) -> tuple[Stage, ...]:
     made: list[Stage] = []
     price, copied = best.price, copied_in(layer_costs, best.stages)
+    ranks = on_ranks(best.ranks, [stage.options.tensor for stage in best.stages])
     for number, (stage, again) in enumerate(zip(best.stages, copied, strict=True)):
         options = stage.options
-        known = layer_costs.on(options.kind).profile.layers
+        known = layer_costs.of(options).profile.layers
         layers = [known[index] for index in sorted(stage.layers)]
         accumulate_s = sum(layer.accumulate_s for layer in layers)
         update_s = sum(layer.update_s for layer in layers)
@@ -104,7 +106,8 @@ def _stages(layer_costs: LayerCosts, best: Evaluation) -> tuple[Stage, ...]:
         made.append(
             Stage(
                 layers=tuple(layer.name for layer in layers),
-                ranks=best.ranks[number],
+                ranks=ranks[number],
+                tensor=options.tensor,
                 in_flight=price.in_flight[number],
                 sharded=options.sharded,
                 recompute=recompute,

@@ -145,6 +145,7 @@ def choose(
                     max_stages=rules.max_stages,
                     max_staleness=rules.max_staleness,
                     granularity=rules.granularity,
+                    tensor=rules.tensor,
                     chunks=chunks,
                     accept_divided_loss=accept_divided_loss,
                     time_limit_s=patience.part(1 / (len(profiles) * len(schedules) - len(options))).deadline.left_s,

@@ -11,14 +11,15 @@ brute    every plan, for up to ten layers
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
-from planner.cost.layer_costs import LayerCosts
 from planner.cost.models.registry import cost_model_of
 from planner.cost.rounding import SLACK
 from planner.cost.setting import Setting
 from planner.cost.stage_options import RecomputeRule, ShardRule
+from planner.cost.tensor import layer_costs_on
 from planner.errors import InfeasibleError, InputError, PlannerError, ProfileError
 from planner.formats.cluster import Cluster
 from planner.formats.constraints import Constraints
@@ -41,6 +42,7 @@ from planner.solver.chain.interleaved_plan import solve_interleaved
 from planner.solver.chain.mixed import solve_mixed
 from planner.solver.chain.vertical_sync import solve_synced
 from planner.solver.chain.zero_bubble import solve_zero_bubble
+from planner.solver.degrees import solve_degrees
 from planner.solver.divided_loss import check_divided_loss
 from planner.solver.granularity import solve_blocks_first
 from planner.solver.infeasible import PLENTY, against_constraints, explain, out_of_time
@@ -71,6 +73,7 @@ def solve(
     max_stages: int | None = None,
     max_staleness: int | None = None,
     granularity: Granularity = "auto",
+    tensor: Sequence[int] = (1,),
     chunks: int = CHUNKS,
     vertical_sync: bool = False,
     solver: SolverName = "auto",
@@ -98,6 +101,7 @@ def solve(
         max_staleness: gradients are at most so many updates late.
         granularity: where a model of repeated blocks, as transformers are, is cut: "block" between blocks only, "layer"
             anywhere, or "auto": between blocks first, and inside blocks where that makes it 2% faster.
+        tensor: how many ranks may divide the layers of a stage between them; the profile says what they cost then.
         chunks: stages per GPU, for schedules that leave the choice: `interleaved`.
         vertical_sync: for 1f1b: every stage runs a minibatch with the weight version that the first stage has when the
             minibatch enters, and holds as many versions as the first stage's depth requires.
@@ -132,11 +136,11 @@ def solve(
     if all(layer.forward_s + layer.backward_s + layer.update_s <= 0 for layer in profile.layers):
         raise ProfileError(f"the layers of '{profile.model}' take no time, so there is nothing to divide", hint=REMEDY)
     budget = Budget(Deadline.after(time_limit_s), progress=progress or Progress())
-    rules = StageRules(recompute, shard_optimizer, max_stages, max_staleness, granularity)
+    rules = StageRules(recompute, shard_optimizer, max_stages, max_staleness, granularity, tuple(tensor))
     rules.check(profile, setting)
     constraints = constraints or Constraints()
     constraints.check(profile, cluster)
-    problem = Problem(LayerCosts(profile), setting, rules, depth, constraints, budget)
+    problem = Problem(layer_costs_on(profile, cluster), setting, rules, depth, constraints, budget)
     if vertical_sync:
         _check_vertical_sync(schedule)
     budget.progress.begin(budget.deadline.at_s, PipelineSearch(problem).relaxed_s())
@@ -144,7 +148,10 @@ def solve(
     def answer_of(other: Problem) -> Found:
         return solve_synced(other, lambda each: _found(each, solver)) if vertical_sync else _found(other, solver)
 
-    found = solve_with_room(problem, lambda other: solve_tied(other, answer_of, vertical_sync=vertical_sync))
+    def whole(other: Problem) -> Found:
+        return solve_with_room(other, lambda each: solve_tied(each, answer_of, vertical_sync=vertical_sync))
+
+    found = solve_degrees(problem, whole, mixing=solver in ("auto", "search") and not vertical_sync)
     plan = complete(problem, found.best, _report(problem, found), vertical_sync=vertical_sync)
     return plan.model_copy(update={"solver": plan.solver.model_copy(update={"seconds": time.perf_counter() - started})})
 

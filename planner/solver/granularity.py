@@ -39,7 +39,7 @@ def solve_blocks_first(problem: Problem, answer: Callable[[Problem], Found]) -> 
         )
     if not ends:
         return answer(problem)
-    blocks = _cut_after(problem, ends)
+    blocks = cut_after(problem, ends)
     if problem.rules.granularity == "block":
         return answer(blocks)
     try:
@@ -60,7 +60,7 @@ def _looked_inside(problem: Problem, ends: frozenset[int], found: Found, answer:
     if bound_s < goal_s and not problem.deadline.passed:
         near = ends | _beside(problem, ends, found.best)
         cuts = frozenset(range(layers - 1)) if layers <= most else near
-        finer = problem if layers <= most else _cut_after(problem, cuts)
+        finer = problem if layers <= most else cut_after(problem, cuts)
         if cuts != ends and len(cuts) <= most:
             inside = answer(finer)
             if finer is problem:
@@ -87,7 +87,7 @@ def _beside(problem: Problem, ends: frozenset[int], plan: Evaluation) -> frozens
     return frozenset(found)
 
 
-def _cut_after(problem: Problem, ends: frozenset[int]) -> Problem:
+def cut_after(problem: Problem, ends: frozenset[int]) -> Problem:
     """Return the problem with cuts after these layers only, where the profile allows them."""
     profile = problem.layer_costs.profile
     forbidden = {layer.name for number, layer in enumerate(profile.layers) if number not in ends}

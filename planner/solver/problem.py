@@ -19,6 +19,7 @@ from planner.cost.setting import Setting
 from planner.cost.stage_options import RecomputeRule
 from planner.formats.cluster import Cluster, DeviceKind
 from planner.formats.constraints import Constraints
+from planner.formats.groups import groups_of
 from planner.formats.profile import Profile
 from planner.schedule.schedule import Schedule
 from planner.solver.bounds.bounds import Bounds
@@ -205,7 +206,18 @@ class Problem:
 
     def price(self, stages: Sequence[Candidate]) -> Price:
         """Price a plan by the cost model."""
-        return price(self.layer_costs, stages, self.setting)
+        within, groups, degree = self.in_groups(stages)
+        priced = price(within.layer_costs, groups, within.setting)
+        return replace(priced, communication_bytes=priced.communication_bytes * degree)
+
+    def in_groups(self, stages: Sequence[Candidate]) -> tuple[Problem, Sequence[Candidate], int]:
+        """Return the same plan on the cluster's groups of ranks, and their size, where all stages have one size."""
+        degrees = {stage.options.tensor for stage in stages}
+        if len(degrees) > 1 or degrees == {1}:
+            return self, stages, 1
+        degree = degrees.pop()
+        groups = [replace(stage, options=replace(stage.options, tensor=1)) for stage in stages]
+        return self.at(degree), groups, degree
 
     def about(self, profile: Profile) -> Problem:
         """Return the same problem for another profile."""
@@ -214,6 +226,17 @@ class Problem:
     def on(self, cluster: Cluster) -> Problem:
         """Return the same problem for another cluster."""
         return replace(self, setting=replace(self.setting, cluster=cluster))
+
+    def at(self, degree: int) -> Problem:
+        """Return the same problem on groups of so many ranks, which divide all layers between them.
+
+        Raises:
+            ProfileError: if the profile does not know the degree.
+            ClusterError: if groups of this size do not fill the servers.
+        """
+        if degree == 1:
+            return self
+        return replace(self.on(groups_of(self.cluster, degree)), layer_costs=self.layer_costs.at(degree))
 
     def under(self, schedule: Schedule, microbatches: int | None = None) -> Problem:
         """Return the same problem for another schedule, with one stage per worker."""

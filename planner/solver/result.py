@@ -33,8 +33,8 @@ class CutPath:
 
     @property
     def gpus(self) -> int:
-        """Sum of all stages' replicas."""
-        return sum(self.replicas)
+        """Ranks of all stages."""
+        return sum(each.gpus for each in self.options)
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,10 @@ class Evaluation:
     @property
     def config(self) -> str:
         """The config of the plan that these stages make."""
-        return config_of(tuple(stage.replicas for stage in self.stages), self.price.chunks)
+        replicas, degrees = (
+            tuple(getattr(each.options, name) for each in self.stages) for name in ("replicas", "tensor")
+        )
+        return config_of(replicas, self.price.chunks, degrees)
 
     def saves(self, other: Evaluation, share: float = SLACK) -> bool:
         """Return whether this takes less time than the other candidate, by this share of it, as far as is known."""
@@ -108,13 +111,22 @@ class Evaluation:
 
     @property
     def gpus(self) -> int:
-        """Sum of all stages' replicas."""
-        return sum(stage.replicas for stage in self.stages)
+        """Ranks of all stages."""
+        return sum(stage.options.gpus for stage in self.stages)
 
     @property
     def ranks(self) -> tuple[tuple[int, ...], ...]:
-        """Ranks of each stage: its own, or consecutive ones in the order of the pipeline's workers."""
+        """Ranks of each stage: its own, or consecutive ones in the order of the pipeline's workers.
+
+        Groups of ranks that divide layers count once each.
+        """
         return tuple(map(tuple, ranks_of(self.stages, self.price.workers)))
+
+    def divided(self, degree: int) -> Evaluation:
+        """Return a plan of a cluster's groups of so many ranks as one of its ranks."""
+        stages = tuple(replace(stage, options=replace(stage.options, tensor=degree)) for stage in self.stages)
+        price = replace(self.price, communication_bytes=self.price.communication_bytes * degree)
+        return Evaluation(stages, price)
 
     def fits(self, cluster: Cluster) -> bool:
         """Return whether each stage fits the memory of its GPUs, with the GPU's other stages."""

@@ -7,7 +7,9 @@ from typing import Literal
 
 from planner.cost.setting import Setting
 from planner.cost.stage_options import RecomputeRule, ShardRule
+from planner.cost.tensor import costs_at
 from planner.errors import InputError
+from planner.formats.groups import groups_of
 from planner.formats.profile import Profile
 from planner.schedule.schedule import Schedule
 
@@ -27,6 +29,7 @@ class StageRules:
         max_stages: at most so many stages; None without a limit.
         max_staleness: gradients are at most so many updates late; None without a limit.
         granularity: where stages may begin and end.
+        tensor: ranks of a replica, which divide its layers between them.
     """
 
     recompute: RecomputeRule = "auto"
@@ -34,6 +37,7 @@ class StageRules:
     max_stages: int | None = None
     max_staleness: int | None = None
     granularity: Granularity = "auto"
+    tensor: tuple[int, ...] = (1,)
 
     def deepest(self, schedule: Schedule) -> int:
         """Return the most units that a stage may have in flight, each with an older version of its weights."""
@@ -44,6 +48,7 @@ class StageRules:
 
         Raises:
             InputError: naming the argument.
+            ProfileError, ClusterError: for degrees that the profile or the cluster's servers do not have.
         """
         schedule = setting.schedule
         if self.shard_optimizer == "always" and not profile.may_shard_optimizer:
@@ -57,6 +62,12 @@ class StageRules:
                 f"the cost model '{setting.cost_model}' was published before optimizers were sharded",
                 hint="use `cost_model=resource`, or `shard_optimizer=never`",
             )
+        if not self.tensor or min(self.tensor) < 1 or list(self.tensor) != sorted(set(self.tensor)):
+            given = ",".join(map(str, self.tensor))
+            raise InputError(f"`tensor={given}` are no ascending numbers of ranks", hint="write them as in 1,2,4,8")
+        for degree in self.tensor[int(self.tensor[0] == 1) :]:
+            costs_at(profile, degree)
+            groups_of(setting.cluster, degree)
         if self.max_stages is not None and self.max_stages < 1:
             raise InputError(f"`max_stages={self.max_stages}` leaves no stage", hint="give 1 or more")
         if self.max_staleness is None:

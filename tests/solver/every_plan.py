@@ -1,4 +1,4 @@
-"""The best plan of a small chain over replicas, sharding, recomputed units and memory, by trying all of them.
+"""The best plan of a small chain over replicas, degrees, sharding, recomputed units and memory, by trying all of them.
 
 What a stage takes and holds comes from `LayerCosts` and the cost models, one stage at a time. The time of a plan is the
 largest of its stages' times, or their sum and their largest, so the stages' ways are chosen from each stage's own best
@@ -8,8 +8,8 @@ ones; cuts and replicas are tried all, and no walk or bound of the searches is u
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from itertools import combinations, pairwise
+from dataclasses import dataclass, field, replace
+from itertools import combinations, pairwise, product
 
 import numpy as np
 
@@ -24,7 +24,7 @@ class EveryPlan:
     """All plans of a problem on GPUs that are alike."""
 
     problem: Problem
-    _known: dict[tuple[int, int, int, int], list[Way]] = field(default_factory=dict)
+    _known: dict[tuple[int, int, int, int, int], list[Way]] = field(default_factory=dict)
 
     def best(self) -> tuple[float, tuple[Candidate, ...]] | None:
         """Return the seconds of the fastest plan that is allowed, and the plan."""
@@ -34,18 +34,21 @@ class EveryPlan:
             for cuts in combinations(range(1, layers), stages - 1):
                 for replicas in _replicas(stages, problem.cluster.gpus):
                     after = np.cumsum((0, *replicas[:0:-1]))[::-1].tolist()
-                    ends = pairwise((0, *cuts, layers))
-                    shape = zip(ends, replicas, after, strict=True)
-                    for seconds, chosen in combined(self._ways(*end, r, behind) for end, r, behind in shape):
-                        if best is None or seconds < best[0]:
-                            best = seconds, chosen
+                    ends = tuple(pairwise((0, *cuts, layers)))
+                    for degrees in product(problem.rules.tensor, repeat=stages):
+                        if np.dot(replicas, degrees) > problem.cluster.gpus:
+                            continue
+                        shape = zip(ends, replicas, degrees, after, strict=True)
+                        for seconds, chosen in combined(self._ways(*end, r, t, behind) for end, r, t, behind in shape):
+                            if best is None or seconds < best[0]:
+                                best = seconds, chosen
         return best
 
-    def _ways(self, first: int, end: int, replicas: int, after: int) -> list[Way]:
-        key = first, end, replicas, after
+    def _ways(self, first: int, end: int, replicas: int, degree: int, after: int) -> list[Way]:
+        key = first, end, replicas, degree, after
         if key not in self._known:
             layers = frozenset(range(first, end))
-            options = options_of(self.problem, layers, replicas)
+            options = [replace(each, tensor=degree) for each in options_of(self.problem, layers, replicas)]
             stages = [Candidate(frozenset(range(first)), layers, each) for each in options]
             self._known[key] = unbeaten(self.problem, stages, after)
         return self._known[key]

@@ -44,6 +44,13 @@ def batch_sizes(text: str) -> list[int]:
     return sizes
 
 
+def degrees(text: str) -> tuple[int, ...]:
+    """Parse numbers of ranks: "1,2,4" is (1, 2, 4)."""
+    if not all(is_count(part) for part in text.split(",")):
+        raise ArgumentTypeError(f"'{text}' are no numbers of ranks such as 1,2,4,8")
+    return tuple(sorted({int(part) for part in text.split(",")}))
+
+
 def window(text: str) -> int | tuple[int, int]:
     """Parse a choice of minibatches: "100" for the last 100, "20:40" for those from 20 on and before 40."""
     first, colon, end = text.partition(":")

@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from planner.cli.arguments.numbers import at_least
+from planner.cli.arguments.numbers import at_least, degrees
 from planner.schedule.defaults import LATE_UPDATES
 
 if TYPE_CHECKING:
     from planner.solver.stage_rules import StageRules
 
-RULES = ("recompute", "shard_optimizer", "max_stages", "max_staleness", "granularity")
+RULES = ("recompute", "shard_optimizer", "max_stages", "max_staleness", "granularity", "tensor")
 
 
 def add_rule_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,6 +42,13 @@ def add_rule_arguments(parser: argparse.ArgumentParser) -> None:
         choices=["auto", "block", "layer"],
         help="where to cut a model of repeated blocks, as transformers are: between blocks only (block), anywhere "
         "(layer), or inside blocks only where that makes the plan 2%% faster (auto) (default: auto)",
+    )
+    group.add_argument(
+        "--tensor",
+        type=degrees,
+        metavar="T,T",
+        help="ranks that may divide the layers of a replica between them (tensor parallelism), as in 1,2,4,8; the "
+        "profile must say what layers cost then, and plan train does not run such plans yet (default: 1)",
     )
 
 

@@ -109,7 +109,19 @@ def _memory(limit: int | None) -> str:
 
 def stage_table(plan: Plan) -> Table:
     """Tabulate the stages; columns in which nothing is to be said are left out."""
-    headers = ["stage", "layers", "replicas", "ranks", "GPU", "in flight", "late", "compute", "accumulation", "sends"]
+    headers = [
+        "stage",
+        "layers",
+        "replicas",
+        "of ranks",
+        "ranks",
+        "GPU",
+        "in flight",
+        "late",
+        "compute",
+        "accumulation",
+        "sends",
+    ]
     headers += ["optimizer", "recomputes"]
     late = late_updates(plan)
     model = [name for stage in plan.stages for name in stage.layers]
@@ -118,6 +130,7 @@ def stage_table(plan: Plan) -> Table:
             number,
             layer_range(stage.layers, model),
             stage.replicas,
+            stage.tensor,
             ranks_line(stage),
             plan.cluster.kinds_on(stage.ranks),
             stage.in_flight,
@@ -140,6 +153,8 @@ def stage_table(plan: Plan) -> Table:
         table = table.without("optimizer")
     if not plan.cluster.kinds:
         table = table.without("GPU")
+    if max(plan.degrees) == 1:
+        table = table.without("of ranks")
     return table if any(stage.recomputes for stage in plan.stages) else table.without("recomputes")
 
 

@@ -64,6 +64,9 @@ def priced_path(problem: Problem, space: StateSpace, path: CutPath) -> Evaluatio
 
 def evaluate(problem: Problem, stages: Sequence[Candidate]) -> Evaluation:
     """Price a candidate, choose its depths and simulate it; the published cost models' prices stand as they are."""
+    within, groups, degree = problem.in_groups(stages)
+    if degree > 1:
+        return evaluate(within, groups).divided(degree)
     candidate = priced(problem, stages)
     return simulated(problem, candidate) if problem.simulates else candidate
 

@@ -1,0 +1,72 @@
+"""Tensor parallelism: a group of t ranks that divides every layer between them, and works as one device.
+
+A group takes what one rank of it takes, with the all-reduces of its activations (Shoeybi et al., "Megatron-LM", 2019,
+section 3): they stand between products, so nothing overlaps with them. Groups are consecutive ranks, on the innermost
+links that hold them. Towards other groups, every rank does what the first one does: it exchanges messages with the rank
+of the same place, and all-reduces its part of the gradients. So a plan whose stages all have groups of one size is a
+plan for a cluster of groups, with their layers' costs, and takes the same searches, prices and simulations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import numpy as np
+
+from planner.cost.layer_costs import LayerCosts
+from planner.cost.network.link import Link, ring_all_reduce_s
+from planner.cost.network.topology import Topology
+from planner.cost.work import Floats
+from planner.errors import ProfileError
+from planner.formats.cluster import Cluster
+from planner.formats.profile import DEGREE_COLUMNS, DegreeCosts, Profile
+
+
+def costs_at(profile: Profile, degree: int) -> DegreeCosts:
+    """Return what the profile says of the degree.
+
+    Raises:
+        ProfileError: if it says nothing.
+    """
+    known = profile.tensor or ()
+    found = next((costs for costs in known if costs.degree == degree), None)
+    if found is None:
+        says = f"of {', '.join(str(costs.degree) for costs in known)} ranks alone" if known else "of one rank alone"
+        raise ProfileError(
+            f"the profile of '{profile.model}' does not say what its layers cost on {degree} ranks, but {says}",
+            hint="profile the model with `tensor`, or solve with `tensor=1`",
+        )
+    return found
+
+
+def profile_at(profile: Profile, degree: int, link: Link) -> Profile:
+    """Return the profile of the layers on a group of so many ranks, which all-reduces over this link.
+
+    Raises:
+        ProfileError: if the profile does not know the degree.
+    """
+    costs = costs_at(profile, degree)
+    forward_s = costs.forward_s + _reduces_s(costs.forward_reduced_bytes, costs.forward_reduces, degree, link)
+    backward_s = costs.backward_s + _reduces_s(costs.backward_reduced_bytes, costs.backward_reduces, degree, link)
+    columns = {name: getattr(costs, name) for name in DEGREE_COLUMNS}
+    columns |= {"forward_s": forward_s.tolist(), "backward_s": backward_s.tolist()}
+    layers = (
+        layer.model_copy(update=dict(zip(columns, row, strict=True)))
+        for layer, *row in zip(profile.layers, *columns.values(), strict=True)
+    )
+    return profile.model_copy(update={"layers": tuple(layers), "tensor": None})
+
+
+def _reduces_s(size_bytes: Collection[int], counts: Collection[int], degree: int, link: Link) -> Floats:
+    """Return the seconds of each layer's all-reduces."""
+    many = np.array(counts, dtype=np.float64)
+    each_bytes = np.array(size_bytes, dtype=np.float64) / np.maximum(many, 1)
+    return np.asarray(many * ring_all_reduce_s(each_bytes, degree, link))
+
+
+def layer_costs_on(profile: Profile, cluster: Cluster) -> LayerCosts:
+    """Return the costs of the profile's layers, also where groups of ranks divide them over the cluster's links."""
+    topology = Topology(cluster)
+    return LayerCosts(
+        profile, dividing=lambda each, degree: profile_at(each, degree, topology.stage_link(range(degree)))
+    )

@@ -1,0 +1,77 @@
+"""Plans and clusters as groups of ranks see them, which divide every layer and work as one device.
+
+Everything but the executor takes a plan of groups for a plan: a group is a rank there, and the cluster has groups for
+devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from planner.errors import ClusterError
+from planner.formats.cluster import Cluster, Level
+from planner.formats.plan import Plan, config_of
+
+Ranks = tuple[int, ...]
+
+
+def of_groups(plan: Plan) -> Plan:
+    """Return the plan of its groups; the plan itself where each is a single rank."""
+    degrees = {stage.tensor for stage in plan.stages}
+    if degrees == {1}:
+        return plan
+    leaders = [stage.ranks[:: stage.tensor] for stage in plan.stages]
+    number = {rank: place for place, rank in enumerate(sorted({rank for ranks in leaders for rank in ranks}))}
+    stages = tuple(
+        stage.model_copy(update={"tensor": 1, "ranks": tuple(number[rank] for rank in ranks)})
+        for stage, ranks in zip(plan.stages, leaders, strict=True)
+    )
+    cluster = plan.cluster if len(degrees) > 1 else groups_of(plan.cluster, degrees.pop())
+    config = config_of(plan.replicas, plan.chunks)
+    return plan.model_copy(update={"stages": stages, "cluster": cluster, "config": config})
+
+
+def on_ranks(groups: Sequence[Ranks], degrees: Sequence[int]) -> list[Ranks]:
+    """Return the ranks of each stage, which has these groups of so many ranks each."""
+    size = {group: degree for own, degree in zip(groups, degrees, strict=True) for group in own}
+    first = {group: sum(size[other] for other in size if other < group) for group in size}
+    return [tuple(first[group] + place for group in own for place in range(size[group])) for own in groups]
+
+
+def groups_of(cluster: Cluster, degree: int) -> Cluster:
+    """Return the cluster of groups of so many ranks, which fill the innermost levels.
+
+    Links that the devices of a server share carry the messages of all ranks of a group at once.
+
+    Raises:
+        ClusterError: if groups of this size do not divide the levels evenly.
+    """
+    if cluster.kinds:
+        raise ClusterError(f"groups of {degree} ranks need GPUs of one kind", hint="solve with `tensor=1`")
+    left, devices, levels = degree, 1, list[Level]()
+    for level in cluster.levels:
+        size = level.size // left
+        if level.size % left and (size == 0 or len(cluster.joined) > 1):  # on a single level some GPUs may be left over
+            if left % level.size:
+                raise ClusterError(
+                    f"groups of {degree} ranks do not fill the {level.size} members of a level evenly",
+                    hint=f"give degrees in `tensor` that divide {level.size}",
+                )
+            size = 1
+        levels.append(_narrower(level, size, min(degree, devices) if level.shared else 1))
+        left, devices = max(1, left // level.size) if size == 1 else 1, devices * level.size
+    if left > 1:
+        raise ClusterError(f"{cluster.gpus} GPUs make no group of {degree} ranks", hint="give a smaller `tensor`")
+    return cluster.model_copy(update={"levels": tuple(levels)})
+
+
+def _narrower(level: Level, size: int, times: int) -> Level:
+    """Return the level with another size, and links of which a group has a part for the first of its ranks."""
+    reduce = level.all_reduce_bandwidth_bytes_per_s
+    return level.model_copy(
+        update={
+            "size": size,
+            "bandwidth_bytes_per_s": level.bandwidth_bytes_per_s / times,
+            "all_reduce_bandwidth_bytes_per_s": None if reduce is None else reduce / times,
+        }
+    )

@@ -1,0 +1,143 @@
+"""Plans whose stages divide their layers over ranks (tensor parallelism), beside replicas, sharding and recomputation.
+
+With groups of one size in all stages, a plan is a plan for a cluster of groups: for each size there is the whole search
+(`planner.formats.groups`). Stages with groups of several sizes are sought on clusters of one level, under asynchronous
+schedules (`planner.solver.chain.mixed_degrees`); elsewhere they only count for the bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+
+import numpy as np
+
+from planner.cost.layer_costs import LayerCosts
+from planner.cost.recomputation import exact_everywhere
+from planner.errors import InfeasibleError
+from planner.formats.profile import KIND_COLUMNS
+from planner.formats.repeated_blocks import block_ends
+from planner.solver.candidates.budget import Budget, OutOfTimeError
+from planner.solver.candidates.evaluation import fastest, priced
+from planner.solver.chain.mixed_degrees import MixedDegrees
+from planner.solver.chain.search import Search
+from planner.solver.chain.states import Chain, StateSpace
+from planner.solver.granularity import cut_after
+from planner.solver.pipeline_search import PipelineSearch
+from planner.solver.problem import Problem
+from planner.solver.result import Found, stages_along
+from planner.solver.room import solve_with_room
+
+Answer = Callable[[Problem], Found]
+
+
+def solve_degrees(problem: Problem, answer: Answer, *, mixing: bool = True) -> Found:
+    """Find the best plan whose stages have the degrees that the rules allow.
+
+    Args:
+        problem: with the rules.
+        answer: the whole search for plans that divide no layers.
+        mixing: whether stages may differ in their degrees.
+
+    Raises:
+        InfeasibleError: if no plan fits the memory.
+    """
+    degrees, mixes = problem.rules.tensor, mixing and _mixes(problem)
+    if degrees == (1,):
+        return answer(problem)
+    found, obstacle = list[Found](), None
+    for number, degree in enumerate(degrees):
+        own = _own_budget(problem, 1 / (len(degrees) + mixes - number))
+        try:
+            alone = answer(replace(problem.at(degree), budget=own))
+        except InfeasibleError as error:
+            obstacle = error
+        else:
+            found.append(replace(alone, best=alone.best.divided(degree)))
+        problem.budget.count += own.count
+        problem.budget.exhausted &= own.exhausted
+    if mixes:
+        mixed = replace(problem, budget=_own_budget(problem, 1.0))
+        with suppress(InfeasibleError):
+            found.append(solve_with_room(mixed, lambda each: _mixed(each, found)))
+        problem.budget.count += mixed.budget.count
+    if not found:
+        assert obstacle is not None
+        raise obstacle
+    best = min((each.best for each in found), key=lambda plan: (plan.counted_s, plan.gpus))
+    # Plans that no search looked at count for the bound, too.
+    relaxed_s = relaxed_seconds(problem) if len(degrees) > 1 and not mixes else best.seconds
+    return Found(best, min(relaxed_s, *(each.bound_s for each in found)))
+
+
+def _own_budget(problem: Problem, share: float) -> Budget:
+    """Return a budget of its own, with this share of the time that is left: the same stages are other plans."""
+    return replace(problem.budget.apart(), deadline=problem.budget.deadline.earlier(share))
+
+
+def _mixes(problem: Problem) -> bool:
+    """Return whether there is a search for plans whose stages have several degrees."""
+    setting, profile = problem.setting, problem.layer_costs.profile
+    alike = not problem.cluster.kinds and len(problem.cluster.joined) == 1
+    plain = problem.constraints.empty and problem.rules.max_stages is None and not profile.tied_parameters
+    searched = problem.schedule.asynchronous and problem.simulates and setting.chunks == 1
+    return len(problem.rules.tensor) > 1 and alike and plain and searched
+
+
+def _mixed(problem: Problem, known: Sequence[Found]) -> Found:
+    """Find the best plan along the profile's order, or return the best one that is known, with the bound of all.
+
+    Raises:
+        InfeasibleError: if none fits the memory.
+    """
+    layer_costs, below_s = problem.layer_costs, np.inf
+    ends = frozenset[int]() if problem.rules.granularity == "layer" else block_ends(layer_costs.profile)
+    within = cut_after(problem, ends) if ends else problem
+    spaces = {degree: Chain(within.layer_costs.at(degree)) for degree in problem.rules.tensor}
+    best = min((each.best for each in known), key=lambda plan: plan.counted_s, default=None)
+    if best is not None:
+        below_s = min(each.best.price.cost_model_s or each.best.seconds for each in known)
+    path, exact, model = None, False, problem.asynchronous()
+    with suppress(OutOfTimeError):
+        if not known:
+            below_s = max(Search(each, model, problem.limits).any_time_s() for each in spaces.values())
+        search = MixedDegrees(spaces, model, problem.limits)
+        path = search.best(below_s)
+        exact = not (search.interrupted or ends) and all(map(_has_all_ways, spaces.values()))
+    if path is not None:
+        mixed = fastest(problem, [priced(problem, stages_along(next(iter(spaces.values())), path))])
+        below_s = min(below_s, path.seconds)
+        best = mixed if best is None or mixed.saves(best) else best
+    if best is None:
+        raise InfeasibleError("no plan fits the memory, however its layers are divided", hint="give more GPUs")
+    return Found(best, below_s if exact else relaxed_seconds(problem))
+
+
+def _has_all_ways(space: StateSpace) -> bool:
+    """Return whether no legal cut is missing, and no choice of what recomputes."""
+    return space.complete and exact_everywhere(space.layer_costs)
+
+
+def relaxed_seconds(problem: Problem) -> float:
+    """Return a time that no plan is below, whatever its degrees: balanced, and each layer at the best of them."""
+    every = [problem.layer_costs.at(degree) for degree in problem.rules.tensor]
+    bounds = [_balanced_s(problem, every, [1] * len(every))]
+    if problem.schedule.asynchronous or problem.microbatches >= problem.cluster.gpus:
+        # By the GPUs' seconds; in the first one, by those of one microbatch.
+        bounds.append(_balanced_s(problem, every, problem.rules.tensor))
+    return max(bounds)
+
+
+def _balanced_s(problem: Problem, every: Sequence[LayerCosts], weights: Sequence[int]) -> float:
+    times = [name for name in KIND_COLUMNS if name.endswith("_s")]
+    layers = (
+        same[0].model_copy(
+            update={
+                name: min(getattr(layer, name) * w for layer, w in zip(same, weights, strict=True)) for name in times
+            }
+        )
+        for same in zip(*(each.profile.layers for each in every), strict=True)
+    )
+    relaxed = problem.about(problem.layer_costs.profile.model_copy(update={"layers": tuple(layers), "tensor": None}))
+    return PipelineSearch(relaxed).relaxed_s()

@@ -1,0 +1,179 @@
+"""Plans whose stages divide layers over ranks, against all plans, and as files."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from planner.analysis import own_plan
+from planner.analysis.given_plan import GivenPlan
+from planner.api import check_trainable
+from planner.cost.pricing import price
+from planner.cost.setting import Setting
+from planner.cost.tensor import layer_costs_on
+from planner.errors import ClusterError, PlanError, PlannerError
+from planner.formats.cluster import Cluster, flat_cluster, hierarchical_cluster
+from planner.formats.groups import groups_of, of_groups
+from planner.formats.own_plan import OwnPlan, OwnStage
+from planner.formats.plan import Plan
+from planner.formats.plan_shape import shape_of
+from planner.formats.profile import DEGREE_COLUMNS, DegreeCosts, Profile
+from planner.schedule.registry import find
+from planner.simulator.plan import simulate, simulated_s
+from planner.solver import solve
+from planner.solver.chain.mixed_degrees import MixedDegrees
+from planner.solver.chain.states import Chain
+from planner.solver.degrees import relaxed_seconds
+from planner.solver.problem import Problem
+from planner.solver.result import stages_along
+from planner.solver.stage_rules import StageRules
+from tests.samples import layer, profile
+from tests.solver.every_plan import EveryPlan
+from tests.solver.test_new_axes import random_model
+
+ASYNCHRONOUS = ("1f1b", "1f1b", "2bw")
+
+
+def divided(model: Profile, *degrees: int, rng: np.random.Generator | None = None) -> Profile:
+    """Let every layer be divided, some of them badly, with all-reduces of a few bytes."""
+    shares = rng.uniform(0.3, 1.0, len(model.layers)) if rng is not None else np.ones(len(model.layers))
+    known = []
+    for degree in degrees:
+        kept = 1 - shares * (1 - 1 / degree)
+        columns = {
+            name: tuple(
+                getattr(each, name) * part if name.endswith("_s") else round(getattr(each, name) * part)
+                for each, part in zip(model.layers, kept.tolist(), strict=True)
+            )
+            for name in DEGREE_COLUMNS
+        }
+        some, once = (2,) * len(model.layers), (1,) * len(model.layers)
+        known.append(
+            DegreeCosts(
+                degree=degree,
+                source="estimated",
+                forward_reduced_bytes=some,
+                backward_reduced_bytes=some,
+                forward_reduces=once,
+                backward_reduces=once,
+                **columns,
+            )
+        )
+    return model.model_copy(update={"tensor": tuple(known)})
+
+
+def random_problem(rng: np.random.Generator) -> Problem:
+    schedule = find(str(rng.choice(ASYNCHRONOUS)))
+    model = divided(random_model(rng), 2, 3, rng=rng)
+    gpus, microbatches = int(rng.integers(3, 7)), int(rng.integers(1, 9)) if schedule.divides else 1
+    names = ("weight_bytes", "gradient_bytes", "optimizer_bytes", "saved_bytes")
+    everything = sum(getattr(each, name) for each in model.layers for name in names)
+    memory = None if rng.random() < 0.2 else 1 + int(everything * rng.uniform(0.15, 0.8))
+    cluster = flat_cluster(gpus, float(rng.choice([0.5, 2.0, 8.0, 1e4])), memory, float(rng.choice([0.0, 0.25])))
+    rules = StageRules(
+        recompute=("auto", "auto", "never", "always")[int(rng.integers(4))],
+        shard_optimizer=("auto", "never")[int(rng.integers(2))],
+        tensor=((1, 2), (1, 2, 3), (2, 3))[int(rng.integers(3))],
+    )
+    return Problem(layer_costs_on(model, cluster), Setting(cluster, schedule, microbatches), rules)
+
+
+def check(seed: int) -> tuple[bool, bool]:
+    """Compare one instance; return whether there is a plan, and whether its degrees differ."""
+    problem = random_problem(np.random.default_rng([19, seed]))
+    spaces = {degree: Chain(problem.layer_costs.at(degree)) for degree in problem.rules.tensor}
+    path = MixedDegrees(spaces, problem.asynchronous(), problem.limits).best(1e6)
+    expected = EveryPlan(problem).best()
+    assert (path is None) == (expected is None), seed
+    if path is None or expected is None:
+        return False, False
+    assert path.seconds == pytest.approx(expected[0], rel=1e-9), seed
+    assert path.gpus <= problem.cluster.gpus, seed
+    assert relaxed_seconds(problem) <= path.seconds * (1 + 1e-9), seed
+    stages = stages_along(next(iter(spaces.values())), path)
+    for plan in (stages, expected[1]):  # the price of the whole plan is that of its stages
+        priced = price(problem.layer_costs, plan, problem.setting)
+        assert priced.seconds_per_minibatch == pytest.approx(expected[0], rel=1e-9), seed
+        assert problem.cluster.memory_bytes is None or max(priced.gpu_bytes) <= problem.cluster.memory_bytes, seed
+    return True, len({each.tensor for each in path.options}) > 1
+
+
+def test_the_search_finds_what_every_plan_says() -> None:
+    found = np.sum([check(seed) for seed in range(60)], axis=0)
+    assert np.all(found > 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(10))
+def test_the_search_finds_what_every_plan_says_on_a_thousand_models(part: int) -> None:
+    found = np.sum([check(seed) for seed in range(100 * part, 100 * part + 100)], axis=0)
+    assert np.all(found > 5)
+
+
+CHAIN = divided(
+    profile(*(layer(f"l{n}", 1.0, 2.0, output_bytes=20, weight_bytes=40, saved_bytes=30) for n in range(8))), 2, 4
+)
+FLAT = flat_cluster(8, 100.0, 300)
+LEVELS = hierarchical_cluster((4, 2), (1000.0, 50.0), 300)
+
+
+@pytest.mark.parametrize("cluster", [FLAT, LEVELS], ids=["flat", "levels"])
+@pytest.mark.parametrize("schedule", ["1f1b", "2bw", "1f1b-flush", "zb-h1"])
+def test_a_divided_plan_is_solved_priced_and_simulated_alike(schedule: str, cluster: Cluster) -> None:
+    plan = solve(CHAIN, cluster, schedule=schedule, microbatches=1 if schedule == "1f1b" else 8, tensor=(1, 2, 4))
+    seconds = plan.predicted.seconds_per_minibatch
+    assert max(plan.degrees) > 1
+    assert "x" in plan.config
+    assert plan.profile_digest == CHAIN.digest
+    assert plan.cluster == cluster
+    assert plan.solver.lower_bound_s <= seconds
+    assert simulated_s(plan) == pytest.approx(seconds, rel=1e-9)
+    assert simulate(plan).ranks == shape_of(of_groups(plan)).ranks
+    assert Plan.model_validate_json(plan.model_dump_json()) == plan
+    given = GivenPlan.of(CHAIN, plan)
+    assert given.on(cluster).predicted.seconds_per_minibatch <= seconds * (1 + 1e-9)  # without limits of memory
+    assert given.price().communication_bytes >= 0
+    with pytest.raises(PlanError, match="the executor does not run divided layers yet"):
+        check_trainable(plan)
+
+
+def test_groups_of_one_size_are_devices_of_another_cluster() -> None:
+    servers = hierarchical_cluster((8, 4), (1000.0, 50.0))
+    assert [level.size for level in groups_of(servers, 4).levels] == [2, 4]
+    assert groups_of(servers, 4).levels[1].bandwidth_bytes_per_s == 50.0 / 4  # which all four ranks use at once
+    assert [level.size for level in groups_of(servers, 16).levels] == [1, 2]
+    assert groups_of(flat_cluster(10, 1.0), 4).gpus == 2
+    with pytest.raises(ClusterError, match="do not fill"):
+        groups_of(servers, 3)
+    with pytest.raises(ClusterError, match="make no group"):
+        groups_of(servers, 64)
+
+
+def test_two_ranks_that_divide_a_layer_evenly_take_half_of_it_and_their_all_reduces() -> None:
+    own = OwnPlan(
+        stages=(OwnStage(layers=tuple(each.name for each in CHAIN.layers), tensor=2),),
+        schedule=find("1f1b-flush"),
+        microbatches=1,
+    )
+    plan = own_plan.price(divided(CHAIN, 2), flat_cluster(2, 100.0), own)
+    # Eight layers, a forward of 0.5 s and a backward of 1 s each, and all-reduces of 2 bytes that move 2 bytes.
+    assert plan.predicted.seconds_per_minibatch == pytest.approx(8 * (0.5 + 1.0 + 2 * 2 / 100.0))
+    assert plan.config == "1x2"
+    assert plan.stages[0].ranks == (0, 1)
+    assert plan.predicted.communication_bytes_per_sample == 0
+
+
+def test_what_is_not_known_is_refused() -> None:
+    for tensor, words in (((1, 8), "does not say what its layers cost on 8 ranks"), ((2, 1), "no ascending")):
+        with pytest.raises(PlannerError, match=words):
+            solve(CHAIN, FLAT, tensor=tensor)
+    columns = CHAIN.tensor[0].model_dump() if CHAIN.tensor else {}
+    with pytest.raises(ValueError, match="has not one value for each of 8 layers"):
+        Profile.model_validate(CHAIN.model_dump() | {"tensor": [columns | {"update_s": (0.0,)}]})
+
+
+def test_old_files_mean_what_they_meant() -> None:
+    plain = CHAIN.model_copy(update={"tensor": None})
+    plan = solve(plain, flat_cluster(8, 100.0))
+    assert "tensor" not in plan.model_dump_json()
+    assert plain.digest == Profile.model_validate_json(plain.model_dump_json()).digest
