@@ -166,6 +166,13 @@ def run(args: argparse.Namespace) -> int:
         print_complaint("note", replaced)
     if warning := staleness_warning(plan):
         print_complaint("warning", *warning)
+    if profile.tensor and args.tensor is None:
+        degrees = ",".join(str(costs.degree) for costs in profile.tensor)
+        print_complaint(
+            "note",
+            f"layers might be divided, too: the profile knows the degrees {degrees}",
+            f"give `tensor=1,{degrees}`",
+        )
     _warn_of_shared_weights(plan, profile)
     _warn_of_company(plan, profile)
     if args.verify is not None:

@@ -2,7 +2,7 @@
 
 A JSON file with nodes, which cost so much at each tensor-parallel degree, with and without recomputing, and with edges,
 which cost so many bytes each way where a cut crosses them. Edges from one node are one value here, which crosses once.
- Such a profile can be planned with, not trained with.
+Such a profile can be planned with, not trained with.
 
     timePerSample                forward and backward; what recomputing adds is taken for the forward
     memoryUsageA, memoryUsageB   bytes of each microbatch in flight, and those beside them
@@ -75,6 +75,9 @@ def load_piper(path: Path) -> Profile:
         nodes = {node.id: node for node in graph.nodes}
         waits = {node.id: [edge.sourceId for edge in graph.edges if edge.destId == node.id] for node in graph.nodes}
         order = [nodes[number] for number in graphlib.TopologicalSorter(waits).static_order()]
+        unknown = {number for edge in graph.edges for number in (edge.sourceId, edge.destId)} - nodes.keys()
+        if unknown:
+            raise ValueError(f"an edge names the unknown node {min(unknown)}")
     except ValidationError as cause:
         raise ProfileError(f"'{path}': {first_problem(cause)}", hint=_HINT) from None
     except (OSError, ValueError, KeyError) as cause:  # a cycle is a ValueError, too
