@@ -137,7 +137,7 @@ def _style(args: argparse.Namespace) -> tuple[str, Path]:
     """
     output: Path | None = args.output
     suffix = "" if output is None else output.suffix.lower().removeprefix(".")
-    if args.format is None and suffix in ("pdf", "png", "jpg", "jpeg", "gif"):
+    if args.format is None and suffix not in ("", "htm", *FORMATS):
         raise InputError(
             f"'{output}' is not a format of reports, which are {', '.join(FORMATS)}",
             hint="print report.html from a browser, or convert a picture",

@@ -157,7 +157,7 @@ class StageParts:
         if batch is None:
             raise ModelFileError("this stage reads the batch, but got none", hint="pass the batch to every stage")
         leaves, spec = batch.flatten()
-        if spec != self.batch_spec:
+        if spec != self.batch_spec and _structure(spec) != _structure(self.batch_spec):
             raise ModelFileError(
                 f"a batch's (args, kwargs, target) are {_outline(spec)}, but those of example_batch() were "
                 f"{_outline(self.batch_spec)}",
@@ -218,6 +218,12 @@ class StageParts:
 
     def _input_specs(self, inputs: Sequence[Any]) -> list[tuple[ValueSpec, Tensor]]:
         return [(spec, leaf) for (_, spec), leaf in zip(self.inputs, inputs, strict=True) if spec is not None]
+
+
+def _structure(spec: TreeSpec) -> object:
+    """Return the structure with lists as tuples, because a DataLoader makes lists of a dataset's tuples."""
+    kind = tuple if spec.type is list else spec.type
+    return kind, spec.context, [_structure(child) for child in spec.children()]
 
 
 def _outline(spec: TreeSpec) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 from planner.formats.timeline import LANES, LETTERS, Event, EventKind, Timeline
 from planner.report.svg.lanes import COLOURS, TEXTS, opening, rows_of, shown_workers
+from planner.report.svg.shapes import ink_on
 from planner.simulator.recorded import ROUNDS
 from planner.simulator.summary import Summary
 
@@ -49,7 +50,13 @@ def chart_data(runs: Sequence[Timeline], summary: Summary) -> str:
         "microbatches": first.microbatches,
         "pipeline_length": first.pipeline_length,
         "kinds": [
-            {"letter": LETTERS[kind], "text": TEXTS[kind], "colour": COLOURS[kind], "once": kind in ROUNDS}
+            {
+                "letter": LETTERS[kind],
+                "text": TEXTS[kind],
+                "colour": COLOURS[kind],
+                "ink": ink_on(COLOURS[kind]),
+                "once": kind in ROUNDS,
+            }
             for kind in KINDS
         ],
         "workers": [{"rank": rank, "stages": stages[rank], "rows": rows[rank]} for rank in workers],

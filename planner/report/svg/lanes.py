@@ -12,20 +12,20 @@ OPENING = 6  # minibatches on show at first
 _UNITS = 48  # microbatches on show at first, at most: more than these are too narrow to read
 LANE_ORDER: tuple[Lane, ...] = ("compute", "send", "receive", "all-reduce")
 
-# White text on a colour has a contrast of 4.5 or more; the colour has 3 or more on white and on near-black (WCAG 2).
+# Colours of a lane differ for colour-blind readers, too. All have a contrast of 3 on white and on near-black (WCAG 2).
 COLOURS: dict[EventKind, str] = {
     "forward": "#0072b2",
-    "recompute": "#6a60c4",
+    "recompute": "#1f95ef",
     "backward": "#b84f00",
     "backward_input": "#b84f00",
-    "backward_weight": "#8a6100",
-    "update": "#007a5a",
+    "backward_weight": "#cc8400",
+    "update": "#7d6b60",
     "send_activation": "#3b8fc4",
     "send_gradient": "#c87420",
     "receive_activation": "#3b8fc4",
     "receive_gradient": "#c87420",
     "all_reduce": "#b0447d",
-    "all_gather": "#8f3a86",
+    "all_gather": "#c080b0",
 }
 TEXTS: dict[EventKind, str] = {
     "forward": "forward",

@@ -26,6 +26,18 @@ class Font:
 PLAIN = Font()
 
 
+def luminance(colour: str) -> float:
+    """Return the relative luminance of "#rrggbb" (WCAG 2): 0 for black, 1 for white."""
+    parts = (int(colour[start : start + 2], 16) / 255 for start in (1, 3, 5))
+    red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def ink_on(ground: str) -> str:
+    """Return white or black, whichever is easier to read on a colour."""
+    return "#ffffff" if luminance(ground) + 0.05 < math.sqrt(1.05 * 0.05) else "#000000"
+
+
 def document(width: float, height: float, parts: Iterable[str]) -> str:
     """Write a complete document on white ground."""
     size = f"{width:.0f} {height:.0f}"

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from planner.formats.timeline import Event, Lane, Timeline
 from planner.report.svg.lanes import COLOURS, TEXTS, colour_legend, rows_of, shown_workers
-from planner.report.svg.shapes import Font, Point, box, document, line, round_step, text
+from planner.report.svg.shapes import Font, Point, box, document, ink_on, line, round_step, text
 from planner.units import format_seconds
 
 WIDTH, LEFT, RIGHT, TOP = 1200, 100, 16, 60
@@ -17,7 +17,6 @@ _CHARACTER = 7.0  # at most this wide
 _TICK = 80  # least distance between two ticks
 _MOST = 20_000  # events in a picture; if there are more, those below a quarter of a pixel are left out
 _SMALL = Font(11)
-_NAME = Font(11, "middle", "#ffffff")
 
 
 def timeline_svg(runs: Sequence[Timeline], window: tuple[float, float] | None = None) -> str:
@@ -63,9 +62,10 @@ def _begun_s(run: Timeline) -> dict[int, float]:
 def _event(run: Timeline, event: Event, corner: Point, width: float) -> str:
     (x, y), name, height = corner, run.name_of(event), _HEIGHTS[event.lane]
     title = f"{name}: {TEXTS[event.kind]}, {format_seconds(event.start_s)} to {format_seconds(event.end_s)}"
-    drawn = box((x, y), (max(width - 0.5, 0.3), height), COLOURS[event.kind], title)
+    colour = COLOURS[event.kind]
+    drawn = box((x, y), (max(width - 0.5, 0.3), height), colour, title)
     fits = event.lane == "compute" and width >= len(name) * _CHARACTER + 2
-    return drawn + text(x + width / 2, y + 15, name, _NAME) if fits else drawn
+    return drawn + text(x + width / 2, y + 15, name, Font(11, "middle", ink_on(colour))) if fits else drawn
 
 
 def _legend(runs: Sequence[Timeline]) -> Iterator[str]:

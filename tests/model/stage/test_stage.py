@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from planner.errors import CaptureError, ModelFileError
-from planner.model.batch import Batch
+from planner.model.batch import Batch, collate
 from planner.model.capture.capture import capture
 from planner.model.capture.graph import LayerGraph
 from planner.model.stage.evaluation import share_buffers
@@ -114,6 +114,20 @@ def test_moving_a_stage_moves_its_weights_alone() -> None:
     names = [layer.name for layer in graph.layers]
     stage = build_stage(graph, names[:5]).to("meta")
     assert {tensor.device.type for tensor in stage.state_dict().values()} == {"meta"}
+
+
+def test_lists_stand_for_tuples_as_a_data_loader_makes_them() -> None:
+    def weighed(output: torch.Tensor, target: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        wanted, weight = target
+        return (weight * (output - wanted) ** 2).mean()
+
+    example = Batch((torch.randn(4, 6),), {}, (torch.zeros(4, 2), torch.ones(4, 2)))
+    graph = capture(nn.Linear(6, 2), example, weighed)
+    stage = build_stage(graph, [layer.name for layer in graph.layers])
+    samples = [(torch.randn(6), (torch.randn(2), torch.rand(2))) for _ in range(4)]
+    batch = collate(samples)
+    expected = weighed(graph.model(*batch.args), batch.target)
+    assert torch.equal(stage(batch, {})["loss"], expected)
 
 
 @pytest.mark.parametrize(

@@ -110,7 +110,7 @@ class Timeline {
       const left = Math.max(x, canvas.gutter);
       const right = Math.min(x + width, canvas.width);
       if (pen.measureText(name).width > right - left - 4) continue;
-      pen.fillStyle = "#ffffff";
+      pen.fillStyle = DATA.kinds[row.kind[i]].ink;
       pen.fillText(name, (left + right) / 2, row.y + row.height / 2 + 1);
     }
   }
