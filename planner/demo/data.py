@@ -21,9 +21,6 @@ _STRIDE = 32  # bytes between the starts of two samples
 class Digits(Dataset[tuple[Tensor, Tensor]]):
     """1,797 handwritten digits (Alpaydin & Kaynak 1998), enlarged from 8x8.
 
-    Args:
-        size: height and width of the images.
-
     An item is an image, float32 (3, size, size) of mean 0 and deviation 1, and its class, int64 ().
     """
 

@@ -55,8 +55,6 @@ class GNMT(nn.Module):
 
     Args:
         layers: LSTM layers in the encoder, and as many in the decoder.
-        width: of all layers.
-        vocabulary: words of each language.
     """
 
     def __init__(self, layers: int, width: int, vocabulary: int) -> None:

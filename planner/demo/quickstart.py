@@ -52,11 +52,6 @@ class Tour:
 def quickstart(tour: Tour, show_progress: bool, on_phase: Callable[[str], None]) -> QuickstartResult:
     """Run the tour.
 
-    Args:
-        tour: what it runs with.
-        show_progress: whether the runs show a progress line.
-        on_phase: is told in a sentence what happens next.
-
     Raises:
         PlannerError: when the device or the backend is not there, or a run fails.
     """

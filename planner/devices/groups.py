@@ -34,7 +34,6 @@ class DataGroups:
 
     Args:
         place: where the worker computes, and with which backend it sends.
-        timeout: for one message or all-reduce over gloo.
     """
 
     def __init__(self, place: Place, timeout: timedelta) -> None:

@@ -76,7 +76,6 @@ def choose_place(seats: Sequence[Seat], rank: int, device: DeviceType | None, ba
 
     Args:
         seats: what all workers said, by rank.
-        rank: of this worker.
         device: "cpu" or "cuda"; None for GPUs where there are any.
         backend: "gloo" or "nccl"; None for NCCL with GPUs and gloo without.
 

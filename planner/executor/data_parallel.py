@@ -66,7 +66,6 @@ class Rounds:
 
     Args:
         planned: microbatches in the plan's minibatch.
-        world: number of workers.
     """
 
     planned: int
@@ -127,10 +126,7 @@ def train_data_parallel(
     """Train the plan's model with DistributedDataParallel, with the plan's minibatches: see `Rounds`.
 
     Args:
-        job: the same on all workers.
         on_progress: is told of every update, on rank 0.
-        heartbeat: of this process.
-        supervisor: of this process.
 
     Returns:
         The result on rank 0, None elsewhere.
@@ -209,10 +205,7 @@ class DataParallelWorker(Worker):
     """Executes the baseline's instructions: forward, backward and update of one stage, which is the whole model.
 
     Args:
-        context: of this worker, in the joined group.
-        rounds: what each worker computes.
         model: on the device where this worker computes.
-        observers: are told what it does.
     """
 
     def __init__(self, context: Context, rounds: Rounds, model: nn.Module, observers: Observers) -> None:

@@ -34,7 +34,6 @@ def launch(job: Job, on_restart: Callable[[str], None] | None = None) -> TrainRe
     """Run `job` on this host, one process per worker, and restart them after failures if `job` allows it.
 
     Args:
-        job: the run.
         on_restart: is told why, before each restart from the last complete checkpoint.
 
     Returns:

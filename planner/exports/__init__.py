@@ -25,7 +25,6 @@ def export(plan: Plan, system: System, *, model: str | Path | None = None) -> st
     """Write the plan in the form that another system takes.
 
     Args:
-        plan: from `solve` or `load_plan`.
         system: "torch-pipelining", a script for torchrun; "deepspeed", a PipelineModule with the plan's partition;
             "megatron", arguments for its command line.
         model: the model file, which torch-pipelining's script reads.

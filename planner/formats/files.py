@@ -76,8 +76,6 @@ def load_record(record: type[RecordT], path: Path | str, error: type[InputError]
     """Read and validate `path`.
 
     Args:
-        record: the type to read.
-        path: a JSON file.
         error: raised with the file, the field and the offending value when anything is wrong.
         remedy: the command that makes a good file, for the hint.
     """

@@ -37,7 +37,6 @@ def shared_weights(
     """Yield every weight that two stages use, once for each two of them.
 
     Args:
-        stages: the names of each stage's layers.
         parameters: the names of each layer's parameters, with the first name for all names of a tied one.
     """
     users: dict[str, dict[int, str]] = {}  # weight -> stages that use it -> the first layer that does
@@ -60,10 +59,6 @@ def copied_layers(profile: Profile, stages: Sequence[Sequence[str]]) -> list[lis
     """Return, for each stage, the layers of earlier stages whose trained weights it copies.
 
     Profiles know the cost of layers, not of weights: a copy counts as the whole first layer that has the weight.
-
-    Args:
-        profile: of the model.
-        stages: the names of each stage's layers.
     """
     layer_of = {layer.name: layer for layer in profile.layers}
     copied: list[set[str]] = [set() for _ in stages]

@@ -160,7 +160,6 @@ def make_batch(returned: Any, place: str) -> Batch:
     """Return the batch that a user's function returned: (args, target), (args, kwargs, target) or a Batch.
 
     Args:
-        returned: args are a tuple or one tensor.
         place: where the batch comes from, for the error message.
 
     Raises:

@@ -29,7 +29,6 @@ def capture_file(
         batch: example.
         model: built from `spec`, its weights perhaps without memory; None builds a new one.
         training: whether the model is captured in training mode or in evaluation mode; it is left in that mode.
-        options: of the stages.
 
     Raises:
         ModelFileError, CaptureError: when the model file or the model cannot be used.

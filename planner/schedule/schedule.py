@@ -133,7 +133,6 @@ class Schedule(ABC):
         Args:
             replicas: of the stage; any shape.
             gpus_after: workers of all later stages; broadcasts with `replicas`.
-            microbatches: per minibatch.
         """
 
     def chunks_in_flight(self, workers: int, chunks: int, units: int) -> tuple[int, ...]:
@@ -207,7 +206,6 @@ class PipelineShape:
     Args:
         ranks: per stage, the ranks of its replicas.
         channels: the pairs of stages that exchange values.
-        schedule: the order of work.
         microbatches: per minibatch; 1 for schedules that do not divide minibatches.
         depths: per stage, the most units between forward and backward on one replica; None for the schedule's own.
         vertical_sync: under 1f1b, a minibatch uses the same version of the weights at every stage.

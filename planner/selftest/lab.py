@@ -107,7 +107,6 @@ def even_plan(
     """Return a plan whose stages have equally many layers, whatever a solver would choose.
 
     Args:
-        profile: of the model.
         schedule: if it has several chunks per worker, each of the stages has as many.
         replicas: of each stage; one for each worker's under schedules with chunks.
         recompute: whether stages recompute: by turns the first half of their layers, and all of them at once.

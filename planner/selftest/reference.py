@@ -90,10 +90,7 @@ class Reference:
 
     Args:
         spec: of a model without dropout; its random numbers would be others than the workers'.
-        profile: which layer has which parameters.
         plan: made from that profile; if stages share weights, its schedule must drain.
-        seed: of the run.
-        device: to compute on.
     """
 
     def __init__(self, spec: TrainingSpec, profile: Profile, plan: Plan, seed: int, device: torch.device) -> None:

@@ -1,14 +1,25 @@
-"""Run several training jobs in one set of real worker processes: starting processes takes longer than the jobs."""
+"""Run several training jobs in one set of real worker processes: starting processes takes longer than the jobs.
+
+The processes are forked from one that has imported the package already, which takes longer than most runs.
+"""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
-import subprocess
-import sys
+import time
+import traceback
 from collections.abc import Sequence
+from contextlib import redirect_stderr, redirect_stdout
+from datetime import timedelta
+from functools import cache
+from multiprocessing import forkserver
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
+from unittest import mock
 
 import torch
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported by a star import
 
 from planner.devices.place import CPU
 from planner.executor.communication.control import join_group
@@ -18,33 +29,64 @@ from planner.executor.run.train import train
 from planner.model.spec import load_model_file
 
 TIMEOUT_S = 240
+_HOST = "127.0.0.1"
+_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 
 
 def run_jobs(jobs: Sequence[Job], folder: Path) -> list[TrainResult]:
-    """Run `jobs`, which all need the same number of workers, one after the other under plain torchrun."""
+    """Run `jobs`, which all need the same number of workers, one after the other in the environment of torchrun."""
     paths = []
     for index, job in enumerate(jobs):
         path = folder / f"job-{index}.json"
         path.write_text(job.model_dump_json(), encoding="utf-8")
         paths.append(str(path))
-    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1", f"--nproc-per-node={jobs[0].plan.workers}"]
-    command += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1", __file__, *paths]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    with subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=Path.cwd()
-    ) as process:
-        try:
-            output, _ = process.communicate(timeout=TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            process.terminate()  # torchrun ends its workers
-            output, _ = process.communicate()
-            raise AssertionError(f"the workers did not end within {TIMEOUT_S} s:\n{output}") from None
-    assert process.returncode == 0, output
+    world, log = jobs[0].plan.workers, folder / "workers.log"
+    store = TCPStore(_HOST, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=TIMEOUT_S))
+    common = {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_ADDR": _HOST, "MASTER_PORT": store.port}
+    common |= {"TORCHELASTIC_USE_AGENT_STORE": True}
+    variables = os.environ | _ENVIRONMENT | {name: str(value) for name, value in common.items()}
+    workers = [
+        _warm().Process(
+            target=_worker, args=(paths, log, variables | {"RANK": str(rank), "LOCAL_RANK": str(rank)}), daemon=True
+        )
+        for rank in range(world)
+    ]
+    for worker in workers:
+        worker.start()
+    deadline = time.monotonic() + TIMEOUT_S
+    try:
+        for worker in workers:
+            worker.join(max(0.0, deadline - time.monotonic()))
+            assert worker.exitcode == 0, f"exit code {worker.exitcode}:\n{log.read_text('utf-8')}"
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.join()
     return [TrainResult.model_validate_json(Path(f"{path}.result").read_text("utf-8")) for path in paths]
 
 
-def _worker(paths: Sequence[str]) -> None:
+@cache
+def _warm() -> ForkServerContext:
+    """Start the process from which workers are forked."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["planner.executor.run.train", "torch.export", "torch._dynamo", "torch._inductor"])
+    with mock.patch.dict(os.environ, _ENVIRONMENT):
+        forkserver.ensure_running()
+    return context
+
+
+def _worker(paths: Sequence[str], log: Path, variables: dict[str, str]) -> None:
+    os.environ.update(variables)
     torch.set_num_threads(1)
+    with log.open("a", encoding="utf-8") as file, redirect_stdout(file), redirect_stderr(file):
+        try:
+            _run(paths)
+        except BaseException:
+            traceback.print_exc()
+            raise
+
+
+def _run(paths: Sequence[str]) -> None:
     joined = False
     for path in paths:
         job = Job.model_validate_json(Path(path).read_text("utf-8"))
@@ -56,7 +98,3 @@ def _worker(paths: Sequence[str]) -> None:
         if result is not None:
             Path(f"{path}.result").write_text(result.model_dump_json(), encoding="utf-8")
     torch.distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    _worker(sys.argv[1:])

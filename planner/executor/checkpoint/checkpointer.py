@@ -74,9 +74,7 @@ class Checkpointer:
 
     Args:
         job: says where to write, how many checkpoints to keep, and which one to resume from.
-        stages: this worker's.
         data: how minibatches count its samples.
-        heartbeat: is told what the worker does.
     """
 
     def __init__(self, job: Job, stages: list[Restorable], data: DataPosition, heartbeat: Heartbeat) -> None:
@@ -130,9 +128,7 @@ class Checkpointer:
         """Write a checkpoint after `minibatch` minibatches; if that fails, the older ones are kept.
 
         Args:
-            minibatch: after which the pipeline is empty.
             losses: (minibatch, part of its loss), all that this worker has seen.
-            evaluations: all that this worker has.
 
         Raises:
             InputError: when the model or optimizer has state that no checkpoint can hold.

@@ -74,11 +74,6 @@ def find(path: Path) -> Path:
 def resolve(resume: str | None, folder: Path, *, writes: bool) -> Path | None:
     """Return the checkpoint that a run resumes from; None when it begins anew.
 
-    Args:
-        resume: a path, AUTO or None.
-        folder: of the run's own checkpoints.
-        writes: whether the run will write checkpoints.
-
     Raises:
         InputError: when there is no such checkpoint, or the run would mix its checkpoints with another run's.
     """

@@ -45,7 +45,6 @@ def take_state(
 
     Args:
         optimizer: of `module`'s parameters.
-        module: a stage, or the whole model.
         learning_rate_factor: learning rate relative to the user's.
         sharding: how replicas divide the optimizer; None where this one has all of it.
 
@@ -86,7 +85,6 @@ def give_state(
 
     Args:
         optimizer: of `module`'s parameters.
-        module: a stage, or the whole model.
         saved: states that together have all of the optimizer's parameters, under names in `module`.
         tensors: by `ParameterState.stored`; the optimizer may keep them without a copy.
         learning_rate_factor: learning rate relative to the user's.

@@ -26,7 +26,6 @@ class Pretrained:
     """The tensors that a model file names as its initial weights.
 
     Args:
-        path: a file or a folder.
         name_in_file: of a name in the model: its name in the files, or None to keep the constructor's values; None for
             the same names, where the files must have all of the model's, and no others.
 
@@ -52,9 +51,6 @@ class Pretrained:
 
     def sources(self, model: nn.Module) -> dict[str, str]:
         """Return the name in the files for each parameter and buffer that is read, by every name in the model.
-
-        Args:
-            model: its parameters need no memory.
 
         Raises:
             InputError: when a tensor is missing, unknown or of another shape.

@@ -53,8 +53,6 @@ def needs(state: ParameterState, parameter: nn.Parameter, shards: Mapping[nn.Par
     """Return whether this replica reads a state of `parameter`: it has elements that the replica steps.
 
     Args:
-        state: in a checkpoint.
-        parameter: of this stage.
         shards: what this replica steps, by parameter; None where it steps all of every parameter.
     """
     if shards is None:
@@ -76,7 +74,6 @@ def joined(
     Args:
         parts: each with the parameter's name when it was saved; of elements that several have, the last one's count.
         tensors: by the names of `ParameterState.stored`.
-        parameter: to step.
         shard: of it; None to step all of it.
 
     Raises:

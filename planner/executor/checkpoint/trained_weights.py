@@ -87,10 +87,6 @@ def read_trained(path: str | Path) -> dict[str, Tensor]:
 def load_weights(model: nn.Module, path: str | Path) -> None:
     """Overwrite all parameters and buffers of `model`, the user's own, unsplit model, with trained ones.
 
-    Args:
-        model: as the model file builds it.
-        path: see `read_trained`.
-
     Raises:
         InputError: when there are no weights at `path`, or they are damaged or another model's; `model` is then
             unchanged.

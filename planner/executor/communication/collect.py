@@ -22,9 +22,7 @@ def gather_bytes(
     Raw bytes, because torch's gather of objects unpickles what it receives.
 
     Args:
-        content: of this worker.
         group: a gloo group; by default that of control traffic.
-        ranks: who takes part; each of them calls this.
     """
     group = group or control_group()
     root, *others = range(dist.get_world_size()) if ranks is None else ranks

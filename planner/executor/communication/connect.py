@@ -22,9 +22,6 @@ def connect(
     """Return the worker's links.
 
     Args:
-        groups: process group of each kind of message.
-        layout_of: buffer layout of a message.
-        limits: on unfinished sends.
         place: the device that messages are made on, and the device that computes with their values.
         instructions: returns a new iterator over the worker's stream by segments, as far as it is known.
     """

@@ -35,7 +35,6 @@ class LinkGroups:
         """Make the groups.
 
         Args:
-            groups: makes them.
             streams: of all workers, long enough that every pair that ever exchanges messages does.
         """
         if groups.tagged:

@@ -26,11 +26,7 @@ class _Copy(NamedTuple):
 
 
 class Later:
-    """Hands values to their readers on the host, in the order in which they were given.
-
-    Args:
-        device: that computes the values.
-    """
+    """Hands values to their readers on the host, in the order in which they were given."""
 
     def __init__(self, device: torch.device) -> None:
         self._at_once = device.type != "cuda"

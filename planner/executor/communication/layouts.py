@@ -28,7 +28,6 @@ class Layouts:
     Args:
         transfers: by (source, target) stage, the values that travel to and from this worker's stages.
         shared: by stage, gradients of the weights that it shares with other stages.
-        size_of: samples of a unit.
         with_scale: whether each message of gradients carries the loss scale that they were computed with.
     """
 

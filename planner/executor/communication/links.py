@@ -69,9 +69,6 @@ class Links(ABC):
     may be in another order at each end; they have another tag, or another group.
 
     Args:
-        groups: process group of each kind of message.
-        layout_of: buffer layout of a message.
-        limits: on unfinished sends.
         place: the device that messages are made on, and the device that computes with their values.
     """
 

@@ -76,10 +76,6 @@ class Outgoing:
     """The buffer of a message to send, with views of its header and its values.
 
     Making them takes longer than to fill them, so a message that has left is filled again with the next of its layout.
-
-    Args:
-        layout: of the buffer.
-        wire: device that sends.
     """
 
     __slots__ = ("_header", "_places", "buffer", "layout")
@@ -135,7 +131,6 @@ def check(layout: Layout, unit: Unit, word: int, sender: str) -> None:
     Args:
         layout: of the expected message.
         unit: of the expected message.
-        word: the header of the message.
         sender: for the error.
 
     Raises:

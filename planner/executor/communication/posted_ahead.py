@@ -24,7 +24,6 @@ class _LookAhead:
     """The receives of a worker's stream, by route: all routes share one iteration over the stream.
 
     Args:
-        stream: of the worker.
         rank: of the worker; what it sends to itself travels nowhere.
     """
 

@@ -186,10 +186,8 @@ class Sharding:
     """One replica's share of its stage's optimizer.
 
     Args:
-        parameters: of the stage that are trained.
         replica: this one's number, of so many `replicas`.
         shared: parameters that other stages hold, too: replicas need the whole gradients, to add them to the others'.
-        wire: the device that messages are made on.
     """
 
     def __init__(

@@ -31,7 +31,6 @@ class SharedGradients:
     """Gradients of the weights that one stage shares, from the end of a round until their sum is applied.
 
     Args:
-        stage: number of the stage.
         parameters: that it shares.
     """
 
@@ -100,8 +99,6 @@ def shared_parameters(
     """Return the parameters that a stage shares with others.
 
     Args:
-        stage: number of the stage.
-        module: the stage.
         pairs: by pair of stages, the names of the parameters that both hold.
     """
     parameters = dict(module.named_parameters(remove_duplicate=False))

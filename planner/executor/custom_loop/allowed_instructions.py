@@ -11,11 +11,7 @@ from planner.schedule.instructions import AddShared, AllReduce, Instruction, Rec
 
 
 class AllowedInstructions:
-    """A worker's stream of instructions, as far as it is known: nobody knows whether a minibatch will follow.
-
-    Args:
-        context: of this worker.
-    """
+    """A worker's stream of instructions, as far as it is known: nobody knows whether a minibatch will follow."""
 
     def __init__(self, context: PipelineContext) -> None:
         self._context = context

@@ -17,7 +17,6 @@ class FedBatches(BatchSource):
     """Minibatches that were handed in, kept as long as a stage may need them.
 
     Args:
-        microbatches: per minibatch.
         kept: minibatches back to the oldest one that may be in flight.
         shares: of a minibatch's microbatches; None where they are those of their samples.
     """
@@ -58,12 +57,7 @@ class FedBatches(BatchSource):
 
 
 class FedEvaluation:
-    """The batches of one evaluation.
-
-    Args:
-        size: samples of a batch at most.
-        fixed: whether every batch must have that many.
-    """
+    """The batches of one evaluation."""
 
     def __init__(self, size: int, *, fixed: bool) -> None:
         self._size, self._fixed = size, fixed

@@ -18,7 +18,6 @@ class SharedLosses:
     for it would empty the pipeline.
 
     Args:
-        group: of all workers, over gloo.
         lag: steps; 0 to know the losses of a step at its end.
         width: the most minibatches whose losses may be incomplete.
         parts_of: how many parts the loss of a minibatch has, over all workers.

@@ -136,7 +136,6 @@ class Heartbeat:
 
     Args:
         path: file of the page; None to keep it in memory, for threads of this process.
-        stages: that this worker holds.
     """
 
     def __init__(self, path: Path | None = None, stages: tuple[int, ...] = ()) -> None:

@@ -13,8 +13,6 @@ class Supervisor:
     """Leaves the reason of a failure where others look for it: the launcher in a folder, other hosts in the store.
 
     Args:
-        job: that this worker runs.
-        heartbeat: of this worker.
         watch: over the other hosts' workers; None where the launcher watches.
         own_process: whether the process ends with a failure, and so may be ended.
 

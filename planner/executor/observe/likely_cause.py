@@ -14,14 +14,7 @@ _SLOWER = 1.1  # computing this much slower than profiled is a reason
 def likely_cause(
     plan: Plan, reports: Sequence[WorkerReport], predicted_samples_per_s: float, measured_samples_per_s: float
 ) -> str | None:
-    """Return the likeliest cause; None where the run was about as fast as predicted.
-
-    Args:
-        plan: that ran.
-        reports: of all workers.
-        predicted_samples_per_s: for this run.
-        measured_samples_per_s: in steady state.
-    """
+    """Return the likeliest cause; None where the run was about as fast as predicted."""
     if not measured_samples_per_s or predicted_samples_per_s < measured_samples_per_s * (1 + WORTH_SAYING):
         return None
     assert plan.minibatch_size is not None

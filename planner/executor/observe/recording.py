@@ -41,8 +41,6 @@ class TraceRecorder:
     """Records instructions in bounded memory, in a few microseconds each.
 
     Args:
-        rank: of this worker.
-        window: minibatches to record.
         device: that computes. On a GPU an instruction's time is that of its operations there, by events.
         held_bytes: returns the memory in use, which is recorded after each computation.
     """
@@ -100,9 +98,6 @@ def gather_timeline(recorder: TraceRecorder, plan: Plan, minibatches: int, accum
     """Return the timeline of all workers on rank 0; None elsewhere. All workers call it at the same point.
 
     Args:
-        recorder: this worker's.
-        plan: that runs.
-        minibatches: of the run.
         accumulate: minibatches per replica between two updates, under 1f1b.
     """
     offsets = _clock_offsets()

@@ -60,7 +60,6 @@ class RunLog:
     """The file of losses in the folder of the checkpoints; only rank 0 has one.
 
     Args:
-        folder: of the checkpoints; it exists.
         run: identifies the run; the same for all its restarts.
     """
 

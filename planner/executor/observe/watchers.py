@@ -30,7 +30,6 @@ def tensorboard(folder: str, first: int = 0) -> ProgressCallback:
     """Return a callback that writes losses, throughput and evaluations for TensorBoard.
 
     Args:
-        folder: to write to.
         first: minibatch that the run resumes from; what the folder has of later minibatches is no longer shown.
 
     Raises:

@@ -60,9 +60,6 @@ def make_worker(
     """Connect this worker's stages with their replicas and neighbours.
 
     Args:
-        context: of this worker.
-        groups: all workers' process groups.
-        observers: are told what the worker does.
         instructions: makes a copy of the worker's stream by segments, as far as it is known: links look ahead in it.
     """
     held = context.stages
@@ -112,8 +109,6 @@ def make_checkpointer(context: PipelineContext, options: CheckpointOptions, per_
     """Return what writes and reads checkpoints of this worker's stages; all workers call it.
 
     Args:
-        context: of this worker.
-        options: where to write, and what to resume from.
         per_epoch: minibatches; None without a dataset.
     """
     own = [

@@ -122,10 +122,7 @@ def pipeline_context(
     """Build this worker's stages, with their optimizers and data.
 
     Args:
-        job: the same on all workers.
         spec: the model that `job.model` names.
-        place: where this worker computes.
-        heartbeat: is told what this worker does.
         data: replaces the model file's dataset.
 
     Raises:
@@ -203,15 +200,7 @@ def _held_stages(
 def sharding_of(
     stage: Stage, module: nn.Module, shared: Collection[SharedParameter], rank: int, wire: torch.device
 ) -> Sharding | None:
-    """Return a worker's share of a stage's optimizer; None where each replica has the whole of it.
-
-    Args:
-        stage: in the plan.
-        module: its layers.
-        shared: what other stages hold, too.
-        rank: of the worker.
-        wire: the device that messages are made on.
-    """
+    """Return a worker's share of a stage's optimizer; None where each replica has the whole of it."""
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     if not stage.sharded or not trained:
         return None

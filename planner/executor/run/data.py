@@ -82,9 +82,6 @@ class DatasetBatches(BatchSource):
 
     Args:
         dataset: items are (args, target) or (args, kwargs, target), without batch dimension.
-        microbatch_size: in samples.
-        microbatches: per minibatch.
-        seed: of the order.
         drop_last: leave out a last, smaller minibatch.
     """
 
@@ -191,8 +188,6 @@ class EvaluationBatches:
     """A map-style dataset in its own order, in batches of `size` samples; the last one has the remaining samples.
 
     Args:
-        dataset: as for `DatasetBatches`.
-        size: samples per batch.
         drop_last: leave out a last, smaller batch, for models that accept one batch size only.
     """
 

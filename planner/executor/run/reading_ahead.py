@@ -33,7 +33,6 @@ class ReadAhead(BatchSource):
     """Batches of `source`, which a thread reads ahead between `begin` and `end` if that helps and changes nothing.
 
     Args:
-        source: is read by one thread at a time.
         pinned: whether the batches go to a GPU.
         worth_s: seconds per batch from which on the thread is worth it.
     """

@@ -35,8 +35,6 @@ class StageReplica:
     """Computes one stage for the units that come to this worker.
 
     Args:
-        stage: the layers and their optimizer.
-        context: of this worker.
         replicas: process group of the stage's replicas; None for a single one.
     """
 
@@ -75,7 +73,6 @@ class StageReplica:
         """Run the layers on `unit` and keep what its backward needs.
 
         Args:
-            unit: a microbatch.
             version: of the weights, by the number of updates it has had; None for the newest.
         """
         record = self._record(unit)
@@ -109,7 +106,6 @@ class StageReplica:
         """Run the backward of `unit` with the weights that its forward saw.
 
         Args:
-            unit: a microbatch.
             last_of_round: whether it completes the gradients, which may then be all-reduced as they come.
             split: leave the gradients of the weights to `backward_weight`.
 

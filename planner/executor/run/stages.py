@@ -37,8 +37,6 @@ def build_modules(job: Job, stages: Sequence[int], spec: TrainingSpec, kind: str
 
     Args:
         job: with the plan, whose model it must be.
-        stages: of this worker.
-        spec: the user's.
         kind: of the device that trains, "cpu" or "cuda".
 
     Raises:

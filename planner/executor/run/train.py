@@ -50,11 +50,8 @@ def train_worker(
     """Run this process's part of `job`; the environment is torchrun's.
 
     Args:
-        job: the same on all workers.
         on_progress: is told of every update, on the last stage.
-        heartbeat: of this process.
         on_timeline: is given what all workers did, on rank 0, if the job asks for a trace.
-        supervisor: of this process.
 
     Returns:
         The result on rank 0, None elsewhere.

@@ -18,8 +18,6 @@ class UnderWay:
     """Follows the streams of all workers from one evaluation to the next.
 
     Args:
-        shape: of the pipeline.
-        rank: of the worker that receives.
         first: minibatch that the segment begins with.
         last: minibatch that it ends before.
     """

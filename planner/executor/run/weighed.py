@@ -27,9 +27,7 @@ class WeighedBatches(BatchSource):
     microbatch counts depends on all others of its minibatch.
 
     Args:
-        source: of the batches.
         shares: of the parts of a minibatch.
-        whole: whether this worker computes the loss.
     """
 
     def __init__(self, source: BatchSource, shares: Shares, *, whole: bool) -> None:

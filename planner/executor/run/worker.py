@@ -58,8 +58,6 @@ class Worker(ABC):
     """Executes a stream of instructions; subclasses say what each of them does.
 
     Args:
-        observers: are told what it does.
-        device: that computes.
         stop_on_nan: raise when a loss is not finite.
     """
 
@@ -130,10 +128,6 @@ class PipelineWorker(Worker):
     """Runs the stages of one rank: one, or several chunks.
 
     Args:
-        stages: by number.
-        links: send and receive.
-        observers: are told what the worker does.
-        device: that computes.
         stop_on_nan: raise when a loss is not finite.
         joint_norm: sums the norm over all stages, where they clip or skip an update together.
     """

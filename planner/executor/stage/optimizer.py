@@ -27,11 +27,8 @@ class StageOptimizer:
     """The user's optimizer for one stage's trained parameters, with its scheduler, loss scaler and clipping.
 
     Args:
-        spec: makes the optimizer and the scheduler.
-        module: a stage, or the whole model.
         learning_rate_factor: multiplies the learning rate of every group, before the scheduler sees it.
         clip_grad_norm: the largest norm of the gradients.
-        scale_loss: whether the loss is scaled, for float16.
         sharding: divides the optimizer over the stage's replicas; None to step everything here.
 
     Raises:
@@ -177,11 +174,7 @@ def _check_elementwise(optimizer: Optimizer) -> None:
 
 
 class JointNorm:
-    """Sums squared gradient norms over all workers, under synchronous schedules, where all stages update together.
-
-    Args:
-        group: of all workers, over gloo.
-    """
+    """Sums squared gradient norms over all workers, under synchronous schedules, where all stages update together."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group

@@ -67,7 +67,6 @@ def input_gradients(
     """Run the first part: accumulate the gradients of `received`, and of some weights, in `.grad`.
 
     Args:
-        roots: where the backward starts.
         gradients: of `roots`; None for a loss.
         received: leaves of the graph of `roots`, all of which require gradients.
         weights: parameters in that graph, and perhaps others.

@@ -76,7 +76,6 @@ class WeightVersions:
         """Run `step`, which writes the parameters in place, on storage that nothing else needs.
 
         Args:
-            step: the optimizer's.
             kept: older versions that forwards yet to come use.
         """
         self._kept = frozenset(kept)

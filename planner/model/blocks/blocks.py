@@ -51,8 +51,6 @@ def capture_blocks(
         blocks: the first takes the batch's arguments, each other one takes what the one before it returned, and the
             last returns the model's output.
         batch: example.
-        loss: as for `capture`.
-        options: as for `capture`.
         values: whether the weights have values. Without, the blocks run on tensors without data: nothing is computed,
             and that the loss is the model's is not checked.
 

@@ -53,7 +53,6 @@ class BlockGraph:
 
         Args:
             small: the blocks' results and the loss on the batch.
-            large: the same on a batch twice as large.
             joined: spans of blocks that share a layer.
 
         Raises:

@@ -36,9 +36,6 @@ def moved(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], device:
     """Return the arguments of an operation on another device than the one it was traced on.
 
     Args:
-        target: the operation.
-        args: as traced.
-        kwargs: as traced.
         device: to put in place of any device among them.
         kind: of the device, to put in place of the one whose autocast a nested graph runs under.
     """

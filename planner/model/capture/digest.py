@@ -23,7 +23,6 @@ def graph_digest(graph: LayerGraph, specs: Mapping[fx.Node, ValueSpec]) -> str:
 
     Args:
         graph: captured for any device.
-        specs: of its values on a CPU.
     """
     sha = hashlib.sha256()
     for line in _lines(graph, specs):

@@ -78,7 +78,6 @@ def operation_failure(cause: Exception, places: Mapping[str, str]) -> LayerError
     """Return the error for a captured operation that raised `cause` while the model trained.
 
     Args:
-        cause: as raised.
         places: where the user's file makes each value of the generated code, by the value's name.
 
     Returns:

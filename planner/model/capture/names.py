@@ -15,7 +15,6 @@ class Names:
     """Parameters and buffers by the first name that each has in the model.
 
     Args:
-        model: the user's.
         module: the flat graph of a wrapper around it.
 
     Attributes:

@@ -49,9 +49,6 @@ class SizeReader:
 
     The symbols of the inputs' first dimensions are the batch size; any other symbol stands for a size that depends on
     data.
-
-    Args:
-        placeholders: the graph's inputs.
     """
 
     def __init__(self, placeholders: list[fx.Node]) -> None:

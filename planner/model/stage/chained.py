@@ -21,9 +21,6 @@ class ChainedStage(nn.Module):
 
     Args:
         graph: of the model; it says whether the layers go through torch.compile.
-        layers: of the stage, by name.
-        microbatch_size: samples.
-        seed: of the random numbers inside layers.
         recompute: groups of layers that keep only what enters them for the backward.
     """
 

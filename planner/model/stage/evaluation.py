@@ -28,8 +28,6 @@ def matching_cut(training: LayerGraph, cut: Sequence[Sequence[str]], evaluation:
     without such a layer, to the stage of the layer before it.
 
     Args:
-        training: the graph that was cut.
-        cut: names of its layers, stage by stage.
         evaluation: the graph of the same model in evaluation mode.
 
     Raises:
@@ -105,7 +103,6 @@ class EvaluationStages:
 
         Args:
             known: by name, the values that the last stage made or received.
-            batch: the batch that was evaluated.
         """
         return self.model_output(known, batch)
 
@@ -116,10 +113,7 @@ def build_evaluation(
     """Return the stages of `evaluation` that match the stages of `cut`.
 
     Args:
-        training: the graph that was cut.
-        cut: names of its layers, stage by stage.
         evaluation: the graph of the same model in evaluation mode.
-        wanted: the stages to build.
         output: whether the last stage receives the model's output.
 
     Raises:

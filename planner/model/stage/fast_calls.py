@@ -58,7 +58,6 @@ class Registries:
 
     Args:
         weights: bare modules with the parameters and buffers.
-        names: of those that the code uses.
         code: gets an argument for each of `values`.
     """
 

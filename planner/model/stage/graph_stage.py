@@ -67,9 +67,6 @@ class _Builder:
     """Builder of a segment's code: the operations of its layers, copied into a graph of their own.
 
     Args:
-        graph: with the layers.
-        boundary: of the segment.
-        variant: of the stage.
         weights: of the stage; constants and modules of the segment are added.
     """
 

@@ -48,7 +48,6 @@ class Segment:
         """Return the same segment, which keeps only what it takes and runs again before its backward.
 
         Args:
-            buffers: those that its layers read.
             places: where the user's file makes each value of the code.
         """
         group = _Group(self.run, self.registries, buffers, places)
@@ -59,8 +58,6 @@ def divided(graph: LayerGraph, boundary: Boundary, groups: Sequence[Sequence[str
     """Divide the layers of a stage into segments; for each whether it recomputes.
 
     Args:
-        graph: of the model.
-        boundary: of the stage.
         groups: names of the layers of each group that recomputes.
 
     Raises:
@@ -100,9 +97,7 @@ def joined(segments: Sequence[Segment], takes: Sequence[str], results: Sequence[
     """Return one segment that runs `segments` one after the other.
 
     Args:
-        segments: in order.
         takes: names of the stage's inputs, received values and numbers.
-        results: names of the values to return.
     """
     if len(segments) == 1:
         return segments[0]

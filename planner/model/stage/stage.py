@@ -151,7 +151,6 @@ def build_stage(
 
     Args:
         graph: stays usable; stages share its parameters.
-        layer_names: consecutive layers.
         keep: further values made here that `forward` returns, for instance the model's outputs.
         variant: how its code departs from the operations as captured.
 

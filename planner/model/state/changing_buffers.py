@@ -21,11 +21,7 @@ Buffers = Sequence[tuple[Place, Tensor]]
 
 
 class ChangingBuffers:
-    """The buffers of some layers that their forwards write, such as BatchNorm's statistics.
-
-    Args:
-        places: of all buffers that the layers read.
-    """
+    """The buffers of some layers that their forwards write, such as BatchNorm's statistics."""
 
     def __init__(self, places: Sequence[Place]) -> None:
         self._places = list(places)

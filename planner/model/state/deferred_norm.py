@@ -42,10 +42,6 @@ class DeferredNorm(nn.Module):
     It accumulates in buffers, so that a recomputed forward finds them as the first forward did (see
     `planner.model.state.changing_buffers`); no state dict contains them. Applied several times in a forward, it counts
     all its inputs as one.
-
-    Args:
-        running: the buffers that the statistics are for.
-        like: one of these buffers.
     """
 
     count: Tensor
@@ -141,7 +137,6 @@ def defer_module(path: str, module: nn.Module) -> DeferredNorm | None:
     """Make a user's BatchNorm gather its statistics in training, by the DeferredNorm that is returned.
 
     Args:
-        path: of the module in the model.
         module: any; None is returned for all but PyTorch's own BatchNorms with running statistics.
     """
     if not isinstance(module, _BatchNorm) or type(module).forward is not _BatchNorm.forward:

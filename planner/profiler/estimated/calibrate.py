@@ -34,7 +34,6 @@ def load_calibration(path: Path | str, model: str | Path | None = None) -> Calib
     """Load a measured profile with its model file, or steps whose times are known.
 
     Args:
-        path: profile.json, or a file of steps.
         model: the profile's model file; None for the model.py beside it.
 
     Raises:

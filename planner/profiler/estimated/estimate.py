@@ -49,11 +49,6 @@ def estimate_profile(training_spec: TrainingSpec, batch_size: int, options: Esti
     max(flops / (peak · achieved), bytes / (bandwidth · achieved)), plus a fixed time per launch. The bytes that layers
     hold and exchange are counted as in a measured profile.
 
-    Args:
-        training_spec: the model, its loss and its optimizer.
-        batch_size: samples of the (micro)batch.
-        options: the device and more.
-
     Raises:
         ModelFileError, CaptureError: when the model file or the model cannot be used.
         InputError: for a device or data type that the table does not have, and for what is estimated only for GPUs.

@@ -23,7 +23,6 @@ def fused(operations: Sequence[Operation], backward: int, fusion: Fusion | None)
     """Return the operations with their bytes and launches after fusion.
 
     Args:
-        operations: of a step, in their order.
         backward: number of the first operation of the backward, which is a program of its own.
         fusion: what is fused; None for nothing.
     """

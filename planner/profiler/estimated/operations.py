@@ -282,11 +282,7 @@ def _recurrent(name: str, args: tuple[Any, ...], dtype: DType) -> Iterator[Opera
 
 
 class Costs:
-    """Costs of operations as arrays, in the order in which they ran.
-
-    Args:
-        operations: from an OperationRecorder.
-    """
+    """Costs of operations as arrays, in the order in which they ran."""
 
     def __init__(self, operations: Sequence[Operation]) -> None:
         self._class = np.array([OP_CLASSES.index(op.op_class) for op in operations], dtype=np.int64)

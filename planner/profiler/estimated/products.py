@@ -30,7 +30,6 @@ def shares_of_peak(sizes: NDArray[np.int64], processors: int) -> Floats:
     Args:
         sizes: (products, 4): how many of equal size, m, n and k. Rows with a 0 compute nothing, as those
             of an expert that no token chose, and give 1.
-        processors: of the device.
     """
     count, m, n, k = (sizes[:, column].astype(np.float64) for column in range(4))
     useful = count * m * n * k

@@ -137,9 +137,7 @@ def trace_step(
 
     Args:
         training_spec: whose model can be built on the meta device; others are built in memory once.
-        batch_size: samples of the (micro)batch.
         dtype: "bfloat16" and "float16" run the forward under autocast.
-        memory_format: of weights and images.
         execution: how the device runs it; autocast on its kind says in which dtypes values cross between stages.
 
     Raises:

@@ -19,11 +19,6 @@ class Endpoint:
     """One process's end of its links.
 
     All processes of the job make one, with the same pairs.
-
-    Args:
-        groups: makes the process groups.
-        device: where the messages lie.
-        pairs: ranks that exchange messages.
     """
 
     def __init__(self, groups: DataGroups, device: torch.device, pairs: Iterable[tuple[int, int]]) -> None:

@@ -65,9 +65,6 @@ def measure_cluster(
     """Measure the links between all workers of this torchrun job; each of them must call this.
 
     Args:
-        message_bytes: length of the long messages.
-        bucket_bytes: size of what is all-reduced.
-        timeout_s: for one message.
         device: that messages come from: "cpu" or "cuda"; None for GPUs where there are any.
         backend: that sends them: "gloo" or "nccl"; None for NCCL with GPUs.
 
@@ -111,7 +108,6 @@ def exchanges(hosts: int, workers: int) -> tuple[list[Exchange], list[Exchange]]
     """Return the exchanges within hosts and those between them; each list is measured one after the other.
 
     Args:
-        hosts: how many.
         workers: on each; worker k of host h has rank h * workers + k.
     """
     inner = [
@@ -130,12 +126,6 @@ class _LevelMeasurement:
     Each number is the slowest rank's, by a maximum over all. So it is the same on every rank, as the rounds that follow
     from it must be. What is measured goes through groups for data; the rest, and the order of all, through the default
     group, which is of gloo.
-
-    Args:
-        place: of this worker.
-        timeout: for one message.
-        message_bytes: length of the long messages.
-        bucket_bytes: size of what is all-reduced.
     """
 
     def __init__(self, place: Place, timeout: timedelta, message_bytes: int, bucket_bytes: int) -> None:

@@ -24,7 +24,6 @@ def measure_host(workers: int, device: DeviceType, backend: Backend | None = Non
 
     Args:
         workers: at least two.
-        device: that they compute on.
         backend: that they send with; None for what suits the device.
 
     Raises:

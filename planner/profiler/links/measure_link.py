@@ -52,7 +52,6 @@ def measure_link(
     """Measure the link between two new processes on this machine, in a few seconds.
 
     Args:
-        message_bytes: length of the long messages.
         interface: network interface, unless GLOO_SOCKET_IFNAME names one.
         timeout_s: for everything; both processes have ended when this function returns or raises.
 

@@ -43,11 +43,6 @@ def bounded(times: Sequence[AccumulationTime], layers: Layers, clock: Clock[Any]
     """Return the times, each at most what the memory needs to read both gradients and to write their sum.
 
     On a busy machine the difference of two medians is noise where a layer's gradients are small.
-
-    Args:
-        times: by layer.
-        layers: the weights.
-        clock: of their device.
     """
     devices = [parameter.device for layer in layers for parameter in layer.values()]
     if not devices or not any(each.seconds for each in times):
@@ -85,10 +80,6 @@ class AccumulationTimer:
 
     Each timed step keeps the gradients of one half of the weights, in turn, and drops the others. Two steps thus see
     both cases of each layer, and neither takes much more memory than an ordinary step.
-
-    Args:
-        clock: of the weights' device.
-        layers: the weights.
     """
 
     def __init__(self, clock: Clock[Any], layers: Layers) -> None:

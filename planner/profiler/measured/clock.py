@@ -76,10 +76,6 @@ class LayerMarks(Generic[MarkT]):
     The stage calls `after_layer` between layers. In the backward, the operation of a layer that runs first is the one
     that ran last in its forward, because autograd takes the highest sequence number first. A hook before that
     operation marks where the layer's backward begins and the previous one ends, so the marks partition the backward.
-
-    Args:
-        mark: returns a mark.
-        layers: how many.
     """
 
     def __init__(self, mark: Callable[[], MarkT], layers: int) -> None:

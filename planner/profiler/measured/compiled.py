@@ -71,7 +71,6 @@ class CompiledRuns:
     """A model as runs of layers, each compiled on its own.
 
     Args:
-        graph: of the model.
         starts: first layer of each run.
     """
 
@@ -91,8 +90,6 @@ class CompiledRuns:
 
         Args:
             batch: on the model's device.
-            uncompiled: times of the whole model.
-            steps: to run.
             effort: how long; it also reports the compilation, which takes up to minutes.
         """
         names = [layer.name for layer in self._graph.layers]

@@ -46,7 +46,6 @@ def disturbance(whole: Sequence[StepTimes], others_cores: float | None, threads:
 
     Args:
         whole: times of a first measurement, and of a second one if there was one.
-        others_cores: that other processes used.
         threads: of this one. The first of several waits for the others, too.
     """
     wall_s = sum(sum(times.forward_s) + sum(times.backward_s) for times in whole)

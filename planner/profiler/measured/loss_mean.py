@@ -29,10 +29,7 @@ def find_loss_mean(spec: TrainingSpec, graph: LayerGraph, batch: Batch, options:
     Labels that the captured cross entropies ignore are put into one half, because an example batch may have none.
 
     Args:
-        spec: with the loss.
-        graph: captured; its model has weights in memory.
         batch: of any size, on the model's device.
-        options: how the model is profiled.
 
     Raises:
         ModelFileError: when the model file's loss_weight() does not count what the loss is a mean over.

@@ -58,15 +58,7 @@ class Measurement:
 
 
 def make_profile(model: str, graph: LayerGraph, batch_size: int, measured: Measurement, device: Device) -> Profile:
-    """Return the profile of a model, given the times of its layers.
-
-    Args:
-        model: its name.
-        graph: its layers.
-        batch_size: samples of the microbatch.
-        measured: what the layers cost.
-        device: that the times belong to.
-    """
+    """Return the profile of a model, given the times of its layers."""
     whole = None if measured.whole is None else _whole_step(measured.whole)
     alone_s = sum(layer.update.seconds for layer in measured.layers)
     # A step layer by layer pays the optimizer's overhead per layer, where a stage pays it once.

@@ -165,7 +165,6 @@ class _Between:
     """The values that cross from part to part, on the host.
 
     Args:
-        graph: of the model.
         batch: on the device, where it stays.
     """
 
@@ -233,7 +232,6 @@ class _Gradients:
     """Gradients of a part's outputs; any will do.
 
     Args:
-        device: of the outputs.
         kept: whether they are made once, as times want it, or in every backward, as the memory of a whole step does.
     """
 

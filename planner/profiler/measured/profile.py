@@ -118,7 +118,6 @@ def profile_model(
     wrote it, for `whole_step`. Weights are not trained: the optimizer steps with a learning rate of zero.
 
     Args:
-        spec: the model, its loss and its optimizer.
         batch_size: samples of the (micro)batch to measure with.
         options: how; None for the defaults.
         progress: told the phase and how much of it is done, 0 to 1.

@@ -39,7 +39,6 @@ def saved_by(
     """Return the same for any forward that tells an observer where each of its pieces ends.
 
     Args:
-        modules: that hold the weights.
         forward: runs them; its result holds all that autograd saves.
         pieces: how many; None for one per module.
         known: addresses of storages that do not count; those that are saved are added.

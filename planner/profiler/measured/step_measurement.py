@@ -35,10 +35,8 @@ class StepMeasurement:
     """Measures training steps of one model on one batch.
 
     Args:
-        spec: the model's loss and optimizer.
         graph: the captured model, which moves to the device.
         batch: on any device.
-        device: to measure on.
         span: layers to measure; None for all, for which the whole model moves to the device.
     """
 

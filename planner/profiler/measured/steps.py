@@ -69,13 +69,7 @@ def drop_gradients(parameters: Iterable[nn.Parameter]) -> None:
 
 
 class Steps:
-    """Runs and times steps, each with new gradients.
-
-    Args:
-        clock: of the device.
-        parameters: all that are trained.
-        update: the optimizer's step.
-    """
+    """Runs and times steps, each with new gradients."""
 
     def __init__(self, clock: Clock[Any], parameters: Sequence[nn.Parameter], update: Callable[[], object]) -> None:
         self._clock = clock

@@ -45,10 +45,7 @@ def layer_updates(
     """Measure a step on the parameters of each layer, which must have gradients.
 
     Args:
-        spec: makes the optimizers.
         layers: parameters to train by name, per layer.
-        clock: of the device.
-        device: of the parameters.
     """
     updates = [_layer_update(spec, parameters, clock) for parameters in layers]
     # Metered after all are timed, because metering slows steps down.

@@ -61,11 +61,7 @@ def verify(
     """Measure the stages of a plan.
 
     Args:
-        spec: that was profiled.
-        profile: that the plan was made from.
-        stages: names of the consecutive layers of each.
         device: to measure on; None for the kind that was profiled.
-        seconds: for all stages together.
 
     Raises:
         PlanError: when the model is another than the profile's.

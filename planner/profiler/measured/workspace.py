@@ -59,9 +59,6 @@ def workspaces(
 
     Args:
         forward: tells an observer where each layer ends; the backward of its result is measured, too.
-        device: that runs it.
-        saved_bytes: as for `workspace_bytes`.
-        gradient_bytes: as for `workspace_bytes`.
         beside: by layer, and for its backward or its forward, what a step would allocate that was there before.
     """
     meter = meter_for(device)

@@ -120,7 +120,6 @@ def stages_section(plan: Plan, source: str) -> str:
     """Draw what a worker of each stage computes, and tabulate the stages and their memory.
 
     Args:
-        plan: the plan.
         source: "measured", "estimated" or "imported", as the profile's times are; empty if that is not known.
     """
     longest_s = max(map(sum, times)) if (times := [_parts_s(plan, number) for number in range(len(plan.stages))]) else 0

@@ -15,12 +15,7 @@ NOT_MODELLED = (
 
 
 def company_notes(plan: Plan, profile: Profile) -> Iterator[tuple[str, str]]:
-    """Yield why workers may be slower or faster than a plan says, each with a hint, or "".
-
-    Args:
-        plan: of which the notes are.
-        profile: that it was made from.
-    """
+    """Yield why workers may be slower or faster than a plan says, each with a hint, or ""."""
     if words := disturbance_words(profile):
         hint = "profile again while nothing else runs"
         yield f"the profile was taken on a busy machine ({words}): its times may be too long", hint

@@ -22,7 +22,6 @@ def profile_report(profile: Profile, *, by: Order = "order", top: int | None = N
     """Report the layers' costs, their sums, and the whole step as it was measured.
 
     Args:
-        profile: of a model.
         by: "order" for execution order, or what to sort by, largest first.
         top: number of layers to show; None for all. All in execution order show equal adjacent blocks once.
     """

@@ -18,8 +18,6 @@ def evaluation_stream(shape: PipelineShape, rank: int, batches: int) -> Iterator
 
     Args:
         shape: of the pipeline, with the channels of evaluation.
-        rank: the worker's.
-        batches: how many.
     """
     own = [stage for stage, ranks in enumerate(shape.ranks) if rank in ranks]
     for first in range(0, batches, group_size(shape)):

@@ -28,12 +28,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Images (batch, 3, size, size) -> class scores (batch, classes).
-
-    Args:
-        blocks: one after the other.
-        channels: of all blocks.
-    """
+    """Images (batch, 3, size, size) -> class scores (batch, classes)."""
 
     def __init__(self, blocks: int, channels: int = 8) -> None:
         super().__init__()

@@ -21,10 +21,8 @@ def run_workers(module: str, folder: Path, task: str, *, workers: int, timeout_s
 
     Args:
         module: that finds its task in one file, and writes its result to another.
-        folder: for files.
         task: the text of the task.
         workers: processes; each finds its rank in the environment, as under torchrun, and no address to meet at.
-        timeout_s: for all of it.
 
     Raises:
         WorkerError: when one fails or does not end in time; none is left running.

@@ -119,7 +119,8 @@ def _profile_of(folder: Path, model: str) -> Profile:
         pytest.param(CASES, (1, 1), 9, None, False, id="1-1"),
         pytest.param(CASES, (1, 1, 1), 9, None, False, id="1-1-1", marks=pytest.mark.slow),
         pytest.param(CASES, (2, 1), 9, None, False, id="2-1", marks=pytest.mark.slow),
-        pytest.param(CASES, (2, 1, 1), 10, None, False, id="2-1-1"),
+        pytest.param(FEW, (2, 1, 1), 10, None, False, id="2-1-1 few"),
+        pytest.param(CASES, (2, 1, 1), 10, None, False, id="2-1-1", marks=pytest.mark.slow),
         pytest.param(CASES, (1, 2), 7, (5, 1), False, id="1-2-deeper", marks=pytest.mark.slow),
     ],
 )
@@ -206,8 +207,10 @@ def test_2bw_equals_updates_delayed_by_one_to_the_bit(
     [
         pytest.param(CASES, "naive", 1, (1, 1), 1, id="naive 1-1", marks=pytest.mark.slow),
         pytest.param(CASES, "gpipe", 4, (1, 1), 1, id="gpipe 1-1", marks=pytest.mark.slow),
-        pytest.param(CASES, "gpipe", 3, (2, 1), 1, id="gpipe 2-1"),
-        pytest.param(CASES, "1f1b-flush", 4, (1, 1), 1, id="1f1b-flush 1-1"),
+        pytest.param(FEW, "gpipe", 3, (2, 1), 1, id="gpipe 2-1 few"),
+        pytest.param(CASES, "gpipe", 3, (2, 1), 1, id="gpipe 2-1", marks=pytest.mark.slow),
+        pytest.param(FEW, "1f1b-flush", 4, (1, 1), 1, id="1f1b-flush 1-1 few"),
+        pytest.param(CASES, "1f1b-flush", 4, (1, 1), 1, id="1f1b-flush 1-1", marks=pytest.mark.slow),
         pytest.param(CASES, "1f1b-flush", 5, (1, 2), 1, id="1f1b-flush 1-2", marks=pytest.mark.slow),
         pytest.param(FEW, "zb-h1", 4, (1, 1, 1), 1, id="zb-h1 1-1-1 few"),
         pytest.param(CASES, "zb-h1", 5, (1, 2), 1, id="zb-h1 1-2", marks=pytest.mark.slow),
