@@ -58,7 +58,6 @@ def quickstart(tour: Tour, show_progress: bool, on_phase: Callable[[str], None])
     from planner.devices.place import available_cores, check_backend, gpus_here, kind_here
     from planner.executor.launch import launch
     from planner.profiler.links.measure_host import measure_host
-    from planner.profiler.links.measure_link import measure_link
     from planner.solver import solve
 
     folder, steps, kind = tour.folder, tour.steps, tour.device or kind_here()
@@ -75,7 +74,8 @@ def quickstart(tour: Tour, show_progress: bool, on_phase: Callable[[str], None])
     if workers > 1:
         cluster = measure_host(workers, kind, tour.backend).model_copy(update={"memory_bytes": memory_bytes})
     else:
-        cluster = flat_cluster(1, measure_link().bandwidth_bytes_per_s, memory_bytes)
+        between_processes = measure_host(2, "cpu").levels[0]
+        cluster = flat_cluster(1, between_processes.bandwidth_bytes_per_s, memory_bytes)
     plan = solve(profile, cluster)
     save_plan(plan, folder / "plan.json")
     on_phase(f"Training {steps} minibatches with the plan '{plan.config}' ...")

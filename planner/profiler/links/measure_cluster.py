@@ -27,8 +27,9 @@ from planner.errors import InputError, WorkerError, first_line
 from planner.formats.cluster import Cluster, Level
 from planner.formats.device_names import Backend, DeviceType
 from planner.profiler.links.exchange import SHORT_BYTES, Endpoint
-from planner.profiler.links.measure_link import BUCKET_BYTES, DEFAULT_MESSAGE_BYTES
 
+MESSAGE_BYTES = 4_000_000
+BUCKET_BYTES = 25_000_000  # the executor's largest bucket
 TIMEOUT_S = 120.0  # for one message
 _LATENCY_ROUNDS = 100
 _SECONDS = 1.0  # for the long messages of one set of pairs
@@ -56,7 +57,7 @@ class Exchange:
 
 def measure_cluster(
     *,
-    message_bytes: int = DEFAULT_MESSAGE_BYTES,
+    message_bytes: int = MESSAGE_BYTES,
     bucket_bytes: int = BUCKET_BYTES,
     timeout_s: float = TIMEOUT_S,
     device: DeviceType | None = None,
