@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from planner.formats.profile import save_profile
+from tests.cli.in_process import plan
 from tests.samples import layer, profile
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -19,12 +20,6 @@ MODEL = profile(
     layer("b", 0.1, 0.2, weight_bytes=10**8, saved_bytes=10**9),
 )
 CLUSTER = ("--gpus", "3", "--bandwidth", "1Gbps")
-
-
-def plan(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "planner", *arguments], cwd=cwd, capture_output=True, text=True, timeout=120, check=False
-    )
 
 
 @pytest.fixture

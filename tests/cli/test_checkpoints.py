@@ -23,6 +23,7 @@ from planner.executor.checkpoint.index import load_checkpoint
 from planner.formats.plan import save_plan
 from planner.formats.profile import save_profile
 from planner.model.spec import load_model_file
+from tests.cli import in_process
 from tests.cli.test_train import assert_one_sentence, is_alive
 from tests.executor.models import write_model
 from tests.executor.plans import make_plan, structural_profile
@@ -81,10 +82,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def plan(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run `plan` in `folder`."""
-    return subprocess.run(
-        [sys.executable, "-m", "planner", *arguments],
-        cwd=folder, capture_output=True, text=True, timeout=TIMEOUT_S, check=False,
-    )  # fmt: skip
+    return in_process.plan(*arguments, cwd=folder)
 
 
 def children(pid: int) -> list[int]:

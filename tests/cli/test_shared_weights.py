@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
+
+from tests.cli.in_process import plan
 
 MODEL = """
 import torch
@@ -36,26 +36,21 @@ def loss(output, target):
 """
 
 
-def plan(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "planner", *arguments]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
-
-
 def test_a_weight_of_two_stages_is_named_when_solving_and_trained(tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text(MODEL)
-    assert plan(tmp_path, "profile", "model.py", "--batch-size", "4", "--repeats", "3").returncode == 0
+    assert plan("profile", "model.py", "--batch-size", "4", "--repeats", "3", cwd=tmp_path).returncode == 0
     solve = ("solve", "--gpus", "2", "--bandwidth", "100Gbps")
-    pinned = plan(tmp_path, *solve, "--pin", "embedding=0", "--pin", "head=1")
+    pinned = plan(*solve, "--pin", "embedding=0", "--pin", "head=1", cwd=tmp_path)
     assert pinned.returncode == 0, pinned.stderr
     assert "note: stages 0 and 1 share the weight 'embedding.weight'" in pinned.stderr
-    trained = plan(tmp_path, "train", "model.py", "--steps", "3")
+    trained = plan("train", "model.py", "--steps", "3", cwd=tmp_path)
     assert trained.returncode == 0, trained.stderr
-    synced = plan(tmp_path, *solve, "--pin", "embedding=0", "--pin", "head=1", "--vertical-sync")
+    synced = plan(*solve, "--pin", "embedding=0", "--pin", "head=1", "--vertical-sync", cwd=tmp_path)
     assert "warning: stages 0 and 1 share the weight 'embedding.weight'" in synced.stderr
-    refused = plan(tmp_path, "train", "model.py", "--steps", "2")
+    refused = plan("train", "model.py", "--steps", "2", cwd=tmp_path)
     assert refused.returncode == 2
     assert "error: stages 0 and 1 share the weight 'embedding.weight'" in refused.stderr
     assert "hint: solve with --colocate embedding,head; or leave out --vertical-sync" in refused.stderr
-    together = plan(tmp_path, *solve, "--colocate", "embedding,head")
+    together = plan(*solve, "--colocate", "embedding,head", cwd=tmp_path)
     assert together.returncode == 0, together.stderr
     assert "share the weight" not in together.stderr

@@ -19,6 +19,7 @@ from planner.executor.health.failures import read_beat
 from planner.formats.plan import load_plan, save_plan
 from planner.model.spec import load_model_file
 from planner.report.trace import load_run
+from tests.cli.in_process import plan
 from tests.executor.models import write_model
 from tests.executor.plans import make_plan, structural_profile
 
@@ -36,10 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def plan_train(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run `plan train` in `folder`."""
-    return subprocess.run(
-        [sys.executable, "-m", "planner", "train", *arguments],
-        cwd=folder, capture_output=True, text=True, timeout=TIMEOUT_S, check=False,
-    )  # fmt: skip
+    return plan("train", *arguments, cwd=folder)
 
 
 def assert_one_sentence(process: subprocess.CompletedProcess[str], code: int, *parts: str) -> None:
