@@ -75,6 +75,13 @@ def format_memory(limit: int) -> str:
     return f"{limit // 2**30} GiB" if limit and limit % 2**30 == 0 else format_bytes(limit)
 
 
+def format_share_of_memory(used: int, limit: int) -> str:
+    """Return how much of a device's memory is used, in the unit of its limit: "14.9 of 16 GiB"."""
+    if limit and limit % 2**30 == 0:
+        return f"{used / 2**30:.1f} of {limit // 2**30} GiB"
+    return f"{format_bytes(used)} of {format_bytes(limit)}"
+
+
 def format_flops(count: float) -> str:
     """Return floating point operations for people: 1_500_000 -> "1.5 MFLOP"."""
     return _scaled(count, "FLOP")

@@ -19,6 +19,7 @@ from planner.cli import (
     explain,
     export,
     export_weights,
+    fit,
     price,
     profile,
     quickstart,
@@ -38,6 +39,7 @@ from planner.version import __version__
 VERBS = (
     profile,
     solve,
+    fit,
     price,
     show,
     compare,
@@ -58,6 +60,7 @@ your GPUs, and train it that way.
 
     plan profile model.py                       model on this device  -> profile.json
     plan solve --gpus 8 --bandwidth 10Gbps      profile and cluster   -> plan.json
+    plan fit llama-7b --gpus 8                  model's name          -> does it fit, how to split it, how fast
     plan price --stages 4 --gpus 8 ...          your own stages       -> plan.json
     plan show                                   plan                  -> table
     plan compare, plan sweep, plan explain      alternatives to the plan, and what limits it

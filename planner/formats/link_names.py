@@ -31,6 +31,25 @@ ACHIEVED_BYTES_PER_S: Mapping[str, float] = {
 }
 
 
+# Inside a server, by the GPU's name in estimates, where nothing else is known. Clouds' T4, L4 and A10G do not reach each
+# other directly.
+_INSIDE: Mapping[str, tuple[str, ...]] = {
+    "nvlink2": ("v100",),
+    "nvlink3": ("a100", "a100-80gb"),
+    "nvlink4": ("h100", "h200", "gh200"),
+    "nvlink5": ("b200",),
+    "pcie3": ("titan-x", "titan-x-pascal", "p100", "v100-pcie"),
+    "pcie5": ("rtx-5090", "mi300x"),
+    "4GB/s": ("t4", "l4", "a10g"),
+}
+BETWEEN_SERVERS = "100Gbps"
+
+
+def usual_link(device: str) -> str:
+    """Return the link that servers of such GPUs have inside; 16 lanes of PCIe 4 for an unknown one."""
+    return next((link for link, devices in _INSIDE.items() if device.lower() in devices), "pcie4")
+
+
 def link_bandwidth(text: str) -> float:
     """Return the bytes per second that the named link achieves, or of a rate such as "10Gbps".
 

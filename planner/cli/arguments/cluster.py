@@ -26,13 +26,13 @@ def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
     cluster.add_argument("--gpus", type=int, metavar="N", help="number of GPUs (workers), all joined alike")
     cluster.add_argument(
         "--topology",
-        type=_each(_size, "x"),
+        type=each(_size, "x"),
         metavar="SIZES",
         help="sizes of nested groups, inner to outer: 4x8 is 8 servers of 4 GPUs; ranks fill one server after another",
     )
     cluster.add_argument(
         "--bandwidth",
-        type=_each(link_bandwidth),
+        type=each(link_bandwidth),
         metavar="RATE",
         help="bandwidth of each GPU's link in each direction: 10Gbps counts bits, 1.25GB/s counts bytes; "
         f"{', '.join(ACHIEVED_BYTES_PER_S)} are what such links achieve; with --topology one per level, inner to "
@@ -40,7 +40,7 @@ def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
     )
     cluster.add_argument(
         "--latency",
-        type=_each(parse_seconds),
+        type=each(parse_seconds),
         metavar="TIME",
         help="latency of a message: 50us, 0.1ms; with --topology one for all levels, or one per level (default: 0s)",
     )
@@ -155,6 +155,6 @@ def _size(text: str) -> int:
     return int(text)
 
 
-def _each(parse: Callable[[str], T], separator: str = ",") -> Callable[[str], list[T]]:
+def each(parse: Callable[[str], T], separator: str = ",") -> Callable[[str], list[T]]:
     """Return a parser of values with separators between them."""
     return lambda text: [parse(part) for part in text.split(separator)]

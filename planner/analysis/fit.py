@@ -1,0 +1,74 @@
+"""Answer what a newcomer asks of a cluster: does the model fit, how to split it, how fast is it, how few GPUs will do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from planner.analysis.beside import with_baselines
+from planner.analysis.solve_options import SolveOptions
+from planner.errors import InputError, PlannerError
+from planner.formats.cluster import Cluster
+from planner.formats.files import Record
+from planner.formats.plan import Plan
+from planner.formats.profile import Profile
+
+SOLVING = 0.6  # share of the time for the cluster that was asked about; other numbers of GPUs share the rest
+MOST_TIMES = 16  # as many GPUs as asked are tried where the model does not fit
+
+
+class FitRow(Record):
+    """The fastest plan on some number of GPUs, or why there is none."""
+
+    gpus: int
+    plan: Plan | None
+    why_not: str = ""
+
+
+class Fit(Record):
+    """The answer for the GPUs that were asked about, and for other numbers of them, the largest first.
+
+    Where a model fits, those are half as many GPUs again and again, down to one or to the first number at which it does
+    not fit; where it does not, twice as many again and again, up to the first at which it does.
+    """
+
+    model: str
+    asked: FitRow
+    others: tuple[FitRow, ...]
+
+
+def fit(profile: Profile, gpus: int, cluster_of: Callable[[int], Cluster], options: SolveOptions) -> Fit:
+    """Find the fastest plan for a number of GPUs and for others, each with the same minibatch.
+
+    Args:
+        profile: costs per layer.
+        gpus: that were asked about.
+        cluster_of: returns the cluster with a number of GPUs.
+        options: how to solve; their time limit is for all answers together.
+
+    Raises:
+        InputError: as `solve`.
+    """
+    options = replace(options, microbatches=options.microbatches_on(cluster_of(gpus), profile), minibatch=None)
+
+    def row(count: int, share: float) -> FitRow:
+        try:
+            plan = options.within(share).solve(profile, cluster_of(count))
+        except InputError:
+            raise
+        except PlannerError as error:  # none fits, or there was too little time
+            return FitRow(gpus=count, plan=None, why_not=error.message)
+        return FitRow(gpus=count, plan=with_baselines(profile, plan, options.patience))
+
+    asked = row(gpus, SOLVING)
+    others = list[FitRow]()
+    counts = _fewer(gpus) if asked.plan is not None else [gpus * 2**n for n in range(1, MOST_TIMES.bit_length())]
+    for index, count in enumerate(counts):
+        others.append(row(count, 1 / (len(counts) - index)))
+        if (others[-1].plan is None) == (asked.plan is not None):
+            break
+    return Fit(model=profile.model, asked=asked, others=tuple(sorted(others, key=lambda row: -row.gpus)))
+
+
+def _fewer(gpus: int) -> list[int]:
+    return [gpus // 2**n for n in range(1, gpus.bit_length())]

@@ -1,0 +1,67 @@
+"""A model of Hugging Face's transformers with random weights, as config.json beside this file describes it.
+
+Needs `transformers` (pip install pipeline-planner[hf]). Nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+LENGTH = 2048  # tokens of a sample, where the model reads tokens
+TOKEN_LABELS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration")  # a label for each token
+SAMPLE_LABELS = ("ForSequenceClassification", "ForImageClassification")  # one for each sample
+
+
+def build_model() -> nn.Module:
+    """Return the model with random weights."""
+    config = _config()
+    if hasattr(config, "use_cache"):
+        config.use_cache = False
+    model: nn.Module = _class(config)(config)
+    return model
+
+
+def example_batch(batch_size: int) -> tuple[tuple[()], dict[str, Tensor], None]:
+    """Return random tokens or images, and labels; the model computes its loss itself."""
+    config = _config()
+    model, name = _class(config), config.architectures[0]
+    inputs = _inputs(model.main_input_name, config, batch_size)
+    if name.endswith(TOKEN_LABELS) and model.main_input_name == "input_ids":
+        labels = inputs
+    elif name.endswith(SAMPLE_LABELS):
+        labels = torch.randint(0, config.num_labels, (batch_size,))
+    else:
+        raise ValueError(f"no labels are known for {name}: write them into example_batch")
+    return (), {model.main_input_name: inputs, "labels": labels}, None
+
+
+def optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """Return AdamW."""
+    return torch.optim.AdamW(parameters, lr=1e-4)
+
+
+def _config() -> Any:
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(Path(__file__).parent)
+
+
+def _class(config: Any) -> Any:
+    import transformers
+
+    return getattr(transformers, config.architectures[0])
+
+
+def _inputs(name: str, config: Any, batch_size: int) -> Tensor:
+    if name == "input_ids":
+        return torch.randint(0, config.vocab_size, (batch_size, LENGTH))
+    if name == "pixel_values":
+        size = config.image_size
+        height, width = (size, size) if isinstance(size, int) else size
+        return torch.randn(batch_size, config.num_channels, height, width)
+    raise ValueError(f"no data is known for '{name}': write it into example_batch")

@@ -1,0 +1,169 @@
+"""`plan fit`: a model's name and a number of GPUs -> does it fit, how to split it, how fast is it."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from planner.cli.arguments.cluster import each
+from planner.cli.arguments.numbers import at_least
+from planner.cli.arguments.question import add_minibatch_argument, options_of, patience_of
+from planner.cli.arguments.rules import add_rule_arguments
+from planner.cli.arguments.time_limit import add_time_limit_argument
+from planner.cli.arguments.verb import PLAN, PROFILE, Verbs, declare
+from planner.cli.output import print_answer, print_progress
+from planner.errors import ClusterError, InfeasibleError
+from planner.formats.link_names import BETWEEN_SERVERS, link_bandwidth, usual_link
+from planner.profiler.estimated.devices import DEVICES
+from planner.schedule.flush import FLUSH
+from planner.schedule.registry import SCHEDULES
+from planner.units import parse_bytes
+
+if TYPE_CHECKING:
+    from planner.formats.cluster import Cluster
+    from planner.formats.profile import Profile
+
+GPU, PER_SERVER = "a100-80gb", 8
+TOKENS, SAMPLES = 2048, 16  # of a microbatch: tokens where samples have many, else samples
+DESCRIPTION = """\
+Say in one screen whether a model fits your GPUs, how to split it, how fast it would train, what other ways would give,
+and how few GPUs would do. All numbers are estimates: nothing is measured, and no weights are made or downloaded.
+
+    plan fit llama-7b --gpus 8 --gpu a100-80gb
+    plan fit path/to/config.json --gpus 16 --servers 2 --gpu l4 --bandwidth 4GB/s,25Gbps
+    plan fit model.py --gpus 4 --gpu rtx-4090
+
+A name or a config.json of Hugging Face needs `transformers`. A folder then gets model.py, which builds that model;
+profile.json and plan.json are left beside it, for the other verbs.
+"""
+NEXT = """\
+{folder} holds {files}. Next:
+  cd {folder}
+  plan show                                     # stages, memory, what limits the plan
+  plan report                                   # all of it, with a timeline
+  plan train model.py                           # on those GPUs, with a dataset() in model.py"""
+
+
+def add_parser(verbs: Verbs) -> None:
+    """Declare the verb's arguments."""
+    parser = declare(verbs, "fit", "from a model's name: does it fit, how to split it, how fast is it", DESCRIPTION)
+    parser.add_argument(
+        "model", help="llama-7b, gpt2-xl, ...; a class of transformers; its config.json; or a model file"
+    )
+    parser.add_argument("--gpus", type=at_least(1), required=True, metavar="N", help="number of GPUs")
+    parser.add_argument("--gpu", choices=list(DEVICES), default=GPU, help="kind of GPU (default: %(default)s)")
+    parser.add_argument(
+        "--servers",
+        type=at_least(1),
+        metavar="N",
+        help=f"servers that the GPUs are divided over (default: {PER_SERVER} GPUs in each)",
+    )
+    parser.add_argument(
+        "--bandwidth",
+        type=each(link_bandwidth),
+        metavar="RATE",
+        help="of each GPU's link inside a server, and with several servers also of each server's: nvlink4,100Gbps "
+        f"(default: what such GPUs usually have, and {BETWEEN_SERVERS} between servers)",
+    )
+    parser.add_argument(
+        "--memory", type=parse_bytes, metavar="SIZE", help="memory of each GPU (default: that of its kind)"
+    )
+    parser.add_argument("--length", type=at_least(1), metavar="N", help="tokens of a sample (default: up to 2048)")
+    parser.add_argument(
+        "--batch-size",
+        type=at_least(1),
+        metavar="N",
+        help=f"samples of a microbatch (default: as many as have {TOKENS} tokens, or {SAMPLES})",
+    )
+    add_minibatch_argument(parser)
+    parser.add_argument(
+        "--dtype", default="bfloat16", help="of products, under autocast; weights are float32 (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--schedule",
+        choices=[schedule.name for schedule in SCHEDULES if not schedule.chunked],
+        default=FLUSH.name,
+        help="as for `plan solve` (default: %(default)s, whose gradients are never late)",
+    )
+    add_rule_arguments(parser)
+    add_time_limit_argument(parser)
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        metavar="DIR",
+        help="folder for model.py, profile.json and plan.json (default: the model's name; for a model file, its own)",
+    )
+    parser.add_argument("--json", action="store_true", help="print the answer as JSON")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Estimate, solve, save, and print the answer."""
+    from planner.analysis.fit import fit
+    from planner.catalog.model_folder import find_model
+    from planner.formats.plan import save_plan
+    from planner.formats.profile import save_profile
+    from planner.report.tables.fit import fit_report
+
+    per_server = _per_server(args)
+    with patience_of(args) as patience:
+        tokens = None
+        if args.model.endswith(".py"):
+            path = Path(args.model)
+            folder = args.output or path.parent
+        else:
+            model = find_model(args.model)
+            tokens = model.tokens(args.length)
+            folder = args.output or Path(model.name)
+            path = model.write(folder, tokens)
+        profile = _estimated(args, path, tokens)
+        save_profile(profile, folder / PROFILE)
+
+        def cluster_of(gpus: int) -> Cluster:
+            return _cluster(args, profile, gpus, per_server)
+
+        answer = fit(profile, args.gpus, cluster_of, options_of(args, patience))
+    print_answer(answer, args.json, fit_report)
+    if answer.asked.plan is None:
+        return InfeasibleError.exit_code
+    save_plan(answer.asked.plan, folder / PLAN)
+    print_progress("\n" + NEXT.format(folder=folder, files=f"{path.name}, {PROFILE} and {PLAN}"))
+    return 0
+
+
+def _per_server(args: argparse.Namespace) -> int:
+    """Return the number of GPUs in each server."""
+    if args.servers is None:
+        servers = -(-args.gpus // PER_SERVER)
+    else:
+        servers = args.servers
+    if args.gpus % servers:
+        raise ClusterError(
+            f"{args.gpus} GPUs are not divided evenly over {servers} servers", hint="give another number of `servers`"
+        )
+    return int(args.gpus // servers)
+
+
+def _estimated(args: argparse.Namespace, path: Path, tokens: int | None) -> Profile:
+    from planner.api import estimate
+
+    size = args.batch_size or (SAMPLES if tokens is None else max(1, TOKENS // tokens))
+    return estimate(path, device=args.gpu, batch_size=size, dtype=args.dtype)
+
+
+def _cluster(args: argparse.Namespace, profile: Profile, gpus: int, per_server: int) -> Cluster:
+    """Return so many GPUs in servers of that size, the last of which is not filled where there are fewer."""
+    from planner.formats.cluster import flat_cluster, hierarchical_cluster
+
+    memory_bytes = args.memory or profile.device.memory_bytes
+    rates = args.bandwidth or [link_bandwidth(usual_link(args.gpu)), link_bandwidth(BETWEEN_SERVERS)]
+    if gpus <= per_server:
+        return flat_cluster(gpus, rates[0], memory_bytes)
+    if len(rates) != 2:
+        raise ClusterError(
+            f"`bandwidth` has {len(rates)} rates, and there are GPUs in several servers",
+            hint="give two, inside a server and between servers: nvlink4,100Gbps",
+        )
+    return hierarchical_cluster([per_server, gpus // per_server], rates, memory_bytes)

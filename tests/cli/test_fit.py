@@ -1,0 +1,50 @@
+"""`plan fit` from outside."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cli.test_main import plan
+from tests.cli.test_profile import MODEL
+
+
+def test_a_model_file_gets_an_answer_and_the_files_for_other_verbs(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(MODEL)
+    fitted = plan("fit", "model.py", "--gpus", "2", "--gpu", "v100", "--dtype", "float32", cwd=tmp_path)
+    assert fitted.returncode == 0, fitted.stderr
+    for text in ("fits", "16 GiB on the fullest GPU", "split", "data parallel", "estimated"):
+        assert text in fitted.stdout
+    assert plan("show", cwd=tmp_path).returncode == 0
+    assert json.loads((tmp_path / "plan.json").read_text())["schedule"] == "1f1b-flush"
+
+
+def test_what_does_not_fit_ends_with_3_and_says_so_as_json(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(MODEL)
+    fitted = plan("fit", "model.py", "--gpus", "1", "--memory", "1kB", "--json", cwd=tmp_path)
+    assert fitted.returncode == 3
+    answer = json.loads(fitted.stdout)
+    assert answer["asked"]["plan"] is None
+    assert answer["asked"]["why_not"]
+    assert not (tmp_path / "plan.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("no-such-model", "--gpus", "2"), "there is no model 'no-such-model'"),
+        (("absent.py", "--gpus", "2"), "absent.py"),
+        (("model.py", "--gpus", "5", "--servers", "2"), "5 GPUs are not divided evenly over 2 servers"),
+        (("model.py", "--gpus", "4", "--servers", "2", "--bandwidth", "1Gbps"), "--bandwidth has 1 rates"),
+        (("model.py", "--gpus", "0"), "0 is not 1 or more"),
+        (("model.py",), "--gpus"),
+    ],
+)
+def test_wrong_questions_are_told_in_a_sentence(arguments: tuple[str, ...], message: str, tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(MODEL)
+    asked = plan("fit", *arguments, cwd=tmp_path)
+    assert asked.returncode == 2
+    assert message in asked.stderr
+    assert not (tmp_path / "plan.json").exists()
