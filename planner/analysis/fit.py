@@ -1,4 +1,4 @@
-"""Answer what a newcomer asks of a cluster: does the model fit, how to split it, how fast is it, how few GPUs will do."""
+"""Answer what a newcomer asks: does the model fit, how to split it, how fast is it, how few GPUs will do."""
 
 from __future__ import annotations
 

@@ -34,8 +34,8 @@ and how few GPUs would do. All numbers are estimates: nothing is measured, and n
     plan fit path/to/config.json --gpus 16 --servers 2 --gpu l4 --bandwidth 4GB/s,25Gbps
     plan fit model.py --gpus 4 --gpu rtx-4090
 
-A name or a config.json of Hugging Face needs `transformers`. A folder then gets model.py, which builds that model;
-profile.json and plan.json are left beside it, for the other verbs.
+A name or a config.json of Hugging Face needs the package transformers. A folder then gets model.py, which builds that
+model; profile.json and plan.json are left beside it, for the other verbs.
 """
 NEXT = """\
 {folder} holds {files}. Next:
@@ -135,10 +135,12 @@ def run(args: argparse.Namespace) -> int:
 
 def _per_server(args: argparse.Namespace) -> int:
     """Return the number of GPUs in each server."""
-    if args.servers is None:
-        servers = -(-args.gpus // PER_SERVER)
-    else:
-        servers = args.servers
+    servers = args.servers or -(-args.gpus // PER_SERVER)
+    if args.bandwidth is not None and len(args.bandwidth) != (2 if servers > 1 else 1):
+        raise ClusterError(
+            f"the bandwidth has {len(args.bandwidth)} rates, and there are {servers} servers",
+            hint="give one for GPUs in one server, else two, inside a server and between servers: nvlink4,100Gbps",
+        )
     if args.gpus % servers:
         raise ClusterError(
             f"{args.gpus} GPUs are not divided evenly over {servers} servers", hint="give another number of `servers`"
@@ -159,11 +161,7 @@ def _cluster(args: argparse.Namespace, profile: Profile, gpus: int, per_server: 
 
     memory_bytes = args.memory or profile.device.memory_bytes
     rates = args.bandwidth or [link_bandwidth(usual_link(args.gpu)), link_bandwidth(BETWEEN_SERVERS)]
-    if gpus <= per_server:
+    if gpus <= per_server:  # only one level: fewer GPUs than were asked about, or all in one server
         return flat_cluster(gpus, rates[0], memory_bytes)
-    if len(rates) != 2:
-        raise ClusterError(
-            f"`bandwidth` has {len(rates)} rates, and there are GPUs in several servers",
-            hint="give two, inside a server and between servers: nvlink4,100Gbps",
-        )
-    return hierarchical_cluster([per_server, gpus // per_server], rates, memory_bytes)
+    between = rates[1] if len(rates) > 1 else link_bandwidth(BETWEEN_SERVERS)
+    return hierarchical_cluster([per_server, gpus // per_server], [rates[0], between], memory_bytes)

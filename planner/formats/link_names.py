@@ -31,8 +31,8 @@ ACHIEVED_BYTES_PER_S: Mapping[str, float] = {
 }
 
 
-# Inside a server, by the GPU's name in estimates, where nothing else is known. Clouds' T4, L4 and A10G do not reach each
-# other directly.
+# Inside a server, by the GPU's name in estimates, where nothing else is known. T4, L4 and A10G of clouds do not reach
+# each other directly.
 _INSIDE: Mapping[str, tuple[str, ...]] = {
     "nvlink2": ("v100",),
     "nvlink3": ("a100", "a100-80gb"),

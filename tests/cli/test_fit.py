@@ -37,7 +37,7 @@ def test_what_does_not_fit_ends_with_3_and_says_so_as_json(tmp_path: Path) -> No
         (("no-such-model", "--gpus", "2"), "there is no model 'no-such-model'"),
         (("absent.py", "--gpus", "2"), "absent.py"),
         (("model.py", "--gpus", "5", "--servers", "2"), "5 GPUs are not divided evenly over 2 servers"),
-        (("model.py", "--gpus", "4", "--servers", "2", "--bandwidth", "1Gbps"), "--bandwidth has 1 rates"),
+        (("model.py", "--gpus", "4", "--servers", "2", "--bandwidth", "1Gbps"), "the bandwidth has 1 rates"),
         (("model.py", "--gpus", "0"), "0 is not 1 or more"),
         (("model.py",), "--gpus"),
     ],
