@@ -9,9 +9,9 @@ With servers, the hosts of each have their own switch, and share its uplink to b
     host 0: eth0 ── port0 ┐
     host 1: eth0 ── port1 ┴── server0: up0 ── down0 ── br0
 
-Both ends of every link pass a token bucket (`tc ... tbf`). So each host sends at most `rate`, and receives at most
-`rate` at the same time: full duplex, like switched Ethernet. The bytes are real and pass the kernel's TCP. This needs
-Linux, iproute2 and the right to make network namespaces (root).
+Both ends of every link pass a token bucket, which TCP streams share evenly (`fair_queues`). So each host sends at most
+`rate`, and receives at most `rate` at the same time: full duplex, like switched Ethernet. The bytes are real and pass
+the kernel's TCP. This needs Linux, iproute2 and the right to make network namespaces (root).
 """
 
 from __future__ import annotations
@@ -24,20 +24,21 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from benchmarks.fair_queues import PACKET_BYTES, fair_queues, rate_command
 from planner.errors import PlannerError
 
 INTERFACE = "eth0"
 _PREFIX = "plan-bench"
 _NAME = re.compile(rf"{_PREFIX}-(?P<pid>\d+)-[0-9a-f]+-\w+")
-# Loss-based, so that streams use all of a link and share it evenly. The machine's default may be BBR, which does
-# neither: it paces streams by its estimates, below the link's rate, with unequal shares. Any host may use Reno.
+# Fills any queue, so that streams use all of their share of a link. The machine's default may be BBR, which paces
+# streams by its estimates, below the link's rate. Any host may use Reno.
 _CONGESTION_CONTROL = "reno"
 _NAMESPACES = Path("/run/netns")  # where iproute2 stores the names
 
@@ -77,6 +78,7 @@ class Network:
     def __init__(self, hosts: tuple[Host, ...], switch: str, burst: str) -> None:
         self.hosts, self._switch, self._burst = hosts, switch, burst
         self._servers = 0  # servers that have a switch
+        self._queued = set[tuple[str, str]]()  # namespaces and their devices that have queues for streams
 
     def shape(self, rate: str | None, per_server: int = 1, uplink_rate: str | None = None) -> None:
         """Join the hosts, in place of earlier links.
@@ -93,6 +95,13 @@ class Network:
             self._limit(self._switch, f"port{index}", rate)
         for bridge in ("br0", *(f"server{number}" for number in range(self._servers))):
             _ip("-n", self._switch, "link", "set", bridge, "type", "bridge", "fdb_flush")
+
+    def limit_sockets(self, send_bytes: int, receive_bytes: int) -> None:
+        """Limit the buffers of the hosts' sockets, of those that are open to where they have grown."""
+        for host in self.hosts:
+            for buffer, most_bytes in (("tcp_wmem", send_bytes), ("tcp_rmem", receive_bytes)):
+                sizes = f"4096 {most_bytes} {most_bytes}"  # least, at first, most
+                _call(*host.command(["sysctl", "-qw", f"net.ipv4.{buffer}={sizes}"]))
 
     def add_switch(self, name: str) -> None:
         """Add a switch without ports."""
@@ -116,8 +125,15 @@ class Network:
 
     def _limit(self, namespace: str, device: str, rate: str | None) -> None:
         """Limit the rate of what leaves through `device`."""
-        kind = ("pfifo",) if rate is None else ("tbf", "rate", rate, "burst", self._burst, "latency", "50ms")
-        _call("tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", *kind)
+        tc, place = ("tc", "-n", namespace), (namespace, device)
+        if rate is None:
+            self._queued.discard(place)
+            _call(*tc, "qdisc", "replace", "dev", device, "root", "pfifo")
+            return
+        if place not in self._queued:
+            _call(*tc, "-batch", "-", lines=fair_queues(device))
+            self._queued.add(place)
+        _call(*tc, *rate_command(device, rate, self._burst).split())
 
 
 @contextmanager
@@ -140,13 +156,12 @@ def network(hosts: int, rate: str | None = None) -> Iterator[tuple[Host, ...]]:
 
 
 @contextmanager
-def shaped_network(hosts: int, burst: str = "1mb", socket_bytes: int | None = None) -> Iterator[Network]:
+def shaped_network(hosts: int, burst: str = "1mb") -> Iterator[Network]:
     """Yield a network of hosts whose links can change; call `shape` first.
 
     Args:
         hosts: how many.
         burst: bytes that pass a link at full speed after a pause.
-        socket_bytes: most that a socket sends ahead of its receiver's answers; None for what the machine allows.
 
     Raises:
         NetworkUnavailableError: when this machine or this user cannot make namespaces.
@@ -162,8 +177,6 @@ def shaped_network(hosts: int, burst: str = "1mb", socket_bytes: int | None = No
             net.add_switch("br0")
             for index, host in enumerate(made):
                 _connect(host, switch, f"port{index}")
-                if socket_bytes is not None:
-                    _limit_sockets(host, socket_bytes)
             yield net
         finally:
             with _uninterrupted():
@@ -187,33 +200,30 @@ def _connect(host: Host, switch: str, port: str) -> None:
     # Made inside the switch with the peer inside the host, so that the machine's namespace never sees either end.
     _ip("-n", switch, "link", "add", port, "type", "veth", "peer", "name", INTERFACE, "netns", host.name)
     _ip("-n", host.name, "address", "add", f"{host.address}/16", "dev", INTERFACE)
+    _ip("-n", host.name, "link", "set", INTERFACE, "gso_max_size", str(PACKET_BYTES))
     _ip("-n", host.name, "link", "set", "lo", "up")
     _ip("-n", host.name, "link", "set", INTERFACE, "up")
     _call(*host.command(["sysctl", "-qw", f"net.ipv4.tcp_congestion_control={_CONGESTION_CONTROL}"]))
-
-
-def _limit_sockets(host: Host, most_bytes: int) -> None:
-    for buffer in ("tcp_rmem", "tcp_wmem"):  # least, at first, most
-        sizes = f"4096 {most_bytes} {most_bytes}"
-        _call(*host.command(["sysctl", "-qw", f"net.ipv4.{buffer}={sizes}"]))
 
 
 def _ip(*arguments: str) -> None:
     _call("ip", *arguments)
 
 
-def _call(*command: str) -> None:
+def _call(*command: str, lines: Iterable[str] = ()) -> None:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+        done = subprocess.run(command, input="\n".join(lines), capture_output=True, text=True, timeout=30, check=False)
     except FileNotFoundError:
         raise NetworkUnavailableError(
             f"'{command[0]}' is not installed, so no network namespace can be made", hint="install iproute2"
         ) from None
     if done.returncode != 0:
-        # RTNETLINK says only "No such file" when the shaper's kernel module is missing, so show the refused line.
+        # RTNETLINK says only "No such file" when the shaper's kernel module is missing, so show the refused line. What
+        # follows the reason is how to use `tc`.
+        reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[0]
         raise NetworkUnavailableError(
-            f"'{' '.join(command)}' failed: {done.stderr.strip() or f'exit code {done.returncode}'}",
-            hint="run as root, on a kernel with network namespaces, veth, bridge and the tbf shaper"
+            f"'{' '.join(command)}' failed: {reason}",
+            hint="run as root, on a kernel with network namespaces, veth, bridge, the htb shaper and BPF classifiers"
             if os.geteuid() == 0
             else "network namespaces need root",
         )

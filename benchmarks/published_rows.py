@@ -69,7 +69,7 @@ def emulated_row(bed: Testbed, row: Row, bandwidth_bytes_per_s: float | None, fo
     profile = profile_of_row(row)
     # With two levels the inner links are ten times as fast, because this machine has to carry those bytes as well.
     scale = fitting_scale(profile, there, LINK_BYTES_PER_S / len(there.levels))
-    return emulate(profile, scale, folder), bed.links(scale.cluster(there))
+    return emulate(profile, scale, folder), bed.links(scale.cluster(there), byte_factor=scale.byte_factor)
 
 
 def run_row(

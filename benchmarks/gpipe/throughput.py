@@ -76,7 +76,7 @@ def run_setting(
     time_factor = minibatch_s / (microbatches * whole_s)
     scale = Scale(time_factor, LINK_BYTES_PER_S * time_factor / LINK)
     emulated = emulate(profile, scale, folder)
-    links = bed.links(scale.cluster(flat_cluster(partitions, LINK)))
+    links = bed.links(scale.cluster(flat_cluster(partitions, LINK)), byte_factor=scale.byte_factor)
     plan = setting(emulated.profile, links, partitions, microbatches)
     # In seconds of the emulated devices, so that settings are comparable.
     return Throughput(train_s(bed, emulated, plan, seconds=2 * minibatch_s) / time_factor)

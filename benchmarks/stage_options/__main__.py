@@ -151,7 +151,7 @@ def _emulated(profile: Profile, shapes: Sequence[Shape], seconds: float) -> Iter
     scale = fitting_scale(profile, there)
     with tempfile.TemporaryDirectory(prefix="stage-options-") as folder, testbed(4) as bed:
         emulated = emulate(profile, scale, Path(folder))
-        links = bed.links(scale.cluster(there))
+        links = bed.links(scale.cluster(there), byte_factor=scale.byte_factor)
         for shape in shapes:
             with scaled_buckets(scale.byte_factor):
                 plan = shape.plan(emulated.profile, links)

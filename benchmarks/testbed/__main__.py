@@ -60,7 +60,7 @@ def _run(arguments: argparse.Namespace) -> None:
     scale = fitting_scale(profile, target, arguments.link)
     with tempfile.TemporaryDirectory(prefix="testbed-") as folder, testbed(target.gpus) as bed:
         emulated = emulate(profile, scale, Path(folder))
-        links = bed.links(scale.cluster(target))
+        links = bed.links(scale.cluster(target), byte_factor=scale.byte_factor)
         with scaled_buckets(scale.byte_factor):
             plan = _plan(emulated.profile, links, arguments)
         run = run_plan(bed, emulated, plan, described(links), arguments.seconds)

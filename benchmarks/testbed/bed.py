@@ -24,9 +24,10 @@ MESSAGE_BYTES = 2_000_000  # of messages that links are measured with
 FEW = 8  # hosts; more have more links, which are measured one after the other
 FIRST_PORT = 20_000
 BURST = "16kb"  # passes the shapers at full speed after a pause; must be small next to a message
-# Of a socket's buffers, which are megabytes elsewhere: like all bytes, they are scaled down to some hundredths. Larger
-# ones fill the queues of the links, where acknowledgements and other streams then wait for as long as for a message.
-SOCKET_BYTES = 2**16
+# Of a socket, by Linux's defaults; scaled like all bytes. The machine's delays are not: an answer may take 10 ms,
+# in which a fast link here carries 120 kB, and the kernel counts about twice what is sent.
+SEND_BYTES, RECEIVE_BYTES = 4 * 2**20, 6 * 2**20
+LEAST_SOCKET_BYTES = 2**18
 
 
 class TestbedError(PlannerError):
@@ -44,18 +45,23 @@ class Testbed:
 
     __test__ = False  # tells pytest that this is no test class
 
-    def links(self, nominal: Cluster, message_bytes: int | None = None) -> Cluster:
+    def links(self, nominal: Cluster, message_bytes: int | None = None, byte_factor: float = 1.0) -> Cluster:
         """Shape the links like those of `nominal`, and return them as its workers measure them.
 
         Args:
             nominal: the rates of the shapers.
             message_bytes: of the long messages; None for a size that is measured quickly.
+            byte_factor: of what is sent, which sockets' buffers are scaled by, too.
         """
         message_bytes = message_bytes or (MESSAGE_BYTES if nominal.gpus <= FEW else MESSAGE_BYTES // 2)
         rates = tuple(level.bandwidth_bytes_per_s for level in nominal.levels)
         sizes = tuple(level.size for level in nominal.levels)
-        key = (rates, sizes)
+        send_bytes, receive_bytes = (
+            max(LEAST_SOCKET_BYTES, round(size * byte_factor)) for size in (SEND_BYTES, RECEIVE_BYTES)
+        )
+        key = (rates, sizes, send_bytes)
         inner, *outer = (f"{8 * rate:.0f}bit" for rate in rates)
+        self.network.limit_sockets(send_bytes, receive_bytes)
         self.network.shape(inner, sizes[0] if outer else 1, *outer)
         if key not in self._links:
             seconds = 120 + 60 * message_bytes / min(rates)
@@ -97,7 +103,7 @@ def testbed(hosts: int) -> Iterator[Testbed]:
         NetworkUnavailableError: when this machine or this user cannot make namespaces.
         TestbedError: when the workers do not start.
     """
-    with shaped_network(hosts, BURST, SOCKET_BYTES) as net:
+    with shaped_network(hosts, BURST) as net:
         environment = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         environment["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # otherwise it warns that the hosts have no names
         nursery = subprocess.Popen(

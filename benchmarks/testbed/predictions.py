@@ -145,7 +145,7 @@ def run_case(bed: Testbed, case: Case, seconds: float, folder: Path, message_byt
     there = hierarchical_cluster(case.sizes, [parse_bandwidth(rate) for rate in case.bandwidths])
     scale = fitting_scale(profile, there, case.link_bytes_per_s)
     emulated = emulate(profile, scale, folder)
-    links = bed.links(scale.cluster(there), message_bytes)
+    links = bed.links(scale.cluster(there), message_bytes, scale.byte_factor)
     with scaled_buckets(scale.byte_factor):
         plan = plan_of(case, emulated.profile, links)
     return run_plan(bed, emulated, plan, _devices(case, described(links)), seconds)

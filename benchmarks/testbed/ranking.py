@@ -48,7 +48,7 @@ def main() -> None:
     runs: list[Measured] = []
     with tempfile.TemporaryDirectory(prefix="testbed-") as folder, testbed(arguments.gpus) as bed:
         emulated = emulate(profile, scale, Path(folder))
-        links = bed.links(scale.cluster(there))
+        links = bed.links(scale.cluster(there), byte_factor=scale.byte_factor)
         with scaled_buckets(scale.byte_factor):
             plans = different_plans(emulated.profile, links, arguments.plans)
         for number, plan in enumerate(plans):

@@ -49,7 +49,7 @@ def run_case(bed: Testbed, case: EmulatedCase, seconds: float, folder: Path) -> 
     there = flat_cluster(DEVICES, parse_bandwidth(case.bandwidth))
     scale = fitting_scale(profile, there)
     emulated = emulate(profile, scale, folder / case.name)
-    links = bed.links(scale.cluster(there))
+    links = bed.links(scale.cluster(there), byte_factor=scale.byte_factor)
     stages = balanced_stages(emulated.profile, len(case.replicas))
     with scaled_buckets(scale.byte_factor):
         plan = given_plan(emulated.profile, links, stages, case.replicas, case.schedule, case.microbatches)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import sys
@@ -88,6 +89,29 @@ def test_shaper_limits_what_arrives() -> None:
 def test_the_way_back_is_shaped_too() -> None:
     with network(2, "100mbit") as (first, second):
         assert (10_000_000 - 2_000_000) * 8 / transfer_s(second, first, 10_000_000) < 100e6
+
+
+def carried(host: Host) -> dict[str, int]:
+    """Bytes that left the host by each queue that carried more than what devices say when they come up."""
+    command = ["tc", "-s", "class", "show", "dev", "eth0"]
+    shown = subprocess.run(host.command(command), capture_output=True, text=True, check=True).stdout
+    found = re.findall(r"class htb (\S+) parent .*\n Sent (\d+) bytes", shown)
+    return {name: int(count) for name, count in found if int(count) > 5000}
+
+
+def test_each_stream_has_a_queue_and_acknowledgements_go_before_them() -> None:
+    count = 1_000_000
+    with network(2, "100mbit") as (first, second):
+        transfer_s(first, second, count)
+        once = carried(first)
+        transfer_s(first, second, count)
+        twice, back = carried(first), carried(second)
+    (stream,) = once.keys() - {"1:2"}
+    (other,) = twice.keys() - once.keys()
+    assert stream != other
+    assert min(once[stream], twice[other]) >= count
+    assert twice[stream] == once[stream]
+    assert back.keys() == {"1:2"}  # it sent acknowledgements alone
 
 
 def test_hosts_share_links_by_loss_whatever_the_machine_does() -> None:
