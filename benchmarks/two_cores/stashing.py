@@ -47,16 +47,18 @@ class StashMemory:
 
 def stash_memory(model: str, batch_size: int, folder: Path) -> StashMemory:
     """Measure both runs of `model`."""
-    with places("loopback") as where, pages_returned():
+    with places("loopback") as where:
         ours = Ours(model, "loopback", batch_size, where, folder)
+        # Before pages are given back, which takes up to half of the time: predictions of speed use this profile, too.
         profile = load_profile(ours.profile(1))
         path = folder / f"{model}-deep.plan.json"
         save_plan(deep_plan(profile), path)
         arguments = ["train", str(ours.spec), "--plan", str(path), "--steps", str(STEPS), "--json"]
         first = []
-        for module in (STASHED, UNSTASHED):
-            result = run_workers(where, module, arguments, TIMEOUT_S)
-            first.append(next(report for report in result["reports"] if report["stage"] == 0))
+        with pages_returned():
+            for module in (STASHED, UNSTASHED):
+                result = run_workers(where, module, arguments, TIMEOUT_S)
+                first.append(next(report for report in result["reports"] if report["stage"] == 0))
     return _compared(model, profile, load_plan(path), first)
 
 
