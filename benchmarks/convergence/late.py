@@ -20,15 +20,13 @@ from tabulate import tabulate
 
 from benchmarks.convergence import residual, transformer
 from benchmarks.convergence.emulation import evaluate, lateness, train
-from benchmarks.convergence.picture import curves_svg
 from benchmarks.convergence.recipes import Recipe
 
 HERE = Path(__file__).parent
 RESULTS, TABLE = HERE / "late.jsonl", HERE / "late.md"
-PICTURES = HERE.parents[1] / "docs" / "images"
 MODELS = {"transformer": transformer, "residual": residual}
 SCHEDULES = ("synchronous", "1f1b", "2bw")
-PART = 20  # minibatches whose losses are one point of a curve
+PART = 20  # minibatches whose mean loss is a point of a curve
 
 
 @dataclass(frozen=True)
@@ -83,7 +81,7 @@ def curve_of(losses: Sequence[float]) -> tuple[float, ...]:
 
 
 def main() -> None:
-    """Train the cases that are asked for and are not in late.jsonl, or write the tables and pictures of those there."""
+    """Train the cases that are asked for and are not in late.jsonl, or write the table of those there."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", choices=MODELS, default="transformer")
     parser.add_argument("--optimizers", default="newest-muon", help="separated by semicolons")
@@ -93,11 +91,10 @@ def main() -> None:
     parser.add_argument("--minibatches", type=int, default=400)
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--synchronous-start", type=float, default=0.0)
-    parser.add_argument("--table", action="store_true", help="train nothing; write late.md and the docs' pictures")
+    parser.add_argument("--table", action="store_true", help="train nothing; write late.md")
     args = parser.parse_args()
     if args.table:
         TABLE.write_text(table(read()) + "\n", encoding="utf-8")
-        draw(read())
         return
     torch.set_num_threads(1)
     choices = product(
@@ -175,39 +172,19 @@ def _rows(results: Sequence[Trained]) -> Iterator[list[str]]:
             and (other.model, other.stages) == (case.model, case.stages)
             and other.recipe.minibatches == case.recipe.minibatches
         ]
-        columns = [case.model, case.stages, case.recipe.minibatches, _named(case), case.recipe.optimizer]
+        columns = [case.model, case.stages, case.recipe.minibatches, named(case), case.recipe.optimizer]
         columns += [f"{case.recipe.rate:g}", seeds, f"{loss:.3f}"]
         yield [str(each) for each in columns] + _beside(loss, same) + _beside(loss, min(alike, default=None))
 
 
-def _named(case: Case) -> str:
+def named(case: Case) -> str:
+    """Return the schedule with its start."""
     start = case.synchronous_start
     return case.schedule + (f", first {start:.0%} synchronous" if start else "")
 
 
 def _beside(loss: float, other: tuple[float, int] | None) -> list[str]:
     return ["", ""] if other is None else [f"{other[0]:.3f}", f"{loss / other[0] - 1:+.1%}"]
-
-
-def draw(results: Sequence[Trained]) -> None:
-    """Write a picture of the training losses of each model with four stages."""
-    for model in MODELS:
-        chosen = [case for case in best(results) if case.model == model and case.stages == 4]
-        longest = max((case.recipe.minibatches for case in chosen), default=0)
-        curves = {
-            f"{case.recipe.optimizer}, {_named(case)}": _curve(case, results)
-            for case in chosen
-            if case.recipe.minibatches == longest
-        }
-        if curves:
-            picture = curves_svg(f"{model}: training loss, 4 stages", curves)
-            (PICTURES / f"late-{model}.svg").write_text(picture, encoding="utf-8")
-
-
-def _curve(case: Case, results: Sequence[Trained]) -> list[tuple[float, float]]:
-    """Return the mean curve over the seeds."""
-    own = [each.curve for each in results if replace(each.case, seed=0) == case and each.curve]
-    return [(PART * (number + 1.0), fmean(losses)) for number, losses in enumerate(zip(*own, strict=True))]
 
 
 if __name__ == "__main__":

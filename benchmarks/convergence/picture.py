@@ -8,7 +8,9 @@ from html import escape
 from planner.report.svg.shapes import COLOURS
 
 WIDTH, HEIGHT = 860, 480
-LEFT, RIGHT, TOP, BOTTOM = 70, 200, 56, 64
+LEFT, TOP, BOTTOM = 70, 56, 64
+LEAST_RIGHT = 200
+_CHARACTER = 7.5  # width
 _FONT = 'font-family="Helvetica, Arial, sans-serif"'
 
 
@@ -18,11 +20,12 @@ def curves_svg(title: str, curves: Mapping[str, Sequence[tuple[float, float]]]) 
     right, top, least = max(x for x, _ in points), max(y for _, y in points), min(y for _, y in points)
     low = 0.0 if least < top / 3 else least - (top - least) / 10
     top += (top - low) / 20
+    end = WIDTH - max(LEAST_RIGHT, 44 + _CHARACTER * max(map(len, curves)))  # the names of the curves are beside it
 
     def place(point: tuple[float, float]) -> tuple[float, float]:
         x, y = point
         along, up = x / right, (y - low) / (top - low)
-        return LEFT + (WIDTH - LEFT - RIGHT) * along, HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * up
+        return LEFT + (end - LEFT) * along, HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * up
 
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}" viewBox="0 0 {WIDTH} {HEIGHT}">',
@@ -32,7 +35,7 @@ def curves_svg(title: str, curves: Mapping[str, Sequence[tuple[float, float]]]) 
     ]
     for step in range(6):
         x, y = place((right * step / 5, low + (top - low) * step / 5))
-        parts.append(f'<line x1="{LEFT}" y1="{y:.1f}" x2="{WIDTH - RIGHT}" y2="{y:.1f}" stroke="#dddddd"/>')
+        parts.append(f'<line x1="{LEFT}" y1="{y:.1f}" x2="{end}" y2="{y:.1f}" stroke="#dddddd"/>')
         parts.append(_text(24, y + 4, f"{low + (top - low) * step / 5:.2f}", 12))
         parts.append(_text(x - 12, HEIGHT - BOTTOM + 20, f"{right * step / 5:.0f}", 12))
     for number, (name, curve) in enumerate(curves.items()):
@@ -40,8 +43,8 @@ def curves_svg(title: str, curves: Mapping[str, Sequence[tuple[float, float]]]) 
         line = " ".join("{:.1f},{:.1f}".format(*place(point)) for point in curve)
         dashes = ' stroke-dasharray="6 4"' if number == 0 else ""
         parts.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2"{dashes}/>')
-        parts.append(f'<rect x="{WIDTH - RIGHT + 16}" y="{TOP + 22 * number}" width="14" height="4" fill="{colour}"/>')
-        parts.append(_text(WIDTH - RIGHT + 38, TOP + 22 * number + 7, name, 13))
+        parts.append(f'<rect x="{end + 16}" y="{TOP + 22 * number}" width="14" height="4" fill="{colour}"/>')
+        parts.append(_text(end + 38, TOP + 22 * number + 7, name, 13))
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 

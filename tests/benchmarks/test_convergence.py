@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks.convergence import __main__ as command
-from benchmarks.convergence import characters, digits, late
+from benchmarks.convergence import characters, digits, late, links
 from benchmarks.convergence.__main__ import Curve, Measured, curves_of, make_plan, ordered, read_results, save, table
 from benchmarks.convergence.emulation import lateness
 from benchmarks.convergence.picture import curves_svg
@@ -101,3 +101,26 @@ def test_every_stage_has_parameters(name: str) -> None:
     stages = {late.MODELS[name].stage_of(each, 4) for each, _ in model.named_parameters()}
     assert stages == {0, 1, 2, 3}
     assert lateness("1f1b", 4) == [3, 2, 1, 0]
+
+
+def real_run(contender: str, minibatches: int, loss: float | None, seconds: float, length: int = 0) -> links.Run:
+    """Return a run of `minibatches`, of a recipe of `length` or as many."""
+    recipe = Recipe(minibatches=length or minibatches)
+    case = links.Case(contender, recipe, minibatches, 4, 4, 0.0, 0, "1Gbps")
+    return links.Run(case, seconds, seconds * minibatches, loss, ())
+
+
+def test_times_to_a_loss_are_lengths_times_seconds_per_minibatch() -> None:
+    runs = [
+        real_run("1f1b", 800, 1.2, 0.01),
+        real_run("1f1b-flush", 400, 1.4, 0.02),
+        real_run("1f1b-flush", 1600, 1.0, 0.02),
+        real_run("DDP", 60, None, 0.05, 800),
+    ]
+    rows = [[cell.strip() for cell in line.split("|")[2:-1]] for line in links.times(runs).splitlines()[2:]]
+    assert rows == [
+        ["1f1b", "800", "10.0", "8.0", "1.00"],
+        ["1f1b-flush", "800", "20.0", "16.0", "2.00"],
+        ["DDP", "800", "50.0", "40.0", "5.00"],
+    ]
+    assert len(links.table(runs).splitlines()) == 2 + 3
