@@ -86,11 +86,7 @@ def add_parser(verbs: Verbs) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Price, save, and print the plan.
-
-    Raises:
-        InfeasibleError: if it does not fit the memory.
-    """
+    """Price, save, and print the plan; raise InfeasibleError if it does not fit the memory."""
     from planner.analysis.beside import with_baselines
     from planner.analysis.own_plan import missing_memory, price
     from planner.formats.importers import read_one_profile

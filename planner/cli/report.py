@@ -130,11 +130,7 @@ def _timelines(args: argparse.Namespace, plan: Plan) -> tuple[Timeline, Timeline
 
 
 def _style(args: argparse.Namespace) -> tuple[str, Path]:
-    """Return the format and the file.
-
-    Raises:
-        InputError: when the file's name ends in another format.
-    """
+    """Return the format and the file; raise InputError when the file's name ends in another format."""
     output: Path | None = args.output
     suffix = "" if output is None else output.suffix.lower().removeprefix(".")
     if args.format is None and suffix not in ("", "htm", *FORMATS):

@@ -50,11 +50,7 @@ class Tour:
 
 
 def quickstart(tour: Tour, show_progress: bool, on_phase: Callable[[str], None]) -> QuickstartResult:
-    """Run the tour.
-
-    Raises:
-        PlannerError: when the device or the backend is not there, or a run fails.
-    """
+    """Run the tour; raise PlannerError when the device or the backend is not there, or a run fails."""
     from planner.devices.place import available_cores, check_backend, gpus_here, kind_here
     from planner.executor.launch import launch
     from planner.profiler.links.measure_host import measure_host

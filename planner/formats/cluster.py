@@ -191,11 +191,7 @@ def hierarchical_cluster(
 
 
 def load_cluster(path: Path | str) -> Cluster:
-    """Read `cluster.json`.
-
-    Raises:
-        ClusterError: naming the file, the field and the value that is wrong.
-    """
+    """Read `cluster.json`; raise ClusterError naming the file, the field and the value that is wrong."""
     cluster = load_record(Cluster, path, ClusterError, "see cluster.json in the file formats")
     _checked(cluster.gpus)
     return cluster

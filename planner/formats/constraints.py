@@ -35,11 +35,7 @@ class Constraints(Record):
         return self == Constraints()
 
     def check(self, profile: Profile, cluster: Cluster) -> None:
-        """Refuse constraints on layers, stages or GPUs that do not exist.
-
-        Raises:
-            InputError: naming them.
-        """
+        """Refuse constraints on layers, stages or GPUs that do not exist; raise InputError naming them."""
         known = {layer.name for layer in profile.layers}
         groups = [name for group in self.together for name in group]
         for name in (*self.stage_of, *self.gpu_of, *groups, *self.no_cut_after):
@@ -95,9 +91,5 @@ class Constraints(Record):
 
 
 def load_constraints(path: Path | str) -> Constraints:
-    """Read `constraints.json`.
-
-    Raises:
-        InputError: naming the file, the field and the value that is wrong.
-    """
+    """Read `constraints.json`; raise InputError naming the file, the field and the value that is wrong."""
     return load_record(Constraints, path, InputError, _REMEDY)

@@ -37,11 +37,7 @@ def profile_of_kinds(profiles: Mapping[str, Profile]) -> Profile:
 
 
 def profile_on(profile: Profile, kind: DeviceKind) -> Profile:
-    """Return the profile on devices of one kind.
-
-    Raises:
-        ClusterError: for a name that the profile does not know.
-    """
+    """Return the profile on devices of one kind; raise ClusterError for a name that the profile does not know."""
     times = _times_of(profile, kind)
     columns = [getattr(times, name) for name in KIND_COLUMNS]
     layers = (

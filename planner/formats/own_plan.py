@@ -48,9 +48,5 @@ class OwnPlan(Record):
 
 
 def load_own_plan(path: Path | str) -> OwnPlan:
-    """Read a configuration.
-
-    Raises:
-        InputError: naming the file, the field and the value that is wrong.
-    """
+    """Read a configuration; raise InputError naming the file, the field and the value that is wrong."""
     return load_record(OwnPlan, path, InputError, _REMEDY)

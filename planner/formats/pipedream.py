@@ -44,11 +44,7 @@ def is_graph_txt(path: Path) -> bool:
 
 
 def load_graph_txt(path: Path) -> Profile:
-    """Read a published profile.
-
-    Raises:
-        ProfileError: naming the file and the line.
-    """
+    """Read a published profile; raise ProfileError naming the file and the line."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as cause:

@@ -65,11 +65,7 @@ def is_piper(content: object) -> bool:
 
 
 def load_piper(path: Path) -> Profile:
-    """Read a graph, with the memory of its devices.
-
-    Raises:
-        ProfileError: naming the file and what is wrong in it.
-    """
+    """Read a graph, with the memory of its devices; raise ProfileError naming the file and what is wrong in it."""
     try:
         graph = _Graph.model_validate(json.loads(path.read_text(encoding="utf-8")))
         nodes = {node.id: node for node in graph.nodes}

@@ -23,11 +23,7 @@ def split_location(location: str) -> tuple[Path, str]:
 
 
 def import_file(path: Path) -> ModuleType:
-    """Import the Python file at `path`.
-
-    Raises:
-        ModelFileError: when it is no Python file, or fails.
-    """
+    """Import the Python file at `path`; raise ModelFileError when it is no Python file, or fails."""
     path = path.resolve()
     # Named by its path, because two model files may both be called model.py.
     name = "planner_model_file_" + "".join(c if c.isalnum() else "_" for c in str(path))

@@ -51,11 +51,7 @@ def save_trace(timeline: Timeline, path: Path | str) -> None:
 
 
 def load_run(path: Path | str) -> Timeline:
-    """Read the timeline from a file that `save_trace` or `save_timeline` wrote.
-
-    Raises:
-        InputError: for any other file.
-    """
+    """Read the timeline from a file that `save_trace` or `save_timeline` wrote; raise InputError for any other file."""
     path = Path(path)
     try:
         content = json.loads(path.read_text(encoding="utf-8"))

@@ -20,11 +20,7 @@ DEFAULT = ONE_F_ONE_B
 
 
 def find(schedule: Schedule | str) -> Schedule:
-    """Return the schedule of that name.
-
-    Raises:
-        InputError: when there is none.
-    """
+    """Return the schedule of that name; raise InputError when there is none."""
     for each in SCHEDULES:
         if schedule in (each, each.name):
             return each

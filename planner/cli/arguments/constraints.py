@@ -46,11 +46,7 @@ def add_constraint_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def constraints_of(args: argparse.Namespace) -> Constraints:
-    """Return the constraints that the arguments describe.
-
-    Raises:
-        InputError: when they do not describe any.
-    """
+    """Return the constraints that the arguments describe; raise InputError when they do not describe any."""
     from planner.formats.constraints import Constraints, load_constraints
 
     given = Constraints(

@@ -48,11 +48,7 @@ def given(args: argparse.Namespace, name: str) -> bool:
 
 
 def refuse(args: argparse.Namespace, chosen: str, *others: str, why: str = "") -> None:
-    """Refuse arguments that contradict the chosen one.
-
-    Raises:
-        InputError: naming the first of them.
-    """
+    """Refuse arguments that contradict the chosen one; raise InputError naming the first of them."""
     for name in others:
         if given(args, name):
             raise InputError(

@@ -91,9 +91,5 @@ class SavedCheckpoint:
 
 
 def load_checkpoint(path: Path) -> SavedCheckpoint:
-    """Read the index of the checkpoint at `path`.
-
-    Raises:
-        InputError: when the index is missing or malformed.
-    """
+    """Read the index of the checkpoint at `path`; raise InputError when the index is missing or malformed."""
     return SavedCheckpoint(path, load_record(Checkpoint, path / INDEX, InputError, REMEDY))

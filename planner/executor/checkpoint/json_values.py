@@ -51,11 +51,7 @@ def to_json(value: Any, place: str) -> Any:
 
 
 def from_json(value: Any) -> Any:
-    """Return the value that `to_json` was given.
-
-    Raises:
-        ValueError: when `to_json` cannot have returned `value`.
-    """
+    """Return the value that `to_json` was given; raise ValueError when `to_json` cannot have returned `value`."""
     match value:
         case None | bool() | int() | float() | str():
             return value

@@ -16,7 +16,8 @@ from torch.optim import Optimizer
 from planner.errors import InputError
 from planner.executor.checkpoint.json_values import from_json, to_json
 from planner.executor.checkpoint.state_parts import ParameterState, joined, part_of
-from planner.executor.communication.sharding import Shard, Sharding
+from planner.executor.communication.sharding import Sharding
+from planner.executor.communication.shards import Shard
 from planner.formats.files import Record
 
 SAME_OPTIMIZER = "give the model file the optimizer() that the run began with"

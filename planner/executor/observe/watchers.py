@@ -70,11 +70,7 @@ def all_of(*callbacks: ProgressCallback | None) -> ProgressCallback | None:
 
 
 def check_tensorboard() -> Callable[..., Any]:
-    """Return TensorBoard's writer class.
-
-    Raises:
-        InputError: when it is not installed.
-    """
+    """Return TensorBoard's writer class; raise InputError when it is not installed."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:

@@ -11,11 +11,7 @@ from planner.schedule.streams.check import ScheduleError, check_streams
 
 
 def check_world(plan: Plan) -> None:
-    """Check that as many processes were started as the plan has workers.
-
-    Raises:
-        PlanError: when they were not.
-    """
+    """Check that as many processes were started as the plan has workers; raise PlanError when they were not."""
     world, needed = int(os.environ["WORLD_SIZE"]), plan.workers
     if world != needed:
         raise PlanError(

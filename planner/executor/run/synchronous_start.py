@@ -35,11 +35,7 @@ class SynchronousStart:
 
 
 def check_synchronous_start(plan: Plan, options: TrainingOptions) -> None:
-    """Check that a run of `plan` can begin with a synchronous start.
-
-    Raises:
-        InputError: with what to do instead.
-    """
+    """Check that a run of `plan` can begin with a synchronous start; raise InputError with what to do instead."""
     start = options.synchronous_start
     if not start:
         return

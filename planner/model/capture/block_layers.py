@@ -28,11 +28,7 @@ class Structure:
     leaves: tuple[Any, ...]
 
     def tensors(self, value: Any, block: str) -> list[Tensor]:
-        """Return the tensors in `value`.
-
-        Raises:
-            CaptureError: when it has another structure than this one.
-        """
+        """Return the tensors in `value`; raise CaptureError when it has another structure than this one."""
         found = structure_of(value)
         if found is None or found.spec != self.spec or found.leaves != self.leaves:
             raise CaptureError(

@@ -94,11 +94,7 @@ class KnownTimes:
         return ", ".join(dict.fromkeys(spec.name for spec in self.training_specs))
 
     def timed(self, kind: Literal["cpu", "cuda"]) -> Iterator[Timed]:
-        """Trace each step, and yield its sums.
-
-        Raises:
-            InputError: for what is estimated only for GPUs.
-        """
+        """Trace each step, and yield its sums; raise InputError for what is estimated only for GPUs."""
         for step, training_spec in zip(self.steps, self.training_specs, strict=True):
             if kind == "cpu" and (step.fusion is not None or step.master_weights):
                 raise InputError(
@@ -126,11 +122,7 @@ def holds_steps(path: Path | str) -> bool:
 
 
 def load_steps(path: Path | str) -> KnownTimes:
-    """Read steps and their model files.
-
-    Raises:
-        InputError, ModelFileError: when a file cannot be used.
-    """
+    """Read steps and their model files; raise InputError, ModelFileError when a file cannot be used."""
     steps = load_record(KnownSteps, path, InputError, _REMEDY).steps
     return KnownTimes(steps, tuple(load_model_file(Path(path).parent / step.model) for step in steps))
 

@@ -28,11 +28,7 @@ def check_positive(name: str, number: int) -> None:
 
 
 def parse_device(name: str) -> torch.device:
-    """Return the device of that name.
-
-    Raises:
-        InputError: when there is none.
-    """
+    """Return the device of that name; raise InputError when there is none."""
     try:
         device = torch.device(name)
     except RuntimeError:

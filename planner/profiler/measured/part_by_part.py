@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,9 +20,10 @@ from planner.model.batch import Batch
 from planner.model.capture.graph import LOSS, LayerGraph
 from planner.model.spec import TrainingSpec
 from planner.model.stage.parts import LayerObserver
+from planner.profiler.measured.between_parts import Between, PartResults, StoredMemory, StoredValue
 from planner.profiler.measured.clock import clock_for
 from planner.profiler.measured.make_profile import LayerMeasurement, Measurement, first_uses
-from planner.profiler.measured.saved import address_of, saved_by, tensors_of_batch
+from planner.profiler.measured.saved import address_of, saved_by
 from planner.profiler.measured.step_measurement import StepMeasurement
 from planner.profiler.measured.steps import Effort, HasBackward, StepTimes, step_failure
 from planner.profiler.measured.update import layer_updates
@@ -44,7 +45,7 @@ def measure_in_parts(
     """
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
     batch = batch.to(device)
-    between = _Between(graph, batch)
+    between = Between(graph, batch)
     pending = list(_parts(graph, int(free * _WEIGHTS_SHARE)))[::-1]
     layers: list[LayerMeasurement] = []
     wholes: list[StepTimes] = []
@@ -76,7 +77,7 @@ def _measure_part(
     graph: LayerGraph,
     batch: Batch,
     device: torch.device,
-    between: _Between,
+    between: Between,
     span: range,
     effort: Effort,
 ) -> Measurement:
@@ -126,92 +127,6 @@ def _sum(parts: Sequence[StepTimes], overhead_s: float) -> StepTimes:
 
     names = ("forward_s", "backward_s", "update_s", "forward_thread_s", "backward_thread_s")
     return StepTimes(*(sums([getattr(part, name) for part in parts]) for name in names))
-
-
-@dataclass
-class _Memory:
-    """A storage that values between parts lie in, copied to the host."""
-
-    content: Tensor  # bytes
-    saved: bool  # for a backward, by a layer of an earlier part
-
-    @property
-    def size_bytes(self) -> int:
-        return self.content.nbytes
-
-
-@dataclass(frozen=True)
-class _Value:
-    memory: _Memory
-    like: Tensor  # on the meta device: dtype, shape, strides
-    offset: int
-
-    def at(self, content: Tensor) -> Tensor:
-        """Return the value, given its memory's bytes on a device."""
-        empty = torch.empty(0, dtype=self.like.dtype, device=content.device)
-        return empty.set_(content.untyped_storage(), self.offset, self.like.shape, self.like.stride())
-
-
-@dataclass(frozen=True)
-class _Results:
-    """What a part has made, and what it has saved of what it was given."""
-
-    values: dict[str, _Value]
-    saved: tuple[_Memory, ...]
-    batch_saved: set[int]
-
-
-class _Between:
-    """The values that cross from part to part, on the host.
-
-    Args:
-        batch: on the device, where it stays.
-    """
-
-    def __init__(self, graph: LayerGraph, batch: Batch) -> None:
-        self.batch_bytes = {address_of(t): t.nbytes for t in tensors_of_batch(batch)}
-        self.batch_saved: set[int] = set()  # addresses
-        self._values: dict[str, _Value] = {}
-        self._specs = [
-            (graph.owner[node], graph.last_use(node), graph.specs[node], node.name) for node in graph.crossing
-        ]
-        self._samples = batch.size
-        users: dict[str, list[int]] = {}
-        for index, layer in enumerate(graph.layers):
-            for name in layer.parameters:
-                users.setdefault(name, []).append(index)
-        trained = {name: p.nbytes for name, p in graph.model.named_parameters() if p.requires_grad}
-        self._weights = [(users[name], size) for name, size in trained.items() if name in users]
-
-    def commit(self, results: _Results) -> None:
-        """Take what a part has made."""
-        self._values |= results.values
-        for memory in results.saved:
-            memory.saved = True
-        self.batch_saved |= results.batch_saved
-
-    def value(self, name: str) -> _Value:
-        """Return a value that an earlier part has made."""
-        return self._values[name]
-
-    def unsaved_bytes(self, first: int) -> int:
-        """Return the bytes that layers before `first` have made for it and later ones, and nobody has saved."""
-        alive = {name for owner, last, _, name in self._specs if owner < first <= last}
-        memories = {id(each.memory): each.memory for name, each in self._values.items() if name in alive}
-        return sum(memory.size_bytes for memory in memories.values() if not memory.saved)
-
-    def gradient_bytes(self, first: int, end: int) -> int:
-        """Return the bytes of gradients that layers from `end` on have made.
-
-        They are of values from before `first`, and of weights that layers before `end` use, too.
-        """
-        values = (
-            spec.of_gradient.size_bytes(self._samples)
-            for owner, last, spec, _ in self._specs
-            if spec.requires_grad and owner < first and last >= end
-        )
-        weights = (size for users, size in self._weights if users[0] < end <= users[-1])
-        return sum(values) + sum(weights)
 
 
 class _Give(torch.autograd.Function):
@@ -273,7 +188,7 @@ class _PartMeasurement(StepMeasurement):
         results: what the forward made, once it was run.
     """
 
-    results: _Results
+    results: PartResults
 
     def __init__(
         self,
@@ -282,7 +197,7 @@ class _PartMeasurement(StepMeasurement):
         batch: Batch,
         device: torch.device,
         span: range,
-        between: _Between,
+        between: Between,
     ) -> None:
         super().__init__(spec, graph, batch, device, span)
         self._between = between
@@ -331,20 +246,20 @@ class _PartMeasurement(StepMeasurement):
 
         return saved_by([self._stage], forward, len(self._span), known)
 
-    def _results(self, made: Mapping[str, Tensor], known: set[int]) -> _Results:
+    def _results(self, made: Mapping[str, Tensor], known: set[int]) -> PartResults:
         """Copy what was made to the host; `known` are the addresses of what has been saved by now."""
         addresses = {address_of(self._there[key]): memory for key, memory in self._memories.items()}
-        values: dict[str, _Value] = {}
+        values: dict[str, StoredValue] = {}
         for each in self._stage.sent:
             tensor, address = made[each.name].detach(), address_of(made[each.name])
             if each.name in self._given:
                 continue
             if address not in addresses:
                 content = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
-                addresses[address] = _Memory(content.to("cpu", copy=True), address in known)
-            values[each.name] = _Value(addresses[address], tensor.to("meta"), int(tensor.storage_offset()))
+                addresses[address] = StoredMemory(content.to("cpu", copy=True), address in known)
+            values[each.name] = StoredValue(addresses[address], tensor.to("meta"), int(tensor.storage_offset()))
         saved = tuple(memory for address, memory in addresses.items() if address in known)
-        return _Results(values, saved, self._between.batch_bytes.keys() & known)
+        return PartResults(values, saved, self._between.batch_bytes.keys() & known)
 
     def _workspaces(self, saved: list[int]) -> list[int]:
         gradients = self._gradient_bytes()

@@ -78,11 +78,7 @@ class ProfilingOptions:
         return Numerics(self.dtype == TF32, self.deterministic)
 
     def checked_device(self) -> torch.device:
-        """Return the device.
-
-        Raises:
-            InputError: when it does not exist, or another option cannot be used on it.
-        """
+        """Return the device; raise InputError when it does not exist, or another option cannot be used on it."""
         for name, number in (("threads", self.threads), ("repeats", self.repeats)):
             check_positive(name, number)
         if not 0 <= self.seconds < float("inf"):

@@ -89,11 +89,7 @@ class StepMeasurement:
         return replace(first, layers=quieter, whole=whole, passes=passes)
 
     def measure_uncompiled(self, effort: Effort) -> Measurement:
-        """Measure the model as it is captured.
-
-        Raises:
-            RuntimeError: when a step fails.
-        """
+        """Measure the model as it is captured; raise RuntimeError when a step fails."""
         saved, flops = self._saved(), self._flops()
         layers, whole = self._measure_steps(effort)
         effort.progress("measuring updates", 1.0)

@@ -56,11 +56,7 @@ class ReportContent:
 
 
 def report_page(content: ReportContent) -> str:
-    """Write the page.
-
-    Raises:
-        InputError: if the measured run is of another plan.
-    """
+    """Write the page; raise InputError if the measured run is of another plan."""
     plan, summary = content.plan, summarize(content.simulated)
     runs = [run for run in (content.simulated, content.measured) if run is not None]
     sections = _sections(content, runs, summary)
