@@ -7,6 +7,7 @@ import sys
 from typing import TYPE_CHECKING, NoReturn
 
 from planner.cli.arguments.devices import add_backend_argument, add_device_argument
+from planner.cli.arguments.numbers import at_least
 from planner.cli.arguments.training import (
     add_checkpoint_arguments,
     add_run_arguments,
@@ -42,10 +43,10 @@ def add_parser(verbs: Verbs) -> None:
     parser.add_argument("model", help="model file, or model.py:builder for another function than build_model")
     add_plan_argument(parser)
     length = parser.add_mutually_exclusive_group()
-    length.add_argument("--steps", type=int, metavar="N", help="train N minibatches")
+    length.add_argument("--steps", type=at_least(1), metavar="N", help="train N minibatches")
     length.add_argument(
         "--epochs",
-        type=int,
+        type=at_least(1),
         metavar="N",
         help=f"train N passes over dataset() (default: 1, or {STEPS} minibatches without dataset())",
     )

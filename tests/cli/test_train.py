@@ -147,7 +147,7 @@ def test_a_plan_edited_into_a_deadlock_is_refused(folder: Path) -> None:
 
 
 def test_lengths_that_mean_nothing_are_refused(folder: Path) -> None:
-    assert_one_sentence(plan_train(folder, "model.py", "--steps", "0"), 2, "--steps 0")
+    assert_one_sentence(plan_train(folder, "model.py", "--steps", "0"), 2, "--steps: 0 is not 1 or more")
     assert_one_sentence(plan_train(folder, "model.py", "--epochs", "2"), 2, "--epochs needs a dataset()")
 
 
