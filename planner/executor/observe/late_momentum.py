@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from torch.optim import Optimizer
 
-MANY = 3  # updates late, as at the first of four stages: from there on the measured losses differ by several percent
+from planner.schedule.defaults import MOMENTUM_UPDATES
+
 _LARGE = 0.8
 
 
 def late_momentum(late: int, optimizer: Optimizer) -> str | None:
     """Return advice on gradients that are `late` updates late; None for few, or for an optimizer of little momentum."""
     momentum = max(map(_momentum, optimizer.param_groups), default=0.0)
-    if late < MANY or momentum < _LARGE:
+    if late < MOMENTUM_UPDATES or momentum < _LARGE:
         return None
     return (
         f"gradients of the first stage are {late} updates late, and {type(optimizer).__name__}'s momentum of "

@@ -9,7 +9,7 @@ from planner.report.tables.memory import memory_table
 from planner.report.tables.repeats import layer_range
 from planner.report.tables.table import Table, named_values
 from planner.report.tables.ways import best_baseline_line, share_of_speed, speed_up_line, synchronous_line
-from planner.schedule.defaults import LATE_UPDATES
+from planner.schedule.defaults import LATE_UPDATES, MOMENTUM_UPDATES
 from planner.units import format_bandwidth, format_bytes, format_memory, format_rate, format_seconds, times_words
 
 MOST_RUNS = 4  # of consecutive ranks of a stage that are listed one by one
@@ -61,7 +61,9 @@ def staleness_line(plan: Plan) -> str:
     if late == 0:
         return "of the current weights"
     updates = f"up to {late} update{'s' * (late > 1)} late"
-    return f"{updates}, at the first stage" if late <= LATE_UPDATES else f"{updates}: TRAINING MAY NOT CONVERGE"
+    if late > LATE_UPDATES:
+        return f"{updates}: TRAINING MAY NOT CONVERGE"
+    return f"{updates}, at the first stage" + ("; train with little momentum" if late >= MOMENTUM_UPDATES else "")
 
 
 def late_updates(plan: Plan) -> list[int]:
