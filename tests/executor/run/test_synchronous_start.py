@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks.convergence.emulation import LateWeights
+from benchmarks.convergence.emulation import LateWeights, lateness
 from planner.api import make_job
 from planner.errors import InputError, ModelFileError
 from planner.executor.job import TrainingOptions, TrainResult
@@ -31,8 +32,8 @@ def optimizer(named_parameters):
 """
 
 
-def assert_late(case: Case, late: int, start: int, outcome: tuple[TrainResult, Weights]) -> None:
-    """Equal, to rounding, to one process whose first stage has gradients that are `late` from minibatch `start` on."""
+def assert_late(case: Case, late: Sequence[int], start: int, outcome: tuple[TrainResult, Weights]) -> None:
+    """Equal, to rounding, to one process whose stages have gradients that are `late` from minibatch `start` on."""
     spec = load_model_file(case.path)
     model = eager.build(spec)
     optimizer = spec.optimizer(dict(model.named_parameters()))
@@ -40,7 +41,7 @@ def assert_late(case: Case, late: int, start: int, outcome: tuple[TrainResult, W
     assert size is not None
     names = eager.stage_names(structural_profile(case.path, size), case.plan)
     stages = [[model.get_parameter(name) for name in own] for own in names]
-    weights = LateWeights(stages, [late, late if case.plan.schedule.divides else 0])
+    weights = LateWeights(stages, late)
     losses = []
     for number, batch in enumerate(eager.minibatches(spec, size, 1)):
         optimizer.zero_grad()
@@ -67,14 +68,22 @@ def test_runs_equal_late_gradients_in_one_process(tmp_path: Path) -> None:
         Case(path, double_buffered, TrainingOptions(synchronous_start=3), epochs=1),
     ]
     late, started, buffered = eager.run_cases(cases)
-    assert_late(cases[0], 1, 0, late)
-    assert_late(cases[1], 1, 4, started)
-    assert_late(cases[2], 1, 3, buffered)
+    assert_late(cases[0], [1, 0], 0, late)
+    assert_late(cases[1], [1, 0], 4, started)
+    assert_late(cases[2], [1, 1], 3, buffered)
     assert late[0].synchronous_start is None
     start = started[0].synchronous_start
     assert start is not None
     assert (start.minibatches, start.schedule, start.microbatches) == (4, "1f1b-flush", 4)
     assert start.samples_per_s > 0
+
+
+@pytest.mark.slow
+def test_four_stages_equal_late_gradients_in_one_process(tmp_path: Path) -> None:
+    path = write_model(tmp_path, "language", "momentum", samples=8 * MINIBATCHES, more=NEWEST_MUON)
+    case = Case(path, make_plan(structural_profile(path, 8), (1, 1, 1, 1)), epochs=1)
+    (outcome,) = eager.run_cases([case])
+    assert_late(case, lateness("1f1b", 4), 0, outcome)
 
 
 @pytest.mark.slow
@@ -84,7 +93,7 @@ def test_replicas_start_together(tmp_path: Path) -> None:
     plan = make_plan(structural_profile(path, 8), (2, 1))
     whole = Case(path, plan, TrainingOptions(synchronous_start=MINIBATCHES), epochs=1)
     (outcome,) = eager.run_cases([whole])
-    assert_late(whole, 0, MINIBATCHES, outcome)
+    assert_late(whole, [0, 0], MINIBATCHES, outcome)
 
 
 def test_the_start_divides_the_same_minibatches(tmp_path: Path) -> None:
