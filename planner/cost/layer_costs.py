@@ -62,7 +62,8 @@ class LayerCosts:
     Args:
         profile: with the layers.
         versions: of its weights that every stage holds, whatever is in flight; None if the schedule decides.
-        tensors_only: whether the memory of plans is that of their tensors, and the devices' overheads count elsewhere.
+        tensors_only: whether the devices' overheads count elsewhere, but for the communicators that a stage has in any
+            plan: two for earlier stages, and two for later ones. They count as buffers.
         dividing: returns the profile of the layers on groups of so many ranks (`planner.cost.tensor`).
     """
 
@@ -75,7 +76,9 @@ class LayerCosts:
         dividing: Callable[[Profile, int], Profile] | None = None,
     ) -> None:
         self.profile, self.versions, self.tensors_only, self._dividing = profile, versions, tensors_only, dividing
-        self.overheads = None if tensors_only else Overheads.of(profile.device)
+        overheads = Overheads.of(profile.device)
+        self.overheads = None if tensors_only else overheads
+        self._communicator_bytes = overheads.communicator_as_tensors if tensors_only and overheads is not None else 0
         self.position = {layer.name: index for index, layer in enumerate(profile.layers)}
         self._works: dict[tuple[frozenset[int], frozenset[int], Groups], Work] = {}
         self._footprints: dict[tuple[frozenset[int], frozenset[int], Groups], Footprint] = {}
@@ -143,7 +146,7 @@ class LayerCosts:
 
     @cached_property
     def of_tensors(self) -> LayerCosts:
-        """The same costs without the devices' overheads."""
+        """The same costs, where the devices' overheads count elsewhere."""
         return LayerCosts(self.profile, self.versions, tensors_only=True, dividing=self._dividing)
 
     def weights(self, weight_bytes: Floats) -> dict[str, Floats]:
@@ -151,6 +154,10 @@ class LayerCosts:
         if self.versions is None:
             return {"weight_bytes": weight_bytes}
         return {"weight_bytes": np.zeros_like(weight_bytes), "fixed_weight_bytes": self.versions * weight_bytes}
+
+    def communicators_bytes(self, work: Work) -> Floats:
+        """Return the bytes of the communicators that count as buffers of stages."""
+        return np.asarray(2.0 * self._communicator_bytes * work.neighbours)
 
     @property
     def single_stage(self) -> Candidate:
@@ -194,6 +201,7 @@ class LayerCosts:
             cut_after_bytes=np.float64(_outputs(self.crossing(done))),
             is_first=np.asarray(not stage.before),
             input_bytes=np.float64(_outputs(arriving)),
+            neighbours=np.asarray(bool(arriving) + bool(leaving)),
         )
 
     @cached_property
@@ -231,7 +239,7 @@ class LayerCosts:
             **self.weights(np.asarray(sum(layer.weight_bytes for layer in layers), dtype=np.float64)),
             gradient_bytes=np.float64(sum(layer.gradient_bytes for layer in layers)),
             optimizer_bytes=np.float64(sum(layer.optimizer_bytes for layer in layers)),
-            buffer_bytes=np.float64(sum(layer.buffer_bytes for layer in layers)),
+            buffer_bytes=np.float64(sum(layer.buffer_bytes for layer in layers)) + self.communicators_bytes(work),
             saved_bytes=np.float64(kept.saved_bytes),
             message_bytes=work.received_bytes + work.sent_bytes,
             input_bytes=work.input_bytes,

@@ -68,6 +68,11 @@ class Overheads:
         measured = device.context_bytes
         return cls(CONTEXT_BYTES if measured is None else measured, COMMUNICATOR_BYTES, FRAGMENTED)
 
+    @property
+    def communicator_as_tensors(self) -> int:
+        """Bytes of tensors that need as much memory as a communicator: nothing of it is fragmented."""
+        return math.floor(self.communicator_bytes / (1 + self.fragmented))
+
     def reserve(self, communicators: int) -> Reserve:
         """Return what a worker with so many communicators needs."""
         return Reserve(self.context_bytes + communicators * self.communicator_bytes, self.fragmented)

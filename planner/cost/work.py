@@ -5,7 +5,8 @@ Fields are numpy arrays, so that one call answers for one stage or for thousands
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -47,6 +48,7 @@ class Work:
     accumulate_s: Floats = field(default_factory=lambda: np.asarray(0.0))
     # Whether the replicas divide the update, which is that of all of the stage's weights here.
     sharded: NDArray[np.bool_] = field(default_factory=lambda: np.asarray(False))
+    neighbours: Integers = field(default_factory=lambda: np.asarray(0))  # 1 for earlier stages, and 1 for later ones
 
     @property
     def compute_s(self) -> Floats:
@@ -56,6 +58,10 @@ class Work:
     def last_backward_s(self, share: ArrayLike) -> Floats:
         """Return the seconds of a replica's last backward in a minibatch, of which it runs `share` microbatches."""
         return np.asarray(self.backward_s + np.where(np.asarray(share) > 1, self.accumulate_s, 0.0))
+
+    def rows(self, rows: Integers) -> Work:
+        """Return some rows of work that all have: see `stacked`."""
+        return Work(**{each.name: getattr(self, each.name)[rows] for each in fields(Work)})
 
     def shared_out(self, sharded: ArrayLike = True) -> Work:
         """Return the work of the same stages if their replicas divide the optimizer's state and its update."""
@@ -144,6 +150,11 @@ class Footprint:
         with np.errstate(divide="ignore", invalid="ignore"):
             fit = np.where(per_flight > 0, np.floor(np.maximum(room, 0.0) / per_flight), many)
         return np.minimum(fit, IMPOSSIBLE).astype(np.int64)
+
+
+def stacked(works: Sequence[Work]) -> Work:
+    """Return the work of single stages as one record, with a row for each."""
+    return Work(**{each.name: np.array([getattr(work, each.name) for work in works]) for each in fields(Work)})
 
 
 def working_bytes(saved_bytes: Floats, gradient_bytes: Floats, workspace_bytes: Floats) -> tuple[Floats, Floats]:

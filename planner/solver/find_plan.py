@@ -45,7 +45,7 @@ from planner.solver.chain.zero_bubble import solve_zero_bubble
 from planner.solver.degrees import solve_degrees
 from planner.solver.divided_loss import check_divided_loss
 from planner.solver.granularity import solve_blocks_first
-from planner.solver.infeasible import PLENTY, against_constraints, explain, out_of_time
+from planner.solver.infeasible import UnexplainedError, explain, out_of_time
 from planner.solver.minibatch import microbatches_in
 from planner.solver.other_methods import OtherMethod, answer
 from planner.solver.pipeline_search import PipelineSearch
@@ -149,9 +149,16 @@ def solve(
         return solve_synced(other, lambda each: _found(each, solver)) if vertical_sync else _found(other, solver)
 
     def whole(other: Problem) -> Found:
-        return solve_with_room(other, lambda each: solve_tied(each, answer_of, vertical_sync=vertical_sync))
+        return solve_with_room(
+            other,
+            lambda each: solve_tied(each, answer_of, vertical_sync=vertical_sync),
+            vertical_sync=vertical_sync,
+        )
 
-    found = solve_degrees(problem, whole, mixing=solver in ("auto", "search") and not vertical_sync)
+    try:
+        found = solve_degrees(problem, whole, mixing=solver in ("auto", "search") and not vertical_sync)
+    except UnexplainedError as error:
+        raise error.explanation() from None
     plan = complete(problem, found.best, _report(problem, found), vertical_sync=vertical_sync)
     return plan.model_copy(update={"solver": plan.solver.model_copy(update={"seconds": time.perf_counter() - started})})
 
@@ -312,10 +319,8 @@ def _by_search(problem: Problem) -> Found:
     # Other cuts than those along the order may need less memory; only imported profiles may use them.
     if path is None and not problem.keeps_order and (wider := search.over_all_cuts()) is not None:
         search, path = wider, wider.best()
-    if path is None and search.fits(problem.cluster.gpus, PLENTY) is None:
-        raise against_constraints(problem)
     if path is None:
-        raise explain(problem, search.fits, search.leaner())
+        raise UnexplainedError(lambda: explain(problem, search.fits, search.leaner()))
     extended = search.extended(path)
     assert extended.path is not None
     best = PipelineSearch(problem, extended.space).priced(extended.path)

@@ -16,6 +16,20 @@ from planner.units import format_bytes, format_memory
 # A search for any plan that fits this many GPUs of this much memory.
 Fits = Callable[[int, int], Evaluation | None]
 
+
+class UnexplainedError(InfeasibleError):
+    """No plan fits the memory, and why is not known yet: that takes searches, which only the last answer needs."""
+
+    def __init__(self, explanation: Callable[[], InfeasibleError]) -> None:
+        super().__init__("no plan fits the memory")
+        self.explanation = explanation
+
+
+def explained(error: InfeasibleError) -> InfeasibleError:
+    """Return the error that says why no plan fits the memory."""
+    return error.explanation() if isinstance(error, UnexplainedError) else error
+
+
 PLENTY = 2**60  # bytes: more than any plan needs
 _PRECISION = 1e-4  # of the smallest memory
 _MOST_GPUS_FACTOR = 64
@@ -57,7 +71,8 @@ def explain(problem: Problem, fits: Fits, others: Mapping[str, Fits]) -> Infeasi
         others: searches that allow more, by the arguments that ask for them; the first that helps is named.
     """
     cluster, deadline = problem.cluster, problem.budget.deadline
-    assert cluster.memory_bytes is not None
+    if cluster.memory_bytes is None or fits(cluster.gpus, PLENTY) is None:
+        return against_constraints(problem)
     leanest, proven = _leanest(cluster, fits, deadline)
     stages, totals = leanest.stages, leanest.price.gpu_bytes
     worst = max(range(len(totals)), key=totals.__getitem__)

@@ -1,10 +1,12 @@
 """Plans for devices on which memory goes to more than tensors: a CUDA context, communicators, fragmentation.
 
 How many communicators a worker has depends on the replicas of its neighbours, which a search that walks along the
-layers does not know. So searches are asked for plans whose tensors fit what is left of the memory, and what they find
-must fit with the communicators that the plan really has. Without any communicators this is a relaxation, whose bound
-holds for all plans; its answer, if it fits, is the best. Otherwise room is kept for more communicators on every device
-until an answer fits, and it may not be the best: a plan whose stages need fewer might have done with less room.
+layers does not know. It knows those that a stage has in any plan: one each way for earlier and for later stages. So
+searches are asked for plans whose tensors fit, with these, what is left of the memory, and what they find must fit with
+the communicators that the plan really has. The first search is a relaxation, whose bound holds for all plans; its
+answer, if it fits, is the best. Otherwise room is kept for more communicators on every device until an answer fits, and
+it may not be the best: a plan whose stages need fewer might have done with less room. An answer that fits once its
+stages recompute a little more, and is hardly slower then, ends this, too.
 """
 
 from __future__ import annotations
@@ -16,16 +18,18 @@ from dataclasses import replace
 from planner.cost.communicators import communicators, with_overheads
 from planner.cost.weight_copies import copies_fit
 from planner.errors import InfeasibleError
+from planner.solver.candidates.depth import TOLERANCE
+from planner.solver.candidates.evaluation import simulated
 from planner.solver.candidates.first_plans import Leaner
+from planner.solver.infeasible import explained
 from planner.solver.problem import Problem
 from planner.solver.result import Evaluation, Found
 from planner.units import format_bytes
 
-# Of a replicated stage with a neighbour on each side and as many replicas there: two directions each, an all-reduce.
-_USUAL = 5
+_FEW = 5  # communicators beyond those that a search counts, up to which room is made for one at a time
 
 
-def solve_with_room(problem: Problem, answer: Callable[[Problem], Found]) -> Found:
+def solve_with_room(problem: Problem, answer: Callable[[Problem], Found], *, vertical_sync: bool = False) -> Found:
     """Find the best plan of the search `answer` that fits the memory with the overheads of its devices.
 
     Raises:
@@ -44,25 +48,32 @@ def solve_with_room(problem: Problem, answer: Callable[[Problem], Found]) -> Fou
         return replace(found, best=_charged(problem, found.best))
 
     relaxed = found = with_room_for(0)
+    lean: Evaluation | None = None  # the best of the answers that recompute more than they did when they were found
     count = 0
     while not _fits(problem, found.best):
-        if problem.deadline.passed:
-            lean = Leaner(problem).lean_enough(found.best.stages)
-            if lean is not None and _fits(problem, lean):
-                return found.with_best(lean)
+        other = None if vertical_sync else _leaner(problem, found.best)
+        lean = other if lean is None or (other is not None and other.saves(lean)) else lean
+        close_s = found.best.counted_s * (1 + TOLERANCE)
+        if lean is not None and (problem.deadline.passed or lean.counted_s <= close_s):
+            return relaxed.with_best(lean)
         most = _most_communicators(problem, found.best)
         if most <= count:
             break  # what lacks room are copies of tied weights, as no plan has less
-        more = count + 1 if count < _USUAL else min(most, 2 * count)
+        more = count + 1 if count < _FEW else min(most, 2 * count)
         count = most if problem.deadline.passed else more  # there is no time to find out whether less room does
         try:
             found = with_room_for(count)
         except InfeasibleError as cause:
+            if lean is not None:
+                return relaxed.with_best(lean)
             raise InfeasibleError(
                 f"no plan was found on {problem.cluster.gpus} GPUs that leaves room for its communicators, of "
                 f"{format_bytes(overheads.communicator_bytes)} each",
-                hint=f"{cause.hint}; or try a smaller `gpus`, because fewer replicas have fewer communicators",
+                hint=f"{explained(cause).hint}; or try a smaller `gpus`, because fewer replicas have fewer "
+                "communicators",
             ) from None
+    if lean is not None and (lean.saves(found.best) or not _fits(problem, found.best)):
+        found = found.with_best(lean)
     return replace(found, bound_s=min(relaxed.bound_s, found.bound_s))
 
 
@@ -71,15 +82,40 @@ def _fits(problem: Problem, plan: Evaluation) -> bool:
     return plan.fits(problem.cluster) and copies_fit(problem.layer_costs, plan.stages, plan.price, problem.setting)
 
 
+def _leaner(problem: Problem, plan: Evaluation) -> Evaluation | None:
+    """Return the plan with stages that recompute as much as makes it fit; None if that is not known, or impossible."""
+    if problem.schedule.chunked or (lean := Leaner(problem).lean_enough(plan.stages)) is None:
+        return None
+    if plan.simulated:  # with a budget of its own: what the search has left may be nothing
+        own = problem.budget.apart()
+        lean = simulated(replace(problem, budget=own), lean, plan.seconds)
+        problem.budget.count += own.count
+    return lean if _fits(problem, lean) else None
+
+
 def _most_communicators(problem: Problem, plan: Evaluation) -> int:
-    """Return how many the worker with most of them has, over all its stages."""
+    """Return how many the worker with most of them has beyond those that searches count, over all its stages."""
     of_worker: Counter[int] = Counter()
-    for worker, count in zip(plan.price.workers, communicators(problem.layer_costs, plan.stages), strict=True):
-        of_worker[worker] += count
+    counts = communicators(problem.layer_costs, plan.stages)
+    for stage, worker, count in zip(plan.stages, plan.price.workers, counts, strict=True):
+        of_worker[worker] += count - 2 * int(problem.layer_costs.work(stage).neighbours)
     return max(of_worker.values())
+
+
+def _counted_bytes(problem: Problem, plan: Evaluation) -> list[int]:
+    """Return the bytes of the communicators that searches count for each stage, among its buffers."""
+    layer_costs = problem.layer_costs
+    return [
+        int(layer_costs.of_tensors.footprint(stage).buffer_bytes - layer_costs.footprint(stage).buffer_bytes)
+        for stage in plan.stages
+    ]
 
 
 def _charged(problem: Problem, plan: Evaluation) -> Evaluation:
     """Return the plan with the memory of its overheads."""
-    memory = with_overheads(problem.layer_costs, plan.stages, plan.price.memory, plan.price.workers)
+    tensors = [
+        memory.model_copy(update={"buffers_bytes": memory.buffers_bytes - counted})
+        for memory, counted in zip(plan.price.memory, _counted_bytes(problem, plan), strict=True)
+    ]
+    memory = with_overheads(problem.layer_costs, plan.stages, tensors, plan.price.workers)
     return replace(plan, price=replace(plan.price, memory=memory))

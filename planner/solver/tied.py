@@ -33,6 +33,7 @@ from planner.solver.result import CutPath, Evaluation, Found, stages_along
 Answer = Callable[[Problem], Found]
 
 _PRECISION = 1e-4
+_TRIES = 4  # of a search, each with less memory
 
 
 def solve_tied(problem: Problem, answer: Answer, *, vertical_sync: bool = False) -> Found:
@@ -107,20 +108,46 @@ def _counted(problem: Problem, answer: Answer) -> Iterator[Evaluation]:
         with contextlib.suppress(PlannerError):
             yield from _evaluated(problem, answer(_with_copies(problem, 1)).best.stages)
         return
-    gpus, best_s = problem.cluster.gpus, np.inf
+    gpus, best_s, users = problem.cluster.gpus, np.inf, sorted(set().union(*_users(problem)))
     # The deeper the pipeline, the more rounds of gradients wait for the sums of tied weights.
     depths = [gpus] if problem.cluster.memory_bytes is None else [d for d in counts_to_try(gpus) if d > 1]
     for depth in depths:
         other = _with_copies(problem, depth)
         space, limits = Chain(other.layer_costs), replace(other.limits, deepest=min(depth, other.limits.deepest))
         for replicas in range(gpus // 2, 0, -1):
-            search = _EvenSearch(space, other.asynchronous(), limits, sorted(set().union(*_users(problem))), replicas)
-            if problem.deadline.passed or (path := search.best(best_s)) is None:
-                continue
-            for plan in _evaluated(problem, stages_along(space, path)):
-                if _trains(problem, plan, vertical_sync=False):
-                    best_s = min(best_s, plan.seconds)
-                    yield plan
+            for plan in _even(
+                problem, other, _EvenSearch(space, other.asynchronous(), limits, users, replicas), best_s
+            ):
+                best_s = min(best_s, plan.seconds)
+                yield plan
+
+
+def _even(problem: Problem, counted: Problem, search: _EvenSearch, below_s: float) -> Iterator[Evaluation]:
+    """Yield the best plan of a search over the layers of `counted` that fits, at one or two depths.
+
+    What a stage holds at its peak is counted for its layers together with their copies, and then for its layers and its
+    copies apart, which may be more. A plan that does not fit for that reason is sought again with less memory.
+    """
+    for _ in range(_TRIES):
+        if problem.deadline.passed or (path := search.best(below_s)) is None:
+            return
+        stages = stages_along(search.space, path)
+        fitting = [plan for plan in _evaluated(problem, stages) if _trains(problem, plan, vertical_sync=False)]
+        yield from fitting
+        missed, memory_bytes = _uncounted_bytes(problem, counted, stages), search.limits.memory_bytes
+        if fitting or missed <= 0 or memory_bytes is None:
+            return
+        search = search.within_memory(memory_bytes - missed)
+
+
+def _uncounted_bytes(problem: Problem, counted: Problem, stages: Sequence[Candidate]) -> int:
+    """Return by how much a stage that does not fit holds more than was counted for it."""
+    cluster = problem.cluster
+    roomy = replace(problem.setting, cluster=cluster.model_copy(update={"memory_bytes": None}))
+    held = price_with_copies(problem.layer_costs, stages, priced(problem, stages).price, roomy).gpu_bytes
+    known = priced(counted, stages).price.gpu_bytes
+    over = (one - other for one, other in zip(held, known, strict=True) if one > (cluster.memory_bytes or one))
+    return max(over, default=0)
 
 
 def _evaluated(problem: Problem, stages: Sequence[Candidate]) -> Iterator[Evaluation]:
@@ -161,7 +188,13 @@ class _EvenSearch(Search):
 
     def __init__(self, space: StateSpace, model: Bounds, limits: Limits, layers: Sequence[int], replicas: int) -> None:
         super().__init__(space, model, limits)
-        self._holds, self._replicas = np.array([space.holds(layer) for layer in layers]), replicas
+        self._layers, self._replicas = layers, replicas
+        self._holds = np.array([space.holds(layer) for layer in layers])
+
+    def within_memory(self, memory_bytes: int) -> _EvenSearch:
+        """Return the same search for GPUs of another memory."""
+        limits = replace(self.limits, memory_bytes=memory_bytes)
+        return _EvenSearch(self.space, self.model, limits, self._layers, self._replicas)
 
     def best(self, below_s: float | None = None, precision: float = _PRECISION) -> CutPath | None:
         """Return a plan that takes less than `below_s`, and is the fastest up to `precision`; None without one."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import pairwise, product
 
+import numpy as np
 import pytest
 
 from planner.analysis.own_plan import price
@@ -22,10 +23,10 @@ from tests.cost.test_weight_copies import tied
 GPUS = 4
 
 
-def trains(plan: Plan) -> bool:
+def trains(plan: Plan, model: Profile | None = None) -> bool:
     """Whether the plan's copies stay equal in training, and fit."""
     limit = plan.cluster.memory_bytes
-    shared = list(shared_weights([stage.layers for stage in plan.stages], trained_parameters(tied())))
+    shared = list(shared_weights([stage.layers for stage in plan.stages], trained_parameters(model or tied())))
     fits = limit is None or all(stage.memory.total_bytes <= limit for stage in plan.stages)
     return fits and obstacle(plan, shared) is None
 
@@ -36,8 +37,8 @@ def every_plan(cluster: Cluster, schedule: str, microbatches: int, model: Profil
     names = [layer.name for layer in model.layers]
     for inner in product((False, True), repeat=len(names) - 1):
         ends = [0, *(at + 1 for at, cut in enumerate(inner) if cut), len(names)]
-        for replicas in product(range(1, GPUS + 1), repeat=len(ends) - 1):
-            if sum(replicas) > GPUS:
+        for replicas in product(range(1, cluster.gpus + 1), repeat=len(ends) - 1):
+            if sum(replicas) > cluster.gpus:
                 continue
             stages = tuple(
                 OwnStage(layers=tuple(names[first:end]), replicas=r)
@@ -47,7 +48,7 @@ def every_plan(cluster: Cluster, schedule: str, microbatches: int, model: Profil
                 plan = price(model, cluster, OwnPlan(stages=stages, schedule=find(schedule), microbatches=microbatches))
             except PlannerError:
                 continue
-            if trains(plan):
+            if trains(plan, model):
                 yield plan
 
 
@@ -60,6 +61,29 @@ def test_no_plan_that_can_be_trained_is_faster(schedule: str, microbatches: int,
     assert trains(plan)
     assert plan.predicted.seconds_per_minibatch <= least_s * (1 + 1e-6)
     assert plan.solver.lower_bound_s <= least_s * (1 + 1e-9)
+
+
+def test_the_least_memory_that_any_plan_needs_is_enough() -> None:
+    """What a stage holds at its peak is not the sum of what its layers and its copies hold."""
+    rng, apart = np.random.default_rng(0), 0
+    for _ in range(12):
+        plain = tied()
+        layers = [
+            each.model_copy(
+                update={
+                    "saved_bytes": int(rng.integers(1, 40)) * 10**5,
+                    "workspace_bytes": int(rng.integers(1, 20)) * 10**5,
+                }
+            )
+            for each in plain.layers
+        ]
+        model = plain.model_copy(update={"layers": tuple(layers)})
+        plans = list(every_plan(flat_cluster(3, 1e4), "1f1b", 1, model))
+        leanest = min(plans, key=lambda plan: max(stage.memory.total_bytes for stage in plan.stages))
+        apart += bool(leanest.shared)
+        cluster = flat_cluster(3, 1e4, max(stage.memory.total_bytes for stage in leanest.stages))
+        assert trains(solve(model, cluster, recompute="never"), model)
+    assert apart, "the leanest of some models has copies"
 
 
 @pytest.mark.parametrize(("memory_bytes", "leaner"), [(8 * 10**6, "1f1b-flush"), (9 * 10**6, "2bw")])

@@ -12,7 +12,7 @@ from planner.cost.models.cost_model import CostModel, Held, PlanTime, UnpricedPl
 from planner.cost.network.link import Link, backward_and_reduce_s, link_of
 from planner.cost.network.placement import Busy, Placement
 from planner.cost.network.round_end import finish_s, reduce_s
-from planner.cost.work import WEIGHT_SHARE, Floats, Integers, Work
+from planner.cost.work import WEIGHT_SHARE, Floats, Integers, Work, stacked
 from planner.schedule.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -55,22 +55,26 @@ class SynchronousModel(CostModel):
     def _placed_time(self, placement: Placement) -> PlanTime:
         """Compute the time where it matters which ranks the stages have."""
         loads, transfers_s = placement.transfers()
-        latency_s, busy = [], []
-        for ranks, work, r, transfer_s in zip(
-            placement.ranks, placement.works, placement.replicas, transfers_s, strict=True
-        ):
-            placed = SynchronousModel(placement.topology.stage_link(ranks), self.schedule, self.microbatches)
-            latency_s.append(float(placed.sum_s(work.without_transfers(), r)) + transfer_s)
+        latency_s, busy = np.array(transfers_s), list[Busy]([{}] * len(transfers_s))
+        works, replicas = stacked(placement.works), np.array(placement.replicas)
+        spans = np.array([placement.topology.span(ranks) for ranks in placement.ranks])
+        for span in np.unique(spans):  # stages with links alike at once: searches price many plans of many stages
+            rows = np.flatnonzero(spans == span)
+            link = placement.topology.stage_link(placement.ranks[int(rows[0])])
+            placed = SynchronousModel(link, self.schedule, self.microbatches)
+            work, r = works.rows(rows), replicas[rows]
+            latency_s[rows] += placed.sum_s(work.without_transfers(), r)
             resources = placed.resources_s(work, r)
             if self.schedule.pipelined:
                 end_s = placed.end_s(work, r)
                 more = (np.ceil(self.microbatches / r) - 1) * r
-                receive_s, send_s = loads.busiest(ranks)
+                receive_s, send_s = np.array([loads.busiest(placement.ranks[row]) for row in rows]).T
                 resources["receive"], resources["send"] = more * receive_s + end_s, more * send_s + end_s
-            busy.append(resources)
+            for place, row in enumerate(rows):
+                busy[row] = {name: np.asarray(seconds[place]) for name, seconds in resources.items()}
         if self.schedule.pipelined:
             placement.add_shared(busy, loads, self.microbatches - 1)
-        return PlanTime(busy, latency_s)
+        return PlanTime(busy, latency_s.tolist())
 
     def held(self, plan: UnpricedPlan) -> Held:
         """Count the microbatches that stages hold, with those whose weights' part of the backward waits (zb-h1).

@@ -10,7 +10,7 @@ from planner.errors import InputError
 from planner.solver.candidates.evaluation import fastest, priced
 from planner.solver.chain.interleaved import InterleavedSearch
 from planner.solver.chain.states import Chain
-from planner.solver.infeasible import Fits, explain
+from planner.solver.infeasible import Fits, UnexplainedError, explain
 from planner.solver.problem import Problem
 from planner.solver.result import Evaluation, Found, stages_along
 
@@ -45,7 +45,7 @@ def solve_interleaved(problem: Problem) -> Found:
     paths, bound_s = search.best()
     if not paths:
         others = {"`recompute=auto`": fitting("auto")} if limits.recompute == "never" else {}
-        raise explain(problem, fitting(limits.recompute), others)
+        raise UnexplainedError(lambda: explain(problem, fitting(limits.recompute), others))
     if places_matter(problem.cluster):
         # With all links as near as the nearest no plan takes longer, so its bound holds, and the cuts suit plans whose
         # pipelines stay within servers.

@@ -108,6 +108,7 @@ class StateSpace(ABC):
             cut_after_bytes=self.outputs[others],
             is_first=np.asarray(state == 0),
             input_bytes=left[0],
+            neighbours=(left[2] > 0).astype(np.int64) + (right[2] > 0),
         )
 
     @cached_property
@@ -135,7 +136,7 @@ class StateSpace(ABC):
             **self.layer_costs.weights(held("weight_bytes")),
             gradient_bytes=work.trainable_bytes,
             optimizer_bytes=held("optimizer_bytes"),
-            buffer_bytes=held("buffer_bytes"),
+            buffer_bytes=held("buffer_bytes") + self.layer_costs.communicators_bytes(work),
             saved_bytes=held("saved_bytes"),
             message_bytes=work.received_bytes + work.sent_bytes,
             input_bytes=work.input_bytes,

@@ -15,9 +15,10 @@ recomputation does not always fit. The number of a stage is one more axis only w
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,15 +26,17 @@ from numpy.typing import NDArray
 from planner.cost.models.synchronous import SynchronousModel
 from planner.cost.stage_options import StageOptions
 from planner.cost.work import Floats, Integers
-from planner.solver.candidates.budget import OutOfTimeError
+from planner.solver.candidates.budget import NO_HURRY, OutOfTimeError
 from planner.solver.chain.search import RESOLUTION
 from planner.solver.chain.states import StateSpace
 from planner.solver.chain.ways import Ways, WaysOf
+from planner.solver.numbering import Numbering
 from planner.solver.problem import Limits
 from planner.solver.result import CutPath
 
 _STEP = 1.25  # from one limit to the next, on the way to a plan that is balanced well
 _BATCH = 2**20  # entries of an array over stages and GPUs
+_MOST_KEPT = 2**23  # entries of tables that are kept for other searches over a space, about
 
 
 @dataclass(frozen=True)
@@ -52,16 +55,32 @@ class _Stages:
         """Place of each way's stage among those from this state."""
         return self.ways.stage[self.rows]
 
+    def in_multiples(self, number: int) -> _Stages:
+        """Return the same where replicas must be multiples of this number."""
+        replicas = np.arange(1, len(self.max_s) + 1)[:, None]
+        return self if number == 1 else replace(self, max_s=np.where(replicas % number, np.nan, self.max_s))
+
     @cached_property
     def by_sum(self) -> bool:
         """Whether the ways of each stage stand by their sums."""
         return bool(np.all((np.diff(self.sum_s) >= 0) | (np.diff(self.stage) > 0)))
 
 
-class SynchronousSearch:
-    """Finds the fastest gpipe, 1f1b-flush or naive plan over a space of states."""
+# By what the seconds and the memory of stages depend on.
+_KNOWN: WeakKeyDictionary[StateSpace, dict[Hashable, list[_Stages]]] = WeakKeyDictionary()
 
-    def __init__(self, space: StateSpace, model: SynchronousModel, limits: Limits) -> None:
+
+class SynchronousSearch:
+    """Finds the fastest gpipe, 1f1b-flush or naive plan over a space of states.
+
+    Args:
+        space: of the states.
+        model: of the time.
+        limits: of the plans.
+        multiple: of which all stages' replicas are multiples.
+    """
+
+    def __init__(self, space: StateSpace, model: SynchronousModel, limits: Limits, multiple: int = 1) -> None:
         self.deadline, self.interrupted = limits.deadline, False  # interrupted: there may be faster plans
         self._cut_short = False  # whether the deadline ended the last walk
         self.found: list[CutPath] = []  # on the way to the best: each has a larger sum and a smaller maximum
@@ -72,19 +91,34 @@ class SynchronousSearch:
         self._replicas = np.arange(1, most + 1)
         self._ways = WaysOf(space, limits)
         self._ends = [self._possible(state) for state in range(len(space) - 1)]
-        self._stages = [self._from(state) for state in range(len(space) - 1)]
+        self._stages = [stages.in_multiples(multiple) for stages in self._tabulated()]
 
-    def best(self, precision: float = RESOLUTION) -> CutPath | None:
+    def _tabulated(self) -> list[_Stages]:
+        """Return the stages from each state, which searches that differ in nothing that prices them have in common."""
+        limits = replace(self.limits, deadline=NO_HURRY, numbering=Numbering())
+        key = self.model.link, self.model.schedule.name, self.model.microbatches, limits
+        known = _KNOWN.setdefault(self.space, {})
+        if (stages := known.get(key)) is None:
+            stages = [self._from(state) for state in range(len(self.space) - 1)]
+            if sum(each.max_s.size for kept in (stages, *known.values()) for each in kept) < _MOST_KEPT:
+                known[key] = stages
+        return stages
+
+    def best(self, precision: float = RESOLUTION, below_s: float = np.inf) -> CutPath | None:
         """Return the fastest plan, with few GPUs among equally fast ones; None if no plan fits the memory.
 
         Args:
             precision: how much faster, relatively, other plans may be.
+            below_s: plans that are no faster than this are of no use, and may be missed.
 
         Raises:
             OutOfTimeError: if the deadline passes before there is any plan.
         """
         best: CutPath | None = None
-        limit_s = self._promising_s() if precision > RESOLUTION else np.inf
+        if np.isfinite(below_s):
+            limit_s = below_s - self._least_s
+        else:
+            limit_s = self._promising_s() if precision > RESOLUTION else np.inf
         while (answer := self.within(limit_s)) is not None:
             path, sum_s, max_s = answer
             self.found.append(path)
@@ -92,7 +126,7 @@ class SynchronousSearch:
                 best = path
             # A better plan needs a smaller maximum than this one's, and a total below the best. The limit is the
             # maximum itself: rounding could leave seconds minus sum above it, and the loop would never end.
-            limit_s = min(max_s, best.seconds - sum_s) * (1 - precision)
+            limit_s = min(max_s, min(best.seconds, below_s) - sum_s) * (1 - precision)
             if limit_s <= 0:
                 break
             if self.deadline.passed:
@@ -110,11 +144,15 @@ class SynchronousSearch:
         limit_s = float(self.model.microbatches * everything.compute_s[0]) / self.gpus
         if not self.model.schedule.pipelined or limit_s <= 0 or self.within(np.inf) is None:
             return np.inf
-        # No sum is below that of one stage that waits for no messages.
-        least_s = float(self.model.sum_s(self._ways.least(everything).without_transfers())[0])
         while (answer := self.within(limit_s)) is None:
             limit_s *= _STEP
-        return max(answer[0].seconds * _STEP - least_s, answer[2])
+        return max(answer[0].seconds * _STEP - self._least_s, answer[2])
+
+    @property
+    def _least_s(self) -> float:
+        """Seconds that no plan's sum is below: those of one stage that waits for no messages."""
+        everything = self.space.work(0, np.array([len(self.space) - 1]))
+        return float(self.model.sum_s(self._ways.least(everything).without_transfers())[0])
 
     def within(self, limit_s: float) -> tuple[CutPath, float, float] | None:
         """Return the path of least sum with a maximum within the limit, its sum and its maximum; None without one."""

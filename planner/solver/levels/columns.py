@@ -94,18 +94,6 @@ class _Multiples(Search):
         return super()._data_parallel(np.arange(self.model.multiple, self.gpus + 1, self.model.multiple))
 
 
-class _SynchronousMultiples(SynchronousModel):
-    """The cost model of synchronous pipelines in which all replica counts are multiples of a number."""
-
-    def __init__(self, model: SynchronousModel, multiple: int) -> None:
-        super().__init__(model.link, model.schedule, model.microbatches)
-        self.multiple = multiple
-
-    def max_s(self, work: Work, replicas: ArrayLike) -> Floats:
-        """Compute each stage's part of the maximum; not a number where the replicas are no multiple."""
-        return np.where(np.asarray(replicas) % self.multiple == 0, super().max_s(work, replicas), np.nan)
-
-
 @dataclass(frozen=True)
 class Columned:
     """Plans in columns, fastest by the cost model first, and seconds that none is below."""
@@ -180,16 +168,16 @@ def bound_beyond(problem: Problem, known: BoundedPath, best: Evaluation) -> floa
 def _flat(problem: Problem, space: StateSpace, multiple: int, below_s: float) -> Iterator[CutPath]:
     """Yield the best paths with multiples of so many replicas: with far all-reduces, and on few GPUs with near ones.
 
-    Asynchronous paths are found only where they take less than `below_s`.
+    They are found only where they take less than `below_s`.
     """
     if not isinstance(objective_of(problem), SynchronousModel):
         searches = (_Multiples(space, model, limits) for model, limits in _models(problem, multiple))
         yield from filter(None, (search.best(below_s, PRECISION) for search in searches))
         return
     for link, limits in _links(problem):
-        model = _SynchronousMultiples(problem.synchronous(link), multiple)
         with contextlib.suppress(OutOfTimeError):
-            path = SynchronousSearch(space, model, limits).best(max(problem.precision, RESOLUTION))
+            search = SynchronousSearch(space, problem.synchronous(link), limits, multiple)
+            path = search.best(max(problem.precision, RESOLUTION), below_s)
             if path is not None:
                 yield path
 
