@@ -68,7 +68,7 @@ class SynchronousModel(CostModel):
             if self.schedule.pipelined:
                 end_s = placed.end_s(work, r)
                 more = (np.ceil(self.microbatches / r) - 1) * r
-                receive_s, send_s = np.array([loads.busiest(placement.ranks[row]) for row in rows]).T
+                receive_s, send_s = np.array([loads.busiest(placement.ranks[row]) for row in rows.tolist()]).T
                 resources["receive"], resources["send"] = more * receive_s + end_s, more * send_s + end_s
             for place, row in enumerate(rows):
                 busy[row] = {name: np.asarray(seconds[place]) for name, seconds in resources.items()}
