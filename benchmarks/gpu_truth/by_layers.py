@@ -15,7 +15,16 @@ import numpy as np
 
 from benchmarks.gpu_truth.gpt import Gpt
 from planner.cost.work import working_bytes
-from planner.formats.profile import Device, Edge, Layer, Profile, Provenance, Value
+from planner.formats.profile import (
+    DEGREE_COLUMNS,
+    DegreeCosts,
+    Device,
+    Edge,
+    Layer,
+    Profile,
+    Provenance,
+    Value,
+)
 from planner.profiler.estimated.devices import DeviceSpec, DType
 from planner.profiler.estimated.estimate import profile_of_trace
 from planner.profiler.estimated.execution import Execution
@@ -110,6 +119,35 @@ def transformer(model: str, parts: Parts, layers: Sequence[Layer]) -> Profile:
     """Return the profile of a transformer with these layers, each a block; embedding and head are beside them."""
     blocks = [layer.model_copy(update={"name": f"layers.{number}"}) for number, layer in enumerate(layers)]
     return chain(model, parts, [parts.embedding, *blocks, parts.head])
+
+
+def divided(whole: Profile, degree: int, part: Profile, boundary_bytes: int, *, again: bool) -> Profile:
+    """Return the profile of a transformer with what one of so many ranks does that divide it as Megatron's do.
+
+    A layer all-reduces its hidden state twice forward and twice backward, the embedding once forward, the head once
+    backward (Shoeybi et al. 2019, section 3).
+
+    Args:
+        whole: on one rank.
+        degree: ranks.
+        part: of one of them.
+        boundary_bytes: of a hidden state.
+        again: whether layers run their forward, with its all-reduces, again in their backward.
+    """
+    inner = len(whole.layers) - 2
+    forward = (1, *(2,) * inner, 0)
+    backward = (0, *(4 if again else 2,) * inner, 1)
+    columns = {name: tuple(getattr(layer, name) for layer in part.layers) for name in DEGREE_COLUMNS}
+    costs = DegreeCosts(
+        degree=degree,
+        source="estimated",
+        forward_reduced_bytes=tuple(count * boundary_bytes for count in forward),
+        backward_reduced_bytes=tuple(count * boundary_bytes for count in backward),
+        forward_reduces=forward,
+        backward_reduces=backward,
+        **columns,
+    )
+    return whole.model_copy(update={"tensor": (costs,)})
 
 
 def chain(model: str, parts: Parts, layers: Sequence[Layer]) -> Profile:

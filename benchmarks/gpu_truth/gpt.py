@@ -27,6 +27,7 @@ class Gpt:
         gated: the MLP multiplies by a gate (SwiGLU), norms are RMS norms and positions are rotary, as in Llama.
         flash: attention is one fused kernel.
         half_loss: the loss is in the precision of the weights, and not in single.
+        tensor: ranks that divide heads, MLP and vocabulary between them, as Megatron does; this is one of them.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Gpt:
     gated: bool = False
     flash: bool = False
     half_loss: bool = False
+    tensor: int = 1
 
     def training_spec(self) -> TrainingSpec:
         """Return the model with its loss, AdamW and batches of random tokens."""
@@ -90,8 +92,8 @@ class _Attention(nn.Module):
     def __init__(self, gpt: Gpt) -> None:
         super().__init__()
         self.gpt = gpt
-        self.qkv = nn.Linear(gpt.hidden, 3 * gpt.hidden, bias=gpt.biases)
-        self.dense = nn.Linear(gpt.hidden, gpt.hidden, bias=gpt.biases)
+        self.qkv = nn.Linear(gpt.hidden, 3 * gpt.hidden // gpt.tensor, bias=gpt.biases)
+        self.dense = nn.Linear(gpt.hidden // gpt.tensor, gpt.hidden, bias=gpt.biases)
         self.register_buffer("mask", torch.ones(gpt.seq, gpt.seq, dtype=torch.bool).triu(1))
         self.register_buffer("nothing", torch.zeros(1, 1, 1))
         self.register_buffer("cosine", torch.zeros(gpt.seq, 1, 1, gpt.hidden // gpt.heads))
@@ -99,8 +101,8 @@ class _Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         gpt, (tokens, batch, width) = self.gpt, x.shape
-        depth = width // gpt.heads
-        q, k, v = self.qkv(x).view(tokens, batch, gpt.heads, 3 * depth).chunk(3, dim=-1)
+        depth, heads = width // gpt.heads, gpt.heads // gpt.tensor
+        q, k, v = self.qkv(x).view(tokens, batch, heads, 3 * depth).chunk(3, dim=-1)
         if gpt.gated:
             q, k = _rotated(q, self.cosine, self.sine), _rotated(k, self.cosine, self.sine)
         dropout = gpt.dropout if self.training else 0.0
@@ -108,14 +110,14 @@ class _Attention(nn.Module):
             q, k, v = (part.permute(1, 2, 0, 3) for part in (q, k, v))
             y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
         else:
-            q, k, v = (part.view(tokens, batch * gpt.heads, depth).transpose(0, 1) for part in (q, k, v))
+            q, k, v = (part.view(tokens, batch * heads, depth).transpose(0, 1) for part in (q, k, v))
             scores = torch.baddbmm(self.nothing, q, k.transpose(1, 2), beta=0.0, alpha=1 / math.sqrt(depth)).view(
-                batch, gpt.heads, tokens, tokens
+                batch, heads, tokens, tokens
             )
             weights = torch.softmax(scores.masked_fill(self.mask, -10000.0), dim=-1)
-            weights = F.dropout(weights, dropout).view(batch * gpt.heads, tokens, tokens)
-            y = torch.bmm(weights, v).view(batch, gpt.heads, tokens, depth)
-        result: Tensor = self.dense(y.permute(2, 0, 1, 3).reshape(tokens, batch, width))
+            weights = F.dropout(weights, dropout).view(batch * heads, tokens, tokens)
+            y = torch.bmm(weights, v).view(batch, heads, tokens, depth)
+        result: Tensor = self.dense(y.permute(2, 0, 1, 3).reshape(tokens, batch, heads * depth))
         return result
 
 
@@ -124,9 +126,10 @@ class _Mlp(nn.Module):
 
     def __init__(self, gpt: Gpt) -> None:
         super().__init__()
-        self.gate = nn.Linear(gpt.hidden, gpt.ffn, bias=gpt.biases) if gpt.gated else None
-        self.up = nn.Linear(gpt.hidden, gpt.ffn, bias=gpt.biases)
-        self.down = nn.Linear(gpt.ffn, gpt.hidden, bias=gpt.biases)
+        ffn = gpt.ffn // gpt.tensor
+        self.gate = nn.Linear(gpt.hidden, ffn, bias=gpt.biases) if gpt.gated else None
+        self.up = nn.Linear(gpt.hidden, ffn, bias=gpt.biases)
+        self.down = nn.Linear(ffn, gpt.hidden, bias=gpt.biases)
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = F.gelu(self.up(x), approximate="tanh") if self.gate is None else F.silu(self.gate(x)) * self.up(x)
@@ -150,7 +153,7 @@ class _Layer(nn.Module):
 class _Embedding(nn.Module):
     def __init__(self, gpt: Gpt) -> None:
         super().__init__()
-        self.tokens = nn.Embedding(gpt.vocab, gpt.hidden)
+        self.tokens = nn.Embedding(gpt.vocab // gpt.tensor, gpt.hidden)
         self.positions = None if gpt.gated else nn.Embedding(gpt.seq, gpt.hidden)
         self.register_buffer("numbers", torch.arange(gpt.seq))
         self.dropout = nn.Dropout(gpt.dropout)
@@ -169,7 +172,7 @@ class _Model(nn.Module):
         self.embedding = _Embedding(gpt)
         self.layers = nn.ModuleList(_Layer(gpt) for _ in range(gpt.layers))
         self.norm = _norm(gpt)
-        self.head = nn.Linear(gpt.hidden, gpt.vocab, bias=False)
+        self.head = nn.Linear(gpt.hidden, gpt.vocab // gpt.tensor, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)

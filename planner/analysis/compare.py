@@ -167,11 +167,10 @@ def busy_s(layer_costs: LayerCosts, stages: Sequence[Candidate], schedule: Sched
         updates = stage.replicas / microbatches if schedule.divides else 1
         # The first microbatch of each replica has no gradients to accumulate into.
         accumulating = max(0, microbatches - stage.replicas) / microbatches
-        total += (
-            float(work.forward_s + work.recompute_s + work.backward_s)
-            + updates * float(work.update_s) / stage.options.shards
-        )
-        total += accumulating * float(work.accumulate_s)
+        once_s = float(work.forward_s + work.recompute_s + work.backward_s)
+        once_s += updates * float(work.update_s) / stage.options.shards
+        once_s += accumulating * float(work.accumulate_s)
+        total += stage.options.tensor * once_s  # all ranks of a group compute
     return total
 
 

@@ -22,6 +22,7 @@ from planner.solver.candidates.budget import Patience
 from planner.solver.candidates.evaluation import evaluate
 from planner.solver.problem import Problem
 from planner.solver.result import Evaluation
+from planner.solver.stage_rules import StageRules
 
 
 @dataclass(frozen=True)
@@ -138,5 +139,6 @@ def options_of(plan: Plan, patience: Patience | None = None) -> SolveOptions:
         schedule=plan.schedule,
         microbatches=plan.microbatches,
         depth=plan.solver.depth,
+        rules=StageRules(tensor=tuple(sorted({1, *plan.degrees}))),
         chunks=plan.chunks,
     )

@@ -34,7 +34,7 @@ def costs_at(profile: Profile, degree: int) -> DegreeCosts:
         says = f"of {', '.join(str(costs.degree) for costs in known)} ranks alone" if known else "of one rank alone"
         raise ProfileError(
             f"the profile of '{profile.model}' does not say what its layers cost on {degree} ranks, but {says}",
-            hint="profile the model with `tensor`, or solve with `tensor=1`",
+            hint="solve with `tensor=1`, or with degrees that it knows",
         )
     return found
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from planner.errors import ClusterError
 from planner.formats.cluster import Cluster, Level
-from planner.formats.plan import Plan, config_of
+from planner.formats.plan import Plan
 
 Ranks = tuple[int, ...]
 
@@ -27,8 +27,7 @@ def of_groups(plan: Plan) -> Plan:
         for stage, ranks in zip(plan.stages, leaders, strict=True)
     )
     cluster = plan.cluster if len(degrees) > 1 else groups_of(plan.cluster, degrees.pop())
-    config = config_of(plan.replicas, plan.chunks)
-    return plan.model_copy(update={"stages": stages, "cluster": cluster, "config": config})
+    return plan.model_copy(update={"stages": stages, "cluster": cluster})  # its config still says what the groups are
 
 
 def on_ranks(groups: Sequence[Ranks], degrees: Sequence[int]) -> list[Ranks]:

@@ -82,10 +82,12 @@ def test_sailor_is_priced_from_its_own_layers() -> None:
 
 
 @needs_anchors
-def test_rows_with_tensor_parallelism_are_counted() -> None:
-    needing = [row for row in map(vtrain._row, _records()) if row.needs]
-    assert len(needing) == 43
-    assert all(row.predict is None for row in needing)
+def test_rows_with_tensor_parallelism_are_predicted() -> None:
+    divided = [vtrain._row(record) for record in _records()]
+    assert len(divided) == 43
+    assert not any(row.needs for row in divided)
+    first = divided[0].now()  # two ranks of one node for each of 32 replicas
+    assert first.error == pytest.approx(0.0, abs=0.2)
 
 
 def _records() -> list[dict[str, float]]:
