@@ -90,6 +90,7 @@ def estimate(
     master_weights: bool = False,
     cuda_graph: bool = False,
     calibrate: Sequence[str | Path] = (),
+    tensor: Sequence[int] = (),
 ) -> Profile:
     """Estimate what each layer of a model costs in training on a device that need not be there.
 
@@ -108,6 +109,7 @@ def estimate(
         cuda_graph: the kernels are captured as graphs, so that none waits for the host; another program's run, too.
         calibrate: profiles measured on such a device, each beside its model.py, or files of steps whose times are
             known, to which the table is fitted.
+        tensor: numbers of ranks that may divide layers between them, whose costs are estimated, too.
 
     Raises:
         ModelFileError, CaptureError: when the model file or the model cannot be used.
@@ -129,6 +131,7 @@ def estimate(
         fusion="compiler" if compiled else fused,
         master_weights=master_weights,
         cuda_graph=cuda_graph,
+        tensor=tensor,
     )
     return estimate_profile(spec, batch_size, options)
 

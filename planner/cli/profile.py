@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, get_args
 
 from planner.cli.arguments.devices import add_backend_argument
-from planner.cli.arguments.numbers import batch_sizes
+from planner.cli.arguments.numbers import batch_sizes, degrees
 from planner.cli.arguments.verb import PROFILE, Verbs, declare, profile_path
 from planner.cli.output import ProgressLine, print_answer, print_written
 from planner.errors import InputError
@@ -44,6 +44,7 @@ _ONLY_ESTIMATES = {
     "--fused": "fused",
     "--master-weights": "master_weights",
     "--cuda-graph": "cuda_graph",
+    "--tensor": "tensor",
 }
 
 
@@ -95,6 +96,13 @@ def add_parser(verbs: Verbs) -> None:
         action="store_true",
         help="forward and backward are captured as CUDA graphs, so that small kernels do not wait for the host. `plan "
         "train` runs them one by one",
+    )
+    estimates.add_argument(
+        "--tensor",
+        type=degrees,
+        metavar="T,T",
+        help="also for layers that so many ranks divide between them, as in 2,4,8, for `plan solve --tensor`; the "
+        "model file or the model says which are divided",
     )
     effort = parser.add_argument_group("measuring")
     effort.add_argument(
@@ -276,6 +284,7 @@ def _estimated(args: argparse.Namespace, device: str | None, batch_size: int) ->
         master_weights=args.master_weights,
         cuda_graph=args.cuda_graph,
         calibrate=args.calibrate or (),
+        tensor=args.tensor or (),
     )
 
 

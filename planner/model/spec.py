@@ -35,6 +35,7 @@ _ARGUMENTS = {
     "metrics": "output, target",
     "on_update": "minibatch, loss, metrics",
     "blocks": "model",
+    "tensor_parallel_plan": "",
     "pretrained": "",
 }
 _REQUIRED = ("build_model", "example_batch")
@@ -182,6 +183,14 @@ class TrainingSpec:
     def blocks(self, model: nn.Module) -> Any:
         """Return the user's blocks(model), unchecked; call it only where that is defined."""
         return self._call("blocks", model)
+
+    def tensor_parallel_plan(self) -> dict[str, str]:
+        """Return the user's patterns of module names with how each is divided; call it only where that is defined."""
+        plan = self._call("tensor_parallel_plan")
+        if not isinstance(plan, dict) or not all(isinstance(part, str) for pair in plan.items() for part in pair):
+            hint = 'for example: return {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}'
+            raise self._wrong_type("tensor_parallel_plan", plan, "a dict of strings", hint)
+        return plan
 
     def optimizer(self, parameters: Iterable[nn.Parameter] | Mapping[str, nn.Parameter]) -> Optimizer:
         """Return the user's optimizer for `parameters`, or SGD.

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from planner.errors import InputError
+from planner.errors import CaptureError, InputError, ModelFileError
 from planner.formats.profile import TF32, Compiled, Device, MemoryFormat, Profile
 from planner.model.elementwise import has_elementwise_optimizer
 from planner.model.spec import TrainingSpec
 from planner.profiler.estimated.calibrate import Calibration, calibrated
 from planner.profiler.estimated.devices import DeviceSpec, DType, device_spec
+from planner.profiler.estimated.divided import cannot_divide, degree_costs, of_one_rank, tensor_parallel_plan
 from planner.profiler.estimated.execution import Execution, Fusion
 from planner.profiler.estimated.known_steps import KnownTimes
 from planner.profiler.estimated.operations import Costs
@@ -31,6 +32,7 @@ class EstimateOptions:
         master_weights: weights and gradients are in `dtype`, and the optimizer updates copies in float32.
         cuda_graph: forward and backward are captured once as graphs, which the host launches whole: kernels do not wait
             for it.
+        tensor: numbers of ranks, for each of which the costs of divided layers are estimated, too.
     """
 
     device: str | DeviceSpec
@@ -40,6 +42,7 @@ class EstimateOptions:
     fusion: Fusion | None = None
     master_weights: bool = False
     cuda_graph: bool = False
+    tensor: Sequence[int] = ()
 
 
 def estimate_profile(training_spec: TrainingSpec, batch_size: int, options: EstimateOptions) -> Profile:
@@ -61,8 +64,19 @@ def estimate_profile(training_spec: TrainingSpec, batch_size: int, options: Esti
         spec = replace(spec, dispatch_s=0.0)
     execution = Execution(spec.kind, options.fusion, options.master_weights)
     trace = trace_step(training_spec, batch_size, dtype, options.memory_format, execution)
-    elementwise = has_elementwise_optimizer(training_spec, trace.graph.model)
-    return profile_of_trace(trace, spec).model_copy(update={"optimizer_elementwise": elementwise})
+    profile = profile_of_trace(trace, spec)
+    known: dict[str, object] = {"optimizer_elementwise": has_elementwise_optimizer(training_spec, trace.graph.model)}
+    if degrees := sorted(set(options.tensor) - {1}):
+        plan, costs = tensor_parallel_plan(training_spec, trace.graph.model), []
+        for degree in degrees:
+            rank = of_one_rank(training_spec, plan, degree)
+            try:
+                part = trace_step(rank, batch_size, dtype, options.memory_format, execution)
+            except (CaptureError, ModelFileError) as cause:
+                raise cannot_divide(training_spec.name, degree, cause) from cause
+            costs.append(degree_costs(profile, profile_of_trace(part, spec), plan, degree))
+        known["tensor"] = tuple(costs)
+    return profile.model_copy(update=known)
 
 
 def _check_kind(device: DeviceSpec, options: EstimateOptions) -> None:
