@@ -10,7 +10,7 @@ inputs, and they sum up its outputs, as do those of an embedding, each with a pa
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from torch import nn
@@ -107,7 +107,7 @@ def _summed_gradients(profile: Profile, divided: Sequence[bool]) -> list[int]:
     return found
 
 
-def _has(layer: Layer, plan: Plan, styles: Iterable[str]) -> bool:
+def _has(layer: Layer, plan: Plan, styles: Collection[str]) -> bool:
     modules = {name.rpartition(".")[0] for name in layer.parameters}
     return any(_style(plan, module) in styles for module in modules)
 

@@ -64,7 +64,7 @@ def spec(**more: Any) -> TrainingSpec:
         tokens = torch.zeros(batch_size, TOKENS, dtype=torch.long)
         return (tokens,), tokens
 
-    functions = {"build_model": Model, "example_batch": example_batch, "loss": _loss}
+    functions: dict[str, Any] = {"build_model": Model, "example_batch": example_batch, "loss": _loss}
     return TrainingSpec("model", functions | more)
 
 
