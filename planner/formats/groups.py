@@ -7,6 +7,7 @@ devices.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 from planner.errors import ClusterError
 from planner.formats.cluster import Cluster, Level
@@ -33,7 +34,8 @@ def of_groups(plan: Plan) -> Plan:
 def on_ranks(groups: Sequence[Ranks], degrees: Sequence[int]) -> list[Ranks]:
     """Return the ranks of each stage, which has these groups of so many ranks each."""
     size = {group: degree for own, degree in zip(groups, degrees, strict=True) for group in own}
-    first = {group: sum(size[other] for other in size if other < group) for group in size}
+    order = sorted(size)
+    first = dict(zip(order, accumulate((size[group] for group in order), initial=0), strict=False))
     return [tuple(first[group] + place for group in own for place in range(size[group])) for own in groups]
 
 
