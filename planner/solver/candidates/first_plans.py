@@ -79,6 +79,8 @@ class FirstPlans:
         problem = self._hurried()
         if problem.simulates and not found.best.simulated:  # time ran out before its waiting was known
             found = found.with_best(simulated(problem, found.best))
+        if self.best is None and found.best.seconds <= found.bound_s * (1 + SLACK):
+            return found  # no plan is faster, and with many layers these take longer to find than the search took
         enough_s = found.best.counted_s * (1 - SLACK)
         self._consider(problem, takewhile(lambda plan: plan.seconds < enough_s, self.fitting()))
         self._problem.budget.seen |= problem.budget.seen
