@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from planner.executor.run.data import make_batches
+from planner.executor.run.weighed import weighed
 from planner.formats.plan import Plan
 from planner.model.loss import loss_of
 from planner.model.spec import TrainingSpec
@@ -61,7 +62,8 @@ def one_process(spec: TrainingSpec, plan: Plan, seed: int, minibatches: int, *, 
     model = spec.build_model()
     optimizer = spec.optimizer({name: p for name, p in model.named_parameters() if p.requires_grad})
     parts = plan.microbatches if divided else 1
-    data = make_batches(spec, plan.microbatch_size * plan.microbatches // parts, parts, seed)
+    batches = make_batches(spec, plan.microbatch_size * plan.microbatches // parts, parts, seed)
+    data = weighed(batches, plan.loss, spec)
     losses = []
     with thread_count(1):
         for minibatch in range(minibatches):
