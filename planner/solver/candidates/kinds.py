@@ -109,6 +109,9 @@ def kinds_of_plans(link: Link, limits: Limits, link_unit: float, memory_unit: in
     for bandwidth in steps_below(link.bandwidth_bytes_per_s, link_unit, SLOWER, SLOWER_STEPS):
         yield Search, slowed(link, link.bandwidth_bytes_per_s / bandwidth), few
     most = memory_unit if limits.memory_bytes is None else min(limits.memory_bytes, memory_unit)
+    if limits.memory_bytes is None and limits.rules.recompute == "auto":
+        # There is room for all activations: only other cuts are sought, and choices of layers would take long.
+        few = replace(few, rules=replace(few.rules, recompute="never"))
     for memory in steps_below(most, memory_unit, LEANER, LEANER_STEPS):
         yield Search, link, replace(few, memory_bytes=max(1, int(memory)))
 
