@@ -154,7 +154,8 @@ def _stages(text: str, profile: Profile) -> list[OwnStage]:
 def _replicas(text: str | None, stages: int, possible: int) -> list[tuple[int, int]]:
     """Return the replicas of each stage, and the ranks of each of them."""
     parts = [part.partition("x") for part in (str(max(1, possible)) if text is None else text).split(",")]
-    counts, degrees = (_numbers("replicas", ",".join(part[place] or "1" for part in parts)) for place in (0, 2))
+    counts = _numbers("replicas", ",".join(count for count, _, _ in parts), text or "")
+    degrees = _numbers("replicas", ",".join(degree if times else "1" for _, times, degree in parts), text or "")
     if len(counts) not in (1, stages) or 0 in (*counts, *degrees):
         raise InputError(
             f"--replicas {text} does not say how many replicas each of {stages} stages has",
@@ -196,8 +197,9 @@ def _existing(stage: int, stages: int, purpose: str) -> int:
     return stage
 
 
-def _numbers(name: str, text: str) -> list[int]:
+def _numbers(name: str, text: str, given: str = "") -> list[int]:
+    """Return the numbers of a list; an error names it, or what it was `given` as."""
     parts = text.split(",")
     if not all(is_count(part) for part in parts):
-        raise InputError(f"--{name} {text} is no list of numbers", hint=f"for example: --{name} 2,1,1")
+        raise InputError(f"--{name} {given or text} is no list of numbers", hint=f"for example: --{name} 2,1,1")
     return [int(part) for part in parts]

@@ -32,7 +32,13 @@ def of_groups(plan: Plan) -> Plan:
 
 
 def on_ranks(groups: Sequence[Ranks], degrees: Sequence[int]) -> list[Ranks]:
-    """Return the ranks of each stage, which has these groups of so many ranks each."""
+    """Return the ranks of each stage, which has these groups of so many ranks each.
+
+    Groups of one size keep their places, beside groups that idle. Groups of several sizes, which only clusters of equal
+    devices have, follow one another.
+    """
+    if len(set(degrees)) == 1:
+        return [tuple(group * degrees[0] + place for group in own for place in range(degrees[0])) for own in groups]
     size = {group: degree for own, degree in zip(groups, degrees, strict=True) for group in own}
     order = sorted(size)
     first = dict(zip(order, accumulate((size[group] for group in order), initial=0), strict=False))

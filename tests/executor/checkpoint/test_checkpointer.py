@@ -187,7 +187,7 @@ def test_twenty_checkpoints_each_written_under_another_cut_than_it_was_read(
 
     Replicas divide the optimizer's state or do not, whatever those did that wrote it.
     """
-    monkeypatch.setattr("planner.executor.communication.sharding.ALIGNMENT", 4)  # small parameters are divided, too
+    monkeypatch.setattr("planner.executor.communication.shards.ALIGNMENT", 4)  # small parameters are divided, too
     rng = random.Random(model)
     torch.manual_seed(1)
     path = write_tied(tmp_path) if model == "tied" else write_model(tmp_path, model, "adamw")
