@@ -156,7 +156,7 @@ def _estimated(args: argparse.Namespace, path: Path, tokens: int | None) -> Prof
 
 
 def _cluster(args: argparse.Namespace, profile: Profile, gpus: int, per_server: int) -> Cluster:
-    """Return so many GPUs in servers of that size, the last of which is not filled where there are fewer."""
+    """Return so many GPUs in as few servers of up to that size as hold equally many."""
     from planner.formats.cluster import flat_cluster, hierarchical_cluster
 
     memory_bytes = args.memory or profile.device.memory_bytes
@@ -164,4 +164,5 @@ def _cluster(args: argparse.Namespace, profile: Profile, gpus: int, per_server: 
     if gpus <= per_server:  # only one level: fewer GPUs than were asked about, or all in one server
         return flat_cluster(gpus, rates[0], memory_bytes)
     between = rates[1] if len(rates) > 1 else link_bandwidth(BETWEEN_SERVERS)
-    return hierarchical_cluster([per_server, gpus // per_server], [rates[0], between], memory_bytes)
+    servers = next(count for count in range(-(-gpus // per_server), gpus + 1) if gpus % count == 0)
+    return hierarchical_cluster([gpus // servers, servers], [rates[0], between], memory_bytes)

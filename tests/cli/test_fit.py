@@ -31,6 +31,14 @@ def test_what_does_not_fit_ends_with_3_and_says_so_as_json(tmp_path: Path) -> No
     assert not (tmp_path / "plan.json").exists()
 
 
+def test_fewer_gpus_than_fill_the_servers_are_all_in_the_cluster(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(MODEL)
+    fitted = plan("fit", "model.py", "--gpus", "18", "--servers", "3", "--json", cwd=tmp_path)
+    rows = json.loads(fitted.stdout)["others"]
+    sizes = {row["gpus"]: [level["size"] for level in row["plan"]["cluster"]["levels"]] for row in rows}
+    assert sizes == {9: [3, 3], 4: [4], 2: [2], 1: [1]}
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
