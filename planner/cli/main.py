@@ -34,7 +34,6 @@ from planner.cli import (
 from planner.cli.flags import learn
 from planner.cli.output import print_complaint, print_failure, try_outputs
 from planner.errors import InputError, PlannerError
-from planner.version import __version__
 
 VERBS = (
     profile,
@@ -87,6 +86,16 @@ class Parser(argparse.ArgumentParser):
         raise InputError(message, hint=f"see: {self.prog} --help")
 
 
+class _Version(argparse.Action):
+    """Print versions and devices, for which torch is imported, and end."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        from planner.profiler.measured.this_machine import describe_machine
+
+        print(describe_machine())
+        parser.exit()
+
+
 def build_parser() -> Parser:
     """Return the parser of the whole command line."""
     parser = Parser(
@@ -96,7 +105,9 @@ def build_parser() -> Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--version", action="version", version=f"plan {__version__}")
+    parser.add_argument(
+        "--version", action=_Version, nargs=0, help="show the versions of plan, Python and torch, and the devices here"
+    )
     subparsers = parser.add_subparsers(title="verbs", metavar="VERB", dest="verb", required=True)
     for verb in VERBS:
         verb.add_parser(subparsers)
@@ -123,7 +134,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     verbose, as_json = False, "--json" in arguments  # also where they cannot be parsed
     try:
-        args = build_parser().parse_args(arguments)
+        parser = build_parser()
+        if "_ARGCOMPLETE" in os.environ:  # the shell asks what could follow
+            import argcomplete
+
+            argcomplete.autocomplete(parser)
+        args = parser.parse_args(arguments)
         verbose = getattr(args, "verbosity", 0) >= 2
         try_outputs(args)
         code = int(args.run(args))

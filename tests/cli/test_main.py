@@ -121,10 +121,28 @@ def test_a_traceback_is_shown_only_on_demand(tmp_path: Path) -> None:
 
 
 def test_version_and_help(tmp_path: Path) -> None:
-    assert plan("--version", cwd=tmp_path).stdout == f"plan {__version__}\n"
+    assert plan("--version", cwd=tmp_path).stdout.startswith(f"planner {__version__}, Python 3.")
     shown = plan("solve", "--help", cwd=tmp_path)
     assert shown.returncode == 0
     assert "--bandwidth RATE" in shown.stdout
+
+
+def test_the_shell_completes_verbs_and_options(tmp_path: Path) -> None:
+    def completed(line: str) -> list[str]:
+        found = tmp_path / "found"
+        asked = {"_ARGCOMPLETE": "1", "COMP_LINE": line, "COMP_POINT": str(len(line)), "_ARGCOMPLETE_IFS": "\n"}
+        process = subprocess.run(
+            [sys.executable, "-m", "planner"],
+            env={**os.environ, **asked, "_ARGCOMPLETE_STDOUT_FILENAME": str(found)},
+            timeout=60,
+            check=False,
+        )
+        assert process.returncode == 0
+        return found.read_text(encoding="utf-8").split()
+
+    assert completed("plan so") == ["solve"]
+    assert "--bandwidth" in completed("plan solve --b")
+    assert "zb-h1" in completed("plan solve --schedule z")
 
 
 def test_a_reader_that_leaves_is_no_mistake(folder: Path) -> None:

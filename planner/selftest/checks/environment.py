@@ -6,19 +6,15 @@ Its rows describe; they fail only where something cannot be found out.
 from __future__ import annotations
 
 import os
-import platform
-import re
 import socket
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from statistics import median
 
 import torch
-import torch.distributed as dist
 
 from planner.cost.overheads import Overheads
-from planner.profiler.measured.device import describe_device
+from planner.profiler.measured.this_machine import describe_gpu, describe_processor, describe_software
 from planner.schedule.one_forward_one_backward import ONE_F_ONE_B
 from planner.selftest.lab import Lab, even_plan, location
 from planner.selftest.rows import Case, Check, Outcome, passed
@@ -26,11 +22,9 @@ from planner.selftest.workers.cuda_memory import CudaMemory, free_bytes
 from planner.selftest.workers.one_stage import measure_pairs
 from planner.selftest.workers.start import run_workers
 from planner.units import format_bytes
-from planner.version import __version__
 
 TRIVIAL, BATCH_SIZE = location("failing"), 4  # operations of some microseconds; it fails only when asked to
 PAIRS, STEPS = 30, 20
-DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def _cases(lab: Lab) -> Iterator[Case]:
@@ -45,20 +39,11 @@ def _cases(lab: Lab) -> Iterator[Case]:
 
 
 def _software() -> Outcome:
-    cuda = torch.version.cuda or "none"
-    found = torch.version.cuda and dist.is_nccl_available()
-    nccl = ".".join(map(str, torch.cuda.nccl.version())) if found else "none"  # type: ignore[no-untyped-call]
-    return passed(
-        f"planner {__version__}, Python {platform.python_version()}, torch {torch.__version__}, CUDA {cuda}, "
-        f"NCCL {nccl}, {platform.system()} {platform.release()}"
-    )
+    return passed(describe_software())
 
 
 def _machine() -> Outcome:
-    cpu = describe_device(torch.device("cpu"), 1, 1)
-    memory = "" if cpu.memory_bytes is None else f", {format_bytes(cpu.memory_bytes)}"
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return passed(f"{cpu.name}, {usable} of {os.cpu_count()} cores{memory}, load {os.getloadavg()[0]:.1f}")
+    return passed(f"{describe_processor()}, load {os.getloadavg()[0]:.1f}")
 
 
 def _network() -> Outcome:
@@ -68,19 +53,7 @@ def _network() -> Outcome:
 
 
 def _gpu(index: int) -> Outcome:
-    gpu = torch.cuda.get_device_properties(index)
-    return passed(
-        f"{gpu.name}, {format_bytes(gpu.total_memory)}, compute capability {gpu.major}.{gpu.minor}, "
-        f"driver {_driver_version()}"
-    )
-
-
-def _driver_version() -> str:
-    try:
-        found = re.search(r"\d+\.\d+(\.\d+)*", DRIVER.read_text(encoding="utf-8"))
-    except OSError:
-        return "unknown"
-    return "unknown" if found is None else found[0]
+    return passed(describe_gpu(index))
 
 
 def _overhead(lab: Lab) -> Outcome:

@@ -1,0 +1,53 @@
+"""The wheel and the source distribution hold what an installation needs."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from planner.version import __version__
+
+ROOT = Path(__file__).resolve().parents[1]
+BUILD = "from setuptools import build_meta as b; b.build_sdist('dist'); b.build_wheel('dist')"
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder with both, built from a copy without the version control's files."""
+    tree = tmp_path_factory.mktemp("tree")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tree)
+    shutil.copytree(ROOT / "planner", tree / "planner", ignore=shutil.ignore_patterns("__pycache__"))
+    done = subprocess.run(
+        [sys.executable, "-c", BUILD], cwd=tree, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return tree / "dist"
+
+
+def test_the_wheel_has_every_file_of_the_package(built: Path) -> None:
+    (wheel,) = built.glob(f"pipeline_planner-{__version__}-py3-none-any.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        held = {name for name in archive.namelist() if name.startswith("planner/")}
+        (metadata,) = (archive.read(name).decode() for name in archive.namelist() if name.endswith("METADATA"))
+    expected = {
+        str(path.relative_to(ROOT))
+        for path in (ROOT / "planner").rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    assert held == expected
+    assert "planner/py.typed" in held
+    assert "Requires-Python: <3.14,>=3.10" in metadata
+
+
+def test_the_source_distribution_builds_the_same_package(built: Path) -> None:
+    (sdist,) = built.glob(f"pipeline_planner-{__version__}.tar.gz")
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert {"pyproject.toml", "README.md", "LICENSE", "planner/py.typed", "planner/report/page/html/page.js"} <= names
