@@ -11,6 +11,7 @@ from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from planner.cost.kept_activations import NO_GROUP, Kept, LayerBytes, kept_activations
 from planner.cost.overheads import Overheads
@@ -63,7 +64,7 @@ class LayerCosts:
         profile: with the layers.
         versions: of its weights that every stage holds, whatever is in flight; None if the schedule decides.
         tensors_only: whether the devices' overheads count elsewhere, but for the communicators that a stage has in any
-            plan: two for earlier stages, and two for later ones. They count as buffers.
+            plan: two for earlier stages, two for later ones, and one for its replicas. They count as buffers.
         dividing: returns the profile of the layers on groups of so many ranks (`planner.cost.tensor`).
     """
 
@@ -156,8 +157,20 @@ class LayerCosts:
         return {"weight_bytes": np.zeros_like(weight_bytes), "fixed_weight_bytes": self.versions * weight_bytes}
 
     def communicators_bytes(self, work: Work) -> Floats:
-        """Return the bytes of the communicators that count as buffers of stages."""
+        """Return the bytes of a stage's communicators for other stages, where they count as buffers."""
         return np.asarray(2.0 * self._communicator_bytes * work.neighbours)
+
+    @property
+    def counts_replicas(self) -> bool:
+        """Whether a stage on several replicas holds a buffer that one alone does not."""
+        return self._communicator_bytes > 0
+
+    def replicated(self, footprint: Footprint, replicas: ArrayLike) -> Footprint:
+        """Return the footprint of a stage on so many replicas: several have a communicator, which may be a buffer."""
+        if not self.counts_replicas:
+            return footprint
+        more_bytes = float(self._communicator_bytes) * (np.asarray(replicas) > 1)
+        return replace(footprint, buffer_bytes=footprint.buffer_bytes + more_bytes)
 
     @property
     def single_stage(self) -> Candidate:
@@ -228,7 +241,7 @@ class LayerCosts:
         key = stage.before, stage.layers, stage.options.recompute
         if key not in self._footprints:
             self._footprints[key] = self._footprint(stage)
-        footprint = self._footprints[key]
+        footprint = self.replicated(self._footprints[key], stage.replicas)
         return footprint.shared_out(stage.replicas) if stage.options.sharded else footprint
 
     def _footprint(self, stage: Candidate) -> Footprint:

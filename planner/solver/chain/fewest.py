@@ -20,7 +20,7 @@ from planner.schedule.schedule import warm_up_depth
 from planner.solver.bounds.bounds import Bounds
 from planner.solver.chain.least import QuickestThatFit, Stages
 from planner.solver.chain.states import StateSpace
-from planner.solver.chain.tables import StageTables
+from planner.solver.chain.tables import StageTables, most_in_flight
 from planner.solver.chain.ways import WaysOf, taken
 from planner.solver.problem import Limits
 from planner.solver.stage_rules import UNLIMITED
@@ -125,23 +125,43 @@ class FewestReplicas:
         self, state: int, others: Integers, target_s: float, after: Integers
     ) -> tuple[Integers, NDArray[np.bool_]]:
         """Return the same for the plainest way, and for which stages other ways may hold more."""
-        memory_bytes, tables = self.limits.memory_bytes, self.tables
-        work = None if tables is not None else self._space.work(state, others)
-        held: Integers | int = 1
-        if memory_bytes is not None and tables is not None:
-            held = fewest_to_hold(tables.most_in_flight[state, others], after)
-        elif memory_bytes is not None and work is not None:
-            footprint = self.ways.plainest_footprint(state, others, work)
-            held = np.asarray(self.model.fewest_for_memory(footprint, after, memory_bytes), dtype=np.int64)
+        work = None if self.tables is not None else self._space.work(state, others)
+        held, several = self._fewest_to_hold(state, others, after, work)
         at_least = held
         if self.limits.deepest < UNLIMITED:
-            at_least = np.maximum(held, fewest_to_hold(self.limits.deepest, after))
-        if tables is not None:
-            r = tables.fewest(state, others, target_s, after, at_least)
-        else:
+            at_least = np.maximum(at_least, fewest_to_hold(self.limits.deepest, after))
+
+        def fewest(at_least: Integers) -> Integers:
+            if self.tables is not None:
+                return self.tables.fewest(state, others, target_s, after, at_least)
             assert work is not None
-            r = self.model.fewest_replicas(self.ways.plainest_work(work), target_s, at_least, after)
-        return r, np.broadcast_to((np.asarray(held) > 1) & self.ways.chooses, r.shape)
+            return self.model.fewest_replicas(self.ways.plainest_work(work), target_s, at_least, after)
+
+        r = fewest(at_least)
+        if several is not held and ((r > 1) & (r < several)).any():
+            r = fewest(np.where(r > 1, np.maximum(at_least, several), at_least))
+        return r, np.broadcast_to((several > 1) & self.ways.chooses, r.shape)
+
+    def _fewest_to_hold(
+        self, state: int, others: Integers, after: Integers, work: Work | None
+    ) -> tuple[Integers, Integers]:
+        """Return the fewest replicas with which stages fit the memory, and the fewest of more than one.
+
+        These differ where several replicas have a communicator, which takes memory.
+        """
+        if self.limits.memory_bytes is None:
+            return (one := np.ones(1, dtype=np.int64)), one
+        if work is None:
+            assert self.tables is not None
+            most = [table[state, others] for table in self.tables.most_in_flight]
+        else:
+            footprint = self.ways.plainest_footprint(state, others, work)
+            most = most_in_flight(self._space, self.model, footprint, self.limits.memory_bytes)
+        alone = fewest_to_hold(most[0], after)
+        if len(most) == 1:
+            return alone, alone
+        several = np.maximum(fewest_to_hold(most[1], after), 1)
+        return np.where(alone > 1, np.maximum(several, 2), 1), several
 
 
 class _Trial:
@@ -204,8 +224,7 @@ class _Trial:
         # What recomputes takes longer than what does not, so most stages need no choice to be found.
         if parent.quickest_that_fit is not None and len(rows := np.flatnonzero(meets)):
             stages = Stages(self._state, self._others[stage[rows]], self._tight[stage[rows]])
-            parts = np.where(sharded, r, 1)[rows]
-            choice, recompute_s = parent.quickest_that_fit.find(stages, parts, flying[rows])
+            choice, recompute_s = parent.quickest_that_fit.find(stages, r[rows], sharded[rows], flying[rows])
             seconds = parent.model.stage_s(replace(taken(work, rows), recompute_s=recompute_s), r[rows])
             meets[rows] = (choice >= 0) & (seconds <= target_s)
             plain[rows] &= choice == 0

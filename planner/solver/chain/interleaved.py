@@ -179,6 +179,7 @@ class InterleavedSearch:
         """Return per row of cuts: bytes over the memory, seconds, recomputing stages, and if that choice is best."""
         model, work = run.shape, _pick(self._work, cuts)
         footprint = _pick(self._footprint, cuts).divided(model.microbatches)
+        footprint = self._space.layer_costs.replicated(footprint, model.replicas)
         if run.sharded:
             work, footprint = work.shared_out(), footprint.shared_out(model.replicas)
         again = np.full(work.forward_s.shape, self._ways.recomputes)

@@ -18,7 +18,7 @@ from planner.solver.bounds.bounds import Bounds
 from planner.solver.chain.states import StateSpace
 from planner.solver.chain.ways import WaysOf
 
-_BITS = 20  # of a key for the units in flight, and for the parts of the optimizer's state
+_BITS = 20  # of a key for the units in flight, and for the replicas
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class _Found:
     """What is known of the stages that begin at one state.
 
     Attributes:
-        keys: of last state, parts and units in flight; ascending.
+        keys: of last state, whether sharded, replicas and units in flight; ascending.
         choice: of recomputing layers, the quickest that fits; -1 where none does.
         recompute_s: of the choice.
     """
@@ -80,33 +80,42 @@ class QuickestThatFit:
     def __init__(self, space: StateSpace, ways: WaysOf, model: Bounds, memory_bytes: int) -> None:
         self._ways, self._model, self._memory_bytes = ways, model, memory_bytes
         key = type(model), model.microbatches, memory_bytes, ways.rule, ways.shards
+        self._told_apart = 2 if space.layer_costs.counts_replicas else 1  # replicas of stages that are not sharded
         self._known = _KNOWN.setdefault(space, {}).setdefault(key, {})
 
-    def find(self, stages: Stages, parts: Integers, flying: Integers) -> tuple[Integers, Floats]:
+    def find(
+        self, stages: Stages, replicas: Integers, sharded: NDArray[np.bool_], flying: Integers
+    ) -> tuple[Integers, Floats]:
         """Return the choice of each stage that is quickest, and its seconds of recomputing; -1 where none fits.
 
         Args:
             stages: any number of them.
-            parts: of the optimizer's state, each on another replica; 1 where it is not sharded.
+            replicas: of each.
+            sharded: which divide the optimizer's state over their replicas; of others only one or several counts.
             flying: units in flight.
         """
-        keys = (((stages.others << _BITS) + parts) << _BITS) + flying
+        replicas = np.where(sharded, replicas, np.minimum(replicas, self._told_apart))
+        keys = (((((stages.others << 1) + sharded) << _BITS) + replicas) << _BITS) + flying
         found = self._known.get(stages.state, _NOTHING)
         at = np.searchsorted(found.keys, keys)
         missing = np.append(found.keys, -1)[at] != keys
         if missing.any():
             unknown, first = np.unique(keys[missing], return_index=True)
             rows = np.flatnonzero(missing)[first]
-            found = found.merged(_Found(unknown, *self._computed(stages[rows], parts[rows], flying[rows])))
+            found = found.merged(
+                _Found(unknown, *self._computed(stages[rows], replicas[rows], sharded[rows], flying[rows]))
+            )
             self._known[stages.state] = found
             at = np.searchsorted(found.keys, keys)
         return found.choice[at], found.recompute_s[at]
 
-    def _computed(self, stages: Stages, parts: Integers, flying: Integers) -> tuple[Integers, Floats]:
+    def _computed(
+        self, stages: Stages, replicas: Integers, sharded: NDArray[np.bool_], flying: Integers
+    ) -> tuple[Integers, Floats]:
         ways = self._ways.all(stages.state, stages.others, stages.choosing)
         stage = ways.stage
-        held = self._model.held_bytes(ways.footprint_on(parts[stage]), flying[stage])
-        fits = (held <= self._memory_bytes) & (ways.sharded == (parts[stage] > 1))
+        held = self._model.held_bytes(ways.footprint_on(replicas[stage]), flying[stage])
+        fits = (held <= self._memory_bytes) & (ways.sharded == sharded[stage])
         # The choices of a stage stand together, the quickest first.
         place = np.where(fits, np.arange(len(ways)), len(ways))
         first = np.minimum.reduceat(place, np.flatnonzero(np.diff(stage, prepend=-1)))

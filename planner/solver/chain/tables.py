@@ -12,7 +12,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import ArrayLike
 
-from planner.cost.work import IMPOSSIBLE, Integers
+from planner.cost.work import IMPOSSIBLE, Footprint, Integers
 from planner.solver.bounds.bounds import Bounds
 from planner.solver.chain.states import StateSpace
 from planner.solver.chain.ways import WaysOf
@@ -53,13 +53,21 @@ class StageTables:
         return replicas
 
     @cached_property
-    def most_in_flight(self) -> Integers:
-        """The most units in flight with which each stage fits the memory, by first and last state."""
+    def most_in_flight(self) -> list[Integers]:
+        """What the function of this name returns for all stages, by first and last state."""
         assert self._memory_bytes is not None
         space = self._space
-        table = np.zeros((len(space),) * 2, dtype=np.int64)
+        tables = [np.zeros((len(space),) * 2, dtype=np.int64) for _ in range(2)]
         for state in range(len(space) - 1):
             others = space.among_later(state, np.arange(state + 1, len(space)))
             footprint = self._ways.plainest_footprint(state, others, space.work(state, others))
-            table[state, others] = self._model.most_in_flight(footprint, self._memory_bytes)
-        return table
+            found = most_in_flight(space, self._model, footprint, self._memory_bytes)
+            for table, most in zip(tables, found, strict=False):
+                table[state, others] = most
+        return tables[: len(found)]
+
+
+def most_in_flight(space: StateSpace, model: Bounds, footprint: Footprint, memory_bytes: int) -> list[Integers]:
+    """Return the most units in flight with which stages fit the memory, and on several replicas if that is less."""
+    replicas = (1, 2) if space.layer_costs.counts_replicas else (1,)
+    return [model.most_in_flight(space.layer_costs.replicated(footprint, r), memory_bytes) for r in replicas]

@@ -70,9 +70,8 @@ class Ways:
 
     def footprint_on(self, replicas: ArrayLike) -> Footprint:
         """Return the footprints on so many replicas each."""
-        if not self.sharded.any():
-            return self.footprint
-        return self.footprint.shared_out(np.where(self.sharded, replicas, 1))
+        footprint = self.source.layer_costs.replicated(self.footprint, replicas)
+        return footprint.shared_out(np.where(self.sharded, replicas, 1)) if self.sharded.any() else footprint
 
     def options(self, row: int, replicas: int) -> StageOptions:
         """Return a row as the options of a stage."""
@@ -99,6 +98,7 @@ class WaysOf:
 
     def __init__(self, space: StateSpace, limits: Limits, *, prices_shards: bool = True) -> None:
         self._space, self._limits, rules = space, limits, limits.rules
+        self.layer_costs = space.layer_costs
         self.rule: ChoiceRule = "stages" if limits.whole_stages and rules.recompute == "auto" else rules.recompute
         profile, rule = space.layer_costs.profile, rules.shard_optimizer
         limited = limits.memory_bytes is not None

@@ -181,7 +181,8 @@ class Columns:
         """Try how many GPUs may follow at most; -1 if none may, because not even a last stage fits."""
         problem, schedule = self.problem, self.problem.schedule
         limit = problem.cluster.memory_of(stages.pace)
-        footprint = stages.footprint.shared_out(replicas) if stages.work.sharded else stages.footprint
+        footprint = problem.layer_costs.replicated(stages.footprint, replicas)
+        footprint = footprint.shared_out(replicas) if stages.work.sharded else footprint
         most = np.full(len(stages.others), -1)
         # More GPUs after a stage mean more in flight, so the first number that does not fit is the last to try.
         for after in range(problem.cluster.gpus - replicas + 1):
