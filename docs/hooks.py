@@ -5,7 +5,9 @@ In a page, one of these lines
     <!-- fields: planner.formats.profile.Profile -->   becomes tables of the fields of that record and its parts,
     <!-- help: plan solve -->                          becomes what `plan solve --help` prints,
     <!-- devices: all -->                              becomes the table of devices that estimates know,
-    <!-- schedules: all -->                            becomes the table of schedules.
+    <!-- schedules: all -->                            becomes the table of schedules,
+    <!-- script: one_host.sh -->                       becomes that file of docs/scripts,
+    <!-- api: planner -->                              becomes signatures and docstrings of that module's public names.
 
 A comment behind a field, in the code, is the field's description here.
 """
@@ -19,12 +21,14 @@ import io
 import json
 import os
 import re
+from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
 
 HELP_COLUMNS = "100"
-_MARKER = re.compile(r"^<!-- (fields|help|devices|schedules): (.+?) -->$", re.MULTILINE)
+SCRIPTS = Path(__file__).parent / "scripts"
+_MARKER = re.compile(r"^<!-- (fields|help|devices|schedules|script|api): (.+?) -->$", re.MULTILINE)
 _COMMENTED_FIELD = re.compile(r"^    (\w+): .*?  # (.+)$", re.MULTILINE)
 _BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
 
@@ -41,10 +45,49 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
                 return device_table()
             case "schedules":
                 return schedule_table()
+            case "script":
+                return script(found[2])
+            case "api":
+                return api(found[2])
             case _:
                 return field_tables(found[2], shown)
 
     return _MARKER.sub(write, markdown)
+
+
+def script(name: str) -> str:
+    """Return a file of docs/scripts as a block of code."""
+    path = SCRIPTS / name
+    language = "yaml" if path.suffix == ".yaml" else "bash"
+    return f'```{language} title="{name}"\n{path.read_text(encoding="utf-8").strip()}\n```'
+
+
+def api(module: str) -> str:
+    """Return what a module's public names are: a signature and a docstring each."""
+    home = importlib.import_module(module)
+    return "\n\n".join(_described(f"{module}.{name}", getattr(home, name)) for name in home.__all__)
+
+
+def _described(name: str, what: Any) -> str:
+    heading = f"### {name}"
+    documented = inspect.getdoc(what) or ""
+    if inspect.isclass(what) and issubclass(what, BaseModel):
+        return f"{heading}\n\nA record. {documented.splitlines()[0]}"
+    signature = inspect.signature(what)
+    parameters = "".join(f"    {_parameter(each)},\n" for each in signature.parameters.values())
+    is_class = inspect.isclass(what)
+    returned = "" if is_class or not signature.return_annotation else f" -> {signature.return_annotation}"
+    call = f"(\n{parameters})" if parameters else "()"
+    code = f"{'class' if is_class else 'def'} {name.rpartition('.')[2]}{call}{returned}"
+    return f"{heading}\n\n```python\n{code}\n```\n\n```text\n{documented}\n```"
+
+
+def _parameter(parameter: inspect.Parameter) -> str:
+    """Return a parameter as the source has it: its annotation is text there."""
+    annotation = f": {parameter.annotation}" if parameter.annotation is not parameter.empty else ""
+    value = getattr(parameter.default, "__qualname__", repr(parameter.default))  # a function has an address in its repr
+    default = "" if parameter.default is parameter.empty else f" = {value}"
+    return f"{parameter.name}{annotation}{default}"
 
 
 def device_table() -> str:

@@ -8,3 +8,5 @@ They are PyTorch optimizers like others, and need nothing of this package:
 """
 
 from planner.optim.muon import NewestMuon as NewestMuon
+
+__all__ = ["NewestMuon"]

@@ -42,14 +42,14 @@ def test_a_row_shows_bounds_default_and_the_comment_behind_the_field(hooks: Modu
 
 
 def test_a_record_of_both_files_is_written_once_on_a_page(hooks: ModuleType) -> None:
-    page = (DOCS / "file-formats.md").read_text(encoding="utf-8")
+    page = (DOCS / "reference" / "file-formats.md").read_text(encoding="utf-8")
     text = hooks.on_page_markdown(page)
     assert "<!-- fields" not in text
     assert text.count("### Device {") == 1
 
 
 def test_the_command_line_page_has_the_help_of_every_verb(hooks: ModuleType) -> None:
-    page = (DOCS / "cli.md").read_text(encoding="utf-8")
+    page = (DOCS / "reference" / "cli.md").read_text(encoding="utf-8")
     assert all(f"<!-- help: plan {verb} -->" in page for verb in VERBS)
     text = hooks.on_page_markdown(page)
     assert all(f"usage: plan {verb}" in text for verb in VERBS)

@@ -14,7 +14,7 @@ from planner.model.capture.block_layers import tensors_of
 from planner.model.loss import LossFunction, loss_of
 from planner.model.state.kept_state import random_state_kept
 
-_CONTRACT = "each block takes what the one before it returned, as in nn.Sequential; see docs/model-file.md"
+_CONTRACT = "each block takes what the one before it returned, as in nn.Sequential; see docs/guides/own-model.md"
 
 
 def _call(name: str, block: nn.Module, value: Any, batch: Batch | None) -> Any:

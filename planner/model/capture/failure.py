@@ -66,7 +66,7 @@ def _value_hint(cause: Exception) -> str:
         return "make the distribution with validate_args=False: it looks at the values of its arguments otherwise"
     hint = (
         "replace Python's if, while and .item() on tensors by operations such as torch.where, or name the parts of the "
-        "model in blocks(model): see docs/model-file.md"
+        "model in blocks(model): see docs/guides/own-model.md"
     )
     user = _user_frame(cause)
     if user is not None and "labels" in (user.line or ""):
