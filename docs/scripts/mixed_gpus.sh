@@ -1,18 +1,20 @@
 #!/usr/bin/env bash
 # Consumer GPUs of two kinds over Ethernet, say two RTX 4090 in one machine and two RTX 3090 in another.
 #
-#   ./mixed_gpus.sh profile rtx4090 model.py     on the first machine
-#   ./mixed_gpus.sh profile rtx3090 model.py     on the second; copy its rtx3090.json to the first
-#   ./mixed_gpus.sh solve                        on the first; copy its plan.json to the second
-#   HOST0=192.168.1.10 HOST=0 ./mixed_gpus.sh train model.py      on the first
-#   HOST0=192.168.1.10 HOST=1 ./mixed_gpus.sh train model.py      on the second
+#   ./mixed_gpus.sh profile rtx4090                      on the first machine
+#   ./mixed_gpus.sh profile rtx3090                      on the second; copy its rtx3090.json to the first
+#   ./mixed_gpus.sh solve                                on the first; copy its plan.json to the second
+#   HOST0=192.168.1.10 HOST=0 ./mixed_gpus.sh train      on the first
+#   HOST0=192.168.1.10 HOST=1 ./mixed_gpus.sh train      on the second
 #
-# Two GPUs in each machine, and the rates of your links, stand in the middle of this file.
+# Change the number of GPUs in each machine and the rates of the links, below.
 set -euo pipefail
 
-case ${1:?"usage: mixed_gpus.sh profile|solve|train, see the comment in the file"} in
+model=${MODEL:-model.py}
+
+case ${1:-} in
 profile)
-    plan profile "${3:?"which model file?"}" --batch-size 8 --dtype bfloat16 -o "$2.json"
+    plan profile "$model" --batch-size 8 --dtype bfloat16 -o "${2:?which kind of GPU?}.json"
     ;;
 solve)
     # Ranks fill the machines in order: 0 and 1 are the 4090s. Inside a machine PCIe, between them 2.5 Gbit/s.
@@ -24,11 +26,11 @@ train)
     export NCCL_SOCKET_IFNAME=${INTERFACE:-eth0} GLOO_SOCKET_IFNAME=${INTERFACE:-eth0}
     torchrun --nnodes 2 --node-rank "${HOST:?}" --nproc-per-node 2 \
         --master-addr "${HOST0:?}" --master-port 29500 \
-        -m planner train "${2:?"which model file?"}" --plan plan.json --epochs 10 \
+        -m planner train "$model" --plan plan.json --epochs 10 \
         --checkpoint-every 500 --resume
     ;;
 *)
-    echo "mixed_gpus.sh: no step '$1'; there are profile, solve and train" >&2
+    echo "mixed_gpus.sh: no step '${1:-}'; there are profile, solve and train" >&2
     exit 2
     ;;
 esac
