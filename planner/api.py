@@ -207,11 +207,6 @@ def check_trainable(plan: Plan) -> None:
     Raises:
         PlanError: with a hint how to make one that it can.
     """
-    if max(plan.degrees) > 1:
-        raise PlanError(
-            f"the executor does not run divided layers yet, and those of '{plan.config}' are",
-            hint="solve with `tensor=1`",
-        )
     ranks = sorted({rank for stage in plan.stages for rank in stage.ranks})
     if ranks != list(range(len(ranks))):
         idle = next(rank for rank in range(plan.cluster.gpus) if rank not in ranks)

@@ -31,6 +31,25 @@ def of_groups(plan: Plan) -> Plan:
     return plan.model_copy(update={"stages": stages, "cluster": cluster})  # its config still says what the groups are
 
 
+def of_lane(plan: Plan, place: int) -> Plan:
+    """Return the plan of the ranks that have this place in their groups: each sends to those of its own place."""
+    stages = (
+        stage.model_copy(update={"ranks": stage.ranks[place :: stage.tensor], "tensor": 1}) for stage in plan.stages
+    )
+    return plan.model_copy(update={"stages": tuple(stages)})
+
+
+def groups_of_ranks(plan: Plan) -> list[Ranks]:
+    """Return the groups that divide layers, each once, in the order of the stages."""
+    groups = {
+        stage.ranks[start : start + stage.tensor]: None
+        for stage in plan.stages
+        if stage.tensor > 1
+        for start in range(0, len(stage.ranks), stage.tensor)
+    }
+    return list(groups)
+
+
 def on_ranks(groups: Sequence[Ranks], degrees: Sequence[int]) -> list[Ranks]:
     """Return the ranks of each stage, which has these groups of so many ranks each.
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from planner.cost.layer_costs import LayerCosts, candidates
 from planner.cost.setting import Setting
 from planner.formats.cluster import flat_cluster
-from planner.formats.plan import Plan
+from planner.formats.plan import Plan, config_of
 from planner.formats.profile import Compiled, Device, Edge, Layer, Profile, Provenance, Value
 from planner.model.autocast import autocast_name
 from planner.model.capture.graph import ValueSpec
@@ -97,6 +97,19 @@ def make_plan(
     chosen = Evaluation(tuple(stages), cost)
     plan = assemble(problem, synced(layer_costs, chosen) if vertical_sync else chosen)
     return plan.model_copy(update={"vertical_sync": vertical_sync})
+
+
+def in_groups(plan: Plan, degree: int) -> Plan:
+    """The plan with so many ranks for each of its own, which divide its layers."""
+    stages = [
+        stage.model_copy(
+            update={"tensor": degree, "ranks": tuple(r * degree + p for r in stage.ranks for p in range(degree))}
+        )
+        for stage in plan.stages
+    ]
+    cluster = flat_cluster(plan.workers * degree, 1e9)
+    config = config_of(plan.replicas, plan.chunks, (degree,) * len(stages))
+    return plan.model_copy(update={"stages": tuple(stages), "cluster": cluster, "config": config})
 
 
 def sharded(plan: Plan) -> Plan:

@@ -48,7 +48,7 @@ def add_rule_arguments(parser: argparse.ArgumentParser) -> None:
         type=degrees,
         metavar="T,T",
         help="ranks that may divide the layers of a replica between them (tensor parallelism), as in 1,2,4,8; the "
-        "profile must say what layers cost then, and plan train does not run such plans yet (default: 1)",
+        "profile must say what layers cost then (default: 1)",
     )
 
 

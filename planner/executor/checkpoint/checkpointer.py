@@ -31,13 +31,14 @@ from planner.executor.checkpoint.folders import (
 )
 from planner.executor.checkpoint.index import INDEX, Checkpoint, SavedCheckpoint, StagePart, load_checkpoint
 from planner.executor.checkpoint.read_parts import restore_stage
-from planner.executor.checkpoint.write_parts import Restorable, has_part, write_part
+from planner.executor.checkpoint.write_parts import Restorable, content_of, has_part, write_part
 from planner.executor.communication.collect import broadcast_bytes, encode_losses, gather_bytes, merge_losses
 from planner.executor.communication.control import message_timeout
 from planner.executor.health.heartbeat import Heartbeat
 from planner.executor.job import Evaluation, Job
 from planner.executor.observe.run_log import Past, RunLog
 from planner.formats.files import Record, save_record
+from planner.model.tensor.division import divided_weights
 from planner.version import __version__
 
 _log = logging.getLogger(__name__)
@@ -137,11 +138,14 @@ class Checkpointer:
         folder = self.folder / partial_name(minibatch, self._start.token)
         self._heartbeat.enter("writing a checkpoint")
         parts: tuple[StagePart, ...] = ()
+        # Before anything can fail, because ranks that divide a stage's weights gather them together.
+        contents = [(own, content_of(own)) for own in self._stages if has_part(own)]
         # A full disk is reported rather than raised: the others wait for this worker's part, and training can go on.
         problem = None
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            parts = tuple(write_part(folder, own) for own in self._stages if has_part(own))
+            speaking = (each for each in contents if divided_weights(each[0].module).speaks)
+            parts = tuple(write_part(folder, own, content) for own, content in speaking)
         except OSError as cause:
             problem = f"worker {self._rank}: {cause.strerror or cause}"
         part = _WorkerPart(

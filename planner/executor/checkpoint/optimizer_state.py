@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -19,6 +20,7 @@ from planner.executor.checkpoint.state_parts import ParameterState, joined, part
 from planner.executor.communication.sharding import Sharding
 from planner.executor.communication.shards import Shard
 from planner.formats.files import Record
+from planner.model.tensor.division import divided_weights
 
 SAME_OPTIMIZER = "give the model file the optimizer() that the run began with"
 
@@ -115,13 +117,19 @@ def give_state(
             if state.part is None or (before and before[-1][1].part is None):
                 before.clear()
             before.append((name, state))
-    packed = optimizer.state_dict()
+    packed, division = optimizer.state_dict(), divided_weights(module)
     packed["state"] = {}
     for own in _groups(optimizer, packed, sharding):
         own.packed.update(_common([names[id(parameter)] for parameter in own.parameters], hyperparameters))
         for number, stepped in own.stepped.items():
             if parts := states.get(names[id(stepped.parameter)]):
-                packed["state"][number] = joined(parts, tensors, *stepped)
+                name, parameter = names[id(stepped.parameter)], stepped.parameter
+                whole = torch.empty(division.whole_shape(name, parameter.shape), device="meta")
+                found = joined(parts, tensors, whole, stepped.shard)
+                for key, value in found.items():
+                    if isinstance(value, Tensor) and value.shape == whole.shape:
+                        found[key] = division.part(name, value)
+                packed["state"][number] = found
     optimizer.load_state_dict(packed)
 
 

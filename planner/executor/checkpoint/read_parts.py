@@ -16,6 +16,7 @@ from planner.executor.checkpoint.optimizer_state import SAME_OPTIMIZER, give_sta
 from planner.executor.checkpoint.state_parts import needs
 from planner.executor.checkpoint.tensor_file import FileDigest, read_tensors
 from planner.executor.checkpoint.write_parts import Restorable
+from planner.model.tensor.division import divided_weights
 
 
 def restore_stage(own: Restorable, saved: SavedCheckpoint) -> None:
@@ -46,7 +47,7 @@ def fill_module(module: nn.Module, saved: SavedCheckpoint, *, stage: int = 0, re
     parts = sorted(
         saved.index.parts, key=lambda part: (part.replica == replica, part.replica == 0, part.stage == stage)
     )
-    state = module.state_dict(keep_vars=True)
+    state, division = module.state_dict(keep_vars=True), divided_weights(module)
     found = read_weights(saved.path, parts, set(state))
     with torch.no_grad():
         for name, tensor in state.items():
@@ -55,14 +56,14 @@ def fill_module(module: nn.Module, saved: SavedCheckpoint, *, stage: int = 0, re
                     f"the checkpoint '{saved.path}' has no '{name}', which the model has",
                     hint="is it a checkpoint of this model?",
                 )
-            value = found[name]
-            if value.shape != tensor.shape or value.dtype != tensor.dtype:
+            value, shape = found[name], division.whole_shape(name, tensor.shape)
+            if value.shape != shape or value.dtype != tensor.dtype:
                 raise InputError(
                     f"'{name}' is {value.dtype} of shape {tuple(value.shape)} in the checkpoint '{saved.path}', and "
-                    f"{tensor.dtype} of shape {tuple(tensor.shape)} in the model",
+                    f"{tensor.dtype} of shape {tuple(shape)} in the model",
                     hint="is it a checkpoint of this model?",
                 )
-            tensor.copy_(value)
+            tensor.copy_(division.part(name, value))
 
 
 def read_weights(path: Path, parts: Sequence[StagePart], names: set[str] | None = None) -> dict[str, Tensor]:

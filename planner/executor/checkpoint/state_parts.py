@@ -66,7 +66,7 @@ def needs(state: ParameterState, parameter: nn.Parameter, shards: Mapping[nn.Par
 def joined(
     parts: Sequence[tuple[str, ParameterState]],
     tensors: Mapping[str, Tensor],
-    parameter: nn.Parameter,
+    parameter: Tensor,
     shard: Shard | None,
 ) -> dict[str, Any]:
     """Return the state of a parameter, or of a shard of it, from one that is whole or from several parts.
@@ -74,6 +74,7 @@ def joined(
     Args:
         parts: each with the parameter's name when it was saved; of elements that several have, the last one's count.
         tensors: by the names of `ParameterState.stored`.
+        parameter: whose shape counts.
         shard: of it; None to step all of it.
 
     Raises:
@@ -107,7 +108,7 @@ def _check_complete(name: str, parts: Sequence[StatePart], needed: range) -> Non
         )
 
 
-def _whole(parts: Sequence[tuple[StatePart | None, Tensor]], parameter: nn.Parameter) -> Tensor:
+def _whole(parts: Sequence[tuple[StatePart | None, Tensor]], parameter: Tensor) -> Tensor:
     """Return a tensor of the parameter's shape; where no part has elements, it has no values."""
     flat = torch.empty(parameter.numel(), dtype=parts[0][1].dtype)
     order: tuple[int, ...] = ()

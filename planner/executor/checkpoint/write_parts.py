@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from planner.executor.checkpoint.index import StagePart, TensorFile
 from planner.executor.checkpoint.json_values import to_json
-from planner.executor.checkpoint.optimizer_state import take_state
+from planner.executor.checkpoint.optimizer_state import OptimizerState, take_state
 from planner.executor.checkpoint.tensor_file import write_tensors
 from planner.executor.communication.sharding import Sharding
+from planner.model.tensor.division import divided_weights, whole_state
 
 
 class Stateful(Protocol):
@@ -51,30 +52,61 @@ def has_part(own: Restorable) -> bool:
     return own.replica == 0 or own.sharding is not None or bool(_buffers(own.module))
 
 
-def write_part(folder: Path, own: Restorable) -> StagePart:
+class Content(NamedTuple):
+    """What is saved of one stage replica, with weights whole."""
+
+    weights: Mapping[str, Tensor]
+    optimizer: OptimizerState | None
+    optimizer_tensors: Mapping[str, Tensor]
+
+
+def content_of(own: Restorable) -> Content:
+    """Return what is saved of one stage replica; all ranks that divide its weights call it.
+
+    Raises:
+        InputError: when the model or optimizer has state that no checkpoint can hold.
+    """
+    first = own.replica == 0
+    weights = whole_state(own.module) if first else _buffers(own.module)
+    if own.optimizer is None or not (first or own.sharding is not None):
+        return Content(weights, None, {})
+    optimizer, kept = take_state(own.optimizer, own.module, own.learning_rate_factor, own.sharding)
+    shapes = {name: parameter.shape for name, parameter in own.module.named_parameters()}
+    division = divided_weights(own.module)
+    for name, state in optimizer.states.items():
+        for stored in state.stored(name).values():
+            if kept[stored].shape == shapes[name]:
+                kept[stored] = division.whole(name, kept[stored])
+    return Content(weights, optimizer, kept)
+
+
+def write_part(folder: Path, own: Restorable, content: Content | None = None) -> StagePart:
     """Write the files of one stage replica to `folder`, and return what is in them.
+
+    Args:
+        content: if that is known already.
 
     Raises:
         InputError: when the model or optimizer has state that no checkpoint can hold.
         OSError: when the disk is full or the folder cannot be written.
     """
+    content = content or content_of(own)
     first = own.replica == 0
     stem = f"stage-{own.stage}" + ("" if first else f"-replica-{own.replica}")
-    tensors, aliases = distinct(own.module.state_dict() if first else _buffers(own.module))
+    tensors, aliases = distinct(content.weights)
     weights = _write_file(folder, f"{stem}.weights.safetensors", tensors)
-    optimizer = file = None
+    file = None
     extras: dict[str, Any] = {}
     if first:
         extras = {name: to_json(each.state_dict(), f"the state of the {name}") for name, each in own.extras.items()}
-    if own.optimizer is not None and (first or own.sharding is not None):
-        optimizer, kept = take_state(own.optimizer, own.module, own.learning_rate_factor, own.sharding)
-        file = _write_file(folder, f"{stem}.optimizer.safetensors", kept)
+    if content.optimizer is not None:
+        file = _write_file(folder, f"{stem}.optimizer.safetensors", content.optimizer_tensors)
     return StagePart(
         stage=own.stage,
         replica=own.replica,
         weights=weights,
         aliases=aliases,
-        optimizer=optimizer,
+        optimizer=content.optimizer,
         optimizer_file=file,
         extras=extras,
     )

@@ -37,4 +37,4 @@ def likely_cause(
 
 def _compute_s(plan: Plan, rank: int) -> float:
     """Return the seconds that a worker computes per minibatch by the profile."""
-    return sum(plan.computing_s(stage) / stage.replicas for stage in plan.stages if rank in stage.ranks)
+    return sum(plan.computing_s(stage) / len(stage.ranks) for stage in plan.stages if rank in stage.ranks)

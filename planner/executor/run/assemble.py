@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import ChainMap
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import chain
@@ -22,13 +23,14 @@ from planner.executor.run.context import PipelineContext
 from planner.executor.run.replica import StageReplica
 from planner.executor.run.worker import Observers, PipelineWorker
 from planner.executor.stage.optimizer import JointNorm
+from planner.formats.groups import groups_of_ranks
 from planner.schedule.instructions import Instruction
 from planner.schedule.schedule import PipelineShape, stream
 
 
 @dataclass(frozen=True)
 class Groups:
-    """The process groups that every pipeline needs; `replicas` has one for each replicated stage."""
+    """The process groups that every pipeline needs; `replicas` has one for each replicated stage of this worker."""
 
     links: LinkGroups
     replicas: Mapping[int, dist.ProcessGroup]
@@ -36,9 +38,19 @@ class Groups:
     @classmethod
     def create(cls, context: PipelineContext) -> Groups:
         """Make the groups. torch.distributed wants every worker to make every group, in the same order."""
-        links = LinkGroups.create(context.groups, lambda: all_streams(*context.shapes))
-        stages = enumerate(context.plan.stages)
-        return cls(links, {index: context.groups.of(stage.ranks) for index, stage in stages if stage.replicas > 1})
+        lanes = list(zip(*map(context.in_lanes, context.shapes), strict=True))
+        links = LinkGroups.create(context.groups, lambda: ChainMap(*(dict(all_streams(*shapes)) for shapes in lanes)))
+        for ranks in groups_of_ranks(context.job.plan):
+            group = context.groups.of(ranks)
+            if context.tensor is not None and context.rank in ranks:
+                context.tensor.connect(group, context.place.compute)
+        replicas = {}
+        for shape, *_ in lanes:
+            for index, ranks in enumerate(shape.ranks):
+                made = context.groups.of(ranks) if len(ranks) > 1 else None
+                if made is not None and context.rank in ranks:
+                    replicas[index] = made
+        return cls(links, replicas)
 
 
 def all_streams(*shapes: PipelineShape) -> Mapping[int, Iterable[Instruction]]:

@@ -6,12 +6,15 @@ import gc
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from planner.devices.groups import DataGroups
 from planner.devices.place import Place
+from planner.errors import PlanError
 from planner.executor.communication.control import message_timeout
 from planner.executor.communication.sharding import Sharding
 from planner.executor.communication.shared import SharedGradients, SharedParameter, shared_parameters
@@ -23,6 +26,7 @@ from planner.executor.run.stages import Modules, build_modules, check_sizes, tra
 from planner.executor.run.synchronous_start import SynchronousStart, start_of, with_start
 from planner.executor.run.weighed import weighed
 from planner.executor.stage.optimizer import StageOptimizer
+from planner.formats.groups import of_lane
 from planner.formats.plan import Plan, Stage
 from planner.formats.plan_shape import shape_of
 from planner.model.capture.graph import ValueSpec
@@ -37,6 +41,9 @@ from planner.schedule.instructions import Instruction
 from planner.schedule.schedule import PipelineShape
 from planner.schedule.streams.segments import segment_stream, segments
 
+if TYPE_CHECKING:
+    from planner.model.tensor.group import TensorGroup
+
 
 @dataclass(frozen=True, kw_only=True)
 class Context:
@@ -50,11 +57,17 @@ class Context:
     data: BatchSource
     minibatches: int  # of the whole run
     groups: DataGroups
+    tensor: TensorGroup | None = None  # the ranks that divide this worker's layers with it
+
+    @cached_property
+    def plan(self) -> Plan:
+        """The plan of the job, as ranks of this one's place in their groups see it."""
+        return self.job.plan if self.tensor is None else of_lane(self.job.plan, self.tensor.place)
 
     @property
-    def plan(self) -> Plan:
-        """The plan of the job."""
-        return self.job.plan
+    def speaks(self) -> bool:
+        """Whether this worker reports and saves what all ranks of its group have alike."""
+        return self.tensor is None or self.tensor.place == 0
 
     @property
     def microbatch_size(self) -> int:
@@ -97,6 +110,11 @@ class PipelineContext(Context):
         """Return the shape of the segment that begins with `minibatch`."""
         return self.start.shape if self.start is not None and minibatch < self.start.minibatches else self.shape
 
+    def in_lanes(self, shape: PipelineShape) -> list[PipelineShape]:
+        """Return a shape as the ranks of each place in their groups have it."""
+        plans = (of_lane(self.job.plan, place) for place in range(max(self.job.plan.degrees)))
+        return [replace(shape, ranks=tuple(stage.ranks for stage in plan.stages)) for plan in plans]
+
     @property
     def shapes(self) -> tuple[PipelineShape, ...]:
         """The shapes of all segments."""
@@ -112,7 +130,7 @@ class PipelineContext(Context):
             yield from segments(*part, self.job.checkpoints.every)
 
     def is_first_replica(self, stage: int) -> bool:
-        """Return whether this worker speaks for all replicas of `stage`."""
+        """Return whether this worker speaks for all replicas of `stage`, as far as it `speaks` for its group."""
         return self.rank == self.plan.stages[stage].ranks[0]
 
 
@@ -128,9 +146,12 @@ def pipeline_context(
     Raises:
         PlannerError: when the model, the plan and the options do not fit together.
     """
-    plan, rank = job.plan, int(os.environ["RANK"])
-    numbers = [number for number, stage in enumerate(plan.stages) if rank in stage.ranks]
-    built = build_modules(job, numbers, spec, place.compute.type)
+    rank = int(os.environ["RANK"])
+    numbers = [number for number, stage in enumerate(job.plan.stages) if rank in stage.ranks]
+    tensor = tensor_group(job.plan, rank)
+    built = build_modules(job, numbers, spec, place.compute.type, tensor)
+    lane = job if tensor is None else job.model_copy(update={"plan": of_lane(job.plan, tensor.place)})
+    plan = lane.plan
     spec = spec.without_model()
     # The graphs are full of cycles; with them go the weights of other stages, if they were made.
     gc.collect()
@@ -149,7 +170,7 @@ def pipeline_context(
             made = make_batches(spec, *sizes, job.seed, drop_last=job.options.drop_last)
             return weighed(made, part.loss, spec, whole=has_loss)
 
-        data = ReadAhead(with_start(job, make), pinned=place.compute.type == "cuda")
+        data = ReadAhead(with_start(lane, make), pinned=place.compute.type == "cuda")
     check_sizes(built.training.values(), data.last_sizes)
     check_sizes(built.training.values(), data.start_sizes, of_start=True)
     shape = replace(shape_of(plan), accumulate=job.options.accumulate, shared=tuple(sorted(built.shared)))
@@ -163,15 +184,40 @@ def pipeline_context(
         minibatches=data.minibatches(job.steps, job.epochs),
         groups=data_groups(job, place),
         shape=shape,
-        start=start_of(job, data, shape),
-        stages=_held_stages(job, built, spec, shape, place),
+        tensor=tensor,
+        start=start_of(lane, data, shape),
+        stages=_held_stages(lane, built, spec, shape, place),
         transfers=transfers,
         evaluation=built.evaluation,
         deferred=built.deferred,
     )
-    if plan.compiled or place.compute.type == "cuda":
+    if (plan.compiled or place.compute.type == "cuda") and tensor is None:  # ranks of a group run together
         _warm_up(context)
     return context
+
+
+def tensor_group(plan: Plan, rank: int) -> TensorGroup | None:
+    """Return the group of ranks that divides a worker's layers; None where each is whole on a rank.
+
+    Raises:
+        PlanError: for divided layers that the executor does not run.
+    """
+    degrees = set(plan.degrees)
+    if degrees == {1}:
+        return None
+    problem = None
+    if len(degrees) > 1:
+        problem = "stages whose groups have different sizes", "solve with one degree, such as `tensor=2`"
+    elif plan.compiled:
+        problem = "divided layers that are compiled", "profile without `compile`, or solve with `tensor=1`"
+    elif any(stage.sharded for stage in plan.stages):
+        problem = "divided layers whose replicas divide the optimizer, too", "solve with `shard_optimizer=never`"
+    if problem is not None:
+        raise PlanError(f"the executor does not run {problem[0]} ('{plan.config}')", hint=problem[1])
+    from planner.model.tensor.group import TensorGroup  # with DTensor, whose import takes a second
+
+    degree = degrees.pop()
+    return TensorGroup(degree, next(stage.ranks.index(rank) for stage in plan.stages if rank in stage.ranks) % degree)
 
 
 def data_groups(job: Job, place: Place) -> DataGroups:

@@ -140,7 +140,8 @@ class Evaluator:
     def _all_streams(self) -> Mapping[int, Iterator[Instruction]]:
         """Return all workers' streams of as many batches as it takes replicas to meet all those that they ever meet."""
         batches = math.lcm(*self._shape.replicas)
-        return {rank: evaluation_stream(self._shape, rank, batches) for rank in self._shape.first_stages}
+        lanes = self._context.in_lanes(self._shape)
+        return {rank: evaluation_stream(shape, rank, batches) for shape in lanes for rank in shape.first_stages}
 
     def _batch(self, stage: int, unit: Unit) -> Batch | None:
         """Return the samples, if the stage's layers or metrics(output, target) read them."""
@@ -178,7 +179,7 @@ class Evaluator:
             return None
         content = json.dumps(totals).encode()
         parts = gather_bytes(content, ranks=self._last_ranks)
-        if not parts:
+        if not parts or not self._context.speaks:
             return None
         sums: dict[str, float] = {}
         for part in parts:

@@ -101,7 +101,7 @@ def gather_result(context: Context, report: WorkerReport, course: Course) -> Tra
         samples_per_s=samples_per_s,
         predicted_samples_per_s=predicted,
         synchronous_start=course.start,
-        likely_cause=likely_cause(plan, reports, predicted, samples_per_s)
+        likely_cause=likely_cause(job.plan, reports, predicted, samples_per_s)
         if predicted and job.baseline is None
         else None,
         random_data=data.random,

@@ -58,6 +58,7 @@ class StageReplica:
         self._recomputes = context.plan.stages[stage.number].recomputes
         # Replicas have equal gradients, or each a part of them.
         self._counts_in_norm = context.is_first_replica(stage.number) or sharding is not None
+        self._tells_loss = context.speaks
         self._statistics = MinibatchStatistics(stage.module, replicas)
         self._units: dict[Unit, _InFlight] = {}
         self._averaged = 1  # minibatches whose gradients the next update averages
@@ -132,7 +133,7 @@ class StageReplica:
         record.gradients.clear()
         record.loss = None
         self._forget_if_done(unit, record)
-        return None if loss is None else loss.detach()
+        return None if loss is None or not self._tells_loss else loss.detach()
 
     def backward_weight(self, unit: Unit, *, last_of_round: bool) -> None:
         """Run the part of a backward that `split` left."""

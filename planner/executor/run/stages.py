@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from planner.errors import ModelFileError, PlanError
 from planner.executor.communication.shared import separate_copies, use_parameters
@@ -16,6 +17,11 @@ from planner.model.spec import TrainingSpec
 from planner.model.stage.evaluation import EvaluationStages, build_evaluation
 from planner.model.stage.parts import Variant
 from planner.model.stage.stage import StageModule, build_stage
+from planner.model.tensor.division import UNDIVIDED, division_of, keep_parts
+from planner.model.tensor.plan import tensor_parallel_plan
+
+if TYPE_CHECKING:
+    from planner.model.tensor.group import TensorGroup
 
 SharedNames = Mapping[tuple[int, int], Collection[str]]  # for two stages, the trained weights that both hold
 
@@ -30,7 +36,9 @@ class Modules:
     deferred: bool  # whether no other stage's weights were made to build them
 
 
-def build_modules(job: Job, stages: Sequence[int], spec: TrainingSpec, kind: str) -> Modules:
+def build_modules(
+    job: Job, stages: Sequence[int], spec: TrainingSpec, kind: str, tensor: TensorGroup | None = None
+) -> Modules:
     """Build the model, capture it, and keep the layers of `stages`.
 
     The modules have no reference to the model or its graph, so the weights of other stages are freed with these.
@@ -38,6 +46,7 @@ def build_modules(job: Job, stages: Sequence[int], spec: TrainingSpec, kind: str
     Args:
         job: with the plan, whose model it must be.
         kind: of the device that trains, "cpu" or "cuda".
+        tensor: the ranks that divide the stages' layers; None where each is whole on a rank.
 
     Raises:
         PlanError: when the plan has no model, when the captured model is not the one that was profiled, or when
@@ -54,13 +63,18 @@ def build_modules(job: Job, stages: Sequence[int], spec: TrainingSpec, kind: str
     shared = _shared(job, graph, spec)
     # An undivided minibatch is its own microbatch, whose statistics are the whole minibatch's.
     defer_norms = job.options.deferred_batch_norm and plan.microbatches > 1
-    variant = Variant(compiled=plan.compiled, defer_batch_norm=defer_norms)
+    division = UNDIVIDED
+    if tensor is not None:
+        division = division_of(graph, tensor_parallel_plan(spec, graph.model), tensor)
+    variant = Variant(compiled=plan.compiled, defer_batch_norm=defer_norms, division=division)
     modules = {stage: _built(graph, plan.stages[stage], variant) for stage in stages}
     separate_copies(list(modules.values()))
+    for module in modules.values():
+        keep_parts(module)
     if evaluation is None:
         return Modules(modules, None, shared, initial.deferred)
     cut = [stage.layers for stage in plan.stages]
-    evaluated = build_evaluation(graph, cut, evaluation, stages, output=spec.defines("metrics"))
+    evaluated = build_evaluation(graph, cut, evaluation, stages, output=spec.defines("metrics"), division=division)
     for stage, module in evaluated.modules.items():
         use_parameters(module, modules[stage])
     return Modules(modules, evaluated, shared, initial.deferred)

@@ -33,6 +33,7 @@ from planner.executor.run.under_way import UnderWay
 from planner.executor.run.worker import Observers, PipelineWorker
 from planner.formats.timeline import Timeline
 from planner.model.spec import TrainingSpec
+from planner.model.tensor.division import whole_state
 from planner.schedule.instructions import Forward, Instruction, Receive, Unit, Update
 
 TimelineCallback = Callable[[Timeline], None]
@@ -178,15 +179,15 @@ class _Run:
 def save_weights(context: PipelineContext, path: Path) -> None:
     """Gather the whole model's weights on rank 0 and write them; all workers call it."""
     mine = [stage.module for number, stage in context.stages.items() if context.is_first_replica(number)]
-    state = {name: tensor for module in mine for name, tensor in module.state_dict().items()}
+    state = {name: tensor for module in mine for name, tensor in whole_state(module).items()}
     context.heartbeat.enter("writing the weights", meeting=True)
-    save_gathered(state, path)
+    save_gathered(state if context.speaks else {}, path)
 
 
 def _advise(context: PipelineContext) -> None:
     """Warn, on one worker of the stage whose gradients are latest, where the optimizer suits late ones badly."""
     stage = context.stages.get(0)
-    if stage is None or stage.optimizer.optimizer is None or not context.is_first_replica(0):
+    if stage is None or stage.optimizer.optimizer is None or not context.is_first_replica(0) or not context.speaks:
         return
     late = context.shape.schedule.staleness(context.shape.in_flight(0))
     if (advice := late_momentum(late, stage.optimizer.optimizer)) is not None:
@@ -213,7 +214,7 @@ def _units(context: PipelineContext, instructions: Iterable[Instruction]) -> Ite
 
 def _with_hooks(context: PipelineContext, first: int, on_progress: ProgressCallback | None) -> ProgressCallback | None:
     """Add the user's hook and TensorBoard, on the worker that reports updates."""
-    if not context.is_first_replica(len(context.plan.stages) - 1):
+    if not context.is_first_replica(len(context.plan.stages) - 1) or not context.speaks:
         return on_progress
     folder = context.job.options.tensorboard
     return all_of(on_progress, hook(context.spec), tensorboard(folder, first) if folder is not None else None)
@@ -224,7 +225,7 @@ def _update_callback(
 ) -> Callable[[Update, WorkerLog], None] | None:
     """Report the updates of the last stage, on its first replica."""
     last = len(context.plan.stages) - 1
-    if on_progress is None or not context.is_first_replica(last):
+    if on_progress is None or not context.is_first_replica(last) or not context.speaks:
         return None
     per_update = context.shape.minibatches_per_update(last)
     report = progress_reporter(on_progress, context.minibatches, per_update, context.minibatch_size)

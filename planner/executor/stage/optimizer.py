@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from planner.executor.communication.sharding import Sharding
 from planner.executor.stage.loss_scaler import LossScaler
 from planner.model.elementwise import is_elementwise
 from planner.model.spec import TrainingSpec
+from planner.model.tensor.division import divided_weights
 
 
 class StageOptimizer:
@@ -50,9 +51,16 @@ class StageOptimizer:
         self.learning_rate_factor = learning_rate_factor if trained else 1.0
         self.optimizer = spec.optimizer(trained) if trained else None  # user code, which may not expect an empty list
         self.sharding = sharding
+        self._division = divided_weights(module)
+        dimensions = self._division.dimensions
+        self._alike = [parameter for name, parameter in trained.items() if name not in dimensions]
+        if len(self._alike) < len(trained) and self.optimizer is not None:
+            _check_elementwise(self.optimizer, "weights over ranks", "solve with `tensor=1`")
         self._stepped = {parameter: parameter for parameter in self.parameters}  # what steps, by whole parameters
         if sharding is not None and self.optimizer is not None:
-            _check_elementwise(self.optimizer)
+            _check_elementwise(
+                self.optimizer, "the optimizer's state over replicas", "solve again with `shard_optimizer=never`"
+            )
             sharding.divide(self.optimizer)
             self._stepped = {parameter: shard.stepped for parameter, shard in sharding.shards.items()}
         for group in self.optimizer.param_groups if self.optimizer is not None else ():
@@ -78,11 +86,14 @@ class StageOptimizer:
                 self._overflow = overflow if self._overflow is None else self._overflow | overflow
 
     def squared_norm(self, leave_out: Iterable[nn.Parameter] = ()) -> float:
-        """Unscale all gradients and return their squared norm, of this replica's part; inf or nan after an overflow."""
+        """Unscale all gradients and return their squared norm; inf or nan after an overflow.
+
+        It is this replica's part where replicas divide the optimizer, and this rank's where ranks divide the weights.
+        """
         self._prepare()
         if self._overflow is not None and bool(self._overflow):
             return math.inf
-        left_out = set(leave_out)
+        left_out = {*leave_out, *self._counted_elsewhere}
         gradients = self._gradients(stepped for whole, stepped in self._stepped.items() if whole not in left_out)
         # Squared in float64: its root is exactly the norm that float32 gave, as clip_grad_norm_ would use it.
         return float(get_total_norm(gradients)) ** 2 if gradients else 0.0
@@ -131,17 +142,33 @@ class StageOptimizer:
     def _own_squared_norm(self) -> float:
         """Return the stage's squared norm."""
         own = self.squared_norm()
-        return own if self.sharding is None else float(self.sharding.sum(self._number(own)))
+        return own if self._is_whole else float(self._sum(self._number(own)))
 
     def _norm(self, squared: float | None) -> Tensor:
         """Return the root of a squared norm; for None this stage's own norm, which stays on the device."""
         if squared is not None:
             return torch.tensor(math.sqrt(squared))
-        gradients = self._gradients(self._stepped.values())
-        if self.sharding is None:
+        elsewhere = set(self._counted_elsewhere)
+        gradients = self._gradients(stepped for whole, stepped in self._stepped.items() if whole not in elsewhere)
+        if self._is_whole:
             return get_total_norm(gradients)
         own = get_total_norm(gradients) if gradients else self._number(0.0)
-        return self.sharding.sum(own.double().square()).sqrt().to(own.dtype)
+        return self._sum(own.double().square()).sqrt().to(own.dtype)
+
+    @property
+    def _is_whole(self) -> bool:
+        """Whether this worker has all gradients of the stage."""
+        return self.sharding is None and self._division.group is None
+
+    @property
+    def _counted_elsewhere(self) -> Sequence[nn.Parameter]:
+        """Parameters whose gradients another rank counts that has them, too."""
+        return () if self._division.speaks else self._alike
+
+    def _sum(self, value: Tensor) -> Tensor:
+        """Return the sum of all parts of a number."""
+        total = value if self.sharding is None else self.sharding.sum(value)
+        return total if self._division.group is None else self._division.group.sum(total)
 
     def _number(self, value: float) -> Tensor:
         """Return `value` on the device of the parameters."""
@@ -161,16 +188,16 @@ class StageOptimizer:
         return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
 
-def _check_elementwise(optimizer: Optimizer) -> None:
+def _check_elementwise(optimizer: Optimizer, what: str, hint: str) -> None:
     if is_elementwise(optimizer):
         return
-    name, hint = type(optimizer).__name__, "solve again with `shard_optimizer=never`"
+    name = type(optimizer).__name__
     if getattr(optimizer, "elementwise", None) is False:
         reason = f"{name} updates an element by what its whole parameter is"
     else:
         reason = f"nobody says that {name} treats each element of a parameter alone"
         hint += f"; or, if it does, let optimizer() set {name}.elementwise = True"
-    raise PlanError(f"the plan divides the optimizer's state over replicas, but {reason}", hint=hint)
+    raise PlanError(f"the plan divides {what}, but {reason}", hint=hint)
 
 
 class JointNorm:

@@ -18,7 +18,9 @@ from planner.errors import CaptureError
 from planner.model.batch import Batch
 from planner.model.capture.graph import GraphLayer, LayerGraph, ValueSpec
 from planner.model.stage.graph_stage import CONSTANT
+from planner.model.stage.parts import Variant
 from planner.model.stage.stage import StageModule, build_stage
+from planner.model.tensor.division import UNDIVIDED, DividedWeights
 
 
 def matching_cut(training: LayerGraph, cut: Sequence[Sequence[str]], evaluation: LayerGraph) -> list[list[str]]:
@@ -108,13 +110,20 @@ class EvaluationStages:
 
 
 def build_evaluation(
-    training: LayerGraph, cut: Sequence[Sequence[str]], evaluation: LayerGraph, wanted: Sequence[int], *, output: bool
+    training: LayerGraph,
+    cut: Sequence[Sequence[str]],
+    evaluation: LayerGraph,
+    wanted: Sequence[int],
+    *,
+    output: bool,
+    division: DividedWeights = UNDIVIDED,
 ) -> EvaluationStages:
     """Return the stages of `evaluation` that match the stages of `cut`.
 
     Args:
         evaluation: the graph of the same model in evaluation mode.
         output: whether the last stage receives the model's output.
+        division: the weights that a group of ranks divides.
 
     Raises:
         CaptureError: when the evaluation graph cannot be divided so, or its output cannot be sent.
@@ -132,7 +141,11 @@ def build_evaluation(
         # A node with users in later stages has a spec: otherwise its layer would have been joined with theirs.
         for source, target in pairwise(sorted({stage_of[index], *users})):
             transfers.setdefault((source, target), []).append(evaluation.specs[node])
-    modules = {stage: build_stage(evaluation, stages[stage], keep) for stage in wanted if stages[stage]}
+    modules = {
+        stage: build_stage(evaluation, stages[stage], keep, Variant(division=division))
+        for stage in wanted
+        if stages[stage]
+    }
     made = _model_output(evaluation) if output else _no_output
     return EvaluationStages(modules, transfers, last, made, evaluation.batch_size, evaluation.options.autocast)
 

@@ -25,6 +25,7 @@ from planner.model.state.deferred_norm import (
     running_statistics,
 )
 from planner.model.state.randomness import is_random, reseed
+from planner.model.tensor.regions import Regions
 from planner.model.weights.of_stage import weights_of
 
 CONSTANT = "_constant_"  # begins the names of constants and nested graphs, which are of this graph alone
@@ -80,6 +81,7 @@ class _Builder:
         self._kind: fx.Node | None = None  # of the device, for the graphs nested within that run under autocast
         self._copies: dict[fx.Node, fx.Node] = {}
         self._attributes: dict[fx.Node, str] = {}
+        self._regions = Regions(graph, variant.division, self._new)
         self._deferred: dict[fx.Node, RunningStatistics] = {}
         if variant.defer_batch_norm:
             nodes = [node for layer in self._layers for node in layer.nodes]
@@ -99,7 +101,7 @@ class _Builder:
             if self._variant.observable:
                 self._new.call_function(_notify, (self._observer, index, self._last_on_gradient_path(layer)))
         results = [*boundary.sent, graph.loss] if boundary.has_loss else boundary.sent
-        self._new.output(tuple(self._copies[node] for node in results))
+        self._new.output(tuple(self._regions.whole(node, self._copies) for node in results))
         # Only the generated function is kept; the module around it, with the graph, is dropped.
         run = type(fx.GraphModule(self._weights, self._new)).forward
         self.places = {copy.name: place for node, copy in self._copies.items() if (place := user_place(node))}
@@ -140,12 +142,12 @@ class _Builder:
             return
         if enters_autocast(node.target) and self._kind is None:
             self._kind = self._new.call_function(getattr, (self._device, "type"))
-        copy = self._new.node_copy(node, self._copies.__getitem__)
+        copy = self._new.node_copy(node, self._regions.reader(node, self._copies))
         # The stage runs where its inputs are.
         copy.args, copy.kwargs = moved(node.target, copy.args, copy.kwargs, self._device, self._kind)
         if not self._variant.compiled:
             copy.target = FUNCTIONS.get(copy.target, copy.target)
-        self._copies[node] = copy
+        self._copies[node] = self._regions.result(node, copy)
 
     def _deferred_norm(self, node: fx.Node) -> fx.Node:
         running = self._deferred[node]
@@ -153,7 +155,9 @@ class _Builder:
         if place not in self._weights._modules:
             self._weights.add_module(place, DeferredNorm(running, self._weights.get_buffer(running.mean)))
         given = deferred_arguments(node)
-        return self._new.call_module(place, tuple(self._copies[a] if isinstance(a, fx.Node) else a for a in given))
+        return self._new.call_module(
+            place, tuple(self._regions.whole(a, self._copies) if isinstance(a, fx.Node) else a for a in given)
+        )
 
     def _last_on_gradient_path(self, layer: GraphLayer) -> fx.Node | None:
         for node in reversed(layer.nodes):

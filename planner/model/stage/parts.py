@@ -18,6 +18,7 @@ from planner.model.capture.graph import LOSS, GraphLayer, Input, LayerGraph, Val
 from planner.model.capture.size import evaluate_number, samples_in
 from planner.model.memory_format import channels_last
 from planner.model.stage.fast_calls import Registry
+from planner.model.tensor.division import UNDIVIDED, DividedWeights
 from planner.model.weights.recurrent import RecurrentWeights, recurrent_weights
 
 
@@ -41,12 +42,14 @@ class Variant:
             instead of updating their running statistics.
         recompute: groups of layers, by name, that keep only the values that enter them, and run their forward again
             right before their own backward. It excludes `observable`: layers would be told of twice.
+        division: the weights that a group of ranks divides.
     """
 
     observable: bool = False
     compiled: bool = False
     defer_batch_norm: bool = False
     recompute: tuple[tuple[str, ...], ...] = ()
+    division: DividedWeights = UNDIVIDED
 
     def __post_init__(self) -> None:
         assert not (self.observable and self.compiled), "what is compiled has no layers"

@@ -20,6 +20,7 @@ from planner.model.stage.parts import AS_CAPTURED, LayerObserver, StageParts, Va
 from planner.model.stage.segments import FAILURES
 from planner.model.state.deferred_norm import DeferredNorm
 from planner.model.state.randomness import RandomKey
+from planner.model.tensor.division import UNDIVIDED, DividedWeights
 
 
 class StageModule(nn.Module):
@@ -32,15 +33,16 @@ class StageModule(nn.Module):
     _parts: StageParts
     _key: RandomKey
     _observer: LayerObserver | None
+    division: DividedWeights  # which of its weights are parts
 
-    def __init__(self, parts: StageParts) -> None:
+    def __init__(self, parts: StageParts, division: DividedWeights = UNDIVIDED) -> None:
         super().__init__()
         # The generated code looks the weights up in a module of their own. The stage shares that module's registries,
         # so that .to(), state_dict() and the like see the weights.
         for registry in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
             self.__dict__[registry] = getattr(parts.weights, registry)
         # Not by nn.Module's assignment, which would write to the model's registries where it has the same names.
-        self.__dict__.update(_parts=parts, _key=RandomKey(), _observer=None)
+        self.__dict__.update(_parts=parts, _key=RandomKey(), _observer=None, division=division)
 
     @property
     def received(self) -> tuple[ValueSpec, ...]:
@@ -161,7 +163,7 @@ def build_stage(
     parts = (graph_parts if graph.blocks is None else block_parts)(graph, boundary, variant)
     if graph.options.channels_last:
         lay_out(parts.weights)  # again, for deferred weights: they were made after the capture
-    return StageModule(parts)
+    return StageModule(parts, variant.division)
 
 
 def _range(graph: LayerGraph, layer_names: Sequence[str]) -> tuple[int, int]:

@@ -1,16 +1,11 @@
 """Estimate layers that groups of ranks divide between them: the model of one rank is built, and traced like any other.
 
-Which modules are divided, the model says: a model file by `tensor_parallel_plan()`, models of transformers by their
-`tp_plan`. Both name modules by patterns, as in `{"model.layers.*.mlp.up_proj": "colwise"}`. A "colwise" product has a
-part of the outputs on each rank, and its ranks sum up the gradients of its input; a "rowwise" one has a part of the
-inputs, and they sum up its outputs, as do those of an embedding, each with a part of the vocabulary (Shoeybi et al.,
-"Megatron-LM", 2019, section 3). What gathers its output, and what is not named, is whole on every rank.
+Its modules have the parts of their weights that one rank has: see `planner.model.tensor.plan`.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from torch import nn
@@ -18,27 +13,7 @@ from torch import nn
 from planner.errors import CaptureError, InputError, ModelFileError
 from planner.formats.profile import DEGREE_COLUMNS, DegreeCosts, Layer, Profile
 from planner.model.spec import TrainingSpec
-
-Plan = Mapping[str, str]  # how modules are divided, by patterns of their names
-_COLUMNS, _ROWS = ("colwise",), ("rowwise", "embedding_rowwise")
-
-
-def tensor_parallel_plan(training_spec: TrainingSpec, model: nn.Module) -> Plan:
-    """Return how the model's modules are divided.
-
-    Raises:
-        InputError: if neither the model file nor the model says so.
-    """
-    if training_spec.defines("tensor_parallel_plan"):
-        return training_spec.tensor_parallel_plan()
-    for name, module in model.named_modules():
-        if plan := getattr(module, "tp_plan", None):
-            return {f"{name}.{pattern}" if name else pattern: style for pattern, style in plan.items()}
-    raise InputError(
-        f"the model '{training_spec.name}' does not say how its layers are divided",
-        hint="write tensor_parallel_plan() into the model file, which returns patterns of module names and how each is "
-        'divided, such as {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}; or leave out `tensor`',
-    )
+from planner.model.tensor.plan import COLUMNS, ROWS, Plan, style_of
 
 
 def of_one_rank(training_spec: TrainingSpec, plan: Plan, degree: int) -> TrainingSpec:
@@ -48,8 +23,8 @@ def of_one_rank(training_spec: TrainingSpec, plan: Plan, degree: int) -> Trainin
     def build_model() -> nn.Module:
         model: nn.Module = build()
         for name, module in model.named_modules():
-            if (style := _style(plan, name)) in _COLUMNS + _ROWS:
-                _shrink(name, module, 1 if style in _ROWS and isinstance(module, nn.Linear) else 0, degree)
+            if (style := style_of(plan, name)) in COLUMNS + ROWS:
+                _shrink(name, module, 1 if style in ROWS and isinstance(module, nn.Linear) else 0, degree)
         return model
 
     return replace(training_spec, functions={**training_spec.functions, "build_model": build_model})
@@ -72,7 +47,7 @@ def degree_costs(whole: Profile, part: Profile, plan: Plan, degree: int) -> Degr
             f"the layers of '{whole.model}' on one of {degree} ranks are others than on one device",
             hint="leave out `tensor`",
         )
-    rows, columns = ([_has(layer, plan, styles) for layer in whole.layers] for styles in (_ROWS, _COLUMNS))
+    rows, columns = ([_has(layer, plan, styles) for layer in whole.layers] for styles in (ROWS, COLUMNS))
     sizes = (sum(value.output_bytes for value in layer.outputs) for layer in part.layers)
     forward = [size * flag for size, flag in zip(sizes, rows, strict=True)]
     backward = _summed_gradients(part, columns)
@@ -109,13 +84,7 @@ def _summed_gradients(profile: Profile, divided: Sequence[bool]) -> list[int]:
 
 def _has(layer: Layer, plan: Plan, styles: Collection[str]) -> bool:
     modules = {name.rpartition(".")[0] for name in layer.parameters}
-    return any(_style(plan, module) in styles for module in modules)
-
-
-def _style(plan: Plan, name: str) -> str | None:
-    """Return how a module is divided; a star in a pattern stands for a number."""
-    general = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
-    return plan.get(name, plan.get(general))
+    return any(style_of(plan, module) in styles for module in modules)
 
 
 def _shrink(name: str, module: nn.Module, dimension: int, degree: int) -> None:

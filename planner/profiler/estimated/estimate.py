@@ -9,9 +9,10 @@ from planner.errors import CaptureError, InputError, ModelFileError
 from planner.formats.profile import TF32, Compiled, Device, MemoryFormat, Profile
 from planner.model.elementwise import has_elementwise_optimizer
 from planner.model.spec import TrainingSpec
+from planner.model.tensor.plan import tensor_parallel_plan
 from planner.profiler.estimated.calibrate import Calibration, calibrated
 from planner.profiler.estimated.devices import DeviceSpec, DType, device_spec
-from planner.profiler.estimated.divided import cannot_divide, degree_costs, of_one_rank, tensor_parallel_plan
+from planner.profiler.estimated.divided import cannot_divide, degree_costs, of_one_rank
 from planner.profiler.estimated.execution import Execution, Fusion
 from planner.profiler.estimated.known_steps import KnownTimes
 from planner.profiler.estimated.operations import Costs

@@ -1,0 +1,135 @@
+"""The DTensors of a stage's code: what a group of ranks computes each with its part of the weights.
+
+Values are whole on every rank, as ordinary tensors, up to the first product that the ranks divide, and behind the one
+whose results they sum up. Between the two they are DTensors, which know which part each rank has, and what collectives
+an operation needs. So all that surrounds a stage, its messages, weight versions and gradients, sees ordinary tensors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+
+class TensorGroup:
+    """The ranks that divide a worker's stages between them; the code of stages calls its methods.
+
+    Args:
+        degree: number of ranks.
+        place: of this rank among them.
+    """
+
+    def __init__(self, degree: int, place: int) -> None:
+        self.degree, self.place = degree, place
+        self._mesh: DeviceMesh | None = None
+
+    def connect(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        """Compute with the other ranks from now on."""
+        self._mesh = DeviceMesh.from_group(group, device.type)
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The group as DTensor knows it."""
+        assert self._mesh is not None, "the workers have not joined"
+        return self._mesh
+
+    def enter(self, value: Tensor) -> Tensor:
+        """Return a value that all ranks have whole, for operations on divided ones; their gradients are summed up."""
+        return DTensor.from_local(value, self.mesh, [Replicate()], run_check=False)
+
+    def part(self, value: Tensor, dimension: int) -> Tensor:
+        """Return the value of which this rank has a part along `dimension`."""
+        return DTensor.from_local(value, self.mesh, [Shard(dimension)], run_check=False)
+
+    def leave(self, value: Tensor) -> Tensor:
+        """Return a divided value as a tensor that is whole on every rank."""
+        assert isinstance(value, DTensor)
+        whole: Tensor = value.redistribute(placements=[Replicate()]).to_local()
+        return whole
+
+    def sum(self, value: Tensor) -> Tensor:
+        """Return the sum of all ranks' values."""
+        return DTensor.from_local(value, self.mesh, [Partial()], run_check=False).full_tensor()
+
+    def dropout(self, value: Tensor, p: float, train: bool) -> Tensor:
+        """Drop what dropout of the whole value drops: every rank draws all of it, and takes its part.
+
+        A rank that drew for its part alone would draw other numbers than a run without tensor parallelism.
+        """
+        if not train or p == 0:
+            return value
+        noise = F.dropout(torch.ones(value.shape, dtype=value.dtype, device=value.device), p)
+        return value * self.enter(noise)
+
+    def attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """Attend with each rank's heads: `scaled_dot_product_attention`, of which DTensor lacks the CPU's kernels.
+
+        Where the ranks do not divide the heads, all of them compute the whole.
+        """
+        dimension = query.dim() - 3
+        heads = query.shape[dimension]
+        divides = dimension >= 0 and not any(each.shape[dimension] % self.degree for each in (query, key))
+        own = Shard(dimension) if divides else Replicate()
+        tensors = [each.redistribute(placements=[own]).to_local() for each in (query, key, value)]  # type: ignore[attr-defined]
+        mask = None
+        if attn_mask is not None:
+            assert isinstance(attn_mask, DTensor)
+            by_heads = divides and attn_mask.dim() >= 3 and attn_mask.shape[-3] == heads
+            placement = Shard(attn_mask.dim() - 3) if by_heads else Replicate()
+            gradient = placement if by_heads or not divides else Partial()
+            mask = attn_mask.redistribute(placements=[placement]).to_local(grad_placements=[gradient])
+        if dropout_p == 0:
+            q, k, v = tensors
+            made = F.scaled_dot_product_attention(
+                q, k, v, mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
+            )
+        else:
+            shape = (*query.shape[:-1], key.shape[-2])
+            noise = F.dropout(torch.ones(shape, dtype=query.dtype, device=query.device), dropout_p)
+            noise = noise.chunk(self.degree, dimension)[self.place] if divides else noise
+            made = _attention(tensors, mask, noise, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
+        return DTensor.from_local(made, self.mesh, [own], run_check=False)
+
+
+def _attention(
+    tensors: Sequence[Tensor],
+    mask: Tensor | None,
+    noise: Tensor,
+    *,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> Tensor:
+    """Attend with weights that are multiplied by `noise`: the formula of `scaled_dot_product_attention`.
+
+    Its kernels draw the numbers of their dropout themselves, and those of a part are others than those of the whole.
+    """
+    query, key, value = tensors
+    if enable_gqa:
+        shared = query.shape[-3] // key.shape[-3]
+        key, value = key.repeat_interleave(shared, -3), value.repeat_interleave(shared, -3)
+    root = math.sqrt(1 / math.sqrt(query.shape[-1]) if scale is None else scale)
+    scores = (query * root) @ (key.transpose(-2, -1) * root)
+    if is_causal:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    if mask is not None:
+        scores = scores.masked_fill(mask.logical_not(), -math.inf) if mask.dtype == torch.bool else scores + mask
+    return (scores.softmax(-1) * noise) @ value
