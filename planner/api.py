@@ -14,6 +14,7 @@ from planner.executor.launch import launch
 from planner.executor.observe.watchers import check_tensorboard
 from planner.executor.run.agreement import device_kind
 from planner.executor.run.synchronous_start import check_synchronous_start
+from planner.executor.run.tensor_group import check_divided
 from planner.formats.device_names import Backend, DeviceType
 from planner.formats.files import check_writable
 from planner.formats.plan import Plan
@@ -207,6 +208,7 @@ def check_trainable(plan: Plan) -> None:
     Raises:
         PlanError: with a hint how to make one that it can.
     """
+    check_divided(plan)
     ranks = sorted({rank for stage in plan.stages for rank in stage.ranks})
     if ranks != list(range(len(ranks))):
         idle = next(rank for rank in range(plan.cluster.gpus) if rank not in ranks)

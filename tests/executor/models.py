@@ -140,7 +140,7 @@ def optimizer(parameters):
 
 # Attention with fewer key-value heads and dropout of its own, dropout within and outside of what ranks divide, and an
 # embedding that they divide by its vocabulary.
-ATTENTION = '''
+ATTENTION = """
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -193,7 +193,7 @@ def loss(output, target):
 
 def optimizer(parameters):
     return OPTIMIZER
-'''
+"""
 
 # Appended to a model file: the samples of one example batch.
 DATASET = """
@@ -217,7 +217,7 @@ def dataset():
 
 # Attention with fewer key-value heads and dropout of its own, dropout within and outside of what ranks divide, and an
 # embedding that they divide by its vocabulary.
-ATTENTION = '''
+ATTENTION = """
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -270,7 +270,7 @@ def loss(output, target):
 
 def optimizer(parameters):
     return OPTIMIZER
-'''
+"""
 
 # Appended to a model file with a dataset: what to evaluate on, and how.
 EVALUATION = """

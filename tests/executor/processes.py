@@ -69,7 +69,8 @@ def run_jobs(jobs: Sequence[Job], folder: Path) -> list[TrainResult]:
 def _warm() -> ForkServerContext:
     """Start the process from which workers are forked."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["planner.executor.run.train", "torch.export", "torch._dynamo", "torch._inductor"])
+    torch_parts = [f"torch.{part}" for part in ("export", "_dynamo", "_inductor", "distributed.tensor")]
+    context.set_forkserver_preload(["planner.executor.run.train", *torch_parts])
     with mock.patch.dict(os.environ, _ENVIRONMENT):
         forkserver.ensure_running()
     return context

@@ -14,7 +14,6 @@ from torch import nn
 
 from planner.devices.groups import DataGroups
 from planner.devices.place import Place
-from planner.errors import PlanError
 from planner.executor.communication.control import message_timeout
 from planner.executor.communication.sharding import Sharding
 from planner.executor.communication.shared import SharedGradients, SharedParameter, shared_parameters
@@ -24,6 +23,7 @@ from planner.executor.run.data import BatchSource, make_batches
 from planner.executor.run.reading_ahead import ReadAhead
 from planner.executor.run.stages import Modules, build_modules, check_sizes, transferred
 from planner.executor.run.synchronous_start import SynchronousStart, start_of, with_start
+from planner.executor.run.tensor_group import tensor_group
 from planner.executor.run.weighed import weighed
 from planner.executor.stage.optimizer import StageOptimizer
 from planner.formats.groups import of_lane
@@ -194,30 +194,6 @@ def pipeline_context(
     if (plan.compiled or place.compute.type == "cuda") and tensor is None:  # ranks of a group run together
         _warm_up(context)
     return context
-
-
-def tensor_group(plan: Plan, rank: int) -> TensorGroup | None:
-    """Return the group of ranks that divides a worker's layers; None where each is whole on a rank.
-
-    Raises:
-        PlanError: for divided layers that the executor does not run.
-    """
-    degrees = set(plan.degrees)
-    if degrees == {1}:
-        return None
-    problem = None
-    if len(degrees) > 1:
-        problem = "stages whose groups have different sizes", "solve with one degree, such as `tensor=2`"
-    elif plan.compiled:
-        problem = "divided layers that are compiled", "profile without `compile`, or solve with `tensor=1`"
-    elif any(stage.sharded for stage in plan.stages):
-        problem = "divided layers whose replicas divide the optimizer, too", "solve with `shard_optimizer=never`"
-    if problem is not None:
-        raise PlanError(f"the executor does not run {problem[0]} ('{plan.config}')", hint=problem[1])
-    from planner.model.tensor.group import TensorGroup  # with DTensor, whose import takes a second
-
-    degree = degrees.pop()
-    return TensorGroup(degree, next(stage.ranks.index(rank) for stage in plan.stages if rank in stage.ranks) % degree)
 
 
 def data_groups(job: Job, place: Place) -> DataGroups:

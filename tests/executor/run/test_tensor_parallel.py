@@ -5,29 +5,34 @@ Models are in float64, where rounding is far from what a wrong gradient, or anot
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from planner.errors import PlanError
 from planner.executor.checkpoint.trained_weights import read_trained
-from planner.executor.job import CheckpointOptions, Job, TrainingOptions, TrainResult
+from planner.executor.job import CheckpointOptions, Job, TrainingOptions
 from planner.executor.run.data import make_batches
+from planner.executor.run.tensor_group import check_divided
+from planner.formats.plan import Plan
 from planner.formats.profile import Profile
 from planner.model.load import capture_file
-from planner.model.spec import TrainingSpec, load_model_file
+from planner.model.spec import load_model_file
 from planner.model.stage.stage import StageModule, build_stage
 from planner.schedule.instructions import Unit
 from tests.executor.models import write_model
-from tests.executor.plans import in_groups, make_plan, structural_profile
+from tests.executor.plans import in_groups, make_plan, sharded, structural_profile
 from tests.executor.processes import run_jobs
 from tests.executor.reference import Weights, delayed_updates, double_buffered, plain_training
+from tests.executor.run.test_exactness import recomputing
+from tests.samples import layer, profile
 
-BATCH_SIZE, SEED, MINIBATCHES = 4, 3, 20
-CLOSE = {"rtol": 1e-7, "atol": 1e-9}
+BATCH_SIZE, SEED = 4, 3
 
 
 class Reference:
@@ -47,51 +52,134 @@ class Reference:
         loss: Tensor = model(self.data.batch(Unit(minibatch, microbatch)), {})["loss"]
         return loss
 
-    def train(self, schedule: str, names: Sequence[Sequence[str]], replicas: Sequence[int]) -> tuple[list[float], Weights]:
+    def parts(self, model: nn.Module, minibatch: int) -> list[Tensor]:
+        return [self.loss(model, minibatch, microbatch) for microbatch in range(self.microbatches)]
+
+    def train(self, plan: Plan, minibatches: int) -> tuple[list[float], Weights]:
         """Return the losses and the weights at the end."""
-        make, count = self.spec.optimizer, self.microbatches
-        if schedule == "1f1b":
-            return delayed_updates(self.whole, names, replicas, make, self.loss, MINIBATCHES)
-        if schedule == "2bw":
-            return double_buffered(self.whole, names, replicas, make, self.loss, MINIBATCHES, count)
-        parts: Callable[[nn.Module, int], list[Tensor]] = lambda model, minibatch: [
-            self.loss(model, minibatch, microbatch) for microbatch in range(count)
-        ]
-        return plain_training(self.whole, make, parts, MINIBATCHES)
+        make = self.spec.optimizer
+        if not plan.schedule.asynchronous:
+            return plain_training(self.whole, make, self.parts, minibatches)
+        owner = {name: layer.name for layer in _profile(self.spec.origin).layers for name in layer.parameters}
+        trained = [name for name, _ in self.whole.named_parameters()]
+        names = [[name for name in trained if owner[name] in stage.layers] for stage in plan.stages]
+        if plan.schedule.divides:
+            return double_buffered(self.whole, names, plan.replicas, make, self.loss, minibatches, self.microbatches)
+        return delayed_updates(self.whole, names, plan.replicas, make, self.loss, minibatches)
 
 
 @cache
-def _profile(path: Path) -> Profile:
-    return structural_profile(path, BATCH_SIZE)
+def _profile(path: str) -> Profile:
+    return structural_profile(Path(path), BATCH_SIZE)
 
 
-def check(folder: Path, replicas: Sequence[int], schedules: Sequence[tuple[str, int]], optimizer: str = "momentum") -> None:
-    """Train with groups of two ranks, and compare with the reference."""
-    path = write_model(folder, "attention", optimizer)
+def assert_close(found: Weights, expected: Weights) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("replicas", "schedules", "minibatches"),
+    [
+        pytest.param((1,), [("1f1b", 1)], 20, id="1 stage"),
+        pytest.param((1, 1), [("2bw", 3)], 6, id="1-1"),
+        pytest.param((1,), [("1f1b-flush", 2), ("2bw", 2)], 20, id="1 stage, more", marks=pytest.mark.slow),
+        pytest.param((1, 1), [("1f1b", 1), ("1f1b-flush", 3), ("2bw", 3)], 20, id="1-1, more", marks=pytest.mark.slow),
+        pytest.param((2,), [("1f1b", 1), ("1f1b-flush", 3), ("2bw", 3)], 20, id="2", marks=pytest.mark.slow),
+    ],
+)
+def test_groups_of_two_ranks_train_as_one_rank_does(
+    replicas: tuple[int, ...], schedules: Sequence[tuple[str, int]], minibatches: int, tmp_path: Path
+) -> None:
+    """Losses and weights equal those of references that know neither stages nor groups; dropout included."""
+    path = write_model(tmp_path, "attention", "momentum")
     jobs = []
     for schedule, microbatches in schedules:
-        plan = in_groups(make_plan(_profile(path), replicas, schedule, microbatches), 2)
-        weights = str(folder / f"{schedule}.pt")
-        jobs.append(Job(model=str(path), plan=plan, steps=MINIBATCHES, seed=SEED, save_weights=weights))
-    for job, result, (schedule, microbatches) in zip(jobs, run_jobs(jobs, folder), schedules, strict=True):
-        owner = {name: layer.name for layer in _profile(path).layers for name in layer.parameters}
-        reference = Reference(path, microbatches)
-        all_names = [name for name, _ in reference.whole.named_parameters()]
-        names = [[name for name in all_names if owner[name] in stage.layers] for stage in job.plan.stages]
-        losses, expected = reference.train(schedule, names, replicas)
-        assert [entry.loss for entry in result.losses] == pytest.approx(losses, rel=1e-7), schedule
-        weights = torch.load(str(job.save_weights), weights_only=True)
-        for name, tensor in expected.items():
-            torch.testing.assert_close(weights[name], tensor, msg=lambda text: f"{schedule} {name}: {text}", **CLOSE)
+        plan = in_groups(make_plan(_profile(str(path)), replicas, schedule, microbatches), 2)
+        weights = str(tmp_path / f"{schedule}.pt")
+        jobs.append(Job(model=str(path), plan=plan, steps=minibatches, seed=SEED, save_weights=weights))
+    for job, result in zip(jobs, run_jobs(jobs, tmp_path), strict=True):
+        losses, expected = Reference(path, job.plan.microbatches).train(job.plan, minibatches)
+        assert [entry.loss for entry in result.losses] == pytest.approx(losses, rel=1e-7)
+        assert_close(torch.load(str(job.save_weights), weights_only=True), expected)
 
 
-def test_one_stage_of_two_ranks(tmp_path: Path) -> None:
-    check(tmp_path, (1,), [("1f1b", 1), ("1f1b-flush", 2), ("2bw", 2)])
+@pytest.mark.slow
+def test_checkpoints_go_from_groups_to_single_ranks_and_back(tmp_path: Path) -> None:
+    """Weights and momenta are whole in checkpoints, under their names in the model."""
+    path = write_model(tmp_path, "attention", "momentum", samples=1000)
+    costs = _profile(str(path))
+    plans = [
+        in_groups(make_plan(costs, (1, 1), "1f1b-flush", 2), 2),
+        sharded(make_plan(costs, (2, 2), "1f1b-flush", 2)),
+        in_groups(make_plan(costs, (2,), "1f1b-flush", 2), 2),
+        in_groups(make_plan(costs, (1,), "1f1b-flush", 2), 4),
+    ]
+    folder = tmp_path / "checkpoints"
+    jobs = []
+    for number, plan in enumerate(plans):
+        options = CheckpointOptions(every=4, folder=str(folder), resume="auto" if number else None)
+        jobs.append(Job(model=str(path), plan=plan, steps=4 * (number + 1), seed=SEED, checkpoints=options))
+    results = run_jobs(jobs, tmp_path)
+    losses, expected = Reference(path, 2).train(plans[0], 4 * len(plans))
+    assert [entry.loss for entry in results[-1].losses] == pytest.approx(losses, rel=1e-7)
+    assert_close(read_trained(folder), expected)
 
 
-def test_two_stages_of_two_ranks(tmp_path: Path) -> None:
-    check(tmp_path, (1, 1), [("1f1b", 1), ("1f1b-flush", 3), ("2bw", 3)])
+SHARED_HEAD = """
+class Net(Net):
+    def __init__(self):
+        super().__init__()
+        self.head.weight = self.embed.weight
+"""
+DIFFERENT: dict[str, dict[str, Any]] = {
+    "clipped apart": {"schedule": "1f1b", "options": TrainingOptions(clip_grad_norm=0.3)},
+    "clipped together": {"schedule": "1f1b-flush", "options": TrainingOptions(clip_grad_norm=0.3)},
+    "evaluated": {"schedule": "1f1b", "options": TrainingOptions(evaluate_every=4)},
+    "synchronous start": {"schedule": "1f1b", "options": TrainingOptions(synchronous_start=0.5)},
+    "recomputed": {"schedule": "1f1b", "recompute": True},
+    "zb-h1": {"schedule": "zb-h1"},
+    "interleaved": {"schedule": "interleaved", "stages": 4},
+    "tied": {"schedule": "1f1b-flush", "more": SHARED_HEAD},
+}
 
 
-def test_two_replicas_of_two_ranks(tmp_path: Path) -> None:
-    check(tmp_path, (2,), [("1f1b", 1), ("1f1b-flush", 3), ("2bw", 3)])
+@pytest.mark.slow
+def test_what_a_run_may_do_beside_training_is_as_without_groups(tmp_path: Path) -> None:
+    """Norms count every gradient once, evaluation and losses are told once, and tied weights step alike."""
+    results = []
+    for degree in (1, 2):
+        jobs = []
+        for name, case in DIFFERENT.items():
+            folder = tmp_path / f"{name} {degree}"
+            folder.mkdir()
+            path = write_model(folder, "attention", "adamw", samples=32, more=case.get("more", ""))
+            stages, schedule = case.get("stages", 2), case["schedule"]
+            divides = 1 if schedule == "1f1b" else 4
+            plan = make_plan(_profile(str(path)), (1,) * stages, schedule, divides, chunks=stages // 2)
+            if case.get("recompute"):
+                plan = recomputing(plan, (True, 2))
+            plan = in_groups(plan, degree) if degree > 1 else plan
+            weights, options = str(folder / "weights.pt"), case.get("options", TrainingOptions())
+            jobs.append(Job(model=str(path), plan=plan, steps=8, seed=SEED, save_weights=weights, options=options))
+        saved = ((result, job.save_weights) for job, result in zip(jobs, run_jobs(jobs, tmp_path), strict=True))
+        results.append([(result, torch.load(str(weights), weights_only=True)) for result, weights in saved])
+    for (one, weights), (two, others) in zip(*results, strict=True):
+        assert [each.loss for each in two.losses] == pytest.approx([each.loss for each in one.losses], rel=1e-6)
+        assert [each.loss for each in two.evaluations] == pytest.approx([each.loss for each in one.evaluations])
+        for name, tensor in weights.items():
+            torch.testing.assert_close(others[name], tensor, rtol=1e-5, atol=1e-7)
+
+
+def test_plans_that_the_executor_cannot_divide_are_refused_before_the_run() -> None:
+    plan = in_groups(make_plan(profile(*(layer(name) for name in "abc")), (2, 1)), 2)
+    uneven = [plan.stages[0], plan.stages[1].model_copy(update={"tensor": 1})]
+    changes: dict[str, dict[str, Any]] = {
+        "groups have different sizes": {"stages": tuple(uneven)},
+        "are compiled": {"compiled": True},
+        "divide the optimizer, too": {"stages": sharded(plan).stages},
+    }
+    for message, change in changes.items():
+        with pytest.raises(PlanError, match=message):
+            check_divided(plan.model_copy(update=change))

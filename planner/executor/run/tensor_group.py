@@ -1,0 +1,45 @@
+"""The ranks that divide a worker's layers with it, as its plan says."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from planner.errors import PlanError
+from planner.formats.plan import Plan
+
+if TYPE_CHECKING:
+    from planner.model.tensor.group import TensorGroup
+
+
+def tensor_group(plan: Plan, rank: int) -> TensorGroup | None:
+    """Return the group of ranks that divides a worker's layers; None where each is whole on a rank.
+
+    Raises:
+        PlanError: for divided layers that the executor does not run.
+    """
+    check_divided(plan)
+    degree = plan.stages[0].tensor
+    if degree == 1:
+        return None
+    from planner.model.tensor.group import TensorGroup  # with DTensor, whose import takes a second
+
+    return TensorGroup(degree, next(stage.ranks.index(rank) for stage in plan.stages if rank in stage.ranks) % degree)
+
+
+def check_divided(plan: Plan) -> None:
+    """Check that the executor can divide layers as a plan says.
+
+    Raises:
+        PlanError: when it cannot.
+    """
+    if max(plan.degrees) == 1:
+        return
+    problem = None
+    if len(set(plan.degrees)) > 1:
+        problem = "stages whose groups have different sizes", f"solve with one degree, `tensor={max(plan.degrees)}`"
+    elif plan.compiled:
+        problem = "divided layers that are compiled", "profile without `compile`, or solve with `tensor=1`"
+    elif any(stage.sharded for stage in plan.stages):
+        problem = "divided layers whose replicas divide the optimizer, too", "solve with `shard_optimizer=never`"
+    if problem is not None:
+        raise PlanError(f"the executor does not run {problem[0]}, as '{plan.config}' has them", hint=problem[1])
