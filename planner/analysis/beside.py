@@ -8,7 +8,7 @@ from planner.analysis.compare import OWN, Comparison
 from planner.analysis.given_plan import options_of
 from planner.analysis.solve_options import SolveOptions
 from planner.analysis.usual_ways import Way, usual_ways
-from planner.cost.layer_costs import LayerCosts
+from planner.cost.tensor import layer_costs_on
 from planner.errors import PlannerError
 from planner.formats.plan import OtherWay, Plan
 from planner.formats.profile import Profile
@@ -27,7 +27,7 @@ def with_baselines(profile: Profile, plan: Plan, patience: Patience) -> Plan:
     """
     budget = Budget(patience.at_most(LEAST_S).deadline)
     try:
-        ways = tuple(usual_ways(options_of(plan), LayerCosts(profile), plan.cluster, budget))
+        ways = tuple(usual_ways(options_of(plan), layer_costs_on(profile, plan.cluster), plan.cluster, budget))
     except PlannerError as error:
         return plan.noting(f"the baselines were not priced: {error.message}")
     return plan.model_copy(update={"baselines": tuple(map(_described, ways))})

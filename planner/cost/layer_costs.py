@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -19,24 +20,34 @@ from planner.cost.stage_options import Groups, StageOptions
 from planner.cost.work import Floats, Footprint, Integers, Work
 from planner.formats.blocks import blocks_of
 from planner.formats.cluster import DeviceKind
+from planner.formats.codecs import CODECS, FLOAT_BYTES, HALF_BYTES, Codec
 from planner.formats.device_kinds import profile_on
-from planner.formats.profile import Profile
+from planner.formats.profile import Profile, Value
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """A value, with the positions of the layer that makes it and of the layers that use it."""
+    """A value, with the positions of the layer that makes it and of the layers that use it.
+
+    `sent_bytes`, `returned_bytes`: of the value and its gradient on a link, which codes them.
+    """
 
     name: str
     producer: int
     users: tuple[int, ...]  # ascending
     output_bytes: int
     gradient_bytes: int
+    sent_bytes: int
+    returned_bytes: int
 
     @property
     def amounts(self) -> Floats:
-        """Bytes and numbers of messages over a cut that it crosses: activations, gradients; activations, gradients."""
-        return np.array([self.output_bytes, self.gradient_bytes, 1, self.gradient_bytes > 0], dtype=np.float64)
+        """Bytes and numbers of messages over a cut that it crosses: activations, gradients; activations, gradients.
+
+        Then the bytes of activations and gradients as tensors.
+        """
+        sizes = self.output_bytes, self.gradient_bytes
+        return np.array([self.sent_bytes, self.returned_bytes, 1, sizes[1] > 0, *sizes], dtype=np.float64)
 
 
 @dataclass(frozen=True)
@@ -66,6 +77,7 @@ class LayerCosts:
         tensors_only: whether the devices' overheads count elsewhere, but for the communicators that a stage has in any
             plan: two for earlier stages, two for later ones, and one for its replicas. They count as buffers.
         dividing: returns the profile of the layers on groups of so many ranks (`planner.cost.tensor`).
+        codec: of what stages exchange.
     """
 
     def __init__(
@@ -75,8 +87,10 @@ class LayerCosts:
         *,
         tensors_only: bool = False,
         dividing: Callable[[Profile, int], Profile] | None = None,
+        codec: Codec = CODECS["none"],
     ) -> None:
-        self.profile, self.versions, self.tensors_only, self._dividing = profile, versions, tensors_only, dividing
+        self.profile, self.versions, self.tensors_only = profile, versions, tensors_only
+        self._dividing, self._codec = dividing, codec
         overheads = Overheads.of(profile.device)
         self.overheads = None if tensors_only else overheads
         self._communicator_bytes = overheads.communicator_as_tensors if tensors_only and overheads is not None else 0
@@ -94,11 +108,20 @@ class LayerCosts:
         for edge in self.profile.edges:
             users.setdefault((edge.source, edge.value), set()).add(self.position[edge.target])
         return tuple(
-            Traffic(value.name, index, tuple(sorted(used)), value.output_bytes, value.gradient_bytes)
+            Traffic(
+                value.name, index, tuple(sorted(used)), value.output_bytes, value.gradient_bytes, *self._sent(value)
+            )
             for index, layer in enumerate(self.profile.layers)
             for value in layer.outputs
             if (used := users.get((layer.name, value.name)))
         )
+
+    def _sent(self, value: Value) -> tuple[int, int]:
+        """Return the bytes of a value and of its gradient on a link."""
+        sizes = value.output_bytes, value.gradient_bytes
+        element_bytes = value.element_bytes or (FLOAT_BYTES if self.profile.autocast is None else HALF_BYTES)
+        coded = [self._codec.size_bytes(size, element_bytes) for size in sizes]
+        return (coded[0], coded[1]) if value.gradient_bytes else sizes
 
     @cached_property
     def uses(self) -> Integers:
@@ -112,7 +135,7 @@ class LayerCosts:
         for known in self._about:
             if known.profile == profile:
                 return known
-        self._about.append(LayerCosts(profile, self.versions, tensors_only=self.tensors_only, dividing=self._dividing))
+        self._about.append(self._changed(profile=profile))
         return self._about[-1]
 
     def on(self, kind: DeviceKind | None) -> LayerCosts:
@@ -143,12 +166,16 @@ class LayerCosts:
 
     def holding(self, versions: int) -> LayerCosts:
         """Return the costs of the same layers where every stage holds so many versions of its weights."""
-        return LayerCosts(self.profile, versions, tensors_only=self.tensors_only, dividing=self._dividing)
+        return self._changed(versions=versions)
 
     @cached_property
     def of_tensors(self) -> LayerCosts:
         """The same costs, where the devices' overheads count elsewhere."""
-        return LayerCosts(self.profile, self.versions, tensors_only=True, dividing=self._dividing)
+        return self._changed(tensors_only=True)
+
+    def _changed(self, **changes: Any) -> LayerCosts:
+        own = {name: getattr(self, name) for name in ("profile", "versions", "tensors_only")}
+        return LayerCosts(**(own | {"dividing": self._dividing, "codec": self._codec} | changes))
 
     def weights(self, weight_bytes: Floats) -> dict[str, Floats]:
         """Return the two fields of a footprint for stages whose weights are of this size."""
@@ -213,7 +240,8 @@ class LayerCosts:
             cut_before_bytes=np.float64(_outputs(self.crossing(stage.before))),
             cut_after_bytes=np.float64(_outputs(self.crossing(done))),
             is_first=np.asarray(not stage.before),
-            input_bytes=np.float64(_outputs(arriving)),
+            input_bytes=np.float64(sum(value.output_bytes for value in arriving)),
+            message_bytes=np.float64(sum(value.output_bytes + value.gradient_bytes for value in arriving + leaving)),
             neighbours=np.asarray(bool(arriving) + bool(leaving)),
         )
 
@@ -254,7 +282,7 @@ class LayerCosts:
             optimizer_bytes=np.float64(sum(layer.optimizer_bytes for layer in layers)),
             buffer_bytes=np.float64(sum(layer.buffer_bytes for layer in layers)) + self.communicators_bytes(work),
             saved_bytes=np.float64(kept.saved_bytes),
-            message_bytes=work.received_bytes + work.sent_bytes,
+            message_bytes=work.message_bytes,
             input_bytes=work.input_bytes,
             working_bytes=np.float64(kept.working_bytes),
             accumulating_bytes=np.float64(kept.accumulating_bytes),
@@ -335,11 +363,11 @@ def candidates(groups: Sequence[Sequence[int]], replicas: Sequence[int]) -> list
 
 
 def _outputs(values: Sequence[Traffic]) -> int:
-    return sum(value.output_bytes for value in values)
+    return sum(value.sent_bytes for value in values)
 
 
 def _gradients(values: Sequence[Traffic]) -> int:
-    return sum(value.gradient_bytes for value in values)
+    return sum(value.returned_bytes for value in values)
 
 
 def _with_gradient(values: Sequence[Traffic]) -> int:

@@ -19,6 +19,7 @@ from planner.cost.network.topology import Topology
 from planner.cost.work import Floats
 from planner.errors import ProfileError
 from planner.formats.cluster import Cluster
+from planner.formats.codecs import CODECS
 from planner.formats.profile import DEGREE_COLUMNS, DegreeCosts, Profile
 
 
@@ -65,8 +66,10 @@ def _reduces_s(size_bytes: Collection[int], counts: Collection[int], degree: int
 
 
 def layer_costs_on(profile: Profile, cluster: Cluster) -> LayerCosts:
-    """Return the costs of the profile's layers, also where groups of ranks divide them over the cluster's links."""
+    """Return the costs of the profile's layers, with what the cluster does to divided layers and to messages."""
     topology = Topology(cluster)
     return LayerCosts(
-        profile, dividing=lambda each, degree: profile_at(each, degree, topology.stage_link(range(degree)))
+        profile,
+        dividing=lambda each, degree: profile_at(each, degree, topology.stage_link(range(degree))),
+        codec=CODECS[cluster.compress],
     )

@@ -42,7 +42,9 @@ class Work:
     cut_before_bytes: Floats
     cut_after_bytes: Floats
     is_first: NDArray[np.bool_]
-    input_bytes: Floats = field(default_factory=lambda: np.asarray(0.0))  # activations received
+    # As tensors, while links may code them: activations received, and all that is received and sent.
+    input_bytes: Floats = field(default_factory=lambda: np.asarray(0.0))
+    message_bytes: Floats = field(default_factory=lambda: np.asarray(0.0))
     recompute_s: Floats = field(default_factory=lambda: np.asarray(0.0))
     # Gradient accumulation, per backward: for every microbatch of a minibatch but the first.
     accumulate_s: Floats = field(default_factory=lambda: np.asarray(0.0))
@@ -91,7 +93,8 @@ class Footprint:
     optimizer_bytes: Floats
     buffer_bytes: Floats
     saved_bytes: Floats
-    message_bytes: Floats  # received and sent for one microbatch, both ways
+    # Received and sent for one microbatch, both ways; if it is coded, two coded messages and a decoded one are no more.
+    message_bytes: Floats
     input_bytes: Floats = field(default_factory=lambda: np.asarray(0.0))  # activations received for one microbatch
     # Needed by the running microbatch beyond its saved activations and all gradients; negative where these never exist
     # all at once. See `working_bytes`.

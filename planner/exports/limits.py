@@ -125,6 +125,11 @@ def _model_remarks(plan: Plan, system: str) -> list[str]:
             f"The loss is {what}, and `plan train` weighs microbatches by it. {system} takes the mean of the "
             "microbatches' losses, which is another loss: weigh them in the loss function."
         )
+    if plan.cluster.compress != "none":
+        said.append(
+            f"The plan sends activations as {plan.cluster.compress}. {system} sends them as they are, so links are "
+            "busier than the plan predicts."
+        )
     if plan.autocast is not None:
         said.append(f"The plan is for {plan.autocast} under autocast: use the same here.")
     if plan.memory_format is not None:

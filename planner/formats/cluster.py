@@ -11,6 +11,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from planner.errors import ClusterError
+from planner.formats.codecs import CodecName
 from planner.formats.device_names import Backend
 from planner.formats.files import AlwaysTrue, GrownRecord, Record, load_record, save_record
 
@@ -58,13 +59,14 @@ class Cluster(GrownRecord):
     bytes.
     """
 
-    later_fields: ClassVar[frozenset[str]] = frozenset({"backend"})
+    later_fields: ClassVar[frozenset[str]] = frozenset({"backend", "compress"})
 
     schema_version: Literal[1] = 1
     levels: Annotated[tuple[Level, ...], Field(min_length=1)]  # inner to outer
     memory_bytes: Annotated[int, Field(gt=0)] | None = None  # per device; None for no limit
     overlap: bool = True  # messages travel while devices compute
     backend: Backend | None = None  # that the links were measured with
+    compress: CodecName = "none"  # how activations and their gradients travel between stages
     kinds: tuple[DeviceKind, ...] = ()  # all devices by rank, where they differ; empty: all are like the profiled one
 
     @property

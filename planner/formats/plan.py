@@ -150,6 +150,8 @@ class Stage(GrownRecord):
 class Transfer(Record):
     """Values that stage `source` sends to stage `target` for every microbatch; gradients return the same way.
 
+    Bytes are those on the link, where the cluster's `compress` codes what travels.
+
     A value that several later stages use travels along them: each user passes it on to the next, and gradients add up
     on the way back. So what a stage sends depends only on its own layers, and no value crosses a link twice.
     """

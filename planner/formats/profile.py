@@ -41,6 +41,7 @@ class Value(Record):
     name: str
     output_bytes: Bytes
     gradient_bytes: Bytes  # 0 where no gradient flows back (integers, booleans, detached tensors)
+    element_bytes: Annotated[int, Field(ge=1)] | None = None  # None: 4, or 2 under autocast
 
 
 class Layer(Record):

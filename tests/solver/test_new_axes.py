@@ -10,6 +10,7 @@ from planner.cost.pricing import price
 from planner.cost.setting import Setting
 from planner.errors import InfeasibleError, InputError
 from planner.formats.cluster import flat_cluster, hierarchical_cluster
+from planner.formats.codecs import CODECS
 from planner.formats.profile import Profile
 from planner.schedule.registry import find
 from planner.solver import solve
@@ -68,7 +69,8 @@ def random_problem(rng: np.random.Generator) -> Problem:
         max_stages=None if rng.random() < 0.7 else int(rng.integers(1, 5)),
         max_staleness=None if rng.random() < 0.7 else int(rng.integers(schedule.staleness(1), 4)),
     )
-    return Problem(LayerCosts(model), Setting(cluster, schedule, microbatches), rules)
+    codec = CODECS["bfloat16" if gpus % 3 == 0 else "none"]
+    return Problem(LayerCosts(model, codec=codec), Setting(cluster, schedule, microbatches), rules)
 
 
 def check(seed: int) -> tuple[bool, bool, bool]:

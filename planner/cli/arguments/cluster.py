@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 from planner.cli.arguments.numbers import is_count
 from planner.cli.arguments.verb import refuse
 from planner.errors import ClusterError
+from planner.formats.codecs import CODEC_NAMES, CODECS
 from planner.formats.link_names import ACHIEVED_BYTES_PER_S, link_bandwidth
 from planner.units import parse_bytes, parse_seconds
 
@@ -68,7 +69,17 @@ def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
         help="messages do not overlap with computation: for CPU workers that use every core of their host",
     )
     cluster.add_argument(
-        "--cluster", type=Path, metavar="FILE", help="cluster.json, in place of the arguments above except --memory"
+        "--compress",
+        choices=CODEC_NAMES,
+        help="send activations and their gradients between stages "
+        + "; ".join(f"{codec.name}: {codec.summary}" for codec in CODECS.values())
+        + " (default: none, or what --cluster says)",
+    )
+    cluster.add_argument(
+        "--cluster",
+        type=Path,
+        metavar="FILE",
+        help="cluster.json, in place of the arguments above except --memory and --compress",
     )
 
 
@@ -91,6 +102,8 @@ def cluster_of(args: argparse.Namespace, profile: Profile) -> Cluster:
             )
         kinds = tuple(DeviceKind(name=name, count=count) for name, count in args.kinds)
         cluster = cluster.model_copy(update={"kinds": kinds})
+    if args.compress is not None:
+        cluster = cluster.model_copy(update={"compress": args.compress})
     return cluster_for(profile, cluster)
 
 

@@ -23,7 +23,18 @@ if TYPE_CHECKING:
     from planner.formats.profile import Profile
     from planner.solver.candidates.budget import Patience
 
-_CLUSTER = ("gpus", "topology", "bandwidth", "latency", "own_links", "no_overlap", "cluster", "memory", "kinds")
+_CLUSTER = (
+    "gpus",
+    "topology",
+    "bandwidth",
+    "latency",
+    "own_links",
+    "no_overlap",
+    "cluster",
+    "memory",
+    "kinds",
+    "compress",
+)
 SOLVING = 0.5  # share of the time for the plan that a question is about
 _SOLVING = ("schedule", "microbatches", "minibatch", "cost_model", "accept_divided_loss")
 

@@ -195,12 +195,12 @@ class Loads:
         Args:
             source: ranks of the earlier stage.
             target: ranks of the later stage.
-            exchange: bytes of activations and of gradients, and how many of each.
+            exchange: bytes of activations and of gradients, and how many of each; `Traffic.amounts`.
 
         Returns:
             Seconds that one microbatch's messages take, on average over the pairs of ranks, both ways.
         """
-        output_bytes, gradient_bytes, outputs, gradients = (float(amount) for amount in exchange)
+        output_bytes, gradient_bytes, outputs, gradients = (float(amount) for amount in exchange[:4])
         forward_s = self._path_s(output_bytes, outputs)
         back_s = self._path_s(gradient_bytes, gradients)
         from_source, at_target = self.topology.shares(source, target), self.topology.shares(target, source)

@@ -8,6 +8,7 @@ import torch
 
 from planner.executor.communication.messages import Layout, layout_of
 from planner.executor.communication.shared import SharedGradients
+from planner.formats.codecs import CODECS, Codec
 from planner.model.capture.graph import ValueSpec
 from planner.schedule.instructions import (
     Receive,
@@ -29,6 +30,7 @@ class Layouts:
         transfers: by (source, target) stage, the values that travel to and from this worker's stages.
         shared: by stage, gradients of the weights that it shares with other stages.
         with_scale: whether each message of gradients carries the loss scale that they were computed with.
+        codec: of the activations and their gradients.
     """
 
     def __init__(
@@ -38,11 +40,13 @@ class Layouts:
         size_of: Callable[[Unit], int],
         *,
         with_scale: bool,
+        codec: Codec = CODECS["none"],
     ) -> None:
         self._transfers = transfers
         self._shared = shared
         self._size_of = size_of
         self._with_scale = with_scale
+        self._codec = codec
         self._made: dict[tuple[type[Receive | Send], int, int, int], Layout] = {}
 
     def of(self, message: Receive | Send) -> Layout:
@@ -61,4 +65,4 @@ class Layouts:
             specs = [spec.of_gradient for spec in specs if spec.requires_grad]
             if self._with_scale:
                 specs.append(ValueSpec(SCALE, torch.float32, requires_grad=False, sizes=(), order=()))
-        return layout_of(specs, samples)
+        return layout_of(specs, samples, self._codec)

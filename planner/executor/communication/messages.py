@@ -1,7 +1,7 @@
 """The content of a message: for one pair of stages and one unit, a header and then every value, in one flat buffer.
 
     header:       an int64 of layout checksum, minibatch and microbatch      (64 bytes, the rest anything)
-    payload:      the values in the plan's order, each in its own memory order, at a multiple of 64 bytes
+    payload:      the values in the plan's order, each in its own memory order and coded, at a multiple of 64 bytes
 
 gloo accepts a message of the wrong size, and NCCL matches messages by order alone: both would deliver garbage without
 an error. The header makes a mismatch an error. It is written by a fill and never copied from the host, because such a
@@ -13,16 +13,16 @@ Every operation here costs the host a microsecond or two per message, so there a
 from __future__ import annotations
 
 import ctypes
-import math
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from planner.errors import WorkerError
+from planner.executor.communication.coding import Coding, coding_of
+from planner.formats.codecs import CODECS, Codec
 from planner.model.capture.graph import ValueSpec
 from planner.schedule.instructions import Unit
 
@@ -38,16 +38,15 @@ class Slot:
     shape: tuple[int, ...]
     wire_shape: tuple[int, ...]
     start: int  # in bytes
+    coding: Coding
 
-    def view(self, buffer: Tensor) -> Tensor:
-        """Return the value in `buffer`."""
-        dtype = self.spec.dtype
-        return buffer.view(dtype).as_strided(self.wire_shape, self.strides, self.start // dtype.itemsize)
+    def place(self, buffer: Tensor) -> Tensor:
+        """Return the value's place in `buffer`, for its coding."""
+        return self.coding.place(buffer, self.start, self.wire_shape)
 
-    @cached_property
-    def strides(self) -> tuple[int, ...]:
-        """Of a contiguous tensor."""
-        return tuple(math.prod(self.wire_shape[dimension + 1 :]) for dimension in range(len(self.wire_shape)))
+    def read(self, buffer: Tensor) -> Tensor:
+        """Return the value in `buffer`, in memory order."""
+        return self.coding.read(self.place(buffer), self.spec.dtype, self.wire_shape)
 
 
 @dataclass(frozen=True)
@@ -60,14 +59,16 @@ class Layout:
     checksum: int
 
 
-def layout_of(specs: Sequence[ValueSpec], batch_size: int) -> Layout:
-    """Lay out `specs` for a microbatch of `batch_size` samples."""
+def layout_of(specs: Sequence[ValueSpec], batch_size: int, codec: Codec = CODECS["none"]) -> Layout:
+    """Lay out `specs` for a microbatch of `batch_size` samples, those with gradients as `codec` codes them."""
     slots: list[Slot] = []
     start = _ALIGNMENT
     for spec in specs:
-        slots.append(Slot(spec, spec.shape(batch_size), spec.wire_shape(batch_size), start))
-        start += -(-spec.size_bytes(batch_size) // _ALIGNMENT) * _ALIGNMENT
-    described = [(slot.spec.name, slot.spec.dtype, slot.wire_shape, slot.spec.order) for slot in slots]
+        size, own = spec.size_bytes(batch_size), codec if spec.requires_grad else CODECS["none"]
+        coding = coding_of(own, size, spec.dtype)
+        slots.append(Slot(spec, spec.shape(batch_size), spec.wire_shape(batch_size), start, coding))
+        start += -(-own.size_bytes(size, spec.dtype.itemsize) // _ALIGNMENT) * _ALIGNMENT
+    described = [(slot.spec.name, slot.spec.dtype, slot.wire_shape, slot.spec.order, slot.coding) for slot in slots]
     checksum = zlib.crc32(repr(described).encode()) & _CHECKSUM
     return Layout(batch_size, tuple(slots), start, checksum)
 
@@ -84,7 +85,7 @@ class Outgoing:
         self.layout = layout
         self.buffer = torch.empty(layout.size_bytes, dtype=torch.uint8, device=wire)
         self._header = header(self.buffer)
-        self._places = [(slot, slot.spec.name, slot.view(self.buffer)) for slot in layout.slots]
+        self._places = [(slot, slot.spec.name, slot.place(self.buffer)) for slot in layout.slots]
 
     def fill(self, unit: Unit, values: Mapping[str, Tensor]) -> None:
         """Copy `values` into the buffer.
@@ -95,13 +96,13 @@ class Outgoing:
         self._header.fill_(_word(self.layout, unit))
         for slot, name, place in self._places:
             value = values[name]
-            if value.shape != slot.shape or value.dtype != place.dtype:
+            if value.shape != slot.shape or value.dtype != slot.spec.dtype:
                 raise WorkerError(
                     f"value '{name}' is {value.dtype} of shape {tuple(value.shape)}, the captured graph says "
-                    f"{place.dtype} of shape {slot.shape}",
+                    f"{slot.spec.dtype} of shape {slot.shape}",
                     hint="a shape that depends on the data cannot cross a cut; keep the layers around it in one stage",
                 )
-            place.copy_(slot.spec.to_wire(value.detach()))
+            slot.coding.write(place, slot.spec.to_wire(value.detach()))
 
 
 def pack(layout: Layout, unit: Unit, values: Mapping[str, Tensor], wire: torch.device) -> Tensor:
@@ -147,8 +148,8 @@ def check(layout: Layout, unit: Unit, word: int, sender: str) -> None:
 
 
 def unpack(layout: Layout, buffer: Tensor) -> dict[str, Tensor]:
-    """Return the values in `buffer`, as views of it."""
-    return {slot.spec.name: slot.spec.from_wire(slot.view(buffer), layout.batch_size) for slot in layout.slots}
+    """Return the values in `buffer`, as views of it where they are not coded."""
+    return {slot.spec.name: slot.spec.from_wire(slot.read(buffer), layout.batch_size) for slot in layout.slots}
 
 
 def _word(layout: Layout, unit: Unit) -> int:

@@ -23,6 +23,7 @@ from planner.executor.run.context import PipelineContext
 from planner.executor.run.replica import StageReplica
 from planner.executor.run.worker import Observers, PipelineWorker
 from planner.executor.stage.optimizer import JointNorm
+from planner.formats.codecs import CODECS
 from planner.formats.groups import groups_of_ranks
 from planner.schedule.instructions import Instruction
 from planner.schedule.schedule import PipelineShape, stream
@@ -76,7 +77,8 @@ def make_worker(
     """
     held = context.stages
     shared = {number: stage.shared for number, stage in held.items()}
-    layouts = Layouts(context.transfers, shared, context.data.size, with_scale=context.job.scales_loss)
+    codec = CODECS[context.plan.cluster.compress]
+    layouts = Layouts(context.transfers, shared, context.data.size, with_scale=context.job.scales_loss, codec=codec)
     in_flight = max(shape.in_flight(stage) for shape in context.shapes for stage in range(len(context.plan.stages)))
     links = connect(groups.links, layouts.of, SendLimits(in_flight, context.shape.lag), context.place, instructions)
     stages = {number: StageReplica(stage, context, groups.replicas.get(number)) for number, stage in held.items()}

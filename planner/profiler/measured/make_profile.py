@@ -9,6 +9,7 @@ from statistics import median, quantiles
 
 import torch
 
+from planner.formats.codecs import FLOAT_BYTES
 from planner.formats.profile import Compiled, Device, Edge, Layer, Profile, Provenance, Value, WholeStep
 from planner.model.autocast import autocast_name
 from planner.model.capture.graph import GraphLayer, LayerGraph
@@ -134,8 +135,14 @@ def _layers(
 def _outputs(graph: LayerGraph, layer: GraphLayer, batch_size: int) -> Iterator[Value]:
     for node in layer.nodes:
         if (spec := graph.values.get(node.name)) is not None:
+            coded = spec.requires_grad and (spec.dtype.itemsize != FLOAT_BYTES or graph.options.autocast is not None)
             gradient_bytes = spec.of_gradient.size_bytes(batch_size) if spec.requires_grad else 0
-            yield Value(name=spec.name, output_bytes=spec.size_bytes(batch_size), gradient_bytes=gradient_bytes)
+            yield Value(
+                name=spec.name,
+                output_bytes=spec.size_bytes(batch_size),
+                gradient_bytes=gradient_bytes,
+                element_bytes=spec.dtype.itemsize if coded else None,
+            )
 
 
 # Medians, because other work on the machine interrupts some steps, and a mean would contain it.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from planner.formats.cluster import Cluster, DeviceKind
+from planner.formats.codecs import CODECS
 from planner.formats.plan import GIVEN, Bottleneck, Plan, SolverReport, Stage, short_config
 from planner.formats.profile import Profile
 from planner.report.tables.memory import memory_table
@@ -93,6 +94,8 @@ def cluster_line(cluster: Cluster) -> str:
         + (f" and {format_seconds(level.latency_s)} latency" if level.latency_s else "")
         for level in cluster.levels
     )
+    if cluster.compress != "none":
+        levels += f", activations and gradients {CODECS[cluster.compress].summary}"
     if cluster.kinds:
         return f"{levels}: {'; '.join(_kind(cluster, kind) for kind in cluster.kinds)}"
     measured = f", measured over {cluster.backend}" if cluster.backend is not None else ""

@@ -77,8 +77,8 @@ def transfers(layer_costs: LayerCosts, stages: Sequence[Candidate]) -> tuple[Tra
             source=source,
             target=target,
             values=tuple(value.name for value in values),
-            output_bytes=sum(value.output_bytes for value in values),
-            gradient_bytes=sum(value.gradient_bytes for value in values),
+            output_bytes=sum(value.sent_bytes for value in values),
+            gradient_bytes=sum(value.returned_bytes for value in values),
         )
         for (source, target), values in sorted(messages(layer_costs, stages).items())
     )

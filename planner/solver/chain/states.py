@@ -27,7 +27,7 @@ from planner.cost.layer_costs import LayerCosts
 from planner.cost.work import Floats, Footprint, Integers, Work, working_bytes
 
 _TIMES = ("forward_s", "backward_s", "update_s", "accumulate_s")
-_FRONTS = ("output_bytes", "gradient_bytes", "outputs", "gradients")
+FRONTS = ("sent_bytes", "returned_bytes", "outputs", "gradients", "output_bytes", "gradient_bytes")
 _BYTES = ("gradient_bytes", "weight_bytes", "optimizer_bytes", "buffer_bytes", "saved_bytes")
 COUNTED = _TIMES + _BYTES  # quantities that are sums over a stage's layers
 
@@ -40,8 +40,8 @@ class StateSpace(ABC):
     def __init__(self, layer_costs: LayerCosts, sums: dict[str, Floats], fronts: NDArray[np.float64]) -> None:
         self.layer_costs = layer_costs
         self._sums = sums  # sums of each quantity over the layers of each state
-        self._fronts = fronts  # live at each state, a row for each of `_FRONTS`
-        self.outputs, self.gradients, self._output_count, self._gradient_count = fronts  # bytes, and how many
+        self._fronts = fronts  # live at each state, a row for each of `FRONTS`
+        self.outputs, self.gradients, self._output_count, self._gradient_count = fronts[:4]  # bytes, and how many
         self.compute_s = sums["forward_s"] + sums["backward_s"] + sums["update_s"]
 
     def __len__(self) -> int:
@@ -61,7 +61,7 @@ class StateSpace(ABC):
 
     @abstractmethod
     def passing(self, state: int, others: Integers) -> Floats | None:
-        """Return what passes by the stage up to each of `others`, a row for each of `_FRONTS`; None if nothing does."""
+        """Return what passes by the stage up to each of `others`, a row for each of `FRONTS`; None if nothing does."""
 
     @abstractmethod
     def layers(self, state: int, other: int) -> tuple[int, ...]:
@@ -80,7 +80,7 @@ class StateSpace(ABC):
     def sides(self, state: int, others: Integers) -> tuple[Floats, Floats]:
         """Return what the stages up to each of `others` exchange with earlier stages, and with later ones.
 
-        Rows are as in `_FRONTS`: bytes of activations and of gradients, and numbers of values of each.
+        Rows are as in `FRONTS`: bytes of activations and of gradients, numbers of values of each, and bytes as tensors.
         """
         before, after = self._fronts[:, state, None], self._fronts[:, others]
         if (by := self.passing(state, others)) is None:
@@ -107,7 +107,8 @@ class StateSpace(ABC):
             cut_before_bytes=np.asarray(self.outputs[state]),
             cut_after_bytes=self.outputs[others],
             is_first=np.asarray(state == 0),
-            input_bytes=left[0],
+            input_bytes=left[4],
+            message_bytes=(left + right)[4:].sum(axis=0),
             neighbours=(left[2] > 0).astype(np.int64) + (right[2] > 0),
         )
 
@@ -138,7 +139,7 @@ class StateSpace(ABC):
             optimizer_bytes=held("optimizer_bytes"),
             buffer_bytes=held("buffer_bytes") + self.layer_costs.communicators_bytes(work),
             saved_bytes=held("saved_bytes"),
-            message_bytes=work.received_bytes + work.sent_bytes,
+            message_bytes=work.message_bytes,
             input_bytes=work.input_bytes,
             working_bytes=working,
             accumulating_bytes=accumulating,
@@ -225,7 +226,7 @@ class Chain(StateSpace):
             name: np.concatenate(([0.0], np.cumsum(column(layer_costs, name)[self._order])))[self._ends]
             for name in COUNTED
         }
-        fronts = np.zeros((len(_FRONTS), len(self._order) + 1))
+        fronts = np.zeros((len(FRONTS), len(self._order) + 1))
         for producer, users, weights in self._values:
             fronts[:, producer + 1 : users[-1] + 1] += weights[:, None]  # produced, and needed by a later user
         super().__init__(layer_costs, sums, fronts[:, self._ends])
@@ -262,7 +263,7 @@ class Chain(StateSpace):
 
     @cached_property
     def _next_uses(self) -> list[tuple[Integers, Floats]]:
-        """The next uses of each state's live values, ascending, and the sums of `_FRONTS` from each use on.
+        """The next uses of each state's live values, ascending, and the sums of `FRONTS` from each use on.
 
         A value that the next group uses is left out, because it passes by no stage.
         """
@@ -306,7 +307,7 @@ def column(layer_costs: LayerCosts, name: str) -> Floats:
 def _suffix_sums(entries: list[tuple[int, Floats]]) -> tuple[Integers, Floats]:
     entries = sorted(entries, key=lambda entry: entry[0])
     uses = np.array([use for use, _ in entries], dtype=np.int64)
-    sums = np.zeros((len(_FRONTS), len(entries) + 1))
+    sums = np.zeros((len(FRONTS), len(entries) + 1))
     if entries:
         sums[:, :-1] = np.cumsum(np.stack([weights for _, weights in entries[::-1]], axis=1), axis=1)[:, ::-1]
     return uses, sums

@@ -18,7 +18,7 @@ from planner.cost.layer_costs import LayerCosts, Traffic
 from planner.cost.rounding import SLACK
 from planner.cost.work import Floats, Integers
 from planner.solver.bounds.bounds import Bounds
-from planner.solver.chain.states import COUNTED, StateSpace, column
+from planner.solver.chain.states import COUNTED, FRONTS, StateSpace, column
 from planner.solver.graph.lattice import Words, enumerate_covers, to_bits, to_words
 
 _BLOCK = 16_384
@@ -45,7 +45,7 @@ class Downsets(StateSpace):
         self.order = np.lexsort((*words.T, bits.sum(axis=1, dtype=np.int64), sums[0]))
         self._words = words[self.order]
         self._columns = np.ascontiguousarray(bits[self.order].T)  # a row of zeros and ones per layer
-        fronts = np.zeros((4, len(words)))
+        fronts = np.zeros((len(FRONTS), len(words)))
         if layer_costs.traffic:
             weights = [value.amounts for value in layer_costs.traffic]
             fronts = _weighted(

@@ -24,7 +24,7 @@ class Groups:
             producer = self.group_of[value.producer]
             users = {self.group_of[user] for user in value.users} - {producer}
             if users:
-                self.makes[producer].append((value.output_bytes + value.gradient_bytes, users))
+                self.makes[producer].append((value.sent_bytes + value.returned_bytes, users))
             self.feeds[producer] |= users
             for user in users:
                 self.needs[user].add(producer)

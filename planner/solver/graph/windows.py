@@ -132,16 +132,16 @@ class Windows:
         alive = self._alive()
         outputs, received, sent = np.zeros(len(self._low)), *np.zeros((2, len(self._low), len(self._low)))
         for value, live in zip(self.layer_costs.traffic, alive, strict=True):
-            outputs += live * value.output_bytes
+            outputs += live * value.sent_bytes
             # Made before and used up within: received, and its gradient sent back.
             used = self._must[list(value.users)].all(axis=0)
             through = np.ix_(np.flatnonzero(live), np.flatnonzero(used))
-            received[through] += value.output_bytes
-            sent[through] += value.gradient_bytes
+            received[through] += value.sent_bytes
+            sent[through] += value.returned_bytes
             # Made within and still needed: sent, and its gradient received.
             through = np.ix_(np.flatnonzero(~self._may[value.producer]), np.flatnonzero(live))
-            received[through] += value.gradient_bytes
-            sent[through] += value.output_bytes
+            received[through] += value.returned_bytes
+            sent[through] += value.sent_bytes
         return Work(
             forward_s=zero,
             # All work counts as backward, because a longer backward hides more of an all-reduce.

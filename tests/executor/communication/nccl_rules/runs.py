@@ -23,6 +23,7 @@ from planner.executor.run import train
 from planner.executor.run.context import HeldStage, PipelineContext, sharding_of
 from planner.executor.run.data import BatchSource
 from planner.executor.stage.optimizer import StageOptimizer
+from planner.formats.cluster import flat_cluster
 from planner.formats.device_names import Backend
 from planner.formats.plan import Plan, Stage
 from planner.model.batch import Batch
@@ -191,6 +192,7 @@ def make_context(run: Run, rank: int, world: World) -> PipelineContext:
         microbatch_size=1,
         autocast=run.autocast,
         compiled=False,
+        cluster=flat_cluster(1, 1e9),
     )
     options = TrainingOptions(
         evaluate_every=run.evaluate_every, clip_grad_norm=1.0 if run.clipped else None, accumulate=run.accumulate

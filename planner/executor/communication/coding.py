@@ -1,0 +1,95 @@
+"""Write values into messages and read them there, as the plan's codec codes them."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from planner.formats.codecs import Codec
+
+_MOST = 127  # of an int8 whose negative exists, too
+_LEAST_SCALE = torch.finfo(torch.float32).tiny  # of a block of zeros
+
+
+class Coding(ABC):
+    """The content of a value's place in a message, where the value is of `dtype` and its wire shape is `shape`."""
+
+    @abstractmethod
+    def place(self, buffer: Tensor, start: int, shape: tuple[int, ...]) -> Tensor:
+        """Return the value's place in the message `buffer`, from byte `start` on, as `write` and `read` take it."""
+
+    @abstractmethod
+    def write(self, place: Tensor, value: Tensor) -> None:
+        """Write the value."""
+
+    @abstractmethod
+    def read(self, place: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+        """Return the value, which may be a view of its place."""
+
+
+@dataclass(frozen=True)
+class Cast(Coding):
+    """The value's elements in `dtype`: its own, or a smaller one, to which they are rounded."""
+
+    dtype: torch.dtype
+
+    def place(self, buffer: Tensor, start: int, shape: tuple[int, ...]) -> Tensor:
+        return buffer.view(self.dtype).as_strided(shape, _strides(shape), start // self.dtype.itemsize)
+
+    def write(self, place: Tensor, value: Tensor) -> None:
+        place.copy_(value)
+
+    def read(self, place: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+        return place.to(dtype)  # itself, where it is that already
+
+
+@dataclass(frozen=True)
+class Blocks(Coding):
+    """Blocks of consecutive elements as int8, and then a float32 for each: its largest magnitude, over 127.
+
+    The last block is filled up with zeros. A block with a NaN or an infinity has an unfinite scale, and is read so.
+    """
+
+    block: int
+
+    def place(self, buffer: Tensor, start: int, shape: tuple[int, ...]) -> Tensor:
+        blocks = -(-math.prod(shape) // self.block)
+        return buffer[start : start + blocks * (self.block + torch.float32.itemsize)]
+
+    def write(self, place: Tensor, value: Tensor) -> None:
+        elements, scales = self._parts(place)
+        flat = value.reshape(-1).float()
+        blocks = pad(flat, (0, elements.numel() - len(flat))).view(-1, self.block)
+        low, high = blocks.aminmax(dim=1, keepdim=True)
+        scale = torch.maximum(high, -low).div_(_MOST).clamp_(min=_LEAST_SCALE)
+        elements.copy_((blocks / scale).round_())
+        scales.copy_(scale)
+
+    def read(self, place: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+        elements, scales = self._parts(place)
+        return (elements * scales).view(-1)[: math.prod(shape)].view(shape).to(dtype)
+
+    def _parts(self, place: Tensor) -> tuple[Tensor, Tensor]:
+        """Return views of the elements, a row for each block, and of their scales."""
+        blocks = len(place) // (self.block + torch.float32.itemsize)
+        end = blocks * self.block
+        return place[:end].view(torch.int8).view(blocks, self.block), place[end:].view(torch.float32).view(blocks, 1)
+
+
+@cache  # for every message, a lookup
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return those of a contiguous tensor."""
+    return tuple(math.prod(shape[dimension + 1 :]) for dimension in range(len(shape)))
+
+
+def coding_of(codec: Codec, size_bytes: int, dtype: torch.dtype) -> Coding:
+    """Return the coding of a value of this size and type that has a gradient, or of its gradient."""
+    if codec.size_bytes(size_bytes, dtype.itemsize) == size_bytes:
+        return Cast(dtype)
+    return Blocks(codec.block) if codec.block else Cast(getattr(torch, codec.name))

@@ -1,0 +1,51 @@
+"""Codecs: what activations and their gradients become where they cross from stage to stage.
+
+Only values with gradients are coded: token ids and masks travel as they are. So do the gradients of weights, which all
+their holders must add up to the same sums.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+CodecName = Literal["none", "bfloat16", "int8"]
+CODEC_NAMES: tuple[str, ...] = get_args(CodecName)
+FLOAT_BYTES, HALF_BYTES = 4, 2  # of an element; scales of blocks are floats
+
+
+@dataclass(frozen=True)
+class Codec:
+    """How many bytes values take on a link.
+
+    Attributes:
+        name: in files and on the command line.
+        summary: for people.
+        element_bytes: of an element on the link; 0: the value's own.
+        block: elements that share a scale, because the codec's own range is small; 0: it needs no scale.
+    """
+
+    name: CodecName
+    summary: str
+    element_bytes: int = 0
+    block: int = 0
+
+    def size_bytes(self, value_bytes: int, element_bytes: int) -> int:
+        """Return the bytes on the link of a value of `value_bytes`; as many where coding makes it no smaller."""
+        if not self.element_bytes:
+            return value_bytes
+        elements = -(-value_bytes // element_bytes)
+        coded = elements * self.element_bytes
+        if self.block:
+            coded = -(-elements // self.block) * (self.block * self.element_bytes + FLOAT_BYTES)
+        return min(value_bytes, coded)
+
+
+CODECS: dict[CodecName, Codec] = {
+    codec.name: codec
+    for codec in (
+        Codec("none", "as they are"),
+        Codec("bfloat16", "rounded to bfloat16", element_bytes=2),
+        Codec("int8", "rounded to 8 bits, with a scale for every 256 elements", element_bytes=1, block=256),
+    )
+}
