@@ -44,7 +44,6 @@ class PipelineSearch:
     def __init__(self, problem: Problem, space: StateSpace | None = None) -> None:
         self.problem, self.space = problem, space or Chain(problem.layer_costs)
         self.interrupted = False  # by the deadline: the last search may have missed faster plans
-        self.met: list[CutPath] = []  # on the way to the best one, under synchronous schedules
 
     def best(self) -> CutPath | None:
         """Return the best path by the cost model; on clusters of several levels, for the nearest flat one."""
@@ -55,8 +54,6 @@ class PipelineSearch:
         precision = max(self.problem.precision, RESOLUTION)
         path = search.best(precision) if isinstance(search, SynchronousSearch) else search.best()
         self.interrupted = search.interrupted
-        if isinstance(search, SynchronousSearch):
-            self.met = search.found
         return path
 
     def extended(self, path: CutPath) -> BoundedPath:
@@ -84,7 +81,11 @@ class PipelineSearch:
         roomy = problem.on(problem.cluster.model_copy(update={"memory_bytes": None}))
         search = PipelineSearch(roomy, self.space)
         path = None if problem.deadline.passed else search.best()
-        return self.relaxed_s() if path is None else search.extended(path).bound_s
+        if path is None or search.interrupted:
+            return self.relaxed_s()
+        if problem.placed and problem.precision > 0 and self.space.complete:
+            return path.seconds * (1 - problem.precision)  # searches that need not be precise find no better bound
+        return search.extended(path).bound_s
 
     def _beyond_the_order(self, path: CutPath) -> BoundedPath:
         """Extend the best path along the order to all cuts, on a flat cluster."""

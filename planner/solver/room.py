@@ -1,12 +1,12 @@
 """Plans for devices on which memory goes to more than tensors: a CUDA context, communicators, fragmentation.
 
 How many communicators a worker has depends on the replicas of its neighbours, which a search that walks along the
-layers does not know. It knows those that a stage has in any plan: one each way for earlier and for later stages, and one
-for its replicas. So searches are asked for plans whose tensors fit, with these, what is left of the memory, and what
-they find must fit with the communicators that the plan really has. The first search is a relaxation, whose bound holds
-for all plans; its answer, if it fits, is the best. Otherwise room is kept for more communicators on every device until
-an answer fits, and it may not be the best: a plan whose stages need fewer might have done with less room. An answer
-that fits once its stages recompute a little more, and is hardly slower then, ends this, too.
+layers does not know. It knows those that a stage has in any plan: one each way for earlier and for later stages, and
+one for its replicas. So searches are asked for plans whose tensors fit, with these, what is left of the memory, and
+what they find must fit with the communicators that the plan really has. The first search is a relaxation, whose bound
+holds for all plans; its answer, if it fits, is the best. Otherwise room is kept for more communicators on every device
+until an answer fits, and it may not be the best: a plan whose stages need fewer might have done with less room. An
+answer that fits once its stages recompute a little more, and is hardly slower then, ends this, too.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -30,6 +30,11 @@ class Link:
     def ring_bytes_per_s(self) -> float:
         """Bandwidth within an all-reduce."""
         return self.all_reduce_bandwidth_bytes_per_s or self.bandwidth_bytes_per_s
+
+    @property
+    def alike(self) -> Link:
+        """This link, written as all links are that take the same seconds."""
+        return replace(self, all_reduce_bandwidth_bytes_per_s=self.ring_bytes_per_s)
 
     def handling_s(self, moved_bytes: ArrayLike) -> Floats:
         """Return the processor's seconds for messages of so many bytes, received and sent; none if they overlap.

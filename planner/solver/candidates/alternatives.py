@@ -66,16 +66,14 @@ def fastest_simulated(search: PipelineSearch, plans: Sequence[Evaluation]) -> Ev
 
 def _met(search: PipelineSearch, slower: float) -> list[Evaluation]:
     """Return the plans met on the way to the best one under a synchronous schedule, for so many times slower links."""
-    problem, met = search.problem, search.met
+    problem = search.problem
     # Slower links make the search weigh messages more, so it meets plans with fewer of them.
-    if slower != 1 or not met:
-        try:
-            again = SynchronousSearch(search.space, problem.synchronous(slowed(problem.link, slower)), problem.limits)
-            again.best(max(problem.precision, RESOLUTION))
-        except OutOfTimeError:
-            return []
-        met = again.found
-    return [search.priced(path) for path in met]
+    try:
+        again = SynchronousSearch(search.space, problem.synchronous(slowed(problem.link, slower)), problem.limits)
+        again.best(max(problem.precision, RESOLUTION))
+    except OutOfTimeError:
+        return []
+    return [search.priced(path) for path in again.found]
 
 
 class _Alternatives:

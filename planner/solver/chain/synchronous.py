@@ -15,59 +15,23 @@ recomputation does not always fit. The number of a stage is one more axis only w
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
-from dataclasses import dataclass, replace
-from functools import cached_property
-from weakref import WeakKeyDictionary
+from collections.abc import Iterator
 
 import numpy as np
-from numpy.typing import NDArray
 
 from planner.cost.models.synchronous import SynchronousModel
 from planner.cost.stage_options import StageOptions
-from planner.cost.work import Floats, Integers
-from planner.solver.candidates.budget import NO_HURRY, OutOfTimeError
+from planner.cost.work import Integers
+from planner.solver.candidates.budget import OutOfTimeError
 from planner.solver.chain.search import RESOLUTION
 from planner.solver.chain.states import StateSpace
-from planner.solver.chain.ways import Ways, WaysOf
-from planner.solver.numbering import Numbering
+from planner.solver.chain.synchronous_stages import Stages, tabulated
+from planner.solver.chain.ways import WaysOf
 from planner.solver.problem import Limits
 from planner.solver.result import CutPath
 
 _STEP = 1.25  # from one limit to the next, on the way to a plan that is balanced well
 _BATCH = 2**20  # entries of an array over stages and GPUs
-_MOST_KEPT = 2**23  # entries of tables that are kept for other searches over a space, about
-
-
-@dataclass(frozen=True)
-class _Stages:
-    """The ways to run the stages that begin at one state, as far as they are of use; by replicas - 1 and way."""
-
-    ways: Ways
-    rows: Integers  # of `ways`, those of use
-    others: Integers  # states at which they end
-    sum_s: Floats
-    max_s: Floats  # not a number where memory does not suffice
-    after: Integers  # most GPUs that may follow
-
-    @cached_property
-    def stage(self) -> Integers:
-        """Place of each way's stage among those from this state."""
-        return self.ways.stage[self.rows]
-
-    def in_multiples(self, number: int) -> _Stages:
-        """Return the same where replicas must be multiples of this number."""
-        replicas = np.arange(1, len(self.max_s) + 1)[:, None]
-        return self if number == 1 else replace(self, max_s=np.where(replicas % number, np.nan, self.max_s))
-
-    @cached_property
-    def by_sum(self) -> bool:
-        """Whether the ways of each stage stand by their sums."""
-        return bool(np.all((np.diff(self.sum_s) >= 0) | (np.diff(self.stage) > 0)))
-
-
-# By what the seconds and the memory of stages depend on.
-_KNOWN: WeakKeyDictionary[StateSpace, dict[Hashable, list[_Stages]]] = WeakKeyDictionary()
 
 
 class SynchronousSearch:
@@ -90,19 +54,9 @@ class SynchronousSearch:
         self.gpus = min(limits.gpus, most * (len(space) - 1))
         self._replicas = np.arange(1, most + 1)
         self._ways = WaysOf(space, limits)
-        self._ends = [self._possible(state) for state in range(len(space) - 1)]
-        self._stages = [stages.in_multiples(multiple) for stages in self._tabulated()]
-
-    def _tabulated(self) -> list[_Stages]:
-        """Return the stages from each state, which searches that differ in nothing that prices them have in common."""
-        limits = replace(self.limits, deadline=NO_HURRY, numbering=Numbering())
-        key = self.model.link, self.model.schedule.name, self.model.microbatches, limits
-        known = _KNOWN.setdefault(self.space, {})
-        if (stages := known.get(key)) is None:
-            stages = [self._from(state) for state in range(len(self.space) - 1)]
-            if sum(each.max_s.size for kept in (stages, *known.values()) for each in kept) < _MOST_KEPT:
-                known[key] = stages
-        return stages
+        table = tabulated(space, model, limits, most)
+        self._stages, self._answers = [stages.in_multiples(multiple) for stages in table.stages], table.answers
+        self._asked = multiple, limits.numbering
 
     def best(self, precision: float = RESOLUTION, below_s: float = np.inf) -> CutPath | None:
         """Return the fastest plan, with few GPUs among equally fast ones; None if no plan fits the memory.
@@ -114,6 +68,16 @@ class SynchronousSearch:
         Raises:
             OutOfTimeError: if the deadline passes before there is any plan.
         """
+        asked = (*self._asked, precision, below_s)
+        if asked not in self._answers:
+            best = self._best(precision, below_s)
+            if self.interrupted:
+                return best
+            self._answers[asked] = best, self.found
+        best, self.found = self._answers[asked]
+        return best
+
+    def _best(self, precision: float, below_s: float) -> CutPath | None:
         best: CutPath | None = None
         if np.isfinite(below_s):
             limit_s = below_s - self._least_s
@@ -181,16 +145,16 @@ class SynchronousSearch:
                 self._cut_short = True  # there is an answer already
                 return None
             stages, most = self._stages[state], int(room[state])
-            may = self.limits.numbering.numbers(self.space, state, self._ends[state], many) if numbers else None
+            may = self.limits.numbering.numbers(self.space, state, stages.ways.others, many) if numbers else None
             for columns, r in self._worth_a_try(stages, limit_s, most, needed):
                 left = np.arange(most + 1) - r[:, None]
                 after = np.minimum(np.maximum(left, 0), stages.after[r - 1, columns][:, None])
                 for number in range(many):
                     rest = sums[number + 1 if numbers else 0]
-                    totals = stages.sum_s[columns, None] + rest[stages.others[columns, None], after]
+                    totals = stages.sum_s[columns, None] + rest[stages.ways.others[columns, None], after]
                     totals[left < 0] = np.inf
                     if may is not None:
-                        totals[~may[number, stages.stage[columns]]] = np.inf
+                        totals[~may[number, columns]] = np.inf
                     pick = totals.argmin(axis=0)
                     least = totals[pick, np.arange(most + 1)]
                     better = np.flatnonzero(least < sums[number, state, : most + 1])
@@ -210,14 +174,14 @@ class SynchronousSearch:
         needed = np.full(len(self.space), self.gpus + 1, dtype=np.int64)
         needed[0] = 0
         for state, stages in enumerate(self._stages):
-            if needed[state] <= self.gpus and len(stages.rows):
+            if needed[state] <= self.gpus and len(stages.ways):
                 meets = stages.max_s <= limit_s
                 fewest = np.where(meets.any(axis=0), self._replicas[meets.argmax(axis=0)], self.gpus + 1)
-                np.minimum.at(needed, stages.others, needed[state] + fewest)
+                np.minimum.at(needed, stages.ways.others, needed[state] + fewest)
         return np.minimum(needed, self.gpus + 1)
 
     def _worth_a_try(
-        self, stages: _Stages, limit_s: float, room: int, needed: Integers
+        self, stages: Stages, limit_s: float, room: int, needed: Integers
     ) -> Iterator[tuple[Integers, Integers]]:
         """Yield ways and their replicas that are worth a try, by ascending replicas, as many as suit one array.
 
@@ -231,13 +195,13 @@ class SynchronousSearch:
             room: GPUs of the stage and those after it, at most.
             needed: GPUs after each state, at least.
         """
-        left = room - needed[stages.others]
+        left = room - needed[stages.ways.others]
         if not len(left) or (most := min(int(left.max()), len(self._replicas))) < 1:
             return
         replicas, after = self._replicas[:most, None], stages.after[:most]
-        may = (stages.max_s[:most] <= limit_s) & (replicas <= left) & (after >= needed[stages.others])
+        may = (stages.max_s[:most] <= limit_s) & (replicas <= left) & (after >= needed[stages.ways.others])
         # The ways of a stage stand together, by their sums. Numbers grow from stage to stage, so that each begins anew.
-        begin = stages.stage * (self.gpus + 2)
+        begin = stages.ways.stage * (self.gpus + 2)
         most_after = np.maximum.accumulate(np.where(may, after + 1, 0), axis=0) + begin
         with_fewer = np.concatenate((begin[None], most_after[:-1]))
         worth = may & (most_after > with_fewer) & (with_fewer - begin - 1 < room - replicas)
@@ -249,49 +213,6 @@ class SynchronousSearch:
         for start in range(0, len(rows), batch):
             yield columns[start : start + batch], self._replicas[rows[start : start + batch]]
 
-    def _possible(self, state: int) -> Integers:
-        """Return where a stage from this state may end so that what it holds in any case fits the memory."""
-        others = self.space.among_later(state, np.arange(state + 1, len(self.space)))
-        if self.memory_bytes is None or not len(others):
-            return others
-        footprint = self.space.footprint(state, others, self.space.work(state, others))
-        shards = min(self.gpus, self._ways.most_sharded) if self._ways.shards else 1
-        held = footprint.weight_bytes + footprint.fixed_weight_bytes + footprint.optimizer_bytes / shards
-        held = held + (footprint.gradient_bytes if self.model.microbatches > 1 else 0.0)
-        fits = np.array(np.broadcast_to(held, others.shape) <= self.memory_bytes)
-        fits[0] = True  # no state is without any stage
-        return others[fits]
-
-    def _from(self, state: int) -> _Stages:
-        self.deadline.check()
-        others = self._ends[state]
-        plainest = self._priced(self._ways.all(state, others, np.zeros(len(others), dtype=bool)))
-        if not self._ways.chooses:
-            return plainest
-        # Recomputing costs time, so it is a choice only where some number of GPUs after the stage does not fit.
-        limited = (np.isnan(plainest.max_s) | (plainest.after < self.gpus)).any(axis=0)
-        roomy = plainest.stage[~limited & ~plainest.ways.sharded[plainest.rows]]
-        tight = ~np.isin(np.arange(len(others)), roomy)
-        return self._priced(self._ways.all(state, others, tight)) if tight.any() else plainest
-
-    def _priced(self, ways: Ways) -> _Stages:
-        replicas, shape = self._replicas[:, None], (len(self._replicas), len(ways))
-        max_s = np.array(np.broadcast_to(self.model.max_s(ways.work, replicas), shape))
-        max_s[~ways.allowed(np.broadcast_to(replicas, shape))] = np.nan
-        after = np.full(shape, self.gpus, dtype=np.int64)
-        if self.memory_bytes is not None:
-            footprint = ways.footprint_on(replicas).divided(self.model.microbatches)
-            # With nothing after it a stage holds least, with everything most.
-            held = footprint.total_bytes(self.model.in_flight(self._replicas, 0)[:, None], 1)
-            max_s[held > self.memory_bytes] = np.nan
-            most = footprint.most_in_flight(self.memory_bytes, stashing=False)
-            least_room = self.model.in_flight(self._replicas, self.gpus)[:, None] > most
-            after = np.where(least_room, np.maximum(most - 1, 0) * replicas, after)
-            max_s[_of_no_use(ways, max_s, after)] = np.nan
-        rows = np.flatnonzero(~np.isnan(max_s).all(axis=0))
-        sum_s = np.broadcast_to(self.model.sum_s(ways.work), len(ways))
-        return _Stages(ways, rows, ways.others[rows], sum_s[rows], max_s[:, rows], after[:, rows])
-
     def _trace(self, choices: Integers, gpus: int) -> tuple[CutPath, float, float]:
         """Return the path of the choices, by number, state and GPUs left, with so many GPUs."""
         states, sums, most_s = [0], 0.0, 0.0
@@ -300,21 +221,9 @@ class SynchronousSearch:
             number = min(len(options), choices.shape[1] - 1)  # a walk without numbers has 0 alone
             way, r = (int(each) for each in choices[:, number, state, gpus])
             stages = self._stages[state]
-            states.append(int(stages.others[way]))
-            options.append(stages.ways.options(int(stages.rows[way]), r))
+            states.append(int(stages.ways.others[way]))
+            options.append(stages.ways.options(way, r))
             sums += float(stages.sum_s[way])
             most_s = max(most_s, float(stages.max_s[r - 1, way]))
             gpus = min(gpus - r, int(stages.after[r - 1, way]))
         return CutPath(tuple(states), tuple(options), sums + most_s), sums, most_s
-
-
-def _of_no_use(ways: Ways, max_s: Floats, after: Integers) -> NDArray[np.bool_]:
-    """Return which ways, by replicas, allow no more GPUs after the stage than one that recomputes less."""
-    useless = np.zeros(max_s.shape, dtype=bool)
-    # Numbers grow from stage to stage, so that the maximum of each begins anew.
-    allowed = np.where(np.isnan(max_s), 0, after + 1) + ways.stage * (int(after.max(initial=0)) + 2)
-    for sharded in (False, True):
-        rows = np.flatnonzero(ways.sharded == sharded)
-        most = np.maximum.accumulate(allowed[:, rows], axis=1)
-        useless[:, rows[1:]] = most[:, 1:] <= most[:, :-1]
-    return useless

@@ -59,6 +59,10 @@ class Ways:
     def __len__(self) -> int:
         return len(self.stage)
 
+    def __getitem__(self, rows: Integers) -> Ways:
+        arrays = {name: getattr(self, name)[rows] for name in ("others", "stage", "sharded", "choice")}
+        return replace(self, **arrays, work=taken(self.work, rows), footprint=taken(self.footprint, rows))
+
     @property
     def again(self) -> NDArray[np.bool_]:
         """Whether any layer recomputes."""
