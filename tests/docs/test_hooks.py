@@ -69,4 +69,4 @@ def test_schedules_become_a_table_and_the_readme_names_them_all(hooks: ModuleTyp
         assert f"`{schedule}`" in readme
     # What equals one device is what the README's comparison says.
     equal = ", ".join(f"`{schedule}`" for schedule in SCHEDULES if not schedule.asynchronous)
-    assert f"| with {equal} |" in readme
+    assert f"equal to one device with {equal} |" in readme

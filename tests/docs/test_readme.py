@@ -16,7 +16,7 @@ def test_the_example_is_what_plan_solve_prints(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    example = re.search(r"^    \$ plan (solve .*)\n((?:    [^$].*\n|\n)+)    \$ plan train", readme, re.MULTILINE)
+    example = re.search(r"^    \$ plan (solve .*)\n((?:    [^$].*\n|\n)+?)\n(?=\S)", readme, re.MULTILINE)
     assert example is not None
     monkeypatch.chdir(ROOT)
     assert main([*example[1].split(), "-o", str(tmp_path / "plan.json")]) == 0
