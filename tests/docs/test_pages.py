@@ -19,6 +19,8 @@ _TABLE_OR_CODE = re.compile(r"\s*\||    ")
 # A link or a code span has no place for a line break.
 _ONE_PIECE = re.compile(r"\s*(?:[-*] )?(?:!?\[[^\]]*\]\([^)]*\)|`[^`]*`)\S*")
 _MODULE = re.compile(r"\b(?:planner|benchmarks)(?:\.(?!md\b)[A-Za-z_]\w*)+")
+_LINK = re.compile(r"(?<!`)\]\(([^()\s]+)\)")
+_HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 # In capitals stand names that the reader fills in; `*` is any name.
 _FILE = re.compile(r"\b(?:planner|benchmarks|profiles|docs|tests)/[a-z0-9_/.*-]*[a-z0-9_*]")
 
@@ -50,6 +52,38 @@ def test_modules_and_files_exist(page: Path) -> None:
     missing = {name for name in _MODULE.findall(text) if not exists(name)}
     missing |= {name for name in _FILE.findall(text) if not any(ROOT.glob(name))}
     assert missing == set()
+
+
+@pages
+def test_links_lead_to_files_and_headings(page: Path) -> None:
+    """Those to other sites are not followed: CI has no network to rely on."""
+    links = _LINK.findall(_FENCED.sub("", page.read_text(encoding="utf-8")))
+    assert [link for link in links if "://" not in link and not leads(page, link)] == []
+
+
+def leads(page: Path, link: str) -> bool:
+    """Whether a link of `page` leads to a file, and to a heading of it where it names one."""
+    name, _, heading = link.partition("#")
+    target = page.parent / name if name else page
+    if not heading or target.suffix != ".md":
+        return target.exists()
+    text = target.read_text(encoding="utf-8")
+    records = "<!-- fields: " in text  # whose headings are written from the code
+    return heading in {slug(found) for found in _HEADING.findall(text)} or records
+
+
+def slug(heading: str) -> str:
+    """The anchor that mkdocs and GitHub give a heading."""
+    return re.sub(r"[\s]+", "-", re.sub(r"[^\w\s-]", "", re.sub(r"\{.*\}$", "", heading)).strip().lower())
+
+
+def test_a_link_that_leads_nowhere_is_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# What: `x`, and why\n", encoding="utf-8")
+    assert leads(page, "#what-x-and-why")
+    assert leads(tmp_path / "other.md", "page.md#what-x-and-why")
+    assert not leads(page, "#what")
+    assert not leads(page, "missing.md")
 
 
 def exists(name: str) -> bool:
