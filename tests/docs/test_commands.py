@@ -115,6 +115,7 @@ def test_a_page_can_be_typed_into_a_shell(page: Path, tmp_path: Path) -> None:
     for place in (run, run / "quickstart"):
         place.mkdir(exist_ok=True)
         shutil.copy(Path(__file__).with_name("small_model.py"), place / "model.py")
+    (run / "cluster.json").write_text(flat_cluster(2, 1.25e8).model_dump_json(), encoding="utf-8")
     before = "plan profile model.py --batch-size 16 --seconds 1 && plan solve --gpus 2 --bandwidth 1Gbps"
     environment = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
