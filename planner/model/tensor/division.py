@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:  # importing DTensor takes a second, which only plans with gro
     from planner.model.tensor.group import TensorGroup
 
 _aten = torch.ops.aten
+_VIEWS = (_aten.view.default, _aten.reshape.default, _aten.unflatten.int)
 # Products, by the place of the weight among their arguments and its dimension of outputs; the other one is of inputs.
 _PRODUCTS = {
     _aten.linear.default: (1, 0),
@@ -113,7 +115,7 @@ def division_of(graph: LayerGraph, plan: Plan, group: TensorGroup) -> DividedWei
         styles = {style_of(plan, alias.rpartition(".")[0]) for alias in aliases}
         style = next((each for each in (*COLUMNS, *ROWS) if each in styles), None)
         dimension = None if style is None else _dimension(graph, name, parameter, style)
-        if dimension is None:
+        if dimension is None or _splits_heads(graph, aliases, group.degree):
             continue
         if parameter.shape[dimension] % group.degree:
             raise PlanError(
@@ -133,6 +135,25 @@ def _dimension(graph: LayerGraph, name: str, parameter: Tensor, style: str) -> i
     for node, place in _users(graph, name):
         if node.target in _PRODUCTS and _PRODUCTS[node.target][0] == place:
             return abs(_PRODUCTS[node.target][1] - rows)
+    return 0
+
+
+def _splits_heads(graph: LayerGraph, names: Sequence[str], degree: int) -> bool:
+    """Return whether the outputs of a module are heads that the ranks do not divide: its weights stay whole then."""
+    modules = {name.rpartition(".")[0] for name in names}
+    weights = (name for name, _ in graph.model.named_parameters() if name.rpartition(".")[0] in modules)
+    products = (node for name in weights for node, _ in _users(graph, name) if node.target in _PRODUCTS)
+    return any(_heads(user) % degree for product in products for user in product.users if user.target in _VIEWS)
+
+
+def _heads(view: fx.Node) -> int:
+    """Return the outermost of the sizes that a view divides the last dimension of its input into; 0 if it keeps it."""
+    source = view.args[0]
+    assert isinstance(source, fx.Node)
+    last, sizes = source.meta["val"].shape[-1], view.meta["val"].shape
+    for place in range(len(sizes) - 1, 0, -1):
+        if math.prod(size for size in sizes[place:]) == last:
+            return int(sizes[place]) if place < len(sizes) - 1 else 0
     return 0
 
 

@@ -82,10 +82,14 @@ class TensorGroup:
     ) -> Tensor:
         """Attend with each rank's heads: `scaled_dot_product_attention`, of which DTensor lacks the CPU's kernels.
 
-        Where the ranks do not divide the heads, all of them compute the whole.
+        Where the ranks do not divide the heads, all of them compute the whole. Key-value heads that they do not divide
+        are copied, one for each head of the query.
         """
         dimension = query.dim() - 3
         heads = query.shape[dimension]
+        if enable_gqa and key.shape[dimension] % self.degree:
+            key, value = (_expanded(each, heads) for each in (key, value))
+            enable_gqa = False
         divides = dimension >= 0 and not any(each.shape[dimension] % self.degree for each in (query, key))
         own = Shard(dimension) if divides else Replicate()
         tensors = [each.redistribute(placements=[own]).to_local() for each in (query, key, value)]  # type: ignore[attr-defined]
@@ -109,6 +113,12 @@ class TensorGroup:
         return DTensor.from_local(made, self.mesh, [own], run_check=False)
 
 
+def _expanded(value: Tensor, heads: int) -> Tensor:
+    """Return keys or values with a copy for each of so many heads."""
+    times = heads // value.shape[-3]
+    return value.unsqueeze(-3).expand(*value.shape[:-2], times, *value.shape[-2:]).flatten(-4, -3)
+
+
 def _attention(
     tensors: Sequence[Tensor],
     mask: Tensor | None,
@@ -124,8 +134,7 @@ def _attention(
     """
     query, key, value = tensors
     if enable_gqa:
-        shared = query.shape[-3] // key.shape[-3]
-        key, value = key.repeat_interleave(shared, -3), value.repeat_interleave(shared, -3)
+        key, value = (_expanded(each, query.shape[-3]) for each in (key, value))
     root = math.sqrt(1 / math.sqrt(query.shape[-1]) if scale is None else scale)
     scores = (query * root) @ (key.transpose(-2, -1) * root)
     if is_causal:
