@@ -329,4 +329,5 @@ def _by_search(problem: Problem) -> Found:
     if not problem.simulates:
         return Found(best, bound_s)
     columned = search.columned(path, extended, best)
-    return Found(fastest_simulated(search, [best, *columned.plans]), min(bound_s, columned.bound_s))
+    bound_s = min(bound_s, columned.bound_s)
+    return Found(fastest_simulated(search, [best, *columned.plans], bound_s), bound_s)

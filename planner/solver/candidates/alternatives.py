@@ -25,6 +25,7 @@ from planner.solver.candidates.kinds import (
     families,
     kinds_of_plans,
     slowed,
+    steps_below,
 )
 from planner.solver.candidates.orders import in_every_order
 from planner.solver.candidates.pipelines import MOST_WORKERS, too_large
@@ -37,7 +38,8 @@ from planner.solver.pipeline_search import MOST_SYNCHRONOUS_STATES, PipelineSear
 from planner.solver.result import Evaluation
 
 SLOWER_LINKS = (1.0, 2.0)  # factors by which links are slower in the alternatives of synchronous schedules
-FASTER_LINKS = (2.0, 4.0)  # factors by which they are faster in additional alternatives for clusters of several levels
+# Alternatives for faster links, on clusters of several levels: the factor between them, and how many.
+FASTER, FASTER_STEPS = 2.0, 4
 SLOWED = 1.15  # how much worse than the best a plan's bound may be on a slower link, to be proposed
 LENIENT = 2  # a first plan this many times slower than a single stage is not deepened
 
@@ -45,12 +47,15 @@ LENIENT = 2  # a first plan this many times slower than a single stage is not de
 BestOn = Callable[[int, float], Evaluation | None]
 
 
-def fastest_simulated(search: PipelineSearch, plans: Sequence[Evaluation]) -> Evaluation:
-    """Return the fastest plan by simulation: one of `plans`, the best by the cost model, or an alternative."""
+def fastest_simulated(search: PipelineSearch, plans: Sequence[Evaluation], bound_s: float) -> Evaluation:
+    """Return the fastest plan by simulation: one of `plans`, the best by the cost model, or an alternative.
+
+    No plan takes less than `bound_s`: what is as fast needs no alternative.
+    """
     problem, budget = search.problem, search.problem.budget
     first, *others = in_every_order(problem, plans)
     if problem.schedule.asynchronous:
-        return _Alternatives(search).fastest(first, others)
+        return _Alternatives(search).fastest(first, others, bound_s)
     best = fastest(problem, [first, *others])
     if not best.simulated or len(search.space) > MOST_SYNCHRONOUS_STATES:
         return best
@@ -88,14 +93,14 @@ class _Alternatives:
             prices = PathPrices((self._copies or search).problem, (self._copies or search).space)
             self._local_search = local_search_for(self._problem, search.space, prices.strain)
 
-    def fastest(self, first: Evaluation, others: Sequence[Evaluation]) -> Evaluation:
+    def fastest(self, first: Evaluation, others: Sequence[Evaluation], bound_s: float) -> Evaluation:
         """Return the fastest plan by simulation: one of these, or an alternative that could be faster without waiting.
 
         Args:
             first: the best plan by the cost model.
             others: next best ones.
+            bound_s: no plan takes less.
         """
-        bound_s = first.seconds * (1 + SETTLED)
         best = self._first_or_single_stage(first)
         if not best.simulated:
             return best
@@ -105,7 +110,7 @@ class _Alternatives:
         for best_on, gpus in self._kinds():
             used = gpus + 1
             for count in counts_to_try(gpus):
-                if best.seconds <= bound_s:
+                if best.seconds <= bound_s * (1 + SETTLED):
                     return best
                 if count >= used:
                     continue  # the best plan on more GPUs left some unused
@@ -157,7 +162,9 @@ class _Alternatives:
             kinds = [*kinds_of_plans(problem.link, limits, link_unit, memory_unit)]
             if problem.placed:  # some messages cross faster links than the slowest
                 most = replace(limits, gpus=min(limits.gpus, MOST_WORKERS))
-                kinds += [(Search, slowed(problem.link, 1 / faster), most) for faster in FASTER_LINKS]
+                own = problem.link.bandwidth_bytes_per_s
+                faster = steps_below(own * FASTER**FASTER_STEPS, link_unit, FASTER, FASTER_STEPS)
+                kinds += [(Search, slowed(problem.link, own / bandwidth), most) for bandwidth in faster]
             if copies is not None:
                 spaces += [(copies.space, kind) for kind in kinds[: len(KINDS)]]
             spaces += [(search.space, kind) for kind in kinds]

@@ -23,6 +23,7 @@ from planner.solver.problem import Problem
 from planner.solver.result import CutPath, Evaluation, Found, stages_along
 
 STARTS = 4  # of the search, each at another number of stages
+FARTHER = 4  # times as many plans are priced and simulated on clusters of several levels
 MOST_PRICED, FEW_LAYERS = 100, 50  # plans priced from each start, for models of so many layers; of larger ones, fewer
 ADDED = 1.25  # times the best plan's seconds, up to which plans are simulated that may take less than their price
 MOST_INSTRUCTIONS = 2**15  # of the simulations from each start: a part of a second
@@ -44,10 +45,13 @@ def improved(problem: Problem, found: Found, others: Sequence[Evaluation] = ()) 
     if (path := _path(problem, space, best)) is None:
         return found
     again = others or _met(problem, best)
-    own = budget.apart(min(budget.left, MOST_INSTRUCTIONS))
+    # Where links differ, the searches propose worse starts.
+    more = FARTHER if problem.placed else 1
+    most_instructions = MOST_INSTRUCTIONS * more
+    own = budget.apart(min(budget.left, most_instructions))
     trials = _Trials(replace(problem, budget=own), space, path, best)
     layers = len(problem.layer_costs.profile.layers)
-    effort = Effort(MOST_PRICED * FEW_LAYERS // max(FEW_LAYERS, layers), budget.deadline)
+    effort = Effort(MOST_PRICED * more * FEW_LAYERS // max(FEW_LAYERS, layers), budget.deadline)
     ways = BestWays(problem, space)
     local_search = LocalSearch(space, problem.cluster.gpus, trials.seconds, effort, ways.options)
     starts = (_path(problem, space, plan) for plan in again)
@@ -55,7 +59,7 @@ def improved(problem: Problem, found: Found, others: Sequence[Evaluation] = ()) 
         local_search.from_(start)
         if not others:
             local_search.allow(effort.most)
-            own.left = min(budget.left, MOST_INSTRUCTIONS)
+            own.left = min(budget.left, most_instructions)
     budget.count += own.count
     return found if trials.best is best else found.with_best(trials.best)
 
