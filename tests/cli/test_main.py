@@ -77,6 +77,7 @@ def with_change(old: str, new: str) -> str:
         (SOLVE, with_change('"schema_version":1', '"schema_version":2'), 2, "schema_version 2"),
         (SOLVE, "{", 2, "is not JSON"),
         (("solve", "--gpus", "8", "--bandwidth", "10Gb"), "", 2, "bandwidth '10Gb' is not a rate"),
+        (("solve", "--topology", "4x", "--bandwidth", "1Gbps"), "", 2, "'4x' lacks a value before or after 'x'"),
         (
             ("solve", "--gpus", "8", "--bandwidth", "-1Gbps"),
             "",

@@ -170,4 +170,14 @@ def _size(text: str) -> int:
 
 def each(parse: Callable[[str], T], separator: str = ",") -> Callable[[str], list[T]]:
     """Return a parser of values with separators between them."""
-    return lambda text: [parse(part) for part in text.split(separator)]
+
+    def parsed(text: str) -> list[T]:
+        parts = text.split(separator)
+        if len(parts) > 1 and "" in parts:
+            raise ClusterError(
+                f"'{text}' lacks a value before or after '{separator}'",
+                hint=f"write values with one '{separator}' between them",
+            )
+        return [parse(part) for part in parts]
+
+    return parsed
