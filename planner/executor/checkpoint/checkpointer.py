@@ -38,7 +38,6 @@ from planner.executor.health.heartbeat import Heartbeat
 from planner.executor.job import Evaluation, Job
 from planner.executor.observe.run_log import Past, RunLog
 from planner.formats.files import Record, save_record
-from planner.model.tensor.division import divided_weights
 from planner.version import __version__
 
 _log = logging.getLogger(__name__)
@@ -144,8 +143,7 @@ class Checkpointer:
         problem = None
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            speaking = (each for each in contents if divided_weights(each[0].module).speaks)
-            parts = tuple(write_part(folder, own, content) for own, content in speaking)
+            parts = tuple(write_part(folder, own, content) for own, content in contents if content.is_any)
         except OSError as cause:
             problem = f"worker {self._rank}: {cause.strerror or cause}"
         part = _WorkerPart(

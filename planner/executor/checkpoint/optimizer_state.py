@@ -16,9 +16,9 @@ from torch.optim import Optimizer
 
 from planner.errors import InputError
 from planner.executor.checkpoint.json_values import from_json, to_json
-from planner.executor.checkpoint.state_parts import ParameterState, joined, part_of
+from planner.executor.checkpoint.state_parts import ParameterState, Slice, joined, part_of
 from planner.executor.communication.sharding import Sharding
-from planner.executor.communication.shards import Shard
+from planner.executor.communication.shards import Shard, divided
 from planner.formats.files import Record
 from planner.model.tensor.division import divided_weights
 
@@ -55,7 +55,7 @@ def take_state(
         InputError: when the optimizer has state that no checkpoint can hold.
     """
     names = {id(parameter): name for name, parameter in module.named_parameters()}
-    packed = optimizer.state_dict()
+    packed, division = optimizer.state_dict(), divided_weights(module)
     numbered: dict[int, _Stepped] = {}
     groups = []
     for group in _groups(optimizer, packed, sharding):
@@ -69,6 +69,8 @@ def take_state(
         kept = {key: value for key, value in state.items() if isinstance(value, Tensor)}
         values = {k: to_json(v, f"the optimizer's '{k}' of '{name}'") for k, v in state.items() if k not in kept}
         part = None if shard is None else part_of(state, shard)
+        if part is not None and (sliced := division.slice_of(name)) is not None:
+            part = part.model_copy(update={"slice": Slice(place=sliced[0], of=sliced[1], dimension=sliced[2])})
         states[name] = ParameterState(tensors=tuple(kept), values=values, part=part)
         tensors.update({stored: kept[key] for key, stored in states[name].stored(name).items()})
     kind = type(optimizer).__name__
@@ -125,11 +127,14 @@ def give_state(
             if parts := states.get(names[id(stepped.parameter)]):
                 name, parameter = names[id(stepped.parameter)], stepped.parameter
                 whole = torch.empty(division.whole_shape(name, parameter.shape), device="meta")
-                found = joined(parts, tensors, whole, stepped.shard)
+                if name not in division.dimensions:
+                    packed["state"][number] = joined(parts, tensors, whole, stepped.shard)
+                    continue
+                found = joined(parts, tensors, whole, None)
                 for key, value in found.items():
                     if isinstance(value, Tensor) and value.shape == whole.shape:
                         found[key] = division.part(name, value)
-                packed["state"][number] = found
+                packed["state"][number] = found if stepped.shard is None else divided(found, stepped.shard)
     optimizer.load_state_dict(packed)
 
 

@@ -97,6 +97,7 @@ def fill_optimizer(own: Restorable, saved: SavedCheckpoint) -> None:
         return
     parameters = dict(own.module.named_parameters(remove_duplicate=False))
     shards = None if own.sharding is None else own.sharding.shards
+    division = divided_weights(own.module)
     states, tensors = [], {}
     for part in sorted(saved.index.parts, key=lambda part: part.stage == own.stage):
         if part.optimizer is None or part.optimizer_file is None:
@@ -107,7 +108,7 @@ def fill_optimizer(own: Restorable, saved: SavedCheckpoint) -> None:
         needed = {
             name: state
             for name, state in part.optimizer.states.items()
-            if name in parameters and needs(state, parameters[name], shards)
+            if name in parameters and needs(state, parameters[name], None if name in division.dimensions else shards)
         }
         states.append(part.optimizer.model_copy(update={"states": needed}))
         names = {stored for name, state in needed.items() for stored in state.stored(name).values()}

@@ -6,6 +6,7 @@ plan may lay the parameter out in another way, or divide it at other elements, o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -18,13 +19,24 @@ from planner.executor.communication.shards import Shard, divided
 from planner.formats.files import GrownRecord, Record
 
 
-class StatePart(Record):
-    """Which elements of a parameter a replica's state is of."""
+class Slice(Record):
+    """Which of several equal slices of a parameter a rank has, along which dimension."""
+
+    place: int
+    of: int
+    dimension: int
+
+
+class StatePart(GrownRecord):
+    """Which elements of a parameter, or of a rank's slice of it, a replica's state is of."""
+
+    later_fields: ClassVar[frozenset[str]] = frozenset({"slice"})
 
     start: int
     stop: int
     order: tuple[int, ...]  # the parameter's dimensions from the outermost in memory to the innermost
     tensors: tuple[str, ...]  # keys of those that are of these elements; all others are of the whole parameter
+    slice: Slice | None = None  # None where the elements are of the whole parameter
 
 
 class ParameterState(GrownRecord):
@@ -39,7 +51,8 @@ class ParameterState(GrownRecord):
     def stored(self, parameter: str) -> dict[str, str]:
         """Return, by key, the names in the file of the tensors that the optimizer keeps for `parameter`."""
         part = self.part
-        ending = {} if part is None else dict.fromkeys(part.tensors, f"[{part.start}:{part.stop}]")
+        where = "" if part is None or part.slice is None else f", {part.slice.place} of {part.slice.of}"
+        ending = {} if part is None else dict.fromkeys(part.tensors, f"[{part.start}:{part.stop}{where}]")
         return {key: f"{parameter}.{key}{ending.get(key, '')}" for key in self.tensors}
 
 
@@ -58,7 +71,7 @@ def needs(state: ParameterState, parameter: nn.Parameter, shards: Mapping[nn.Par
     if shards is None:
         return True
     shard, part = shards.get(parameter), state.part
-    if shard is None or part is None or part.order != shard.order:
+    if shard is None or part is None or part.order != shard.order or part.slice is not None:
         return shard is not None
     return part.start < shard.stop and shard.start < part.stop
 
@@ -85,15 +98,27 @@ def joined(
     divided_keys = () if last.part is None else last.part.tensors
     found = {key: tensors[stored[key]] for key in last.tensors if key not in divided_keys}
     if last.part is not None:
-        alike = [(n, state) for n, state in parts if state.part is not None and state.part.order == last.part.order]
-        needed = range(parameter.numel())
-        if shard is not None and shard.order == last.part.order:
-            needed = range(shard.start, shard.stop)
-        _check_complete(name, [state.part for _, state in alike if state.part is not None], needed)
+        of, dimension = (1, 0) if last.part.slice is None else (last.part.slice.of, last.part.slice.dimension)
+        shape = [size // of if each == dimension else size for each, size in enumerate(parameter.shape)]
+        slices = [_of_slice(parts, last.part, place) for place in range(of)]
+        some = of == 1 and shard is not None and shard.order == last.part.order
+        needed = range(shard.start, shard.stop) if some and shard is not None else range(math.prod(shape))
+        for own in slices:
+            _check_complete(name, [part for part, _ in own], needed)
         for key in divided_keys:
-            found[key] = _whole([(state.part, tensors[state.stored(n)[key]]) for n, state in alike], parameter)
+            wholes = [_whole([(part, tensors[stored[key]]) for part, stored in own], shape) for own in slices]
+            found[key] = wholes[0] if of == 1 else torch.cat(wholes, dimension)
     found |= {key: from_json(value) for key, value in last.values.items()}
     return found if shard is None else divided(found, shard)
+
+
+def _of_slice(
+    parts: Sequence[tuple[str, ParameterState]], like: StatePart, place: int
+) -> list[tuple[StatePart, dict[str, str]]]:
+    """Return the parts in the order of `like` that are of one of its slices, each with the names of its tensors."""
+    found = [(state.part, state.stored(name)) for name, state in parts if state.part is not None]
+    wanted = None if like.slice is None else like.slice.model_copy(update={"place": place})
+    return [(part, stored) for part, stored in found if part.order == like.order and part.slice == wanted]
 
 
 def _check_complete(name: str, parts: Sequence[StatePart], needed: range) -> None:
@@ -108,13 +133,12 @@ def _check_complete(name: str, parts: Sequence[StatePart], needed: range) -> Non
         )
 
 
-def _whole(parts: Sequence[tuple[StatePart | None, Tensor]], parameter: Tensor) -> Tensor:
-    """Return a tensor of the parameter's shape; where no part has elements, it has no values."""
-    flat = torch.empty(parameter.numel(), dtype=parts[0][1].dtype)
+def _whole(parts: Sequence[tuple[StatePart, Tensor]], shape: Sequence[int]) -> Tensor:
+    """Return a tensor of the shape; where no part has elements, it has no values."""
+    flat = torch.empty(math.prod(shape), dtype=parts[0][1].dtype)
     order: tuple[int, ...] = ()
     for part, elements in parts:
-        assert part is not None
         order = part.order
         flat[part.start : part.stop] = elements
-    laid_out = flat.view([parameter.shape[dimension] for dimension in order])
+    laid_out = flat.view([shape[dimension] for dimension in order])
     return laid_out.permute([order.index(dimension) for dimension in range(len(order))])

@@ -59,25 +59,40 @@ class Content(NamedTuple):
     optimizer: OptimizerState | None
     optimizer_tensors: Mapping[str, Tensor]
 
+    @property
+    def is_any(self) -> bool:
+        """Whether there is anything to write."""
+        return bool(self.weights) or self.optimizer is not None
+
 
 def content_of(own: Restorable) -> Content:
     """Return what is saved of one stage replica; all ranks that divide its weights call it.
 
+    The first of these ranks has what they gather, and what they have alike; of an optimizer that replicas divide, too,
+    each has its own part.
+
     Raises:
         InputError: when the model or optimizer has state that no checkpoint can hold.
     """
-    first = own.replica == 0
+    first, division = own.replica == 0, divided_weights(own.module)
     weights = whole_state(own.module) if first else _buffers(own.module)
+    weights = weights if division.speaks else {}
     if own.optimizer is None or not (first or own.sharding is not None):
         return Content(weights, None, {})
     optimizer, kept = take_state(own.optimizer, own.module, own.learning_rate_factor, own.sharding)
     shapes = {name: parameter.shape for name, parameter in own.module.named_parameters()}
-    division = divided_weights(own.module)
+    states = {}
     for name, state in optimizer.states.items():
-        for stored in state.stored(name).values():
-            if kept[stored].shape == shapes[name]:
-                kept[stored] = division.whole(name, kept[stored])
-    return Content(weights, optimizer, kept)
+        names = state.stored(name).values()
+        if state.part is None:
+            whole = {each: division.whole(name, kept[each]) for each in names if kept[each].shape == shapes[name]}
+            kept |= whole
+        if division.speaks or (state.part is not None and state.part.slice is not None):
+            states[name] = state
+    if not (states or division.speaks):
+        return Content({}, None, {})
+    kept = {each: kept[each] for name, state in states.items() for each in state.stored(name).values()}
+    return Content(weights, optimizer.model_copy(update={"states": states}), kept)
 
 
 def write_part(folder: Path, own: Restorable, content: Content | None = None) -> StagePart:
@@ -91,8 +106,10 @@ def write_part(folder: Path, own: Restorable, content: Content | None = None) ->
         OSError: when the disk is full or the folder cannot be written.
     """
     content = content or content_of(own)
-    first = own.replica == 0
-    stem = f"stage-{own.stage}" + ("" if first else f"-replica-{own.replica}")
+    division = divided_weights(own.module)
+    first = own.replica == 0 and division.speaks
+    rank = "" if division.group is None or division.speaks else f"-rank-{division.group.place}"
+    stem = f"stage-{own.stage}" + ("" if own.replica == 0 else f"-replica-{own.replica}") + rank
     tensors, aliases = distinct(content.weights)
     weights = _write_file(folder, f"{stem}.weights.safetensors", tensors)
     file = None

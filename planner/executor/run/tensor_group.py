@@ -39,7 +39,5 @@ def check_divided(plan: Plan) -> None:
         problem = "stages whose groups have different sizes", f"solve with one degree, `tensor={max(plan.degrees)}`"
     elif plan.compiled:
         problem = "divided layers that are compiled", "profile without `compile`, or solve with `tensor=1`"
-    elif any(stage.sharded for stage in plan.stages):
-        problem = "divided layers whose replicas divide the optimizer, too", "solve with `shard_optimizer=never`"
     if problem is not None:
         raise PlanError(f"the executor does not run {problem[0]}, as '{plan.config}' has them", hint=problem[1])

@@ -45,6 +45,12 @@ class DividedWeights:
         """Whether this rank saves and counts what all ranks of the group have alike."""
         return self.group is None or self.group.place == 0
 
+    def slice_of(self, name: str) -> tuple[int, int, int] | None:
+        """Return which part of a weight this rank has, of how many, along which dimension; None where it is whole."""
+        if self.group is None or name not in self.dimensions:
+            return None
+        return self.group.place, self.group.degree, self.dimensions[name]
+
     def part(self, name: str, whole: Tensor) -> Tensor:
         """Return this rank's part of a weight, or of a tensor of its shape."""
         dimension = self.dimensions.get(name)
