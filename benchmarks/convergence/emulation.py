@@ -12,12 +12,16 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.utils.data import DataLoader, Dataset
 
+from planner.executor.communication.coding import coding_of
 from planner.executor.run.data import make_batches
+from planner.formats.codecs import CODECS, Codec, CodecName
 from planner.model.spec import load_model_file
 from planner.schedule.instructions import Unit
 
@@ -68,6 +72,7 @@ def train(
     builder: str = "build_model",
     late: Sequence[int] = (),
     start: int = 0,
+    compress: CodecName = "none",
 ) -> nn.Module:
     """Train a model file's model in one process, on the workers' minibatches, and return it.
 
@@ -79,6 +84,7 @@ def train(
         builder: which function makes the model.
         late: how many updates late the gradients of each stage are; nothing for one process.
         start: minibatches at the beginning whose gradients are not late.
+        compress: what becomes of the values between the model's `blocks`, and of their gradients.
     """
     file = load_model_file(f"{module.__file__}:{builder}")
     torch.manual_seed(seed)
@@ -87,6 +93,9 @@ def train(
     scheduler = file.scheduler(optimizer)
     assert scheduler is not None
     batches = make_batches(file, module.MINIBATCH, 1, seed, drop_last=True)
+    if compress != "none":
+        for block in list(model.get_submodule("blocks").children())[:-1]:
+            block.register_forward_hook(lambda *call: _sent(call[-1], CODECS[compress]) if model.training else None)
     stages: list[list[nn.Parameter]] = [[] for _ in late]
     if late:
         for name, parameter in model.named_parameters():
@@ -120,3 +129,31 @@ def evaluate(module: ModuleType, model: nn.Module, data: Dataset[object]) -> tup
             count += len(inputs)
     model.train()
     return loss / count, right / count if hasattr(module, "metrics") else None
+
+
+class _Sent(torch.autograd.Function):
+    """A value that crosses a link, and whose gradient comes back over it."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, codec: Codec) -> Tensor:
+        """Code and decode the value."""
+        ctx.codec = codec
+        return _through(value, codec)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        """Code and decode the gradient."""
+        return _through(gradient, ctx.codec), None
+
+
+def _sent(value: Tensor, codec: Codec) -> Tensor:
+    return _Sent.apply(value, codec)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def _through(value: Tensor, codec: Codec) -> Tensor:
+    """Write a value as a message has it, and read it again."""
+    coding, size = coding_of(codec, value.nbytes, value.dtype), codec.size_bytes(value.nbytes, value.itemsize)
+    place = coding.place(torch.empty(size, dtype=torch.uint8), 0, value.shape)
+    coding.write(place, value)
+    return coding.read(place, value.dtype, value.shape)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
@@ -21,6 +22,7 @@ from tabulate import tabulate
 from benchmarks.convergence import residual, transformer
 from benchmarks.convergence.emulation import evaluate, lateness, train
 from benchmarks.convergence.recipes import Recipe
+from planner.formats.codecs import CodecName
 
 HERE = Path(__file__).parent
 RESULTS, TABLE = HERE / "late.jsonl", HERE / "late.md"
@@ -39,6 +41,7 @@ class Case:
     seed: int
     synchronous_start: float = 0.0  # share of the minibatches whose gradients are not late
     model: str = "transformer"
+    compress: CodecName = "none"  # what the stages send
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,7 @@ def trained(case: Case) -> Trained:
         builder="build_deep" if case.stages == 8 else "build_model",
         late=lateness(case.schedule, case.stages),
         start=round(case.synchronous_start * minibatches),
+        compress=case.compress,
     )
     loss, accuracy = evaluate(module, model, module.evaluation_dataset())
     return Trained(case, round(loss, 5), accuracy, curve_of(losses))
@@ -91,18 +95,19 @@ def main() -> None:
     parser.add_argument("--minibatches", type=int, default=400)
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--synchronous-start", type=float, default=0.0)
+    parser.add_argument("--compress", default="none", help="separated by semicolons")
     parser.add_argument("--table", action="store_true", help="train nothing; write late.md")
     args = parser.parse_args()
     if args.table:
-        TABLE.write_text(table(read()) + "\n", encoding="utf-8")
+        plain = [each for each in read() if each.case.compress == "none"]
+        TABLE.write_text(f"{table(plain)}\n\n{compressed(read())}\n", encoding="utf-8")
         return
     torch.set_num_threads(1)
-    choices = product(
-        map(int, args.stages.split(",")), args.optimizers.split(";"), args.schedules.split(";"), args.rates.split(",")
-    )
-    for (stages, name, schedule, rate), seed in product(choices, range(args.seeds)):
+    lists = (each.split(";") for each in (args.optimizers, args.schedules, args.compress))
+    choices = product(map(int, args.stages.split(",")), args.rates.split(","), *lists)
+    for seed, (stages, rate, name, schedule, codec) in product(range(args.seeds), choices):
         recipe = Recipe(name, float(rate), args.minibatches)
-        case = Case(recipe, schedule, stages, seed, args.synchronous_start, args.model)
+        case = Case(recipe, schedule, stages, seed, args.synchronous_start, args.model, codec)
         if all(case != each.case for each in read()):
             began = time.perf_counter()
             result = trained(case)
@@ -175,6 +180,24 @@ def _rows(results: Sequence[Trained]) -> Iterator[list[str]]:
         columns = [case.model, case.stages, case.recipe.minibatches, named(case), case.recipe.optimizer]
         columns += [f"{case.recipe.rate:g}", seeds, f"{loss:.3f}"]
         yield [str(each) for each in columns] + _beside(loss, same) + _beside(loss, min(alike, default=None))
+
+
+def compressed(results: Sequence[Trained]) -> str:
+    """Return a table of trainings whose stages compress what they send, beside the same ones that do not."""
+    losses = {each.case: each.loss for each in results}
+    rows: defaultdict[Case, list[tuple[float, float]]] = defaultdict(list)  # by the case with seed 0: without, and with
+    for case, loss in losses.items():
+        if case.compress != "none" and (plain := losses.get(replace(case, compress="none"))) is not None:
+            rows[replace(case, seed=0)].append((plain, loss))
+    headers = ["model", "stages", "minibatches", "schedule", "compress", "seeds", "loss", "uncompressed", "", "by seed"]
+    return tabulate([_compressed_row(*each) for each in rows.items()], headers, "github", disable_numparse=True)
+
+
+def _compressed_row(case: Case, losses: Sequence[tuple[float, float]]) -> list[str]:
+    plain, loss = map(fmean, zip(*losses, strict=True))
+    each = ", ".join(f"{one / other - 1:+.2%}" for other, one in losses)
+    columns = [case.model, case.stages, case.recipe.minibatches, named(case), case.compress, len(losses)]
+    return [*map(str, columns), f"{loss:.3f}", f"{plain:.3f}", f"{loss / plain - 1:+.2%}", each]
 
 
 def named(case: Case) -> str:

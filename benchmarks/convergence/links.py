@@ -54,6 +54,7 @@ class Case:
         synchronous_start: share of the minibatches.
         seed: of first weights and data.
         bandwidth: of each worker's link.
+        compress: what stages send; under `DDP` "PowerSGD" and a rank.
     """
 
     contender: str
@@ -64,6 +65,7 @@ class Case:
     synchronous_start: float
     seed: int
     bandwidth: str
+    compress: str = "none"
 
     @property
     def whole(self) -> bool:
@@ -90,7 +92,8 @@ class Run:
 def main() -> None:
     """Run what is asked for, and print and keep the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--contenders", default=";".join(CONTENDERS), help="separated by semicolons")
+    words = "separated by semicolons; 1f1b+int8 and DDP+PowerSGD4 compress what they send"
+    parser.add_argument("--contenders", default=";".join(CONTENDERS), help=words)
     parser.add_argument("--optimizer", default="newest-muon")
     parser.add_argument("--rate", type=float, default=0.016)
     parser.add_argument("--minibatches", type=int, default=400, help="of the recipe")
@@ -103,18 +106,21 @@ def main() -> None:
     parser.add_argument("--table", action="store_true", help="train nothing; write links.md")
     args = parser.parse_args()
     if args.table:
-        TABLE.write_text(f"{table(read())}\n\n{times(read())}\n", encoding="utf-8")
+        plain = [run for run in read() if run.case.compress == "none"]
+        TABLE.write_text(f"{table(plain)}\n\n{times(plain)}\n\n{compressed(read())}\n", encoding="utf-8")
         return
     recipe = Recipe(args.optimizer, args.rate, args.minibatches)
     recipe.choose()
     with testbed(args.stages) as bed:
         links = bed.links(flat_cluster(args.stages, parse_bandwidth(args.bandwidth)))
         for seed in map(int, args.seeds.split(",")):
-            for contender in args.contenders.split(";"):
+            for name in args.contenders.split(";"):
+                contender, _, compress = name.partition("+")
                 late = contender != DDP and find(contender).asynchronous
                 start = args.synchronous_start if late else 0.0
                 minibatches = args.only or args.minibatches
                 case = Case(contender, recipe, minibatches, args.stages, args.parts, start, seed, args.bandwidth)
+                case = replace(case, compress=compress or "none")
                 run = train(bed, links, case)
                 print(run, flush=True)
                 with RESULTS.open("a", encoding="utf-8") as file:
@@ -136,7 +142,8 @@ def train(bed: Testbed, links: Cluster, case: Case) -> Run:
         options=options,
         baseline="data-parallel" if case.contender == DDP else None,
     )
-    result = bed.train(job, links, 1.0, TIMEOUT_S)
+    rank = int(case.compress.removeprefix("PowerSGD")) if case.contender == DDP and case.compress != "none" else 0
+    result = bed.train(job, links, 1.0, TIMEOUT_S, rank)
     return Run(
         case,
         seconds_per_minibatch=result.minibatch_size / result.samples_per_s,
@@ -154,6 +161,7 @@ def plan_of(case: Case, links: Cluster) -> Plan:
     parts = case.parts if find(case.contender).divides else 1
     profile = _estimate(case, parts)
     stages = [transformer.stage_of(layer.name, case.stages) for layer in profile.layers]
+    links = links.model_copy(update={"compress": case.compress})
     counts = [stages.count(number) for number in range(case.stages)]
     return given_plan(profile, links, counts, [1] * case.stages, case.contender, parts, depth="published")
 
@@ -210,6 +218,23 @@ def times(runs: Sequence[Run], stages: int = 4, minibatches: int = 800) -> str:
                 rows.append((bandwidth, name, f"{needed:.0f}", f"{1e3 * each_s:.1f}", f"{total_s:.1f}", f"{ratio:.2f}"))
     headers = ("links", "", f"minibatches to {target:.3f}", "ms per minibatch", "seconds", "of 1f1b's")
     return tabulate(rows, headers, tablefmt="github", disable_numparse=True)
+
+
+def compressed(runs: Sequence[Run]) -> str:
+    """Return the seconds per minibatch with compressed messages, and without, by the links' bandwidth."""
+
+    def setting(run: Run) -> Case:
+        return replace(run.case, bandwidth="", contender="", compress="")
+
+    settings = {setting(run) for run in runs if run.case.compress != "none"}
+    known: defaultdict[str, defaultdict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for run in runs:
+        if setting(run) in settings:
+            name = run.case.contender + (f", {run.case.compress}" if run.case.compress != "none" else "")
+            known[name][run.case.bandwidth].append(1e3 * run.seconds_per_minibatch)
+    links = sorted({link for times in known.values() for link in times}, key=parse_bandwidth)
+    rows = [[name] + [f"{median(ms[link]):.0f}" if ms[link] else "" for link in links] for name, ms in known.items()]
+    return tabulate(rows, ["ms per minibatch at", *links], tablefmt="github", disable_numparse=True)
 
 
 def _mean_loss(runs: Sequence[Run], contender: str, stages: int, minibatches: int) -> float:

@@ -70,15 +70,18 @@ class Testbed:
             self._links[key] = Cluster.model_validate(answer | {"overlap": True})
         return self._links[key]
 
-    def train(self, job: Job, cluster: Cluster, byte_factor: float, timeout_s: float) -> TrainResult:
-        """Run a job on the links that were shaped last."""
-        task = {"kind": "train", "job": job.model_dump(mode="json")}
+    def train(
+        self, job: Job, cluster: Cluster, byte_factor: float, timeout_s: float, power_sgd: int = 0
+    ) -> TrainResult:
+        """Run a job on the links that were shaped last; `power_sgd`: rank to which DDP compresses gradients, if any."""
+        task = {"kind": "train", "job": job.model_dump(mode="json"), "power_sgd": power_sgd}
         return TrainResult.model_validate(self._ask(task, cluster, byte_factor, timeout_s, job.plan.workers))
 
     def _ask(
         self, task: dict[str, Any], cluster: Cluster, byte_factor: float, timeout_s: float, world: int | None = None
     ) -> dict[str, Any]:
         self._tasks += 1
+        task = {"power_sgd": 0} | task
         task |= {
             "world": world or cluster.gpus,
             "per_server": cluster.levels[0].size if len(cluster.levels) > 1 else 1,

@@ -17,12 +17,12 @@ import signal
 import sys
 import traceback
 from collections.abc import Iterator
-from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 import planner.executor.data_parallel
@@ -108,7 +108,7 @@ def _run(task: dict[str, Any]) -> dict[str, Any]:
         MASTER_ADDR=task["address"],
         MASTER_PORT=str(task["port"]),
     )
-    with scaled_buckets(task["byte_factor"]), _scaled_ddp_buckets(task["byte_factor"]):
+    with scaled_buckets(task["byte_factor"]), _changed_ddp(task["byte_factor"], task["power_sgd"]):
         match task["kind"]:
             case "links":
                 return _links(task)
@@ -134,10 +134,21 @@ def _train(job: Job) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _scaled_ddp_buckets(byte_factor: float) -> Iterator[None]:
-    """Scale the buckets of DistributedDataParallel within the context."""
-    bucketed = partial(DistributedDataParallel, bucket_cap_mb=25 * byte_factor)
-    setattr(planner.executor.data_parallel, "DistributedDataParallel", bucketed)  # noqa: B010
+def _changed_ddp(byte_factor: float, rank: int) -> Iterator[None]:
+    """Scale the buckets of DistributedDataParallel within the context; with a `rank`, PowerSGD compresses them to it.
+
+    PowerSGD (Vogels et al. 2019) is torch's own hook, with error feedback, from the third update on.
+    """
+
+    def made(model: torch.nn.Module, **options: Any) -> DistributedDataParallel:
+        parallel = DistributedDataParallel(model, bucket_cap_mb=25 * byte_factor, **options)
+        if rank:
+            group = options["process_group"]
+            state = PowerSGDState(group, rank, start_powerSGD_iter=2)
+            parallel.register_comm_hook(state, powerSGD_hook)
+        return parallel
+
+    setattr(planner.executor.data_parallel, "DistributedDataParallel", made)  # noqa: B010
     try:
         yield
     finally:

@@ -8,6 +8,7 @@ from itertools import accumulate, pairwise
 from planner.cost.layer_costs import LayerCosts, candidates
 from planner.cost.network.link import link_of, ring_all_reduce_s
 from planner.cost.setting import Setting
+from planner.cost.tensor import layer_costs_on
 from planner.formats.cluster import Cluster
 from planner.formats.plan import Plan
 from planner.formats.profile import Profile
@@ -32,7 +33,7 @@ def given_plan(
     depth: DepthRule = "auto",
 ) -> Plan:
     """Return a priced plan with the given layers and replicas per stage."""
-    layer_costs = LayerCosts(profile)
+    layer_costs = layer_costs_on(profile, cluster)
     ends = [0, *accumulate(stages)]
     assert ends[-1] == len(profile.layers)
     chosen = candidates([range(first, end) for first, end in pairwise(ends)], replicas)

@@ -30,3 +30,12 @@ def test_the_complete_model_file_can_be_captured(tmp_path: Path) -> None:
     graph = capture(file.build_model(), file.example_batch(4), file.loss)
     assert [layer.op for layer in graph.layers] == [*OPERATIONS, "loss"]
     assert isinstance(file.optimizer(file.build_model().parameters()), torch.optim.SGD)
+
+
+def test_the_loop_for_transformers_is_the_examples() -> None:
+    """Which a test runs where transformers is installed."""
+    source = (DOCS / "examples" / "fine_tune.py").read_text(encoding="utf-8")
+    page = "guides/transformers.md"
+    assert textwrap.indent(example(page, "The loop"), "    ").rstrip() in source
+    assert "return BASE" in (shown := example(page, "Weights from local safetensors"))
+    assert all(line in source for line in shown.splitlines())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from planner.formats.cluster import Cluster, DeviceKind
-from planner.formats.codecs import CODECS
 from planner.formats.plan import GIVEN, Bottleneck, Plan, SolverReport, Stage, short_config
 from planner.formats.profile import Profile
 from planner.report.tables.memory import memory_table
@@ -95,7 +94,7 @@ def cluster_line(cluster: Cluster) -> str:
         for level in cluster.levels
     )
     if cluster.compress != "none":
-        levels += f", activations and gradients {CODECS[cluster.compress].summary}"
+        levels += f", activations sent as {cluster.compress}"
     if cluster.kinds:
         return f"{levels}: {'; '.join(_kind(cluster, kind) for kind in cluster.kinds)}"
     measured = f", measured over {cluster.backend}" if cluster.backend is not None else ""

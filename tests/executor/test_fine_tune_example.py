@@ -1,0 +1,100 @@
+"""The example of fine-tuning: a model of transformers with LoRA in two stages trains as it does in one process."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from planner.formats.plan import save_plan
+from planner.model.spec import load_model_file
+from tests.executor.plans import make_plan, structural_profile
+
+EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "fine_tune.py"
+TIMEOUT_S = 240
+EPOCHS, MICROBATCH, MICROBATCHES = 2, 4, 4
+
+transformers: Any = pytest.importorskip("transformers", reason="needs transformers: pip install transformers")
+peft: Any = pytest.importorskip("peft", reason="needs peft: pip install peft")
+pytestmark = pytest.mark.filterwarnings("ignore")  # those of transformers are not ours
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """The example with a small base, whose tensors are in several files, a tokenizer of bytes, and a text."""
+    tokenizers: Any = pytest.importorskip("tokenizers")
+    letters = enumerate(sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()))
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab={letter: i for i, letter in letters}, merges=[]))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(tmp_path / "base")
+    torch.manual_seed(1)
+    sizes = {"vocab_size": 256, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False}
+    base = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads))
+    base.save_pretrained(tmp_path / "base", max_shard_size="60KB")
+    assert len(list((tmp_path / "base").glob("*.safetensors"))) > 2
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 30, encoding="utf-8")
+    shutil.copy(EXAMPLE, tmp_path)
+    return tmp_path
+
+
+def one_process(path: Path) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses at the ends of the epochs, and the weights, of plain training with the libraries' own loaders."""
+    functions = load_model_file(path).functions
+    own = functions["build_model"].__globals__
+    torch.manual_seed(0)
+    model = own["build_model"]()
+    torch.manual_seed(0)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(path.parent / "base")
+    values = dict(peft.get_peft_model(loaded, own["LORA"]).state_dict())
+    model.load_state_dict({name: values[name] for name in values if ".lora_" not in name}, strict=False)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = own["optimizer"](trained)
+    order = torch.Generator().manual_seed(0)
+    loader = DataLoader(own["samples"](), MICROBATCH * MICROBATCHES, True, generator=order, collate_fn=torch.stack)
+    total = EPOCHS * len(loader)
+    scheduler = transformers.get_scheduler("cosine", optimizer, total // 10, total)
+    losses = []
+    for _ in range(EPOCHS):
+        for tokens in loader:
+            optimizer.zero_grad()
+            loss = model(**own["in_batch"](tokens)[1]).loss
+            loss.backward()
+            optimizer.step()
+            scheduler.step()
+        losses.append(float(loss.detach()))
+    return losses, dict(model.state_dict())
+
+
+def test_two_stages_train_the_adapters_of_one_process(folder: Path) -> None:
+    path = folder / EXAMPLE.name
+    plan = make_plan(structural_profile(path, MICROBATCH), (1, 1), "1f1b-flush", MICROBATCHES)
+    save_plan(plan, folder / "plan.json")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", path.name]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(Path.cwd())}
+    command += ["plan.json", str(EPOCHS)]
+    process = subprocess.run(
+        command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False, env=environment, cwd=folder
+    )
+    assert process.returncode == 0, process.stdout + process.stderr
+    losses, weights = one_process(path)
+    assert [float(loss) for loss in re.findall(r"loss (\S+)", process.stdout)] == pytest.approx(losses, abs=1e-4)
+    tuned = torch.load(folder / "tuned.pt", weights_only=True)
+    assert tuned.keys() == weights.keys()
+    for name, tensor in weights.items():
+        if ".lora_" not in name:
+            assert torch.equal(tuned[name], tensor), name
+        torch.testing.assert_close(tuned[name], tensor, rtol=1e-3, atol=1e-4, msg=name)
+    assert any(tensor.any() for name, tensor in tuned.items() if ".lora_B." in name)
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder / "base")
+    adapted = peft.PeftModel.from_pretrained(base, folder / "adapter").state_dict()
+    assert all(torch.equal(adapted[name], tensor) for name, tensor in tuned.items())
