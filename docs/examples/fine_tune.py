@@ -30,11 +30,13 @@ def build_model():
 
 
 def pretrained():
-    """Say where the base's weights are, and how peft has renamed them; adapters keep their own first values."""
-    return (
-        BASE,
-        lambda name: None if ".lora_" in name else name.removeprefix("base_model.model.").replace(".base_layer", ""),
-    )
+    return BASE, name_in_base
+
+
+def name_in_base(name):
+    """Undo what peft does to names; None for adapters, which keep their first values."""
+    name = name.removeprefix("base_model.model.").replace(".base_layer", "")
+    return None if ".lora_" in name else name
 
 
 def example_batch(batch_size):
@@ -61,12 +63,12 @@ def main(plan_file, epochs):
     loader = DataLoader(samples(), plan.minibatch_size, shuffle=True, generator=order, collate_fn=torch.stack)
     with planner.pipeline(plan, __file__) as pipeline:
         total = epochs * len(loader)
-        schedulers = [get_scheduler("cosine", each, total // 10, total) for each in pipeline.optimizers]
+        rates = [get_scheduler("cosine", each, total // 10, total) for each in pipeline.optimizers]
         for epoch in range(epochs):
             for tokens in loader:
                 loss = pipeline.step(in_batch(tokens))
-                for scheduler in schedulers:
-                    scheduler.step()
+                for rate in rates:
+                    rate.step()
             if os.environ["RANK"] == "0":
                 print(f"epoch {epoch}: loss {loss:.4f}")
         pipeline.save_weights("tuned.pt")

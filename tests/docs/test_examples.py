@@ -37,5 +37,4 @@ def test_the_loop_for_transformers_is_the_examples() -> None:
     source = (DOCS / "examples" / "fine_tune.py").read_text(encoding="utf-8")
     page = "guides/transformers.md"
     assert textwrap.indent(example(page, "The loop"), "    ").rstrip() in source
-    assert "return BASE" in (shown := example(page, "Weights from local safetensors"))
-    assert all(line in source for line in shown.splitlines())
+    assert example(page, "Weights from local safetensors").rstrip() in source
