@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import product
 
-from planner.cost.layer_costs import Candidate
+from planner.cost.candidate import Candidate
 from planner.solver.problem import Problem
 
 Times = tuple[float, float]  # a stage's parts of the sum over the stages, and of the maximum

@@ -21,7 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.dnn_partitioning.objective import Host, compute_s, held_bytes, value_load_s
-from planner.cost.layer_costs import Candidate, LayerCosts
+from planner.cost.candidate import Candidate
+from planner.cost.layer_costs import LayerCosts
 from planner.cost.network.link import link_of
 from planner.cost.stage_options import StageOptions
 from planner.cost.work import Floats, Integers

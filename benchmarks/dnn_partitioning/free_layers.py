@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from benchmarks.dnn_partitioning.objective import compute_s, held_bytes
-from planner.cost.layer_costs import Candidate, LayerCosts
+from planner.cost.candidate import Candidate
+from planner.cost.layer_costs import LayerCosts
 from planner.formats.profile import Profile
 
 

@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from planner.cost.layer_costs import Candidate, LayerCosts, Traffic
+from planner.cost.candidate import Candidate, Traffic
+from planner.cost.layer_costs import LayerCosts
 from planner.cost.network.link import Link, link_of
 from planner.errors import InputError
 from planner.formats.cluster import DeviceKind

@@ -6,7 +6,8 @@ from itertools import pairwise
 from pathlib import Path
 
 import planner
-from planner.cost.layer_costs import LayerCosts, candidates
+from planner.cost.candidate import candidates
+from planner.cost.layer_costs import LayerCosts
 from planner.cost.setting import Setting
 from planner.formats.cluster import flat_cluster
 from planner.formats.plan import save_plan

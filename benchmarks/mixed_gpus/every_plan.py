@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 from itertools import chain, combinations, count, pairwise, product
 
 from benchmarks.stage_ways import Way, combined, unbeaten
+from planner.cost.candidate import Candidate
 from planner.cost.kinds import kind_on
-from planner.cost.layer_costs import Candidate
 from planner.cost.stage_options import StageOptions
 from planner.solver.candidates.evaluation import evaluate, priced
 from planner.solver.problem import Problem

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 import planner
-from planner.cost.layer_costs import LayerCosts, candidates
+from planner.cost.candidate import candidates
+from planner.cost.layer_costs import LayerCosts
 from planner.cost.setting import Setting
 from planner.executor.run.context import HeldStage, PipelineContext
 from planner.formats.cluster import flat_cluster

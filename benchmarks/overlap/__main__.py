@@ -15,7 +15,8 @@ from tabulate import tabulate
 
 from benchmarks.testbed.bed import Testbed, testbed
 from benchmarks.testbed.emulate import Scale, emulate
-from planner.cost.layer_costs import LayerCosts, candidates
+from planner.cost.candidate import candidates
+from planner.cost.layer_costs import LayerCosts
 from planner.cost.setting import Setting
 from planner.executor.job import Job
 from planner.formats.cluster import Cluster, flat_cluster

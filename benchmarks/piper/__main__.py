@@ -15,7 +15,7 @@ from tabulate import tabulate
 
 from benchmarks.gpu_truth.rows import ANCHORS, anchors
 from benchmarks.piper.formulas import Formulas, PiperStage
-from planner.cost.layer_costs import Candidate
+from planner.cost.candidate import Candidate
 from planner.cost.pricing import price
 from planner.cost.setting import Setting
 from planner.cost.stage_options import StageOptions

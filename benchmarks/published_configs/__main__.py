@@ -19,7 +19,8 @@ from tabulate import tabulate
 
 from benchmarks.published_configs.fixed import best_cuts
 from benchmarks.published_configs.rows import MODELS, ROWS, Row
-from planner.cost.layer_costs import Candidate, LayerCosts
+from planner.cost.candidate import Candidate
+from planner.cost.layer_costs import LayerCosts
 from planner.cost.models.registry import asynchronous_model
 from planner.cost.network.link import link_of
 from planner.errors import InfeasibleError

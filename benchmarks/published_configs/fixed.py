@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from planner.cost.layer_costs import Candidate, LayerCosts
+from planner.cost.candidate import Candidate
+from planner.cost.layer_costs import LayerCosts
 from planner.cost.models.registry import asynchronous_model
 from planner.cost.network.link import link_of
 from planner.cost.price import Price

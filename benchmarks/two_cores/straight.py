@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import time
 
-from planner.cost.layer_costs import LayerCosts, candidates
+from planner.cost.candidate import candidates
+from planner.cost.layer_costs import LayerCosts
 from planner.cost.setting import Setting
 from planner.formats.cluster import Cluster
-from planner.formats.plan import Plan, SolverReport
+from planner.formats.plan import Plan
+from planner.formats.plan_parts import SolverReport
 from planner.formats.profile import Profile
 from planner.schedule.registry import find
 from planner.solver.assemble import assemble

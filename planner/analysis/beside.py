@@ -10,7 +10,8 @@ from planner.analysis.solve_options import SolveOptions
 from planner.analysis.usual_ways import Way, usual_ways
 from planner.cost.tensor import layer_costs_on
 from planner.errors import PlannerError
-from planner.formats.plan import OtherWay, Plan
+from planner.formats.plan import Plan
+from planner.formats.plan_parts import OtherWay
 from planner.formats.profile import Profile
 from planner.schedule.flush import FLUSH
 from planner.solver.candidates.budget import Budget, Patience

@@ -8,11 +8,13 @@ from dataclasses import replace
 from planner.analysis.given_plan import GivenPlan
 from planner.analysis.solve_options import SolveOptions, fastest
 from planner.analysis.usual_ways import DATA_PARALLEL, Way, usual_ways
-from planner.cost.layer_costs import Candidate, LayerCosts
+from planner.cost.candidate import Candidate
+from planner.cost.layer_costs import LayerCosts
 from planner.cost.utilisation import utilisation
 from planner.formats.cluster import Cluster
 from planner.formats.files import Record
-from planner.formats.plan import Plan, ScheduleField
+from planner.formats.plan import Plan
+from planner.formats.plan_parts import ScheduleField
 from planner.formats.profile import Profile
 from planner.schedule.defaults import MICROBATCHES_PER_GPU
 from planner.schedule.gpipe import GPIPE

@@ -13,7 +13,8 @@ from typing import Literal
 
 from planner.errors import InputError
 from planner.formats.files import Record
-from planner.formats.plan import Plan, Stage
+from planner.formats.plan import Plan
+from planner.formats.plan_parts import Stage
 from planner.formats.timeline import Event, Timeline
 from planner.simulator.plan import costs_of
 from planner.simulator.recorded import simulate_recorded

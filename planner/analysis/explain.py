@@ -8,12 +8,14 @@ from planner.analysis.bandwidths import at_bandwidth
 from planner.analysis.compare import STRAIGHT
 from planner.analysis.given_plan import GivenPlan
 from planner.analysis.solve_options import SolveOptions, fastest
-from planner.cost.layer_costs import Candidate
+from planner.cost.candidate import Candidate
 from planner.cost.setting import Setting
 from planner.errors import InfeasibleError
 from planner.formats.cluster import Cluster
+from planner.formats.config import config_of
 from planner.formats.files import Record
-from planner.formats.plan import Bottleneck, Plan, SolverReport, config_of
+from planner.formats.plan import Plan
+from planner.formats.plan_parts import Bottleneck, SolverReport
 from planner.formats.profile import Profile
 from planner.solver.candidates.budget import Budget, Patience
 from planner.solver.candidates.kinds import counts_to_try, proposals

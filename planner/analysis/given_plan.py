@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from planner.analysis.solve_options import SolveOptions, check_workers
+from planner.cost.candidate import Candidate
 from planner.cost.kinds import with_kinds
-from planner.cost.layer_costs import Candidate, LayerCosts
+from planner.cost.layer_costs import LayerCosts
 from planner.cost.network.placement import Busy
 from planner.cost.price import Price
 from planner.cost.pricing import busy_resources

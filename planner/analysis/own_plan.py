@@ -10,7 +10,8 @@ from functools import partial
 from itertools import accumulate, pairwise
 
 from planner.analysis.solve_options import SolveOptions, check_workers
-from planner.cost.layer_costs import Candidate, LayerCosts
+from planner.cost.candidate import Candidate
+from planner.cost.layer_costs import LayerCosts
 from planner.cost.recomputation import units_of
 from planner.cost.stage_options import Groups, StageOptions, whole_stage
 from planner.cost.tensor import layer_costs_on

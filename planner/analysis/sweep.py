@@ -15,7 +15,8 @@ from planner.analysis.usual_ways import DATA_PARALLEL, ONE_GPU
 from planner.errors import InfeasibleError, InputError
 from planner.formats.cluster import Cluster
 from planner.formats.files import Record
-from planner.formats.plan import Bottleneck, Plan
+from planner.formats.plan import Plan
+from planner.formats.plan_parts import Bottleneck
 from planner.formats.profile import Profile
 from planner.solver.candidates.budget import Patience
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from planner.analysis.solve_options import SolveOptions
+from planner.cost.candidate import Candidate
 from planner.cost.kinds import everything_on, fastest_rank
-from planner.cost.layer_costs import Candidate, LayerCosts
+from planner.cost.layer_costs import LayerCosts
 from planner.formats.cluster import Cluster
 from planner.schedule.flush import FLUSH
 from planner.solver.candidates.budget import Budget

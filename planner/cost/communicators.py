@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from planner.cost.layer_costs import Candidate, LayerCosts, messages
+from planner.cost.candidate import Candidate
+from planner.cost.layer_costs import LayerCosts, messages
 from planner.cost.overheads import NO_RESERVE, Reserve
 from planner.cost.weight_copies import shared_in
-from planner.formats.plan import StageMemory
+from planner.formats.plan_parts import StageMemory
 
 
 def communicators(layer_costs: LayerCosts, stages: Sequence[Candidate]) -> list[int]:

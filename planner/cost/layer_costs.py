@@ -6,7 +6,7 @@ Written from the definitions, stage by stage, with sets: slow and plain, and the
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
+from planner.cost.candidate import Candidate, Traffic
 from planner.cost.kept_activations import NO_GROUP, Kept, LayerBytes, kept_activations
 from planner.cost.overheads import Overheads
 from planner.cost.stage_options import Groups, StageOptions
@@ -23,49 +24,6 @@ from planner.formats.cluster import DeviceKind
 from planner.formats.codecs import CODECS, FLOAT_BYTES, HALF_BYTES, Codec
 from planner.formats.device_kinds import profile_on
 from planner.formats.profile import Profile, Value
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """A value, with the positions of the layer that makes it and of the layers that use it.
-
-    `sent_bytes`, `returned_bytes`: of the value and its gradient on a link, which codes them.
-    """
-
-    name: str
-    producer: int
-    users: tuple[int, ...]  # ascending
-    output_bytes: int
-    gradient_bytes: int
-    sent_bytes: int
-    returned_bytes: int
-
-    @property
-    def amounts(self) -> Floats:
-        """Bytes and numbers of messages over a cut that it crosses: activations, gradients; activations, gradients.
-
-        Then the bytes of activations and gradients as tensors.
-        """
-        sizes = self.output_bytes, self.gradient_bytes
-        return np.array([self.sent_bytes, self.returned_bytes, 1, sizes[1] > 0, *sizes], dtype=np.float64)
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A stage to be priced: positions of its layers, and of all layers in the stages before it.
-
-    `options`: how it runs. `ranks`: of its devices; consecutive ones when empty.
-    """
-
-    before: frozenset[int]
-    layers: frozenset[int]
-    options: StageOptions = field(default_factory=StageOptions)
-    ranks: tuple[int, ...] = ()
-
-    @property
-    def replicas(self) -> int:
-        """Workers that run the stage."""
-        return self.options.replicas
 
 
 class LayerCosts:
@@ -350,16 +308,6 @@ def messages(layer_costs: LayerCosts, stages: Sequence[Candidate]) -> dict[tuple
         for ends in pairwise(sorted({int(stage_of[layer]) for layer in (value.producer, *value.users)})):
             found.setdefault(ends, []).append(value)
     return found
-
-
-def candidates(groups: Sequence[Sequence[int]], replicas: Sequence[int]) -> list[Candidate]:
-    """Return stages by the positions of their layers."""
-    before: frozenset[int] = frozenset()
-    stages = []
-    for layers, r in zip(groups, replicas, strict=True):
-        stages.append(Candidate(before, frozenset(layers), StageOptions(r)))
-        before |= frozenset(layers)
-    return stages
 
 
 def _outputs(values: Sequence[Traffic]) -> int:

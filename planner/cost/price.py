@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from planner.cost.work import Footprint
-from planner.formats.plan import Bottleneck, StageMemory
+from planner.formats.plan_parts import Bottleneck, StageMemory
 from planner.schedule.instructions import POSTED
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from planner.cost.candidate import Candidate
 from planner.cost.communicators import with_overheads
-from planner.cost.layer_costs import Candidate, LayerCosts
+from planner.cost.layer_costs import LayerCosts
 from planner.cost.models.cost_model import UnpricedPlan
 from planner.cost.models.registry import cost_model_of
 from planner.cost.network.placement import Busy

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from planner.cost.layer_costs import Candidate, LayerCosts
+from planner.cost.candidate import Candidate
+from planner.cost.layer_costs import LayerCosts
 from planner.cost.network.buckets import Buckets, buckets_of
 from planner.cost.price import Price
 from planner.cost.setting import Setting

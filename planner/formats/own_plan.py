@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from planner.errors import InputError
 from planner.formats.files import Record, load_record
-from planner.formats.plan import ScheduleField
+from planner.formats.plan_parts import ScheduleField
 from planner.schedule.defaults import CHUNKS
 from planner.schedule.registry import DEFAULT
 

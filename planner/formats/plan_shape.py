@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from itertools import count
 
 from planner.errors import InputError, PlanError
-from planner.formats.plan import Plan, Shared
+from planner.formats.plan import Plan
+from planner.formats.plan_parts import Shared
 from planner.schedule.one_forward_one_backward import ONE_F_ONE_B
 from planner.schedule.schedule import Channel, PipelineShape, Schedule
 

@@ -13,7 +13,8 @@ from pydantic import Field, model_validator
 
 from planner.errors import InputError
 from planner.formats.files import Record, load_record, write_text
-from planner.formats.plan import Plan, ScheduleField
+from planner.formats.plan import Plan
+from planner.formats.plan_parts import ScheduleField
 
 REMEDY = "see timeline.json in the file formats"
 

@@ -10,7 +10,8 @@ from pathlib import Path
 import torch
 
 from planner.api import profile, train
-from planner.cost.layer_costs import LayerCosts, candidates
+from planner.cost.candidate import candidates
+from planner.cost.layer_costs import LayerCosts
 from planner.cost.setting import Setting
 from planner.executor.job import CheckpointOptions, RunOptions, TrainingOptions, TrainResult
 from planner.formats.cluster import flat_cluster

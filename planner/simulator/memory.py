@@ -12,7 +12,8 @@ from collections import Counter
 from collections.abc import Iterable
 from itertools import pairwise
 
-from planner.formats.plan import Plan, Stage
+from planner.formats.plan import Plan
+from planner.formats.plan_parts import Stage
 from planner.formats.timeline import Event, MemoryCurve
 
 TimedBytes = tuple[float, int]

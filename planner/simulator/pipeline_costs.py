@@ -10,7 +10,7 @@ from planner.cost.network.link import Link
 from planner.cost.network.topology import Topology
 from planner.cost.work import WEIGHT_SHARE
 from planner.formats.cluster import Cluster
-from planner.formats.plan import Shared, Transfer
+from planner.formats.plan_parts import Shared, Transfer
 from planner.schedule.schedule import PipelineShape
 
 StagePair = tuple[int, int]

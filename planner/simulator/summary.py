@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.formats.files import Record
-from planner.formats.plan import ScheduleField
+from planner.formats.plan_parts import ScheduleField
 from planner.formats.timeline import LANES, EventKind, Timeline
 from planner.simulator.steady import Completions, Steady, steady_state
 

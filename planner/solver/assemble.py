@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import numpy as np
 
+from planner.cost.candidate import Candidate
 from planner.cost.communicators import with_overheads
 from planner.cost.kinds import everything_on, fastest_rank
-from planner.cost.layer_costs import Candidate, LayerCosts
+from planner.cost.layer_costs import LayerCosts
 from planner.cost.network.buckets import buckets_of
 from planner.cost.network.link import backward_and_reduce_s, ring_all_reduce_s
 from planner.cost.stage_options import whole_stage
@@ -22,7 +23,8 @@ from planner.cost.weight_copies import (
 )
 from planner.formats.groups import on_ranks
 from planner.formats.plan import GIVEN as GIVEN_NAME
-from planner.formats.plan import Plan, Prediction, SolverReport, Stage
+from planner.formats.plan import Plan
+from planner.formats.plan_parts import Prediction, SolverReport, Stage
 from planner.simulator.plan import simulated_s
 from planner.solver.candidates.budget import Budget
 from planner.solver.candidates.evaluation import priced, simulated

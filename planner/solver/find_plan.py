@@ -25,7 +25,8 @@ from planner.formats.cluster import Cluster
 from planner.formats.constraints import Constraints
 from planner.formats.cost_model_names import CostModelName
 from planner.formats.device_kinds import cluster_for
-from planner.formats.plan import Plan, SolverReport
+from planner.formats.plan import Plan
+from planner.formats.plan_parts import SolverReport
 from planner.formats.profile import REMEDY, Profile
 from planner.schedule.defaults import CHUNKS
 from planner.schedule.one_forward_one_backward import ONE_F_ONE_B

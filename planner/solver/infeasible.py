@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 from planner.errors import InfeasibleError, PlannerError
 from planner.formats.cluster import Cluster
-from planner.formats.plan import short_config
+from planner.formats.config import short_config
 from planner.solver.candidates.budget import Deadline
 from planner.solver.problem import Problem
 from planner.solver.result import Evaluation

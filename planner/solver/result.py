@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from planner.cost.layer_costs import Candidate
+from planner.cost.candidate import Candidate
 from planner.cost.network.placement import ranks_of
 from planner.cost.price import Price
 from planner.cost.rounding import SLACK
 from planner.cost.stage_options import StageOptions
 from planner.formats.cluster import Cluster
-from planner.formats.plan import config_of
+from planner.formats.config import config_of
 from planner.solver.chain.states import StateSpace
 
 WAITING = 0.02  # share of the cost model's time: most plans wait less, as 135 of 180 simple ones did

@@ -15,7 +15,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.cost.layer_costs import Candidate
+from planner.cost.candidate import Candidate
 from planner.cost.weight_copies import copies_fit, counted_with_copies, price_with_copies
 from planner.cost.work import IMPOSSIBLE, Integers
 from planner.errors import InfeasibleError, PlannerError

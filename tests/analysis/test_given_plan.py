@@ -6,7 +6,8 @@ import pytest
 
 from planner.analysis.given_plan import GivenPlan
 from planner.analysis.solve_options import SolveOptions
-from planner.cost.layer_costs import LayerCosts, candidates
+from planner.cost.candidate import candidates
+from planner.cost.layer_costs import LayerCosts
 from planner.formats.cluster import hierarchical_cluster
 from tests.samples import layer, profile
 from tests.solver.levels.test_columns import in_all_orders

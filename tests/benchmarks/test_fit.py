@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from benchmarks.fit.__main__ import _speeds
 from planner.formats.cluster import flat_cluster
-from planner.formats.plan import OtherWay
+from planner.formats.plan_parts import OtherWay
 from planner.schedule.flush import FLUSH
 from planner.solver import solve
 from tests.samples import layer, profile

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from planner.cost.candidate import candidates
 from planner.cost.communicators import communicators
-from planner.cost.layer_costs import LayerCosts, candidates
+from planner.cost.layer_costs import LayerCosts
 from planner.cost.overheads import COMMUNICATOR_BYTES, CONTEXT_BYTES, FRAGMENTED, Overheads, Reserve
 from planner.cost.setting import Setting
 from planner.executor.communication.routes import lanes_of

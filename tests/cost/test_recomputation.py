@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.cost import recomputation
-from planner.cost.layer_costs import Candidate, LayerCosts
+from planner.cost.candidate import Candidate
+from planner.cost.layer_costs import LayerCosts
 from planner.cost.recomputation import Choices, Recomputation, units_of
 from planner.cost.stage_options import Groups, StageOptions, whole_stage
 from planner.cost.work import Footprint

@@ -8,10 +8,12 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
-from planner.cost.layer_costs import LayerCosts, candidates
+from planner.cost.candidate import candidates
+from planner.cost.layer_costs import LayerCosts
 from planner.cost.setting import Setting
 from planner.formats.cluster import flat_cluster
-from planner.formats.plan import Plan, config_of
+from planner.formats.config import config_of
+from planner.formats.plan import Plan
 from planner.formats.profile import Compiled, Device, Edge, Layer, Profile, Provenance, Value
 from planner.model.autocast import autocast_name
 from planner.model.capture.graph import ValueSpec

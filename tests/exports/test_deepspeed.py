@@ -13,7 +13,8 @@ import pytest
 
 import planner
 from planner.errors import PlanError
-from planner.formats.plan import Plan, Shared
+from planner.formats.plan import Plan
+from planner.formats.plan_parts import Shared
 from tests.exports.plans import plan_of
 
 TIMEOUT_S = 240

@@ -14,7 +14,7 @@ from itertools import combinations, pairwise, product
 import numpy as np
 
 from benchmarks.stage_ways import Way, combined, unbeaten
-from planner.cost.layer_costs import Candidate
+from planner.cost.candidate import Candidate
 from planner.solver.problem import Problem
 from planner.solver.reference.brute import options_of
 

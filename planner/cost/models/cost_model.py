@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, get_args
 import numpy as np
 from numpy.typing import ArrayLike
 
-from planner.cost.layer_costs import Candidate, LayerCosts, exchanges
+from planner.cost.candidate import Candidate
+from planner.cost.layer_costs import LayerCosts, exchanges
 from planner.cost.network.link import Link, link_of
 from planner.cost.network.placement import Busy, Placement, Resource, places_matter, ranks_of
 from planner.cost.network.topology import Topology
 from planner.cost.work import Floats, Work
-from planner.formats.plan import Bottleneck
+from planner.formats.plan_parts import Bottleneck
 
 if TYPE_CHECKING:
     from planner.cost.setting import Setting  # which is valid if the registry has a cost model for it

@@ -12,7 +12,7 @@ from typing import Literal
 
 import numpy as np
 
-from planner.cost.layer_costs import Candidate
+from planner.cost.candidate import Candidate
 from planner.cost.network.topology import Loads, Ranks, Topology, rank_ranges
 from planner.cost.work import Floats, Work
 from planner.formats.cluster import Cluster

@@ -27,7 +27,8 @@ from planner.executor.run.tensor_group import tensor_group
 from planner.executor.run.weighed import weighed
 from planner.executor.stage.optimizer import StageOptimizer
 from planner.formats.groups import of_lane
-from planner.formats.plan import Plan, Stage
+from planner.formats.plan import Plan
+from planner.formats.plan_parts import Stage
 from planner.formats.plan_shape import shape_of
 from planner.model.capture.graph import ValueSpec
 from planner.model.spec import TrainingSpec

@@ -10,7 +10,8 @@ from planner.errors import ModelFileError, PlanError
 from planner.executor.communication.shared import separate_copies, use_parameters
 from planner.executor.job import Job
 from planner.executor.run.initial import initial_model
-from planner.formats.plan import Plan, Stage, Transfer
+from planner.formats.plan import Plan
+from planner.formats.plan_parts import Stage, Transfer
 from planner.formats.shared_weights import SharedWeight, obstacle, shared_weights
 from planner.model.capture.graph import LayerGraph, ValueSpec
 from planner.model.spec import TrainingSpec

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from planner.errors import InputError
-from planner.formats.plan import short_config
+from planner.formats.config import short_config
 from planner.report.tables.table import Table
 from planner.solver.choose import Choice, Option
 from planner.solver.minibatch import MinibatchError

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from itertools import groupby
 
-from planner.formats.plan import Plan, StageMemory
+from planner.formats.plan import Plan
+from planner.formats.plan_parts import StageMemory
 from planner.report.tables.table import Table
 from planner.units import format_bytes
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from planner.formats.cluster import Cluster, DeviceKind
-from planner.formats.plan import GIVEN, Bottleneck, Plan, SolverReport, Stage, short_config
+from planner.formats.config import short_config
+from planner.formats.plan import GIVEN, Plan
+from planner.formats.plan_parts import Bottleneck, SolverReport, Stage
 from planner.formats.profile import Profile
 from planner.report.tables.memory import memory_table
 from planner.report.tables.repeats import layer_range

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from planner.analysis.usual_ways import DATA_PARALLEL, ONE_GPU
-from planner.formats.plan import OtherWay, Plan, short_config
+from planner.formats.config import short_config
+from planner.formats.plan import Plan
+from planner.formats.plan_parts import OtherWay
 from planner.units import format_bytes, format_rate, format_seconds, format_times, times_words
 
 

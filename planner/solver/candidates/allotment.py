@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice, permutations, product
 
-from planner.cost.layer_costs import Candidate
+from planner.cost.candidate import Candidate
 from planner.solver.candidates.evaluation import priced
 from planner.solver.candidates.first_plans import Leaner
 from planner.solver.problem import Problem

@@ -8,7 +8,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from planner.cost.layer_costs import Candidate
+from planner.cost.candidate import Candidate
 from planner.simulator.pipeline_costs import PipelineCosts
 from planner.simulator.steady_time import steady_s
 from planner.solver.candidates.progress import Progress

@@ -12,9 +12,9 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from planner.cost.candidate import Candidate
 from planner.cost.communicators import reserves_of, with_overheads
 from planner.cost.kinds import with_kinds
-from planner.cost.layer_costs import Candidate
 from planner.cost.network.link import backward_and_reduce_s, ring_all_reduce_s
 from planner.cost.price import stage_memory
 from planner.cost.rounding import SLACK

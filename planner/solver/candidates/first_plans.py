@@ -17,7 +17,7 @@ from itertools import count, islice, takewhile
 
 import numpy as np
 
-from planner.cost.layer_costs import Candidate
+from planner.cost.candidate import Candidate
 from planner.cost.recomputation import Choices, Recomputation
 from planner.cost.rounding import SLACK
 from planner.cost.stage_options import Groups, StageOptions

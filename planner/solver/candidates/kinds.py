@@ -17,7 +17,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from planner.cost.layer_costs import Candidate
+from planner.cost.candidate import Candidate
 from planner.cost.network.link import Link
 from planner.cost.rounding import SLACK
 from planner.cost.stage_options import ShardRule

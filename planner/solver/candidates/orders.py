@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import replace
 
-from planner.cost.layer_costs import Candidate
+from planner.cost.candidate import Candidate
 from planner.cost.network.placement import places_matter
 from planner.cost.network.topology import column_ranks
 from planner.solver.chain.search import RESOLUTION

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from planner.cost.layer_costs import Candidate, LayerCosts, messages
+from planner.cost.candidate import Candidate
+from planner.cost.layer_costs import LayerCosts, messages
 from planner.cost.network.topology import Topology
 from planner.cost.weight_copies import (
     adding_of_copies_s,
@@ -16,7 +17,7 @@ from planner.cost.weight_copies import (
     shared_in,
     update_of_copies_s,
 )
-from planner.formats.plan import Shared, Transfer
+from planner.formats.plan_parts import Shared, Transfer
 from planner.formats.plan_shape import trainable_pairs
 from planner.formats.shared_weights import SharedWeight
 from planner.schedule.schedule import Channel, PipelineShape

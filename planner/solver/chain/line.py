@@ -20,7 +20,8 @@ from itertools import combinations_with_replacement
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.cost.layer_costs import Candidate, LayerCosts
+from planner.cost.candidate import Candidate
+from planner.cost.layer_costs import LayerCosts
 from planner.cost.network.link import Link
 from planner.cost.work import Floats, Integers
 from planner.formats.cluster import DeviceKind

@@ -14,7 +14,8 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.cost.layer_costs import LayerCosts, Traffic
+from planner.cost.candidate import Traffic
+from planner.cost.layer_costs import LayerCosts
 from planner.cost.rounding import SLACK
 from planner.cost.work import Floats, Integers
 from planner.solver.bounds.bounds import Bounds

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from planner.cost.candidate import Candidate
 from planner.cost.kinds import kind_on
-from planner.cost.layer_costs import Candidate
 from planner.cost.rounding import SLACK
 from planner.errors import InputError
 from planner.solver.bounds.balance import balanced_s

@@ -12,7 +12,8 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
-from planner.cost.layer_costs import Candidate, LayerCosts, candidates
+from planner.cost.candidate import Candidate, candidates
+from planner.cost.layer_costs import LayerCosts
 from planner.cost.network.link import link_of
 from planner.cost.recomputation import units_of
 from planner.cost.work import Floats

@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import compress, product
 
+from planner.cost.candidate import Candidate
 from planner.cost.kinds import kind_on
-from planner.cost.layer_costs import Candidate, LayerCosts
+from planner.cost.layer_costs import LayerCosts
 from planner.cost.recomputation import units_of
 from planner.cost.stage_options import Groups, RecomputeRule, StageOptions, whole_stage
 from planner.errors import InputError

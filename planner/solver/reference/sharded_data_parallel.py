@@ -23,13 +23,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
+from planner.cost.candidate import Candidate
 from planner.cost.communicators import with_overheads
-from planner.cost.layer_costs import Candidate, LayerCosts
+from planner.cost.layer_costs import LayerCosts
 from planner.cost.network.buckets import bucket_bytes, buckets_of
 from planner.cost.network.link import BUCKETS, Link, ring_all_reduce_s
 from planner.cost.work import Work
 from planner.formats.blocks import blocks_of
-from planner.formats.plan import StageMemory
+from planner.formats.plan_parts import StageMemory
 from planner.solver.candidates.evaluation import priced
 from planner.solver.problem import Problem
 from planner.solver.result import Evaluation

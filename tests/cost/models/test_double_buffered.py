@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.cost.layer_costs import LayerCosts, candidates
+from planner.cost.candidate import candidates
+from planner.cost.layer_costs import LayerCosts
 from planner.cost.models.asynchronous import AsynchronousModel
 from planner.cost.models.double_buffered import DoubleBufferedModel
 from planner.cost.network.link import Link, ring_all_reduce_s

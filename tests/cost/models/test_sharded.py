@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from planner.cost.layer_costs import Candidate, LayerCosts, candidates
+from planner.cost.candidate import Candidate, candidates
+from planner.cost.layer_costs import LayerCosts
 from planner.cost.models.asynchronous import AsynchronousModel
 from planner.cost.models.double_buffered import DoubleBufferedModel
 from planner.cost.models.synchronous import SynchronousModel

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.cost.layer_costs import LayerCosts, candidates
+from planner.cost.candidate import candidates
+from planner.cost.layer_costs import LayerCosts
 from planner.cost.network.topology import Loads, Topology, column_ranks, rank_ranges
 from planner.cost.pricing import price
 from planner.cost.setting import Setting

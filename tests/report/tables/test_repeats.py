@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from planner.formats.plan import LONGEST_CONFIG, short_config
+from planner.formats.config import LONGEST_CONFIG, short_config
 from planner.report.tables.profile import profile_report
 from planner.report.tables.repeats import collapsed, layer_range
 from planner.report.tables.table import Table

@@ -12,7 +12,8 @@ from planner.analysis.compare import compare
 from planner.analysis.explain import explain
 from planner.analysis.solve_options import SolveOptions
 from planner.analysis.usual_ways import DATA_PARALLEL
-from planner.cost.layer_costs import LayerCosts, candidates
+from planner.cost.candidate import candidates
+from planner.cost.layer_costs import LayerCosts
 from planner.cost.network import buckets
 from planner.cost.network.link import BUCKETS, ring_all_reduce_s
 from planner.cost.pricing import busy_resources

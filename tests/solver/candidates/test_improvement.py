@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from planner.cost.layer_costs import LayerCosts, candidates
+from planner.cost.candidate import candidates
+from planner.cost.layer_costs import LayerCosts
 from planner.cost.setting import Setting
 from planner.formats.cluster import flat_cluster
 from planner.schedule.registry import find

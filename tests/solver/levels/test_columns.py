@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.cost.layer_costs import Candidate, LayerCosts
+from planner.cost.candidate import Candidate
+from planner.cost.layer_costs import LayerCosts
 from planner.cost.network.topology import column_ranks
 from planner.cost.setting import Setting
 from planner.formats.cluster import Cluster, hierarchical_cluster

@@ -25,7 +25,8 @@ from planner.executor.run.data import BatchSource
 from planner.executor.stage.optimizer import StageOptimizer
 from planner.formats.cluster import flat_cluster
 from planner.formats.device_names import Backend
-from planner.formats.plan import Plan, Stage
+from planner.formats.plan import Plan
+from planner.formats.plan_parts import Stage
 from planner.model.batch import Batch
 from planner.model.capture.graph import ValueSpec
 from planner.model.capture.size import BATCH

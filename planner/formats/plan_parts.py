@@ -1,0 +1,216 @@
+"""The parts of a plan: its stages with their memory, what they exchange, what to expect, and how it was found."""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field, PlainSerializer, PlainValidator, WithJsonSchema, model_validator
+
+from planner.errors import InputError
+from planner.formats.cost_model_names import CostModelName
+from planner.formats.files import GrownRecord, Record, refuse_max_load
+from planner.formats.profile import Bytes, Seconds
+from planner.schedule.registry import NAMES, find
+from planner.schedule.schedule import Schedule
+
+
+def _schedule(value: object) -> Schedule:
+    """Return the schedule that a file names."""
+    try:
+        return find(value if isinstance(value, Schedule) else str(value))
+    except InputError as error:  # pydantic adds the name of the field to a ValueError only
+        raise ValueError(f"{error.message}: {', '.join(NAMES)} are known") from None
+
+
+# In files, the schedule's name.
+ScheduleField = Annotated[
+    Schedule,
+    PlainValidator(_schedule),
+    PlainSerializer(lambda schedule: schedule.name, return_type=str),
+    WithJsonSchema({"enum": list(NAMES)}),
+]
+
+
+class StageMemory(GrownRecord):
+    """Peak memory of one replica of a stage, by use."""
+
+    weights_bytes: Bytes  # all weight versions
+    gradients_bytes: Bytes
+    optimizer_bytes: Bytes
+    buffers_bytes: Bytes
+    activations_bytes: Bytes  # saved for backward, over all minibatches in flight
+    communication_bytes: Bytes
+    overhead_bytes: Bytes = 0  # on CUDA: context, communicators, fragmentation
+
+    later_fields: ClassVar[frozenset[str]] = frozenset({"overhead_bytes"})
+
+    @property
+    def total_bytes(self) -> int:
+        """Sum of the parts."""
+        return sum(self.model_dump().values())
+
+    @property
+    def tensor_bytes(self) -> int:
+        """Sum of the parts that are tensors, which the allocator counts."""
+        return self.total_bytes - self.overhead_bytes
+
+
+class Stage(GrownRecord):
+    """Consecutive layers, replicated on `ranks`; minibatch b runs on `ranks[b % replicas]`, or that group."""
+
+    layers: Annotated[tuple[str, ...], Field(min_length=1)]
+    ranks: Annotated[tuple[int, ...], Field(min_length=1)]
+    tensor: Annotated[int, Field(ge=1)] = 1  # ranks of a replica, which divide every layer between them
+    in_flight: Annotated[int, Field(ge=1)]  # minibatches (microbatches) in flight per replica, at most
+    sharded: bool = False  # the replicas divide the optimizer's state, and each updates its part
+    # Groups of layers that keep only the values which enter them, and run their forward again before their own
+    # backward; true: the whole stage is one group.
+    recompute: bool | tuple[tuple[str, ...], ...] = False
+    recompute_s: Seconds | None = None  # of that forward, per microbatch; None: of the whole stage's if that recomputes
+    forward_s: Seconds  # of one microbatch on one replica
+    backward_s: Seconds
+    update_s: Seconds  # of its part of the weights, where the optimizer's state is divided
+    accumulate_s: Seconds = 0.0  # gradient accumulation, in every backward of a minibatch except the first
+    ready_s: tuple[Seconds, ...] = ()  # from the start of a backward until each part of the gradients is complete
+    ready_shares: tuple[
+        Annotated[float, Field(ge=0)], ...
+    ] = ()  # of the gradients' bytes in each part; equal ones where it is empty
+    memory: StageMemory
+
+    later_fields: ClassVar[frozenset[str]] = frozenset({"sharded", "recompute_s", "ready_shares", "tensor"})
+
+    @property
+    def replicas(self) -> int:
+        """Number of workers that run this stage, or of groups of them."""
+        return len(self.ranks) // self.tensor
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether any layers run their forward again."""
+        return bool(self.recompute)
+
+    @property
+    def recompute_groups(self) -> tuple[tuple[str, ...], ...]:
+        """The groups of layers that recompute, by their names."""
+        if isinstance(self.recompute, bool):
+            return (self.layers,) if self.recompute else ()
+        return self.recompute
+
+    @property
+    def again_s(self) -> float:
+        """Seconds of the forward that is run again before each backward."""
+        if self.recompute_s is not None:
+            return self.recompute_s
+        return self.forward_s if self.recompute is True else 0.0
+
+    @property
+    def compute_s(self) -> float:
+        """Time of one microbatch on one replica: forward, recomputation if any, backward and update."""
+        return self.forward_s + self.again_s + self.backward_s + self.update_s
+
+    @property
+    def late_s(self) -> float:
+        """Seconds of `again_s` that replicas spend when some gradients are there already; `ready_s` has them."""
+        partly = self.ready_s and not isinstance(self.recompute, bool)
+        return max(0.0, self.ready_s[-1] - self.backward_s) if partly else 0.0
+
+    @model_validator(mode="after")
+    def _check_options(self) -> Stage:
+        if self.ranks != tuple(first + place for first in self.ranks[:: self.tensor] for place in range(self.tensor)):
+            raise ValueError(f"the ranks {list(self.ranks)} are no groups of {self.tensor} consecutive ones")
+        if self.sharded and self.replicas == 1:
+            raise ValueError("only a stage of two replicas or more is sharded")
+        if isinstance(self.recompute, bool):
+            return self
+        names = list(chain.from_iterable(self.recompute))
+        if not self.recompute or not all(self.recompute) or len(set(names)) < len(names):
+            raise ValueError("recompute lists groups of layers, each layer once at most")
+        if unknown := set(names).difference(self.layers):
+            raise ValueError(f"recompute names '{min(unknown)}', which is no layer of the stage")
+        place = {name: number for number, name in enumerate(self.layers)}
+        for group in self.recompute:
+            if [place[name] for name in group] != list(range(place[group[0]], place[group[0]] + len(group))):
+                raise ValueError(f"the recomputing group of '{group[0]}' is no run of consecutive layers of the stage")
+        if self.recompute_s is None:
+            raise ValueError("recompute_s is missing: only of a whole stage is it known")
+        return self
+
+
+class Transfer(Record):
+    """Values that stage `source` sends to stage `target` for every microbatch; gradients return the same way.
+
+    Bytes are those on the link, where the cluster's `compress` codes what travels.
+
+    A value that several later stages use travels along them: each user passes it on to the next, and gradients add up
+    on the way back. So what a stage sends depends only on its own layers, and no value crosses a link twice.
+    """
+
+    source: Annotated[int, Field(ge=0)]
+    target: Annotated[int, Field(ge=0)]
+    values: Annotated[tuple[str, ...], Field(min_length=1)]
+    output_bytes: Bytes
+    gradient_bytes: Bytes
+
+
+class Shared(Record):
+    """Weights that two stages share: each has a copy, and they exchange its gradients."""
+
+    stages: tuple[int, int]
+    weights: Annotated[tuple[str, ...], Field(min_length=1)]
+    gradient_bytes: Bytes  # an upper bound: profiles know the bytes of layers, not of single weights
+
+
+class Bottleneck(Record):
+    """The resource that limits the pipeline."""
+
+    stage: int
+    # shared_link: the link of the server that holds most of the stage; boundary: the cut after the stage, in published
+    # cost models
+    resource: Literal["compute", "link", "shared_link", "boundary"]
+    busy_s: Seconds  # per minibatch
+
+
+class Prediction(Record):
+    """What to expect of the plan in steady state."""
+
+    seconds_per_minibatch: Annotated[float, Field(gt=0)]
+    by: Literal["simulation", "cost model"] = "cost model"  # if the cost model is published, or simulation too slow
+    samples_per_s: Annotated[float, Field(gt=0)] | None  # None if the profile does not know its batch size
+    bottleneck: Bottleneck
+    speedup_over_one_gpu: float
+    speedup_over_data_parallel: float
+    communication_bytes_per_sample: float | None
+    data_parallel_communication_bytes_per_sample: float | None
+    communication_cut: float | None = None  # share of data parallelism's bytes that the plan avoids
+    tokens_per_s: Annotated[float, Field(gt=0)] | None = None  # None where the model is not of token ids
+    flop_utilisation: Annotated[float, Field(gt=0)] | None = None  # of the workers' peak, by the model's own FLOPs
+
+
+class OtherWay(Record):
+    """Another way to train the model on the cluster, to compare the plan with."""
+
+    name: str
+    config: str
+    schedule: ScheduleField
+    microbatches: Annotated[int, Field(ge=1)]  # per minibatch
+    seconds_per_microbatch: Seconds
+    memory_bytes: Bytes  # of the GPU that needs most
+    over_memory_bytes: Bytes = 0  # by how much that exceeds the memory; 0 if it fits
+
+
+class SolverReport(GrownRecord):
+    """How the plan was found, and how far from optimal it can be."""
+
+    later_fields: ClassVar[frozenset[str]] = frozenset({"depth"})
+
+    name: str
+    cost_model: Annotated[CostModelName, BeforeValidator(refuse_max_load)]
+    status: Literal["optimal", "feasible"]
+    lower_bound_s: Seconds  # per minibatch: no plan is faster by the cost model
+    gap: Annotated[float, Field(ge=0)]  # (seconds_per_minibatch - lower_bound_s) / seconds_per_minibatch
+    seconds: Seconds
+    cost_model_s: Seconds | None = None  # per minibatch: this plan by the cost model
+    simulated: Annotated[int, Field(ge=0)] = 0  # number of candidates that were simulated
+    exhausted: bool = True  # all candidates were simulated that could be faster by the cost model
+    depth: Literal["auto", "published"] = "auto"  # how many units in flight stages were given
