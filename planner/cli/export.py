@@ -15,16 +15,24 @@ Write the plan's stage boundaries in the form that another pipeline system takes
     plan export model.py --to torch-pipelining     a script for torchrun -> train_pipelining.py
     plan export --to deepspeed                     a PipelineModule      -> pipeline_partition.py
     plan export --to megatron                      arguments, printed
+    plan export --to torchtitan                    its configuration, printed
 
 None of these systems supports stages with different numbers of replicas: exporting such a plan is an error. None
 stashes weights either: comments in the file say how the system's training differs from the plan's.
 """
-FILES = {"torch-pipelining": "train_pipelining.py", "deepspeed": "pipeline_partition.py", "megatron": "-"}
+FILES = {
+    "torch-pipelining": "train_pipelining.py",
+    "deepspeed": "pipeline_partition.py",
+    "megatron": "-",
+    "torchtitan": "-",
+}
 
 
 def add_parser(verbs: Verbs) -> None:
     """Declare the verb's arguments."""
-    parser = declare(verbs, "export", "write the plan for PyTorch's pipelining, DeepSpeed or Megatron", DESCRIPTION)
+    parser = declare(
+        verbs, "export", "write the plan for PyTorch's pipelining, DeepSpeed, Megatron or torchtitan", DESCRIPTION
+    )
     parser.add_argument("model", nargs="?", help="model file, for torch-pipelining")
     parser.add_argument("--to", choices=list(FILES), required=True, help="the other system")
     add_plan_argument(parser)
@@ -33,7 +41,7 @@ def add_parser(verbs: Verbs) -> None:
         "--output",
         type=Path,
         metavar="FILE",
-        help="file to write, - for stdout (default: train_pipelining.py, pipeline_partition.py; stdout for megatron)",
+        help="file to write, - for stdout (default: train_pipelining.py, pipeline_partition.py; stdout for the others)",
     )
     parser.add_argument("--json", action="store_true", help="print the name of the file as JSON, or the text itself")
     parser.set_defaults(run=run)

@@ -9,15 +9,17 @@ from typing import Literal, get_args
 from planner.exports.deepspeed import deepspeed_file
 from planner.exports.megatron import megatron_arguments
 from planner.exports.torch_pipelining import torch_pipelining_file
+from planner.exports.torchtitan import torchtitan_config
 from planner.formats.plan import Plan
 
-System = Literal["torch-pipelining", "deepspeed", "megatron"]
+System = Literal["torch-pipelining", "deepspeed", "megatron", "torchtitan"]
 SYSTEMS: tuple[System, ...] = get_args(System)
 
 _WRITERS: dict[System, Callable[[Plan, str | None], str]] = {
     "torch-pipelining": torch_pipelining_file,
     "deepspeed": lambda plan, _: deepspeed_file(plan),
     "megatron": lambda plan, _: megatron_arguments(plan),
+    "torchtitan": lambda plan, _: torchtitan_config(plan),
 }
 
 
@@ -26,7 +28,7 @@ def export(plan: Plan, system: System, *, model: str | Path | None = None) -> st
 
     Args:
         system: "torch-pipelining", a script for torchrun; "deepspeed", a PipelineModule with the plan's partition;
-            "megatron", arguments for its command line.
+            "megatron", arguments for its command line; "torchtitan", its configuration in Python.
         model: the model file, which torch-pipelining's script reads.
 
     Returns:

@@ -8,7 +8,7 @@ from string import Template
 from planner.errors import PlanError
 from planner.exports.limits import (
     comment,
-    equal_replicas,
+    equal_degrees,
     microbatches_per_pipeline,
     remarks,
     shards_everywhere,
@@ -26,13 +26,13 @@ _FILE = Template('''\
     module = PlannedPipelineModule(layers=list(layers), names=names, loss_fn=loss)
     engine, *_ = deepspeed.initialize(model=module, config=CONFIG | {"optimizer": ...})
 
-Start it with $workers workers: $stages stages, $replicas of each.
+Start it with $workers workers: $stages stages, $replicas of each$of_ranks.
 """
 $remarks
 from collections.abc import Sequence
 from typing import Any
 
-from deepspeed.pipe import PipelineModule
+from deepspeed.pipe import PipelineModule$import_topology
 
 # The first layer of each stage, and all layers as the planner saw them.
 STAGE_STARTS = $starts
@@ -70,7 +70,7 @@ class PlannedPipelineModule(PipelineModule):
 
     def __init__(self, layers: Sequence[Any], names: Sequence[str], **options: Any) -> None:
         self._planned = partition(names)
-        super().__init__(layers=list(layers), num_stages=len(STAGE_STARTS), **options)
+        super().__init__(layers=list(layers), $topology, **options)
 
     def _partition_layers(self, method: str = "planned") -> None:
         # PipelineModule has methods of its own for this and takes no list, so it is overridden.
@@ -86,7 +86,8 @@ def deepspeed_file(plan: Plan, name: str = "pipeline_partition") -> str:
     Raises:
         PlanError: for what DeepSpeed cannot express.
     """
-    replicas = equal_replicas(plan, SYSTEM)
+    degrees = equal_degrees(plan, SYSTEM)
+    replicas = degrees.replicas
     if plan.schedule.chunked:
         raise PlanError(
             f"DeepSpeed has no schedule like {plan.schedule}: each of its workers has one stage",
@@ -97,6 +98,8 @@ def deepspeed_file(plan: Plan, name: str = "pipeline_partition") -> str:
         said.append(f"DeepSpeed runs 1F1B with a flush, where the plan is for {plan.schedule}.")
     if any(stage.recompute for stage in plan.stages):
         said.append("Some stages recompute: set PipelineModule's activation_checkpoint_interval.")
+    if degrees.tensor > 1:
+        said.append("Give it layers that divide themselves over the axis 'model' of its topology, such as Megatron's.")
     sharded = shards_everywhere(plan, SYSTEM, said)
     return _FILE.substitute(
         model=plan.model,
@@ -104,6 +107,13 @@ def deepspeed_file(plan: Plan, name: str = "pipeline_partition") -> str:
         stages=len(plan.stages),
         workers=plan.workers,
         replicas=replicas,
+        of_ranks=f" on {degrees.tensor} ranks" if degrees.tensor > 1 else "",
+        import_topology="\nfrom deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology"
+        if degrees.tensor > 1
+        else "",
+        topology=f"topology=PipeModelDataParallelTopology({len(plan.stages)}, {degrees.tensor}, {replicas})"
+        if degrees.tensor > 1
+        else "num_stages=len(STAGE_STARTS)",
         remarks=f"\n{comment(said)}\n" if said else "",
         starts=json.dumps([stage.layers[0] for stage in plan.stages]),
         layers=stage_layers(plan),

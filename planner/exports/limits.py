@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import textwrap
+from dataclasses import dataclass
 
 from planner.errors import PlanError
 from planner.formats.plan import Plan
@@ -11,30 +12,38 @@ from planner.formats.plan import Plan
 LEAST_PER_STAGE = 4  # microbatches per stage if the plan has one per minibatch, for a bubble of a fifth
 
 
-def equal_replicas(plan: Plan, system: str) -> int:
-    """Return the number of replicas of every stage, because other systems copy whole pipelines.
+@dataclass(frozen=True)
+class Degrees:
+    """How the workers of a plan are divided: other systems copy whole pipelines, whose layers equal groups divide."""
+
+    replicas: int  # of every stage
+    pipeline: int  # workers, or groups of them, that a pipeline has
+    tensor: int  # ranks of a group
+
+
+def equal_degrees(plan: Plan, system: str) -> Degrees:
+    """Return how many replicas all stages have, of how many ranks.
 
     Raises:
         PlanError: if stages have different numbers, or if ranks do not go stage by stage.
     """
-    if max(plan.degrees) > 1:
-        raise PlanError(
-            f"'{plan.config}' divides layers over ranks, which is not exported yet", hint="solve with `tensor=1`"
-        )
-    replicas = set(plan.replicas)
-    if len(replicas) > 1:
+    replicas, tensor = set(plan.replicas), set(plan.degrees)
+    if len(replicas) > 1 or len(tensor) > 1:
         raise PlanError(
             f"{system} copies whole pipelines, so it has no form for '{plan.config}', whose stages have different "
-            "numbers of replicas",
-            hint="`plan train` runs it; `plan compare` prices straight pipelines",
+            f"numbers of {'replicas' if len(replicas) > 1 else 'ranks'}",
+            hint="`plan train` runs it; `plan compare` prices straight pipelines"
+            if len(replicas) > 1
+            else "solve with one degree in `tensor`",
         )
-    ranks = [rank for stage in plan.stages[: plan.workers // plan.stages[0].replicas] for rank in stage.ranks]
+    found = Degrees(replicas.pop(), plan.workers // len(plan.stages[0].ranks), tensor.pop())
+    ranks = [rank for stage in plan.stages[: found.pipeline] for rank in stage.ranks]
     if ranks != list(range(len(ranks))):
         raise PlanError(
             f"{system} numbers workers stage by stage, but the plan's ranks are {ranks}",
             hint="solve for a cluster of one level, or list its kinds of GPUs in the order of the stages",
         )
-    return replicas.pop()
+    return found
 
 
 def microbatches_per_pipeline(plan: Plan, replicas: int, system: str) -> int:
@@ -129,6 +138,11 @@ def _model_remarks(plan: Plan, system: str) -> list[str]:
         said.append(
             f"The plan sends activations as {plan.cluster.compress}. {system} sends them as they are, so links are "
             "busier than the plan predicts."
+        )
+    if max(plan.degrees) > 1:
+        said.append(
+            f"Groups of {max(plan.degrees)} ranks divide the layers. {system}'s layers say themselves what is divided "
+            "of them; the plan's costs are of what the planned model says."
         )
     if plan.autocast is not None:
         said.append(f"The plan is for {plan.autocast} under autocast: use the same here.")

@@ -7,7 +7,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from planner.errors import PlanError
-from planner.exports.limits import comment, equal_replicas, microbatches_per_pipeline, remarks, shards_everywhere
+from planner.exports.limits import comment, equal_degrees, microbatches_per_pipeline, remarks, shards_everywhere
 from planner.formats.plan import Plan
 
 SYSTEM = "Megatron"
@@ -28,8 +28,8 @@ def megatron_arguments(plan: Plan) -> str:
     Raises:
         PlanError: if the stages are not counts of transformer layers, or need what Megatron cannot express.
     """
-    replicas = equal_replicas(plan, SYSTEM)
-    workers, stages = plan.workers // replicas, len(plan.stages)
+    degrees = equal_degrees(plan, SYSTEM)
+    replicas, workers, stages = degrees.replicas, degrees.pipeline, len(plan.stages)
     if any(plan.schedule.worker_of(stage, workers) != stage % workers for stage in range(stages)):
         raise PlanError(
             f"Megatron-LM gives stage s to worker s mod {workers}, and {plan.schedule} does not",
@@ -50,7 +50,8 @@ def megatron_arguments(plan: Plan) -> str:
         recomputing.append("--use-distributed-optimizer")
     chosen = [
         f"--num-layers {sum(layers.counts)}",
-        f"--pipeline-model-parallel-size {plan.workers // replicas}",
+        f"--pipeline-model-parallel-size {workers}",
+        *([f"--tensor-model-parallel-size {degrees.tensor}"] if degrees.tensor > 1 else []),
         *_layout(plan, layers.counts),
     ]
     chosen += recomputing

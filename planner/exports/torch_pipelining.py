@@ -8,7 +8,7 @@ from string import Template
 from planner.errors import InputError, PlanError
 from planner.exports.limits import (
     comment,
-    equal_replicas,
+    equal_degrees,
     microbatches_per_pipeline,
     schedule_remarks,
     shared_weights,
@@ -180,7 +180,12 @@ def torch_pipelining_file(plan: Plan, model: str | None, name: str = "train_pipe
         PlanError: for what PyTorch's schedules cannot express.
         InputError: without a model file.
     """
-    replicas = equal_replicas(plan, SYSTEM)
+    degrees = equal_degrees(plan, SYSTEM)
+    if degrees.tensor > 1:
+        raise PlanError(
+            f"a script for {SYSTEM} has whole layers on every worker, and those of '{plan.config}' are divided",
+            hint="export with `system=torchtitan`, or solve with `tensor=1`",
+        )
     if not plan.trainable or plan.microbatch_size is None:
         raise PlanError(
             f"the plan for '{plan.model}' comes from an imported profile, which holds no model to train",
@@ -190,7 +195,8 @@ def torch_pipelining_file(plan: Plan, model: str | None, name: str = "train_pipe
         raise InputError(
             f"a script for {SYSTEM} needs the model file", hint="give the model file that the plan was made for"
         )
-    workers, microbatches = plan.workers // replicas, microbatches_per_pipeline(plan, replicas, SYSTEM)
+    replicas, workers = degrees.replicas, degrees.pipeline
+    microbatches = microbatches_per_pipeline(plan, replicas, SYSTEM)
     schedule, said = _schedule(plan, microbatches)
     said += schedule_remarks(plan, SYSTEM)
     if any(stage.sharded for stage in plan.stages):

@@ -15,6 +15,7 @@ import planner
 from planner.errors import PlanError
 from planner.formats.plan import Plan
 from planner.formats.plan_parts import Shared
+from tests.executor.plans import in_groups
 from tests.exports.plans import plan_of
 
 TIMEOUT_S = 240
@@ -25,8 +26,8 @@ STAGES = [["features.0", "features.2"], ["features.3", "h.0.attn", "h.0.mlp"], [
 class PipelineModule:
     """What the file uses of DeepSpeed's class of this name."""
 
-    def __init__(self, layers: list[Any], num_stages: int) -> None:
-        self.num_stages = num_stages
+    def __init__(self, layers: list[Any], num_stages: int | None = None, topology: Any = None) -> None:
+        self.num_stages, self.topology = num_stages, topology
         self.global_rank = 1
         self._topo = type("Topology", (), {"get_coord": lambda self, rank: type("Coordinates", (), {"pipe": rank})()})()
         self._partition_layers(method="parameters")
@@ -56,6 +57,17 @@ def test_stages_begin_where_the_plan_says(monkeypatch: pytest.MonkeyPatch) -> No
     module = names["PlannedPipelineModule"](layers=every_layer, names=every_layer)
     assert (module.parts, module.bounds) == ([0, 2, 5, 8], (2, 5))
     assert names["CONFIG"] == {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 8}
+
+
+def test_groups_of_ranks_are_an_axis_of_the_topology(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSpeed's ranks go through pipe, data and model, as a plan's go through stages, replicas and ranks."""
+    stand_in = type(sys)("deepspeed.runtime.pipe.topology")
+    stand_in.PipeModelDataParallelTopology = lambda *axes: axes  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "deepspeed.runtime.pipe.topology", stand_in)
+    names = written(in_groups(plan_of(STAGES, (2, 2, 2)), 4), monkeypatch)
+    every_layer = [name for stage in STAGES for name in stage]
+    module = names["PlannedPipelineModule"](layers=every_layer, names=every_layer)
+    assert (module.topology, module.num_stages) == ((3, 4, 2), None)
 
 
 def test_sharded_stages_are_zero_1(monkeypatch: pytest.MonkeyPatch) -> None:

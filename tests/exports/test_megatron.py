@@ -8,6 +8,7 @@ import planner
 from planner.errors import PlanError
 from planner.formats.plan import Plan
 from planner.formats.profile import LossMean
+from tests.executor.plans import in_groups
 from tests.exports.plans import plan_of
 
 
@@ -52,6 +53,25 @@ def test_sharded_stages_and_layers_that_recompute() -> None:
     text = planner.export(plan.model_copy(update={"stages": every}), "megatron")
     assert "--recompute-method uniform --recompute-num-layers 1" in text
     assert "optimizer" not in text
+
+
+def test_groups_of_ranks_are_tensor_parallel() -> None:
+    plan = in_groups(plan_of([["wte", *blocks(0)], [*blocks(1, 2, 3), "ln_f", "loss"]], (2, 2)), 4)
+    text = planner.export(plan, "megatron")
+    assert [line for line in text.splitlines() if not line.startswith("#")] == [
+        "--num-layers 4",
+        "--pipeline-model-parallel-size 2",
+        "--tensor-model-parallel-size 4",
+        '--pipeline-model-parallel-layout "Et|tttL"',
+        "--micro-batch-size 4",
+        "--global-batch-size 32",
+    ]
+    assert "# Groups of 4 ranks divide the layers." in text
+    uneven = plan.stages[0], plan.stages[1].model_copy(update={"tensor": 2, "ranks": tuple(range(8, 12))})
+    with pytest.raises(PlanError, match="different numbers of ranks"):
+        planner.export(plan.model_copy(update={"stages": uneven}), "megatron")
+    with pytest.raises(PlanError, match="has whole layers on every worker"):
+        planner.export(plan, "torch-pipelining", model="model.py")
 
 
 def test_what_it_cannot_express() -> None:

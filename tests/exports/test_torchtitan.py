@@ -1,0 +1,55 @@
+"""Configurations for torchtitan, read by its own class where that is installed."""
+
+from __future__ import annotations
+
+import sys
+from importlib.util import find_spec
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import planner
+from planner.errors import PlanError
+from planner.formats.plan import Plan
+from tests.executor.plans import in_groups, sharded
+from tests.exports.plans import plan_of
+
+STAGES = [["tok_embeddings", "layers.0.attention"], ["layers.1.attention", "layers.1.norm", "norm", "loss"]]
+
+
+def written(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, dict[str, int]]:
+    """Return the configuration and the sizes of batches; without the package another class stands in."""
+    if find_spec("torchtitan") is None:
+        stand_in = type(sys)("torchtitan.config")
+        stand_in.ParallelismConfig = SimpleNamespace  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "torchtitan", type(sys)("torchtitan"))
+        monkeypatch.setitem(sys.modules, "torchtitan.config", stand_in)
+    names: dict[str, Any] = {}
+    exec(compile(planner.export(plan, "torchtitan"), "config.py", "exec"), names)
+    return names["PARALLELISM"], names["BATCH"]
+
+
+def test_degrees_and_modules_of_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, batch = written(in_groups(plan_of(STAGES, (2, 2)), 4), monkeypatch)
+    assert (config.pipeline_parallel_degree, config.tensor_parallel_degree) == (2, 4)
+    assert (config.data_parallel_replicate_degree, config.data_parallel_shard_degree) == (2, 1)
+    assert config.pipeline_parallel_schedule == "1F1B"
+    assert config.pipeline_parallel_microbatch_size == 4
+    assert config.module_fqns_per_model_part == [["tok_embeddings", "layers.0"], ["layers.1", "norm"]]
+    assert batch == {"local_batch_size": 16, "global_batch_size": 32}
+
+
+def test_sharded_stages_are_fsdp(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = sharded(plan_of([[name for stage in STAGES for name in stage]], (2,)))
+    config, batch = written(plan, monkeypatch)
+    assert (config.data_parallel_replicate_degree, config.data_parallel_shard_degree) == (1, 2)
+    assert config.pipeline_parallel_degree == config.tensor_parallel_degree == 1
+    assert batch == {"local_batch_size": 16, "global_batch_size": 32}
+
+
+def test_what_it_cannot_express() -> None:
+    with pytest.raises(PlanError, match=r"cut before stage 1 is inside 'layers\.1'"):
+        planner.export(plan_of([["layers.0.mlp", "layers.1.attention"], ["layers.1.mlp", "loss"]]), "torchtitan")
+    with pytest.raises(PlanError, match="torchtitan copies whole pipelines, so it has no form for '2-1'"):
+        planner.export(plan_of(STAGES, (2, 1)), "torchtitan")
