@@ -21,6 +21,7 @@ from benchmarks.testbed.predict import balanced_stages, given_plan
 from planner.cli.output import print_complaint
 from planner.errors import InputError, PlannerError
 from planner.formats.cluster import Cluster, hierarchical_cluster
+from planner.formats.codecs import CODEC_NAMES
 from planner.formats.importers import read_profile
 from planner.formats.plan import Plan
 from planner.formats.profile import Profile
@@ -41,6 +42,7 @@ def main() -> None:
     parser.add_argument("--schedule", choices=NAMES, default="1f1b")
     parser.add_argument("--microbatches", type=int, default=1)
     parser.add_argument("--config", help="replicas per stage, of equal time, instead of the best plan: 2-1-1")
+    parser.add_argument("--compress", choices=CODEC_NAMES, default="none", help="what stages send")
     parser.add_argument("--seconds", type=float, default=15.0, help="of each measured run")
     parser.add_argument("--link", type=float, default=LINK_BYTES_PER_S, help="bytes/s of the slowest link here")
     arguments = parser.parse_args()
@@ -61,6 +63,7 @@ def _run(arguments: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory(prefix="testbed-") as folder, testbed(target.gpus) as bed:
         emulated = emulate(profile, scale, Path(folder))
         links = bed.links(scale.cluster(target), byte_factor=scale.byte_factor)
+        links = links.model_copy(update={"compress": arguments.compress})
         with scaled_buckets(scale.byte_factor):
             plan = _plan(emulated.profile, links, arguments)
         run = run_plan(bed, emulated, plan, described(links), arguments.seconds)

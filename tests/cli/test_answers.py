@@ -55,6 +55,21 @@ def test_a_plan_is_compared_on_another_cluster(folder: Path) -> None:
     assert json.loads(few.stdout)["exit_code"] == 2
 
 
+def test_compressed_messages_are_an_axis_of_the_cluster(folder: Path) -> None:
+    """The cluster file may say it, and the option says otherwise."""
+    arguments = ("solve", *CLUSTER, "--compress", "int8", "--json")
+    cluster = json.loads(plan(*arguments, cwd=folder).stdout)["cluster"]
+    (folder / "cluster.json").write_text(json.dumps(cluster), encoding="utf-8")
+    for verb in (("show",), ("compare",), ("price", "--stages", "a", "--cluster", "cluster.json")):
+        assert "sent as int8" in plan(*verb, cwd=folder).stdout, verb
+    plain = plan("solve", "--cluster", "cluster.json", "--compress", "none", cwd=folder)
+    assert "cluster" in plain.stdout
+    assert "sent as" not in plain.stdout
+    wrong = plan("solve", *CLUSTER, "--compress", "int4", cwd=folder)
+    assert wrong.returncode == 2
+    assert "int4" in wrong.stderr
+
+
 @pytest.mark.parametrize("arguments", [("compare", *CLUSTER), ("compare", *CLUSTER, "--memory", "1kB", "--json")])
 def test_a_reader_that_leaves_ends_it_quietly(folder: Path, arguments: tuple[str, ...]) -> None:
     verb = [sys.executable, "-m", "planner", *arguments]

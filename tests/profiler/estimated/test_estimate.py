@@ -240,6 +240,8 @@ def test_half_precision_is_autocast_as_measured(dtype: DType, tmp_path: Path) ->
         assert other.weight_bytes == layer.weight_bytes
         if layer.name in ("up", "down", "head"):  # not "frozen", whose sum is in single precision
             assert [value.output_bytes * 2 for value in other.outputs] == [v.output_bytes for v in layer.outputs]
+            assert {value.element_bytes for value in other.outputs} <= {2}  # which decides what a codec saves
+            assert {value.element_bytes for value in layer.outputs} <= {None}
 
 
 @pytest.mark.parametrize("model", MODELS)
