@@ -32,7 +32,13 @@ def add_parser(verbs: Verbs) -> None:
     """Declare the verb's arguments."""
     parser = declare(verbs, "quickstart", "try profile, solve and train on this machine", DESCRIPTION)
     parser.add_argument(
-        "-o", "--output", type=Path, default=Path("quickstart"), help="folder to work in (default: %(default)s)"
+        "-o",
+        "--output",
+        dest="folder",
+        type=Path,
+        metavar="DIR",
+        default=Path("quickstart"),
+        help="folder to work in (default: %(default)s)",
     )
     parser.add_argument(
         "--gpus", type=int, metavar="N", help="workers (default: the GPUs of this machine, or its cores, at most 8)"
@@ -56,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
         if value is not None and value < 1:
             raise InputError(f"`{option}={value}` is too few", hint=f"give `{option}` 1 or more")
     keep_freed_pages()  # as the workers do
-    tour = Tour(args.output, args.steps, args.gpus, args.device, args.backend)
+    tour = Tour(args.folder, args.steps, args.gpus, args.device, args.backend)
     result = quickstart(tour, show_progress=sys.stderr.isatty(), on_phase=print_progress)
     print_answer(result, args.json, quickstart_report)
     return 0

@@ -13,7 +13,8 @@ from tests.cli.test_profile import MODEL
 
 def test_a_model_file_gets_an_answer_and_the_files_for_other_verbs(tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text(MODEL)
-    fitted = plan("fit", "model.py", "--gpus", "2", "--gpu", "v100", "--dtype", "float32", cwd=tmp_path)
+    asked = ("--gpus", "2", "--gpu", "v100", "--dtype", "float32", "-o", ".")  # a folder that is there already
+    fitted = plan("fit", "model.py", *asked, cwd=tmp_path)
     assert fitted.returncode == 0, fitted.stderr
     for text in ("fits", "16 GiB on the fullest GPU", "split", "data parallel", "estimated"):
         assert text in fitted.stdout

@@ -61,3 +61,8 @@ def test_numbers_that_make_no_sense_are_refused_before_anything_starts(tmp_path:
 def test_a_prediction_that_misses_is_said(error: float, cause: str | None, words: str) -> None:
     assert words in (told := miss_words("DDP", error, cause))
     assert bool(told) == bool(words)
+
+
+def test_the_folder_of_an_earlier_tour_is_used_again(tmp_path: Path) -> None:
+    (tmp_path / "quickstart").mkdir()
+    assert plan(tmp_path, "quickstart", "--gpus", "0").stderr.startswith("error: --gpus 0 is too few")

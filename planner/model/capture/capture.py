@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.export import Dim, export
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_is_leaf, tree_map
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_map
 
 from planner.errors import CaptureError, PlannerError
 from planner.model.batch import Batch
@@ -141,7 +141,8 @@ class _Output:
 
 def as_tree(output: Any) -> Any:
     """Return `output` with dataclasses as dicts by field, because PyTorch's trees know registered ones only."""
-    if not tree_is_leaf(output):
+    leaves, _ = tree_flatten(output)
+    if len(leaves) != 1 or leaves[0] is not output:  # it is a tree, not a leaf
         return tree_map(as_tree, output, is_leaf=lambda part: part is not output)
     if dataclasses.is_dataclass(output) and not isinstance(output, type):
         return {field.name: as_tree(getattr(output, field.name)) for field in dataclasses.fields(output)}
