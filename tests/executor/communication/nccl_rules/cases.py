@@ -45,6 +45,7 @@ def _runs(schedule: Schedule) -> Iterator[Run]:
     yield run((2, 2), sharded=True, tied=((0, 2 * chunks - 1),))
     yield run((2, 2), sharded=True, clipped=True, evaluate_every=2)
     yield run((2, 2), sharded=True, autocast="float16")
+    yield run((1, 1, 1), skips=((0, stages - 1),), compress="bfloat16")  # what arrives is decoded into new memory
     if schedule.stashes:
         yield run((2, 1, 1), accumulate=2)
         yield run((2, 1, 1), accumulate=2, sharded=True)

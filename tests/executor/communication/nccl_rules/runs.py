@@ -24,6 +24,7 @@ from planner.executor.run.context import HeldStage, PipelineContext, sharding_of
 from planner.executor.run.data import BatchSource
 from planner.executor.stage.optimizer import StageOptimizer
 from planner.formats.cluster import flat_cluster
+from planner.formats.codecs import CodecName
 from planner.formats.device_names import Backend
 from planner.formats.plan import Plan
 from planner.formats.plan_parts import Stage
@@ -64,6 +65,7 @@ class Run:
     clipped: bool = False
     autocast: str | None = None
     sharded: bool = False
+    compress: CodecName = "none"
     depths: tuple[int, ...] | None = field(default=None)
 
     def __str__(self) -> str:
@@ -71,7 +73,7 @@ class Run:
         what = [f"skips {self.skips}"] * bool(self.skips) + [f"tied {self.tied}"] * bool(self.tied)
         what += ["traced"] * self.traced + ["evaluated"] * bool(self.evaluate_every) + ["clipped"] * self.clipped
         what += [f"accumulate {self.accumulate}"] * (self.accumulate > 1) + [str(self.autocast)] * bool(self.autocast)
-        what += ["sharded"] * self.sharded
+        what += ["sharded"] * self.sharded + [self.compress] * (self.compress != "none")
         return f"{self.schedule} {config} of {self.microbatches} {' '.join(map(str, what))}".strip()
 
     @property
@@ -193,7 +195,7 @@ def make_context(run: Run, rank: int, world: World) -> PipelineContext:
         microbatch_size=1,
         autocast=run.autocast,
         compiled=False,
-        cluster=flat_cluster(1, 1e9),
+        cluster=flat_cluster(1, 1e9).model_copy(update={"compress": run.compress}),
     )
     options = TrainingOptions(
         evaluate_every=run.evaluate_every, clip_grad_norm=1.0 if run.clipped else None, accumulate=run.accumulate
