@@ -46,6 +46,7 @@ def profile(
     deterministic: bool = False,
     processes: int = 1,
     layer_by_layer: bool = False,
+    tensor: Sequence[int] = (),
     progress: ProgressCallback | None = None,
 ) -> Profile:
     """Measure what each layer of a model costs in training on this device.
@@ -65,6 +66,7 @@ def profile(
         processes: on a CPU, workers of this machine: one is measured while the others train at the same time.
         layer_by_layer: have only some layers at a time on the device. What does not fit a GPU is measured so in any
             case.
+        tensor: numbers of ranks, for each of which layers are measured as ranks that divide them compute them.
         progress: called with the phase and how much of it is done, 0 to 1.
 
     Raises:
@@ -73,7 +75,17 @@ def profile(
     """
     spec = model if isinstance(model, TrainingSpec) else load_model_file(model)
     options = ProfilingOptions(
-        device, threads, processes, dtype, memory_format, compiled, deterministic, seconds, repeats, layer_by_layer
+        device,
+        threads,
+        processes,
+        dtype,
+        memory_format,
+        compiled,
+        deterministic,
+        seconds,
+        repeats,
+        layer_by_layer,
+        tensor,
     )
     return profile_model(spec, batch_size, options, progress)
 

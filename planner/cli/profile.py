@@ -44,7 +44,6 @@ _ONLY_ESTIMATES = {
     "--fused": "fused",
     "--master-weights": "master_weights",
     "--cuda-graph": "cuda_graph",
-    "--tensor": "tensor",
 }
 
 
@@ -62,6 +61,14 @@ def add_parser(verbs: Verbs) -> None:
         help="samples per minibatch, or per microbatch for schedules that divide minibatches. Several, such as "
         "8,16,32, write profile-b8.json and so on, for `plan solve --batch-size 8,16,32` to choose among "
         f"(default: {BATCH_SIZE})",
+    )
+    parser.add_argument(
+        "--tensor",
+        type=degrees,
+        metavar="T,T",
+        help="also profile layers that so many ranks divide between them, as in 2,4,8, for `plan solve --tensor`; the "
+        "model file or the model says which are divided. One device does, as the first of these ranks; what ranks "
+        "all-reduce is counted, and takes what the links of a cluster take",
     )
     _add_device_arguments(parser)
     estimates = parser.add_argument_group("estimates")
@@ -96,13 +103,6 @@ def add_parser(verbs: Verbs) -> None:
         action="store_true",
         help="forward and backward are captured as CUDA graphs, so that small kernels do not wait for the host. `plan "
         "train` runs them one by one",
-    )
-    estimates.add_argument(
-        "--tensor",
-        type=degrees,
-        metavar="T,T",
-        help="also for layers that so many ranks divide between them, as in 2,4,8, for `plan solve --tensor`; the "
-        "model file or the model says which are divided",
     )
     effort = parser.add_argument_group("measuring")
     effort.add_argument(
@@ -257,6 +257,7 @@ def _measured(args: argparse.Namespace, batch_size: int) -> Profile:
             deterministic=args.deterministic,
             processes=args.processes,
             layer_by_layer=args.layer_by_layer,
+            tensor=args.tensor or (),
             progress=None if line is None else lambda phase, done: line.show(f"{phase} {done:.0%}"),
         )
     finally:

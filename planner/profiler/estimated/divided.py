@@ -50,7 +50,7 @@ def degree_costs(whole: Profile, part: Profile, plan: Plan, degree: int) -> Degr
     rows, columns = ([_has(layer, plan, styles) for layer in whole.layers] for styles in (ROWS, COLUMNS))
     sizes = (sum(value.output_bytes for value in layer.outputs) for layer in part.layers)
     forward = [size * flag for size, flag in zip(sizes, rows, strict=True)]
-    backward = _summed_gradients(part, columns)
+    backward = _summed_gradients(whole, part, columns)
     return DegreeCosts(
         degree=degree,
         source="estimated",
@@ -71,13 +71,19 @@ def cannot_divide(name: str, degree: int, cause: CaptureError | ModelFileError) 
     )
 
 
-def _summed_gradients(profile: Profile, divided: Sequence[bool]) -> list[int]:
-    """Return the gradients of each layer's inputs that the ranks sum up: once each, at the first layer that divides."""
-    sizes = {(layer.name, value.name): value.gradient_bytes for layer in profile.layers for value in layer.outputs}
+def _summed_gradients(whole: Profile, part: Profile, divided: Sequence[bool]) -> list[int]:
+    """Return the gradients of each layer's inputs that the ranks sum up: once each, at the first layer that divides.
+
+    Values of which a rank has a part are no such inputs.
+    """
+    sizes, of_whole = (
+        {(layer.name, value.name): value.gradient_bytes for layer in profile.layers for value in layer.outputs}
+        for profile in (part, whole)
+    )
     seen, found = set[tuple[str, str]](), list[int]()
-    for layer, flag in zip(profile.layers, divided, strict=True):
-        entering = {(edge.source, edge.value) for edge in profile.edges if edge.target == layer.name} if flag else set()
-        found.append(sum(sizes[value] for value in entering - seen))
+    for layer, flag in zip(part.layers, divided, strict=True):
+        entering = {(edge.source, edge.value) for edge in part.edges if edge.target == layer.name} if flag else set()
+        found.append(sum(sizes[value] for value in entering - seen if sizes[value] == of_whole[value]))
         seen |= entering
     return found
 

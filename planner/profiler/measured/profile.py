@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
@@ -26,6 +27,7 @@ from planner.profiler.defaults import REPEATS, SECONDS
 from planner.profiler.measured.contention import check_processes, contention
 from planner.profiler.measured.device import check_positive, describe_device, parse_device, thread_count
 from planner.profiler.measured.disturbance import OtherProcesses, disturbance
+from planner.profiler.measured.divided import measure_degrees
 from planner.profiler.measured.loss_mean import find_loss_mean
 from planner.profiler.measured.make_profile import Measurement, make_profile
 from planner.profiler.measured.part_by_part import measure_in_parts
@@ -53,6 +55,7 @@ class ProfilingOptions:
         repeats: at most so many steps.
         layer_by_layer: whether only some layers at a time are on the device. What does not fit a GPU is measured so in
             any case.
+        tensor: numbers of ranks, for each of which layers are measured as ranks that divide them compute them.
     """
 
     device: str | None = None
@@ -65,6 +68,7 @@ class ProfilingOptions:
     seconds: float = SECONDS
     repeats: int = REPEATS
     layer_by_layer: bool = False
+    tensor: Sequence[int] = ()
 
     @property
     def stage(self) -> ModuleOptions:
@@ -92,6 +96,12 @@ class ProfilingOptions:
             )
         device = parse_device(self.device or kind_here())
         self.numerics.check(device.type)
+        if self.tensor and (self.compiled or self.layer_by_layer):
+            raise InputError(
+                f"divided layers are measured in whole, uncompiled steps, and not with `tensor` and "
+                f"`{'compiled' if self.compiled else 'layer_by_layer'}`",
+                hint="leave out one of them",
+            )
         if self.stage.compiled:
             if self.layer_by_layer:
                 raise InputError(
@@ -143,6 +153,8 @@ def profile_model(
             company = OtherProcesses(others * options.threads)
             measured = _measure(spec, graph, batch, device, effort, options)
             others_cores = company.cores()
+            degrees = set(options.tensor) - {1}
+            tensor = measure_degrees(spec, graph, batch, effort, sorted(degrees)) if degrees else None
     loss = _loss_mean(spec, graph, batch, device, options)
     described = describe_device(device, options.threads, options.processes)
     profile = make_profile(spec.name, graph, batch.size, measured, described)
@@ -150,6 +162,7 @@ def profile_model(
         "loss": loss,
         "optimizer_elementwise": has_elementwise_optimizer(spec, graph.model),
         "tokens_per_sample": batch.tokens_per_sample,
+        "tensor": tensor,
     }
     own |= {"dtype": TF32} if options.numerics.tf32 else {}
     if measured.passes and device.type == "cpu":

@@ -62,10 +62,11 @@ class _SavedStorages:
         self._piece = index + 1
 
     def pack(self, tensor: Tensor) -> Tensor:
-        address = address_of(tensor)
+        own: Tensor = getattr(tensor, "_local_tensor", tensor)  # of a DTensor, this rank's part
+        address = address_of(own)
         if address not in self._seen and address not in self._weights:
             self._seen.add(address)
-            self.bytes[self._piece] += tensor.untyped_storage().nbytes()
+            self.bytes[self._piece] += own.untyped_storage().nbytes()
         # Detached, because an output saved by its own operation would be a cycle that is never freed.
         return tensor.detach()
 

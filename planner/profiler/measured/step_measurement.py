@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from statistics import median
 
@@ -12,7 +13,7 @@ from planner.model.batch import Batch
 from planner.model.capture.graph import LOSS, LayerGraph
 from planner.model.spec import TrainingSpec
 from planner.model.stage.parts import OBSERVABLE, LayerObserver
-from planner.model.stage.stage import build_stage
+from planner.model.stage.stage import StageModule, build_stage
 from planner.model.stage.unsplit import unsplit_loss
 from planner.profiler.flops import FlopCounter
 from planner.profiler.measured.accumulation import AccumulationTime, AccumulationTimer, bounded
@@ -52,12 +53,14 @@ class StepMeasurement:
         self._batch = batch.to(device)
         self._device = device
         names = [graph.layers[index].name for index in span]
-        self._stage = build_stage(graph, names, variant=OBSERVABLE).to(device)
-        own = set(self._stage.parameters())
-        self._parameters = {name: p for name, p in graph.model.named_parameters() if p.requires_grad and p in own}
+        self._stage = self._built(names).to(device)
+        self._parameters = {name: p for name, p in self._stage.named_parameters() if p.requires_grad}
         self._clock = clock_for(device)
         self._accumulation = AccumulationTimer(self._clock, self._by_layer(self._parameters))
         self._room_to_accumulate = True
+
+    def _built(self, names: Sequence[str]) -> StageModule:
+        return build_stage(self._graph, names, variant=OBSERVABLE)
 
     def measure(self, effort: Effort, *, compiled: bool = False) -> Measurement:
         """Measure the model uncompiled; with `compiled`, spend half of the time on it through torch.compile.

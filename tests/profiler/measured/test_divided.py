@@ -1,0 +1,46 @@
+"""Divided layers measured on one device, beside the same layers estimated from the model's plan."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+import planner
+from planner.errors import InputError
+from planner.formats.profile import DegreeCosts, Profile
+from tests.executor.models import write_model
+
+SAME = ("forward_reduced_bytes", "backward_reduced_bytes", "forward_reduces", "backward_reduces", "weight_bytes")
+
+
+def of_two(profile: Profile) -> DegreeCosts:
+    assert profile.tensor is not None
+    (costs,) = profile.tensor
+    assert costs.degree == 2
+    return costs
+
+
+def test_ranks_hold_and_exchange_what_the_plan_says(tmp_path: Path) -> None:
+    """Collectives are counted as they run here, and follow from names and shapes there."""
+    path = write_model(tmp_path, "attention", "adamw")
+    profile = planner.profile(path, batch_size=2, seconds=0.1, repeats=3, tensor=(2,))
+    measured = of_two(profile)
+    estimated = of_two(planner.estimate(path, device="cpu", batch_size=2, tensor=(2,)))
+    for name in SAME:
+        assert getattr(measured, name) == getattr(estimated, name), name
+    assert measured.source == "measured"
+    assert all(seconds > 0 for seconds in measured.forward_s)
+    assert sum(measured.weight_bytes) < sum(layer.weight_bytes for layer in profile.layers)
+    assert sum(measured.optimizer_bytes) < sum(layer.optimizer_bytes for layer in profile.layers)
+    assert sum(measured.saved_bytes) < sum(layer.saved_bytes for layer in profile.layers)
+    assert not dist.is_initialized()
+
+
+def test_what_is_not_measured_together(tmp_path: Path) -> None:
+    path = write_model(tmp_path, "language", "sgd")
+    with pytest.raises(InputError, match="does not say how its layers are divided"):
+        planner.profile(path, batch_size=2, seconds=0.0, repeats=1, tensor=(2,))
+    with pytest.raises(InputError, match="`tensor` and `layer_by_layer`"):
+        planner.profile(path, batch_size=2, layer_by_layer=True, tensor=(2,))
