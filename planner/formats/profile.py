@@ -215,7 +215,7 @@ class Profile(Record):
     compiled: Compiled | None = None  # measured through torch.compile, and to be trained so
     deterministic: Literal[True] | None = None  # measured with deterministic algorithms, and to be trained so
     # Only then may replicas divide its state. None in older profiles, and where nothing is trained.
-    optimizer_elementwise: bool | None = None  # whether it treats each element of a parameter alone
+    optimizer_elementwise: bool | None = None  # whether replicas can divide its state
     microbatch_size: Annotated[int, Field(ge=1)] | None = None  # samples; None where the source does not say
     loss: LossMean | None = None  # what it is a mean over; None where that was not checked
     tokens_per_sample: Annotated[int, Field(ge=1)] | None = None  # length of sequences of token ids

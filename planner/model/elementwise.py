@@ -1,6 +1,8 @@
-"""Which optimizers may step parts of a parameter by themselves: only those that treat each of its elements alone."""
+"""Which optimizers may step a part of the parameters: a part of each one's elements, or some parameters whole."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from torch import nn
 from torch.optim import (
@@ -35,7 +37,21 @@ def is_elementwise(optimizer: Optimizer) -> bool:
     return type(optimizer) in ELEMENTWISE if said is None else bool(said)
 
 
-def has_elementwise_optimizer(spec: TrainingSpec, model: nn.Module) -> bool | None:
-    """Return whether the optimizer of `spec` for `model` is elementwise; None where nothing is trained."""
+def kept_whole(optimizer: Optimizer) -> list[nn.Parameter] | None:
+    """Return the parameters that `optimizer` must see whole, whatever it sees of the others; [] if it is elementwise.
+
+    An optimizer that updates every parameter by itself says by a method `whole_parameters()` which ones these are.
+
+    Returns:
+        None where nobody says that parts of the parameters may be updated by themselves.
+    """
+    said: Any = getattr(optimizer, "whole_parameters", None)
+    if said is not None:
+        return list(said())
+    return [] if is_elementwise(optimizer) else None
+
+
+def has_divisible_optimizer(spec: TrainingSpec, model: nn.Module) -> bool | None:
+    """Return whether replicas may divide the optimizer of `spec` for `model`; None where nothing is trained."""
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    return is_elementwise(spec.optimizer(trained)) if trained else None
+    return kept_whole(spec.optimizer(trained)) is not None if trained else None

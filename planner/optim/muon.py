@@ -123,6 +123,10 @@ class NewestMuon(Optimizer):
         ]
         super().__init__(groups, {"lr": lr})
 
+    def whole_parameters(self) -> list[nn.Parameter]:
+        """Return the matrices: replicas that divide the optimizer's state deal them out, and divide all others."""
+        return [each for group in self.param_groups if group["orthogonal"] for each in group["params"]]
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update all parameters that have a gradient.

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adagrad, AdamW, Optimizer
 
-from planner.model.elementwise import has_elementwise_optimizer, is_elementwise
+from planner.model.elementwise import has_divisible_optimizer, is_elementwise
 from planner.model.spec import in_memory
 
 
@@ -41,5 +41,5 @@ def test_what_an_object_says_counts_more() -> None:
 def test_a_model_without_trained_parameters_has_none() -> None:
     model = nn.Linear(2, 2)
     spec = in_memory(model, example_batch=((torch.zeros(1, 2),), None))
-    assert has_elementwise_optimizer(spec, model) is True
-    assert has_elementwise_optimizer(spec, model.requires_grad_(False)) is None
+    assert has_divisible_optimizer(spec, model) is True
+    assert has_divisible_optimizer(spec, model.requires_grad_(False)) is None

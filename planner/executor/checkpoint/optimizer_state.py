@@ -68,7 +68,7 @@ def take_state(
         name, shard = names[id(numbered[number].parameter)], numbered[number].shard
         kept = {key: value for key, value in state.items() if isinstance(value, Tensor)}
         values = {k: to_json(v, f"the optimizer's '{k}' of '{name}'") for k, v in state.items() if k not in kept}
-        part = None if shard is None else part_of(state, shard)
+        part = None if shard is None or shard.whole else part_of(state, shard)
         if part is not None and (sliced := division.slice_of(name)) is not None:
             part = part.model_copy(update={"slice": Slice(place=sliced[0], of=sliced[1], dimension=sliced[2])})
         states[name] = ParameterState(tensors=tuple(kept), values=values, part=part)

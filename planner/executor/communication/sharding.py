@@ -5,15 +5,16 @@ the last backward of a round, gradients are added up where they are needed alone
 its own part; then all get the others' weights (an all-gather). Together that is what an all-reduce sends.
 
 A bucket's elements are divided into as many rows as there are replicas, each with elements of consecutive parameters.
-An optimizer that treats every element alone steps slices of parameters as it would step the parameters: see
-`planner.model.elementwise`. PyTorch's ZeroRedundancyOptimizer deals out whole parameters after an all-reduce, and its
-sharded tensors (DTensor, fully_shard) are one copy of the weights with one backward for each forward; both leave no
-room for several weight versions or for units in flight.
+An optimizer that treats every element alone steps slices of parameters as it would step the parameters; what another
+one must see whole has one owner: see `planner.model.elementwise`. PyTorch's ZeroRedundancyOptimizer deals out whole
+parameters after an all-reduce, and its sharded tensors (DTensor, fully_shard) are one copy of the weights with one
+backward for each forward; both leave no room for several weight versions or for units in flight.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from itertools import zip_longest
 
 import torch
 import torch.distributed as dist
@@ -22,7 +23,11 @@ from torch.optim import Optimizer
 
 from planner.executor.communication.exchange import Exchange, Summing
 from planner.executor.communication.gradients import Bucket, chunks, whole_buckets
-from planner.executor.communication.shards import Piece, divide, divided, elements, shard_of
+from planner.executor.communication.shards import ALIGNMENT, Piece, Shard, divide, divided, elements
+
+# Where parameters stay whole, rows are as long as the longest. A bucket takes more parameters until all rows together
+# are no longer than this many times its elements: what is beyond is sent for nothing.
+LONGEST = 1.25
 
 
 class DividedBucket(Bucket):
@@ -32,11 +37,20 @@ class DividedBucket(Bucket):
     serves again to hand the weights on.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], replicas: int, own: int, wire: torch.device) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        replica: tuple[int, int],
+        wire: torch.device,
+        whole: Collection[nn.Parameter] = (),
+    ) -> None:
         super().__init__(parameters)
-        self.pieces, self._elements = divide([parameter.numel() for parameter in parameters], replicas)
+        own, replicas = replica
+        self.pieces, self._elements = _divided(parameters, replicas, whole)
         self.shards = {
-            piece: shard_of(self.parameters[piece.parameter], piece) for piece in self.pieces if piece.owner == own
+            piece: Shard(parameters[piece.parameter], piece.start, piece.stop, parameters[piece.parameter] in whole)
+            for piece in self.pieces
+            if piece.owner == own
         }
         self._shape = replicas, self._elements + len(parameters)
         self._wire = wire
@@ -84,14 +98,15 @@ class DividedBucket(Bucket):
         for piece, shard in self.shards.items():
             if piece.parameter not in self._missing or kept[piece.parameter]:
                 part = values[piece.at : piece.at + piece.stop - piece.start]
-                shard.stepped.grad = part.to(shard.stepped.device)
+                shard.stepped.grad = shard.laid_out(part.to(shard.stepped.device))
 
     def hand_on(self) -> Callable[[], object]:
         """Begin to give all replicas this one's new weights; its shards' gradients are lost."""
         assert self._exchange is not None
         if self._rows is None:  # the gradients were summed elsewhere
             self._rows = torch.empty(self._shape, dtype=self.parameters[0].dtype, device=self._wire)
-        _copy(self._views(self.shards), [shard.stepped.data for shard in self.shards.values()])
+        stepped = [shard.stepped.data for shard in self.shards.values()]
+        _copy(self._views(self.shards), [elements(weights, weights) for weights in stepped])
         return self._exchange.hand_on(self._rows)
 
     def take(self) -> None:
@@ -131,14 +146,15 @@ class Sharding:
         shared: Collection[nn.Parameter],
         wire: torch.device,
     ) -> None:
-        own, replicas = replica
         for parameter in parameters:
             _make_dense(parameter)
-        alone = [parameter for parameter in parameters if parameter not in set(shared)]
-        self._apart = [DividedBucket(chunk, replicas, own, wire) for chunk in chunks(alone)]
-        self._divided = self._apart + [DividedBucket(chunk, replicas, own, wire) for chunk in chunks(list(shared))]
-        self._shared = whole_buckets(list(shared))
-        self.shards = {shard.parameter: shard for bucket in self._divided for shard in bucket.shards.values()}
+        together = list(shared)
+        self._alone = [parameter for parameter in parameters if parameter not in set(together)], together
+        self._replica, self._wire = replica, wire
+        self._shared = whole_buckets(together)
+        self._apart: list[DividedBucket] = []
+        self._divided: list[DividedBucket] = []
+        self.shards: dict[nn.Parameter, Shard] = {}
         self.groups: list[list[nn.Parameter]] = []  # whole parameters of the optimizer's groups, on all replicas
         self._group: dist.ProcessGroup | None = None
         # Told what comes next, and whether that is to wait for the other replicas.
@@ -149,12 +165,26 @@ class Sharding:
         """What reduces the gradients of a round."""
         return [*self._apart, *self._shared]
 
-    def divide(self, optimizer: Optimizer) -> None:
+    def divide(self, optimizer: Optimizer, whole: Collection[nn.Parameter] = ()) -> None:
         """Let `optimizer`, which has not stepped yet, step this replica's shards alone.
+
+        Args:
+            optimizer: of the parameters.
+            whole: parameters of which one replica steps all elements.
 
         Raises:
             ModelFileError: when it has state that cannot be divided.
         """
+        replicas = self._replica[1]
+        self._apart, of_shared = (
+            [
+                DividedBucket(chunk, self._replica, self._wire, whole)
+                for chunk in _filled(chunks(parameters), replicas, whole)
+            ]
+            for parameters in self._alone
+        )
+        self._divided = self._apart + of_shared
+        self.shards = {shard.parameter: shard for bucket in self._divided for shard in bucket.shards.values()}
         for group in optimizer.param_groups:
             self.groups.append(list(group["params"]))
             own = [index for index, parameter in enumerate(group["params"]) if parameter in self.shards]
@@ -200,6 +230,27 @@ class Sharding:
             wait()
             bucket.take()
         self.note("finishing its update", False)
+
+
+def _divided(
+    parameters: Sequence[nn.Parameter], replicas: int, whole: Collection[nn.Parameter]
+) -> tuple[list[Piece], int]:
+    indices = [index for index, parameter in enumerate(parameters) if parameter in whole]
+    return divide([parameter.numel() for parameter in parameters], replicas, indices)
+
+
+def _filled(
+    found: Sequence[list[nn.Parameter]], replicas: int, whole: Collection[nn.Parameter]
+) -> Iterator[list[nn.Parameter]]:
+    """Yield the chunks, joined where parameters that stay whole would make rows of unlike length."""
+    together: list[nn.Parameter] = []
+    for chunk, following in zip_longest(found, found[1:]):
+        together += chunk
+        row = _divided(together, replicas, whole)[1]
+        long = row * replicas > LONGEST * sum(parameter.numel() for parameter in together) + replicas * ALIGNMENT
+        if not (long and whole and following and following[0].dtype == chunk[0].dtype):
+            yield together
+            together = []
 
 
 def _make_dense(parameter: nn.Parameter) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -26,24 +27,30 @@ class Piece(NamedTuple):
     at: int  # place of the first one in the owner's row
 
 
-def divide(sizes: Sequence[int], replicas: int) -> tuple[list[Piece], int]:
-    """Divide parameters of `sizes` elements into rows of equal length.
+def divide(sizes: Sequence[int], replicas: int, whole: Collection[int] = ()) -> tuple[list[Piece], int]:
+    """Divide parameters of `sizes` elements into rows of equal length; those of `whole`, by index, have one owner each.
 
     Returns:
-        The pieces, and the elements of a row: those of pieces, with gaps between them that align each parameter.
+        The pieces, and the elements of a row: those of pieces, with gaps between them that align each parameter, and at
+        the end of a row with fewer than the others.
     """
     starts, total = [], 0
     for size in sizes:
         starts.append(total)
         total += -(-size // ALIGNMENT) * ALIGNMENT
-    row = -(-total // (replicas * ALIGNMENT)) * ALIGNMENT
+    even = -(-total // (replicas * ALIGNMENT)) * ALIGNMENT
+    bounds = [min(owner * even, total) for owner in range(replicas + 1)]
+    for index in whole:
+        first, last = starts[index], (*starts[1:], total)[index]
+        nearer = [first if bound - first < last - bound else last for bound in bounds]
+        bounds = [end if first < bound < last else bound for bound, end in zip(bounds, nearer, strict=True)]
     pieces = []
     for index, (first, size) in enumerate(zip(starts, sizes, strict=True)):
-        for owner in range(replicas):
-            start, stop = max(first, owner * row), min(first + size, (owner + 1) * row)
+        for owner, (begin, end) in enumerate(pairwise(bounds)):
+            start, stop = max(first, begin), min(first + size, end)
             if start < stop:
-                pieces.append(Piece(index, owner, start - first, stop - first, start - owner * row))
-    return pieces, row
+                pieces.append(Piece(index, owner, start - first, stop - first, start - begin))
+    return pieces, max(end - begin for begin, end in pairwise(bounds))
 
 
 def elements(tensor: Tensor, like: Tensor) -> Tensor:
@@ -63,7 +70,11 @@ class Shard:
     parameter: nn.Parameter
     start: int  # of its elements, in the order of its memory
     stop: int
-    stepped: nn.Parameter  # what the optimizer steps: these elements, wherever the parameter's `data` is
+    whole: bool  # all of its elements, which the optimizer sees in the parameter's shape, and else in one dimension
+    stepped: nn.Parameter = field(init=False)  # what the optimizer steps, wherever the parameter's `data` is
+
+    def __post_init__(self) -> None:
+        self.stepped = nn.Parameter(self.of(self.parameter.data))
 
     @property
     def order(self) -> tuple[int, ...]:
@@ -73,16 +84,24 @@ class Shard:
 
     def of(self, whole: Tensor) -> Tensor:
         """Return this part of a tensor of the parameter's shape."""
-        return elements(whole, self.parameter)[self.start : self.stop]
+        return self.laid_out(elements(whole, self.parameter)[self.start : self.stop])
+
+    def laid_out(self, part: Tensor) -> Tensor:
+        """Return this part's elements, in one dimension, as the optimizer sees them."""
+        return part.as_strided(self.parameter.shape, self.parameter.stride()) if self.whole else part
 
 
 def divided(state: Mapping[str, Any], shard: Shard) -> dict[str, Any]:
     """Return an optimizer's state of a whole parameter for a shard of it: tensors of its shape are divided.
 
+    Nothing is, where the shard is the whole parameter.
+
     Raises:
         ModelFileError: when a tensor is neither of the parameter's shape nor a number.
     """
     found = dict(state)
+    if shard.whole:
+        return found
     for key, value in state.items():
         if isinstance(value, Tensor) and value.shape == shard.parameter.shape:
             found[key] = shard.of(value).clone()
@@ -93,9 +112,3 @@ def divided(state: Mapping[str, Any], shard: Shard) -> dict[str, Any]:
                 hint="solve again with `shard_optimizer=never`",
             )
     return found
-
-
-def shard_of(parameter: nn.Parameter, piece: Piece) -> Shard:
-    """Return the shard of a parameter that a piece is."""
-    own = elements(parameter.data, parameter)[piece.start : piece.stop]
-    return Shard(parameter, piece.start, piece.stop, nn.Parameter(own))

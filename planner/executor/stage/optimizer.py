@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from planner.errors import PlanError
 from planner.executor.communication.sharding import Sharding
 from planner.executor.stage.loss_scaler import LossScaler
-from planner.model.elementwise import is_elementwise
+from planner.model.elementwise import is_elementwise, kept_whole
 from planner.model.spec import TrainingSpec
 from planner.model.tensor.division import divided_weights
 
@@ -54,14 +54,17 @@ class StageOptimizer:
         self._division = divided_weights(module)
         dimensions = self._division.dimensions
         self._alike = [parameter for name, parameter in trained.items() if name not in dimensions]
-        if len(self._alike) < len(trained) and self.optimizer is not None:
-            _check_elementwise(self.optimizer, "weights over ranks", "solve with `tensor=1`")
+        over_ranks = len(self._alike) < len(trained)
+        if over_ranks and self.optimizer is not None and not is_elementwise(self.optimizer):
+            raise _indivisible(self.optimizer, "weights over ranks", "solve with `tensor=1`")
         self._stepped = {parameter: parameter for parameter in self.parameters}  # what steps, by whole parameters
         if sharding is not None and self.optimizer is not None:
-            _check_elementwise(
-                self.optimizer, "the optimizer's state over replicas", "solve again with `shard_optimizer=never`"
-            )
-            sharding.divide(self.optimizer)
+            whole = kept_whole(self.optimizer)
+            if whole is None:
+                raise _indivisible(
+                    self.optimizer, "the optimizer's state over replicas", "solve again with `shard_optimizer=never`"
+                )
+            sharding.divide(self.optimizer, set(whole))
             self._stepped = {parameter: shard.stepped for parameter, shard in sharding.shards.items()}
         for group in self.optimizer.param_groups if self.optimizer is not None else ():
             group["lr"] = group["lr"] * learning_rate_factor
@@ -188,16 +191,14 @@ class StageOptimizer:
         return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
 
-def _check_elementwise(optimizer: Optimizer, what: str, hint: str) -> None:
-    if is_elementwise(optimizer):
-        return
+def _indivisible(optimizer: Optimizer, what: str, hint: str) -> PlanError:
     name = type(optimizer).__name__
     if getattr(optimizer, "elementwise", None) is False:
         reason = f"{name} updates an element by what its whole parameter is"
     else:
         reason = f"nobody says that {name} treats each element of a parameter alone"
         hint += f"; or, if it does, let optimizer() set {name}.elementwise = True"
-    raise PlanError(f"the plan divides {what}, but {reason}", hint=hint)
+    return PlanError(f"the plan divides {what}, but {reason}", hint=hint)
 
 
 class JointNorm:

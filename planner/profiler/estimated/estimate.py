@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from planner.errors import CaptureError, InputError, ModelFileError
 from planner.formats.profile import TF32, Compiled, Device, MemoryFormat, Profile
-from planner.model.elementwise import has_elementwise_optimizer
+from planner.model.elementwise import has_divisible_optimizer
 from planner.model.spec import TrainingSpec
 from planner.model.tensor.plan import tensor_parallel_plan
 from planner.profiler.estimated.calibrate import Calibration, calibrated
@@ -66,7 +66,7 @@ def estimate_profile(training_spec: TrainingSpec, batch_size: int, options: Esti
     execution = Execution(spec.kind, options.fusion, options.master_weights)
     trace = trace_step(training_spec, batch_size, dtype, options.memory_format, execution)
     profile = profile_of_trace(trace, spec)
-    known: dict[str, object] = {"optimizer_elementwise": has_elementwise_optimizer(training_spec, trace.graph.model)}
+    known: dict[str, object] = {"optimizer_elementwise": has_divisible_optimizer(training_spec, trace.graph.model)}
     if degrees := sorted(set(options.tensor) - {1}):
         plan, costs = tensor_parallel_plan(training_spec, trace.graph.model), []
         for degree in degrees:

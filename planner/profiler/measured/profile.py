@@ -17,7 +17,7 @@ from planner.formats.profile import TF32, LossMean, MemoryFormat, Profile
 from planner.model.autocast import autocast_dtype
 from planner.model.batch import Batch
 from planner.model.capture.graph import LayerGraph
-from planner.model.elementwise import has_elementwise_optimizer
+from planner.model.elementwise import has_divisible_optimizer
 from planner.model.load import capture_file
 from planner.model.options import ModuleOptions
 from planner.model.spec import TrainingSpec
@@ -160,7 +160,7 @@ def profile_model(
     profile = make_profile(spec.name, graph, batch.size, measured, described)
     own: dict[str, object] = {
         "loss": loss,
-        "optimizer_elementwise": has_elementwise_optimizer(spec, graph.model),
+        "optimizer_elementwise": has_divisible_optimizer(spec, graph.model),
         "tokens_per_sample": batch.tokens_per_sample,
         "tensor": tensor,
     }

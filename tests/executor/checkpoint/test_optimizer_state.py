@@ -16,6 +16,8 @@ from planner.errors import InputError
 from planner.executor.checkpoint.json_values import from_json, to_json
 from planner.executor.checkpoint.optimizer_state import OptimizerState, give_state, rescale_rates, take_state
 from planner.executor.communication.sharding import Sharding
+from planner.model.elementwise import kept_whole
+from planner.optim import NewestMuon
 
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "sgd": lambda p: SGD(p, lr=0.1),
@@ -24,6 +26,7 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "capturable rate": lambda p: AdamW(p, lr=torch.tensor(0.01), foreach=False),
     "adagrad": lambda p: Adagrad(p, lr=0.01),
     "rmsprop": lambda p: RMSprop(p, lr=0.01, centered=True),
+    "newest muon": lambda p: NewestMuon(((str(index), each) for index, each in enumerate(p)), lr=0.01),
 }
 
 
@@ -105,7 +108,7 @@ def test_parts_become_whole_and_other_parts(name: str, replicas: int) -> None:
         for replica in range(count):
             optimizer = OPTIMIZERS[name](list(module.parameters()))
             sharding = Sharding(list(module.parameters()), (replica, count), (), torch.device("cpu"))
-            sharding.divide(optimizer)
+            sharding.divide(optimizer, set(kept_whole(optimizer) or ()))
             found.append((optimizer, sharding))
         return found
 

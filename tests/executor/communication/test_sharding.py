@@ -15,7 +15,7 @@ from planner.errors import ModelFileError, PlanError
 from planner.executor.communication.sharding import Sharding
 from planner.executor.communication.shards import ALIGNMENT, divide
 from planner.executor.stage.optimizer import StageOptimizer
-from planner.model.elementwise import ELEMENTWISE
+from planner.model.elementwise import ELEMENTWISE, kept_whole
 from planner.model.spec import TrainingSpec, in_memory
 from planner.optim import NewestMuon
 from planner.schedule.instructions import Instruction, Update
@@ -110,6 +110,44 @@ def test_slices_step_as_they_would_inside_their_parameters(kind: Any, shapes: li
                 assert torch.equal(shard.of(parameter.data), shard.stepped.data)
 
 
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_matrices_that_an_optimizer_must_see_whole_have_one_owner(replicas: int) -> None:
+    """NewestMuon's updates are those of the undivided optimizer; all else is divided by elements."""
+    torch.manual_seed(0)
+    modules = [nn.Sequential(*(nn.Linear(48, 48) for _ in range(5)), nn.Linear(48, 300)) for _ in range(replicas + 1)]
+    for module in modules[1:]:
+        module.load_state_dict(modules[0].state_dict())
+    reference, *copies = [NewestMuon(module.named_parameters(), to_adamw=_is_last) for module in modules]
+    shardings = [Sharding(list(modules[1 + own].parameters()), (own, replicas), (), CPU) for own in range(replicas)]
+    for optimizer, sharding in zip(copies, shardings, strict=True):
+        whole = kept_whole(optimizer)
+        assert whole is not None
+        assert len(whole) == 5
+        sharding.divide(optimizer, set(whole))
+        assert all(shard.stepped.shape == (48, 48) for matrix in whole if (shard := sharding.shards.get(matrix)))
+    for _ in range(3):
+        gradients = [torch.randn_like(parameter) for parameter in modules[0].parameters()]
+        for optimizer, module in zip((reference, *copies), modules, strict=True):
+            for parameter, gradient in zip(module.parameters(), gradients, strict=True):
+                parameter.grad = gradient.clone()
+            for sharding in shardings:
+                sharding.take_gradients()
+            optimizer.step()
+    steps = [0] * len(gradients)
+    for sharding, module in zip(shardings, modules[1:], strict=True):
+        for index, (one, other) in enumerate(zip(modules[0].parameters(), module.parameters(), strict=True)):
+            if shard := sharding.shards.get(other):
+                torch.testing.assert_close(shard.stepped.data, shard.of(one.data), rtol=1e-5, atol=1e-6)
+                steps[index] += shard.stop - shard.start
+    assert steps == [parameter.numel() for parameter in modules[0].parameters()]
+    owned = [sum(shard.stop - shard.start for shard in sharding.shards.values()) for sharding in shardings]
+    assert max(owned) <= 1.3 * sum(owned) / replicas
+
+
+def _is_last(name: str, _: nn.Parameter) -> bool:
+    return name.startswith("5.")
+
+
 def test_a_parameter_with_gaps_in_memory_gets_memory_of_its_own() -> None:
     wide = torch.arange(12.0).reshape(3, 4)
     parameter = nn.Parameter(wide[:, ::2])
@@ -124,9 +162,6 @@ def test_optimizers_that_look_at_whole_parameters_are_refused() -> None:
     with pytest.raises(PlanError, match=r"nobody says that Adafactor treats each element of a parameter alone") as e:
         StageOptimizer(spec_of(Adafactor), module, sharding=sharding)
     assert "`shard_optimizer=never`" in str(e.value.hint)
-    with pytest.raises(PlanError, match=r"NewestMuon updates an element by what its whole parameter is") as e:
-        StageOptimizer(spec_of(lambda own: NewestMuon(module.named_parameters())), module, sharding=sharding)
-    assert e.value.hint == "solve again with `shard_optimizer=never`"
 
 
 def test_state_that_cannot_be_divided_is_refused() -> None:

@@ -45,6 +45,13 @@ def optimizer(named_parameters):
               {"params": [p for _, p in trained if p.dim() == 1]}]
     return torch.optim.Adagrad(groups, lr=0.01, initial_accumulator_value=0.1)
 """
+# Matrices of blocks stay whole, each with one replica; embedding, head and biases are divided by elements.
+NEWEST_MUON = """
+from planner.optim import NewestMuon
+
+def optimizer(named_parameters):
+    return NewestMuon(named_parameters, lr=0.01)
+"""
 
 
 @dataclass(frozen=True)
@@ -94,6 +101,7 @@ FEW = [
     Case("language", "adamw", "1f1b", options=TrainingOptions(accumulate=2, clip_grad_norm=0.3, scale_lr=True)),
     Case("tied", "adamw", "1f1b-flush", 3, more=SCHEDULER),
     Case("language", "sgd", "1f1b-flush", 2, more=STEEP, float16=True),
+    Case("language", "adamw", "1f1b", more=NEWEST_MUON),
 ]
 THREE = [
     Case("language", "adamw", "1f1b", more=SCHEDULER),
