@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 import pytest
@@ -13,7 +13,8 @@ from torch import nn
 
 from planner.devices.place import CPU
 from planner.errors import InputError, PlannerError
-from planner.executor.checkpoint.tensor_file import write_tensors
+from planner.executor.checkpoint import pretrained
+from planner.executor.checkpoint.tensor_file import each_tensor, write_tensors
 from planner.executor.job import Job, TrainingOptions
 from planner.executor.run import initial
 from planner.executor.run.context import PipelineContext, pipeline_context
@@ -173,6 +174,29 @@ def test_pretrained_weights_equal_those_of_load_state_dict(model: Path, defer: b
         assert found.keys() == expected.keys()
         for name, tensor in found.items():
             assert torch.equal(tensor, expected[name]), (more, name)
+
+
+@pytest.mark.parametrize("defer", [False, True])
+def test_a_worker_reads_only_its_own_stages_tensors(model: Path, defer: bool, tmp_path: Path) -> None:
+    """From shards that have tensors of both stages."""
+    plan, whole = _plan(model), load_model_file(model).build_model().state_dict()
+    _write_shards(tmp_path / "shards", whole)
+    model.write_text(model.read_text() + SHARDS)
+    read: list[list[str]] = []
+
+    def spy(file: Path, names: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in each_tensor(file, names):
+            read[-1].append(name)
+            yield name, tensor
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pretrained, "each_tensor", spy)
+        for rank in range(2):
+            read.append([])
+            context = _context(load_model_file(model), plan, rank, defer)
+            own = {name for stage in context.stages.values() for name in stage.module.state_dict()}
+            assert set(read[-1]) == own
+    assert sum(map(len, read)) == len(whole)
 
 
 def test_pretrained_weights_of_a_model_on_the_meta_device(model: Path, tmp_path: Path) -> None:
