@@ -62,7 +62,10 @@ class OneHost(RendezvousHandler):
         port = listening.getsockname()[1]
         # Detached, because the store closes the socket.
         descriptor = listening.detach()
-        self._store = TCPStore(self._address, port, is_master=True, timeout=_TIMEOUT, master_listen_fd=descriptor)
+        # Without libuv: with it, the store of PyTorch 2.7 takes no socket that listens already.
+        self._store = TCPStore(
+            self._address, port, is_master=True, timeout=_TIMEOUT, master_listen_fd=descriptor, use_libuv=False
+        )
         bootstrap = RendezvousStoreInfo(self._address, port)
         return RendezvousInfo(PrefixStore(self._run_id, self._store), 0, 1, bootstrap)
 
