@@ -27,6 +27,7 @@ from typing import Any
 from pydantic import BaseModel
 
 HELP_COLUMNS = "100"
+_SECTIONS = ("Args:", "Attributes:", "Returns:", "Raises:", "Yields:")
 SCRIPTS = Path(__file__).parent / "scripts"
 _MARKER = re.compile(r"^<!-- (fields|help|devices|schedules|script|api): (.+?) -->$", re.MULTILINE)
 _COMMENTED_FIELD = re.compile(r"^    (\w+): .*?  # (.+)$", re.MULTILINE)
@@ -79,7 +80,28 @@ def _described(name: str, what: Any) -> str:
     returned = "" if is_class or not signature.return_annotation else f" -> {signature.return_annotation}"
     call = f"(\n{parameters})" if parameters else "()"
     code = f"{'class' if is_class else 'def'} {name.rpartition('.')[2]}{call}{returned}"
-    return f"{heading}\n\n```python\n{code}\n```\n\n```text\n{documented}\n```"
+    return f"{heading}\n\n```python\n{code}\n```\n\n{_as_markdown(documented)}"
+
+
+def _as_markdown(documented: str) -> str:
+    """Return a docstring with its sections (Args, Returns, Raises) as lists, and its blocks of code as they are."""
+    lines: list[str] = []
+    section = False
+    for line in documented.splitlines():
+        indent = len(line) - len(line.lstrip())
+        if line in _SECTIONS:
+            section = True
+            lines += [f"**{line[:-1]}**", ""]
+        elif line and not indent:
+            section = False
+            lines.append(line)
+        elif section and indent == 4 and (item := re.match(r"    ([\w, .*]+): (.*)", line)):
+            lines.append(f"- `{item[1]}`: {item[2]}")
+        elif section and line:
+            lines.append(("  " if lines[-1].startswith(("- ", "  ")) else "") + line.strip())
+        else:
+            lines.append(line)
+    return "\n".join(lines)
 
 
 def _parameter(parameter: inspect.Parameter) -> str:

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Consumer GPUs of two kinds over Ethernet, say two RTX 4090 in one machine and two RTX 3090 in another.
+# Consumer GPUs of two kinds over Ethernet, say two RTX 4090 in one machine and two
+# RTX 3090 in another.
 #
 #   ./mixed_gpus.sh profile rtx4090                      on the first machine
 #   ./mixed_gpus.sh profile rtx3090                      on the second; copy its rtx3090.json to the first

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# One host: profile a model, plan for the GPUs of this host, train, and write the weights.
+# One host: profile a model, plan for the GPUs of this host, train, and write the
+# weights.
 #
 #   GPUS=4 ./one_host.sh model.py
 #
@@ -10,7 +11,8 @@ model=${1:?"usage: one_host.sh model.py"}
 gpus=${GPUS:-2}
 batch_size=${BATCH_SIZE:-16}
 
-# Workers that share a CPU slow each other down, so the profile is measured beside others; GPUs are not shared.
+# Workers that share a CPU slow each other down, so the profile is measured beside
+# others; GPUs are not shared.
 beside=()
 python -c 'import sys, torch; sys.exit(torch.cuda.is_available())' && beside=(--processes "$gpus")
 

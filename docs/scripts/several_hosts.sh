@@ -1,11 +1,13 @@
 #!/usr/bin/env bash
-# Several hosts: start this on every host, with the same model file and plan.json in the current folder.
+# Several hosts: start this on every host, with the same model file and plan.json in
+# the current folder.
 #
 #   HOST0=10.0.0.1 HOSTS=2 HOST=0 GPUS=4 ./several_hosts.sh model.py     on the first host
 #   HOST0=10.0.0.1 HOSTS=2 HOST=1 GPUS=4 ./several_hosts.sh model.py     on the second
 #
-# HOST0 is the first host's address, HOST this host's number, and GPUS the workers that the plan has on each host.
-# If a host has several interfaces, say which one joins the hosts: INTERFACE=eth0.
+# HOST0 is the first host's address, HOST this host's number, and GPUS the workers
+# that the plan has on each host. If a host has several interfaces, say which one
+# joins the hosts: INTERFACE=eth0.
 set -euo pipefail
 
 model=${1:?"usage: several_hosts.sh model.py"}

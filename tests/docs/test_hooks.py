@@ -8,6 +8,7 @@ from types import ModuleType
 
 import pytest
 
+import planner
 from planner.formats.files import Record
 from planner.formats.plan import Plan
 from planner.formats.profile import Profile
@@ -70,3 +71,16 @@ def test_schedules_become_a_table_and_the_readme_names_them_all(hooks: ModuleTyp
     # What equals one device is what the README's comparison says.
     equal = ", ".join(f"`{schedule}`" for schedule in SCHEDULES if not schedule.asynchronous)
     assert f"equal to one device with {equal} |" in readme
+
+
+def test_every_public_name_is_described(hooks: ModuleType) -> None:
+    page = hooks.on_page_markdown((DOCS / "reference" / "python.md").read_text(encoding="utf-8"))
+    for name in planner.__all__:
+        assert f"### planner.{name}\n" in page
+    assert "- `cluster`: devices, memory and links.\n" in page  # of the arguments of `solve`
+    assert " at 0x" not in page
+
+
+def test_scripts_are_shown_as_they_are(hooks: ModuleType) -> None:
+    shown = hooks.on_page_markdown("<!-- script: slurm.sbatch -->")
+    assert (DOCS / "scripts" / "slurm.sbatch").read_text(encoding="utf-8").strip() in shown
