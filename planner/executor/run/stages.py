@@ -19,7 +19,7 @@ from planner.model.stage.evaluation import EvaluationStages, build_evaluation
 from planner.model.stage.parts import Variant
 from planner.model.stage.stage import StageModule, build_stage
 from planner.model.tensor.division import UNDIVIDED, division_of, keep_parts
-from planner.model.tensor.plan import tensor_parallel_plan
+from planner.model.tensor.found import tensor_parallel_plan
 
 if TYPE_CHECKING:
     from planner.model.tensor.group import TensorGroup
@@ -66,7 +66,7 @@ def build_modules(
     defer_norms = job.options.deferred_batch_norm and plan.microbatches > 1
     division = UNDIVIDED
     if tensor is not None:
-        division = division_of(graph, tensor_parallel_plan(spec, graph.model), tensor)
+        division = division_of(graph, tensor_parallel_plan(spec, graph, tensor.degree), tensor)
     variant = Variant(compiled=plan.compiled, defer_batch_norm=defer_norms, division=division)
     modules = {stage: _built(graph, plan.stages[stage], variant) for stage in stages}
     separate_copies(list(modules.values()))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -115,13 +115,15 @@ def division_of(graph: LayerGraph, plan: Plan, group: TensorGroup) -> DividedWei
             "ranks divide the products of a captured graph, and the model file names blocks, which run as they are",
             hint="leave out blocks(), or solve with `tensor=1`",
         )
-    found = {}
+    found, readers = {}, _readers(graph)
+    whole = {name.rpartition(".")[0] for name, reads in readers.items() if _splits_heads(reads, group.degree)}
     for name, parameter in graph.model.named_parameters():
         aliases = graph.names_of([name])
-        styles = {style_of(plan, alias.rpartition(".")[0]) for alias in aliases}
+        modules = {alias.rpartition(".")[0] for alias in aliases}
+        styles = {style_of(plan, module) for module in modules - whole}
         style = next((each for each in (*COLUMNS, *ROWS) if each in styles), None)
-        dimension = None if style is None else _dimension(graph, name, parameter, style)
-        if dimension is None or _splits_heads(graph, aliases, group.degree):
+        dimension = None if style is None else _dimension(readers.get(name, ()), parameter, style)
+        if dimension is None:
             continue
         if parameter.shape[dimension] % group.degree:
             raise PlanError(
@@ -133,22 +135,34 @@ def division_of(graph: LayerGraph, plan: Plan, group: TensorGroup) -> DividedWei
     return DividedWeights(group, found)
 
 
-def _dimension(graph: LayerGraph, name: str, parameter: Tensor, style: str) -> int | None:
+_Reads = Sequence[tuple[fx.Node, int]]  # operations, each with the place among its arguments
+
+
+def _readers(graph: LayerGraph) -> Mapping[str, _Reads]:
+    """Return the operations that read each parameter."""
+    found: dict[str, list[tuple[fx.Node, int]]] = {}
+    for source in graph.module.graph.nodes:
+        if (name := graph.names.parameter(source)) is not None:
+            reads = found.setdefault(name, [])
+            for user in source.users:
+                reads += [(user, place) for place, argument in enumerate(user.args) if argument is source]
+    return found
+
+
+def _dimension(reads: _Reads, parameter: Tensor, style: str) -> int | None:
     """Return the dimension along which a weight is divided; None where each rank has the whole of it."""
     rows = style in ROWS
     if parameter.dim() == 1:
         return None if rows else 0  # the bias of a sum is added once
-    for node, place in _users(graph, name):
+    for node, place in reads:
         if node.target in _PRODUCTS and _PRODUCTS[node.target][0] == place:
             return abs(_PRODUCTS[node.target][1] - rows)
     return 0
 
 
-def _splits_heads(graph: LayerGraph, names: Sequence[str], degree: int) -> bool:
-    """Return whether the outputs of a module are heads that the ranks do not divide: its weights stay whole then."""
-    modules = {name.rpartition(".")[0] for name in names}
-    weights = (name for name, _ in graph.model.named_parameters() if name.rpartition(".")[0] in modules)
-    products = (node for name in weights for node, _ in _users(graph, name) if node.target in _PRODUCTS)
+def _splits_heads(reads: _Reads, degree: int) -> bool:
+    """Return whether a product's outputs are heads that the ranks do not divide: its module stays whole then."""
+    products = (node for node, _ in reads if node.target in _PRODUCTS)
     return any(_heads(user) % degree for product in products for user in product.users if user.target in _VIEWS)
 
 
@@ -161,14 +175,6 @@ def _heads(view: fx.Node) -> int:
         if math.prod(size for size in sizes[place:]) == last:
             return int(sizes[place]) if place < len(sizes) - 1 else 0
     return 0
-
-
-def _users(graph: LayerGraph, name: str) -> Iterator[tuple[fx.Node, int]]:
-    """Yield the operations that read a parameter, each with its place among their arguments."""
-    for source in graph.module.graph.nodes:
-        if graph.names.parameter(source) == name:
-            for user in source.users:
-                yield from ((user, place) for place, argument in enumerate(user.args) if argument is source)
 
 
 def sums_up(node: fx.Node, dimensions: Mapping[fx.Node, int]) -> bool:

@@ -14,29 +14,20 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from planner.errors import InputError
 from planner.model.spec import TrainingSpec
 
 Plan = Mapping[str, str]  # how modules are divided, by patterns of their names
 COLUMNS, ROWS = ("colwise",), ("rowwise", "embedding_rowwise")
 
 
-def tensor_parallel_plan(training_spec: TrainingSpec, model: nn.Module) -> Plan:
-    """Return how the model's modules are divided.
-
-    Raises:
-        InputError: if neither the model file nor the model says so.
-    """
+def declared_plan(training_spec: TrainingSpec, model: nn.Module) -> Plan | None:
+    """Return how the model's modules are divided; None if neither the model file nor the model says so."""
     if training_spec.defines("tensor_parallel_plan"):
         return training_spec.tensor_parallel_plan()
     for name, module in model.named_modules():
         if plan := getattr(module, "tp_plan", None):
             return {f"{name}.{pattern}" if name else pattern: style for pattern, style in plan.items()}
-    raise InputError(
-        f"the model '{training_spec.name}' does not say how its layers are divided",
-        hint="write tensor_parallel_plan() into the model file, which returns patterns of module names and how each is "
-        'divided, such as {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}; or leave out `tensor`',
-    )
+    return None
 
 
 def style_of(plan: Plan, name: str) -> str | None:

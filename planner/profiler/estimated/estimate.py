@@ -9,7 +9,7 @@ from planner.errors import CaptureError, InputError, ModelFileError
 from planner.formats.profile import TF32, Compiled, Device, MemoryFormat, Profile
 from planner.model.elementwise import has_divisible_optimizer
 from planner.model.spec import TrainingSpec
-from planner.model.tensor.plan import tensor_parallel_plan
+from planner.model.tensor.found import tensor_parallel_plan
 from planner.profiler.estimated.calibrate import Calibration, calibrated
 from planner.profiler.estimated.devices import DeviceSpec, DType, device_spec
 from planner.profiler.estimated.divided import cannot_divide, degree_costs, of_one_rank
@@ -68,8 +68,9 @@ def estimate_profile(training_spec: TrainingSpec, batch_size: int, options: Esti
     profile = profile_of_trace(trace, spec)
     known: dict[str, object] = {"optimizer_elementwise": has_divisible_optimizer(training_spec, trace.graph.model)}
     if degrees := sorted(set(options.tensor) - {1}):
-        plan, costs = tensor_parallel_plan(training_spec, trace.graph.model), []
+        costs = []
         for degree in degrees:
+            plan = tensor_parallel_plan(training_spec, trace.graph, degree)
             rank = of_one_rank(training_spec, plan, degree)
             try:
                 part = trace_step(rank, batch_size, dtype, options.memory_format, execution)

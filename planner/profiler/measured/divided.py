@@ -22,7 +22,7 @@ from planner.model.spec import TrainingSpec
 from planner.model.stage.parts import Variant
 from planner.model.stage.stage import StageModule, build_stage
 from planner.model.tensor.division import DividedWeights, division_of, keep_parts
-from planner.model.tensor.plan import tensor_parallel_plan
+from planner.model.tensor.found import tensor_parallel_plan
 from planner.profiler.measured.clock import LayerMarks
 from planner.profiler.measured.device import describe_device
 from planner.profiler.measured.make_profile import make_profile
@@ -47,10 +47,10 @@ def measure_degrees(
             "divided layers are measured by one process alone, and this one has joined others",
             hint="start plan profile without torchrun; the times of all-reduces follow from the cluster's links",
         )
-    plan = tensor_parallel_plan(spec, graph.model)
     device = next(graph.model.parameters()).device
     found = []
     for degree in sorted(set(degrees)):
+        plan = tensor_parallel_plan(spec, graph, degree)
         with _group_of(degree, device) as group:
             measurement = _DividedMeasurement(spec, graph, batch, device, division_of(graph, plan, group))
             found.append(measurement.costs(effort, degree))

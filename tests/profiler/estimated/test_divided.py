@@ -95,8 +95,8 @@ def test_a_rank_has_its_part_of_what_is_divided_and_all_of_the_rest() -> None:
 
 
 def test_what_cannot_be_divided_is_refused() -> None:
-    with pytest.raises(InputError, match="does not say how its layers are divided"):
-        estimate_profile(spec(), BATCH, options(2))
+    with pytest.raises(InputError, match="does not say how its layers are divided, and nothing was found that 3 ranks"):
+        estimate_profile(spec(), BATCH, options(3))
     with pytest.raises(InputError, match="3 ranks cannot divide the"):
         estimate_profile(spec(tensor_parallel_plan=lambda: PLAN), BATCH, options(3))
     with pytest.raises(InputError, match="does not run as one of 2 ranks"):

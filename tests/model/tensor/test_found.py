@@ -1,0 +1,89 @@
+"""What ranks can divide is found in the graph, and is what the model file says itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import planner
+from planner.model.capture.graph import LayerGraph
+from planner.model.load import capture_file
+from planner.model.spec import load_model_file
+from planner.model.tensor.found import found_plan
+from planner.model.tensor.plan import style_of
+from tests.executor.models import write_model
+
+WIDTH, HEADS = 16, 4
+
+
+def graph_of(model: nn.Module) -> LayerGraph:
+    x = torch.randn(3, 5, WIDTH)
+    spec = planner.in_memory(model, example_batch=((x,), x), loss=F.mse_loss)
+    return capture_file(spec, spec.example_batch(3))
+
+
+class Calls(nn.ModuleDict):
+    """Modules by name, and what they compute."""
+
+    def __init__(self, compute: Callable[..., Tensor], **modules: nn.Module) -> None:
+        super().__init__(modules)
+        self.compute = compute
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.compute(self, x)
+
+
+def linear(inputs: int = WIDTH, outputs: int = WIDTH) -> nn.Linear:
+    return nn.Linear(inputs, outputs)
+
+
+def test_it_is_what_the_model_file_says(tmp_path: Path) -> None:
+    """Attention by heads, a gated product, and the embedding; four ranks do not divide two key-value heads."""
+    spec = load_model_file(write_model(tmp_path, "attention", "sgd"))
+    graph = capture_file(spec, spec.example_batch(4))
+    said = spec.tensor_parallel_plan()
+    modules = [name for name, _ in graph.model.named_modules() if style_of(said, name) is not None]
+    for degree, kept in ((2, ()), (4, ("key", "value"))):
+        expected = {name: style_of(said, name) for name in modules if name.rpartition(".")[2] not in kept}
+        assert found_plan(graph, degree) == expected
+
+
+def test_attention_that_is_written_out() -> None:
+    def attend(own: nn.ModuleDict, x: Tensor) -> Tensor:
+        q, k, v = (own[name](x).view(*x.shape[:2], HEADS, -1).transpose(1, 2) for name in "qkv")
+        weights = (q @ k.transpose(-2, -1) / 2).softmax(-1)
+        made: Tensor = x + own["out"]((weights @ v).permute(0, 2, 1, 3).reshape(x.shape))
+        return made
+
+    model = Calls(attend, q=linear(), k=linear(), v=linear(), out=linear())
+    assert found_plan(graph_of(model), 4) == dict.fromkeys("qkv", "colwise") | {"out": "rowwise"}
+    assert found_plan(graph_of(model), 8) == {}  # there are four heads
+
+
+def test_what_ends_in_no_sum_stays_whole() -> None:
+    """A residual meets a divided value, a norm sees all features, and the last product makes the model's output."""
+
+    def compute(own: nn.ModuleDict, x: Tensor) -> Tensor:
+        x = own["down"](F.gelu(own["up"](x)))
+        x = x + own["residual"](x)
+        made: Tensor = own["last"](F.layer_norm(own["normed"](x), (WIDTH,)))
+        return made
+
+    names = ("up", "down", "residual", "normed", "last")
+    found = found_plan(graph_of(Calls(compute, **{name: linear() for name in names})), 2)
+    assert found == {"up": "colwise", "down": "rowwise"}
+
+
+def test_weights_with_several_users_and_uneven_sizes_stay_whole() -> None:
+    def compute(own: nn.ModuleDict, x: Tensor) -> Tensor:
+        x = own["shared"](F.relu(own["shared"](x)))
+        made: Tensor = own["down"](F.relu(own["up"](x)))
+        return made
+
+    model = Calls(compute, shared=linear(), up=linear(WIDTH, 9), down=linear(9, WIDTH))
+    assert found_plan(graph_of(model), 2) == {}
+    assert found_plan(graph_of(model), 3) == {"up": "colwise", "down": "rowwise"}
