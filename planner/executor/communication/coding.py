@@ -53,7 +53,7 @@ class Cast(Coding):
 class Blocks(Coding):
     """Blocks of consecutive elements as int8, and then a float32 for each: its largest magnitude, over 127.
 
-    The last block is filled up with zeros. A block with a NaN or an infinity has an unfinite scale, and is read so.
+    The last block is filled up with zeros. Of a block with a NaN or an infinity, nothing that is read is finite.
     """
 
     block: int
