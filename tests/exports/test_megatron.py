@@ -41,6 +41,13 @@ def test_losses_that_are_weighed_are_said() -> None:
     assert "The loss is" not in planner.export(plan, "megatron")
 
 
+def test_compressed_messages_are_said() -> None:
+    plan = plan_of([["wte", *blocks(0, 1)], [*blocks(2, 3), "ln_f", "loss"]], (2, 2))
+    coded = plan.model_copy(update={"cluster": plan.cluster.model_copy(update={"compress": "int8"})})
+    assert "# The plan sends activations as int8. Megatron-LM sends them" in planner.export(coded, "megatron")
+    assert "sends activations" not in planner.export(plan, "megatron")
+
+
 def test_sharded_stages_and_layers_that_recompute() -> None:
     plan = plan_of([["wte", *blocks(0, 1)], [*blocks(2, 3), "ln_f", "loss"]], (2, 2))
     first = {"sharded": True, "recompute": (tuple(blocks(0)),), "recompute_s": 2.0}
