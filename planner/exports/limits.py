@@ -86,7 +86,7 @@ def remarks(plan: Plan, system: str) -> list[str]:
 
 
 def schedule_remarks(plan: Plan, system: str) -> list[str]:
-    """Say how the system's schedule differs from the plan's."""
+    """Say how the system's schedule and messages differ from the plan's."""
     said = []
     if never_drains(plan):
         said.append(
@@ -98,6 +98,11 @@ def schedule_remarks(plan: Plan, system: str) -> list[str]:
                 f"Gradients are accumulated over {LEAST_PER_STAGE} microbatches per stage. The plan updates after each "
                 "one: adapt the learning rate."
             )
+    if plan.cluster.compress != "none":
+        said.append(
+            f"The plan sends activations as {plan.cluster.compress}. {system} sends them as they are, so links are "
+            "busier than the plan predicts."
+        )
     return said
 
 
@@ -133,11 +138,6 @@ def _model_remarks(plan: Plan, system: str) -> list[str]:
         said.append(
             f"The loss is {what}, and `plan train` weighs microbatches by it. {system} takes the mean of the "
             "microbatches' losses, which is another loss: weigh them in the loss function."
-        )
-    if plan.cluster.compress != "none":
-        said.append(
-            f"The plan sends activations as {plan.cluster.compress}. {system} sends them as they are, so links are "
-            "busier than the plan predicts."
         )
     if max(plan.degrees) > 1:
         said.append(
