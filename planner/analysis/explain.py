@@ -12,6 +12,7 @@ from planner.cost.candidate import Candidate
 from planner.cost.setting import Setting
 from planner.errors import InfeasibleError
 from planner.formats.cluster import Cluster
+from planner.formats.codecs import CODECS
 from planner.formats.config import config_of
 from planner.formats.files import Record
 from planner.formats.plan import Plan
@@ -221,7 +222,7 @@ def _others(given: GivenPlan) -> list[Sequence[Candidate]]:
 
 
 def _what_if(given: GivenPlan) -> tuple[Alternative, ...]:
-    """Solve again with the same options on slightly larger clusters."""
+    """Solve again with the same options on slightly larger clusters, and where links limit, with smaller messages."""
     cluster = given.plan.cluster
     levels = cluster.levels
     wider = tuple(at_bandwidth(level, level.bandwidth_bytes_per_s * MORE_BANDWIDTH) for level in levels)
@@ -232,6 +233,9 @@ def _what_if(given: GivenPlan) -> tuple[Alternative, ...]:
     if cluster.has_memory_limit:
         more = cluster.with_memory(lambda memory_bytes: int(memory_bytes * MORE_MEMORY))
         clusters.append((f"{MORE_MEMORY - 1:.0%} more memory", more))
+    if given.plan.predicted.bottleneck.resource != "compute":
+        names = [name for name in CODECS if name not in ("none", cluster.compress)]
+        clusters += [(f"activations sent as {each}", cluster.model_copy(update={"compress": each})) for each in names]
     return tuple(
         _resolved(given.within(1 / (len(clusters) - number)), what, larger)
         for number, (what, larger) in enumerate(clusters)

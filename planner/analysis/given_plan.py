@@ -115,7 +115,9 @@ class GivenPlan:
 
         Where GPUs differ, stages run at the pace of those of their ranks.
         """
-        return evaluate(self.options.problem(self.layer_costs, cluster or self.plan.cluster), stages)
+        if cluster is None:
+            return evaluate(self.problem, stages)
+        return evaluate(self.options.problem(layer_costs_on(self.layer_costs.profile, cluster), cluster), stages)
 
     def on(self, cluster: Cluster) -> Plan:
         """Return the plan's stages on another cluster, priced and simulated there, whether or not they fit its memory.

@@ -57,7 +57,7 @@ def test_what_if_is_what_solving_again_gives_or_the_plan_itself() -> None:
     model = load_profile(PROFILES / "vgg16" / "cpu.json")
     plan = solve(model, flat_cluster(4, 1.25e7, 2 * 10**9))
     explained = explain(model, plan)
-    wider, larger, roomier = explained.what_if
+    wider, larger, roomier, *coded = explained.what_if
     for alternative, cluster in [
         (wider, flat_cluster(4, 1.25e7 * 1.1, 2 * 10**9)),
         (larger, flat_cluster(5, 1.25e7, 2 * 10**9)),
@@ -70,6 +70,10 @@ def test_what_if_is_what_solving_again_gives_or_the_plan_itself() -> None:
         assert seconds == pytest.approx(min(again_s, seconds_on(cluster, plan)), rel=1e-3)
         gain = plan.predicted.seconds_per_minibatch / seconds - 1
         assert alternative.gain == pytest.approx(gain, abs=1e-5)
+    assert [alternative.what for alternative in coded] == ["activations sent as bfloat16", "activations sent as int8"]
+    for alternative, codec in zip(coded, ("bfloat16", "int8"), strict=True):
+        again = solve(model, plan.cluster.model_copy(update={"compress": codec})).predicted.seconds_per_minibatch
+        assert alternative.seconds_per_minibatch == pytest.approx(again, rel=0.01)
 
 
 def seconds_on(cluster: Cluster, plan: Plan) -> float:
