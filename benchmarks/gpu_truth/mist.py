@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from benchmarks.gpu_truth.by_layers import parts_of, transformer
+from benchmarks.gpu_truth.by_layers import divided, parts_of, transformer
 from benchmarks.gpu_truth.gpt import Gpt
 from benchmarks.gpu_truth.rows import PCIE, Prediction, Row, anchors, device, half_precision, memory_of, price
 from planner.formats.cluster import flat_cluster
@@ -46,10 +46,19 @@ def _predict(config: Mapping[str, Any], spec: DeviceSpec) -> Prediction:
 
 
 def profile_of(config: Mapping[str, Any], microbatch_size: int, spec: DeviceSpec) -> Profile:
-    """Return the estimated profile of the configuration's model, by blocks."""
+    """Return the estimated profile of the configuration's model, by blocks, also divided over the ranks of a stage."""
+    whole = _profile_of(config, microbatch_size, spec)
+    degree = max(stage["tp"] for stage in config["stages"])
+    if degree == 1:
+        return whole
+    boundary_bytes = whole.layers[0].outputs[0].output_bytes
+    return divided(whole, degree, _profile_of(config, microbatch_size, spec, degree), boundary_bytes, again=False)
+
+
+def _profile_of(config: Mapping[str, Any], microbatch_size: int, spec: DeviceSpec, tensor: int = 1) -> Profile:
     model = config["model"]
     sizes = {name: model[name] for name in ("name", "layers", "hidden", "heads", "ffn", "vocab", "seq", "biases")}
-    gpt = Gpt(**sizes, gated=model["gated_mlp"], flash=model["flash_attention"], half_loss=True)
+    gpt = Gpt(**sizes, gated=model["gated_mlp"], flash=model["flash_attention"], half_loss=True, tensor=tensor)
     costs = parts_of(gpt, microbatch_size, half_precision("apex"), spec)
     return transformer(gpt.name, costs, [costs.layer] * gpt.layers)
 
@@ -60,6 +69,7 @@ def own_stages(stages: Sequence[Mapping[str, Any]]) -> list[OwnStage]:
         OwnStage(
             blocks=stage["layers"],
             replicas=stage["dp"],
+            tensor=stage["tp"],
             sharded=stage["dp"] > 1 and stage["zero_level"] > 0,
             recompute=stage["recomputed_layers"] or False,
         )
@@ -70,7 +80,6 @@ def own_stages(stages: Sequence[Mapping[str, Any]]) -> list[OwnStage]:
 def needs_of(stages: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
     """Return what the planner lacks for these stages."""
     needs = {
-        "tensor parallelism": any(stage["tp"] > 1 for stage in stages),
         "sharded gradients or weights": any(stage["zero_level"] > 1 and stage["dp"] > 1 for stage in stages),
         "offload": any(any(stage["offload"].values()) for stage in stages),
     }

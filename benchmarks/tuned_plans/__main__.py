@@ -50,7 +50,14 @@ def _judged(config: Mapping[str, Any], note: str, time_limit_s: float) -> list[s
     measured_s = config["measured_iteration_s"]
     cells.append("" if measured_s is None else f"{published.predicted.seconds_per_minibatch / measured_s - 1:+.1%}")
     try:
-        own = solve(profile, cluster, schedule=FLUSH, microbatches=microbatches, time_limit_s=time_limit_s)
+        own = solve(
+            profile,
+            cluster,
+            schedule=FLUSH,
+            microbatches=microbatches,
+            tensor=sorted({1, *(stage["tp"] for stage in config["stages"])}),
+            time_limit_s=time_limit_s,
+        )
     except PlannerError as refusal:
         return [*cells, "", "", f"{note + '; ' if note else ''}{refusal.args[0]}"]
     faster = published.predicted.seconds_per_minibatch / own.predicted.seconds_per_minibatch
@@ -60,7 +67,9 @@ def _judged(config: Mapping[str, Any], note: str, time_limit_s: float) -> list[s
 def _written(stages: list[Mapping[str, Any]]) -> str:
     """Write stages as layers x replicas, with how many recompute."""
     return " ".join(
-        f"{stage['layers']}x{stage['dp']}" + (f"r{stage['recomputed_layers']}" if stage["recomputed_layers"] else "")
+        f"{stage['layers']}x{stage['dp']}"
+        + (f"x{stage['tp']}" if stage["tp"] > 1 else "")
+        + (f"r{stage['recomputed_layers']}" if stage["recomputed_layers"] else "")
         for stage in stages
     )
 
@@ -71,6 +80,7 @@ def _described(plan: Plan) -> str:
 
     return " ".join(
         f"{blocks(stage.layers)}x{stage.replicas}"
+        + (f"x{stage.tensor}" if stage.tensor > 1 else "")
         + (f"r{sum(map(blocks, stage.recompute_groups))}" if stage.recomputes else "")
         + ("s" if stage.sharded else "")
         for stage in plan.stages

@@ -22,7 +22,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import blake2b
 from itertools import compress, groupby
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,9 +33,6 @@ from planner.cost.work import Floats, Integers
 MOST_SUBSETS = 2**8  # of units that are all tried
 MOST_CHOICES = 2**9  # by kinds, beyond which units recompute in the order of seconds per byte
 MOST_FLYING = 64  # microbatches in flight
-
-# What searches choose from: as users say, or no layer or all of the stage at once.
-ChoiceRule = RecomputeRule | Literal["stages"]
 
 _Flags = NDArray[np.bool_]
 _FLYING = np.arange(1.0, MOST_FLYING + 1)
@@ -99,10 +95,10 @@ class Recomputation:
 
     Args:
         layer_costs: of the profile.
-        rule: "auto" for all choices that are worth it, "stages" for none and the whole stage; the others leave one.
+        rule: "auto" for all choices that are worth it; the others leave one.
     """
 
-    def __init__(self, layer_costs: LayerCosts, rule: ChoiceRule = "auto") -> None:
+    def __init__(self, layer_costs: LayerCosts, rule: RecomputeRule = "auto") -> None:
         self._costs, self._rule = layer_costs, rule
         self._known: dict[Hashable, Choices] = {}
         self._units: dict[tuple[int, ...], _Unit] = {}
@@ -200,7 +196,7 @@ class _Stage:
         columns = ([getattr(unit, name) for unit in units] for name in names)
         self._forward_s, self._saved, self._gradients, self._peaks, self._accumulating = map(np.array, columns)
 
-    def choices(self, rule: ChoiceRule) -> Choices:
+    def choices(self, rule: RecomputeRule) -> Choices:
         """Return what the rule leaves."""
         count = len(self._units)
         match rule:
@@ -210,9 +206,6 @@ class _Stage:
                 return self._whole(self._made(np.zeros((1, count), dtype=bool)))
             case "blocks":
                 return self._made(np.ones((1, count), dtype=bool))
-            case "stages":
-                nothing = self._made(np.zeros((1, count), dtype=bool))
-                return nothing.and_(self._whole(nothing))
             case "auto":
                 parts = self._made(self._tried())
                 return (parts if count == 1 else parts.and_(self._whole(parts))).worth_it()

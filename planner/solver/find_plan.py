@@ -13,7 +13,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal
 
 from planner.cost.models.registry import cost_model_of
 from planner.cost.rounding import SLACK
@@ -33,11 +32,9 @@ from planner.schedule.one_forward_one_backward import ONE_F_ONE_B
 from planner.schedule.registry import find
 from planner.schedule.schedule import Schedule
 from planner.solver.assemble import complete
-from planner.solver.candidates.alternatives import fastest_simulated
-from planner.solver.candidates.budget import Budget, Deadline, OutOfTimeError
+from planner.solver.candidates.budget import Budget, Deadline
 from planner.solver.candidates.depth import TOLERANCE
 from planner.solver.candidates.first_plans import FirstPlans
-from planner.solver.candidates.improvement import improved
 from planner.solver.candidates.progress import Progress
 from planner.solver.chain.interleaved_plan import solve_interleaved
 from planner.solver.chain.mixed import solve_mixed
@@ -46,17 +43,17 @@ from planner.solver.chain.zero_bubble import solve_zero_bubble
 from planner.solver.degrees import solve_degrees
 from planner.solver.divided_loss import check_divided_loss
 from planner.solver.granularity import solve_blocks_first
-from planner.solver.infeasible import UnexplainedError, explain, out_of_time
+from planner.solver.infeasible import UnexplainedError
 from planner.solver.minibatch import microbatches_in
-from planner.solver.other_methods import OtherMethod, answer
+from planner.solver.other_methods import SolverName, answer, other_method
 from planner.solver.pipeline_search import PipelineSearch
 from planner.solver.problem import DepthRule, Problem
 from planner.solver.result import Found
 from planner.solver.room import solve_with_room
+from planner.solver.searched import searched
 from planner.solver.stage_rules import Granularity, StageRules
 from planner.solver.tied import solve_tied
 
-SolverName = Literal["auto", "search", "ilp", "brute"]
 MOST_COLUMNS = 40_000  # about: of an integer program that is tried beside a search
 
 
@@ -201,9 +198,9 @@ def _found(problem: Problem, solver: SolverName) -> Found:
         return solve_zero_bubble(problem, _found(problem.under(other), solver))
     if _mixed(problem) and solver in ("auto", "search"):
         return _on_mixed_gpus(problem, exact=solver == "auto" and _small(problem))
-    if (method := _other_method(problem, solver)) is not None:
+    if (method := other_method(problem, solver)) is not None:
         return answer(problem, method)
-    search = solve_interleaved if problem.schedule.chunked else _searched
+    search = solve_interleaved if problem.schedule.chunked else searched
     within = problem.with_cuts_forbidden()
     assert within is not None
     return solve_blocks_first(within, search)
@@ -244,91 +241,3 @@ def _mixed(problem: Problem) -> bool:
     constraints = problem.constraints
     expressed = not constraints.gpu_of and problem.with_cuts_forbidden() is not None
     return bool(problem.cluster.kinds) and expressed and not problem.schedule.chunked
-
-
-def _other_method(problem: Problem, solver: SolverName) -> OtherMethod | None:
-    """Return the method for a problem that the search does not solve; None for the search.
-
-    Raises:
-        InputError: if the solver that was asked for cannot solve it.
-    """
-    wants = _beyond_the_search(problem)
-    if problem.schedule.chunked and (wants is not None or solver in ("ilp", "brute")):
-        wanted = wants or f"`solver={solver}`"
-        raise InputError(
-            f"the schedule {problem.schedule} is solved by the search alone, which does not take {wanted}",
-            hint="use another schedule, or leave them out",
-        )
-    if solver == "brute":
-        if wants is not None:
-            raise InputError(f"`solver=brute` does not take {wants}", hint="use `solver=auto`")
-        return "brute"
-    if solver == "search" and wants is not None:
-        raise InputError(f"the search does not take {wants}", hint="use `solver=ilp` or `solver=auto`")
-    return "ilp" if solver == "ilp" or wants is not None else None
-
-
-def _beyond_the_search(problem: Problem) -> str | None:
-    """Return, in words, what the search cannot express; None if it can express the whole problem."""
-    constraints = problem.constraints
-    if problem.cluster.kinds and (problem.schedule.chunked or len(problem.cluster.joined) > 1):
-        return "GPUs of several kinds" + ("" if problem.schedule.chunked else " on several levels")
-    if constraints.gpu_of:
-        return "layers pinned to a GPU"
-    if constraints.stage_of and problem.schedule.chunked:
-        return "layers pinned to a stage"
-    if problem.with_cuts_forbidden() is None:
-        return "layers kept together that are no neighbours in the profile's order"
-    return None
-
-
-def _searched(problem: Problem) -> Found:
-    """Find the best plan with one stage per worker, no slower than those that take no search.
-
-    Raises:
-        InfeasibleError: if no plan fits the memory.
-        PlannerError: if the deadline passes before any plan is found.
-    """
-    first = FirstPlans(problem)
-    if problem.deadline.at_s is not None:
-        first.evaluate()
-    try:
-        found = _by_search(problem)
-    except OutOfTimeError:
-        last_resort = first.last_resort()
-        if last_resort is None:
-            raise out_of_time(problem, first.leanest()) from None
-        problem.budget.exhausted = False
-        found = Found(last_resort, PipelineSearch(problem).relaxed_s())
-    except InfeasibleError:
-        first.evaluate()  # these have stages that the search does not
-        if first.best is None or not problem.simulates:
-            raise
-        found = Found(first.best, PipelineSearch(problem).relaxed_s())
-    return improved(problem, first.at_least(found)) if problem.simulates else found
-
-
-def _by_search(problem: Problem) -> Found:
-    """Search for the best plan: by the cost model first, then by simulation.
-
-    Raises:
-        InfeasibleError: if no plan fits the memory.
-        OutOfTimeError: if the deadline passes before any plan is found.
-    """
-    search = PipelineSearch(problem)
-    path = search.best()
-    # Other cuts than those along the order may need less memory; only imported profiles may use them.
-    if path is None and not problem.keeps_order and (wider := search.over_all_cuts()) is not None:
-        search, path = wider, wider.best()
-    if path is None:
-        raise UnexplainedError(lambda: explain(problem, search.fits, search.leaner()))
-    extended = search.extended(path)
-    assert extended.path is not None
-    best = PipelineSearch(problem, extended.space).priced(extended.path)
-    # The bound comes from the search and the seconds from the price, which add the same numbers in another order.
-    bound_s = min(extended.bound_s, best.seconds)
-    if not problem.simulates:
-        return Found(best, bound_s)
-    columned = search.columned(path, extended, best)
-    bound_s = min(bound_s, columned.bound_s)
-    return Found(fastest_simulated(search, [best, *columned.plans], bound_s), bound_s)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Literal
 
-from planner.errors import InfeasibleError, PlannerError
+from planner.errors import InfeasibleError, InputError, PlannerError
 from planner.solver.candidates.budget import Budget
 from planner.solver.candidates.evaluation import evaluate, priced
 from planner.solver.infeasible import PLENTY, against_constraints, explain
@@ -15,6 +15,43 @@ from planner.solver.result import Evaluation, Found
 from planner.units import format_bytes
 
 OtherMethod = Literal["ilp", "brute"]
+SolverName = Literal["auto", "search"] | OtherMethod
+
+
+def other_method(problem: Problem, solver: SolverName) -> OtherMethod | None:
+    """Return the method for a problem that the search does not solve; None for the search.
+
+    Raises:
+        InputError: if the solver that was asked for cannot solve it.
+    """
+    wants = _beyond_the_search(problem)
+    if problem.schedule.chunked and (wants is not None or solver in ("ilp", "brute")):
+        wanted = wants or f"`solver={solver}`"
+        raise InputError(
+            f"the schedule {problem.schedule} is solved by the search alone, which does not take {wanted}",
+            hint="use another schedule, or leave them out",
+        )
+    if solver == "brute":
+        if wants is not None:
+            raise InputError(f"`solver=brute` does not take {wants}", hint="use `solver=auto`")
+        return "brute"
+    if solver == "search" and wants is not None:
+        raise InputError(f"the search does not take {wants}", hint="use `solver=ilp` or `solver=auto`")
+    return "ilp" if solver == "ilp" or wants is not None else None
+
+
+def _beyond_the_search(problem: Problem) -> str | None:
+    """Return, in words, what the search cannot express; None if it can express the whole problem."""
+    constraints = problem.constraints
+    if problem.cluster.kinds and (problem.schedule.chunked or len(problem.cluster.joined) > 1):
+        return "GPUs of several kinds" + ("" if problem.schedule.chunked else " on several levels")
+    if constraints.gpu_of:
+        return "layers pinned to a GPU"
+    if constraints.stage_of and problem.schedule.chunked:
+        return "layers pinned to a stage"
+    if problem.with_cuts_forbidden() is None:
+        return "layers kept together that are no neighbours in the profile's order"
+    return None
 
 
 def answer(problem: Problem, method: OtherMethod) -> Found:

@@ -15,6 +15,7 @@ from planner.cost.recomputation import exact_everywhere
 from planner.cost.rounding import SLACK
 from planner.solver.bounds.balance import balanced_s
 from planner.solver.candidates.evaluation import priced_path
+from planner.solver.chain.fewest import FEW_STATES
 from planner.solver.chain.search import RESOLUTION, Search
 from planner.solver.chain.states import Chain, StateSpace
 from planner.solver.chain.synchronous import SynchronousSearch
@@ -73,7 +74,7 @@ class PipelineSearch:
     def _misses_choices(self) -> bool:
         """Whether stages may have better choices of what recomputes than those that are known."""
         limited = self.problem.cluster.memory_bytes is not None and self.problem.recompute == "auto"
-        return limited and not exact_everywhere(self.problem.layer_costs)
+        return limited and (len(self.space) > FEW_STATES or not exact_everywhere(self.problem.layer_costs))
 
     def _whatever_recomputes_s(self) -> float:
         """Return seconds that no plan is below even if it had a better choice of what recomputes than is known."""

@@ -47,6 +47,7 @@ class Limits:
         numbering: how many stages there may be, and which numbers they may have.
         deepest: the most units in flight that a stage may have, for its gradients' sake.
         most_sharded: replicas of a sharded stage, none of which may idle.
+        most_replicas: of any stage.
         whole_stages: whether stages that may choose recompute all of their layers at once, or none.
     """
 
@@ -57,6 +58,7 @@ class Limits:
     numbering: Numbering = field(default_factory=Numbering)
     deepest: int = UNLIMITED
     most_sharded: int = UNLIMITED
+    most_replicas: int = UNLIMITED
     whole_stages: bool = False
 
     @property
@@ -88,6 +90,7 @@ class Problem:
         budget: shared by all searches for one plan, also by those for variants of this problem.
         precision: how much faster, relatively, other plans may be than the answer of a search.
         reserve: what was taken off the cluster's memory before; see `planner.solver.room`.
+        most_replicas: that a stage may have.
     """
 
     layer_costs: LayerCosts
@@ -98,6 +101,7 @@ class Problem:
     budget: Budget = field(default_factory=Budget, compare=False)
     precision: float = 0.0
     reserve: Reserve = NO_RESERVE
+    most_replicas: int = UNLIMITED
 
     @property
     def recompute(self) -> RecomputeRule:
@@ -135,6 +139,7 @@ class Problem:
             self.numbering,
             self.rules.deepest(self.schedule),
             self.microbatches if self.schedule.divides or not self.schedule.pipelined else UNLIMITED,
+            self.most_replicas,
         )
 
     @property
@@ -155,6 +160,7 @@ class Problem:
         fresh &= all(self.schedule.versions_suffice(self.microbatches, each.replicas, depth) for each, depth in depths)
         most = self.limits.most_sharded
         fresh &= all(each.replicas <= most for each in plan.stages if each.options.sharded)
+        fresh &= all(each.replicas <= self.most_replicas for each in plan.stages)
         return fresh and self.numbering.allows([each.layers for each in plan.stages]) and plan.fits(self.cluster)
 
     @property

@@ -11,6 +11,7 @@ answer that fits once its stages recompute a little more, and is hardly slower t
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,6 +25,7 @@ from planner.solver.candidates.first_plans import Leaner
 from planner.solver.infeasible import explained
 from planner.solver.problem import Problem
 from planner.solver.result import Evaluation, Found
+from planner.solver.stage_rules import UNLIMITED
 from planner.units import format_bytes
 
 _FEW = 5  # communicators beyond those that a search counts, up to which room is made for one at a time
@@ -39,12 +41,13 @@ def solve_with_room(problem: Problem, answer: Callable[[Problem], Found], *, ver
     if overheads is None:
         return answer(problem)
 
-    def with_room_for(count: int) -> Found:
+    def with_room_for(count: int, most_replicas: int = UNLIMITED) -> Found:
         problem.budget.seen.clear()  # the same stages may be deeper or shallower with another limit
         reserve = overheads.reserve(count)
         cluster = reserve.cluster(problem.cluster)
         of_tensors = problem.layer_costs.of_tensors
-        found = answer(replace(problem.on(cluster), layer_costs=of_tensors, reserve=reserve))
+        other = replace(problem.on(cluster), layer_costs=of_tensors, reserve=reserve, most_replicas=most_replicas)
+        found = answer(other)
         return replace(found, best=_charged(problem, found.best))
 
     relaxed = found = with_room_for(0)
@@ -66,6 +69,9 @@ def solve_with_room(problem: Problem, answer: Callable[[Problem], Found], *, ver
         except InfeasibleError as cause:
             if lean is not None:
                 return relaxed.with_best(lean)
+            with contextlib.suppress(InfeasibleError):  # stages of one replica have few communicators
+                if _fits(problem, (straight := with_room_for(0, 1)).best):
+                    return relaxed.with_best(straight.best)
             raise InfeasibleError(
                 f"no plan was found on {problem.cluster.gpus} GPUs that leaves room for its communicators, of "
                 f"{format_bytes(overheads.communicator_bytes)} each",

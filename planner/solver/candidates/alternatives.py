@@ -29,6 +29,7 @@ from planner.solver.candidates.kinds import (
 )
 from planner.solver.candidates.orders import in_every_order
 from planner.solver.candidates.pipelines import MOST_WORKERS, too_large
+from planner.solver.chain.fewest import FEW_STATES
 from planner.solver.chain.search import RESOLUTION, Search
 from planner.solver.chain.states import Chain, StateSpace
 from planner.solver.chain.synchronous import SynchronousSearch
@@ -158,7 +159,8 @@ class _Alternatives:
         memory_unit = int(everything.weight_bytes + everything.saved_bytes) or 1
         link_unit = memory_unit / float(search.space.compute_s[-1])
         spaces: list[tuple[StateSpace, Kind]] = []
-        for limits in families(problem.limits):
+        # Over many states all searches choose between the whole of a stage and nothing, so the families are alike.
+        for limits in families(problem.limits)[-1 if len(search.space) > FEW_STATES else 0 :]:
             kinds = [*kinds_of_plans(problem.link, limits, link_unit, memory_unit)]
             if problem.placed:  # some messages cross faster links than the slowest
                 most = replace(limits, gpus=min(limits.gpus, MOST_WORKERS))

@@ -137,7 +137,7 @@ def _all_stages(problem: Problem) -> Iterator[list[Candidate]]:
     gpus, rule = problem.cluster.gpus, problem.rules.shard_optimizer
     # The published cost models know no sharded optimizers.
     may_shard = rule != "never" and problem.layer_costs.profile.may_shard_optimizer and problem.simulates
-    most_replicas = problem.microbatches if problem.schedule.divides else gpus
+    most_replicas = min(problem.most_replicas, problem.microbatches if problem.schedule.divides else gpus)
     most_stages = min(gpus, problem.rules.max_stages or gpus)
     for stages in (2**power for power in range(most_stages.bit_length())):
         cuts = [equal_time(problem.layer_costs, stages)]

@@ -21,7 +21,7 @@ from planner.cost.candidate import Candidate
 from planner.cost.network.link import Link
 from planner.cost.rounding import SLACK
 from planner.cost.stage_options import ShardRule
-from planner.cost.work import IMPOSSIBLE, Integers
+from planner.cost.work import Integers
 from planner.solver.candidates.budget import OutOfTimeError
 from planner.solver.candidates.pipelines import MOST_WORKERS
 from planner.solver.chain.search import RESOLUTION, Search
@@ -41,18 +41,14 @@ class FrontSearch(Search):
     """Finds plans in which only the first stage has replicas."""
 
     def most_replicas(self, state: int, others: Integers) -> Integers:
-        return np.full(len(others), IMPOSSIBLE if state == 0 else 1)
-
-    def _rough(self, below_s: float | None) -> CutPath | None:
-        """Return None: plans of the unrestricted search are no start for this one."""
-        return None
+        return np.full(len(others), self.limits.most_replicas if state == 0 else 1)
 
 
 class EndsSearch(FrontSearch):
     """Finds plans in which only the first stage and the last, with the scores of a large vocabulary, have replicas."""
 
     def most_replicas(self, state: int, others: Integers) -> Integers:
-        return np.where((state == 0) | (others == len(self.space) - 1), IMPOSSIBLE, 1)
+        return np.where((state == 0) | (others == len(self.space) - 1), self.limits.most_replicas, 1)
 
 
 class StraightSearch(FrontSearch):
@@ -71,7 +67,8 @@ class DataParallelSearch(Search):
 
     def best(self, below_s: float | None = None, precision: float = RESOLUTION) -> CutPath | None:
         """Return the fastest plan."""
-        path = self._data_parallel(np.arange(1, min(self.gpus, self.model.most_replicas) + 1))
+        most = min(self.gpus, self.model.most_replicas, self.limits.most_replicas)
+        path = self._data_parallel(np.arange(1, most + 1))
         return path if path is not None and (below_s is None or path.seconds < below_s) else None
 
 

@@ -8,6 +8,7 @@ units in flight are known, and a way either fits and meets the time or does not.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -79,7 +80,11 @@ class FewestReplicas:
         low = self.alone(state, others, target_s)
         low = np.where(tight, low, np.maximum(low, 2))  # without limits of memory, only sharding may help
         some = np.flatnonzero((tight | self.ways.shards) & (low < r) & (low <= most))
-        if len(some):
+        if len(some) and self.ways.whole_stages and not self.ways.shards:
+            fewer = self._recomputing(state, others[some], target_s, after[some])
+            again[some] |= fewer < r[some]
+            r[some] = np.minimum(r[some], fewer)
+        elif len(some):
             trial = _Trial(self, state, others[some], tight[some], after[some])
             fewer, recomputes = trial.fewest(low[some], np.minimum(r - 1, most)[some], target_s)
             better = fewer < r[some]
@@ -125,43 +130,45 @@ class FewestReplicas:
         self, state: int, others: Integers, target_s: float, after: Integers
     ) -> tuple[Integers, NDArray[np.bool_]]:
         """Return the same for the plainest way, and for which stages other ways may hold more."""
-        work = None if self.tables is not None else self._space.work(state, others)
-        held, several = self._fewest_to_hold(state, others, after, work)
-        at_least = held
+        tables, memory_bytes = self.tables, self.limits.memory_bytes
+        if tables is not None:
+            most = None if memory_bytes is None else [table[state, others] for table in tables.most_in_flight]
+            return self._closed_form(most, after, lambda r: tables.fewest(state, others, target_s, after, r))
+        work, most = self._space.work(state, others), None
+        if memory_bytes is not None:
+            footprint = self.ways.plainest_footprint(state, others, work)
+            most = most_in_flight(self._space, self.model, footprint, memory_bytes)
+        work = self.ways.plainest_work(work)
+        return self._closed_form(most, after, lambda r: self.model.fewest_replicas(work, target_s, r, after))
+
+    def _recomputing(self, state: int, others: Integers, target_s: float, after: Integers) -> Integers:
+        """Return the fewest replicas of stages that recompute all of their layers."""
+        assert self.limits.memory_bytes is not None
+        work = self._space.work(state, others)
+        footprint = self._space.footprint(state, others, work).recomputed()
+        most, again = most_in_flight(self._space, self.model, footprint, self.limits.memory_bytes), work.recomputed()
+        return self._closed_form(most, after, lambda r: self.model.fewest_replicas(again, target_s, r, after))[0]
+
+    def _closed_form(
+        self, most: list[Integers] | None, after: Integers, fewest: Callable[[Integers], Integers]
+    ) -> tuple[Integers, NDArray[np.bool_]]:
+        """Return the fewest replicas of stages that run in one way, and for which of them other ways may hold more.
+
+        Args:
+            most: units in flight with which they fit the memory; and on several replicas, if that is less.
+            after: GPUs after each stage.
+            fewest: that meet the target and are at least as many.
+        """
+        one = np.ones(1, dtype=np.int64)
+        held, *more = [one] if most is None else [fewest_to_hold(each, after) for each in most]
+        several = more[0] if more else held
+        at_least = np.where(held > 1, np.maximum(several, 2), 1) if more else held
         if self.limits.deepest < UNLIMITED:
             at_least = np.maximum(at_least, fewest_to_hold(self.limits.deepest, after))
-
-        def fewest(at_least: Integers) -> Integers:
-            if self.tables is not None:
-                return self.tables.fewest(state, others, target_s, after, at_least)
-            assert work is not None
-            return self.model.fewest_replicas(self.ways.plainest_work(work), target_s, at_least, after)
-
         r = fewest(at_least)
-        if several is not held and ((r > 1) & (r < several)).any():
+        if more and ((r > 1) & (r < several)).any():
             r = fewest(np.where(r > 1, np.maximum(at_least, several), at_least))
         return r, np.broadcast_to((several > 1) & self.ways.chooses, r.shape)
-
-    def _fewest_to_hold(
-        self, state: int, others: Integers, after: Integers, work: Work | None
-    ) -> tuple[Integers, Integers]:
-        """Return the fewest replicas with which stages fit the memory, and the fewest of more than one.
-
-        These differ where several replicas have a communicator, which takes memory.
-        """
-        if self.limits.memory_bytes is None:
-            return (one := np.ones(1, dtype=np.int64)), one
-        if work is None:
-            assert self.tables is not None
-            most = [table[state, others] for table in self.tables.most_in_flight]
-        else:
-            footprint = self.ways.plainest_footprint(state, others, work)
-            most = most_in_flight(self._space, self.model, footprint, self.limits.memory_bytes)
-        alone = fewest_to_hold(most[0], after)
-        if len(most) == 1:
-            return alone, alone
-        several = np.maximum(fewest_to_hold(most[1], after), 1)
-        return np.where(alone > 1, np.maximum(several, 2), 1), several
 
 
 class _Trial:

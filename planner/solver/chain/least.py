@@ -79,7 +79,7 @@ class QuickestThatFit:
 
     def __init__(self, space: StateSpace, ways: WaysOf, model: Bounds, memory_bytes: int) -> None:
         self._ways, self._model, self._memory_bytes = ways, model, memory_bytes
-        key = type(model), model.microbatches, memory_bytes, ways.rule, ways.shards
+        key = type(model), model.microbatches, memory_bytes, ways.rule, ways.whole_stages, ways.shards
         self._told_apart = 2 if space.layer_costs.counts_replicas else 1  # replicas of stages that are not sharded
         self._known = _KNOWN.setdefault(space, {}).setdefault(key, {})
 

@@ -19,6 +19,7 @@ T.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -28,7 +29,7 @@ from planner.cost.rounding import SLACK
 from planner.cost.stage_options import StageOptions
 from planner.cost.work import IMPOSSIBLE, Integers
 from planner.solver.bounds.bounds import Bounds
-from planner.solver.chain.fewest import FewestReplicas
+from planner.solver.chain.fewest import FEW_STATES, FewestReplicas
 from planner.solver.chain.numbered import Unnumbered, numbered_walk
 from planner.solver.chain.states import Coarse, StateSpace
 from planner.solver.problem import Limits
@@ -46,7 +47,9 @@ class Search:
     """Finds the fastest pipeline over a space of states, for GPUs that are alike and equally far apart."""
 
     def __init__(self, space: StateSpace, model: Bounds, limits: Limits) -> None:
-        self.space, self.model, self.limits = space, model, limits
+        # Choices of what recomputes are looked for between a few of many states: all stages have too many of them.
+        self.space, self.model, self._all_choices = space, model, limits
+        self.limits = limits = replace(limits, whole_stages=limits.whole_stages or len(space) > FEW_STATES)
         self.gpus = limits.gpus
         self._must_hurry = False  # whether a walk ends at the deadline, because there is no answer yet
         self.interrupted = False  # by the deadline: there may be faster plans
@@ -75,15 +78,14 @@ class Search:
         self._must_hurry = below_s is None
         best = self.within(start_s)
         self._must_hurry = False
-        if best is None:
-            return None
+        if best is None or (rough is not None and best.seconds > rough.seconds * (1 + RESOLUTION)):
+            return rough
         if rough is not None:
             self._tighten(start_s)
         # This is a start, not an answer, so a few replica counts are enough.
         # A single stage has a closed form, and is often near the optimum.
-        alone = self._data_parallel(
-            np.unique(np.geomspace(1, min(self.gpus, self.model.most_replicas), num=32).astype(np.int64))
-        )
+        most = min(self.gpus, self.model.most_replicas, self.limits.most_replicas)
+        alone = self._data_parallel(np.unique(np.geomspace(1, most, num=32).astype(np.int64)))
         if alone is not None and alone.seconds < best.seconds:
             best = alone
         low_s = float(self._before_s[-1]) / self.gpus * (1 - RESOLUTION)
@@ -120,11 +122,13 @@ class Search:
 
     def _rough(self, below_s: float | None) -> CutPath | None:
         """Return the best plan that cuts at a few of many states only: the time to beat from the start."""
-        if len(self.space) <= 2 * _ROUGH_STATES:
+        chooses = self._fewest.ways.chooses and self.limits != self._all_choices
+        few = _ROUGH_STATES // 2 if chooses else _ROUGH_STATES
+        if len(self.space) <= 2 * few:
             return None
-        states = np.unique(np.linspace(0, len(self.space) - 1, _ROUGH_STATES).astype(np.int64))
-        coarse = Coarse(self.space, states)
-        return Search(coarse, self.model, self.limits).best(below_s)
+        coarse = Coarse(self.space, np.unique(np.linspace(0, len(self.space) - 1, few).astype(np.int64)))
+        path = type(self)(coarse, self.model, self._all_choices).best(below_s)
+        return path and replace(path, states=tuple(int(coarse.states[state]) for state in path.states))
 
     def any_time_s(self) -> float:
         """Return a time that every stage on any number of these GPUs meets."""
@@ -245,7 +249,7 @@ class Search:
 
     def most_replicas(self, state: int, others: Integers) -> Integers:
         """Return the most replicas that the kind of plans allows the stages from the state to each of others."""
-        return np.full(len(others), IMPOSSIBLE)
+        return np.full(len(others), self.limits.most_replicas)
 
     def _trace(self, states: Sequence[int], replicas: Sequence[int], target_s: float) -> CutPath:
         after, options, seconds = sum(replicas), list[StageOptions](), 0.0

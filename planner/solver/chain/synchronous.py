@@ -49,7 +49,7 @@ class SynchronousSearch:
         self._cut_short = False  # whether the deadline ended the last walk
         self.found: list[CutPath] = []  # on the way to the best: each has a larger sum and a smaller maximum
         # Replicas beyond the number of microbatches would idle, and naive runs one microbatch at a time.
-        most = 1 if not model.schedule.pipelined else min(limits.gpus, model.microbatches)
+        most = min(limits.gpus, model.microbatches, limits.most_replicas) if model.schedule.pipelined else 1
         self.space, self.model, self.limits, self.memory_bytes = space, model, limits, limits.memory_bytes
         self.gpus = min(limits.gpus, most * (len(space) - 1))
         self._replicas = np.arange(1, most + 1)

@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from planner.cost.layer_costs import LayerCosts
-from planner.cost.recomputation import ChoiceRule, Choices, Recomputation
-from planner.cost.stage_options import Groups, StageOptions, whole_stage
+from planner.cost.recomputation import Choices, Recomputation
+from planner.cost.stage_options import Groups, RecomputeRule, StageOptions, whole_stage
 from planner.cost.work import Floats, Footprint, Integers, Work
 from planner.solver.chain.states import StateSpace
 from planner.solver.problem import Limits
@@ -27,7 +27,7 @@ Record = TypeVar("Record", Work, Footprint)
 _KEPT = ("saved_bytes", "working_bytes", "accumulating_bytes")  # of a footprint, which choices decide
 
 # Choices of the stages of a profile, which many searches over it ask for.
-_KNOWN: WeakKeyDictionary[LayerCosts, dict[ChoiceRule, tuple[Recomputation, dict[tuple[int, ...], Choices]]]] = (
+_KNOWN: WeakKeyDictionary[LayerCosts, dict[RecomputeRule, tuple[Recomputation, dict[tuple[int, ...], Choices]]]] = (
     WeakKeyDictionary()
 )
 
@@ -95,6 +95,7 @@ class WaysOf:
         shards: whether stages may be sharded.
         always_shards: whether all stages with replicas must be.
         rule: which layers may recompute.
+        whole_stages: whether the choice is between all layers of a stage and none.
         most_sharded: replicas of such a stage.
         recomputes: whether all stages recompute.
         chooses: whether stages may choose what to recompute, because memory is limited.
@@ -103,7 +104,8 @@ class WaysOf:
     def __init__(self, space: StateSpace, limits: Limits, *, prices_shards: bool = True) -> None:
         self._space, self._limits, rules = space, limits, limits.rules
         self.layer_costs = space.layer_costs
-        self.rule: ChoiceRule = "stages" if limits.whole_stages and rules.recompute == "auto" else rules.recompute
+        self.rule = rules.recompute
+        self.whole_stages = limits.whole_stages and self.rule == "auto"
         profile, rule = space.layer_costs.profile, rules.shard_optimizer
         limited = limits.memory_bytes is not None
         gains = limited or any(layer.update_s > 0 for layer in profile.layers)
@@ -112,7 +114,7 @@ class WaysOf:
         self.always_shards = possible and rule == "always"
         self.shards = self.always_shards or (possible and rule == "auto" and gains)
         self.recomputes = self.rule in ("always", "blocks")
-        self.chooses = limited and self.rule in ("auto", "stages")
+        self.chooses = limited and self.rule == "auto"
         known = _KNOWN.setdefault(space.layer_costs, {})
         self._recomputation, self._by_layers = known.setdefault(
             self.rule, (Recomputation(space.layer_costs, self.rule), {})
@@ -151,15 +153,22 @@ class WaysOf:
         work, stage = self.plainest_work(work), np.arange(len(others))
         choice = np.zeros(len(others), dtype=np.int64)
         if self.chooses and choosing.any():
-            found = [self._choices(state, int(others[at])) for at in np.flatnonzero(choosing)]
-            counts = np.ones(len(others), dtype=np.int64)
-            counts[choosing] = [len(choices) for choices in found]
+            # The first choice of each stage recomputes nothing.
+            counts, more = np.ones(len(others), dtype=np.int64), dict[str, Floats]()
+            if self.whole_stages:
+                counts[choosing] = 2
+                chosen = np.flatnonzero(choosing)
+                lean = taken(footprint, chosen).recomputed()
+                more = {name: getattr(lean, name) for name in _KEPT} | {"recompute_s": taken(work, chosen).forward_s}
+            else:
+                found = [self._choices(state, int(other)) for other in others[choosing]]
+                counts[choosing] = [len(choices) for choices in found]
+                more = {name: _column(found, name, 1) for name in (*_KEPT, "recompute_s")}
             stage = np.repeat(stage, counts)
             choice = np.arange(len(stage)) - np.repeat(np.cumsum(counts) - counts, counts)
             work, footprint = taken(work, stage), taken(footprint, stage)
-            again = choice > 0  # the first choice of each stage recomputes nothing
-            work = _set(work, again, {"recompute_s": _column(found, "recompute_s", 1)})
-            footprint = _set(footprint, again, {name: _column(found, name, 1) for name in _KEPT})
+            work = _set(work, choice > 0, {"recompute_s": more.pop("recompute_s")})
+            footprint = _set(footprint, choice > 0, more)
         sharded = np.zeros(len(stage), dtype=bool)
         if self.shards:
             twice = np.repeat(np.arange(len(stage)), 2)
@@ -170,9 +179,9 @@ class WaysOf:
 
     def groups(self, state: int, other: int, choice: int) -> Groups:
         """Return the groups of layers that recompute under a choice of a stage."""
-        if choice > 0 or self.rule == "blocks":
+        if self.rule == "blocks" or (choice > 0 and not self.whole_stages):
             return self._choices(state, other).groups(choice)
-        return whole_stage(self._space.layers(state, other), self.recomputes)
+        return whole_stage(self._space.layers(state, other), self.recomputes or choice > 0)
 
     def _choices(self, state: int, other: int) -> Choices:
         """Return the choices of layers that recompute in a stage; the first one recomputes least."""

@@ -87,9 +87,6 @@ class _Multiples(Search):
 
     model: MultiplesModel
 
-    def _rough(self, below_s: float | None) -> CutPath | None:
-        return None
-
     def _data_parallel(self, replicas: Integers) -> CutPath | None:
         return super()._data_parallel(np.arange(self.model.multiple, self.gpus + 1, self.model.multiple))
 
