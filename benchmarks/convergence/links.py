@@ -68,6 +68,11 @@ class Case:
     compress: str = "none"
 
     @property
+    def name(self) -> str:
+        """The contender, with what it compresses to."""
+        return self.contender + (f", {self.compress}" if self.compress != "none" else "")
+
+    @property
     def whole(self) -> bool:
         """Whether the recipe is trained to its end."""
         return self.minibatches == self.recipe.minibatches
@@ -107,7 +112,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.table:
         plain = [run for run in read() if run.case.compress == "none"]
-        TABLE.write_text(f"{table(plain)}\n\n{times(plain)}\n\n{compressed(read())}\n", encoding="utf-8")
+        TABLE.write_text(f"{table(read())}\n\n{times(plain)}\n\n{compressed(read())}\n", encoding="utf-8")
         return
     recipe = Recipe(args.optimizer, args.rate, args.minibatches)
     recipe.choose()
@@ -189,7 +194,7 @@ def table(runs: Sequence[Run]) -> str:
         (
             case.stages,
             case.recipe.minibatches,
-            case.contender + (f", first {case.synchronous_start:.0%} synchronous" if case.synchronous_start else ""),
+            case.name + (f", first {case.synchronous_start:.0%} synchronous" if case.synchronous_start else ""),
             f"{case.recipe.optimizer}, {case.recipe.rate:g}",
             case.bandwidth,
             f"{fmean(run.loss for run in same if run.loss is not None):.3f}",
@@ -230,8 +235,7 @@ def compressed(runs: Sequence[Run]) -> str:
     known: defaultdict[str, defaultdict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for run in runs:
         if setting(run) in settings:
-            name = run.case.contender + (f", {run.case.compress}" if run.case.compress != "none" else "")
-            known[name][run.case.bandwidth].append(1e3 * run.seconds_per_minibatch)
+            known[run.case.name][run.case.bandwidth].append(1e3 * run.seconds_per_minibatch)
     links = sorted({link for times in known.values() for link in times}, key=parse_bandwidth)
     rows = [[name] + [f"{median(ms[link]):.0f}" if ms[link] else "" for link in links] for name, ms in known.items()]
     return tabulate(rows, ["ms per minibatch at", *links], tablefmt="github", disable_numparse=True)
