@@ -161,7 +161,7 @@ class StageOptimizer:
     @property
     def _is_whole(self) -> bool:
         """Whether this worker has all gradients of the stage."""
-        return self.sharding is None and self._division.group is None
+        return not self.parameters or (self.sharding is None and self._division.group is None)
 
     @property
     def _counted_elsewhere(self) -> Sequence[nn.Parameter]:

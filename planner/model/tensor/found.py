@@ -165,20 +165,30 @@ def _dimension(node: fx.Node, divided: dict[fx.Node, int]) -> int | None:
         dimension = divided[next(iter(divided))]
         batch = len(divided) == 2 and set(divided.values()) == {dimension} and dimension < len(_shape(node)) - 2
         return dimension if batch else None
+    if operation is _aten.cat:
+        dimensions = {divided.get(each) for each in node.all_input_nodes}
+        dimension = divided[next(iter(divided))]
+        along = node.args[1] if len(node.args) > 1 else 0
+        return dimension if dimensions == {dimension} and _other(along, node, dimension) else None
     if not isinstance(first, fx.Node):
         return None
+    if operation is _aten.slice and first in divided:
+        return divided[first] if _other(node.args[1], node, divided[first]) else None
     if operation in _VIEWS and first in divided:
         return _viewed(_shape(first), _shape(node), divided[first])
     if operation in (_aten.transpose, _aten.permute) and first in divided:
         return _moved(node, len(_shape(first)), divided[first])
     if operation in _ALONG and first in divided:
-        along = node.args[1]
-        rank = len(_shape(first))
-        return divided[first] if isinstance(along, int) and along % rank != divided[first] else None
+        return divided[first] if _other(node.args[1], node, divided[first]) else None
     if operation in _SAME and first in divided:
         same = len(_shape(first)) == len(_shape(node)) and _shape(first)[divided[first]] == _shape(node)[divided[first]]
         return divided[first] if same else None
     return _pointwise(node, divided) if torch.Tag.pointwise in node.target.tags else None
+
+
+def _other(along: Any, node: fx.Node, dimension: int) -> bool:
+    """Return whether an operation computes along another dimension than the divided one."""
+    return isinstance(along, int) and along % len(_shape(node)) != dimension
 
 
 def _pointwise(node: fx.Node, divided: dict[fx.Node, int]) -> int | None:

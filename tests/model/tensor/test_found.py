@@ -52,9 +52,17 @@ def test_it_is_what_the_model_file_says(tmp_path: Path) -> None:
         assert found_plan(graph, degree) == expected
 
 
+def rotated(x: Tensor) -> Tensor:
+    first, second = x[..., : x.shape[-1] // 2], x[..., x.shape[-1] // 2 :]
+    return x * 0.5 + torch.cat((-second, first), dim=-1) * torch.linspace(0.0, 1.0, x.shape[-2])[:, None]
+
+
 def test_attention_that_is_written_out() -> None:
+    """With positions that turn queries and keys, as Llama's do."""
+
     def attend(own: nn.ModuleDict, x: Tensor) -> Tensor:
         q, k, v = (own[name](x).view(*x.shape[:2], HEADS, -1).transpose(1, 2) for name in "qkv")
+        q, k = rotated(q), rotated(k)
         weights = (q @ k.transpose(-2, -1) / 2).softmax(-1)
         made: Tensor = x + own["out"]((weights @ v).permute(0, 2, 1, 3).reshape(x.shape))
         return made
