@@ -36,19 +36,21 @@ def measure_host(workers: int, device: DeviceType, backend: Backend | None = Non
         command = [sys.executable, "-m", *torchrun, folder, device, backend or _DEFAULT]
         loopback = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo")
         environment = {**loopback, "OMP_NUM_THREADS": "1", **os.environ}
-        try:
-            done = subprocess.run(
-                command, env=environment, capture_output=True, text=True, check=False, timeout=_LIMIT_S
-            )
-        except subprocess.TimeoutExpired:
-            raise WorkerError(f"the links were not measured within {_LIMIT_S:g} s") from None
+        pipe = subprocess.PIPE
+        with subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True) as launcher:
+            try:
+                _, complaints = launcher.communicate(timeout=_LIMIT_S)
+            except subprocess.TimeoutExpired:
+                # Not killed: torchrun then ends its workers, which have sessions of their own.
+                launcher.terminate()
+                raise WorkerError(f"the links were not measured within {_LIMIT_S:g} s") from None
         reasons = sorted(Path(folder).glob("error-*"))
         if reasons:
             told = json.loads(reasons[0].read_text(encoding="utf-8"))
             kind = InputError if told["exit_code"] == InputError.exit_code else WorkerError
             raise kind(told["message"], hint=told["hint"])
-        if done.returncode:
-            last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        if launcher.returncode:
+            last = (complaints.strip().splitlines() or [f"exit code {launcher.returncode}"])[-1]
             raise WorkerError(f"the links cannot be measured: {last}")
         return load_cluster(Path(folder) / "cluster.json")
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from planner.devices.place import cores_to_send
-from planner.errors import InputError
+from planner.errors import InputError, WorkerError
 from planner.formats.cluster import Cluster, Level
 from planner.profiler.links.measure_host import measure_host
 from planner.report.tables.cluster import NO_OVERLAP, cluster_report
@@ -19,6 +21,16 @@ def test_links_between_workers_of_this_host() -> None:
     assert level.size == 2
     assert cluster.overlap == cores_to_send(2)
     assert level.bandwidth_bytes_per_s > 1e6
+
+
+@pytest.mark.slow
+def test_nothing_is_left_running_when_the_time_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))  # its name is in the command line of every process
+    monkeypatch.setattr("planner.profiler.links.measure_host._LIMIT_S", 4.0)
+    with pytest.raises(WorkerError, match="not measured within 4 s"):
+        measure_host(2, "cpu")
+    command_lines = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
+    assert not [line for line in command_lines if str(tmp_path).encode() in line]
 
 
 def test_what_the_workers_refuse_is_told() -> None:
