@@ -6,10 +6,15 @@ import numpy as np
 import pytest
 
 from planner.cost.layer_costs import LayerCosts
+from planner.cost.setting import Setting
 from planner.errors import InfeasibleError
 from planner.formats.cluster import flat_cluster
 from planner.formats.profile import Profile
+from planner.schedule.registry import find
 from planner.solver.find_plan import solve
+from planner.solver.problem import Problem
+from planner.solver.reference.brute import brute_force as every_plan
+from planner.solver.stage_rules import StageRules
 from tests.cost.test_overheads import on_cuda
 from tests.samples import layer, profile
 from tests.solver.oracle import brute_force
@@ -58,3 +63,29 @@ def test_plans_fit_with_all_overheads_and_are_as_fast_as_brute_force_says() -> N
     assert limited > 5, "the overheads decide some plans"
     assert none > 5
     assert as_fast > 15 * worse
+
+
+@pytest.mark.parametrize(
+    ("schedule", "memory_mb", "bandwidth", "rows"),
+    [
+        ("1f1b-flush", 1347, 1e10, [(0.335, 0.1, 22, 195, 390, 121), (0.76, 0.707, 1, 194, 194, 126)]),
+        ("2bw", 1100, 1e9, [(0.37, 1.8, 16, 142, 142, 57), (0.4, 1.5, 29, 114, 0, 52), (0.55, 1.62, 15, 14, 28, 24)]),
+    ],
+)
+def test_plans_without_replicas_are_found_where_others_lack_room_for_communicators(
+    schedule: str, memory_mb: int, bandwidth: float, rows: list[tuple[float, float, int, int, int, int]]
+) -> None:
+    layers = [
+        layer(
+            f"l{n}", forward, backward, output_bytes=sent * MB, weight_bytes=weights * MB, saved_bytes=saved * MB
+        ).model_copy(update={"gradient_bytes": weights * MB, "optimizer_bytes": state * MB})
+        for n, (forward, backward, sent, weights, state, saved) in enumerate(rows)
+    ]
+    model = on_cuda(profile(*layers), context_bytes=100 * MB)
+    cluster = flat_cluster(5, bandwidth, memory_bytes=memory_mb * MB)
+    problem = Problem(LayerCosts(model), Setting(cluster, find(schedule), 8), StageRules())
+    expected = every_plan(problem, in_order=True)
+    assert expected is not None
+    plan = solve(model, cluster, schedule=schedule, microbatches=8, depth="published")
+    assert plan.solver.cost_model_s == pytest.approx(expected.seconds)
+    assert all(plan.memory_bytes(number) <= memory_mb * MB for number in range(len(plan.stages)))
