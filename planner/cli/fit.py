@@ -91,7 +91,7 @@ def add_parser(verbs: Verbs) -> None:
     parser.add_argument(
         "-o",
         "--output",
-        dest="folder",
+        dest="place",
         type=Path,
         metavar="DIR",
         help="folder for model.py, profile.json and plan.json (default: the model's name; for a model file, its own)",
@@ -113,11 +113,11 @@ def run(args: argparse.Namespace) -> int:
         tokens = None
         if args.model.endswith(".py"):
             path = Path(args.model)
-            folder = args.folder or path.parent
+            folder = args.place or path.parent
         else:
             model = find_model(args.model)
             tokens = model.tokens(args.length)
-            folder = args.folder or Path(model.name)
+            folder = args.place or Path(model.name)
             path = model.write(folder, tokens)
         profile = _estimated(args, path, tokens)
         save_profile(profile, folder / PROFILE)

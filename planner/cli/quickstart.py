@@ -34,7 +34,7 @@ def add_parser(verbs: Verbs) -> None:
     parser.add_argument(
         "-o",
         "--output",
-        dest="folder",
+        dest="place",
         type=Path,
         metavar="DIR",
         default=Path("quickstart"),
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
         if value is not None and value < 1:
             raise InputError(f"`{option}={value}` is too few", hint=f"give `{option}` 1 or more")
     keep_freed_pages()  # as the workers do
-    tour = Tour(args.folder, args.steps, args.gpus, args.device, args.backend)
+    tour = Tour(args.place, args.steps, args.gpus, args.device, args.backend)
     result = quickstart(tour, show_progress=sys.stderr.isatty(), on_phase=print_progress)
     print_answer(result, args.json, quickstart_report)
     return 0
