@@ -23,11 +23,10 @@ from planner.model.stage.parts import Variant
 from planner.model.stage.stage import StageModule, build_stage
 from planner.model.tensor.division import DividedWeights, division_of, keep_parts
 from planner.model.tensor.found import tensor_parallel_plan
-from planner.profiler.measured.clock import LayerMarks
 from planner.profiler.measured.device import describe_device
 from planner.profiler.measured.make_profile import make_profile
 from planner.profiler.measured.step_measurement import StepMeasurement
-from planner.profiler.measured.steps import Effort, HasBackward, drop_gradients
+from planner.profiler.measured.steps import Effort, HasBackward
 
 # A ring sends (t - 1)/t of the bytes for either, and an all-reduce is one after the other.
 _SHARES = {"all_reduce": 1.0, "all_gather_into_tensor": 0.5, "reduce_scatter_tensor": 0.5}
@@ -96,14 +95,7 @@ class _DividedMeasurement(StepMeasurement):
     def _reduced(self) -> dict[str, tuple[int, ...]]:
         """Count the bytes and the number of each layer's collectives, as all-reduces."""
         counter = _Collectives()
-        marks = LayerMarks(lambda: (counter.size_bytes, counter.calls), len(self._span))
-        with counter:
-            marks.start()
-            loss = self._forward(marks)
-            marks.start_backward()
-            loss.backward()
-            marks.end()
-        drop_gradients(self._parameters.values())
+        marks = self._counted(counter, lambda: (counter.size_bytes, counter.calls))
         found = {}
         for place, name in enumerate(("reduced_bytes", "reduces")):
             sums = marks.sums(lambda start, end, place=place: end[place] - start[place])  # type: ignore[misc]

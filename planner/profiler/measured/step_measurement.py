@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from statistics import median
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from planner.model.batch import Batch
 from planner.model.capture.graph import LOSS, LayerGraph
@@ -17,7 +18,7 @@ from planner.model.stage.stage import StageModule, build_stage
 from planner.model.stage.unsplit import unsplit_loss
 from planner.profiler.flops import FlopCounter
 from planner.profiler.measured.accumulation import AccumulationTime, AccumulationTimer, bounded
-from planner.profiler.measured.clock import LayerMarks, clock_for, layer_flops
+from planner.profiler.measured.clock import LayerMarks, MarkT, clock_for, layer_flops
 from planner.profiler.measured.compiled import CompiledRuns, as_compiled, saved_as_compiled, starts_of_runs
 from planner.profiler.measured.disturbance import step_s
 from planner.profiler.measured.make_profile import LayerMeasurement, Measurement, first_uses
@@ -148,7 +149,12 @@ class StepMeasurement:
     def _flops(self) -> list[tuple[int, int]]:
         """Count the model FLOPs of each layer, in a step of their own: counting takes time."""
         counter = FlopCounter()
-        marks = LayerMarks(lambda: counter.total, len(self._span))
+        marks = self._counted(counter, lambda: counter.total)
+        return layer_flops(marks, lambda total: total)
+
+    def _counted(self, counter: TorchDispatchMode, mark: Callable[[], MarkT]) -> LayerMarks[MarkT]:
+        """Return the marks between the layers of a step that runs within `counter`."""
+        marks = LayerMarks(mark, len(self._span))
         with counter:
             marks.start()
             loss = self._forward(marks)
@@ -156,7 +162,7 @@ class StepMeasurement:
             loss.backward()
             marks.end()
         drop_gradients(self._parameters.values())
-        return layer_flops(marks, lambda total: total)
+        return marks
 
     def _plain_forward(self) -> HasBackward:
         return unsplit_loss(self._graph.model, self._spec, self._batch, self._graph.options)
