@@ -32,11 +32,24 @@ def of_groups(plan: Plan) -> Plan:
 
 
 def of_lane(plan: Plan, place: int) -> Plan:
-    """Return the plan of the ranks that have this place in their groups: each sends to those of its own place."""
+    """Return the plan as ranks that have this place in their groups see it: whom they receive from.
+
+    All ranks of a group have the same values. So a rank takes them from the one of its own place; where the sender's
+    group has fewer ranks, the places begin again.
+    """
     stages = (
-        stage.model_copy(update={"ranks": stage.ranks[place :: stage.tensor], "tensor": 1}) for stage in plan.stages
+        stage.model_copy(update={"ranks": stage.ranks[place % stage.tensor :: stage.tensor], "tensor": 1})
+        for stage in plan.stages
     )
     return plan.model_copy(update={"stages": tuple(stages)})
+
+
+def receivers(plan: Plan, stage: int, rank: int, peer_stage: int, peer_rank: int) -> list[int]:
+    """Return who takes what a rank of a stage sends to the group of `peer_rank`, of another stage: see `of_lane`."""
+    own, peer = plan.stages[stage], plan.stages[peer_stage]
+    first = peer.ranks.index(peer_rank) // peer.tensor * peer.tensor
+    places = range(own.ranks.index(rank) % own.tensor, peer.tensor, own.tensor)
+    return [peer.ranks[first + place] for place in places]
 
 
 def groups_of_ranks(plan: Plan) -> list[Ranks]:

@@ -161,7 +161,7 @@ def _check_ranks(plan: Plan) -> None:
         repeated = [stages[plan.schedule.worker_of(stage, workers)] for stage in range(len(stages))]
         if stages != repeated or len(stages) % workers:
             raise ValueError(f"the stages' ranks {stages} do not repeat, as those of an {plan.schedule} plan must")
-        if len(set(map(len, stages))) > 1:
+        if len(set(plan.replicas)) > 1:
             raise ValueError(f"the replicas {plan.config} differ, which those of an {plan.schedule} plan must not")
         stages = stages[:workers]
     ranks = list(chain.from_iterable(stages))

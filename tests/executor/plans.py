@@ -13,6 +13,7 @@ from planner.cost.layer_costs import LayerCosts
 from planner.cost.setting import Setting
 from planner.formats.cluster import flat_cluster
 from planner.formats.config import config_of
+from planner.formats.groups import on_ranks
 from planner.formats.plan import Plan
 from planner.formats.profile import Compiled, Device, Edge, Layer, Profile, Provenance, Value
 from planner.model.autocast import autocast_name
@@ -101,16 +102,17 @@ def make_plan(
     return plan.model_copy(update={"vertical_sync": vertical_sync})
 
 
-def in_groups(plan: Plan, degree: int) -> Plan:
-    """The plan with so many ranks for each of its own, which divide its layers."""
+def in_groups(plan: Plan, *degrees: int) -> Plan:
+    """The plan with so many ranks for each of its own, which divide its layers; several degrees are by stage."""
+    each = degrees * len(plan.stages) if len(degrees) == 1 else degrees
+    groups = [tuple(stage.ranks) for stage in plan.stages]
+    ranks = on_ranks(groups, each)
     stages = [
-        stage.model_copy(
-            update={"tensor": degree, "ranks": tuple(r * degree + p for r in stage.ranks for p in range(degree))}
-        )
-        for stage in plan.stages
+        stage.model_copy(update={"tensor": degree, "ranks": own})
+        for stage, degree, own in zip(plan.stages, each, ranks, strict=True)
     ]
-    cluster = flat_cluster(plan.workers * degree, 1e9)
-    config = config_of(plan.replicas, plan.chunks, (degree,) * len(stages))
+    cluster = flat_cluster(len({rank for own in ranks for rank in own}), 1e9)
+    config = config_of(plan.replicas, plan.chunks, tuple(each))
     return plan.model_copy(update={"stages": tuple(stages), "cluster": cluster, "config": config})
 
 

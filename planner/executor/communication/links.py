@@ -106,6 +106,10 @@ class Links(ABC):
             own = {n: value.clone() if isinstance(send, SendShared) else value for n, value in values.items()}
             self._within[matching_receive(send, self._rank)] = {n: value.detach() for n, value in own.items()}
             return
+        for each in self._groups.copies(send, self._rank):
+            self._send(each, values)
+
+    def _send(self, send: Send, values: dict[str, Tensor]) -> None:
         route = route_of(send)
         # Before the message is packed, so that it takes the memory of one that has left.
         if route.shared:

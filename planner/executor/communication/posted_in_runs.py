@@ -67,7 +67,8 @@ class PostedInRuns(Links):
         instructions: Callable[[], Segments],
     ) -> None:
         super().__init__(groups, layout_of, limits, place)
-        self._runs = (run for segment in instructions() for run in _runs(segment, dist.get_rank()))
+        rank = dist.get_rank()
+        self._runs = (run for segment in instructions() for run in _runs(groups.copied(segment, rank), rank))
         self._run: deque[Message] = deque()  # what is left of the present one
         self._waiting: list[tuple[Route, Outgoing]] = []  # its sends so far
         self._posted: deque[Posted] = deque()  # its receives

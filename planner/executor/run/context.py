@@ -26,7 +26,7 @@ from planner.executor.run.synchronous_start import SynchronousStart, start_of, w
 from planner.executor.run.tensor_group import tensor_group
 from planner.executor.run.weighed import weighed
 from planner.executor.stage.optimizer import StageOptimizer
-from planner.formats.groups import of_lane
+from planner.formats.groups import of_lane, receivers
 from planner.formats.plan import Plan
 from planner.formats.plan_parts import Stage
 from planner.formats.plan_shape import shape_of
@@ -38,7 +38,7 @@ from planner.model.stage.stage import StageModule
 from planner.model.stage.warmup import warm_up
 from planner.model.state.kept_state import random_state_kept
 from planner.profiler.measured.malloc import return_free_pages
-from planner.schedule.instructions import Instruction
+from planner.schedule.instructions import Instruction, Send
 from planner.schedule.schedule import PipelineShape
 from planner.schedule.streams.segments import segment_stream, segments
 
@@ -63,7 +63,7 @@ class Context:
     @cached_property
     def plan(self) -> Plan:
         """The plan of the job, as ranks of this one's place in their groups see it."""
-        return self.job.plan if self.tensor is None else of_lane(self.job.plan, self.tensor.place)
+        return of_lane(self.job.plan, 0 if self.tensor is None else self.tensor.place)
 
     @property
     def speaks(self) -> bool:
@@ -112,9 +112,15 @@ class PipelineContext(Context):
         return self.start.shape if self.start is not None and minibatch < self.start.minibatches else self.shape
 
     def in_lanes(self, shape: PipelineShape) -> list[PipelineShape]:
-        """Return a shape as the ranks of each place in their groups have it."""
+        """Return a shape as the ranks of each place in their groups have it; a rank's own is the first that has it."""
         plans = (of_lane(self.job.plan, place) for place in range(max(self.job.plan.degrees)))
         return [replace(shape, ranks=tuple(stage.ranks for stage in plan.stages)) for plan in plans]
+
+    def receivers(self, rank: int, send: Send) -> Sequence[int]:
+        """Return who takes what a rank sends: ranks of the other stage's group."""
+        plan = self.job.plan
+        one_size = plan.stages[send.stage].tensor == plan.stages[send.peer_stage].tensor
+        return (send.peer_rank,) if one_size else receivers(plan, send.stage, rank, send.peer_stage, send.peer_rank)
 
     @property
     def shapes(self) -> tuple[PipelineShape, ...]:
@@ -151,7 +157,7 @@ def pipeline_context(
     numbers = [number for number, stage in enumerate(job.plan.stages) if rank in stage.ranks]
     tensor = tensor_group(job.plan, rank)
     built = build_modules(job, numbers, spec, place.compute.type, tensor)
-    lane = job if tensor is None else job.model_copy(update={"plan": of_lane(job.plan, tensor.place)})
+    lane = job.model_copy(update={"plan": of_lane(job.plan, 0 if tensor is None else tensor.place)})
     plan = lane.plan
     spec = spec.without_model()
     # The graphs are full of cycles; with them go the weights of other stages, if they were made.

@@ -72,7 +72,7 @@ class Evaluator:
         self._weight = weight_function(context.plan.loss or LossMean(over="samples"), context.spec)
         channels = tuple(Channel(source, target, gradient=False) for source, target in sorted(self._stages.transfers))
         self._shape = replace(context.shape, channels=channels)
-        self._groups = LinkGroups.create(context.groups, lambda: self._all_streams())
+        self._groups = LinkGroups.create(context.groups, lambda: self._all_streams(), context.receivers)
         self._last_ranks = self._shape.ranks[self._stages.last]
         self._layouts = Layouts(self._stages.transfers, {}, self._data.size, with_scale=False)
         self.done: list[Evaluation] = []  # on the first replica of the last stage
@@ -140,7 +140,7 @@ class Evaluator:
     def _all_streams(self) -> Mapping[int, Iterator[Instruction]]:
         """Return all workers' streams of as many batches as it takes replicas to meet all those that they ever meet."""
         batches = math.lcm(*self._shape.replicas)
-        lanes = self._context.in_lanes(self._shape)
+        lanes = reversed(self._context.in_lanes(self._shape))
         return {rank: evaluation_stream(shape, rank, batches) for shape in lanes for rank in shape.first_stages}
 
     def _batch(self, stage: int, unit: Unit) -> Batch | None:

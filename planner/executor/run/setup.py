@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 from planner.errors import PlanError
+from planner.formats.groups import of_groups
 from planner.formats.plan import Plan
 from planner.formats.plan_shape import check_versions, deadlock, shape_of
 from planner.schedule.streams.check import ScheduleError, check_streams
@@ -29,6 +30,6 @@ def check_schedule(plan: Plan) -> None:
     depths = [stage.in_flight for stage in plan.stages]
     check_versions(plan.schedule, plan.microbatches, plan.replicas, depths)
     try:
-        check_streams(shape_of(plan), minibatches=4 * max(plan.replicas) * max(depths))
+        check_streams(shape_of(of_groups(plan)), minibatches=4 * max(plan.replicas) * max(depths))
     except ScheduleError:
         raise deadlock(plan) from None

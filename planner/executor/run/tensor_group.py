@@ -18,12 +18,12 @@ def tensor_group(plan: Plan, rank: int) -> TensorGroup | None:
         PlanError: for divided layers that the executor does not run.
     """
     check_divided(plan)
-    degree = plan.stages[0].tensor
-    if degree == 1:
+    own = next(stage for stage in plan.stages if rank in stage.ranks)
+    if own.tensor == 1:
         return None
     from planner.model.tensor.group import TensorGroup  # with DTensor, whose import takes a second
 
-    return TensorGroup(degree, next(stage.ranks.index(rank) for stage in plan.stages if rank in stage.ranks) % degree)
+    return TensorGroup(own.tensor, own.ranks.index(rank) % own.tensor)
 
 
 def check_divided(plan: Plan) -> None:
@@ -35,8 +35,11 @@ def check_divided(plan: Plan) -> None:
     if max(plan.degrees) == 1:
         return
     problem = None
-    if len(set(plan.degrees)) > 1:
-        problem = "stages whose groups have different sizes", f"solve with one degree, `tensor={max(plan.degrees)}`"
+    one = f"solve with one degree, `tensor={max(plan.degrees)}`"
+    if len({(stage.ranks, stage.tensor) for stage in plan.stages}) > len({stage.ranks for stage in plan.stages}):
+        problem = "stages on the same ranks whose groups have different sizes", one
+    elif any(len({plan.stages[stage].tensor for stage in shared.stages}) > 1 for shared in plan.shared):
+        problem = "stages that share a weight and whose groups have different sizes", one
     elif plan.compiled:
         problem = "divided layers that are compiled", "profile without `compile`, or solve with `tensor=1`"
     if problem is not None:
