@@ -24,6 +24,7 @@ from tabulate import tabulate
 from benchmarks.convergence import transformer
 from benchmarks.convergence.late import curve_of
 from benchmarks.convergence.recipes import Recipe
+from benchmarks.convergence.replicas import Replicas
 from benchmarks.testbed.bed import Testbed, testbed
 from benchmarks.testbed.predict import given_plan
 from planner.api import estimate
@@ -36,9 +37,9 @@ from planner.units import parse_bandwidth
 
 HERE = Path(__file__).parent
 RESULTS, TABLE = HERE / "links.jsonl", HERE / "links.md"
-DDP = "DDP"
+DDP, LOCAL = "DDP", "local"
 CONTENDERS = ("1f1b", "2bw", "1f1b-flush", DDP)
-TIMEOUT_S = 900.0
+TIMEOUT_S = 3600.0
 
 
 @dataclass(frozen=True)
@@ -46,15 +47,15 @@ class Case:
     """What is trained.
 
     Attributes:
-        contender: a schedule, or `DDP`.
+        contender: a schedule, `DDP`, or `LOCAL` for local updates.
         recipe: of the whole training.
         minibatches: trained of it; where only the time is of interest, a few.
-        stages: of a block each, one per worker; under `DDP`, workers.
+        stages: of a block each, one per worker; for `DDP` and `LOCAL`, workers.
         parts: microbatches of a minibatch, where the schedule divides it.
         synchronous_start: share of the minibatches.
         seed: of first weights and data.
         bandwidth: of each worker's link.
-        compress: what stages send; under `DDP` "PowerSGD" and a rank.
+        compress: what stages send; for `DDP` "PowerSGD" and a rank, for `LOCAL` minibatches between two agreements.
     """
 
     contender: str
@@ -70,12 +71,19 @@ class Case:
     @property
     def name(self) -> str:
         """The contender, with what it compresses to."""
+        if self.contender == LOCAL:
+            return f"local updates, {self.compress} minibatches each"
         return self.contender + (f", {self.compress}" if self.compress != "none" else "")
 
     @property
     def whole(self) -> bool:
         """Whether the recipe is trained to its end."""
         return self.minibatches == self.recipe.minibatches
+
+    @property
+    def compared(self) -> bool:
+        """Whether it is not in the product, and so has a loop of `replicas.py`."""
+        return self.contender == LOCAL or self.compress.startswith("PowerSGD")
 
     @property
     def model(self) -> str:
@@ -97,7 +105,7 @@ class Run:
 def main() -> None:
     """Run what is asked for, and print and keep the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    words = "separated by semicolons; 1f1b+int8 and DDP+PowerSGD4 compress what they send"
+    words = "separated by semicolons; 1f1b+int8 and DDP+PowerSGD4 compress what they send, local+16 sends seldom"
     parser.add_argument("--contenders", default=";".join(CONTENDERS), help=words)
     parser.add_argument("--optimizer", default="newest-muon")
     parser.add_argument("--rate", type=float, default=0.016)
@@ -121,12 +129,12 @@ def main() -> None:
         for seed in map(int, args.seeds.split(",")):
             for name in args.contenders.split(";"):
                 contender, _, compress = name.partition("+")
-                late = contender != DDP and find(contender).asynchronous
+                late = contender not in (DDP, LOCAL) and find(contender).asynchronous
                 start = args.synchronous_start if late else 0.0
                 minibatches = args.only or args.minibatches
                 case = Case(contender, recipe, minibatches, args.stages, args.parts, start, seed, args.bandwidth)
                 case = replace(case, compress=compress or "none")
-                run = train(bed, links, case)
+                run = train_replicas(bed, links, case) if case.compared else train(bed, links, case)
                 print(run, flush=True)
                 with RESULTS.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(asdict(run)) + "\n")
@@ -147,14 +155,27 @@ def train(bed: Testbed, links: Cluster, case: Case) -> Run:
         options=options,
         baseline="data-parallel" if case.contender == DDP else None,
     )
-    rank = int(case.compress.removeprefix("PowerSGD")) if case.contender == DDP and case.compress != "none" else 0
-    result = bed.train(job, links, 1.0, TIMEOUT_S, rank)
+    result = bed.train(job, links, 1.0, TIMEOUT_S)
     return Run(
         case,
         seconds_per_minibatch=result.minibatch_size / result.samples_per_s,
         seconds=result.seconds,
         loss=result.evaluations[-1].loss if result.evaluations else None,
         curve=curve_of([math.nan if each.loss is None else each.loss for each in result.losses]),
+    )
+
+
+def train_replicas(bed: Testbed, links: Cluster, case: Case) -> Run:
+    """Train what `replicas.py` has."""
+    rank, local = (0, int(case.compress)) if case.contender == LOCAL else (int(case.compress[len("PowerSGD") :]), 0)
+    asked = Replicas(case.model, case.recipe, case.minibatches, case.seed, power_sgd=rank, local=local)
+    answer = bed.call("benchmarks.convergence.replicas:train", {"replicas": asdict(asked)}, links, TIMEOUT_S)
+    return Run(
+        case,
+        answer["seconds_per_minibatch"],
+        answer["seconds"],
+        loss=answer["loss"] if case.whole else None,
+        curve=curve_of(answer["losses"]),
     )
 
 

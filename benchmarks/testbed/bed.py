@@ -70,18 +70,23 @@ class Testbed:
             self._links[key] = Cluster.model_validate(answer | {"overlap": True})
         return self._links[key]
 
-    def train(
-        self, job: Job, cluster: Cluster, byte_factor: float, timeout_s: float, power_sgd: int = 0
-    ) -> TrainResult:
-        """Run a job on the links that were shaped last; `power_sgd`: rank to which DDP compresses gradients, if any."""
-        task = {"kind": "train", "job": job.model_dump(mode="json"), "power_sgd": power_sgd}
+    def train(self, job: Job, cluster: Cluster, byte_factor: float, timeout_s: float) -> TrainResult:
+        """Run a job on the links that were shaped last."""
+        task = {"kind": "train", "job": job.model_dump(mode="json")}
         return TrainResult.model_validate(self._ask(task, cluster, byte_factor, timeout_s, job.plan.workers))
+
+    def call(self, function: str, arguments: dict[str, Any], cluster: Cluster, timeout_s: float) -> dict[str, Any]:
+        """Call "module:function" in the worker of every host, and return what the first one's returned.
+
+        The links are those that were shaped last. Arguments and answers are values of JSON.
+        """
+        task = {"kind": "call", "function": function, "arguments": arguments}
+        return self._ask(task, cluster, 1.0, timeout_s)
 
     def _ask(
         self, task: dict[str, Any], cluster: Cluster, byte_factor: float, timeout_s: float, world: int | None = None
     ) -> dict[str, Any]:
         self._tasks += 1
-        task = {"power_sgd": 0} | task
         task |= {
             "world": world or cluster.gpus,
             "per_server": cluster.levels[0].size if len(cluster.levels) > 1 else 1,

@@ -9,9 +9,9 @@ import random
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 from statistics import median
 
@@ -28,9 +28,7 @@ from planner.formats.importers import read_profile
 from planner.schedule.registry import SCHEDULES, find
 
 FOLDER = Path(__file__).parent
-TABLE = FOLDER / "drawn.md"
 PAGE = ROOT / "docs" / "benchmarks.md"
-MARKS = "<!-- drawn: written by benchmarks.testbed.drawn -->", "<!-- end of drawn -->"
 HEADERS = ("model", "devices", "plan", "predicted, s", "measured, s", "error")
 FORMATS = ("", "", "", ".4f", ".4f", "+.1%")
 
@@ -51,33 +49,46 @@ class Row(Compared):
     schedule: str = ""
     levels: int = 1
     replicated: bool = False
+    compress: str = "none"
 
 
 def main() -> None:
     """Draw cases, run them, print the table, and save it if asked."""
-    found = asked(__doc__, lambda *of: [_described(case) for case in draw(*of)], cases=30, seconds=8.0)
+    compare(__doc__, "drawn", draw, cases=30)
+
+
+def compare(doc: str | None, name: str, draw: Callable[[int, int], list[Case]], cases: int) -> None:
+    """Run the cases of a draw as the command line asks; `name`: of their table and of its marks in the docs."""
+    found = asked(doc, lambda *of: [_described(case) for case in draw(*of)], cases=cases, seconds=8.0)
     if found is None:
         return
     arguments, chosen = found
-    cases = draw(arguments.seed, arguments.cases)
-    results, part = Results(FOLDER, save=arguments.save), f"drawn, seed {arguments.seed}"
-    for number, row in _measured(cases, chosen, arguments.seconds):
+    drawn = draw(arguments.seed, arguments.cases)
+    results, part = Results(FOLDER, save=arguments.save), f"{name}, seed {arguments.seed}"
+    for number, row in _measured(drawn, chosen, arguments.seconds):
         results.add(part, str(number), row)
-        print(f"{number + 1}/{len(cases)}: {_cells(row)}", file=sys.stderr, flush=True)
+        print(f"{number + 1}/{len(drawn)}: {_cells(row)}", file=sys.stderr, flush=True)
     kept = results.records(part, Row)
     text = report([kept[key] for key in sorted(kept, key=int)], f"{results.about(part)}, seed {arguments.seed}")
     print(text)
-    if arguments.save and len(kept) == len(cases):
-        TABLE.write_text(text + "\n", encoding="utf-8")
-        PAGE.write_text(between_marks(PAGE.read_text(encoding="utf-8"), MARKS, text), encoding="utf-8")
+    if arguments.save and len(kept) == len(drawn):
+        (FOLDER / f"{name}.md").write_text(text + "\n", encoding="utf-8")
+        around = f"<!-- {name}: written by benchmarks.testbed.{name} -->", f"<!-- end of {name} -->"
+        PAGE.write_text(between_marks(PAGE.read_text(encoding="utf-8"), around, text), encoding="utf-8")
 
 
 def draw(seed: int, count: int) -> list[Case]:
     """Return random cases: the same ones for the same seed, and the first ones of a longer list."""
+    return list(islice(endless(seed), count))
+
+
+def endless(seed: int) -> Iterator[Case]:
+    """Yield random cases."""
     rng = random.Random(seed)
     paths = sorted((ROOT / "profiles").glob("*/cpu.json"))
     blocks = {path.parent.name: len(as_chain(read_profile(path))) for path in paths}
-    return [_draw(rng, blocks) for _ in range(count)]
+    while True:
+        yield _draw(rng, blocks)
 
 
 def _draw(rng: random.Random, blocks: Mapping[str, int]) -> Case:
@@ -127,7 +138,7 @@ def _measured(cases: Sequence[Case], chosen: Iterable[int], seconds: float) -> I
             while left:
                 number = left.pop(0)
                 case, (model, devices, plan) = cases[number], _described(cases[number])
-                row = Row(model, devices, plan, schedule=case.schedule, levels=len(case.sizes))
+                row = Row(model, devices, plan, schedule=case.schedule, levels=len(case.sizes), compress=case.compress)
                 try:
                     run = run_case(bed, case, seconds, Path(folder) / str(number), MESSAGE_BYTES)
                 except PlannerError as error:
@@ -140,6 +151,7 @@ def _measured(cases: Sequence[Case], chosen: Iterable[int], seconds: float) -> I
 
 def _ran(row: Row, devices: str, plan: str, predicted_s: float, measured_s: float) -> Row:
     replicated = any(count != "1" for count in plan.split()[0].split("-"))
+    plan += _sent_as(row.compress)
     said = asdict(row) | {"devices": devices, "plan": plan, "replicated": replicated}
     return Row(**said | {"predicted_s": predicted_s, "measured_s": measured_s})
 
@@ -153,7 +165,15 @@ def _described(case: Case) -> tuple[str, str, str]:
     if case.max_stages is not None:
         plan += f" for {case.max_stages} stages"
     schedule = case.schedule + (f" x{case.microbatches}" if find(case.schedule).divides else "")
-    return case.model, f"{'x'.join(map(str, case.sizes))}, {', '.join(case.bandwidths)}", f"{plan} {schedule}"
+    return (
+        case.model,
+        f"{'x'.join(map(str, case.sizes))}, {', '.join(case.bandwidths)}",
+        f"{plan} {schedule}{_sent_as(case.compress)}",
+    )
+
+
+def _sent_as(compress: str) -> str:
+    return "" if compress == "none" else f", {compress}"
 
 
 def report(rows: Sequence[Row], about: str) -> str:
@@ -168,6 +188,8 @@ def report(rows: Sequence[Row], about: str) -> str:
             groups["on one level" if row.levels == 1 else "on two levels"].append(row)
             groups["with replicas" if row.replicated else "without replicas"].append(row)
             groups[row.schedule].append(row)
+            if row.compress != "none":
+                groups[row.compress].append(row)
         lines += ["", *(f"- {name}: {_errors(some)} over {len(some)}" for name, some in sorted(groups.items()))]
     return "\n".join(lines)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib
 import json
 import multiprocessing
 import os
@@ -22,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 import planner.executor.data_parallel
@@ -108,12 +108,16 @@ def _run(task: dict[str, Any]) -> dict[str, Any]:
         MASTER_ADDR=task["address"],
         MASTER_PORT=str(task["port"]),
     )
-    with scaled_buckets(task["byte_factor"]), _changed_ddp(task["byte_factor"], task["power_sgd"]):
+    with scaled_buckets(task["byte_factor"]), _ddp_buckets(task["byte_factor"]):
         match task["kind"]:
             case "links":
                 return _links(task)
             case "train":
                 return _train(Job.model_validate(task["job"]))
+            case "call":
+                module, name = task["function"].split(":")
+                answer: dict[str, Any] = getattr(importlib.import_module(module), name)(**task["arguments"])
+                return answer
             case kind:
                 raise ValueError(f"unknown task '{kind}'")
 
@@ -134,19 +138,11 @@ def _train(job: Job) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _changed_ddp(byte_factor: float, rank: int) -> Iterator[None]:
-    """Scale the buckets of DistributedDataParallel within the context; with a `rank`, PowerSGD compresses them to it.
-
-    PowerSGD (Vogels et al. 2019) is torch's own hook, with error feedback, from the third update on.
-    """
+def _ddp_buckets(byte_factor: float) -> Iterator[None]:
+    """Scale the buckets of DistributedDataParallel within the context."""
 
     def made(model: torch.nn.Module, **options: Any) -> DistributedDataParallel:
-        parallel = DistributedDataParallel(model, bucket_cap_mb=25 * byte_factor, **options)
-        if rank:
-            group = options["process_group"]
-            state = PowerSGDState(group, rank, start_powerSGD_iter=2)
-            parallel.register_comm_hook(state, powerSGD_hook)
-        return parallel
+        return DistributedDataParallel(model, bucket_cap_mb=25 * byte_factor, **options)
 
     setattr(planner.executor.data_parallel, "DistributedDataParallel", made)  # noqa: B010
     try:

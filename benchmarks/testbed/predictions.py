@@ -26,6 +26,7 @@ from benchmarks.testbed.measure import Measured, described, run_plan
 from benchmarks.testbed.picture import scatter_svg
 from benchmarks.testbed.predict import balanced_stages, given_plan, in_proportion
 from planner.formats.cluster import Cluster, hierarchical_cluster
+from planner.formats.codecs import CodecName
 from planner.formats.constraints import Constraints
 from planner.formats.importers import read_profile
 from planner.formats.plan import Plan
@@ -57,6 +58,7 @@ class Case:
         max_stages: at most so many stages in the solver's plan.
         chunks: stages per worker in the solver's plan, for schedules with several.
         seed: of the cuts that the solver's plan may not use, half of all; None for none.
+        compress: what the stages send.
     """
 
     model: str
@@ -70,6 +72,7 @@ class Case:
     max_stages: int | None = None
     chunks: int = 1
     seed: int | None = None
+    compress: CodecName = "none"
 
     def given(self, **changes: Any) -> Case:
         """Return the case with other values."""
@@ -146,6 +149,7 @@ def run_case(bed: Testbed, case: Case, seconds: float, folder: Path, message_byt
     scale = fitting_scale(profile, there, case.link_bytes_per_s)
     emulated = emulate(profile, scale, folder)
     links = bed.links(scale.cluster(there), message_bytes, scale.byte_factor)
+    links = links.model_copy(update={"compress": case.compress})
     with scaled_buckets(scale.byte_factor):
         plan = plan_of(case, emulated.profile, links)
     return run_plan(bed, emulated, plan, _devices(case, described(links)), seconds)

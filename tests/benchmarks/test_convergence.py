@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import xml.etree.ElementTree as ET
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import torch
 
 from benchmarks.convergence import __main__ as command
-from benchmarks.convergence import characters, digits, late, links
+from benchmarks.convergence import characters, digits, late, links, replicas, transformer
 from benchmarks.convergence.__main__ import Curve, Measured, curves_of, make_plan, ordered, read_results, save, table
-from benchmarks.convergence.emulation import lateness
+from benchmarks.convergence.emulation import lateness, train
 from benchmarks.convergence.picture import curves_svg
-from benchmarks.convergence.recipes import Recipe
+from benchmarks.convergence.recipes import VARIABLE, Recipe
 
 CURVES = [Curve("one process", [10, 20], [2.0, 1.0], None), Curve("1f1b & co", [10, 20], [2.1, 1.03], None)]
 
@@ -124,3 +125,32 @@ def test_times_to_a_loss_are_lengths_times_seconds_per_minibatch() -> None:
         ["DDP", "800", "50.0", "40.0", "5.00"],
     ]
     assert len(links.table(runs).splitlines()) == 2 + 3
+
+
+def test_one_replica_trains_as_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = Recipe("adamw", 0.004, 12)
+    monkeypatch.setenv(VARIABLE, "")  # restored afterwards
+    recipe.choose()
+    losses: list[float] = []
+    train(transformer, 10, 0, lambda _, __, loss: losses.append(loss))
+    place = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+    asked = replicas.Replicas(f"{transformer.__file__}:build_model", recipe, 10, 0)
+    assert replicas.train(asdict(asked))["losses"] == pytest.approx(losses, rel=1e-6)
+
+
+def test_local_updates_move_the_shared_weights_as_the_paper_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.distributed.all_reduce", lambda tensor: tensor)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 1)
+    model = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.ones_(model.weight)
+    outer = replicas.Outer(model)
+    velocity, expected = 0.0, 1.0
+    for went in (0.5, 0.25):
+        model.weight.data -= went
+        outer.step()
+        # Nesterov's momentum as PyTorch has it: v <- 0.9 v + g, w <- w - 0.7 (g + 0.9 v).
+        velocity = 0.9 * velocity + went
+        expected -= 0.7 * (went + 0.9 * velocity)
+        assert model.weight.item() == pytest.approx(expected)

@@ -15,7 +15,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from benchmarks.kept import between_marks
 from benchmarks.netns import shaped_network
-from benchmarks.testbed import layers
+from benchmarks.testbed import compressed, layers
 from benchmarks.testbed.__main__ import main as run_command
 from benchmarks.testbed.bed import ROOT, testbed
 from benchmarks.testbed.emulate import Scale, as_chain, emulate, fitting_scale, joined
@@ -27,6 +27,7 @@ from benchmarks.testbed.ranking import different_plans, kendall_tau, stages_of
 from planner.executor.stage.split_backward import input_gradients
 from planner.formats.cluster import flat_cluster, hierarchical_cluster
 from planner.formats.profile import Profile
+from planner.units import parse_bandwidth
 from tests.benchmarks.test_netns import NAMESPACES, transfer_s
 from tests.samples import layer, profile
 
@@ -232,3 +233,14 @@ def test_a_split_backward_takes_as_long_as_a_whole_one(monkeypatch: pytest.Monke
     taken.clear()
     model(torch.zeros(1, 10)).sum().backward()  # the first layer has no gradient of its input
     assert taken[2:] == [10.0, 10.0, 8.0]
+
+
+def test_drawn_cases_that_compress_have_stages_that_send_over_slow_links() -> None:
+    cases = compressed.draw(1, 40)
+    assert compressed.draw(1, 10) == cases[:10]
+    assert {case.compress for case in cases} == {"bfloat16", "int8"}
+    assert all(case.chunks > 1 or len(case.config or ()) > 1 for case in cases)
+    assert {case.bandwidths[-1] for case in cases} == {"80Mbps", "100Mbps", "200Mbps", "300Mbps"}
+    two_levels = [case for case in cases if len(case.sizes) == 2]
+    ratios = {parse_bandwidth(case.bandwidths[0]) / parse_bandwidth(case.bandwidths[1]) for case in two_levels}
+    assert ratios == {2.0, 4.0}
