@@ -59,13 +59,15 @@ def price(profile: Profile, cluster: Cluster, own: OwnPlan) -> Plan:
 def equal_stages(profile: Profile, count: int) -> list[OwnStage]:
     """Divide the model's blocks into `count` stages of equal length, the first ones longer by one if need be.
 
+    Of a model without lists of modules, each layer is a block.
+
     Raises:
         InputError: when there are fewer blocks than stages.
     """
-    blocks = len(blocks_of(profile))
+    blocks = len(_blocks(profile))
     if not 1 <= count <= blocks:
         raise InputError(
-            f"{blocks} blocks of '{profile.model}' do not make {count} stages",
+            f"'{profile.model}' has {blocks} blocks, too few for {count} stages",
             hint=f"give 1 to {blocks} stages, or name the last layer of each stage but the final one",
         )
     return [OwnStage(blocks=each) for each in equal_counts(blocks, count)]
@@ -146,8 +148,13 @@ def _recomputing(layer_costs: LayerCosts, layers: range, recompute: bool | int) 
     return tuple(frozenset(unit) for unit in units[:recompute])
 
 
-def _by_blocks(profile: Profile, stages: Sequence[OwnStage]) -> list[range]:
+def _blocks(profile: Profile) -> list[range]:
     blocks = blocks_of(profile)
+    return blocks if len(blocks) > 1 else [range(number, number + 1) for number in range(len(profile.layers))]
+
+
+def _by_blocks(profile: Profile, stages: Sequence[OwnStage]) -> list[range]:
+    blocks = _blocks(profile)
     ends = list(accumulate((stage.blocks or 0 for stage in stages), initial=0))
     if ends[-1] != len(blocks):
         raise InputError(

@@ -12,6 +12,7 @@ import select
 import sys
 import traceback
 from collections.abc import Sequence
+from difflib import get_close_matches
 from typing import NoReturn
 
 from planner.cli import (
@@ -139,7 +140,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             import argcomplete
 
             argcomplete.autocomplete(parser)
-        args = parser.parse_args(arguments)
+        args, unknown = parser.parse_known_args(arguments)
+        if unknown:
+            raise _unknown(parser, args.verb, unknown)
         verbose = getattr(args, "verbosity", 0) >= 2
         try_outputs(args)
         code = int(args.run(args))
@@ -160,6 +163,19 @@ def main(argv: Sequence[str] | None = None) -> int:
             traceback.print_exc()
         print_complaint("error", failure.message, failure.hint)
         return code
+
+
+def _unknown(parser: Parser, verb: str, unknown: Sequence[str]) -> InputError:
+    """Return the error for arguments that a verb does not take, with options that they could have meant."""
+    verbs = next(iter(parser._subparsers._group_actions)).choices  # type: ignore[union-attr]
+    options = {name: list(each._option_string_actions) for name, each in dict(verbs or {}).items()}
+    given = unknown[0].partition("=")[0]
+    alike = [option for option in options[verb] if given.startswith("--") and given[2:] in option]
+    alike = alike or get_close_matches(given, options[verb], 1)
+    others = [f"`plan {name}`" for name, names in options.items() if given in names]
+    hint = f"did you mean {' or '.join(alike)}? " if alike else ""
+    hint += f"{given} is an option of {', '.join(others)}; " if others else ""
+    return InputError(f"`plan {verb}` does not know {' '.join(unknown)}", hint=f"{hint}see: plan {verb} --help")
 
 
 def _failure(error: BaseException) -> PlannerError:

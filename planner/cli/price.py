@@ -48,8 +48,9 @@ def add_parser(verbs: Verbs) -> None:
     stages.add_argument(
         "--stages",
         metavar="N|N,N|LAYER,LAYER",
-        help="4: that many stages with equally many of the model's blocks, the elements of its lists of modules; "
-        "6,6,7,5: the blocks of each stage; or the last layer of each stage but the final one",
+        help="4: that many stages with equally many of the model's blocks, the elements of its lists of modules, or of "
+        "its layers where it has no lists; 6,6,7,5: the blocks of each stage; or the last layer of each stage but the "
+        "final one",
     )
     stages.add_argument(
         "--replicas",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -159,18 +159,24 @@ def _can_be_pinned(tensor: Tensor) -> bool:
 def make_batch(returned: Any, place: str) -> Batch:
     """Return the batch that a user's function returned: (args, target), (args, kwargs, target) or a Batch.
 
+    A dict in place of args has arguments by name. A dict alone is the same without a target, as the datasets of
+    transformers return it.
+
     Args:
         place: where the batch comes from, for the error message.
 
     Raises:
         ModelFileError: when it is anything else.
     """
-    hint = "return (args, target) or (args, kwargs, target), args being a tuple of the model's arguments"
+    hint = "return (args, target) or (args, kwargs, target), args being a tuple or a dict of the model's arguments"
     match returned:
         case Batch():
             return returned
+        case Mapping() | (Mapping(), _):
+            kwargs, target = (returned, None) if isinstance(returned, Mapping) else returned
+            args: Any = ()
         case (args, target):
-            kwargs: Any = {}
+            kwargs = {}
         case (args, kwargs, target):
             pass
         case _:
@@ -179,9 +185,9 @@ def make_batch(returned: Any, place: str) -> Batch:
         args = (args,)
     if not isinstance(args, (tuple, list)):
         raise ModelFileError(f"{place} returned args that are {_described(args)}, not a tuple", hint=hint)
-    if not isinstance(kwargs, dict) or not all(isinstance(name, str) for name in kwargs):
+    if not isinstance(kwargs, Mapping) or not all(isinstance(name, str) for name in kwargs):
         raise ModelFileError(f"{place} returned kwargs that are {_described(kwargs)}, not a dict by name", hint=hint)
-    return Batch(tuple(args), kwargs, target)
+    return Batch(tuple(args), dict(kwargs), target)
 
 
 def collate(items: Sequence[Any]) -> Batch:

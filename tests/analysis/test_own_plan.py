@@ -150,8 +150,8 @@ def test_what_does_not_fit_is_priced_and_said() -> None:
         ([OwnStage(layers=("a",))], "no stage has the layer 'b'"),
         ([OwnStage(layers=("a", "b")), OwnStage(layers=("c", "d"))], "no stage can end after layer 'b'"),
         ([OwnStage(blocks=1), OwnStage(layers=("c", "d"))], "some stages are described by blocks and some by layers"),
-        ([OwnStage(blocks=1, recompute=2)], "2 blocks are to recompute in the stage from 'a' to 'd', which has 1"),
-        ([OwnStage(blocks=2)], "the stages have 2 blocks, and 'sample' has 1"),
+        ([OwnStage(blocks=4, recompute=2)], "2 blocks are to recompute in the stage from 'a' to 'd', which has 1"),
+        ([OwnStage(blocks=2)], "the stages have 2 blocks, and 'sample' has 4"),
         ([OwnStage(layers=("a", "b", "c", "d"), replicas=5)], "need 5 GPUs, and the cluster has 4"),
     ],
 )
@@ -166,8 +166,12 @@ def test_cuts_out_of_order_and_too_many_stages_are_refused() -> None:
         stages_ending_at(MODEL, ["c", "a"])
     with pytest.raises(InputError, match="leaves a stage empty"):
         stages_ending_at(MODEL, ["d"])
-    with pytest.raises(InputError, match="1 blocks of 'sample' do not make 2 stages"):
-        equal_stages(MODEL, 2)
+    with pytest.raises(InputError, match="'sample' has 4 blocks, too few for 5 stages"):
+        equal_stages(MODEL, 5)
+
+
+def test_a_model_without_lists_of_modules_is_divided_by_its_layers() -> None:
+    assert [stage.blocks for stage in equal_stages(MODEL, 3)] == [2, 1, 1]
 
 
 def test_chunks_need_stages_for_all_and_equal_replicas() -> None:

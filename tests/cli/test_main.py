@@ -98,6 +98,7 @@ def with_change(old: str, new: str) -> str:
         (("show",), "", 2, "there is no file 'plan.json'"),
         (("show", "profile.json"), '{"schema_version": 2, "stages": []}', 2, "schema_version 2, this version reads 1"),
         (("frobnicate",), "", 2, "invalid choice: 'frobnicate'"),
+        (("solve", "more"), "", 2, "`plan solve` does not know more"),
         ((), "", 2, "required: VERB"),
     ],
 )
@@ -114,6 +115,15 @@ def test_wrong_input_is_one_sentence_a_hint_and_a_code(
     assert hint.startswith("hint: ")
     assert done.stdout == ""
     assert not (tmp_path / "plan.json").exists()
+
+
+def test_an_unknown_option_names_those_that_could_be_meant(tmp_path: Path) -> None:
+    done = plan("solve", "--stages", "2", cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.splitlines() == [
+        "error: `plan solve` does not know --stages 2",
+        "hint: did you mean --max-stages? --stages is an option of `plan price`; see: plan solve --help",
+    ]
 
 
 def test_a_traceback_is_shown_only_on_demand(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils.parametrizations import spectral_norm
 
 from planner.model.batch import Batch
 from profiles.gpt2.model import GPT2
@@ -187,6 +188,19 @@ class OwnLoss(nn.Module):
         return {"loss": F.cross_entropy(scores, labels), "scores": scores}
 
 
+class SpectralNorm(nn.Module):
+    """Reads weights, and writes buffers, in the same regions without gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = spectral_norm(nn.Linear(6, 8)), spectral_norm(nn.Linear(8, 8))
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores: Tensor = self.head(torch.relu(self.second(torch.relu(self.first(x)))))
+        return scores
+
+
 def _images(batch_size: int) -> Batch:
     return Batch((torch.randn(batch_size, 3, 8, 8),), {}, torch.randint(0, 10, (batch_size,)))
 
@@ -228,5 +242,6 @@ CASES = {
     "shared norm": Case(SharedNorm, _rows, F.cross_entropy),
     "experts": Case(Experts, _rows, F.cross_entropy),
     "written in place": Case(WrittenInPlace, _rows, F.cross_entropy),
+    "spectral norm": Case(SpectralNorm, _rows, F.cross_entropy),
     "own loss": Case(OwnLoss, _labelled, None),
 }

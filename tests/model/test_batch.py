@@ -120,3 +120,15 @@ def test_pinned_tensors_are_those_with_memory_of_their_own(monkeypatch: pytest.M
     assert torch.equal(found.args[0], whole)
     assert found.kwargs == {"text": "a"}
     assert batch.to("cpu") is batch
+
+
+def test_a_dict_has_arguments_by_name() -> None:
+    words, labels = torch.arange(6).view(3, 2), torch.arange(3)
+    batch = make_batch(({"words": words}, labels), "example_batch()")
+    assert (batch.args, batch.kwargs) == ((), {"words": words})
+    assert batch.target is labels
+    items = [{"words": word, "labels": label} for word, label in zip(words, labels, strict=True)]
+    whole = collate(items)
+    assert whole.target is None
+    assert torch.equal(whole.kwargs["words"], words)
+    assert torch.equal(whole.kwargs["labels"], labels)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import Any
 
 import torch
@@ -150,13 +151,13 @@ def _depends_on_data(tensor: Tensor) -> bool:
 
 
 def _written_nodes(node: fx.Node, module: torch.nn.Module) -> Iterator[fx.Node]:
-    """Yield the arguments that `node` writes in place; of a nested graph that writes anything, all."""
+    """Yield the arguments that `node` writes in place, by itself or in a nested graph."""
     if node.op != "call_function":
         return
     if isinstance(node.target, torch._ops.HigherOrderOperator):
-        graphs = [graph for argument in node.all_input_nodes if (graph := nested_graph(argument, module)) is not None]
-        if any(next(_written_nodes(inner, graph), None) for graph in graphs for inner in graph.graph.nodes):
-            yield from node.all_input_nodes
+        for graph, operands in _nested(node, module):
+            written = _written_inputs(graph)
+            yield from (operand for operand, input_ in operands if input_ in written)
         return
     if not isinstance(node.target, torch._ops.OpOverload):
         return
@@ -167,3 +168,38 @@ def _written_nodes(node: fx.Node, module: torch.nn.Module) -> Iterator[fx.Node]:
         if writes or index in silent:
             given = node.args[index] if index < len(node.args) else node.kwargs.get(argument.name)
             yield from (leaf for leaf in tree_leaves(given) if isinstance(leaf, fx.Node))
+
+
+def _nested(node: fx.Node, module: torch.nn.Module) -> Iterator[tuple[fx.GraphModule, list[tuple[fx.Node, fx.Node]]]]:
+    """Yield each nested graph that `node` runs, with pairs of an operand and the graph's input that receives it."""
+    graphs = [graph for each in node.all_input_nodes if (graph := nested_graph(each, module)) is not None]
+    # Operands follow the graphs, of torch.cond in a tuple of their own.
+    last = max(
+        (i for i, each in enumerate(node.args) if isinstance(each, fx.Node) and nested_graph(each, module)), default=-1
+    )
+    given = tree_leaves(node.args[last + 1 :])
+    for graph in graphs:
+        inputs = graph.graph.find_nodes(op="placeholder")
+        # An operator may pass values in another way: then any of them may be any input.
+        pairs = zip(given, inputs, strict=True) if len(inputs) == len(given) else product(given, inputs)
+        yield graph, [(operand, input_) for operand, input_ in pairs if isinstance(operand, fx.Node)]
+
+
+def _written_inputs(graph: fx.GraphModule) -> set[fx.Node]:
+    """Return the inputs of a nested graph that one of its operations writes, perhaps through a view."""
+    origins: dict[fx.Node, set[fx.Node]] = {}  # the inputs whose memory a value may lie in
+    written: set[fx.Node] = set()
+    for node in graph.graph.nodes:
+        sources = [] if _makes_new_memory(node) else node.all_input_nodes
+        origins[node] = set().union(*(origins[each] for each in sources))
+        if node.op == "placeholder":
+            origins[node] = {node}
+        for each in _written_nodes(node, graph):
+            written |= origins[each]
+    return written
+
+
+def _makes_new_memory(node: fx.Node) -> bool:
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    return all(returned.alias_info is None for returned in node.target._schema.returns)

@@ -222,6 +222,13 @@ def _max_norm(model: _Model, x: Tensor) -> Tensor:
     return result
 
 
+def _nested_view(model: _Model, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        model.layer.weight[0].view(2, 3).mul_(0.9)
+    result: Tensor = model.layer(x)
+    return result
+
+
 def _state(model: _Model, x: Tensor) -> Tensor:
     model.state = x.mean()
     result: Tensor = model.layer(x)
@@ -257,6 +264,7 @@ def _wrong_shape(model: _Model, x: Tensor) -> Tensor:
         (_item, ["test_capture.py", ".item()", "values of a tensor"]),
         (_straight_through, ["'_Sign'", "backward"]),
         (_max_norm, ["'embedding.weight'", "changed in forward"]),
+        (_nested_view, ["'layer.weight'", "changed in forward"]),
         (_state, ["'self.state'", "assigns"]),
         (_buffer, ["'self.mean'", "assigns"]),
         (_history, ["'self.history[0]'", "keeps a tensor"]),
