@@ -17,7 +17,7 @@ OPERATIONS = ("Conv2d", "ReLU", "MaxPool2d", "Flatten", "Linear", "ReLU", "Linea
 
 def example(page: str, heading: str) -> str:
     """The first indented block below `heading`."""
-    text = (DOCS / page).read_text(encoding="utf-8").split(f"## {heading}\n")[1]
+    text = (DOCS / page).read_text(encoding="utf-8").split(f"# {heading}\n")[1]
     block = re.search(r"^    .*\n(?:    .*\n|\n)*", text, re.MULTILINE)
     assert block is not None
     return textwrap.dedent(block[0])
@@ -38,3 +38,5 @@ def test_the_loop_for_transformers_is_the_examples() -> None:
     page = "guides/transformers.md"
     assert textwrap.indent(example(page, "The loop"), "    ").rstrip() in source
     assert example(page, "Weights from local safetensors").rstrip() in source
+    source = (DOCS / "examples" / "lightning_loop.py").read_text(encoding="utf-8")
+    assert example(page, "Why not the Trainer itself?").rstrip() in source

@@ -43,7 +43,7 @@ def planner_commands(text: str) -> list[list[str]]:
     return found
 
 
-@pytest.mark.parametrize("script", [*SHELL, SCRIPTS / "kubernetes.yaml"], ids=lambda path: path.name)
+@pytest.mark.parametrize("script", [*SHELL, *sorted(SCRIPTS.glob("*.yaml"))], ids=lambda path: path.name)
 def test_plan_takes_the_commands_of_scripts(script: Path) -> None:
     found = planner_commands(script.read_text(encoding="utf-8"))
     assert found
@@ -78,16 +78,40 @@ def test_the_jobset_has_what_the_api_asks_for() -> None:
     pod = spec["template"]["spec"]
     assert set(pod) == {"restartPolicy", "containers", "volumes"}
     assert pod["restartPolicy"] == "Never"
-    (container,) = pod["containers"]
-    mounted = {mount["name"] for mount in container["volumeMounts"]}
-    assert mounted == {volume["name"] for volume in pod["volumes"]}
-    command = container["command"][-1]
-    # Every pod is a host of the same number of workers as it has GPUs, and the first one is where they meet.
-    assert f"--nnodes {spec['completions']} " in command
     assert spec["parallelism"] == spec["completions"]
-    assert f"--nproc-per-node {container['resources']['limits']['nvidia.com/gpu']} " in command
+    command = command_of_hosts(pod, spec["completions"])
     assert f"--master-addr {job['metadata']['name']}-{hosts['name']}-0-0.{job['metadata']['name']} " in command
-    assert f"--master-port {container['ports'][0]['containerPort']} " in command
+    assert f"--master-port {pod['containers'][0]['ports'][0]['containerPort']} " in command
+
+
+def test_the_pytorchjob_has_what_the_operator_asks_for() -> None:
+    """Checked field by field, against kubeflow.org/v1 as its operator reads it."""
+    job: dict[str, Any] = yaml.safe_load((SCRIPTS / "kubernetes_pytorchjob.yaml").read_text(encoding="utf-8"))
+    assert (job["apiVersion"], job["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
+    assert set(job) == {"apiVersion", "kind", "metadata", "spec"}
+    assert set(job["spec"]) == {"runPolicy", "pytorchReplicaSpecs"}
+    replicas = job["spec"]["pytorchReplicaSpecs"]
+    assert set(replicas) == {"Master", "Worker"}
+    assert replicas["Master"]["replicas"] == 1
+    hosts = sum(each["replicas"] for each in replicas.values())
+    for each in replicas.values():
+        assert set(each) == {"replicas", "restartPolicy", "template"}
+        assert each["restartPolicy"] == "OnFailure"  # the whole job meets again
+        pod = each["template"]["spec"]
+        assert pod["containers"][0]["name"] == "pytorch"  # the operator sets the environment of this one
+        command = command_of_hosts(pod, hosts)
+        assert '--node-rank "$RANK" ' in command
+        assert '--master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" ' in command
+
+
+def command_of_hosts(pod: dict[str, Any], hosts: int) -> str:
+    """Return the command of a pod that is one host of so many, with as many workers as it has GPUs."""
+    (container,) = pod["containers"]
+    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+    command: str = container["command"][-1]
+    assert f"--nnodes {hosts} " in command
+    assert f"--nproc-per-node {container['resources']['limits']['nvidia.com/gpu']} " in command
+    return command
 
 
 @pytest.fixture

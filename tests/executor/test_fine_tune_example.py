@@ -75,13 +75,19 @@ def one_process(path: Path) -> tuple[list[float], dict[str, Tensor]]:
     return losses, dict(model.state_dict())
 
 
-def test_two_stages_train_the_adapters_of_one_process(folder: Path) -> None:
+TORCHRUN = ["torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+ACCELERATE = ["accelerate.commands.launch", "--multi_gpu", "--num_processes=2", "--num_machines=1"]
+
+
+@pytest.mark.parametrize("launcher", [TORCHRUN, ACCELERATE], ids=["torchrun", "accelerate"])
+def test_two_stages_train_the_adapters_of_one_process(folder: Path, launcher: list[str]) -> None:
+    pytest.importorskip(launcher[0].partition(".")[0])
     path = folder / EXAMPLE.name
     plan = make_plan(structural_profile(path, MICROBATCH), (1, 1), "1f1b-flush", MICROBATCHES)
     save_plan(plan, folder / "plan.json")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", path.name]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(Path.cwd())}
-    command += ["plan.json", str(EPOCHS)]
+    command = [sys.executable, "-m", *launcher, path.name, "plan.json", str(EPOCHS)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(Path.cwd()), os.environ.get("PYTHONPATH", "")])
     process = subprocess.run(
         command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False, env=environment, cwd=folder
     )
