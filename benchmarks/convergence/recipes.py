@@ -13,10 +13,11 @@ from dataclasses import asdict, dataclass
 from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from planner.optim import NewestMuon
+from planner.optim.muon import orthogonal
 
 VARIABLE = "CONVERGENCE_RECIPE"
 WEIGHT_DECAY = 0.01
@@ -40,13 +41,27 @@ def _nadam_099(named: Named, rate: float) -> torch.optim.Optimizer:
     return torch.optim.NAdam(_by_decay(named), lr=rate, betas=(0.99, 0.98), decoupled_weight_decay=True)
 
 
+class WholeMuon(NewestMuon):
+    """With matrices of queries, keys and values in one piece, and updates sized by the longer side, as other Muons."""
+
+    @staticmethod
+    def updates(mixed: Tensor) -> Tensor:
+        """Return what is added to matrices, times the negative learning rate."""
+        size: float = 0.4 * max(mixed.shape[1:]) ** 0.5
+        return orthogonal(mixed) * size
+
+
 def _muon(named: Named, rate: float) -> torch.optim.Optimizer:
     """Muon with Nesterov's momentum of 0.95: the newest gradient weighs 0.05 against the average."""
-    return NewestMuon(named, rate, vectors=1.0, betas=(0.9, 0.98), average=0.95, newest=0.05, weight_decay=WEIGHT_DECAY)
+    return WholeMuon(named, rate, vectors=1.0, betas=(0.9, 0.98), average=0.95, newest=0.05, weight_decay=WEIGHT_DECAY)
 
 
-def _newest_muon(named: Named, rate: float, vectors: float = 0.06) -> torch.optim.Optimizer:
-    return NewestMuon(named, rate, vectors=vectors, weight_decay=WEIGHT_DECAY)
+def _whole_newest_muon(named: Named, rate: float, vectors: float = 0.06) -> torch.optim.Optimizer:
+    return WholeMuon(named, rate, vectors=vectors, weight_decay=WEIGHT_DECAY)
+
+
+def _newest_muon(named: Named, rate: float) -> torch.optim.Optimizer:
+    return NewestMuon(named, rate, weight_decay=WEIGHT_DECAY)
 
 
 OPTIMIZERS: dict[str, Callable[[Named, float], torch.optim.Optimizer]] = {
@@ -55,9 +70,11 @@ OPTIMIZERS: dict[str, Callable[[Named, float], torch.optim.Optimizer]] = {
     "nadam 0.95": _nadam,
     "nadam 0.99": _nadam_099,
     "muon 0.95": _muon,
-    "newest-muon": _newest_muon,
-    "newest-muon, vectors 0.25": partial(_newest_muon, vectors=0.25),
-    "newest-muon, vectors 1": partial(_newest_muon, vectors=1.0),
+    # The first one is of 22 November 2026, the second is what `NewestMuon` does since.
+    "newest-muon": _whole_newest_muon,
+    "newest-muon, by rows": _newest_muon,
+    "newest-muon, vectors 0.25": partial(_whole_newest_muon, vectors=0.25),
+    "newest-muon, vectors 1": partial(_whole_newest_muon, vectors=1.0),
 }
 
 

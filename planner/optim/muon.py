@@ -24,10 +24,15 @@ _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _ITERATIONS = 5
 _LEAST_NORM = 1e-7
 
-# The root mean square of an orthogonal matrix of r x c is 1/sqrt(max(r, c)). With this factor an update is about as
-# large as one of AdamW, so that both take one learning rate (Liu et al., "Muon is Scalable for LLM Training", 2025,
-# section 2.2, which takes 0.2).
+# The root mean square of an orthogonal matrix of r x c is 1/sqrt(max(r, c)). With this factor times sqrt(r) an update
+# of a matrix no wider than high is about as large as one of AdamW, so that both take one learning rate (Liu et al.,
+# "Muon is Scalable for LLM Training", 2025, section 2.2, which takes 0.2 and the longer side). Wide matrices get less:
+# their inputs, outputs of an activation function, have means far from 0, so that they move all samples in one
+# direction, and with late gradients too far.
 _SIZE = 0.4
+
+# Queries, keys and values are often one matrix.
+_FUSED = 3
 
 # Matrices of equal shape are orthogonalised together, up to so many elements: their copies take memory.
 _MOST_TOGETHER = 2**24
@@ -61,10 +66,12 @@ class NewestMuon(Optimizer):
 
     Matrices, and kernels of convolutions as matrices of one row per output, are updated by
 
-        w -= lr · (weight_decay · w + 0.4 · sqrt(max(rows, columns)) · NS5(newest · g + (1 − newest) · EMA(g)))
+        w -= lr · (weight_decay · w + 0.4 · sqrt(rows) · NS5(newest · g + (1 − newest) · EMA(g)))
 
-    where NS5 is five steps of Newton and Schulz. Biases, scales of norms, embeddings and heads are updated by AdamW.
-    State: one buffer per matrix, two for everything else.
+    where NS5 is five steps of Newton and Schulz. A row makes one output, as in `nn.Linear`. A matrix three times as
+    high as wide, or as wide as high, is taken for the weights of queries, keys and values, and its three squares are
+    orthogonalised one by one: together, the values' larger gradients would leave queries and keys little. Biases,
+    scales of norms, embeddings and heads are updated by AdamW. State: one buffer per matrix, two for everything else.
 
     Args:
         named_parameters: of the model, or of a part of it, with their names.
@@ -127,6 +134,20 @@ class NewestMuon(Optimizer):
         """Return the matrices: replicas that divide the optimizer's state deal them out, and divide all others."""
         return [each for group in self.param_groups if group["orthogonal"] for each in group["params"]]
 
+    @staticmethod
+    def updates(mixed: Tensor) -> Tensor:
+        """Return what is added to matrices, times the negative learning rate.
+
+        Args:
+            mixed: gradients and their averages, of shape (number, rows, columns).
+        """
+        rows, columns = mixed.shape[1:]
+        if columns == _FUSED * rows:
+            return NewestMuon.updates(mixed.mT).mT
+        each = mixed.reshape(-1, columns, columns) if rows == _FUSED * columns else mixed
+        size: float = _SIZE * each.shape[1] ** 0.5
+        return (orthogonal(each) * size).reshape(mixed.shape)
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update all parameters that have a gradient.
@@ -158,13 +179,11 @@ class NewestMuon(Optimizer):
             averages = [self.state[parameter]["average"] for parameter in chunk]
             torch._foreach_lerp_(averages, gradients, 1.0 - group["average"])
             mixed = torch._foreach_lerp(averages, gradients, group["newest"])
-            rows = len(chunk[0])
-            updates = orthogonal(torch.stack([each.reshape(rows, -1) for each in mixed]))
-            size = _SIZE * max(updates.shape[1:]) ** 0.5
+            updates = self.updates(torch.stack(mixed).flatten(2)).to(mixed[0].dtype)
             if group["weight_decay"]:
                 torch._foreach_mul_(chunk, 1.0 - group["lr"] * group["weight_decay"])
-            shaped = [update.view(each.shape) for update, each in zip(updates.to(mixed[0].dtype), chunk, strict=True)]
-            torch._foreach_add_(chunk, shaped, alpha=-group["lr"] * size)
+            shaped = [update.reshape(each.shape) for update, each in zip(updates, chunk, strict=True)]
+            torch._foreach_add_(chunk, shaped, alpha=-group["lr"])
 
     def _step_others(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
         for parameter in parameters:

@@ -42,6 +42,13 @@ def _matrices(model: nn.Module) -> dict[str, nn.Parameter]:
     return {n: p for n, p in model.named_parameters() if p.ndim >= 2 and n.startswith(("blocks", "look_back"))}
 
 
+def _squares(matrix: Tensor) -> tuple[Tensor, ...]:
+    """Return queries, keys and values, which one matrix of three squares has, one by one."""
+    rows, columns = matrix.shape
+    split = {(8, 24): 1, (24, 8): 0}.get((rows, columns))
+    return (matrix,) if split is None else matrix.chunk(3, split)
+
+
 def test_matrices_move_along_the_singular_vectors_of_the_mixed_gradient() -> None:
     torch.manual_seed(0)
     model = Small()
@@ -55,14 +62,14 @@ def test_matrices_move_along_the_singular_vectors_of_the_mixed_gradient() -> Non
         for name, parameter in _matrices(model).items():
             averages[name] = 0.9 * averages[name] + 0.1 * gradients[name]
             mixed = (0.5 * gradients[name] + 0.5 * averages[name]).flatten(1).double()
-            left, _, right = torch.linalg.svd(mixed, full_matrices=False)
-            size = 0.01 * 0.4 * math.sqrt(max(mixed.shape))
-            update = (before[name] * (1 - 0.01 * 0.1) - parameter.detach()).flatten(1).double() / size
-            inside = left.mT @ update @ right.mT
-            # Five iterations bring singular values that are not tiny to about 1, and turn no singular vector.
-            assert torch.allclose(inside - inside.diag().diag(), torch.zeros_like(inside), atol=2e-3)
-            assert inside.diag()[:4].min() > 0.6
-            assert inside.diag().max() < 1.25
+            update = (before[name] * (1 - 0.01 * 0.1) - parameter.detach()).flatten(1).double()
+            for piece, moved in zip(_squares(mixed), _squares(update), strict=True):
+                left, _, right = torch.linalg.svd(piece, full_matrices=False)
+                inside = left.mT @ moved @ right.mT / (0.01 * 0.4 * math.sqrt(len(piece)))
+                # Five iterations bring singular values that are not tiny to about 1, and turn no singular vector.
+                assert torch.allclose(inside - inside.diag().diag(), torch.zeros_like(inside), atol=2e-3)
+                assert inside.diag()[:4].min() > 0.6
+                assert inside.diag().max() < 1.25
 
 
 def test_the_rest_is_updated_as_by_adamw_to_the_bit() -> None:
@@ -97,7 +104,13 @@ def test_with_a_newest_share_of_one_minus_the_average_it_is_muon() -> None:
     theirs = copy.deepcopy(ours)
     optimizer = NewestMuon(ours.named_parameters(), lr=0.01, average=0.95, newest=0.05, weight_decay=0.1)
     # Its factor for the size of an update is half of ours; weights decay by rate times decay.
-    reference = muon(theirs.parameters(), lr=0.02, momentum=0.95, weight_decay=0.05, adjust_lr_fn="match_rms_adamw")
+    # It sizes updates by the longer side, we by the rows.
+    shares = [math.sqrt(len(each) / max(each.shape)) for each in theirs.parameters()]
+    groups = [
+        {"params": [each], "lr": 0.02 * share, "weight_decay": 0.05 / share}
+        for each, share in zip(theirs.parameters(), shares, strict=True)
+    ]
+    reference = muon(groups, momentum=0.95, adjust_lr_fn="match_rms_adamw")
     before = copy.deepcopy(ours)
     for _ in range(4):
         for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
