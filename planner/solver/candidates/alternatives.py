@@ -153,15 +153,13 @@ class _Alternatives:
     def _kinds(self) -> list[tuple[BestOn, int]]:
         """Return how to find the best plan of each kind, and for how many GPUs at most."""
         search, problem, copies = self._search, self._problem, self._copies
-        # A unit in flight takes its activations and, unless their number is fixed, a version of the weights.
         layer_costs = search.problem.layer_costs
         everything = layer_costs.footprint(layer_costs.single_stage)
-        memory_unit = int(everything.weight_bytes + everything.saved_bytes) or 1
-        link_unit = memory_unit / float(search.space.compute_s[-1])
+        link_unit = (int(everything.weight_bytes + everything.saved_bytes) or 1) / float(search.space.compute_s[-1])
         spaces: list[tuple[StateSpace, Kind]] = []
         # Over many states all searches choose between the whole of a stage and nothing, so the families are alike.
         for limits in families(problem.limits)[-1 if len(search.space) > FEW_STATES else 0 :]:
-            kinds = [*kinds_of_plans(problem.link, limits, link_unit, memory_unit)]
+            kinds = [*kinds_of_plans(problem.link, limits, link_unit)]
             if problem.placed:  # some messages cross faster links than the slowest
                 most = replace(limits, gpus=min(limits.gpus, MOST_WORKERS))
                 own = problem.link.bandwidth_bytes_per_s

@@ -37,6 +37,7 @@ TOLERANCE = 0.01  # a plan this close to the bound counts as optimal: timings ar
 FAR = 1.5  # ratio of times that deepening beyond the inequality at the top of this file does not gain
 NEAR = 1.1  # ratio of times that going still deeper, or less deep, does not gain
 RESERVED = 0.5  # share of the budget that is kept for other pipelines than the one that is being deepened
+HOPELESS = 1.25  # likewise, that any deepening beyond it gains under asynchronous schedules
 HARDLY = 0.005  # if all stages one deeper gain no more than this, the first few stages do not either
 
 
@@ -122,18 +123,21 @@ def choose_depths(times: PipelineTimes, below_s: float = math.inf) -> DepthChoic
     Returns:
         None if the budget does not even allow to simulate the published depths.
     """
-    published = published_depths(times.replicas)
-    first = price_depths(times, published, needed=math.isinf(below_s))
-    if first is None:
-        return None
-    best, trimmed = first, True
-    tried: dict[Depths, DepthChoice | None] = {published: first}
+    published, counted, last = published_depths(times.replicas), _counted_depths(times), len(times.replicas) - 1
+    counted = tuple(map(min, counted, times.deepest))
+    # The inequality is usually enough, and what is far from `below_s` with it needs no other simulation.
+    begin = published if math.isinf(below_s) else counted
+    first = price_depths(times, begin, needed=math.isinf(below_s))
+    if first is None or first.seconds_per_unit > below_s * HOPELESS:
+        return first
+    best = first
+    tried: dict[Depths, DepthChoice | None] = {begin: first}
     # One pipeline with many depths to try must not use up what other candidates need.
     reserved = times.budget.left * RESERVED
 
     def consider(candidate: Depths) -> float:
         """Simulate a candidate, keep it if it is better, and return the share of the time that it gains."""
-        nonlocal best, trimmed
+        nonlocal best
         depths = tuple(map(min, candidate, times.deepest))
         if best.seconds_per_unit <= times.busiest_s * (1 + SLACK):
             return 0.0  # no depth is faster
@@ -146,22 +150,23 @@ def choose_depths(times: PipelineTimes, below_s: float = math.inf) -> DepthChoic
         if deeper is None:
             return 0.0
         if _better(deeper, best):
-            best, trimmed = deeper, False
+            best = deeper
         return 1 - deeper.seconds_per_unit / before
 
-    # The inequality first: it is usually enough, and what it does not reach is rarely worth more.
-    counted, last = _counted_depths(times), len(times.replicas) - 1
     consider(counted)
-    if best.seconds_per_unit <= below_s * FAR:
-        gained = consider(_more(counted, 1, last))
-        if gained > HARDLY and best.seconds_per_unit <= below_s * NEAR:
-            # Long pipelines are slow to simulate: for those, deepen only the first stage or all.
-            for upto in range(1, last) if last < 8 else (1,):
-                consider(_more(counted, 1, upto))
-        consider(_more(counted, 2, last))
-        if best.seconds_per_unit <= below_s * NEAR:
-            consider(_counted_depths(times, more=1))
-    return best if trimmed or best.seconds_per_unit > below_s else _trimmed(times, best)
+    gained = consider(_more(counted, 1, last))
+    # Deepening further gains twice as much at most.
+    if best.seconds_per_unit * min(1 - 2 * gained, 1 / NEAR) > below_s:
+        return best
+    if gained > HARDLY and best.seconds_per_unit <= below_s * NEAR:
+        # Long pipelines are slow to simulate: for those, deepen only the first stage or all.
+        for upto in range(1, last) if last < 8 else (1,):
+            consider(_more(counted, 1, upto))
+    consider(_more(counted, 2, last))
+    if best.seconds_per_unit <= below_s * NEAR:
+        consider(_counted_depths(times, more=1))
+        consider(published)
+    return best if best.depths == published or best.seconds_per_unit > below_s else _trimmed(times, best)
 
 
 def _more(depths: Depths, more: int, upto: int) -> Depths:

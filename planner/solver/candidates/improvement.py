@@ -23,10 +23,11 @@ from planner.solver.problem import Problem
 from planner.solver.result import CutPath, Evaluation, Found, stages_along
 
 STARTS = 4  # of the search, each at another number of stages
-FARTHER = 4  # times as many plans are priced and simulated on clusters of several levels
+FARTHER = 4  # times as many plans are priced on clusters of several levels, with half as many times the instructions
 MOST_PRICED, FEW_LAYERS = 100, 50  # plans priced from each start, for models of so many layers; of larger ones, fewer
+DEEPER = (1.0, 1.5, 2.0)  # times the published depths that stages are given room for
 ADDED = 1.25  # times the best plan's seconds, up to which plans are simulated that may take less than their price
-MOST_INSTRUCTIONS = 2**15  # of the simulations from each start: a part of a second
+MOST_INSTRUCTIONS = 2**16  # of the simulations from each start: a part of a second
 
 
 def improved(problem: Problem, found: Found, others: Sequence[Evaluation] = ()) -> Found:
@@ -47,13 +48,15 @@ def improved(problem: Problem, found: Found, others: Sequence[Evaluation] = ()) 
     again = others or _met(problem, best)
     # Where links differ, the searches propose worse starts.
     more = FARTHER if problem.placed else 1
-    most_instructions = MOST_INSTRUCTIONS * more
+    most_instructions = MOST_INSTRUCTIONS * max(1, more // 2)
     own = budget.apart(min(budget.left, most_instructions))
     trials = _Trials(replace(problem, budget=own), space, path, best)
     layers = len(problem.layer_costs.profile.layers)
     effort = Effort(MOST_PRICED * more * FEW_LAYERS // max(FEW_LAYERS, layers), budget.deadline)
-    ways = BestWays(problem, space)
-    local_search = LocalSearch(space, problem.cluster.gpus, trials.seconds, effort, ways.options)
+    # Stages that recompute more than the published depths demand have room for deeper pipelines.
+    limited = problem.cluster.memory_bytes is not None and not problem.cluster.kinds
+    ways = [BestWays(problem, space, deeper).options for deeper in (DEEPER if limited else (1.0,))]
+    local_search = LocalSearch(space, problem.cluster.gpus, trials.seconds, effort, ways, trials.least_s)
     starts = (_path(problem, space, plan) for plan in again)
     for start in (path, *filter(None, starts)):
         local_search.from_(start)
@@ -65,11 +68,13 @@ def improved(problem: Problem, found: Found, others: Sequence[Evaluation] = ()) 
 
 
 def _met(problem: Problem, best: Evaluation) -> list[Evaluation]:
-    """Return the fastest of the plans that were simulated with each number of stages but the best plan's."""
-    starts = {len(best.stages): best}
-    for plan in sorted(problem.budget.seen.values(), key=lambda plan: plan.seconds):
-        if problem.allows(plan):
-            starts.setdefault(len(plan.stages), plan)
+    """Return the fastest plans that were simulated with each other number of stages, then with other replicas."""
+    seen = sorted(filter(problem.allows, problem.budget.seen.values()), key=lambda plan: plan.seconds)
+    stages, configs = {len(best.stages): best}, {best.config: best}
+    for plan in seen:
+        stages.setdefault(len(plan.stages), plan)
+        configs.setdefault(plan.config, plan)
+    starts = {plan.config: plan for plan in (*stages.values(), *configs.values())}
     return list(starts.values())[1:STARTS]
 
 
@@ -81,11 +86,19 @@ class _Trials:
         # Stages on unlike GPUs update at different times, which the cost model of synchronous schedules adds up.
         adds = problem.cluster.kinds and not problem.schedule.asynchronous
         self._lenient = ADDED if adds else 1 - SLACK
+        self._orders: dict[CutPath, list[Evaluation]] = {}
+
+    def least_s(self, path: CutPath) -> float:
+        """Return seconds that no plan of the path is below; infinity where none is allowed."""
+        orders = self._orders[path] = in_every_order(self._problem, self._plans(path))
+        if path == self._path:
+            return 0.0
+        return orders[0].seconds / max(1.0, self._lenient) if orders else np.inf
 
     def seconds(self, path: CutPath) -> float:
-        """Return the seconds that count; infinity for what does not fit, or cannot be faster than the best plan."""
+        """Return the seconds that count; infinity for what cannot be faster than the best plan."""
         least_s = self._start.counted_s if path == self._path else np.inf
-        for order in in_every_order(self._problem, self._plans(path)):
+        for order in self._orders.pop(path):
             if self._problem.budget.over or order.seconds >= min(least_s, self.best.counted_s) * self._lenient:
                 break  # there is no time left; or simulating, which only adds waiting, cannot help
             evaluation = simulated(self._problem, order, self.best.counted_s)

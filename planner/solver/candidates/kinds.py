@@ -3,10 +3,11 @@
 The exact search minimises the busy time of the busiest resource. Waiting for messages and for other replicas shows only
 in the simulation, and then a plan on fewer GPUs, or one without replicas behind its first stage, can be faster. The
 alternatives are data parallelism, pipelines without replicas or with replicas of the first or last stages only, all of
-them on ever fewer GPUs, and on few GPUs plans for slower links and less memory.
+them on ever fewer GPUs, and on few GPUs plans for slower links.
 
 Whatever is proposed for up to `DENSE` GPUs is proposed for more GPUs as well, so more GPUs never make the answer worse.
-Links and memory have no smallest step, so for them that holds mostly.
+Links and memory have no smallest step, so for them that holds mostly. Plans that leave room for deeper pipelines are
+left to local search (`planner.solver.candidates.improvement`).
 """
 
 from __future__ import annotations
@@ -31,9 +32,8 @@ from planner.solver.result import CutPath, stages_along
 
 DENSE = 16  # every number of GPUs up to this is tried; larger pipelines take longer to simulate
 NEAR = 4  # above, this many numbers are tried from the cluster's down, and some below
-# Alternatives for slower links and less memory: factors between them, how many, and for how many GPUs
+# Alternatives for slower links: the factor between them, how many, and for how many GPUs.
 SLOWER, SLOWER_STEPS = 2**0.5, 2
-LEANER, LEANER_STEPS = 1.15, 4
 FEW = 8
 
 
@@ -90,27 +90,20 @@ def families(limits: Limits) -> list[Limits]:
     return [replace(limits, rules=replace(limits.rules, shard_optimizer=unsharded), whole_stages=True), limits]
 
 
-def kinds_of_plans(link: Link, limits: Limits, link_unit: float, memory_unit: int) -> Iterator[Kind]:
+def kinds_of_plans(link: Link, limits: Limits, link_unit: float) -> Iterator[Kind]:
     """Yield kinds of plans to propose, each with the most GPUs to propose it for.
 
     Args:
         link: the cluster's own.
         limits: with the cluster's own memory.
-        link_unit: bandwidth from which slower links are counted. It and the next belong to the model, so that similar
-            clusters get the same proposals.
-        memory_unit: memory from which smaller memories are counted.
+        link_unit: bandwidth from which slower links are counted. It belongs to the model, so that similar clusters get
+            the same proposals.
     """
     for kind in KINDS:
         yield kind, link, replace(limits, gpus=min(limits.gpus, MOST_WORKERS))
     few = replace(limits, gpus=min(limits.gpus, FEW))
     for bandwidth in steps_below(link.bandwidth_bytes_per_s, link_unit, SLOWER, SLOWER_STEPS):
         yield Search, slowed(link, link.bandwidth_bytes_per_s / bandwidth), few
-    most = memory_unit if limits.memory_bytes is None else min(limits.memory_bytes, memory_unit)
-    if limits.memory_bytes is None and limits.rules.recompute == "auto":
-        # There is room for all activations: only other cuts are sought, and choices of layers would take long.
-        few = replace(few, rules=replace(few.rules, recompute="never"))
-    for memory in steps_below(most, memory_unit, LEANER, LEANER_STEPS):
-        yield Search, link, replace(few, memory_bytes=max(1, int(memory)))
 
 
 def slowed(link: Link, times: float) -> Link:

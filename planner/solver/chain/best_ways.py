@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,10 +19,17 @@ from planner.solver.problem import Problem
 
 @dataclass(frozen=True)
 class BestWays:
-    """The best ways to run the stages of plans for one problem over one space."""
+    """The best ways to run the stages of plans for one problem over one space.
+
+    Attributes:
+        problem: with the memory.
+        space: of the stages.
+        deeper: times the published depths that stages have room for.
+    """
 
     problem: Problem
     space: StateSpace
+    deeper: float = 1.0
 
     @cached_property
     def _known(self) -> dict[tuple[int, int, int, int], StageOptions]:
@@ -57,6 +65,7 @@ class BestWays:
         fits = ways.allowed(replicas) & np.ones(len(ways), dtype=bool)
         if memory_bytes is not None:
             flying = int(problem.schedule.in_flight(replicas, after, problem.microbatches))
+            flying = math.ceil(flying * self.deeper) if after else flying
             footprint = ways.footprint_on(replicas).divided(problem.microbatches)
             fits = fits & (footprint.total_bytes(flying, problem.schedule.versions(flying)) <= memory_bytes)
         if not fits.any():

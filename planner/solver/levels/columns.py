@@ -211,7 +211,7 @@ def _plans(problem: Problem, space: StateSpace, paths: Sequence[CutPath]) -> tup
     distinct = {(path.states, path.options): path for path in paths}
     ordered = sorted(distinct.values(), key=seconds)
     most = MOST_MOVED * DENSE // max(DENSE, problem.cluster.gpus)
-    effort, options = Effort(most, problem.deadline), BestWays(problem, space).options
-    moved = LocalSearch(space, problem.cluster.gpus, seconds, effort, options).from_(ordered[0])
+    effort, ways = Effort(most, problem.deadline), [BestWays(problem, space).options]
+    moved = LocalSearch(space, problem.cluster.gpus, seconds, effort, ways).from_(ordered[0])
     plans = [in_best_columns(path) for path in [*([moved] if moved else []), *ordered[:MOST_PLANS]]]
     return tuple(sorted((plan for plan in plans if plan is not None), key=lambda plan: plan.seconds))

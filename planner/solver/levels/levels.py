@@ -114,7 +114,7 @@ def local_search_for(problem: Problem, space: StateSpace, strain: Seconds) -> Lo
     gpus = problem.cluster.gpus
     most = MOST_PRICED if problem.precision == 0 else FEW_PRICED
     effort = Effort(most * PRICED_GPUS // max(PRICED_GPUS, gpus), problem.deadline)
-    return LocalSearch(space, gpus, strain, effort, BestWays(problem, space).options)
+    return LocalSearch(space, gpus, strain, effort, [BestWays(problem, space).options])
 
 
 def search_all_cuts(problem: Problem, space: StateSpace, along: CutPath, nearest: CutPath) -> BoundedPath:

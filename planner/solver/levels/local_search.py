@@ -7,7 +7,7 @@ then found near other plans: by moving a cut, giving a replica to another stage,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle, pairwise
 
@@ -50,14 +50,24 @@ class LocalSearch:
         gpus: that a plan may have.
         price: what is minimised; infinite for a path that does not fit the memory.
         effort: how long it may take.
-        options: how stages run; by default without anything special.
+        ways: how the stages of a plan may run; by default without anything special.
+        least: a bound that no price is below: neighbours of a kind are priced by increasing bounds, as far as these
+            are below the best price.
     """
 
     def __init__(
-        self, space: StateSpace, gpus: int, price: Seconds, effort: Effort, options: OptionsOf | None = None
+        self,
+        space: StateSpace,
+        gpus: int,
+        price: Seconds,
+        effort: Effort,
+        ways: Sequence[OptionsOf] = (lambda _, replicas: tuple(map(StageOptions, replicas)),),
+        least: Seconds = lambda _: 0.0,
     ) -> None:
         self._space, self._gpus, self._price, self._effort = space, gpus, price, effort
-        self._options = options or (lambda _, replicas: tuple(map(StageOptions, replicas)))
+        self._ways = ways
+        self._least = least
+        self._bounds: dict[_Stages, float] = {}
         self._priced: dict[_Stages, float] = {}
 
     def from_(self, path: CutPath) -> CutPath | None:
@@ -67,10 +77,9 @@ class LocalSearch:
         # The kinds take turns, so that a step of one kind can open the way for another.
         for neighbours in cycle((_cuts_moved, self._stages_split, self._replicas_moved, _stages_joined)):
             before = best
-            for states, replicas in neighbours(before):
-                if not _nested(self._space, states):
-                    continue  # on spaces of downsets, neighbouring numbers need not contain each other
-                stages = states, self._options(states, replicas)
+            for stages in sorted(self._in_their_ways(neighbours(before)), key=self._bound):
+                if self._bound(stages) >= best.seconds:
+                    break
                 if (seconds := self._seconds(stages)) < best.seconds * (1 - RESOLUTION):
                     best = CutPath(*stages, seconds)
             stale = stale + 1 if best is before else 0
@@ -80,19 +89,32 @@ class LocalSearch:
 
     def allow(self, more: int) -> None:
         """Let so many plans be priced from now on: what is left of an earlier allowance goes."""
-        self._effort = replace(self._effort, most=len(self._priced) + more)
+        self._effort = replace(self._effort, most=len(self._bounds) + more)
 
     @property
     def over(self) -> bool:
         """Whether no more plans may be priced."""
-        return len(self._priced) >= self._effort.most or self._effort.deadline.passed
+        return len(self._bounds) >= self._effort.most or self._effort.deadline.passed
+
+    def _bound(self, stages: _Stages) -> float:
+        if stages not in self._bounds:
+            if self.over:
+                return np.inf
+            self._bounds[stages] = self._least(CutPath(*stages, np.inf))
+        return self._bounds[stages]
 
     def _seconds(self, stages: _Stages) -> float:
         if stages not in self._priced:
-            if self.over:
+            if not np.isfinite(self._bound(stages)) or self._effort.deadline.passed:
                 return np.inf
             self._priced[stages] = self._price(CutPath(*stages, np.inf))
         return self._priced[stages]
+
+    def _in_their_ways(self, shapes: Iterator[_Shape]) -> Iterable[_Stages]:
+        """Return the stages of these shapes in all ways, each once."""
+        # On spaces of downsets, neighbouring numbers need not contain each other.
+        nested = (shape for shape in shapes if _nested(self._space, shape[0]))
+        return dict.fromkeys((shape[0], options(*shape)) for shape in nested for options in self._ways)
 
     def _stages_split(self, path: CutPath) -> Iterator[_Shape]:
         """Yield plans with a stage split in two, which have its replicas, or one more if a GPU is left."""
@@ -108,17 +130,32 @@ class LocalSearch:
                             yield _with(path, stage, stage + 1, (cut,), (first, replicas - first))
 
     def _replicas_moved(self, path: CutPath) -> Iterator[_Shape]:
-        """Yield plans with a replica moved to another stage, removed or added, or with two stages' replicas swapped."""
+        """Yield plans with a replica moved to another stage, removed or added, or with two stages' replicas swapped.
+
+        The path itself is the first, because there may be other ways to run its stages.
+        """
         own = path.replicas
+        yield path.states, own
         for giver in range(len(own)):
             for taker in range(len(own)):
                 if giver < taker and own[giver] != own[taker]:
-                    yield _changed(path, {giver: own[taker], taker: own[giver]})
+                    yield from self._changed(path, {giver: own[taker], taker: own[giver]})
                 if giver == taker and path.gpus < self._gpus:
-                    yield _changed(path, {giver: own[giver] + 1})
+                    yield from self._changed(path, {giver: own[giver] + 1})
                 if own[giver] > 1:
                     more = {} if giver == taker else {taker: own[taker] + 1}
-                    yield _changed(path, {giver: own[giver] - 1, **more})
+                    yield from self._changed(path, {giver: own[giver] - 1, **more})
+
+    def _changed(self, path: CutPath, replicas: dict[int, int]) -> Iterator[_Shape]:
+        """Yield the path with other replicas of some stages: at its cuts, and at cuts that move with these."""
+        own = tuple(replicas.get(stage, before) for stage, before in enumerate(path.replicas))
+        yield path.states, own
+        compute_s = self._space.compute_s
+        shares = np.cumsum(np.diff(compute_s[list(path.states)]) * own / path.replicas)
+        middles_s, targets_s = (compute_s[1:] + compute_s[:-1]) / 2, compute_s[-1] * shares / shares[-1]
+        states = (0, *np.searchsorted(middles_s, targets_s[:-1]).tolist(), path.states[-1])
+        if all(one < other for one, other in pairwise(states)):
+            yield states, own
 
 
 def _cuts_moved(path: CutPath) -> Iterator[_Shape]:
@@ -136,11 +173,6 @@ def _stages_joined(path: CutPath) -> Iterator[_Shape]:
     """Yield plans with two adjacent stages joined, which have the replicas of both."""
     for stage, (one, other) in enumerate(pairwise(path.replicas)):
         yield _with(path, stage, stage + 2, (), (one + other,))
-
-
-def _changed(path: CutPath, replicas: dict[int, int]) -> _Shape:
-    """Return the path with other replicas of some stages."""
-    return path.states, tuple(replicas.get(stage, own) for stage, own in enumerate(path.replicas))
 
 
 def _with(path: CutPath, first: int, last: int, cuts: tuple[int, ...], replicas: tuple[int, ...]) -> _Shape:

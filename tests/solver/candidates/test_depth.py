@@ -77,6 +77,14 @@ def test_faster_links_never_make_a_pipeline_slower(replicas: tuple[int, ...]) ->
     assert all(faster <= slower * (1 + 1e-9) for slower, faster in pairwise(seconds))
 
 
+def test_what_is_far_from_the_time_to_beat_is_simulated_once() -> None:
+    times = equal_work((2, 1, 1), 0.1)
+    choice = choose_depths(times, below_s=0.5)
+    assert choice is not None
+    assert choice.depths > published_depths((2, 1, 1))
+    assert len(times.budget.known) == 1
+
+
 def test_memory_bounds_the_depth_and_the_price_says_so() -> None:
     choice = chosen(equal_work((1, 1), 0.4, deepest=2))
     assert choice.depths == (2, 1)

@@ -13,7 +13,9 @@ from planner.solver.candidates.budget import Budget
 from planner.solver.candidates.evaluation import evaluate, priced
 from planner.solver.candidates.improvement import improved
 from planner.solver.problem import Problem
+from planner.solver.reference.brute import plans
 from planner.solver.result import Found
+from planner.solver.stage_rules import StageRules
 from tests.samples import layer, profile
 
 LAYERS = [layer(f"h{n}", 1.0, 2.0, output_bytes=10, weight_bytes=100, saved_bytes=10) for n in range(8)]
@@ -65,3 +67,35 @@ def test_replicas_that_2bw_has_no_microbatches_for_are_not_allowed() -> None:
     for replicas, allowed in ((2, True), (3, False)):
         stages = candidates([range(4), range(4, 8)], [replicas, 1])
         assert asked.allows(priced(asked, stages)) == allowed
+
+
+def test_stages_recompute_more_than_they_must_where_that_makes_the_pipeline_deeper() -> None:
+    """The first stage has room for two minibatches, or for three if it recomputes: the best of all plans, simulated."""
+    layers = [layer(f"h{n}", 2.0, 4.0, output_bytes=60, weight_bytes=100, saved_bytes=100) for n in range(4)]
+    setting = Setting(flat_cluster(2, 10.0, 1250), find("1f1b"))
+    asked = Problem(LayerCosts(profile(*layers)), setting, StageRules(shard_optimizer="never"))
+    plain = evaluate(asked, candidates([range(2), range(2, 4)], [1, 1]))
+    best = improved(asked, Found(plain, 0.0)).best
+    assert (plain.price.in_flight, best.price.in_flight) == ((2, 1), (3, 1))
+    every = (evaluate(asked, stages) for stages in plans(asked, 2, in_order=True))
+    fastest_s = min(plan.seconds for plan in every if asked.allows(plan))
+    assert best.seconds == pytest.approx(fastest_s)
+    assert best.seconds == pytest.approx(16 / 18 * plain.seconds)
+
+
+def test_cuts_move_with_replicas() -> None:
+    """No change of replicas or of a cut alone leads from 2-2-1 to 3-1-1, which is faster."""
+    forward_s = (8, 12, 15, 6, 19, 15, 9, 5, 17, 11, 6, 5)
+    sizes = (30, 38, 36, 30, 15, 16, 20, 16, 23, 13, 7, 0)
+    weights = (0, 0, 47, 28, 8, 0, 0, 46, 0, 0, 12, 50)
+    layers = [
+        layer(f"l{n}", one, 2.0 * one, output_bytes=size, weight_bytes=weight, saved_bytes=size)
+        for n, (one, size, weight) in enumerate(zip(forward_s, sizes, weights, strict=True))
+    ]
+    asked = Problem(LayerCosts(profile(*layers)), Setting(flat_cluster(5, 1.22, latency_s=0.1), find("1f1b")))
+    start, better = (
+        evaluate(asked, candidates([range(first), range(first, last), range(last, 12)], replicas))
+        for first, last, replicas in ((5, 10, [2, 2, 1]), (6, 9, [3, 1, 1]))
+    )
+    assert better.seconds < 0.95 * start.seconds
+    assert improved(asked, Found(start, 0.0)).best.seconds <= better.seconds * (1 + 1e-9)
