@@ -23,7 +23,7 @@ _ROUNDING = 3e-5  # relative difference of losses in float32 whose sums have ano
 
 
 def find_loss_mean(spec: TrainingSpec, graph: LayerGraph, batch: Batch, options: ModuleOptions) -> LossMean | None:
-    """Return what the loss is a mean over; None where the model cannot tell.
+    """Return what the loss is a mean over; None where the model cannot tell, as with noise that it draws.
 
     The model runs in evaluation mode, so that neither dropout nor BatchNorm's statistics tell a batch from its parts.
     Labels that the captured cross entropies ignore are put into one half, because an example batch may have none.
@@ -41,7 +41,10 @@ def find_loss_mean(spec: TrainingSpec, graph: LayerGraph, batch: Batch, options:
     graph.model.eval()
     try:
         losses = _Losses(spec, graph, replace(options, autocast=None, compiled=False))
-        return losses.own_weight(batch) if spec.defines("loss_weight") else losses.found(batch)
+        weighted = spec.defines("loss_weight")
+        if losses.random(batch):
+            return LossMean(over="loss_weight") if weighted else None
+        return losses.own_weight(batch) if weighted else losses.found(batch)
     finally:
         graph.model.train(training)
 
@@ -51,6 +54,11 @@ class _Losses:
 
     def __init__(self, spec: TrainingSpec, graph: LayerGraph, options: ModuleOptions) -> None:
         self._spec, self._graph, self._options = spec, graph, options
+
+    def random(self, batch: Batch) -> bool:
+        """Return whether the loss depends on random numbers, as that of a diffusion model does."""
+        error, tolerance = self._errors(batch, [LossMean(over="samples")], parts=1)[0]
+        return error > tolerance
 
     def own_weight(self, batch: Batch) -> LossMean:
         """Return that the user's function weighs the parts, if it does."""
@@ -97,20 +105,20 @@ class _Losses:
         return [mean for _, mean in sorted(found, key=lambda each: each[0])]
 
     @torch.no_grad()
-    def _errors(self, batch: Batch, means: list[LossMean]) -> list[tuple[float, float]]:
+    def _errors(self, batch: Batch, means: list[LossMean], parts: int = _PARTS) -> list[tuple[float, float]]:
         """Return, for each mean, how far its weighted sum over the parts is from the loss, and what rounding allows.
 
         Both are relative to the loss.
         """
-        parts = batch.split(min(batch.size, _PARTS))
+        batches = batch.split(min(batch.size, parts))
         whole = unsplit_loss(self._graph.model, self._spec, batch, self._options)
-        losses = [float(unsplit_loss(self._graph.model, self._spec, part, self._options)) for part in parts]
+        losses = [float(unsplit_loss(self._graph.model, self._spec, part, self._options)) for part in batches]
         tolerance = max(_ROUNDING, 2 * torch.finfo(whole.dtype).eps)
         scale = max(abs(float(whole)), torch.finfo(torch.float32).tiny)
         found = []
         for mean in means:
             shares_of = shares_function(mean, self._spec)
-            shares = [part.size / batch.size for part in parts] if shares_of is None else shares_of(parts)
+            shares = [part.size / batch.size for part in batches] if shares_of is None else shares_of(batches)
             total = sum(share * loss for share, loss in zip(shares, losses, strict=True) if share)
             error = abs(total - float(whole)) / scale
             found.append((error if math.isfinite(error) else math.inf, tolerance))

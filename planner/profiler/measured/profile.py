@@ -28,6 +28,7 @@ from planner.profiler.measured.contention import check_processes, contention
 from planner.profiler.measured.device import check_positive, describe_device, parse_device, thread_count
 from planner.profiler.measured.disturbance import OtherProcesses, disturbance
 from planner.profiler.measured.divided import measure_degrees
+from planner.profiler.measured.faithful import check_captured
 from planner.profiler.measured.loss_mean import find_loss_mean
 from planner.profiler.measured.make_profile import Measurement, make_profile
 from planner.profiler.measured.part_by_part import measure_in_parts
@@ -174,11 +175,13 @@ def profile_model(
 def _loss_mean(
     spec: TrainingSpec, graph: LayerGraph, batch: Batch, device: torch.device, options: ProfilingOptions
 ) -> LossMean | None:
-    """Return what the loss is a mean over; None where only parts of the model fit the device."""
+    """Check the captured model's loss, and return what it is a mean over; None where only parts fit the device."""
     if any(parameter.device.type != device.type for parameter in graph.model.parameters()):
         return None
+    batch = batch.to(device)
     with thread_count(options.threads), random_state_kept(device):
-        return find_loss_mean(spec, graph, batch.to(device), options.stage)
+        check_captured(spec, graph, batch, options.stage)
+        return find_loss_mean(spec, graph, batch, options.stage)
 
 
 def _measure(

@@ -1,0 +1,68 @@
+"""Check that a captured model computes the loss that the model itself computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from planner.errors import CaptureError
+from planner.model.batch import Batch
+from planner.model.capture.graph import LOSS, LayerGraph
+from planner.model.options import ModuleOptions
+from planner.model.spec import TrainingSpec
+from planner.model.stage.stage import build_stage
+from planner.model.stage.unsplit import unsplit_loss
+from planner.model.state.kept_state import keep_state
+
+_ROUNDING = 1e-4  # relative: some kernels of GPUs add in another order each time
+
+
+def check_captured(spec: TrainingSpec, graph: LayerGraph, batch: Batch, options: ModuleOptions) -> None:
+    """Compare losses of the model and of its captured layers, on one batch and with equal random numbers of torch.
+
+    The capture records one call. What the model takes from elsewhere (a count of its calls, random numbers of Python or
+    numpy) became a constant there, and training would go on with it in silence.
+
+    Args:
+        batch: on the model's device.
+        options: compilation and autocast are left out.
+
+    Raises:
+        CaptureError: when the losses differ.
+    """
+    options = replace(options, autocast=None, compiled=False)
+    stage = build_stage(graph, [layer.name for layer in graph.layers])
+
+    def model(seed: int) -> Tensor:
+        return _loss(graph, seed, lambda: unsplit_loss(graph.model, spec, batch, options))
+
+    one, again = model(0), model(0)
+    if not _equal(one, again):
+        raise _differ("two calls of the model with the same batch and the same random numbers of torch", one, again)
+    captured = _loss(graph, 0, lambda: stage(batch, {})[LOSS])
+    # Captured layers may draw random numbers in another order than the model does.
+    if not _equal(one, captured) and _equal(one, model(1)):
+        raise _differ("the model and its captured layers", one, captured)
+
+
+@torch.no_grad()
+def _loss(graph: LayerGraph, seed: int, run: Callable[[], Tensor]) -> Tensor:
+    with keep_state(graph.model):
+        torch.manual_seed(seed)
+        return run()
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    tolerance = max(_ROUNDING, 4 * torch.finfo(one.dtype).eps)
+    return torch.allclose(one, other, rtol=tolerance, atol=0.0, equal_nan=True)
+
+
+def _differ(what: str, one: Tensor, other: Tensor) -> CaptureError:
+    return CaptureError(
+        f"{what} give losses of {float(one):.6g} and {float(other):.6g}",
+        hint="draw random numbers with torch alone, and keep counts of calls in buffers: all other numbers stay as "
+        "they were when the model was captured",
+    )
