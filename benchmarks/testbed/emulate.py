@@ -6,19 +6,22 @@ ratios of computation to communication stay the same.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
-from benchmarks.testbed.layers import Block, write_model
+from benchmarks.testbed.layers import ELEMENT_BYTES, Block, Divided, write_model
 from planner.formats.cluster import Cluster
-from planner.formats.profile import Device, Edge, Layer, Profile, Provenance, Value
+from planner.formats.profile import DEGREE_COLUMNS, DegreeCosts, Device, Edge, Layer, Profile, Provenance, Value
 from planner.model.load import capture_file
 from planner.model.spec import load_model_file
 
 LINK_BYTES_PER_S = 6e6  # of the slowest link: what 16 workers on 2 cores can sustain
 LEAST_WHOLE_S = 1.0  # for a minibatch of the whole model
 SHARE_S = 0.15  # for a device's share of a minibatch
+LOSS_BLOCK = Block(0.0, 0.0, 0.0, 0, 0)  # what the loss takes
 MOST_BLOCKS = 48  # more are joined, because a sleep per layer costs this machine about 0.1 ms
 
 
@@ -75,11 +78,13 @@ def emulate(profile: Profile, scale: Scale, folder: Path) -> Emulated:
             update_s=block.update_s * scale.time_factor,
             weight_bytes=round(block.weight_bytes * scale.byte_factor),
             output_bytes=round(block.output_bytes * scale.byte_factor),
+            divided=None if block.divided is None else block.divided.scaled(scale.time_factor, scale.byte_factor),
         )
         for block in chain
     ]
     path = write_model(blocks, size, folder)
-    return Emulated(path, _profile(path, blocks, size, profile.model), scale, profile)
+    degree = profile.tensor[0].degree if profile.tensor else 1
+    return Emulated(path, _profile(path, blocks, size, profile.model, degree), scale, profile)
 
 
 def as_chain(profile: Profile) -> list[Block]:
@@ -96,8 +101,8 @@ def as_chain(profile: Profile) -> list[Block]:
             crossing[index] += values[source, value]
     chain: list[Block] = []
     open_block: Block | None = None
-    for layer, output_bytes in zip(profile.layers, crossing, strict=True):
-        block = Block(layer.forward_s, layer.backward_s, layer.update_s, layer.gradient_bytes, output_bytes)
+    for layer, output_bytes, divided in zip(profile.layers, crossing, _divided(profile), strict=True):
+        block = Block(layer.forward_s, layer.backward_s, layer.update_s, layer.gradient_bytes, output_bytes, divided)
         open_block = block if open_block is None else _together(open_block, block)
         if layer.name not in profile.no_cut_after:
             chain.append(open_block)
@@ -126,21 +131,31 @@ def _together(one: Block, other: Block) -> Block:
         one.update_s + other.update_s,
         one.weight_bytes + other.weight_bytes,
         other.output_bytes,
+        None if one.divided is None or other.divided is None else one.divided + other.divided,
     )
+
+
+def _divided(profile: Profile) -> Sequence[Divided | None]:
+    """Return what the layers cost a rank of the first degree that the profile knows."""
+    if not profile.tensor:
+        return [None] * len(profile.layers)
+    costs = profile.tensor[0]
+    names = [each.name.replace("weight_bytes", "gradient_bytes") for each in fields(Divided)]
+    return [Divided(*row) for row in zip(*(getattr(costs, name) for name in names), strict=True)]
 
 
 def _seconds(block: Block) -> float:
     return block.forward_s + block.backward_s + block.update_s
 
 
-def _profile(path: Path, blocks: list[Block], size: int, name: str) -> Profile:
+def _profile(path: Path, blocks: list[Block], size: int, name: str, degree: int) -> Profile:
     """Return the profile that `plan profile` would measure, from the times that the layers are given."""
     training_spec = load_model_file(str(path))
     graph = capture_file(training_spec, training_spec.example_batch(size))
     parameters = dict(graph.model.named_parameters())
     layers: list[Layer] = []
     for index, layer in enumerate(graph.layers):
-        block = blocks[index] if index < len(blocks) else Block(0.0, 0.0, 0.0, 0, 0)  # the loss
+        block = blocks[index] if index < len(blocks) else LOSS_BLOCK
         weight_bytes = sum(4 * parameters[own].numel() for own in layer.parameters)
         made = [graph.specs[node] for node in graph.crossing if graph.owner[node] == index]
         layers.append(
@@ -171,5 +186,23 @@ def _profile(path: Path, blocks: list[Block], size: int, name: str) -> Profile:
         microbatch_size=size,
         layers=tuple(layers),
         edges=tuple(Edge(source=edge.source, value=edge.value, target=edge.target) for edge in graph.edges),
+        tensor=None if degree == 1 else (_degree_costs(blocks, layers, degree),),
         provenance=Provenance(tool="benchmarks.testbed", source="estimated"),
     )
+
+
+def _degree_costs(blocks: Sequence[Block], layers: Sequence[Layer], degree: int) -> DegreeCosts:
+    """Return the costs of the emulated layers on one of so many ranks."""
+    columns: dict[str, tuple[Any, ...]] = {
+        name: tuple(getattr(layer, name) for layer in layers) for name in DEGREE_COLUMNS
+    }
+    nothing = Divided(0.0, 0.0, 0.0, 0, 0, 0, 0, 0)
+    every = [block.divided or nothing for block in blocks] + [nothing] * (len(layers) - len(blocks))
+    columns |= {each.name: tuple(getattr(one, each.name) for one in every) for each in fields(Divided)}
+    # As the layer makes its weight: of at least one element.
+    weights = tuple(
+        max(1, one.weight_bytes // ELEMENT_BYTES) * ELEMENT_BYTES if layer.weight_bytes else 0
+        for one, layer in zip(every, layers, strict=True)
+    )
+    columns |= {"weight_bytes": weights, "gradient_bytes": weights}
+    return DegreeCosts(degree=degree, source="estimated", **columns)

@@ -26,7 +26,9 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import planner.executor.data_parallel
+import planner.executor.run.stages
 from benchmarks.netns import INTERFACE
+from benchmarks.testbed import layers
 from benchmarks.testbed.buckets import scaled_buckets
 from planner.executor.data_parallel import train_data_parallel
 from planner.executor.job import Job
@@ -43,6 +45,7 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 def main() -> None:
     """Serve tasks until standard input ends."""
     die_with_parent()
+    setattr(planner.executor.run.stages, "division_of", layers.division_of)  # noqa: B010
     torch.set_num_threads(1)
     hosts = json.loads(sys.stdin.readline())
     context = multiprocessing.get_context("fork")

@@ -1,10 +1,11 @@
 """Tensor parallelism: a group of t ranks that divides every layer between them, and works as one device.
 
 A group takes what one rank of it takes, with the all-reduces of its activations (Shoeybi et al., "Megatron-LM", 2019,
-section 3): they stand between products, so nothing overlaps with them. Groups are consecutive ranks, on the innermost
-links that hold them. Towards other groups, every rank does what the first one does: it exchanges messages with the rank
-of the same place, and all-reduces its part of the gradients. So a plan whose stages all have groups of one size is a
-plan for a cluster of groups, with their layers' costs, and takes the same searches, prices and simulations.
+section 3): they stand between products, so nothing overlaps with them, and every rank waits for the last one. Groups
+are consecutive ranks, on the innermost links that hold them. Towards other groups, every rank does what the first one
+does: it exchanges messages with the rank of the same place, and all-reduces its part of the gradients. So a plan whose
+stages all have groups of one size is a plan for a cluster of groups, with their layers' costs, and takes the same
+searches, prices and simulations.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def costs_at(profile: Profile, degree: int) -> DegreeCosts:
         says = f"of {', '.join(str(costs.degree) for costs in known)} ranks alone" if known else "of one rank alone"
         raise ProfileError(
             f"the profile of '{profile.model}' does not say what its layers cost on {degree} ranks, but {says}",
-            hint="solve with `tensor=1`, or with degrees that it knows",
+            hint=f"measure them: plan profile with `tensor={degree}`; or solve with degrees that the profile knows",
         )
     return found
 
@@ -70,6 +71,6 @@ def layer_costs_on(profile: Profile, cluster: Cluster) -> LayerCosts:
     topology = Topology(cluster)
     return LayerCosts(
         profile,
-        dividing=lambda each, degree: profile_at(each, degree, topology.stage_link(range(degree))),
+        dividing=lambda each, degree: profile_at(each, degree, topology.group_link(degree)),
         codec=CODECS[cluster.compress],
     )

@@ -13,21 +13,25 @@ from pydantic import Field, model_validator
 from planner.errors import ClusterError
 from planner.formats.codecs import CodecName
 from planner.formats.device_names import Backend
-from planner.formats.files import AlwaysTrue, GrownRecord, Record, load_record, save_record
+from planner.formats.files import AlwaysTrue, GrownRecord, load_record, save_record
 
 MOST_GPUS = 2**17  # a plan names every rank
 
 
-class Level(Record):
+class Level(GrownRecord):
     """One level of the hierarchy: groups of `size` members, joined by links of this speed.
 
     The members of the innermost level are devices, those of the next one are groups of devices, and so on.
     """
 
+    later_fields: ClassVar[frozenset[str]] = frozenset({"all_reduce_latency_s"})
+
     size: Annotated[int, Field(ge=1)]
     bandwidth_bytes_per_s: Annotated[float, Field(gt=0)]  # of a member's link in each direction (full duplex)
     latency_s: Annotated[float, Field(ge=0)] = 0.0  # of a message
     all_reduce_bandwidth_bytes_per_s: Annotated[float, Field(gt=0)] | None = None  # where measured to differ
+    # Of a step of an all-reduce that waits between computations, where measured to be longer than a message's.
+    all_reduce_latency_s: Annotated[float, Field(ge=0)] | None = None
     shared: bool = True  # the devices of a member share its link; false: each has one of its own
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
@@ -60,6 +61,7 @@ class Topology:
         path_bytes_per_s: of a message whose ends meet at each level.
         ring_bytes_per_s: the same within an all-reduce.
         latency_s: of a message whose ends meet at each level.
+        waiting_latency_s: of a step of an all-reduce that waits between computations.
     """
 
     def __init__(self, cluster: Cluster) -> None:
@@ -71,6 +73,8 @@ class Topology:
         reduces = [level.all_reduce_bandwidth_bytes_per_s or level.bandwidth_bytes_per_s for level in levels]
         self.ring_bytes_per_s = np.minimum.accumulate(reduces)
         self.latency_s = np.maximum.accumulate([level.latency_s for level in levels])
+        waits = [level.latency_s if (own := level.all_reduce_latency_s) is None else own for level in levels]
+        self.waiting_latency_s = np.maximum.accumulate(waits)
         # The links that several devices share: (level, ranks in one of its members, its bandwidths).
         self.shared = [
             (number, int(self.groups[number - 1]), level.bandwidth_bytes_per_s, reduces[number])
@@ -100,6 +104,12 @@ class Topology:
         span = self.span(ranks)
         slowest = float(self.path_bytes_per_s[-1])
         return Link(slowest, float(self.latency_s[span]), float(self.ring_bytes_per_s[span]), self._overlap)
+
+    def group_link(self, degree: int) -> Link:
+        """Return the link of so many ranks, the first ones, that all-reduce between computations."""
+        return replace(
+            self.stage_link(range(degree)), latency_s=float(self.waiting_latency_s[self.span(range(degree))])
+        )
 
     def span(self, ranks: Ranks) -> int:
         """Return the lowest level whose group holds all of these ranks."""

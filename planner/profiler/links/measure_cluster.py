@@ -26,7 +26,7 @@ from planner.devices.seats import own_seat
 from planner.errors import InputError, WorkerError, first_line
 from planner.formats.cluster import Cluster, Level
 from planner.formats.device_names import Backend, DeviceType
-from planner.profiler.links.exchange import SHORT_BYTES, Endpoint
+from planner.profiler.links.exchange import SHORT_BYTES, SUMMED_BYTES, Endpoint
 
 MESSAGE_BYTES = 4_000_000
 BUCKET_BYTES = 25_000_000  # the executor's largest bucket
@@ -165,11 +165,13 @@ class _LevelMeasurement:
 
     def _level(self, size: int, sets: Sequence[Exchange], ring: dist.ProcessGroup, sharing: int) -> Level:
         speeds = [self._pairs(one) for one in sets]
+        latency_s, reduced_per_s = max(latency_s for _, latency_s in speeds), self._all_reduce(ring, size)
         return Level(
             size=size,
             bandwidth_bytes_per_s=min(bandwidth for bandwidth, _ in speeds),
-            latency_s=max(latency_s for _, latency_s in speeds),
-            all_reduce_bandwidth_bytes_per_s=self._all_reduce(ring, size) * sharing,
+            latency_s=latency_s,
+            all_reduce_bandwidth_bytes_per_s=reduced_per_s * sharing,
+            all_reduce_latency_s=max(latency_s, self._waiting(ring, size, reduced_per_s)),
         )
 
     def _pairs(self, exchange: Exchange) -> tuple[float, float]:
@@ -208,6 +210,13 @@ class _LevelMeasurement:
         rounds = max(3, int(_SECONDS / once_s))
         slowest_s = self._slowest(median(self._end.all_reduce_s(bucket, rounds, ring)))
         return 2 * (size - 1) / size * self._bucket_bytes / slowest_s
+
+    def _waiting(self, ring: dist.ProcessGroup, size: int, reduced_per_s: float) -> float:
+        """Return the seconds of each step of an all-reduce between computations, without those of its bytes."""
+        once_s = self._slowest(self._end.added_s(1, ring))
+        added_s = self._slowest(self._end.added_s(max(2, min(10, int(_SECONDS / max(once_s, 1e-3) / 20))), ring))
+        steps = 2 * (size - 1)
+        return added_s / steps - SUMMED_BYTES / size / reduced_per_s
 
     def _common(self, variable: str) -> int:
         """Return the value of an environment variable that must be the same for every worker."""
