@@ -67,7 +67,7 @@ class Testbed:
             seconds = 120 + 60 * message_bytes / min(rates)
             answer = self._ask({"kind": "links", "message_bytes": message_bytes}, nominal, 1.0, seconds)
             # Emulated devices sleep while they compute, which leaves the cores to the messages.
-            levels = [level | {"all_reduce_latency_s": None} for level in answer["levels"]]
+            levels = [level | {"sum_bandwidth_bytes_per_s": None, "sum_latency_s": None} for level in answer["levels"]]
             self._links[key] = Cluster.model_validate(answer | {"overlap": True, "levels": levels})
         return self._links[key]
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -64,10 +64,14 @@ class Divided:
 
     def scaled(self, times: float, sizes: float) -> Divided:
         """Return it with other seconds, and other bytes."""
-        seconds = (each * times for each in (self.forward_s, self.backward_s, self.update_s))
-        reduced = self.weight_bytes, self.forward_reduced_bytes, self.backward_reduced_bytes
-        return Divided(
-            *seconds, *(round(each * sizes) for each in reduced), self.forward_reduces, self.backward_reduces
+        return replace(
+            self,
+            forward_s=self.forward_s * times,
+            backward_s=self.backward_s * times,
+            update_s=self.update_s * times,
+            weight_bytes=round(self.weight_bytes * sizes),
+            forward_reduced_bytes=round(self.forward_reduced_bytes * sizes),
+            backward_reduced_bytes=round(self.backward_reduced_bytes * sizes),
         )
 
 

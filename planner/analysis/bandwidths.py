@@ -40,9 +40,9 @@ def bandwidth_sweep(
 
 
 def at_bandwidth(level: Level, bandwidth_bytes_per_s: float) -> Level:
-    """Return the level with another bandwidth; a measured all-reduce bandwidth keeps its ratio to it."""
-    ring = level.all_reduce_bandwidth_bytes_per_s
-    scaled = None if ring is None else ring * bandwidth_bytes_per_s / level.bandwidth_bytes_per_s
+    """Return the level with another bandwidth; those measured of all-reduces keep their ratios to it."""
+    names = ("bandwidth_bytes_per_s", "all_reduce_bandwidth_bytes_per_s", "sum_bandwidth_bytes_per_s")
+    factor = bandwidth_bytes_per_s / level.bandwidth_bytes_per_s
     return level.model_copy(
-        update={"bandwidth_bytes_per_s": bandwidth_bytes_per_s, "all_reduce_bandwidth_bytes_per_s": scaled}
+        update={name: rate * factor for name in names if (rate := getattr(level, name)) is not None}
     )

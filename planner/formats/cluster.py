@@ -24,14 +24,15 @@ class Level(GrownRecord):
     The members of the innermost level are devices, those of the next one are groups of devices, and so on.
     """
 
-    later_fields: ClassVar[frozenset[str]] = frozenset({"all_reduce_latency_s"})
+    later_fields: ClassVar[frozenset[str]] = frozenset({"sum_bandwidth_bytes_per_s", "sum_latency_s"})
 
     size: Annotated[int, Field(ge=1)]
     bandwidth_bytes_per_s: Annotated[float, Field(gt=0)]  # of a member's link in each direction (full duplex)
     latency_s: Annotated[float, Field(ge=0)] = 0.0  # of a message
     all_reduce_bandwidth_bytes_per_s: Annotated[float, Field(gt=0)] | None = None  # where measured to differ
-    # Of a step of an all-reduce that waits between computations, where measured to be longer than a message's.
-    all_reduce_latency_s: Annotated[float, Field(ge=0)] | None = None
+    # Of the all-reduces between the computations of ranks that divide layers, where measured: the latency of a step.
+    sum_bandwidth_bytes_per_s: Annotated[float, Field(gt=0)] | None = None
+    sum_latency_s: Annotated[float, Field(ge=0)] | None = None
     shared: bool = True  # the devices of a member share its link; false: each has one of its own
 
 

@@ -61,11 +61,10 @@ class Topology:
         path_bytes_per_s: of a message whose ends meet at each level.
         ring_bytes_per_s: the same within an all-reduce.
         latency_s: of a message whose ends meet at each level.
-        waiting_latency_s: of a step of an all-reduce that waits between computations.
     """
 
     def __init__(self, cluster: Cluster) -> None:
-        levels = cluster.joined
+        levels = self._levels = cluster.joined
         self.gpus, self._overlap = cluster.gpus, cluster.overlap
         self.groups = np.cumprod([level.size for level in levels])
         self._groups = tuple(self.groups.tolist())
@@ -73,8 +72,6 @@ class Topology:
         reduces = [level.all_reduce_bandwidth_bytes_per_s or level.bandwidth_bytes_per_s for level in levels]
         self.ring_bytes_per_s = np.minimum.accumulate(reduces)
         self.latency_s = np.maximum.accumulate([level.latency_s for level in levels])
-        waits = [level.latency_s if (own := level.all_reduce_latency_s) is None else own for level in levels]
-        self.waiting_latency_s = np.maximum.accumulate(waits)
         # The links that several devices share: (level, ranks in one of its members, its bandwidths).
         self.shared = [
             (number, int(self.groups[number - 1]), level.bandwidth_bytes_per_s, reduces[number])
@@ -107,9 +104,13 @@ class Topology:
 
     def group_link(self, degree: int) -> Link:
         """Return the link of so many ranks, the first ones, that all-reduce between computations."""
-        return replace(
-            self.stage_link(range(degree)), latency_s=float(self.waiting_latency_s[self.span(range(degree))])
-        )
+        span = self.span(range(degree))
+        link, levels = self.stage_link(range(degree)), self._levels[: span + 1]
+        if any(level.sum_bandwidth_bytes_per_s is None for level in levels):
+            return link
+        slowest = min(level.sum_bandwidth_bytes_per_s or math.inf for level in levels)
+        latency_s = max(level.sum_latency_s or 0.0 for level in levels)
+        return replace(link, all_reduce_bandwidth_bytes_per_s=slowest, latency_s=latency_s)
 
     def span(self, ranks: Ranks) -> int:
         """Return the lowest level whose group holds all of these ranks."""

@@ -13,8 +13,7 @@ from planner.devices.groups import DataGroups
 from planner.schedule.instructions import POSTED
 
 SHORT_BYTES = 64  # so short that only the latency counts
-SUMMED_BYTES = 2**20  # of activations that divided layers sum up
-_SUMS = 10  # all-reduces after one another, with a computation before each
+_TURNS = 4  # with and without all-reduces: what disturbs the one disturbs the other
 
 
 class Endpoint:
@@ -73,28 +72,38 @@ class Endpoint:
         return ends_s
 
     def all_reduce_s(self, bucket: torch.Tensor, rounds: int, group: dist.ProcessGroup | None = None) -> list[float]:
-        """Return the seconds of each all-reduce of `bucket`; all processes of the job must call it."""
-        return self._timed(lambda: dist.all_reduce(bucket, group=group), rounds)
+        """Return the seconds of each all-reduce of gradients like `bucket`; all processes of the job must call it.
 
-    def added_s(self, rounds: int, group: dist.ProcessGroup | None = None) -> float:
-        """Return the seconds that an all-reduce of `SUMMED_BYTES` adds to a computation that makes as many bytes.
+        They are copied together and averaged, as in a run: beside the fast links within a host that takes long, too.
+        """
+        members = dist.get_world_size(group)
+
+        def reduce() -> None:
+            flat = torch.empty_like(bucket)
+            torch._foreach_copy_([flat], [bucket])
+            dist.all_reduce(flat, group=group)
+            flat.div_(members)
+
+        return self._timed(reduce, rounds)
+
+    def added_s(self, size: int, rounds: int, group: dist.ProcessGroup | None = None) -> float:
+        """Return the seconds that an all-reduce of `size` bytes adds to a computation that makes them.
 
         It waits for the slowest process, and for threads and memory that were at work until then. Right after another
         all-reduce, or a barrier, it is several times as fast.
         """
-        few, many = (torch.ones(size, 512, device=self.device) for size in (512, SUMMED_BYTES // 4 // 512))
+        few, many = torch.ones(512, 512, device=self.device), torch.ones(size // 4 // 512, 512, device=self.device)
         taken_s = {True: 0.0, False: 0.0}
-        for number in range(2 * rounds):
-            sums = number % 2 == 0
+        for sums in (True, False) * _TURNS:
             self.wait_for_all()
             start_s = time.perf_counter()
-            for _ in range(_SUMS):
+            for _ in range(rounds):
                 made = torch.mm(torch.mm(many, few), few)
                 if sums:
                     dist.all_reduce(made, group=group)
             self._synchronize()
             taken_s[sums] += time.perf_counter() - start_s
-        return (taken_s[True] - taken_s[False]) / (rounds * _SUMS)
+        return (taken_s[True] - taken_s[False]) / (_TURNS * rounds)
 
     def wait_for_all(self) -> None:
         """Wait until all processes are here and this one's device is idle."""

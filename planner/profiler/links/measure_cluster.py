@@ -26,11 +26,12 @@ from planner.devices.seats import own_seat
 from planner.errors import InputError, WorkerError, first_line
 from planner.formats.cluster import Cluster, Level
 from planner.formats.device_names import Backend, DeviceType
-from planner.profiler.links.exchange import SHORT_BYTES, SUMMED_BYTES, Endpoint
+from planner.profiler.links.exchange import SHORT_BYTES, Endpoint
 
 MESSAGE_BYTES = 4_000_000
 BUCKET_BYTES = 25_000_000  # the executor's largest bucket
 TIMEOUT_S = 120.0  # for one message
+_SMALL_SUM_BYTES = 2**18
 _LATENCY_ROUNDS = 100
 _SECONDS = 1.0  # for the long messages of one set of pairs
 _FIRST_ROUNDS = 3  # in which TCP comes up to speed
@@ -166,12 +167,14 @@ class _LevelMeasurement:
     def _level(self, size: int, sets: Sequence[Exchange], ring: dist.ProcessGroup, sharing: int) -> Level:
         speeds = [self._pairs(one) for one in sets]
         latency_s, reduced_per_s = max(latency_s for _, latency_s in speeds), self._all_reduce(ring, size)
+        summed_per_s, sum_latency_s = self._sums(ring, size, reduced_per_s)
         return Level(
             size=size,
             bandwidth_bytes_per_s=min(bandwidth for bandwidth, _ in speeds),
             latency_s=latency_s,
             all_reduce_bandwidth_bytes_per_s=reduced_per_s * sharing,
-            all_reduce_latency_s=max(latency_s, self._waiting(ring, size, reduced_per_s)),
+            sum_bandwidth_bytes_per_s=summed_per_s * sharing,
+            sum_latency_s=max(latency_s, sum_latency_s),
         )
 
     def _pairs(self, exchange: Exchange) -> tuple[float, float]:
@@ -211,12 +214,18 @@ class _LevelMeasurement:
         slowest_s = self._slowest(median(self._end.all_reduce_s(bucket, rounds, ring)))
         return 2 * (size - 1) / size * self._bucket_bytes / slowest_s
 
-    def _waiting(self, ring: dist.ProcessGroup, size: int, reduced_per_s: float) -> float:
-        """Return the seconds of each step of an all-reduce between computations, without those of its bytes."""
-        once_s = self._slowest(self._end.added_s(1, ring))
-        added_s = self._slowest(self._end.added_s(max(2, min(10, int(_SECONDS / max(once_s, 1e-3) / 20))), ring))
+    def _sums(self, ring: dist.ProcessGroup, size: int, reduced_per_s: float) -> tuple[float, float]:
+        """Return the bytes per second and the latency of a step of all-reduces between computations, by two sizes."""
+        small, large = _SMALL_SUM_BYTES, max(2 * _SMALL_SUM_BYTES, self._message_bytes)
+        small_s, large_s = (
+            self._slowest(self._end.added_s(each, max(2, min(20, int(reduced_per_s * _SECONDS / 8 / each))), ring))
+            for each in (small, large)
+        )
         steps = 2 * (size - 1)
-        return added_s / steps - SUMMED_BYTES / size / reduced_per_s
+        moved = steps / size * (large - small)
+        # Where something disturbed the measurement so much that the larger one was no slower, gradients' rate counts.
+        rate = moved / (large_s - small_s) if large_s > small_s else reduced_per_s
+        return rate, (small_s - steps / size * small / rate) / steps
 
     def _common(self, variable: str) -> int:
         """Return the value of an environment variable that must be the same for every worker."""

@@ -80,6 +80,8 @@ def test_links_on_this_machine(hosts: int, workers: int, tmp_path: Path, capsys:
         assert 1e7 < level.bandwidth_bytes_per_s < 1e12
         assert 1e6 < (level.all_reduce_bandwidth_bytes_per_s or 0) < 1e12
         assert 0 < level.latency_s < 1
+        assert level.latency_s <= (level.sum_latency_s or 0) < 1
+        assert 1e6 < (level.sum_bandwidth_bytes_per_s or 0) < 1e12
     profile = str(Path(__file__).parents[3] / "profiles" / "vgg16" / "cpu.json")
     plan = str(tmp_path / "plan.json")
     assert main(["solve", "--profile", profile, "--cluster", str(path), "-o", plan]) == 0
