@@ -28,7 +28,7 @@ from planner.schedule.registry import DEFAULT
 
 FOLDER = Path(__file__).parent
 README, PART = FOLDER / "README.md", "runs"
-CASES = [(builder, size) for builder in ("narrow", "wide") for size in (4, 16)]
+CASES = [*((builder, size) for builder in ("narrow", "wide") for size in (4, 16)), ("middle", 8), ("narrow", 8)]
 CONFIGS = {"1x2": OwnStage(layers=("",), tensor=2), "2": OwnStage(layers=("",), replicas=2)}
 PROFILE_S = 5.0
 
@@ -47,20 +47,22 @@ def main() -> None:
     """Run all cases, print the table, and save it if asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--save", action="store_true", help="write results.json and the table in README.md")
+    parser.add_argument("--only", help="these cases alone, as in narrow/4,wide/16; the table keeps the others' rows")
     parser.add_argument("--seconds", type=float, default=8.0, help="of each run (default: %(default)g)")
     arguments = parser.parse_args()
     keep_freed_pages()  # as the workers do
     results = Results(FOLDER, save=arguments.save)
     cluster = measure_host(2, "cpu")
-    rows = []
     for builder, samples in CASES:
+        if arguments.only and f"{builder}/{samples}" not in arguments.only.split(","):
+            continue
         for row in run(builder, samples, cluster, arguments.seconds):
-            rows.append(row)
             print(row, file=sys.stderr, flush=True)
             results.add(PART, f"{row.model} {row.samples} {row.config}", row)
-    print(_table(rows))
+    table = _table(list(results.records(PART, Row).values()))
+    print(table)
     if arguments.save:
-        text = f"{results.about(PART)}\n\n{_table(rows)}"
+        text = f"{results.about(PART)}\n\n{table}"
         page = between_marks(README.read_text(encoding="utf-8"), marks("tensor_parallel"), text)
         README.write_text(page, encoding="utf-8")
 

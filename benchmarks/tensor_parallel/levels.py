@@ -77,7 +77,7 @@ class Case(Compared):
 
 def main() -> None:
     """Draw cases, run them, print the table, and save it if asked."""
-    found = asked(__doc__, lambda *of: [case.cells[:5] for case in draw(*of)], cases=10, seconds=8.0)
+    found = asked(__doc__, lambda *of: [case.cells[:5] for case in draw(*of)], cases=8, seconds=8.0)
     if found is None:
         return
     arguments, chosen = found

@@ -1,4 +1,4 @@
-"""A Transformer of two widths, whose attention and feed-forward network ranks can divide."""
+"""A Transformer of three widths, whose attention and feed-forward network ranks can divide."""
 
 from __future__ import annotations
 
@@ -37,6 +37,11 @@ def _model(width: int) -> nn.Module:
 def narrow() -> nn.Module:
     """Return the model with vectors of 256 numbers."""
     return _model(256)
+
+
+def middle() -> nn.Module:
+    """Return the model with vectors of 384 numbers."""
+    return _model(384)
 
 
 def wide() -> nn.Module:

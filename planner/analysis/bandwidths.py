@@ -41,8 +41,7 @@ def bandwidth_sweep(
 
 def at_bandwidth(level: Level, bandwidth_bytes_per_s: float) -> Level:
     """Return the level with another bandwidth; those measured of all-reduces keep their ratios to it."""
-    names = ("bandwidth_bytes_per_s", "all_reduce_bandwidth_bytes_per_s", "sum_bandwidth_bytes_per_s")
     factor = bandwidth_bytes_per_s / level.bandwidth_bytes_per_s
-    return level.model_copy(
-        update={name: rate * factor for name in names if (rate := getattr(level, name)) is not None}
-    )
+    names = ("all_reduce_bandwidth_bytes_per_s", "sum_bandwidth_bytes_per_s")
+    scaled = {name: rate * factor for name in names if (rate := getattr(level, name)) is not None}
+    return level.model_copy(update={"bandwidth_bytes_per_s": bandwidth_bytes_per_s, **scaled})
