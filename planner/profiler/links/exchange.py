@@ -87,20 +87,21 @@ class Endpoint:
         return self._timed(reduce, rounds)
 
     def added_s(self, size: int, rounds: int, group: dist.ProcessGroup | None = None) -> float:
-        """Return the seconds that an all-reduce of `size` bytes adds to a computation that makes them.
+        """Return the seconds that an all-reduce of `size` bytes adds to computations that make and use them.
 
-        It waits for the slowest process, and for threads and memory that were at work until then. Right after another
-        all-reduce, or a barrier, it is several times as fast.
+        It waits for the slowest process, and for threads and memory that were at work until then, and leaves the sum
+        where the next computation has to fetch it from. Right after another all-reduce it is several times as fast.
         """
-        few, many = torch.ones(512, 512, device=self.device), torch.ones(size // 4 // 512, 512, device=self.device)
+        # Zeros stay zeros, where other numbers would soon be infinite or too small for full speed.
+        few, many = torch.zeros(512, 512, device=self.device), torch.zeros(size // 4 // 512, 512, device=self.device)
         taken_s = {True: 0.0, False: 0.0}
         for sums in (True, False) * _TURNS:
             self.wait_for_all()
             start_s = time.perf_counter()
             for _ in range(rounds):
-                made = torch.mm(torch.mm(many, few), few)
+                many = torch.mm(torch.mm(many + many, few), few)
                 if sums:
-                    dist.all_reduce(made, group=group)
+                    dist.all_reduce(many, group=group)
             self._synchronize()
             taken_s[sums] += time.perf_counter() - start_s
         return (taken_s[True] - taken_s[False]) / (_TURNS * rounds)
