@@ -66,8 +66,8 @@ def main(plan_file, epochs):
     # Every worker must see the same minibatches, as if it were alone. Lightning tells the sampler the epoch.
     order = DistributedSampler(data, num_replicas=1, rank=0)
     loader = DataLoader(data, plan.minibatch_size, sampler=order)
-    first = os.environ["RANK"] == "0"
     with planner.pipeline(plan, __file__) as pipeline:
+        first = os.environ["RANK"] == "0"
         # Lightning sees one process without a GPU in each worker: the pipeline places stages and sends batches.
         trainer = lightning.Trainer(
             accelerator="cpu",
