@@ -93,10 +93,13 @@ class Case:
 
 @dataclass(frozen=True)
 class Run:
-    """What came of a case; seconds per minibatch are of the steady state, the loss is on held-out data."""
+    """What came of a case: the loss is on held-out data, seconds per minibatch are of the steady state.
+
+    They are None where other work ran beside it.
+    """
 
     case: Case
-    seconds_per_minibatch: float
+    seconds_per_minibatch: float | None
     seconds: float  # start-up, evaluation and drain included
     loss: float | None
     curve: tuple[float, ...]  # mean training losses of 20 minibatches each
@@ -116,11 +119,13 @@ def main() -> None:
     parser.add_argument("--seeds", default="0")
     parser.add_argument("--synchronous-start", type=float, default=0.0)
     parser.add_argument("--bandwidth", default="1Gbps")
+    parser.add_argument("--loss-only", action="store_true", help="keep no times, because other work runs, too")
     parser.add_argument("--table", action="store_true", help="train nothing; write links.md")
     args = parser.parse_args()
     if args.table:
         plain = [run for run in read() if run.case.compress == "none"]
-        TABLE.write_text(f"{table(read())}\n\n{times(plain)}\n\n{compressed(read())}\n", encoding="utf-8")
+        tables = table(plain), times(plain), compressed(read()), losses(read())
+        TABLE.write_text("\n\n".join(tables) + "\n", encoding="utf-8")
         return
     recipe = Recipe(args.optimizer, args.rate, args.minibatches)
     recipe.choose()
@@ -135,6 +140,8 @@ def main() -> None:
                 case = Case(contender, recipe, minibatches, args.stages, args.parts, start, seed, args.bandwidth)
                 case = replace(case, compress=compress or "none")
                 run = train_replicas(bed, links, case) if case.compared else train(bed, links, case)
+                if args.loss_only:
+                    run = replace(run, seconds_per_minibatch=None)
                 print(run, flush=True)
                 with RESULTS.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(asdict(run)) + "\n")
@@ -220,7 +227,7 @@ def table(runs: Sequence[Run]) -> str:
             case.bandwidth,
             f"{fmean(run.loss for run in same if run.loss is not None):.3f}",
             len(same),
-            f"{1e3 * median(run.seconds_per_minibatch for run in same):.1f}",
+            _ms([run.seconds_per_minibatch for run in same], ".1f"),
         )
         for case, same in sorted(together.items(), key=lambda each: (each[0].stages, each[0].minibatches))
     ]
@@ -252,14 +259,30 @@ def compressed(runs: Sequence[Run]) -> str:
     def setting(run: Run) -> Case:
         return replace(run.case, bandwidth="", contender="", compress="")
 
-    settings = {setting(run) for run in runs if run.case.compress != "none"}
-    known: defaultdict[str, defaultdict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    settings = {setting(run) for run in runs if run.case.compress != "none" and not run.case.whole}
+    known: defaultdict[str, defaultdict[str, list[float | None]]] = defaultdict(lambda: defaultdict(list))
     for run in runs:
         if setting(run) in settings:
-            known[run.case.name][run.case.bandwidth].append(1e3 * run.seconds_per_minibatch)
+            known[run.case.name][run.case.bandwidth].append(run.seconds_per_minibatch)
     links = sorted({link for times in known.values() for link in times}, key=parse_bandwidth)
-    rows = [[name] + [f"{median(ms[link]):.0f}" if ms[link] else "" for link in links] for name, ms in known.items()]
+    rows = [[name] + [_ms(times[link], ".0f") for link in links] for name, times in known.items()]
     return tabulate(rows, ["ms per minibatch at", *links], tablefmt="github", disable_numparse=True)
+
+
+def losses(runs: Sequence[Run]) -> str:
+    """Return the losses of whole trainings of 400 minibatches that compress, or send seldom, by optimizer."""
+    known: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
+    for run in runs:
+        if run.loss is not None and run.case.compress != "none" and run.case.minibatches == 400:
+            known[run.case.name, f"{run.case.recipe.optimizer}, {run.case.recipe.rate:g}"].append(run.loss)
+    rows = [(*key, f"{fmean(each):.3f}", len(each)) for key, each in known.items()]
+    return tabulate(rows, ["after 400 minibatches", "optimizer and rate", "loss", "seeds"], tablefmt="github")
+
+
+def _ms(seconds: Sequence[float | None], form: str) -> str:
+    """Return the median in milliseconds; nothing where there is none."""
+    known = [each for each in seconds if each is not None]
+    return f"{1e3 * median(known):{form}}" if known else ""
 
 
 def _mean_loss(runs: Sequence[Run], contender: str, stages: int, minibatches: int) -> float:
@@ -283,7 +306,8 @@ def _least_s(runs: Sequence[Run], contender: str, stages: int, bandwidth: str) -
     """Return the seconds per minibatch of the fastest way to divide minibatches; None where nothing was measured."""
     by_parts: defaultdict[int, list[float]] = defaultdict(list)
     for run in runs:
-        if (run.case.contender, run.case.stages, run.case.bandwidth) == (contender, stages, bandwidth):
+        asked = (run.case.contender, run.case.stages, run.case.bandwidth) == (contender, stages, bandwidth)
+        if asked and run.seconds_per_minibatch is not None:
             by_parts[run.case.parts].append(run.seconds_per_minibatch)
     return min(map(median, by_parts.values()), default=None)
 

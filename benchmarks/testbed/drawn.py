@@ -132,7 +132,7 @@ def _config(rng: random.Random, gpus: int, most: int) -> tuple[int, ...]:
 def _measured(cases: Sequence[Case], chosen: Iterable[int], seconds: float) -> Iterable[tuple[int, Row]]:
     """Run the cases of these numbers on one set of hosts; after a failure on a new one."""
     left = list(chosen)
-    most = max(hierarchical_cluster(cases[n].sizes, [1.0] * len(cases[n].sizes)).gpus for n in left)
+    most = max((hierarchical_cluster(cases[n].sizes, [1.0] * len(cases[n].sizes)).gpus for n in left), default=0)
     while left:
         with tempfile.TemporaryDirectory(prefix="testbed-") as folder, testbed(most) as bed:
             while left:
