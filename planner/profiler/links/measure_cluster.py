@@ -217,9 +217,10 @@ class _LevelMeasurement:
     def _sums(self, ring: dist.ProcessGroup, size: int, reduced_per_s: float) -> tuple[float, float]:
         """Return the bytes per second and the latency of a step of all-reduces between computations, by two sizes."""
         small, large = _SMALL_SUM_BYTES, max(2 * _SMALL_SUM_BYTES, self._message_bytes)
+        rounds = [int(min(20, 2**25 / each, _SECONDS / 8 * reduced_per_s / each)) for each in (small, large)]
         small_s, large_s = (
-            self._slowest(self._end.added_s(each, max(2, min(20, int(reduced_per_s * _SECONDS / 8 / each))), ring))
-            for each in (small, large)
+            self._slowest(self._end.added_s(each, max(2, count), ring))
+            for each, count in zip((small, large), rounds, strict=True)
         )
         steps = 2 * (size - 1)
         moved = steps / size * (large - small)
