@@ -18,7 +18,7 @@ from statistics import median
 from tabulate import tabulate
 
 from benchmarks.drawn_cases import Compared, asked
-from benchmarks.kept import ROOT, Results, between_marks, marks
+from benchmarks.kept import ROOT, Results, between_marks
 from benchmarks.testbed.bed import Testbed, TestbedError, testbed
 from benchmarks.testbed.buckets import scaled_buckets
 from benchmarks.testbed.emulate import LINK_BYTES_PER_S, emulate, fitting_scale
@@ -36,6 +36,7 @@ from planner.units import parse_bandwidth
 
 FOLDER = Path(__file__).parent
 README = FOLDER / "README.md"
+MARKS = "<!-- levels: written by benchmarks.tensor_parallel.levels -->", "<!-- end of levels -->"
 RANKS = 2  # of a group, and GPUs of a host
 MODELS = {"profiles/gpt2/model.py": "gpt2", "benchmarks/tensor_parallel/model.py:wide": "wide"}
 DEVICES, SAMPLES = ("t4", "v100", "a100"), (4, 8, 16)
@@ -91,7 +92,7 @@ def main() -> None:
     text = f"On emulated devices, {results.about(part)}, seed {arguments.seed}:\n\n{_table(rows)}"
     print(text)
     if arguments.save:
-        page = between_marks(README.read_text(encoding="utf-8"), marks("tensor_parallel.levels"), text)
+        page = between_marks(README.read_text(encoding="utf-8"), MARKS, text)
         README.write_text(page, encoding="utf-8")
 
 
