@@ -34,10 +34,10 @@ from planner.solver.candidates.pipelines import wires_s
 Depths = tuple[int, ...]
 
 TOLERANCE = 0.01  # a plan this close to the bound counts as optimal: timings are no better
-FAR = 1.5  # ratio of times that deepening beyond the inequality at the top of this file does not gain
+HOPELESS = 1.25  # ratio of times that deepening beyond the inequality at the top of this file does not gain
+FAR = 1.5  # likewise under synchronous schedules
 NEAR = 1.1  # ratio of times that going still deeper, or less deep, does not gain
 RESERVED = 0.5  # share of the budget that is kept for other pipelines than the one that is being deepened
-HOPELESS = 1.25  # likewise, that any deepening beyond it gains under asynchronous schedules
 HARDLY = 0.005  # if all stages one deeper gain no more than this, the first few stages do not either
 
 
@@ -117,8 +117,8 @@ def choose_depths(times: PipelineTimes, below_s: float = math.inf) -> DepthChoic
 
     Args:
         times: of the pipeline.
-        below_s: seconds per unit that the pipeline has to reach. If the depths of the inequality are `FAR` from it,
-            no others are tried.
+        below_s: seconds per unit that the pipeline has to reach. If the depths of the inequality are `HOPELESS` from
+            it, no others are tried; nor if more in flight at each stage leaves it farther than `NEAR`.
 
     Returns:
         None if the budget does not even allow to simulate the published depths.
@@ -154,18 +154,16 @@ def choose_depths(times: PipelineTimes, below_s: float = math.inf) -> DepthChoic
         return 1 - deeper.seconds_per_unit / before
 
     consider(counted)
-    gained = consider(_more(counted, 1, last))
-    # Deepening further gains twice as much at most.
-    if best.seconds_per_unit * min(1 - 2 * gained, 1 / NEAR) > below_s:
+    consider(_counted_depths(times, more=1))
+    if best.seconds_per_unit > below_s * NEAR:
         return best
-    if gained > HARDLY and best.seconds_per_unit <= below_s * NEAR:
+    gained = consider(_more(counted, 1, last))
+    if gained > HARDLY:
         # Long pipelines are slow to simulate: for those, deepen only the first stage or all.
         for upto in range(1, last) if last < 8 else (1,):
             consider(_more(counted, 1, upto))
     consider(_more(counted, 2, last))
-    if best.seconds_per_unit <= below_s * NEAR:
-        consider(_counted_depths(times, more=1))
-        consider(published)
+    consider(published)
     return best if best.depths == published or best.seconds_per_unit > below_s else _trimmed(times, best)
 
 

@@ -52,11 +52,11 @@ def improved(problem: Problem, found: Found, others: Sequence[Evaluation] = ()) 
     own = budget.apart(min(budget.left, most_instructions))
     trials = _Trials(replace(problem, budget=own), space, path, best)
     layers = len(problem.layer_costs.profile.layers)
-    effort = Effort(MOST_PRICED * more * FEW_LAYERS // max(FEW_LAYERS, layers), budget.deadline)
+    effort = Effort(MOST_PRICED * more * FEW_LAYERS // max(FEW_LAYERS, layers), budget.deadline, trials.least_s)
     # Stages that recompute more than the published depths demand have room for deeper pipelines.
     limited = problem.cluster.memory_bytes is not None and not problem.cluster.kinds
     ways = [BestWays(problem, space, deeper).options for deeper in (DEEPER if limited else (1.0,))]
-    local_search = LocalSearch(space, problem.cluster.gpus, trials.seconds, effort, ways, trials.least_s)
+    local_search = LocalSearch(space, problem.cluster.gpus, trials.seconds, effort, ways)
     starts = (_path(problem, space, plan) for plan in again)
     for start in (path, *filter(None, starts)):
         local_search.from_(start)

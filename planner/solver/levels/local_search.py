@@ -29,6 +29,11 @@ _Shape = tuple[tuple[int, ...], tuple[int, ...]]  # states, replicas
 OptionsOf = Callable[[tuple[int, ...], tuple[int, ...]], tuple[StageOptions, ...]]
 
 
+def plainly(_: tuple[int, ...], replicas: tuple[int, ...]) -> tuple[StageOptions, ...]:
+    """Return the options of stages without anything special."""
+    return tuple(map(StageOptions, replicas))
+
+
 @dataclass(frozen=True)
 class Effort:
     """How long a local search may take.
@@ -36,10 +41,13 @@ class Effort:
     Attributes:
         most: plans to price: a number, not a time, so that the same problem has the same answer.
         deadline: when to stop.
+        least: a quick bound that no price is below: neighbours of a kind are priced by increasing bounds, as far as
+            these are below the best price.
     """
 
     most: int
     deadline: Deadline = NO_HURRY
+    least: Seconds = lambda _: 0.0
 
 
 class LocalSearch:
@@ -51,22 +59,12 @@ class LocalSearch:
         price: what is minimised; infinite for a path that does not fit the memory.
         effort: how long it may take.
         ways: how the stages of a plan may run; by default without anything special.
-        least: a bound that no price is below: neighbours of a kind are priced by increasing bounds, as far as these
-            are below the best price.
     """
 
     def __init__(
-        self,
-        space: StateSpace,
-        gpus: int,
-        price: Seconds,
-        effort: Effort,
-        ways: Sequence[OptionsOf] = (lambda _, replicas: tuple(map(StageOptions, replicas)),),
-        least: Seconds = lambda _: 0.0,
+        self, space: StateSpace, gpus: int, price: Seconds, effort: Effort, ways: Sequence[OptionsOf] = (plainly,)
     ) -> None:
-        self._space, self._gpus, self._price, self._effort = space, gpus, price, effort
-        self._ways = ways
-        self._least = least
+        self._space, self._gpus, self._price, self._effort, self._ways = space, gpus, price, effort, ways
         self._bounds: dict[_Stages, float] = {}
         self._priced: dict[_Stages, float] = {}
 
@@ -100,7 +98,7 @@ class LocalSearch:
         if stages not in self._bounds:
             if self.over:
                 return np.inf
-            self._bounds[stages] = self._least(CutPath(*stages, np.inf))
+            self._bounds[stages] = self._effort.least(CutPath(*stages, np.inf))
         return self._bounds[stages]
 
     def _seconds(self, stages: _Stages) -> float:
