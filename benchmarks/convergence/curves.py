@@ -1,6 +1,7 @@
 """Draw the training losses of the Transformer in four stages: python -m benchmarks.convergence.curves.
 
-Curves of NewestMuon are means of real runs (`links.py`), all others emulated (`late.py`).
+Curves of `newest-muon`, as it was on 22 November 2026, are means of real runs (`links.py`), all others emulated
+(`late.py`).
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def curves() -> dict[str, list[tuple[float, float]]]:
     for case in late.best(results):
         if (case.model, case.stages, case.recipe.minibatches) == ("transformer", STAGES, MINIBATCHES):
             own = [each.curve for each in results if replace(each.case, seed=0) == case and each.curve]
-            if case.recipe.optimizer in ("adamw", "newest-muon"):
+            if case.recipe.optimizer in ("adamw", "newest-muon, by rows"):
                 found[f"{case.recipe.optimizer}, {late.named(case)}"] += own
     for run in links.read():
         if run.case.whole and (run.case.stages, run.case.minibatches) == (STAGES, MINIBATCHES):

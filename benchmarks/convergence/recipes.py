@@ -46,9 +46,10 @@ class WholeMuon(NewestMuon):
 
     @staticmethod
     def updates(mixed: Tensor) -> Tensor:
-        """Return what is added to matrices, times the negative learning rate."""
-        size: float = 0.4 * max(mixed.shape[1:]) ** 0.5
-        return orthogonal(mixed) * size
+        """Return what is added to matrices or kernels, times the negative learning rate."""
+        flat = mixed.flatten(2)
+        size: float = 0.4 * max(flat.shape[1:]) ** 0.5
+        return (orthogonal(flat) * size).reshape(mixed.shape)
 
 
 def _muon(named: Named, rate: float) -> torch.optim.Optimizer:

@@ -26,9 +26,9 @@ _LEAST_NORM = 1e-7
 
 # The root mean square of an orthogonal matrix of r x c is 1/sqrt(max(r, c)). With this factor times sqrt(r) an update
 # of a matrix no wider than high is about as large as one of AdamW, so that both take one learning rate (Liu et al.,
-# "Muon is Scalable for LLM Training", 2025, section 2.2, which takes 0.2 and the longer side). Wide matrices get less:
-# their inputs, outputs of an activation function, have means far from 0, so that they move all samples in one
-# direction, and with late gradients too far.
+# "Muon is Scalable for LLM Training", 2025, section 2.2, which takes 0.2 and the longer side). Wide matrices get less,
+# which was measured to matter most. A likely reason: they follow activation functions, whose outputs have means far
+# from 0, so that they move all samples in one direction, and with late gradients too far.
 _SIZE = 0.4
 
 # Queries, keys and values are often one matrix.
@@ -70,8 +70,9 @@ class NewestMuon(Optimizer):
 
     where NS5 is five steps of Newton and Schulz. A row makes one output, as in `nn.Linear`. A matrix three times as
     high as wide, or as wide as high, is taken for the weights of queries, keys and values, and its three squares are
-    orthogonalised one by one: together, the values' larger gradients would leave queries and keys little. Biases,
-    scales of norms, embeddings and heads are updated by AdamW. State: one buffer per matrix, two for everything else.
+    orthogonalised one by one: together, the values' larger gradients would leave queries and keys little. Kernels are
+    sized by the longer side. Biases, scales of norms, embeddings and heads are updated by AdamW.
+    State: one buffer per matrix, two for everything else.
 
     Args:
         named_parameters: of the model, or of a part of it, with their names.
@@ -136,16 +137,17 @@ class NewestMuon(Optimizer):
 
     @staticmethod
     def updates(mixed: Tensor) -> Tensor:
-        """Return what is added to matrices, times the negative learning rate.
+        """Return what is added to matrices or kernels, times the negative learning rate.
 
         Args:
-            mixed: gradients and their averages, of shape (number, rows, columns).
+            mixed: gradients and their averages, of shape (number, rows, columns, ...).
         """
-        rows, columns = mixed.shape[1:]
-        if columns == _FUSED * rows:
+        flat = mixed.flatten(2)
+        rows, columns = flat.shape[1:]
+        if mixed.ndim == 3 and columns == _FUSED * rows:
             return NewestMuon.updates(mixed.mT).mT
-        each = mixed.reshape(-1, columns, columns) if rows == _FUSED * columns else mixed
-        size: float = _SIZE * each.shape[1] ** 0.5
+        each = flat.reshape(-1, columns, columns) if mixed.ndim == 3 and rows == _FUSED * columns else flat
+        size: float = _SIZE * (each.shape[1] if mixed.ndim == 3 else max(each.shape[1:])) ** 0.5
         return (orthogonal(each) * size).reshape(mixed.shape)
 
     @torch.no_grad()
@@ -179,11 +181,10 @@ class NewestMuon(Optimizer):
             averages = [self.state[parameter]["average"] for parameter in chunk]
             torch._foreach_lerp_(averages, gradients, 1.0 - group["average"])
             mixed = torch._foreach_lerp(averages, gradients, group["newest"])
-            updates = self.updates(torch.stack(mixed).flatten(2)).to(mixed[0].dtype)
+            updates = self.updates(torch.stack(mixed)).to(mixed[0].dtype)
             if group["weight_decay"]:
                 torch._foreach_mul_(chunk, 1.0 - group["lr"] * group["weight_decay"])
-            shaped = [update.reshape(each.shape) for update, each in zip(updates, chunk, strict=True)]
-            torch._foreach_add_(chunk, shaped, alpha=-group["lr"])
+            torch._foreach_add_(chunk, list(updates), alpha=-group["lr"])
 
     def _step_others(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
         for parameter in parameters:

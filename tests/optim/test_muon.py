@@ -42,10 +42,10 @@ def _matrices(model: nn.Module) -> dict[str, nn.Parameter]:
     return {n: p for n, p in model.named_parameters() if p.ndim >= 2 and n.startswith(("blocks", "look_back"))}
 
 
-def _squares(matrix: Tensor) -> tuple[Tensor, ...]:
+def _squares(matrix: Tensor, dimensions: int) -> tuple[Tensor, ...]:
     """Return queries, keys and values, which one matrix of three squares has, one by one."""
     rows, columns = matrix.shape
-    split = {(8, 24): 1, (24, 8): 0}.get((rows, columns))
+    split = {(8, 24): 1, (24, 8): 0}.get((rows, columns)) if dimensions == 2 else None
     return (matrix,) if split is None else matrix.chunk(3, split)
 
 
@@ -63,9 +63,11 @@ def test_matrices_move_along_the_singular_vectors_of_the_mixed_gradient() -> Non
             averages[name] = 0.9 * averages[name] + 0.1 * gradients[name]
             mixed = (0.5 * gradients[name] + 0.5 * averages[name]).flatten(1).double()
             update = (before[name] * (1 - 0.01 * 0.1) - parameter.detach()).flatten(1).double()
-            for piece, moved in zip(_squares(mixed), _squares(update), strict=True):
+            pieces = [_squares(each, parameter.ndim) for each in (mixed, update)]
+            for piece, moved in zip(*pieces, strict=True):
                 left, _, right = torch.linalg.svd(piece, full_matrices=False)
-                inside = left.mT @ moved @ right.mT / (0.01 * 0.4 * math.sqrt(len(piece)))
+                side = len(piece) if parameter.ndim == 2 else max(piece.shape)
+                inside = left.mT @ moved @ right.mT / (0.01 * 0.4 * math.sqrt(side))
                 # Five iterations bring singular values that are not tiny to about 1, and turn no singular vector.
                 assert torch.allclose(inside - inside.diag().diag(), torch.zeros_like(inside), atol=2e-3)
                 assert inside.diag()[:4].min() > 0.6
