@@ -53,7 +53,7 @@ class StageRules:
         schedule = setting.schedule
         if self.shard_optimizer == "always" and not profile.may_shard_optimizer:
             raise InputError(
-                f"`shard_optimizer=always` needs an optimizer that replicas can divide, such as Adam, and the profile of "
+                "`shard_optimizer=always` needs an optimizer that replicas can divide, such as Adam, and the profile of "
                 f"'{profile.model}' does not say so of its own",
                 hint="profile the model again if its optimizer is one; or use `shard_optimizer=never`",
             )
