@@ -53,9 +53,9 @@ class StageRules:
         schedule = setting.schedule
         if self.shard_optimizer == "always" and not profile.may_shard_optimizer:
             raise InputError(
-                "`shard_optimizer=always` needs an optimizer that replicas can divide, such as Adam, and the profile of "
+                f"`shard_optimizer=always` needs an optimizer that replicas can divide, and the profile of "
                 f"'{profile.model}' does not say so of its own",
-                hint="profile the model again if its optimizer is one; or use `shard_optimizer=never`",
+                hint="profile the model again if its optimizer is one, such as Adam; or use `shard_optimizer=never`",
             )
         if self.shard_optimizer == "always" and setting.cost_model != "resource":
             raise InputError(
