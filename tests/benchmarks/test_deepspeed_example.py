@@ -36,6 +36,7 @@ def test_workers_0_and_2_are_a_pipeline_and_1_and_3_another(plan: Plan) -> None:
     assert "B0.7" in drawn
 
 
+@pytest.mark.slow
 def test_it_trains_as_the_unsplit_model(plan: Plan) -> None:
     compared = compare(plan, steps=6)
     assert compared.last_loss < compared.first_loss

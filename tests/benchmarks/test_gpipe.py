@@ -99,6 +99,7 @@ def test_published_numbers_stand_beside_ours() -> None:
 
 
 @pytest.mark.usefixtures("namespaces")
+@pytest.mark.slow
 def test_a_setting_runs(tmp_path: Path) -> None:
     """The machine may be busy, so the bound is loose; without sleeping it would be many times faster."""
     with testbed(2) as bed:

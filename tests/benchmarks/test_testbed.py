@@ -146,6 +146,7 @@ def test_servers_share_their_uplink() -> None:
 
 
 @pytest.mark.usefixtures("namespaces")
+@pytest.mark.slow
 def test_a_plan_and_data_parallelism_run_about_as_fast_as_predicted(tmp_path: Path) -> None:
     """The machine may be busy, so the bound is loose; without sleeping, the run would be many times faster."""
     with testbed(2) as bed:

@@ -59,7 +59,7 @@ def test_an_answer_without_time_is_no_slower_than_data_parallelism(
     assert (plan.solver.status == "optimal") == (plan.solver.gap <= 0.01)
 
 
-@pytest.mark.parametrize("verb", ["explain", "compare", "sweep", "report"])
+@pytest.mark.parametrize("verb", ["explain", "compare", "sweep", pytest.param("report", marks=pytest.mark.slow)])
 def test_every_verb_answers_when_the_time_is_over(
     verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -147,6 +147,7 @@ def test_tasks_of_slurm_train_as_workers_of_torchrun(folder: Path) -> None:
     assert second[1] == ""
 
 
+@pytest.mark.slow
 def test_a_failing_task_of_slurm_ends_all_with_one_reason(folder: Path) -> None:
     tasks = srun(folder, "data")  # of worker 0, which holds the store
     assert [code for code, _, _ in tasks] == [1, 1]
@@ -243,6 +244,7 @@ def test_a_failed_run_goes_on_from_its_last_checkpoint(folder: Path) -> None:
     assert [entry["minibatch"] for entry in result["losses"]] == list(range(24))  # of the whole run
 
 
+@pytest.mark.slow
 def test_torchruns_restarts_go_on_from_checkpoints_of_the_same_run_alone(folder: Path, tmp_path: Path) -> None:
     """torchrun calls all runs "none" that it was not given an id for."""
     for name in ("model.py", "plan.json"):

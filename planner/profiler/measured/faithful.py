@@ -17,7 +17,8 @@ from planner.model.stage.stage import build_stage
 from planner.model.stage.unsplit import unsplit_loss
 from planner.model.state.kept_state import keep_state
 
-_ROUNDING = 1e-4  # relative: some kernels of GPUs add in another order each time
+# Relative differences that are none: some kernels of GPUs add in another order each time.
+_ROUNDING, _EPSILONS = 1e-4, 4
 
 
 def check_captured(spec: TrainingSpec, graph: LayerGraph, batch: Batch, options: ModuleOptions) -> None:
@@ -28,23 +29,28 @@ def check_captured(spec: TrainingSpec, graph: LayerGraph, batch: Batch, options:
 
     Args:
         batch: on the model's device.
-        options: compilation and autocast are left out.
+        options: compilation is left out.
 
     Raises:
         CaptureError: when the losses differ.
     """
-    options = replace(options, autocast=None, compiled=False)
+    options = replace(options, compiled=False)
     stage = build_stage(graph, [layer.name for layer in graph.layers])
 
     def model(seed: int) -> Tensor:
         return _loss(graph, seed, lambda: unsplit_loss(graph.model, spec, batch, options))
 
     one, again = model(0), model(0)
-    if not _equal(one, again):
+    tolerance = max(_ROUNDING, _EPSILONS * torch.finfo(options.autocast or one.dtype).eps)
+
+    def equal(first: Tensor, second: Tensor) -> bool:
+        return torch.allclose(first, second, rtol=tolerance, atol=0.0, equal_nan=True)
+
+    if not equal(one, again):
         raise _differ("two calls of the model with the same batch and the same random numbers of torch", one, again)
     captured = _loss(graph, 0, lambda: stage(batch, {})[LOSS])
     # Captured layers may draw random numbers in another order than the model does.
-    if not _equal(one, captured) and _equal(one, model(1)):
+    if not equal(one, captured) and equal(one, model(1)):
         raise _differ("the model and its captured layers", one, captured)
 
 
@@ -53,11 +59,6 @@ def _loss(graph: LayerGraph, seed: int, run: Callable[[], Tensor]) -> Tensor:
     with keep_state(graph.model):
         torch.manual_seed(seed)
         return run()
-
-
-def _equal(one: Tensor, other: Tensor) -> bool:
-    tolerance = max(_ROUNDING, 4 * torch.finfo(one.dtype).eps)
-    return torch.allclose(one, other, rtol=tolerance, atol=0.0, equal_nan=True)
 
 
 def _differ(what: str, one: Tensor, other: Tensor) -> CaptureError:

@@ -112,7 +112,7 @@ def _profile_of(folder: Path, model: str) -> Profile:
 @pytest.mark.parametrize(
     ("cases", "replicas", "minibatches", "depths", "vertical_sync"),
     [
-        pytest.param(FEW, (2, 1, 1), 10, None, True, id="2-1-1 in sync, few"),
+        pytest.param(FEW, (2, 1, 1), 10, None, True, id="2-1-1 in sync, few", marks=pytest.mark.slow),
         pytest.param(CASES, (1, 1, 1), 9, None, True, id="1-1-1 in sync", marks=pytest.mark.slow),
         pytest.param(CASES, (2, 1), 9, (3, 1), True, id="2-1 in sync, deeper", marks=pytest.mark.slow),
         pytest.param(CASES, (1, 2), 9, None, True, id="1-2 in sync", marks=pytest.mark.slow),

@@ -52,7 +52,7 @@ def _finish(workers: list[subprocess.Popen[str]]) -> None:
             worker.kill()
 
 
-@pytest.mark.parametrize(("hosts", "workers"), [(1, 2), (2, 2)])
+@pytest.mark.parametrize(("hosts", "workers"), [(1, 2), pytest.param(2, 2, marks=pytest.mark.slow)])
 def test_links_on_this_machine(hosts: int, workers: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Two "hosts" of two workers each give two levels, and `plan solve` takes the file."""
     path = tmp_path / "cluster.json"

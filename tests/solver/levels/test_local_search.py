@@ -78,7 +78,7 @@ def test_where_nothing_fits_there_is_no_answer() -> None:
     assert descents.from_(CutPath((0, 2), (StageOptions(2),), np.inf)) is None
 
 
-@pytest.mark.parametrize("model", ["resnet50", "gnmt8"])
+@pytest.mark.parametrize("model", [pytest.param("resnet50", marks=pytest.mark.slow), "gnmt8"])
 def test_faster_links_between_servers_are_hardly_slower(model: str) -> None:
     """Where the bounds tell plans apart badly, since the devices of a server share its link."""
     made, times = load_profile(PROFILES / model / "cpu.json"), list[float]()
