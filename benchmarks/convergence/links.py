@@ -235,8 +235,9 @@ def table(runs: Sequence[Run]) -> str:
     return tabulate(rows, headers, tablefmt="github", disable_numparse=True)
 
 
-def times(runs: Sequence[Run], stages: int = 4, minibatches: int = 800) -> str:
-    """Return the times to the loss that 1f1b has after so many minibatches."""
+def times(all_runs: Sequence[Run], stages: int = 4, minibatches: int = 800, optimizer: str = "newest-muon") -> str:
+    """Return the times to the loss that 1f1b has after so many minibatches with one optimizer."""
+    runs = [run for run in all_runs if run.case.recipe.optimizer == optimizer]
     rows = []
     target = _mean_loss(runs, "1f1b", stages, minibatches)
     ours = _to_loss(runs, "1f1b", stages, target)
