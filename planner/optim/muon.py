@@ -68,8 +68,8 @@ class NewestMuon(Optimizer):
 
         w -= lr · (weight_decay · w + 0.4 · sqrt(rows) · NS5(newest · g + (1 − newest) · EMA(g)))
 
-    where NS5 is five steps of Newton and Schulz. A row makes one output, as in `nn.Linear`. A matrix three times as
-    high as wide, or as wide as high, is taken for the weights of queries, keys and values, and its three squares are
+    where NS5 is five steps of Newton and Schulz. A row makes one output, as in `nn.Linear`. A matrix with
+    one side three times the other is taken for the weights of queries, keys and values, and its three squares are
     orthogonalised one by one: together, the values' larger gradients would leave queries and keys little. Kernels are
     sized by the longer side. Biases, scales of norms, embeddings and heads are updated by AdamW.
     State: one buffer per matrix, two for everything else.

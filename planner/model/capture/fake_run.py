@@ -172,16 +172,14 @@ def _written_nodes(node: fx.Node, module: torch.nn.Module) -> Iterator[fx.Node]:
 
 def _nested(node: fx.Node, module: torch.nn.Module) -> Iterator[tuple[fx.GraphModule, list[tuple[fx.Node, fx.Node]]]]:
     """Yield each nested graph that `node` runs, with pairs of an operand and the graph's input that receives it."""
-    graphs = [graph for each in node.all_input_nodes if (graph := nested_graph(each, module)) is not None]
-    # Operands follow the graphs, of torch.cond in a tuple of their own.
-    last = max(
-        (i for i, each in enumerate(node.args) if isinstance(each, fx.Node) and nested_graph(each, module)), default=-1
-    )
-    given = tree_leaves(node.args[last + 1 :])
-    for graph in graphs:
+    leaves = tree_leaves((node.args, node.kwargs))
+    nodes = {at: leaf for at, leaf in enumerate(leaves) if isinstance(leaf, fx.Node)}
+    graphs = {at: graph for at, leaf in nodes.items() if (graph := nested_graph(leaf, module)) is not None}
+    given = leaves[max(graphs, default=-1) + 1 :]  # operands follow the graphs
+    for graph in graphs.values():
         inputs = graph.graph.find_nodes(op="placeholder")
         # An operator may pass values in another way: then any of them may be any input.
-        pairs = zip(given, inputs, strict=True) if len(inputs) == len(given) else product(given, inputs)
+        pairs = zip(given, inputs, strict=True) if len(inputs) == len(given) else product(leaves, inputs)
         yield graph, [(operand, input_) for operand, input_ in pairs if isinstance(operand, fx.Node)]
 
 
