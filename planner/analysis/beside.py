@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from planner.analysis.choose import Choice
 from planner.analysis.compare import OWN, Comparison
 from planner.analysis.given_plan import options_of
 from planner.analysis.solve_options import SolveOptions
@@ -15,7 +16,6 @@ from planner.formats.plan_parts import OtherWay
 from planner.formats.profile import Profile
 from planner.schedule.flush import FLUSH
 from planner.solver.candidates.budget import Budget, Patience
-from planner.solver.choose import Choice
 
 SYNCHRONOUS = "best synchronous plan"
 LEAST_S = 2.0  # that may be spent beside a search, however quick it was

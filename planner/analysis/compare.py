@@ -119,9 +119,9 @@ def _ways(given: GivenPlan) -> list[Way]:
     ]
     if plan.schedule is not GPIPE and not plan.schedule.chunked:
         microbatches = MICROBATCHES_PER_GPU * cluster.gpus
-        gpipe = replace(options, schedule=GPIPE, microbatches=microbatches, cost_model="resource")
-        drained = gpipe.problem(layer_costs, cluster)
-        ways.append(Way(SAME_CUT, drained, evaluate(drained, given.stages)))
+        drained = replace(options, schedule=GPIPE, microbatches=microbatches, minibatch=None, cost_model="resource")
+        gpipe = drained.problem(layer_costs, cluster)
+        ways.append(Way(SAME_CUT, gpipe, evaluate(gpipe, given.stages)))
     return ways
 
 

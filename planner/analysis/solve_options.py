@@ -47,14 +47,16 @@ class SolveOptions:
     accept_divided_loss: bool = False
     patience: Patience = field(default_factory=Patience)
 
+    def __post_init__(self) -> None:
+        if self.microbatches is not None and self.minibatch is not None:
+            raise InputError("`microbatches` and `minibatch` say the same twice", hint="leave out one of them")
+
     def microbatches_on(self, cluster: Cluster, profile: Profile) -> int:
         """Return the number of microbatches per minibatch on this cluster.
 
         Raises:
             InputError: where microbatches of the profile's size do not make the minibatch.
         """
-        if self.microbatches is not None and self.minibatch is not None:
-            raise InputError("`microbatches` and `minibatch` say the same twice", hint="leave out one of them")
         if self.minibatch is not None:
             return microbatches_in(self.minibatch, profile, self.schedule)
         if self.microbatches is not None:
@@ -103,12 +105,7 @@ class SolveOptions:
             schedule=self.schedule,
             microbatches=self.microbatches_on(cluster, profile),
             depth=self.depth,
-            recompute=self.rules.recompute,
-            shard_optimizer=self.rules.shard_optimizer,
-            max_stages=self.rules.max_stages,
-            max_staleness=self.rules.max_staleness,
-            granularity=self.rules.granularity,
-            tensor=self.rules.tensor,
+            **vars(self.rules),
             chunks=self.chunks,
             vertical_sync=vertical_sync,
             solver=solver,

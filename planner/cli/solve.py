@@ -11,7 +11,7 @@ from planner.cli.arguments.cluster import add_cluster_arguments, cluster_of
 from planner.cli.arguments.constraints import add_constraint_arguments, constraints_of
 from planner.cli.arguments.numbers import batch_sizes
 from planner.cli.arguments.question import add_loss_argument, add_minibatch_argument, options_of, patience_of
-from planner.cli.arguments.rules import add_rule_arguments, rules_of
+from planner.cli.arguments.rules import add_rule_arguments
 from planner.cli.arguments.time_limit import add_time_limit_argument
 from planner.cli.arguments.verb import PLAN, PROFILE, Verbs, declare, profile_path
 from planner.cli.flags import as_flags
@@ -240,8 +240,8 @@ def _solved(args: argparse.Namespace, profile: Profile, cluster: Cluster, patien
 
 def _chosen(args: argparse.Namespace, profiles: list[Profile], cluster: Cluster, patience: Patience) -> Plan:
     from planner.analysis.beside import with_best_synchronous
+    from planner.analysis.choose import COMPARED, choose
     from planner.report.tables.choice import choice_report
-    from planner.solver.choose import COMPARED, choose
 
     if args.solver != "auto" or args.vertical_sync or not constraints_of(args).empty:
         raise InputError(
@@ -253,18 +253,9 @@ def _chosen(args: argparse.Namespace, profiles: list[Profile], cluster: Cluster,
             f"the cost model '{args.cost_model}' describes 1f1b at one batch size, so there is nothing to choose",
             hint="use --cost-model resource",
         )
-    choice = choose(
-        profiles,
-        cluster,
-        schedules=COMPARED if args.schedule in ("auto", "all") else [args.schedule],
-        microbatches=args.microbatches,
-        minibatch=args.minibatch,
-        depth=args.depth,
-        rules=rules_of(args),
-        chunks=args.chunks,
-        accept_divided_loss=bool(args.accept_divided_loss),
-        patience=patience.part(SEARCHING),
-    )
+    options = options_of(args, patience.part(SEARCHING))
+    schedules = COMPARED if args.schedule in ("auto", "all") else [options.schedule]
+    choice = choose(profiles, cluster, options, schedules)
     if not args.json:
         print(as_flags(choice_report(choice)), end="\n\n")
     return with_best_synchronous(choice)

@@ -49,6 +49,13 @@ def test_rows_by_hand() -> None:
     assert (gpipe.schedule.name, gpipe.config, gpipe.microbatches) == ("gpipe", "1-1", 8)
 
 
+def test_a_minibatch_in_samples_is_compared() -> None:
+    """GPipe on the same cut has a number of microbatches of its own, which once contradicted the minibatch."""
+    comparison = compare(MODEL, flat_cluster(2, 10.0), options=SolveOptions(schedule=find("1f1b-flush"), minibatch=24))
+    assert comparison.rows[0].microbatches == 24 // 4
+    assert row(comparison, "gpipe, same cut").microbatches == 8
+
+
 def test_what_does_not_fit_says_by_how_much() -> None:
     comparison = compare(MODEL, flat_cluster(2, 10.0, 2060))
     parallel = row(comparison, "data parallel")

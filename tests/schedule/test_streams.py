@@ -24,7 +24,7 @@ from planner.schedule.interleaved import INTERLEAVED
 from planner.schedule.registry import find
 from planner.schedule.schedule import Channel, PipelineShape, stream, warm_up_depths
 from planner.schedule.streams.check import ScheduleError, check_streams
-from planner.schedule.streams.draw import draw_order
+from tests.schedule.draw import draw_order
 
 
 def make_shape(

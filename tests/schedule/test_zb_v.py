@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import pytest
 
+from planner.analysis.choose import COMPARED, choose
+from planner.analysis.solve_options import SolveOptions
 from planner.formats.cluster import flat_cluster
 from planner.formats.plan_shape import shape_of
 from planner.schedule.schedule import Channel, PipelineShape
 from planner.schedule.streams.check import check_streams
-from planner.schedule.streams.draw import draw_order
 from planner.schedule.zb_v import ZB_V
 from planner.simulator.pipeline_costs import StageCosts
 from planner.simulator.plan import simulate
 from planner.solver import solve
-from planner.solver.choose import choose
 from tests.samples import layer, profile
+from tests.schedule.draw import draw_order
 from tests.simulator.pipelines import FREE, run
 
 
@@ -64,8 +65,8 @@ def test_every_worker_holds_about_as_much_as_the_first_of_1f1b() -> None:
 def test_plans_are_fastest_where_weights_are_large_and_layers_equal() -> None:
     """Data parallelism would send 16 TB per minibatch; among pipelines zb-v alone has no bubble."""
     model = profile(*(layer(f"l{i}", 1, 2, output_bytes=1, weight_bytes=10**12, update_s=0) for i in range(16)))
-    synchronous = ["1f1b-flush", "zb-h1", "zb-v", "gpipe", "interleaved"]
-    choice = choose([model], flat_cluster(4, 1e9), schedules=synchronous, microbatches=8)
+    synchronous = [each for each in COMPARED if not each.asynchronous]
+    choice = choose([model], flat_cluster(4, 1e9), SolveOptions(microbatches=8), synchronous)
     assert choice.plan.schedule is ZB_V
     assert choice.plan.predicted.seconds_per_minibatch == pytest.approx(8 * 3 * 16 / 4)
     assert choice.plan.solver.status == "optimal"

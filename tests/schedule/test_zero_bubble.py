@@ -12,11 +12,11 @@ from planner.formats.plan_shape import shape_of
 from planner.schedule.instructions import BackwardWeight, Instruction
 from planner.schedule.schedule import Channel, PipelineShape, stream
 from planner.schedule.streams.check import ScheduleError, check_streams
-from planner.schedule.streams.draw import draw_order
 from planner.schedule.zero_bubble import ZB_H1
 from planner.simulator.pipeline_costs import StageCosts
 from planner.solver import solve
 from tests.samples import layer, profile
+from tests.schedule.draw import draw_order
 from tests.schedule.test_streams import make_shape
 from tests.simulator.pipelines import FREE, run
 

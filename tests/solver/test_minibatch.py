@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import pytest
 
+from planner.analysis.choose import choose
 from planner.analysis.solve_options import SolveOptions
 from planner.errors import InputError
 from planner.formats.cluster import flat_cluster
 from planner.report.tables.choice import choice_report
 from planner.schedule.flush import FLUSH
+from planner.schedule.gpipe import GPIPE
+from planner.schedule.one_forward_one_backward import ONE_F_ONE_B
 from planner.solver import solve
-from planner.solver.choose import choose
 from tests.samples import layer, profile
 
 MODEL = profile(*(layer(f"l{n}", 1, 2, output_bytes=10, weight_bytes=100) for n in range(4)))  # microbatches of 4
@@ -45,7 +47,7 @@ def test_a_profile_without_a_size_has_no_samples_to_count() -> None:
 def test_every_candidate_keeps_it() -> None:
     larger = MODEL.model_copy(update={"microbatch_size": 8})
     uneven = MODEL.model_copy(update={"microbatch_size": 5})
-    choice = choose([MODEL, larger, uneven], CLUSTER, schedules=["1f1b", "gpipe", "1f1b-flush"], minibatch=16)
+    choice = choose([MODEL, larger, uneven], CLUSTER, SolveOptions(minibatch=16), [ONE_F_ONE_B, GPIPE, FLUSH])
     made = {(option.schedule.name, option.profile.microbatch_size): option for option in choice.options}
     assert {key for key, option in made.items() if option.plan} == {
         (name, size) for name in ("gpipe", "1f1b-flush") for size in (4, 8)
@@ -58,4 +60,4 @@ def test_samples_and_microbatches_are_not_both_given() -> None:
     with pytest.raises(InputError, match="say the same twice"):
         SolveOptions(schedule=FLUSH, microbatches=2, minibatch=8).solve(MODEL, CLUSTER)
     with pytest.raises(InputError, match="say the same twice"):
-        choose([MODEL], CLUSTER, microbatches=2, minibatch=8)
+        choose([MODEL], CLUSTER, SolveOptions(microbatches=2, minibatch=8))

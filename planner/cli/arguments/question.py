@@ -15,7 +15,7 @@ from planner.cli.arguments.time_limit import add_time_limit_argument, shown
 from planner.cli.arguments.verb import PLAN, PROFILE, given, refuse
 from planner.formats.cost_model_names import COST_MODEL_NAMES
 from planner.schedule.defaults import MICROBATCHES_PER_GPU
-from planner.schedule.registry import DEFAULT, SCHEDULES, find
+from planner.schedule.registry import DEFAULT, NAMES, SCHEDULES, find
 
 if TYPE_CHECKING:
     from planner.analysis.solve_options import SolveOptions
@@ -105,7 +105,7 @@ def options_of(args: argparse.Namespace, patience: Patience) -> SolveOptions:
     from planner.analysis.solve_options import SolveOptions
 
     asked = {name: getattr(args, name, None) for name in (*_SOLVING, "depth", "chunks")}
-    if args.schedule is not None:
+    if args.schedule in NAMES:
         asked["schedule"] = find(args.schedule)
     rules = rules_of(args)
     return SolveOptions(

@@ -22,7 +22,7 @@ the memory of more activations, because nothing is updated meanwhile.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from planner.cost.rounding import SLACK
@@ -94,11 +94,6 @@ def hiding_depths(pipeline: PipelineCosts, published: Depths, unit_s: float) -> 
     return tuple(depths)
 
 
-def published_depths(replicas: Sequence[int]) -> Depths:
-    """Return the warm-up depth of every stage."""
-    return warm_up_depths(replicas)
-
-
 def price_depths(times: PipelineTimes, depths: Depths, *, needed: bool = False) -> DepthChoice | None:
     """Simulate given depths, or return None if the budget does not allow it.
 
@@ -123,7 +118,7 @@ def choose_depths(times: PipelineTimes, below_s: float = math.inf) -> DepthChoic
     Returns:
         None if the budget does not even allow to simulate the published depths.
     """
-    published, counted, last = published_depths(times.replicas), _counted_depths(times), len(times.replicas) - 1
+    published, counted, last = warm_up_depths(times.replicas), _counted_depths(times), len(times.replicas) - 1
     counted = tuple(map(min, counted, times.deepest))
     # The inequality is usually enough, and what is far from `below_s` with it needs no other simulation.
     begin = published if math.isinf(below_s) else counted
@@ -182,7 +177,7 @@ def _better(deeper: DepthChoice, best: DepthChoice) -> bool:
 def _trimmed(times: PipelineTimes, best: DepthChoice) -> DepthChoice:
     """Reduce the depth of the first stage, which has most in flight, as far as that costs no time."""
     # Bisection, because the time falls with the depth; only the first stage, to keep the number of simulations small.
-    low, high = published_depths(times.replicas)[0], best.depths[0]
+    low, high = warm_up_depths(times.replicas)[0], best.depths[0]
     while low < high:
         middle = (low + high) // 2
         less = price_depths(times, (middle, *best.depths[1:]))
@@ -197,7 +192,7 @@ def _trimmed(times: PipelineTimes, best: DepthChoice) -> DepthChoice:
 
 def _counted_depths(times: PipelineTimes, more: int = 0) -> Depths:
     """Solve the inequality at the top of this file from the last stage to the first; `more` for all but the last."""
-    replicas, published = times.replicas, published_depths(times.replicas)
+    replicas, published = times.replicas, warm_up_depths(times.replicas)
     depths = [1]
     outstanding = 2.0 * replicas[-1] - 1
     for stage in reversed(range(len(replicas) - 1)):

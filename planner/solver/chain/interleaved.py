@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import combinations, islice, pairwise
 from typing import TypeVar
 
@@ -194,7 +194,7 @@ class InterleavedSearch:
             by_rule = self._ways.recomputes  # then the footprint is that of stages that recompute
             held = model.worker_bytes(np.where(again & (not by_rule), lean, plain))
             over = np.maximum(held - self.limits.memory_bytes, 0.0).sum(axis=-1)
-        work = _with_recompute(work, again)
+        work = replace(work, recompute_s=np.where(again, work.forward_s, 0.0))
         return over, model.seconds(StageSeconds.of(work, model)), again, settled
 
     def _choose(
@@ -242,13 +242,6 @@ def _pick(matrices: T, cuts: Integers) -> T:
     """Return the stages between adjacent cuts."""
     return type(matrices)(
         **{each.name: getattr(matrices, each.name)[cuts[:, :-1], cuts[:, 1:]] for each in fields(matrices)}
-    )
-
-
-def _with_recompute(work: Work, again: NDArray[np.bool_]) -> Work:
-    return Work(
-        **{each.name: getattr(work, each.name) for each in fields(Work) if each.name != "recompute_s"},
-        recompute_s=np.where(again, work.forward_s, 0.0),
     )
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from planner.formats.cluster import Cluster, flat_cluster
 from planner.formats.plan import Plan
-from planner.schedule.schedule import PipelineShape
+from planner.schedule.schedule import PipelineShape, warm_up_depths
 from planner.simulator.pipeline_costs import StageCosts
 from planner.simulator.plan import simulated_s
 from planner.solver import solve
@@ -17,7 +17,6 @@ from planner.solver.candidates.depth import (
     PipelineTimes,
     choose_depths,
     price_depths,
-    published_depths,
 )
 from planner.solver.candidates.pipelines import wires_s
 from planner.solver.problem import DepthRule
@@ -44,7 +43,7 @@ def equal_work(replicas: tuple[int, ...], transfer_s: float, deepest: int = 99) 
 @pytest.mark.parametrize("replicas", [(1, 1), (1, 1, 1), (7, 1), (15, 1), (1,) * 8, (4,)])
 def test_where_messages_are_free_the_published_depths_stay(replicas: tuple[int, ...]) -> None:
     choice = chosen(equal_work(replicas, 0.0))
-    assert choice.depths == published_depths(replicas)
+    assert choice.depths == warm_up_depths(replicas)
     assert choice.seconds_per_unit == pytest.approx(1.0)
 
 
@@ -54,7 +53,7 @@ def test_where_messages_are_free_the_published_depths_stay(replicas: tuple[int, 
 )
 def test_deeper_pipelines_reach_their_busiest_resource(replicas: tuple[int, ...], transfer_s: float) -> None:
     times = equal_work(replicas, transfer_s)
-    published = price_depths(times, published_depths(replicas))
+    published = price_depths(times, warm_up_depths(replicas))
     assert published is not None
     choice = chosen(times)
     assert published.seconds_per_unit > 1.3
@@ -81,7 +80,7 @@ def test_what_is_far_from_the_time_to_beat_is_simulated_once() -> None:
     times = equal_work((2, 1, 1), 0.1)
     choice = choose_depths(times, below_s=0.5)
     assert choice is not None
-    assert choice.depths > published_depths((2, 1, 1))
+    assert choice.depths > warm_up_depths((2, 1, 1))
     assert len(times.budget.known) == 1
 
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import pytest
 
+from planner.analysis.choose import COMPARED, choose
+from planner.analysis.solve_options import SolveOptions
 from planner.errors import InfeasibleError, InputError
 from planner.formats.cluster import flat_cluster
 from planner.formats.profile import Profile
 from planner.report.tables.choice import choice_report
+from planner.schedule.flush import FLUSH
 from planner.schedule.one_forward_one_backward import ONE_F_ONE_B
 from planner.solver import solve
-from planner.solver.choose import COMPARED, choose
 from planner.solver.stage_rules import StageRules
 from tests.samples import layer, profile
 
@@ -51,7 +53,7 @@ def test_the_fastest_is_chosen_and_all_are_shown() -> None:
 def test_idle_time_is_the_bubble_where_all_else_is_even() -> None:
     """Free links, equal layers, four stages: (K - 1) / (m + K - 1), and half of that bubble with two chunks."""
     model = profile(*(layer(f"l{i}", 1, 2, output_bytes=1, weight_bytes=10**6, update_s=0) for i in range(8)))
-    choice = choose([model], flat_cluster(4, 1e4), microbatches=8)
+    choice = choose([model], flat_cluster(4, 1e4), SolveOptions(microbatches=8))
     idle = {option.schedule.name: option.idle_share for option in choice.options}
     assert idle["gpipe"] == pytest.approx(3 / 11, abs=1e-3)
     assert idle["1f1b-flush"] == pytest.approx(3 / 11, abs=1e-3)
@@ -62,7 +64,7 @@ def test_idle_time_is_the_bubble_where_all_else_is_even() -> None:
 def test_memory_decides_and_the_table_says_what_does_not_fit() -> None:
     model = deep()
     # Neither all sixteen microbatches fit, nor two versions of the weights.
-    choice = choose([model], flat_cluster(4, 1e3, 2600), rules=StageRules("never"))
+    choice = choose([model], flat_cluster(4, 1e3, 2600), SolveOptions(rules=StageRules("never")))
     assert choice.plan.schedule.name in ("1f1b-flush", "zb-h1", "zb-v")
     assert "does not fit the memory" in choice_report(choice)
     with pytest.raises(InfeasibleError, match="no plan fits"):
@@ -79,7 +81,7 @@ def test_one_gpu_has_nothing_to_interleave() -> None:
 def test_larger_microbatches_win_until_memory_ends() -> None:
     """A fixed part per operation favours large microbatches, memory small ones, at the same minibatch of 64."""
     sizes = [deep(size, fixed_s=0.5) for size in (16, 4, 8)]
-    roomy = choose(sizes, flat_cluster(4, 1e4), schedules=["1f1b-flush"], microbatches=16)
+    roomy = choose(sizes, flat_cluster(4, 1e4), SolveOptions(microbatches=16), [FLUSH])
     assert [(option.profile.microbatch_size, option.microbatches) for option in roomy.options] == [
         (4, 16),
         (8, 8),
@@ -89,9 +91,8 @@ def test_larger_microbatches_win_until_memory_ends() -> None:
     best = min(roomy.options, key=lambda option: option.seconds_per_sample)
     assert roomy.plan.microbatch_size == best.profile.microbatch_size != 4
     assert roomy.plan.profile_digest == best.profile.digest
-    tight = choose(
-        sizes, flat_cluster(4, 1e4, 2600), schedules=["1f1b-flush"], microbatches=16, rules=StageRules("never")
-    )
+    never = SolveOptions(microbatches=16, rules=StageRules("never"))
+    tight = choose(sizes, flat_cluster(4, 1e4, 2600), never, [FLUSH])
     assert tight.plan.microbatch_size == 4
     assert "batch size" in choice_report(roomy)
 

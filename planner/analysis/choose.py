@@ -8,21 +8,17 @@ asynchronous schedules use older weights (under 1f1b as many updates old as the 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from planner.analysis.solve_options import SolveOptions
 from planner.errors import InfeasibleError, InputError, PlannerError
 from planner.formats.cluster import Cluster
 from planner.formats.plan import Plan
 from planner.formats.profile import Profile
-from planner.schedule.defaults import CHUNKS, MICROBATCHES_PER_GPU
+from planner.schedule.defaults import MICROBATCHES_PER_GPU
 from planner.schedule.flush import FLUSH
-from planner.schedule.registry import SCHEDULES, find
+from planner.schedule.registry import SCHEDULES
 from planner.schedule.schedule import Schedule
-from planner.solver import solve
-from planner.solver.candidates.budget import Patience
-from planner.solver.minibatch import microbatches_in
-from planner.solver.problem import DepthRule
-from planner.solver.stage_rules import StageRules
 
 COMPARED: tuple[Schedule, ...] = tuple(schedule for schedule in SCHEDULES if schedule.pipelined)
 
@@ -94,72 +90,41 @@ class Choice:
 def choose(
     profiles: Sequence[Profile],
     cluster: Cluster,
-    *,
-    schedules: Sequence[Schedule | str] = COMPARED,
-    microbatches: int | None = None,
-    minibatch: int | None = None,
-    depth: DepthRule = "auto",
-    rules: StageRules | None = None,
-    chunks: int = CHUNKS,
-    accept_divided_loss: bool = False,
-    patience: Patience | None = None,
+    options: SolveOptions | None = None,
+    schedules: Sequence[Schedule] = COMPARED,
 ) -> Choice:
     """Find the plan with most samples per second over all schedules and profiles.
 
     Args:
         profiles: of one model, at different microbatch sizes.
         cluster: devices, memory and links.
+        options: of all searches, which take their time together. Their `microbatches` are those of the smallest
+            profile; larger microbatches make the same minibatch. What cannot make their `minibatch` is no candidate.
         schedules: what to compare.
-        microbatches: per minibatch, at the smallest of the profiles' sizes; by default 4 per GPU. Larger microbatches
-            make the same minibatch.
-        minibatch: samples of every minibatch, in place of `microbatches`; what cannot make it is no candidate.
-        depth: as for `solve`.
-        rules: what the stages of all plans may be like.
-        chunks: as for `solve`.
-        accept_divided_loss: as for `solve`.
-        patience: how long to search for all plans together.
 
     Raises:
         InfeasibleError: if nothing fits the memory.
         InputError: for profiles of different models, or sizes that cannot make the same minibatch.
     """
     _check_alike(profiles)
-    if microbatches is not None and minibatch is not None:
-        raise InputError("`microbatches` and `minibatch` say the same twice", hint="leave out one of them")
-    patience, rules = patience or Patience(), rules or StageRules()
-    options = list[Option]()
+    asked = options or SolveOptions()
+    found = list[Option]()
     for profile in sorted(profiles, key=lambda each: each.microbatch_size or 0):
-        many = _microbatches(profile, profiles, cluster, microbatches) if minibatch is None else 1
-        for schedule in map(find, schedules):
-            count = many if schedule.divides else 1
+        many = _microbatches(profile, profiles, cluster, asked.microbatches) if asked.minibatch is None else None
+        for schedule in schedules:
+            count = many if schedule.divides else None
+            part = asked.within(1 / (len(profiles) * len(schedules) - len(found)))
+            own = replace(part, schedule=schedule, microbatches=count)
             try:
-                count = count if minibatch is None else microbatches_in(minibatch, profile, schedule)
-                plan = solve(
-                    profile,
-                    cluster,
-                    schedule=schedule,
-                    microbatches=count,
-                    depth=depth,
-                    recompute=rules.recompute,
-                    shard_optimizer=rules.shard_optimizer,
-                    max_stages=rules.max_stages,
-                    max_staleness=rules.max_staleness,
-                    granularity=rules.granularity,
-                    tensor=rules.tensor,
-                    chunks=chunks,
-                    accept_divided_loss=accept_divided_loss,
-                    time_limit_s=patience.part(1 / (len(profiles) * len(schedules) - len(options))).deadline.left_s,
-                    progress=patience.progress,
-                )
+                count = own.microbatches_on(cluster, profile)
+                found.append(Option(schedule, profile, count, own.solve(profile, cluster), None))
             except (InfeasibleError, InputError) as error:
-                options.append(Option(schedule, profile, count, None, error))
-            else:
-                options.append(Option(schedule, profile, count, plan, None))
-    eligible = [option for option in options if option.plan is not None]
+                found.append(Option(schedule, profile, count or 1, None, error))
+    eligible = [option for option in found if option.plan is not None]
     if not eligible:
-        raise _least_demanding(options).obstacle or InfeasibleError("no schedule has a plan")
+        raise _least_demanding(found).obstacle or InfeasibleError("no schedule has a plan")
     # The first of equals wins: smaller microbatches before larger ones, schedules in the order given.
-    return Choice(min(eligible, key=lambda option: option.seconds_per_sample), tuple(options))
+    return Choice(min(eligible, key=lambda option: option.seconds_per_sample), tuple(found))
 
 
 def _least_demanding(options: Sequence[Option]) -> Option:
