@@ -46,7 +46,7 @@ def resources(uses: tuple[ResourceUse, ...], seconds: float) -> str:
         parts += [
             text(8, y + 15, f"stage {use.stage}, {use.resource}"),
             box((left, y), (max(use.busy_s * scale, 1), height - 6), BLUE if use.resource == "compute" else GREEN),
-            text(left + use.busy_s * scale + 6, y + 14, f"{use.share:.0%}", Font(12)),
+            text(left + seconds * scale + 6, y + 15, f"{use.share:.0%}", Font(12)),
         ]
     return document(width, bottom + 10, parts)
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.data import DataLoader, Dataset
 
-from planner.executor.communication.coding import coding_of
+from planner.devices.coding import coding_of
 from planner.executor.run.data import make_batches
 from planner.formats.codecs import CODECS, Codec, CodecName
 from planner.model.spec import load_model_file

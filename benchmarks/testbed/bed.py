@@ -66,9 +66,12 @@ class Testbed:
         if key not in self._links:
             seconds = 120 + 60 * message_bytes / min(rates)
             answer = self._ask({"kind": "links", "message_bytes": message_bytes}, nominal, 1.0, seconds)
-            # Emulated devices sleep while they compute, which leaves the cores to the messages.
+            # Emulated devices sleep while they compute, which leaves the cores to the messages, and to their codecs.
             levels = [level | {"sum_bandwidth_bytes_per_s": None, "sum_latency_s": None} for level in answer["levels"]]
-            self._links[key] = Cluster.model_validate(answer | {"overlap": True, "levels": levels})
+            at_once = max(1.0, nominal.gpus / (os.cpu_count() or 1))
+            times = [each | {"s_per_byte": each["s_per_byte"] / at_once} for each in answer["codec_times"]]
+            changes = {"overlap": True, "levels": levels, "codec_times": times}
+            self._links[key] = Cluster.model_validate(answer | changes)
         return self._links[key]
 
     def train(self, job: Job, cluster: Cluster, byte_factor: float, timeout_s: float) -> TrainResult:

@@ -35,6 +35,7 @@ from planner.executor.job import Job
 from planner.executor.run.train import train_worker
 from planner.formats.timeline import Timeline
 from planner.profiler.links.measure_cluster import measure_cluster
+from planner.profiler.measured.malloc import keep_freed_pages
 from planner.report.trace import save_trace
 
 _CLONE_NEWNET = 0x40000000
@@ -47,6 +48,7 @@ def main() -> None:
     die_with_parent()
     setattr(planner.executor.run.stages, "division_of", layers.division_of)  # noqa: B010
     torch.set_num_threads(1)
+    keep_freed_pages()  # as the product's workers do
     hosts = json.loads(sys.stdin.readline())
     context = multiprocessing.get_context("fork")
     workers: list[tuple[Any, Connection]] = []

@@ -167,12 +167,13 @@ def with_stage_times(plan: Plan, times: Sequence[MeanStageTimes]) -> Plan:
     """Return the plan with stages that take `times` when simulated.
 
     On a cluster without overlap the simulator adds the processor's time for messages to each stage. Measured times
-    contain it already, so it is subtracted here.
+    contain it already, so it is subtracted here. They do not contain the codecs' time.
     """
     # The measured mean backward contains gradient accumulation.
     nothing = {"forward_s": 0.0, "backward_s": 0.0, "update_s": 0.0, "accumulate_s": 0.0}
-    idle = plan.model_copy(update={"stages": tuple(stage.model_copy(update=nothing) for stage in plan.stages)})
-    stages = []
+    stages = tuple(stage.model_copy(update=nothing) for stage in plan.stages)
+    idle = plan.model_copy(update={"stages": stages, "cluster": plan.cluster.model_copy(update={"codec_times": ()})})
+    timed: list[Stage] = []
     costs = costs_of(idle)
     gather_s = Simulation(costs, 1).communication.gather_s
     for number, (stage, seen, handling) in enumerate(zip(plan.stages, times, costs.stages, strict=True)):
@@ -186,8 +187,8 @@ def with_stage_times(plan: Plan, times: Sequence[MeanStageTimes]) -> Plan:
         own = {"forward_s": forward_s, "backward_s": backward_s, "update_s": update_s, "accumulate_s": 0.0}
         if stage.recompute_s is not None:
             own |= {"recompute_s": recompute_s, "ready_s": _ready_s(stage, recompute_s, backward_s)}
-        stages.append(stage.model_copy(update=own))
-    return plan.model_copy(update={"stages": tuple(stages)})
+        timed.append(stage.model_copy(update=own))
+    return plan.model_copy(update={"stages": tuple(timed)})
 
 
 def _ready_s(stage: Stage, recompute_s: float, backward_s: float) -> tuple[float, ...]:

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from planner.cli.arguments.cluster import each
+from planner.cli.arguments.cluster import add_compress_argument, each
 from planner.cli.arguments.numbers import at_least
 from planner.cli.arguments.question import add_minibatch_argument, options_of, patience_of
 from planner.cli.arguments.rules import add_rule_arguments
@@ -69,6 +69,7 @@ def add_parser(verbs: Verbs) -> None:
     parser.add_argument(
         "--memory", type=parse_bytes, metavar="SIZE", help="memory of each GPU (default: that of its kind)"
     )
+    add_compress_argument(parser)
     parser.add_argument("--length", type=at_least(1), metavar="N", help="tokens of a sample (default: up to 2048)")
     parser.add_argument(
         "--batch-size",
@@ -123,7 +124,7 @@ def run(args: argparse.Namespace) -> int:
         save_profile(profile, folder / PROFILE)
 
         def cluster_of(gpus: int) -> Cluster:
-            return _cluster(args, profile, gpus, per_server)
+            return _cluster(args, profile, gpus, per_server).model_copy(update={"compress": args.compress or "none"})
 
         answer = fit(profile, args.gpus, cluster_of, options_of(args, patience))
     print_answer(answer, args.json, fit_report)

@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 from planner.errors import ClusterError
 from planner.formats.codecs import CodecName
 from planner.formats.device_names import Backend
-from planner.formats.files import AlwaysTrue, GrownRecord, load_record, save_record
+from planner.formats.files import AlwaysTrue, GrownRecord, Record, load_record, save_record
 
 MOST_GPUS = 2**17  # a plan names every rank
 
@@ -57,6 +57,13 @@ class DeviceKind(GrownRecord):
         return self.name if self.speed == 1 else f"{self.name} of {speed}"
 
 
+class CodecTime(Record):
+    """What a codec takes of a worker's time."""
+
+    codec: CodecName
+    s_per_byte: Annotated[float, Field(ge=0)]  # of a byte on the link, at either end
+
+
 class Cluster(GrownRecord):
     """Devices and the links between them. Devices are ranks 0 to gpus-1, filling one server after another.
 
@@ -64,7 +71,7 @@ class Cluster(GrownRecord):
     bytes.
     """
 
-    later_fields: ClassVar[frozenset[str]] = frozenset({"backend", "compress"})
+    later_fields: ClassVar[frozenset[str]] = frozenset({"backend", "compress", "codec_times"})
 
     schema_version: Literal[1] = 1
     levels: Annotated[tuple[Level, ...], Field(min_length=1)]  # inner to outer
@@ -72,12 +79,18 @@ class Cluster(GrownRecord):
     overlap: bool = True  # messages travel while devices compute
     backend: Backend | None = None  # that the links were measured with
     compress: CodecName = "none"  # how activations and their gradients travel between stages
+    codec_times: tuple[CodecTime, ...] = ()  # where measured; other codecs count no time
     kinds: tuple[DeviceKind, ...] = ()  # all devices by rank, where they differ; empty: all are like the profiled one
 
     @property
     def gpus(self) -> int:
         """Number of devices."""
         return math.prod(level.size for level in self.levels)
+
+    @property
+    def coding_s_per_byte(self) -> float:
+        """Seconds that either end of a link takes to code or decode a byte on it."""
+        return next((each.s_per_byte for each in self.codec_times if each.codec == self.compress), 0.0)
 
     def kind_of(self, rank: int) -> DeviceKind:
         """Return the kind of the device of this rank, in a cluster whose devices differ."""

@@ -114,7 +114,7 @@ class PipelineCosts:
     ) -> PipelineCosts:
         """Combine stages with the values that they exchange and the weights that they share.
 
-        On a cluster without overlap, handling messages occupies the processor, so that time is added to the stages.
+        The processor's time for messages is added to the stages.
         """
         topology = Topology(cluster)
         stages = [_with_shared(costs, number, shared) for number, costs in enumerate(stages)]

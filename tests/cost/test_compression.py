@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from planner.formats.cluster import Cluster, flat_cluster, load_cluster, save_cluster
+from planner.formats.cluster import Cluster, CodecTime, flat_cluster, load_cluster, save_cluster
 from planner.formats.codecs import CODECS, CodecName
 from planner.formats.plan import Plan, load_plan, save_plan
 from planner.formats.profile import Profile, Value
@@ -70,6 +70,19 @@ def test_plans_get_faster_and_are_counted_as_large() -> None:
     assert len(set(seconds)) == len(CODECS)
     assert [simulated_s(plan) for plan in plans] == seconds
     assert len({stage.memory.communication_bytes for plan in plans for stage in plan.stages}) == 1
+
+
+@pytest.mark.parametrize(("schedule", "microbatches", "counted"), [("1f1b", 1, 1), ("2bw", 4, 4), ("1f1b-flush", 4, 3)])
+def test_both_ends_take_their_time_to_code(schedule: str, microbatches: int, counted: int) -> None:
+    """A byte takes 1 us at either end: with 2 x 255 kB a stage's processor takes half a second more per microbatch."""
+    slow = cluster("int8").model_copy(update={"codec_times": (CodecTime(codec="int8", s_per_byte=1e-6),)})
+    plans = [solve(model(), each, schedule=schedule, microbatches=microbatches) for each in (cluster("int8"), slow)]
+    more_s = 1e-6 * sum(plans[1].transfers[0].model_dump(include={"output_bytes", "gradient_bytes"}).values())
+    quick, late = (plan.solver.cost_model_s or 0 for plan in plans)
+    assert late - quick == pytest.approx(counted * more_s)
+    seconds = [plan.predicted.seconds_per_minibatch for plan in plans]
+    assert seconds[1] > seconds[0]
+    assert simulated_s(plans[1]) == pytest.approx(seconds[1])
 
 
 def test_files_say_it_where_something_is_coded(tmp_path: Path) -> None:

@@ -1,20 +1,22 @@
-"""Find the commands that a page tells its reader to type."""
+"""Find the commands and the Python scripts that a page tells its reader to type."""
 
 from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator
+import textwrap
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 _NOT_RUN = re.compile(r"<!-- not run: (.+) -->")
 _START = re.compile(r"(?:\$ )?((?:plan [a-z]|torchrun |python3? |cd |sbatch |kubectl |\w+=\S+ \./).*)")
+_PYTHON = re.compile(r"(?:import|from) \w")
 
 
 @dataclass(frozen=True)
 class Command:
-    """One command of a page, on one line."""
+    """One command of a page, on one line, or a script for Python's standard input."""
 
     page: Path
     line: int
@@ -23,8 +25,8 @@ class Command:
 
     @property
     def words(self) -> list[str]:
-        """As the shell splits it, without comments."""
-        return shlex.split(self.text, comments=True)
+        """As the shell splits its first line, without comments."""
+        return shlex.split(self.text.split("\n")[0], comments=True)
 
 
 def commands(page: Path) -> Iterator[Command]:
@@ -32,25 +34,33 @@ def commands(page: Path) -> Iterator[Command]:
 
     A comment `<!-- not run: why -->` holds for the block that follows it.
     """
-    reason, block, joined, start = "", False, "", 0
-    fenced = False
-    for number, line in enumerate(page.read_text(encoding="utf-8").split("\n"), 1):
+    reason, fenced = "", False
+    block: list[str] = []
+    for number, line in enumerate([*page.read_text(encoding="utf-8").split("\n"), "the end"], 1):
         fenced ^= line.startswith("```")
-        if fenced:
+        if not fenced and (line.startswith("    ") or (block and not line)):
+            block.append(line)
             continue
-        indented = line.startswith("    ")
-        if joined:
-            joined, line = "", joined + " " + line.strip()
-        elif indented:
-            block, start, line = True, number, line.strip()
-        elif line.strip():
-            found = _NOT_RUN.fullmatch(line.strip())
-            reason = found[1] if found else "" if block or not line.startswith("<!--") else reason
-            block = False
+        if block:
+            yield from _in_block(page, number - len(block), block, reason)
+            block, reason = [], ""
+        if line and not fenced:
+            found = _NOT_RUN.fullmatch(line)
+            reason = found[1] if found else reason if line.startswith("<!--") else ""
+
+
+def _in_block(page: Path, first: int, lines: Sequence[str], reason: str) -> Iterator[Command]:
+    script = textwrap.dedent("\n".join(lines)).strip()
+    if _PYTHON.match(script):
+        yield Command(page, first, f"python - <<'END'\n{script}\nEND", reason)
+        return
+    joined, start = "", first
+    for number, line in enumerate(lines, first):
+        start = start if joined else number
+        joined = f"{joined} {line.strip()}".strip()
+        if joined.endswith("\\"):
+            joined = joined[:-1].rstrip()
             continue
-        else:
-            continue
-        if line.endswith("\\"):
-            joined = line[:-1].rstrip()
-        elif command := _START.fullmatch(line):
+        if command := _START.fullmatch(joined):
             yield Command(page, start, command[1], reason)
+        joined = ""

@@ -1,7 +1,8 @@
 """Every command of the documentation is one that `plan` takes, and runs where one machine is enough.
 
 The default tests run what needs no training, on files made beforehand. Those marked slow type all commands of a page
-into a shell, one after the other, in a folder with a small model file. What neither runs says why in the page.
+into a shell, one after the other, in a folder with a small model file, and the page's Python scripts where they stand.
+What neither runs says why in the page.
 """
 
 from __future__ import annotations
@@ -137,6 +138,13 @@ def test_a_command_that_plan_does_not_take_is_found(tmp_path: Path) -> None:
     assert (command.line, command.text) == (3, "plan solve --gbus 4 --bandwidth 1Gbps")
     with pytest.raises(InputError):
         test_plan_takes_the_command(command)
+
+
+def test_python_scripts_are_found_whole(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("Run\n\n    import a\n\n    if a:\n        a.b()\n\nText.\n", encoding="utf-8")
+    (script,) = commands(page)
+    assert (script.line, script.text) == (3, "python - <<'END'\nimport a\n\nif a:\n    a.b()\nEND")
 
 
 def test_blocks_that_say_why_they_are_not_run(tmp_path: Path) -> None:

@@ -68,19 +68,20 @@ def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="messages do not overlap with computation: for CPU workers that use every core of their host",
     )
-    cluster.add_argument(
-        "--compress",
-        choices=CODEC_NAMES,
-        help="send activations and their gradients between stages "
-        + "; ".join(f"{codec.name}: {codec.summary}" for codec in CODECS.values())
-        + " (default: none, or what --cluster says)",
-    )
+    add_compress_argument(cluster, "none, or what --cluster says")
     cluster.add_argument(
         "--cluster",
         type=Path,
         metavar="FILE",
         help="cluster.json, in place of the arguments above except --memory and --compress",
     )
+
+
+def add_compress_argument(parser: argparse._ActionsContainer, default: str = "none") -> None:
+    """Declare how stages send; without it the value is None."""
+    kinds = "; ".join(f"{codec.name}: {codec.summary}" for codec in CODECS.values())
+    text = f"send activations and their gradients between stages {kinds} (default: {default})"
+    parser.add_argument("--compress", choices=CODEC_NAMES, help=text)
 
 
 def cluster_of(args: argparse.Namespace, profile: Profile) -> Cluster:

@@ -19,12 +19,14 @@ class Link:
     """A device's link: bandwidth per direction, both used at once.
 
     `overlap`: transfers go on while the device computes.
+    `coding_s_per_byte`: that the device itself takes to code what it sends, and to decode what it receives.
     """
 
     bandwidth_bytes_per_s: float
     latency_s: float = 0.0
     all_reduce_bandwidth_bytes_per_s: float | None = None  # where it differs
     overlap: bool = True
+    coding_s_per_byte: float = 0.0
 
     @property
     def ring_bytes_per_s(self) -> float:
@@ -37,11 +39,12 @@ class Link:
         return replace(self, all_reduce_bandwidth_bytes_per_s=self.ring_bytes_per_s)
 
     def handling_s(self, moved_bytes: ArrayLike) -> Floats:
-        """Return the processor's seconds for messages of so many bytes, received and sent; none if they overlap.
+        """Return the processor's seconds for messages of so many bytes, received and sent.
 
-        Both directions have the bandwidth at once, so a byte takes half of its time.
+        It codes them. If they do not overlap it also moves them: both directions have the bandwidth at once, so a byte
+        takes half of its time.
         """
-        cost = 0.0 if self.overlap else 0.5 / self.bandwidth_bytes_per_s
+        cost = self.coding_s_per_byte + (0.0 if self.overlap else 0.5 / self.bandwidth_bytes_per_s)
         return np.asarray(np.asarray(moved_bytes, dtype=np.float64) * cost)
 
 
@@ -53,6 +56,7 @@ def link_of(cluster: Cluster) -> Link:
         max(level.latency_s for level in cluster.levels),
         min((bandwidth for bandwidth in reduces if bandwidth is not None), default=None),
         cluster.overlap,
+        cluster.coding_s_per_byte,
     )
 
 

@@ -65,7 +65,7 @@ class Topology:
 
     def __init__(self, cluster: Cluster) -> None:
         levels = self._levels = cluster.joined
-        self.gpus, self._overlap = cluster.gpus, cluster.overlap
+        self.gpus, self._handled = cluster.gpus, (cluster.overlap, cluster.coding_s_per_byte)
         self.groups = np.cumprod([level.size for level in levels])
         self._groups = tuple(self.groups.tolist())
         self.path_bytes_per_s = np.minimum.accumulate([level.bandwidth_bytes_per_s for level in levels])
@@ -93,14 +93,14 @@ class Topology:
             float(self.path_bytes_per_s[level]),
             float(self.latency_s[level]),
             float(self.ring_bytes_per_s[level]),
-            self._overlap,
+            *self._handled,
         )
 
     def stage_link(self, ranks: Ranks) -> Link:
         """Return the link of a stage's all-reduce; messages that do not overlap are priced at the slowest bandwidth."""
         span = self.span(ranks)
         slowest = float(self.path_bytes_per_s[-1])
-        return Link(slowest, float(self.latency_s[span]), float(self.ring_bytes_per_s[span]), self._overlap)
+        return Link(slowest, float(self.latency_s[span]), float(self.ring_bytes_per_s[span]), *self._handled)
 
     def group_link(self, degree: int) -> Link:
         """Return the link of so many ranks, the first ones, that all-reduce between computations."""

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from planner.devices.coding import Coding, coding_of
 from planner.errors import WorkerError
-from planner.executor.communication.coding import Coding, coding_of
 from planner.formats.codecs import CODECS, Codec
 from planner.model.capture.graph import ValueSpec
 from planner.schedule.instructions import Unit

@@ -9,7 +9,9 @@ from collections.abc import Callable, Iterable
 import torch
 import torch.distributed as dist
 
+from planner.devices.coding import coding_of
 from planner.devices.groups import DataGroups
+from planner.formats.codecs import FLOAT_BYTES, Codec
 from planner.schedule.instructions import POSTED
 
 SHORT_BYTES = 64  # so short that only the latency counts
@@ -85,6 +87,18 @@ class Endpoint:
             flat.div_(members)
 
         return self._timed(reduce, rounds)
+
+    def coding_s(self, codec: Codec, size: int, rounds: int) -> list[float]:
+        """Return the seconds of each coding and decoding of a value of `size` bytes, in all processes at once."""
+        value = torch.ones(size // FLOAT_BYTES, device=self.device)
+        coding, size = coding_of(codec, value.nbytes, value.dtype), codec.size_bytes(value.nbytes, value.itemsize)
+        place = coding.place(torch.empty(size, dtype=torch.uint8, device=self.device), 0, value.shape)
+
+        def code() -> None:
+            coding.write(place, value)
+            coding.read(place, value.dtype, value.shape)
+
+        return self._timed(code, rounds)
 
     def added_s(self, size: int, rounds: int, group: dist.ProcessGroup | None = None) -> float:
         """Return the seconds that an all-reduce of `size` bytes adds to computations that make and use them.

@@ -24,9 +24,11 @@ from planner.devices.meeting import exchange, started_as_worker, worker_store
 from planner.devices.place import Place, choose_place, cores_to_send, take
 from planner.devices.seats import own_seat
 from planner.errors import InputError, WorkerError, first_line
-from planner.formats.cluster import Cluster, Level
+from planner.formats.cluster import Cluster, CodecTime, Level
+from planner.formats.codecs import CODECS, FLOAT_BYTES
 from planner.formats.device_names import Backend, DeviceType
 from planner.profiler.links.exchange import SHORT_BYTES, Endpoint
+from planner.profiler.measured.malloc import keep_freed_pages
 
 MESSAGE_BYTES = 4_000_000
 BUCKET_BYTES = 25_000_000  # the executor's largest bucket
@@ -34,6 +36,8 @@ TIMEOUT_S = 120.0  # for one message
 _SMALL_SUM_BYTES = 2**18
 _LATENCY_ROUNDS = 100
 _SECONDS = 1.0  # for the long messages of one set of pairs
+_CODECS = [codec for codec in CODECS.values() if codec.element_bytes]
+_CODINGS = 10  # of each codec
 _FIRST_ROUNDS = 3  # in which TCP comes up to speed
 _LEAST_ROUNDS = 8
 _SLOW_S = 5.0  # a message that takes longer is not repeated: the first few rounds are accurate enough
@@ -95,7 +99,7 @@ def measure_cluster(
         dist.init_process_group(GLOO, store=store, rank=rank, world_size=world, timeout=timeout)
         try:
             measurement = _LevelMeasurement(place, timeout, message_bytes, bucket_bytes)
-            levels, overlap = measurement.levels(), measurement.overlap
+            levels, times, overlap = measurement.levels(), measurement.codec_times(), measurement.overlap
         finally:
             dist.destroy_process_group()
     except (RuntimeError, ValueError) as cause:  # what torch.distributed raises for lost or unreachable peers
@@ -103,7 +107,9 @@ def measure_cluster(
             f"the links cannot be measured: {first_line(cause)}",
             hint="do all hosts reach each other? GLOO_SOCKET_IFNAME names the network interface to use",
         ) from cause
-    return Cluster(levels=levels, backend=place.backend, overlap=overlap) if levels else None
+    if not levels:
+        return None
+    return Cluster(levels=levels, backend=place.backend, overlap=overlap, codec_times=times)
 
 
 def exchanges(hosts: int, workers: int) -> tuple[list[Exchange], list[Exchange]]:
@@ -163,6 +169,15 @@ class _LevelMeasurement:
                 self._level(self._hosts, self._outer, self._across[self._rank % self._workers], sharing=self._workers)
             )
         return tuple(levels) if self._rank == 0 else ()
+
+    def codec_times(self) -> tuple[CodecTime, ...]:
+        """Return what the codecs take: half of it at each end."""
+        keep_freed_pages()  # as the workers do
+        rates = []
+        for codec in _CODECS:
+            taken_s = self._slowest(median(self._end.coding_s(codec, self._message_bytes, _CODINGS)))
+            rates.append(taken_s / (2 * codec.size_bytes(self._message_bytes, FLOAT_BYTES)))
+        return tuple(CodecTime(codec=codec.name, s_per_byte=rate) for codec, rate in zip(_CODECS, rates, strict=True))
 
     def _level(self, size: int, sets: Sequence[Exchange], ring: dist.ProcessGroup, sharing: int) -> Level:
         speeds = [self._pairs(one) for one in sets]

@@ -18,7 +18,7 @@ from planner.cost.kinds import with_kinds
 from planner.cost.network.link import backward_and_reduce_s, ring_all_reduce_s
 from planner.cost.price import stage_memory
 from planner.cost.rounding import SLACK
-from planner.formats.cluster import flat_cluster
+from planner.formats.cluster import Level
 from planner.simulator.pipeline_costs import PipelineCosts
 from planner.solver.candidates.depth import (
     FAR,
@@ -51,14 +51,13 @@ def priced_path(problem: Problem, space: StateSpace, path: CutPath) -> Evaluatio
     """Price a path over a space by the cost model, also one for more GPUs than there are."""
     if path.gpus > problem.cluster.gpus:
         link = problem.link
-        more = flat_cluster(
-            path.gpus,
-            link.bandwidth_bytes_per_s,
+        level = Level(
+            size=path.gpus,
+            bandwidth_bytes_per_s=link.bandwidth_bytes_per_s,
             latency_s=link.latency_s,
             all_reduce_bandwidth_bytes_per_s=link.all_reduce_bandwidth_bytes_per_s,
-            overlap=link.overlap,
         )
-        problem = problem.on(more)
+        problem = problem.on(problem.cluster.model_copy(update={"levels": (level,), "memory_bytes": None, "kinds": ()}))
     return priced(problem, stages_along(space, path))
 
 

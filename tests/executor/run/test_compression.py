@@ -18,7 +18,7 @@ from planner.formats.codecs import CodecName
 from planner.formats.plan import Plan
 from planner.model.spec import TrainingSpec, load_model_file
 from planner.schedule.instructions import Unit
-from tests.executor.communication.test_coding import as_int8
+from tests.devices.test_coding import as_int8
 from tests.executor.models import OPTIMIZERS
 from tests.executor.plans import make_plan, structural_profile
 from tests.executor.processes import run_jobs
