@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from benchmarks.gpu_truth import aceso, galvatron, mist, sailor, vtrain
+from benchmarks.gpu_truth import aceso, calculon, galvatron, mist, sailor, vtrain
 from benchmarks.gpu_truth.calibrated import calibrated, factors
 from benchmarks.gpu_truth.rows import ANCHORS, Row
 from benchmarks.gpu_truth.summary import error_of, scatter_svg, summary
@@ -21,6 +21,7 @@ SOURCES: Mapping[str, Callable[[], Iterator[Row]]] = {
     "vtrain": vtrain.rows,
     "mist": mist.rows,
     "aceso": aceso.rows,
+    "calculon": calculon.rows,
     "galvatron": galvatron.rows,
     "sailor": sailor.rows,
 }

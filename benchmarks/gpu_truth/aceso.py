@@ -10,17 +10,28 @@ at the beginning of a layer begin a new one (runtime/megatron/model/flex_model.p
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import count, islice
+from itertools import chain as chained
+from itertools import islice
 from typing import Any
 
-from benchmarks.gpu_truth.by_layers import Parts, chain, parts_of, summed
+from benchmarks.gpu_truth.by_layers import Parts, Reduces, chain, divided, parts_of, summed
 from benchmarks.gpu_truth.gpt import Gpt
-from benchmarks.gpu_truth.rows import PCIE, Prediction, Row, anchors, device, half_precision, memory_of, price
+from benchmarks.gpu_truth.rows import (
+    PCIE,
+    Prediction,
+    Row,
+    anchors,
+    device,
+    half_precision,
+    memory_of,
+    price,
+    reducing,
+)
 from planner.formats.cluster import flat_cluster
 from planner.formats.own_plan import OwnStage
-from planner.formats.profile import Layer
+from planner.formats.profile import Layer, Profile
 from planner.profiler.estimated.devices import DeviceSpec
 
 _DEVICES = {"L4-24GB": "l4", "A10G-24GB": "a10g", "A100-SXM4-40GB": "a100"}
@@ -67,12 +78,19 @@ _LAYER: Mapping[str, Kind] = {
     "gemm2": Kind(9, activations=(1, 0)),
     "dropout2": Kind(10, entering=0, activations=(1.5, 0)),
 }
+_P4D = 50e9  # bytes per second: 400 Gbit/s of an EC2 P4d, the server of eight A100 of 40 GB
 _FIRST = "norm1"
 _OUTER = ("embedding", "norm", "head")  # never run again
 
 
+# Where Megatron's layers all-reduce: the results of the second products of each pair, and the gradients of the first
+# ones' inputs.
+_FORWARD = ("embedding", "dense", "gemm2")
+_BACKWARD = ("qkv", "gemm1", "head")
+
+
 def rows() -> Iterator[Row]:
-    """Yield all runs; those with tensor parallelism have no prediction."""
+    """Yield all runs."""
     for run in anchors("mist-aceso-runs.json"):
         yield _row(run)
 
@@ -81,43 +99,83 @@ def _row(run: Mapping[str, Any]) -> Row:
     model, stages, gpu = run["model"], run["stages"], _DEVICES[run["gpu"]]
     job = f"GPT {model['size']}, {run['total_gpus']} {run['gpu']}, batch {run['global_batch']}"
     plan = f"{len(stages)} stages, microbatch {run['micro_batch']}"
-    source, measured_s = f"aceso {gpu}", run["measured_iteration_ms"] / 1e3
-    if any(tp > 1 for stage in stages for tp, _ in stage["tp_runs"]):
-        return Row(source, job, plan, measured_s, needs=("tensor parallelism",))
-    return Row(source, job, plan, measured_s, partial(_predict, run), spec=device(gpu))
+    ranks = sorted({_ranks(stage) for stage in stages} - {1})
+    if ranks:
+        plan += f", tp {','.join(map(str, ranks))}"
+    measured_s = run["measured_iteration_ms"] / 1e3
+    return Row(f"aceso {gpu}", job, plan, measured_s, partial(_predict, run), spec=device(gpu))
+
+
+def _ranks(stage: Mapping[str, Any]) -> int:
+    """Return over how many ranks a stage divides its operators: no run has several numbers in a stage."""
+    ((ranks, _),) = stage["tp_runs"]
+    return int(ranks)
 
 
 def _predict(run: Mapping[str, Any], spec: DeviceSpec) -> Prediction:
-    model, stages, hidden = run["model"], run["stages"], run["model"]["hidden"]
+    model, stages, micro = run["model"], run["stages"], run["micro_batch"]
+    hidden, a100 = model["hidden"], run["gpu"].startswith("A100")
     gpt = Gpt("gpt", model["layers"], hidden, model["heads"], 4 * hidden, 50432, model["seq"], dropout=0.1)
-    costs = parts_of(gpt, run["micro_batch"], half_precision("apex"), spec)
-    replicas = [stage["dp_runs"][0][0] for stage in stages]
-    profile = chain(gpt.name, costs, list(_operators(gpt, costs, stages)))
+    own, ranks = list(_own_operators(gpt, stages)), [_ranks(stage) for stage in stages]
+    degrees = sorted({1, *ranks})
+    whole, *parts = (
+        _profile(gpt, own, parts_of(replace(gpt, tensor=degree), micro, half_precision("apex"), spec))
+        for degree in degrees
+    )
+    profile = divided(whole, dict(zip(degrees[1:], parts, strict=True)), _reduces(own))
     names = (layer.name for layer in profile.layers)
-    own = [
-        OwnStage(layers=tuple(islice(names, stage["ops"])), replicas=r)
-        for stage, r in zip(stages, replicas, strict=True)
+    planned = [
+        OwnStage(layers=tuple(islice(names, stage["ops"])), replicas=stage["dp_runs"][0][0], tensor=degree)
+        for stage, degree in zip(stages, ranks, strict=True)
     ]
-    priced = price(profile, flat_cluster(sum(replicas), PCIE), own, run["global_batch"] // run["micro_batch"])
+    # Stages of several degrees are priced on one level: only messages leave a server, which run beside computations.
+    cluster = flat_cluster(sum(stage.replicas * stage.tensor for stage in planned), _P4D if a100 else PCIE)
+    if a100:
+        cluster = reducing(cluster, max(ranks), whole.layers[0].outputs[0].output_bytes)
+    priced = price(profile, cluster, planned, run["global_batch"] // micro)
     memory = memory_of(priced, [stage.get("peak_allocated_mb") for stage in stages])
     return Prediction(priced.predicted.seconds_per_minibatch, memory)
 
 
-def _operators(gpt: Gpt, costs: Parts, stages: Sequence[Mapping[str, Any]]) -> Iterator[Layer]:
-    """Yield the model's operators as the stages run them: some again in their backward."""
+@dataclass(frozen=True)
+class _Own:
+    """A stage's operators, and the groups of them that run again in the backward."""
+
+    names: Sequence[str]
+    groups: Sequence[range]
+
+
+def _own_operators(gpt: Gpt, stages: Sequence[Mapping[str, Any]]) -> Iterator[_Own]:
+    names = iter(["embedding", *list(_LAYER) * gpt.layers, "norm", "head"])
+    for stage in stages:
+        own = list(islice(names, stage["ops"]))
+        again = recomputing(own, stage["recomputed_ops"], gpt.heads * gpt.seq / gpt.hidden)
+        yield _Own(own, groups_of(own, again))
+
+
+def _profile(gpt: Gpt, stages: Sequence[_Own], costs: Parts) -> Profile:
+    """Return the model's operators as the stages run them: some again in their backward."""
     operators = {name: _part(costs.operators[kind.captured], kind) for name, kind in _LAYER.items()}
     norm, *classifier = costs.head_operators
     operators |= {"embedding": costs.embedding, "norm": norm, "head": summed("head", classifier)}
-    names = iter(["embedding", *list(_LAYER) * gpt.layers, "norm", "head"])
-    numbers = count()
-    for stage in stages:
-        own = list(islice(names, stage["ops"]))
-        layers = [operators[name] for name in own]
-        again = recomputing(own, stage["recomputed_ops"], gpt.heads * gpt.seq / gpt.hidden)
-        for group in groups_of(own, again):
-            layers[group.start : group.stop] = _again(own[group.start], layers[group.start : group.stop], costs)
-        for name, layer in zip(own, layers, strict=True):
-            yield layer.model_copy(update={"name": f"{name}-{next(numbers)}"})
+    found: list[Layer] = []
+    for own in stages:
+        layers = [operators[name] for name in own.names]
+        for group in own.groups:
+            layers[group.start : group.stop] = _again(own.names[group.start], layers[group.start : group.stop], costs)
+        for name, layer in zip(own.names, layers, strict=True):
+            found.append(layer.model_copy(update={"name": f"{name}-{len(found)}"}))
+    return chain(gpt.name, costs, found)
+
+
+def _reduces(stages: Sequence[_Own]) -> Reduces:
+    """Return how many hidden states each operator all-reduces, forward and backward."""
+    forward = [[int(name in _FORWARD) for name in own.names] for own in stages]
+    backward = [[int(name in _BACKWARD) for name in own.names] for own in stages]
+    for own, ahead, back in zip(stages, forward, backward, strict=True):
+        for number in chained.from_iterable(own.groups):
+            back[number] += ahead[number]
+    return list(chained.from_iterable(forward)), list(chained.from_iterable(backward))
 
 
 def _part(layer: Layer, kind: Kind) -> Layer:

@@ -6,7 +6,7 @@ such models are made. A model of two layers is traced, however many the model ha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
@@ -14,6 +14,7 @@ from itertools import pairwise
 import numpy as np
 
 from benchmarks.gpu_truth.gpt import Gpt
+from planner.cost.tensor import by_tokens
 from planner.cost.work import working_bytes
 from planner.formats.profile import (
     DEGREE_COLUMNS,
@@ -41,6 +42,9 @@ _SUMS = (
     "buffer_bytes",
     "saved_bytes",
 )
+
+
+Reduces = tuple[Sequence[int], Sequence[int]]
 
 
 @dataclass(frozen=True)
@@ -121,33 +125,51 @@ def transformer(model: str, parts: Parts, layers: Sequence[Layer]) -> Profile:
     return chain(model, parts, [parts.embedding, *blocks, parts.head])
 
 
-def divided(whole: Profile, degree: int, part: Profile, boundary_bytes: int, *, again: bool) -> Profile:
-    """Return the profile of a transformer with what one of so many ranks does that divide it as Megatron's do.
-
-    A layer all-reduces its hidden state twice forward and twice backward, the embedding once forward, the head once
-    backward (Shoeybi et al. 2019, section 3).
+def divided(whole: Profile, parts: Mapping[int, Profile], reduces: Reduces) -> Profile:
+    """Return the profile with what one of several ranks does that divide the layers as Megatron's do.
 
     Args:
         whole: on one rank.
-        degree: ranks.
-        part: of one of them.
-        boundary_bytes: of a hidden state.
-        again: whether layers run their forward, with its all-reduces, again in their backward.
+        parts: of one of them, by how many there are.
+        reduces: how many hidden states each layer all-reduces, forward and backward.
     """
-    inner = len(whole.layers) - 2
-    forward = (1, *(2,) * inner, 0)
-    backward = (0, *(4 if again else 2,) * inner, 1)
-    columns = {name: tuple(getattr(layer, name) for layer in part.layers) for name in DEGREE_COLUMNS}
-    costs = DegreeCosts(
-        degree=degree,
-        source="estimated",
-        forward_reduced_bytes=tuple(count * boundary_bytes for count in forward),
-        backward_reduced_bytes=tuple(count * boundary_bytes for count in backward),
-        forward_reduces=forward,
-        backward_reduces=backward,
-        **columns,
+    hidden_bytes = whole.layers[0].outputs[0].output_bytes
+    forward, backward = reduces
+    costs = (
+        DegreeCosts(
+            degree=degree,
+            source="estimated",
+            forward_reduced_bytes=tuple(count * hidden_bytes for count in forward),
+            backward_reduced_bytes=tuple(count * hidden_bytes for count in backward),
+            forward_reduces=tuple(forward),
+            backward_reduces=tuple(backward),
+            **{name: tuple(getattr(layer, name) for layer in part.layers) for name in DEGREE_COLUMNS},
+        )
+        for degree, part in sorted(parts.items())
     )
-    return whole.model_copy(update={"tensor": (costs,)})
+    return whole.model_copy(update={"tensor": tuple(costs) or None})
+
+
+def layer_reduces(layers: int, *, again: bool) -> Reduces:
+    """Return what the layers of a transformer all-reduce, between an embedding and a head.
+
+    A layer all-reduces its hidden state twice forward and twice backward, the embedding once forward, the head once
+    backward (Shoeybi et al. 2019, section 3). Where it runs `again` in its backward, its forward's are there, too.
+    """
+    return (1, *(2,) * layers, 0), (0, *(4 if again else 2,) * layers, 1)
+
+
+def in_sequence(whole: Parts, part: Parts, degree: int) -> Parts:
+    """Return what one of several ranks does where they divide by tokens, too (`planner.cost.tensor.by_tokens`)."""
+    nothing = [0] * len(whole.operators)
+    profiles = [chain("layer", each, each.operators) for each in (whole, part)]
+    (costs,) = divided(profiles[0], {degree: profiles[1]}, (nothing, nothing)).tensor or ()
+    columns = zip(*(getattr(by_tokens(profiles[0], costs), name) for name in DEGREE_COLUMNS), strict=True)
+    operators = tuple(
+        layer.model_copy(update=dict(zip(DEGREE_COLUMNS, row, strict=True)))
+        for layer, row in zip(part.operators, columns, strict=True)
+    )
+    return replace(part, operators=operators, layer=summed("layer", operators))
 
 
 def chain(model: str, parts: Parts, layers: Sequence[Layer]) -> Profile:

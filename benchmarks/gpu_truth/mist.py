@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from benchmarks.gpu_truth.by_layers import divided, parts_of, transformer
+from benchmarks.gpu_truth.by_layers import divided, layer_reduces, parts_of, transformer
 from benchmarks.gpu_truth.gpt import Gpt
 from benchmarks.gpu_truth.rows import PCIE, Prediction, Row, anchors, device, half_precision, memory_of, price
 from planner.formats.cluster import flat_cluster
@@ -51,8 +51,8 @@ def profile_of(config: Mapping[str, Any], microbatch_size: int, spec: DeviceSpec
     degree = max(stage["tp"] for stage in config["stages"])
     if degree == 1:
         return whole
-    boundary_bytes = whole.layers[0].outputs[0].output_bytes
-    return divided(whole, degree, _profile_of(config, microbatch_size, spec, degree), boundary_bytes, again=False)
+    part = _profile_of(config, microbatch_size, spec, degree)
+    return divided(whole, {degree: part}, layer_reduces(config["model"]["layers"], again=False))
 
 
 def _profile_of(config: Mapping[str, Any], microbatch_size: int, spec: DeviceSpec, tensor: int = 1) -> Profile:

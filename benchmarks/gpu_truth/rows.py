@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from planner.analysis import own_plan
-from planner.formats.cluster import Cluster
+from planner.formats.cluster import Cluster, hierarchical_cluster
 from planner.formats.own_plan import OwnPlan, OwnStage
 from planner.formats.plan import Plan
 from planner.formats.profile import Profile
 from planner.profiler.estimated.devices import DEVICES, DeviceSpec
 from planner.profiler.estimated.execution import Execution, Fusion
 from planner.schedule.flush import FLUSH
+from planner.schedule.interleaved import INTERLEAVED
+from planner.simulator.plan import simulated_s
 
 ANCHORS = Path(__file__).resolve().parents[3] / "shared" / "anchors" / "gpu"
+_PER_SERVER = 8
+_NVLINK = 300e9  # bytes per second; data sheet of the A100: 600 GB/s both ways
 PCIE = 4e9  # bytes per second; README of the anchors: 3 to 5 GB/s
 _CLOCKS = {"l4": 1050 / 2040}  # MHz: README of the anchors, and the data sheet's boost
 _MIB = 2**20
@@ -76,9 +84,50 @@ class Row:
         return replace(self, predicted=self.predict(self.spec))
 
 
-def price(profile: Profile, cluster: Cluster, stages: Sequence[OwnStage], microbatches: int) -> Plan:
-    """Price and simulate a plan as `plan price` does, under 1F1B that drains after every minibatch."""
-    return own_plan.price(profile, cluster, OwnPlan(stages=tuple(stages), schedule=FLUSH, microbatches=microbatches))
+def price(
+    profile: Profile, cluster: Cluster, stages: Sequence[OwnStage], microbatches: int, chunks: int | None = None
+) -> Plan:
+    """Price and simulate a plan as `plan price` does, under 1F1B that drains after every minibatch.
+
+    With `chunks`, each rank has so many stages, which it interleaves.
+    """
+    plain = OwnPlan(stages=tuple(stages), schedule=FLUSH, microbatches=microbatches)
+    interleaved = {"schedule": INTERLEAVED, "chunks": chunks}
+    return own_plan.price(profile, cluster, plain if chunks is None else plain.model_copy(update=interleaved))
+
+
+def without_overlap(plan: Plan) -> float:
+    """Return the plan's seconds where gradients are all-reduced after the last backward, as Megatron did until 2023."""
+    stages = (
+        stage.model_copy(update={"ready_s": (stage.backward_s + stage.late_s,), "ready_shares": ()})
+        for stage in plan.stages
+    )
+    return simulated_s(plan.model_copy(update={"stages": tuple(stages)}))
+
+
+def servers(gpus: int, between_bytes_per_s: float) -> Cluster:
+    """Return servers of eight A100, joined by links of so many bytes per second each."""
+    return hierarchical_cluster((_PER_SERVER, gpus // _PER_SERVER), (_NVLINK, between_bytes_per_s))
+
+
+def reducing(cluster: Cluster, ranks: int, size_bytes: float) -> Cluster:
+    """Return a cluster of A100 whose groups of ranks all-reduce as was measured for so many, and about this size."""
+    sizes, rates = zip(*_all_reduces()[min(ranks, _PER_SERVER)], strict=True)
+    rate = float(np.interp(np.log(size_bytes), np.log(sizes), rates))
+    inner, *outer = cluster.levels
+    inner = inner.model_copy(update={"all_reduce_bandwidth_bytes_per_s": rate})
+    return cluster.model_copy(update={"levels": (inner, *outer)})
+
+
+@cache
+def _all_reduces() -> dict[int, list[tuple[float, float]]]:
+    """Measured all-reduces on one server: by GPUs, bytes and the bandwidth of each GPU's link."""
+    found: dict[int, list[tuple[float, float]]] = {}
+    with (ANCHORS / "vtrain-a100-allreduce.csv").open(encoding="utf-8") as file:
+        for record in csv.DictReader(file):
+            row = float(record["bytes"]), float(record["bus_GB_per_s"]) * 1e9
+            found.setdefault(int(record["gpus"]), []).append(row)
+    return found
 
 
 def memory_of(plan: Plan, peaks_mb: Sequence[float | None] | None) -> tuple[tuple[float, float], ...]:

@@ -41,13 +41,15 @@ def costs_at(profile: Profile, degree: int) -> DegreeCosts:
     return found
 
 
-def profile_at(profile: Profile, degree: int, link: Link) -> Profile:
+def profile_at(profile: Profile, degree: int, link: Link, *, sequence_parallel: bool = False) -> Profile:
     """Return the profile of the layers on a group of so many ranks, which all-reduces over this link.
 
     Raises:
         ProfileError: if the profile does not know the degree.
     """
     costs = costs_at(profile, degree)
+    if sequence_parallel:
+        costs, profile = by_tokens(profile, costs), _sending_parts(profile, degree)
     forward_s = costs.forward_s + _reduces_s(costs.forward_reduced_bytes, costs.forward_reduces, degree, link)
     backward_s = costs.backward_s + _reduces_s(costs.backward_reduced_bytes, costs.backward_reduces, degree, link)
     columns = {name: getattr(costs, name) for name in DEGREE_COLUMNS}
@@ -57,6 +59,49 @@ def profile_at(profile: Profile, degree: int, link: Link) -> Profile:
         for layer, *row in zip(profile.layers, *columns.values(), strict=True)
     )
     return profile.model_copy(update={"layers": tuple(layers), "tensor": None})
+
+
+def by_tokens(profile: Profile, costs: DegreeCosts) -> DegreeCosts:
+    """Return the costs with sequence parallelism: each rank has a part of the tokens between divided products.
+
+    Norms, dropouts and sums that every rank would compute whole take a t-th of the time, and all that is saved is
+    divided (Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022, section 4.2).
+    Instead of an all-reduce there are a reduce-scatter and an all-gather, which move its bytes. What the backward
+    gathers again overlaps with a product. Products that every rank computes whole stay so.
+    """
+    names = ("forward_s", "backward_s", "workspace_bytes", "saved_bytes", "weight_bytes")
+    whole = {name: np.array([getattr(layer, name) for layer in profile.layers], dtype=np.float64) for name in names}
+    part = {name: np.array(getattr(costs, name), dtype=np.float64) for name in names}
+    alike = (whole["saved_bytes"] == part["saved_bytes"]) & (whole["weight_bytes"] == part["weight_bytes"])
+    alike &= np.array(costs.forward_reduces) + np.array(costs.backward_reduces) == 0
+    product = np.array([bool(layer.forward_flops) for layer in profile.layers])
+    found = {
+        name: np.where(alike & ~product, np.minimum(part[name], whole[name] / costs.degree), part[name])
+        for name in names[:3]
+    }
+    found["saved_bytes"] = np.where(alike & product, part["saved_bytes"], whole["saved_bytes"] / costs.degree)
+    update = {
+        name: tuple((values if name.endswith("_s") else np.ceil(values).astype(np.int64)).tolist())
+        for name, values in found.items()
+    }
+    return costs.model_copy(update=update)
+
+
+def _sending_parts(profile: Profile, degree: int) -> Profile:
+    """Return the profile of layers whose ranks pass on a part of the tokens each."""
+    names = ("output_bytes", "gradient_bytes")
+    layers = (
+        layer.model_copy(
+            update={
+                "outputs": tuple(
+                    value.model_copy(update={name: -(-getattr(value, name) // degree) for name in names})
+                    for value in layer.outputs
+                )
+            }
+        )
+        for layer in profile.layers
+    )
+    return profile.model_copy(update={"layers": tuple(layers)})
 
 
 def _reduces_s(size_bytes: Collection[int], counts: Collection[int], degree: int, link: Link) -> Floats:
@@ -71,6 +116,8 @@ def layer_costs_on(profile: Profile, cluster: Cluster) -> LayerCosts:
     topology = Topology(cluster)
     return LayerCosts(
         profile,
-        dividing=lambda each, degree: profile_at(each, degree, topology.group_link(degree)),
+        dividing=lambda each, degree: profile_at(
+            each, degree, topology.group_link(degree), sequence_parallel=cluster.sequence_parallel
+        ),
         codec=CODECS[cluster.compress],
     )

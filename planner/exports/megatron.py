@@ -46,6 +46,8 @@ def megatron_arguments(plan: Plan) -> str:
     if not plan.schedule.alternates:
         said.append(f"Megatron runs 1F1B with a flush, where the plan is for {plan.schedule}.")
     recomputing = _recomputing(plan, said)
+    if plan.cluster.sequence_parallel and degrees.tensor > 1:
+        recomputing.append("--sequence-parallel")
     if shards_everywhere(plan, SYSTEM, said):
         recomputing.append("--use-distributed-optimizer")
     chosen = [

@@ -71,7 +71,7 @@ class Cluster(GrownRecord):
     bytes.
     """
 
-    later_fields: ClassVar[frozenset[str]] = frozenset({"backend", "compress", "codec_times"})
+    later_fields: ClassVar[frozenset[str]] = frozenset({"backend", "compress", "codec_times", "sequence_parallel"})
 
     schema_version: Literal[1] = 1
     levels: Annotated[tuple[Level, ...], Field(min_length=1)]  # inner to outer
@@ -80,6 +80,7 @@ class Cluster(GrownRecord):
     backend: Backend | None = None  # that the links were measured with
     compress: CodecName = "none"  # how activations and their gradients travel between stages
     codec_times: tuple[CodecTime, ...] = ()  # where measured; other codecs count no time
+    sequence_parallel: bool = False  # groups divide layers by tokens, too, where each rank would compute the same
     kinds: tuple[DeviceKind, ...] = ()  # all devices by rank, where they differ; empty: all are like the profiled one
 
     @property

@@ -6,9 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.gpu_truth import aceso, sailor, vtrain
+from benchmarks.gpu_truth import aceso, calculon, sailor, vtrain
+from benchmarks.gpu_truth.by_layers import in_sequence, parts_of
 from benchmarks.gpu_truth.calibrated import calibrated
-from benchmarks.gpu_truth.rows import ANCHORS, Prediction, Row
+from benchmarks.gpu_truth.gpt import Gpt
+from benchmarks.gpu_truth.rows import ANCHORS, Prediction, Row, device, half_precision
 from benchmarks.gpu_truth.summary import scatter_svg, summary
 from planner.profiler.estimated.devices import DEVICES, DeviceSpec
 
@@ -72,6 +74,18 @@ def test_summary_of_rows_without_prediction() -> None:
     assert (found.mean_error, found.bias, found.tau, found.regret) == (None, None, None, None)
 
 
+def test_saved_bytes_are_those_of_the_paper() -> None:
+    """Korthikanti et al. 2022, equations 2 and 4: 10 + 24/t + 5as/(ht), or a t-th of 34 + 5as/h, bytes per value."""
+    gpt, ranks, samples = Gpt("gpt", 2, 512, 8, 2048, 1024, 256, dropout=0.1), 4, 2
+    spec, run = device("a100-80gb"), half_precision("apex")
+    whole, part = (parts_of(replace(gpt, tensor=each), samples, run, spec) for each in (1, ranks))
+    values, attention = samples * gpt.seq * gpt.hidden, 5 * gpt.heads * gpt.seq / gpt.hidden
+    assert part.layer.saved_bytes / values == pytest.approx(10 + 24 / ranks + attention / ranks, rel=0.01)
+    by_tokens = in_sequence(whole, part, ranks).layer
+    assert by_tokens.saved_bytes / values == pytest.approx((34 + attention) / ranks, rel=0.01)
+    assert by_tokens.forward_s < part.layer.forward_s
+
+
 @needs_anchors
 def test_sailor_is_priced_from_its_own_layers() -> None:
     rows = list(sailor.rows())
@@ -81,13 +95,17 @@ def test_sailor_is_priced_from_its_own_layers() -> None:
     assert found.tau >= 0.8
 
 
+@pytest.mark.slow
 @needs_anchors
 def test_rows_with_tensor_parallelism_are_predicted() -> None:
     divided = [vtrain._row(record) for record in _records()]
     assert len(divided) == 43
     assert not any(row.needs for row in divided)
-    first = divided[0].now()  # two ranks of one node for each of 32 replicas
-    assert first.error == pytest.approx(0.0, abs=0.2)
+    groups = [row for row in aceso.rows() if ", tp " in row.plan]
+    assert len(groups) == 17
+    megatron = next(iter(calculon.rows()))
+    for row in (divided[0], groups[5], megatron):  # the second has stages of two ranks beside stages of one
+        assert row.now().error == pytest.approx(0.0, abs=0.2)
 
 
 def _records() -> list[dict[str, float]]:

@@ -74,6 +74,8 @@ def test_groups_of_ranks_are_tensor_parallel() -> None:
         "--global-batch-size 32",
     ]
     assert "# Groups of 4 ranks divide the layers." in text
+    by_tokens = plan.model_copy(update={"cluster": plan.cluster.model_copy(update={"sequence_parallel": True})})
+    assert "\n--sequence-parallel\n" in planner.export(by_tokens, "megatron")
     uneven = plan.stages[0], plan.stages[1].model_copy(update={"tensor": 2, "ranks": tuple(range(8, 12))})
     with pytest.raises(PlanError, match="different numbers of ranks"):
         planner.export(plan.model_copy(update={"stages": uneven}), "megatron")

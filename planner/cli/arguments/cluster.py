@@ -70,10 +70,16 @@ def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_compress_argument(cluster, "none, or what --cluster says")
     cluster.add_argument(
+        "--sequence-parallel",
+        action="store_true",
+        help="price groups of --tensor that divide by tokens what each rank would compute whole, as Megatron does; "
+        "plan train does not run such plans",
+    )
+    cluster.add_argument(
         "--cluster",
         type=Path,
         metavar="FILE",
-        help="cluster.json, in place of the arguments above except --memory and --compress",
+        help="cluster.json, in place of the arguments above except --memory, --compress and --sequence-parallel",
     )
 
 
@@ -105,6 +111,8 @@ def cluster_of(args: argparse.Namespace, profile: Profile) -> Cluster:
         cluster = cluster.model_copy(update={"kinds": kinds})
     if args.compress is not None:
         cluster = cluster.model_copy(update={"compress": args.compress})
+    if args.sequence_parallel:
+        cluster = cluster.model_copy(update={"sequence_parallel": True})
     return cluster_for(profile, cluster)
 
 

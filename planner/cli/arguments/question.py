@@ -34,6 +34,7 @@ _CLUSTER = (
     "memory",
     "kinds",
     "compress",
+    "sequence_parallel",
 )
 SOLVING = 0.5  # share of the time for the plan that a question is about
 _SOLVING = ("schedule", "microbatches", "minibatch", "cost_model", "accept_divided_loss")

@@ -40,6 +40,8 @@ def check_divided(plan: Plan) -> None:
         problem = "stages on the same ranks whose groups have different sizes", one
     elif any(len({plan.stages[stage].tensor for stage in shared.stages}) > 1 for shared in plan.shared):
         problem = "stages that share a weight and whose groups have different sizes", one
+    elif plan.cluster.sequence_parallel:
+        problem = "sequence parallelism", "it is priced alone: solve without `sequence_parallel`"
     elif plan.compiled:
         problem = "divided layers that are compiled", "profile without `compile`, or solve with `tensor=1`"
     if problem is not None:

@@ -97,6 +97,8 @@ def cluster_line(cluster: Cluster) -> str:
     )
     if cluster.compress != "none":
         levels += f", activations sent as {cluster.compress}"
+    if cluster.sequence_parallel:
+        levels += ", sequence parallelism in groups that divide layers (priced, not trained)"
     if cluster.kinds:
         return f"{levels}: {'; '.join(_kind(cluster, kind) for kind in cluster.kinds)}"
     measured = f", measured over {cluster.backend}" if cluster.backend is not None else ""

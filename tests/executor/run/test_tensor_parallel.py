@@ -199,6 +199,7 @@ def test_plans_that_the_executor_cannot_divide_are_refused_before_the_run() -> N
         "same ranks whose groups have different sizes": {"stages": (plan.stages[0], same)},
         "share a weight and": {"shared": (Shared(stages=(0, 1), weights=("a",), gradient_bytes=4),)},
         "are compiled": {"compiled": True},
+        "sequence parallelism": {"cluster": plan.cluster.model_copy(update={"sequence_parallel": True})},
     }
     for message, change in changes.items():
         with pytest.raises(PlanError, match=message):
