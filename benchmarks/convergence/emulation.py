@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset
 from planner.devices.coding import coding_of
 from planner.executor.run.data import make_batches
 from planner.formats.codecs import CODECS, Codec, CodecName
-from planner.model.spec import load_model_file
+from planner.model.spec import TrainingSpec, load_model_file
 from planner.schedule.instructions import Unit
 
 
@@ -73,6 +73,8 @@ def train(
     late: Sequence[int] = (),
     start: int = 0,
     compress: CodecName = "none",
+    clip: float | None = None,
+    late_lr: float = 0.0,
 ) -> nn.Module:
     """Train a model file's model in one process, on the workers' minibatches, and return it.
 
@@ -85,35 +87,56 @@ def train(
         late: how many updates late the gradients of each stage are; nothing for one process.
         start: minibatches at the beginning whose gradients are not late.
         compress: what becomes of the values between the model's `blocks`, and of their gradients.
+        clip: `--clip-grad-norm`: of each stage's gradients if any are late, else of all together.
+        late_lr: `--late-lr`.
     """
     file = load_model_file(f"{module.__file__}:{builder}")
     torch.manual_seed(seed)
     model = file.build_model()
-    optimizer = file.optimizer(dict(model.named_parameters()))
-    scheduler = file.scheduler(optimizer)
-    assert scheduler is not None
     batches = make_batches(file, module.MINIBATCH, 1, seed, drop_last=True)
     if compress != "none":
         for block in list(model.get_submodule("blocks").children())[:-1]:
             block.register_forward_hook(lambda *call: _sent(call[-1], CODECS[compress]) if model.training else None)
-    stages: list[list[nn.Parameter]] = [[] for _ in late]
-    if late:
-        for name, parameter in model.named_parameters():
-            stages[module.stage_of(name, len(late))].append(parameter)
-    weights = LateWeights(stages, late)
+    late = late if any(late) else [0]
+    named: list[dict[str, nn.Parameter]] = [{} for _ in late]
+    for name, parameter in model.named_parameters():
+        named[module.stage_of(name, len(late)) if len(late) > 1 else 0][name] = parameter
+    shares = [1 / (1 + late_lr * updates) for updates in late]
+    optimizers = [_Optimizer(file, *each) for each in zip(named, shares, strict=True)]
+    weights = LateWeights([list(stage.values()) for stage in named], late)
     for minibatch in range(minibatches):
         batch = batches.batch(Unit(minibatch))
-        optimizer.zero_grad()
+        model.zero_grad()
         if minibatch >= start:
             weights.put_older()
         loss = module.loss(model(*batch.args), batch.target)
         torch.autograd.backward(loss)
         if minibatch >= start:
             weights.put_newest()
-        optimizer.step()
-        scheduler.step()
+        for optimizer in optimizers:
+            optimizer.step(clip)
         observe(minibatch + 1, model, float(loss.detach()))
     return model
+
+
+class _Optimizer:
+    """A stage's optimizer with its scheduler, at a share of the learning rate."""
+
+    def __init__(self, spec: TrainingSpec, stage: dict[str, nn.Parameter], share: float) -> None:
+        self._parameters = list(stage.values())
+        self._optimizer = spec.optimizer(stage)
+        for group in self._optimizer.param_groups:
+            group["lr"] *= share
+        scheduler = spec.scheduler(self._optimizer)
+        assert scheduler is not None
+        self._scheduler = scheduler
+
+    def step(self, clip: float | None) -> None:
+        """Clip the gradients and update, and follow the schedule."""
+        if clip is not None:
+            nn.utils.clip_grad_norm_(self._parameters, clip)
+        self._optimizer.step()
+        self._scheduler.step()
 
 
 def evaluate(module: ModuleType, model: nn.Module, data: Dataset[object]) -> tuple[float, float | None]:

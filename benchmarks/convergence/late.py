@@ -42,6 +42,8 @@ class Case:
     synchronous_start: float = 0.0  # share of the minibatches whose gradients are not late
     model: str = "transformer"
     compress: CodecName = "none"  # what the stages send
+    clip: float | None = None  # --clip-grad-norm
+    late_lr: float = 0.0  # --late-lr
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,8 @@ def trained(case: Case) -> Trained:
         late=lateness(case.schedule, case.stages),
         start=round(case.synchronous_start * minibatches),
         compress=case.compress,
+        clip=case.clip,
+        late_lr=case.late_lr,
     )
     loss, accuracy = evaluate(module, model, module.evaluation_dataset())
     return Trained(case, round(loss, 5), accuracy, curve_of(losses))
@@ -96,6 +100,8 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--synchronous-start", type=float, default=0.0)
     parser.add_argument("--compress", default="none", help="separated by semicolons")
+    parser.add_argument("--clip", type=float, help="as --clip-grad-norm of plan train")
+    parser.add_argument("--late-lr", type=float, default=0.0, help="as of plan train; synchronous runs have none")
     parser.add_argument("--table", action="store_true", help="train nothing; write late.md")
     args = parser.parse_args()
     if args.table:
@@ -107,7 +113,8 @@ def main() -> None:
     choices = product(map(int, args.stages.split(",")), args.rates.split(","), *lists)
     for seed, (stages, rate, name, schedule, codec) in product(range(args.seeds), choices):
         recipe = Recipe(name, float(rate), args.minibatches)
-        case = Case(recipe, schedule, stages, seed, args.synchronous_start, args.model, codec)
+        late_lr = 0.0 if schedule == "synchronous" else args.late_lr
+        case = Case(recipe, schedule, stages, seed, args.synchronous_start, args.model, codec, args.clip, late_lr)
         if all(case != each.case for each in read()):
             began = time.perf_counter()
             result = trained(case)
@@ -169,7 +176,7 @@ def _rows(results: Sequence[Trained]) -> Iterator[list[str]]:
     settings = sorted(chosen, key=lambda c: (c.model, c.stages, c.recipe.minibatches, SCHEDULES.index(c.schedule)))
     for case in settings:
         loss, seeds = chosen[case]
-        same = known.get(replace(case, schedule="synchronous", synchronous_start=0.0))
+        same = known.get(replace(case, schedule="synchronous", synchronous_start=0.0, late_lr=0.0))
         alike = [
             each
             for other, each in chosen.items()
@@ -201,9 +208,12 @@ def _compressed_row(case: Case, losses: Sequence[tuple[float, float]]) -> list[s
 
 
 def named(case: Case) -> str:
-    """Return the schedule with its start."""
-    start = case.synchronous_start
-    return case.schedule + (f", first {start:.0%} synchronous" if start else "")
+    """Return the schedule with its start, and what it does about gradients."""
+    parts = [case.schedule]
+    parts += [f"first {case.synchronous_start:.0%} synchronous"] if case.synchronous_start else []
+    parts += [f"late-lr {case.late_lr:g}"] if case.late_lr else []
+    parts += [f"clip {case.clip:g}"] if case.clip is not None else []
+    return ", ".join(parts)
 
 
 def _beside(loss: float, other: tuple[float, int] | None) -> list[str]:

@@ -239,14 +239,14 @@ def times(all_runs: Sequence[Run], stages: int = 4, minibatches: int = 800, opti
     """Return the times to the loss that 1f1b has after so many minibatches with one optimizer."""
     runs = [run for run in all_runs if run.case.recipe.optimizer == optimizer]
     rows = []
-    target = _mean_loss(runs, "1f1b", stages, minibatches)
-    ours = _to_loss(runs, "1f1b", stages, target)
+    target = mean_loss(runs, "1f1b", stages, minibatches)
+    ours = to_loss(runs, "1f1b", stages, target)
     for bandwidth in dict.fromkeys(run.case.bandwidth for run in runs):
         seconds = {name: _least_s(runs, name, stages, bandwidth) for name in ("1f1b", "1f1b-flush", DDP)}
         for name, each_s in seconds.items():
             if each_s is not None and seconds["1f1b"] is not None:
                 # DDP makes the same updates as the schedule that drains.
-                needed = ours if name == "1f1b" else _to_loss(runs, "1f1b-flush", stages, target)
+                needed = ours if name == "1f1b" else to_loss(runs, "1f1b-flush", stages, target)
                 total_s = needed * each_s
                 ratio = total_s / (ours * seconds["1f1b"])
                 rows.append((bandwidth, name, f"{needed:.0f}", f"{1e3 * each_s:.1f}", f"{total_s:.1f}", f"{ratio:.2f}"))
@@ -286,7 +286,7 @@ def _ms(seconds: Sequence[float | None], form: str) -> str:
     return f"{1e3 * median(known):{form}}" if known else ""
 
 
-def _mean_loss(runs: Sequence[Run], contender: str, stages: int, minibatches: int) -> float:
+def mean_loss(runs: Sequence[Run], contender: str, stages: int, minibatches: int) -> float:
     return fmean(
         run.loss
         for run in runs
@@ -295,11 +295,11 @@ def _mean_loss(runs: Sequence[Run], contender: str, stages: int, minibatches: in
     )
 
 
-def _to_loss(runs: Sequence[Run], contender: str, stages: int, target: float) -> float:
+def to_loss(runs: Sequence[Run], contender: str, stages: int, target: float) -> float:
     """Return the length of a training that ends at a loss, between those of trainings that were measured."""
     alike = [run.case for run in runs if (run.case.contender, run.case.stages) == (contender, stages) and run.loss]
     lengths = sorted({case.minibatches for case in alike})
-    losses = [_mean_loss(runs, contender, stages, length) for length in lengths]
+    losses = [mean_loss(runs, contender, stages, length) for length in lengths]
     return math.exp(np.interp(-target, [-loss for loss in losses], [math.log(length) for length in lengths]))
 
 

@@ -22,6 +22,7 @@ class TrainingOptions(Record):
     drop_last: bool = False  # leave out the last, smaller minibatch of an epoch
     evaluate_every: Annotated[int, Field(ge=1)] | None = None  # minibatches; None does not evaluate
     scale_lr: bool = False  # multiply a stage's learning rate by the minibatches that its updates average
+    late_lr: Annotated[float, Field(ge=0)] = 0.0  # divide a stage's learning rate by 1 + this times updates late
     clip_grad_norm: Annotated[float, Field(gt=0)] | None = None  # of all gradients, or of each stage's under 1f1b, 2bw
     tensorboard: str | None = None  # folder for TensorBoard
     accumulate: Annotated[int, Field(ge=1)] = 1  # minibatches per replica between two updates, under 1f1b

@@ -286,6 +286,10 @@ class PipelineShape:
         """Return how many minibatches one update of `stage` averages over: a round."""
         return len(self.ranks[stage]) * self.accumulate if self.schedule.stashes else 1
 
+    def late(self, stage: int) -> int:
+        """Return how many updates late the gradients of `stage` are; with vertical sync, as many as the first one's."""
+        return self.schedule.staleness(self.in_flight(0 if self.vertical_sync else stage))
+
     def units_per_update(self, rank: int) -> int:
         """Return how many units worker `rank` runs between two updates, on all its stages."""
         if self.schedule.stashes:

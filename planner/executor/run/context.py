@@ -214,10 +214,11 @@ def _held_stages(
     stages, rank = {}, int(os.environ["RANK"])
     for number, module in built.training.items():
         shared = shared_parameters(number, module, built.shared)
+        together = shape.minibatches_per_update(number) if job.options.scale_lr else 1
         optimizer = StageOptimizer(
             spec,
             module,
-            learning_rate_factor=shape.minibatches_per_update(number) if job.options.scale_lr else 1,
+            learning_rate_factor=together / (1 + job.options.late_lr * shape.late(number)),
             clip_grad_norm=job.options.clip_grad_norm,
             scale_loss=job.scales_loss,
             sharding=sharding_of(job.plan.stages[number], module, shared, rank, place.wire),

@@ -102,7 +102,9 @@ def _different_steps(job: Job, shared: Sequence[SharedWeight], spec: TrainingSpe
     schedule = job.plan.schedule
     if not shared or not schedule.asynchronous:
         return None
-    if job.options.clip_grad_norm is not None:
+    if job.options.late_lr:
+        why = "whose stages have learning rates of their own with `late_lr`"
+    elif job.options.clip_grad_norm is not None:
         why = "whose stages clip their gradients each by its own norm"
     elif job.scales_loss:
         why = "whose stages scale float16 losses each by its own factor"

@@ -189,8 +189,7 @@ def _advise(context: PipelineContext) -> None:
     stage = context.stages.get(0)
     if stage is None or stage.optimizer.optimizer is None or not context.is_first_replica(0) or not context.speaks:
         return
-    late = context.shape.schedule.staleness(context.shape.in_flight(0))
-    if (advice := late_momentum(late, stage.optimizer.optimizer)) is not None:
+    if (advice := late_momentum(context.shape.late(0), stage.optimizer.optimizer)) is not None:
         _log.warning("%s", advice)
 
 

@@ -58,11 +58,12 @@ def assert_delayed(case: Case, replicas: tuple[int, ...], outcome: tuple[object,
     spec, options = load_model_file(case.path), case.options
     batches = eager.minibatches(spec, 4, 1)
     scheduled: dict[int, torch.optim.lr_scheduler.LRScheduler] = {}
-    sizes = iter(replicas)
+    stages = iter(zip(replicas, case.plan.stages, strict=True))
 
     def make_optimizer(parameters: dict[str, nn.Parameter]) -> Optimizer:
         optimizer = spec.optimizer(parameters)
-        factor = next(sizes) * options.accumulate if options.scale_lr else 1
+        size, stage = next(stages)
+        factor = (size * options.accumulate if options.scale_lr else 1) / (1 + options.late_lr * (stage.in_flight - 1))
         for group in optimizer.param_groups:
             group["lr"] *= factor
         scheduler = spec.scheduler(optimizer)
@@ -123,9 +124,9 @@ def test_schedules_clipping_and_accumulation(replicas: tuple[int, ...], flush: s
     plain, rounds = make_plan(profile, replicas), TrainingOptions(accumulate=3, clip_grad_norm=CLIP, scale_lr=True)
     synchronous = make_plan(profile, replicas, flush, 2)
     cases = [
-        Case(path, plain, TrainingOptions(clip_grad_norm=CLIP), epochs=1),
+        Case(path, plain, TrainingOptions(clip_grad_norm=CLIP, late_lr=0.3), epochs=1),
         Case(path, plain, rounds, epochs=1),
-        Case(path, synchronous, TrainingOptions(clip_grad_norm=CLIP), epochs=1),
+        Case(path, synchronous, TrainingOptions(clip_grad_norm=CLIP, late_lr=0.3), epochs=1),  # nothing is late
     ]
     first, second, third = eager.run_cases(cases)
     assert_delayed(cases[0], replicas, first)
