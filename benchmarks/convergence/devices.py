@@ -69,6 +69,7 @@ def main() -> None:
     parser.add_argument("--optimizer", default="newest-muon, by rows")
     parser.add_argument("--minibatches", type=int, default=800, help="of the training that sets the loss to reach")
     parser.add_argument("--rate", type=float, default=0.016)
+    parser.add_argument("--clip", type=float, help="norm of gradients, as --clip-grad-norm of plan train")
     parser.add_argument("--seconds", type=float, default=10.0, help="of each measured run")
     parser.add_argument("--table", action="store_true", help="run nothing; write devices.md")
     args = parser.parse_args()
@@ -78,7 +79,7 @@ def main() -> None:
         timed = measured(args.bandwidths.split(","), args.seconds)
         RESULTS.write_text(json.dumps([asdict(each) for each in timed], indent=1) + "\n", encoding="utf-8")
     known = [Timed(**row) for row in json.loads(RESULTS.read_text(encoding="utf-8"))]
-    TABLE.write_text(table(known, recipe) + "\n", encoding="utf-8")
+    TABLE.write_text(table(known, recipe, args.clip) + "\n", encoding="utf-8")
     print(TABLE.read_text(encoding="utf-8"))
 
 
@@ -120,11 +121,9 @@ def _run(bed: Testbed, layers: Profile, contender: tuple[str, int, CodecName], b
     return timed
 
 
-def table(timed: Sequence[Timed], recipe: Recipe) -> str:
+def table(timed: Sequence[Timed], recipe: Recipe, clip: float | None) -> str:
     """Return the seconds to the loss that 1f1b has at the end of a training with this recipe."""
-    runs = [
-        run for run in links.read() if run.case.recipe.optimizer == recipe.optimizer and run.case.compress == "none"
-    ]
+    runs = links.alike([run for run in links.read() if run.case.compress == "none"], recipe, clip)
     target = links.mean_loss(runs, "1f1b", DEVICES, recipe.minibatches)
     rows = []
     for bandwidth in dict.fromkeys(each.bandwidth for each in timed):

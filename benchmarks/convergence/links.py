@@ -55,6 +55,8 @@ class Case:
         synchronous_start: share of the minibatches.
         seed: of first weights and data.
         bandwidth: of each worker's link.
+        clip: `--clip-grad-norm`.
+        late_lr: `--late-lr`.
         compress: what stages send; for `DDP` "PowerSGD" and a rank, for `LOCAL` minibatches between two agreements.
     """
 
@@ -67,6 +69,8 @@ class Case:
     seed: int
     bandwidth: str
     compress: str = "none"
+    clip: float | None = None
+    late_lr: float = 0.0
 
     @property
     def name(self) -> str:
@@ -74,6 +78,15 @@ class Case:
         if self.contender == LOCAL:
             return f"local updates, {self.compress} minibatches each"
         return self.contender + (f", {self.compress}" if self.compress != "none" else "")
+
+    @property
+    def named(self) -> str:
+        """The name, with what a run does about late gradients."""
+        parts = [self.name]
+        parts += [f"first {self.synchronous_start:.0%} synchronous"] if self.synchronous_start else []
+        parts += [f"late-lr {self.late_lr:g}"] if self.late_lr else []
+        parts += [f"clip {self.clip:g}"] if self.clip is not None else []
+        return ", ".join(parts)
 
     @property
     def whole(self) -> bool:
@@ -119,12 +132,15 @@ def main() -> None:
     parser.add_argument("--seeds", default="0")
     parser.add_argument("--synchronous-start", type=float, default=0.0)
     parser.add_argument("--bandwidth", default="1Gbps")
+    parser.add_argument("--clip", type=float, help="as --clip-grad-norm of plan train")
+    parser.add_argument("--late-lr", type=float, default=0.0, help="as of plan train; synchronous runs have none")
     parser.add_argument("--loss-only", action="store_true", help="keep no times, because other work runs, too")
     parser.add_argument("--table", action="store_true", help="train nothing; write links.md")
     args = parser.parse_args()
     if args.table:
         plain = [run for run in read() if run.case.compress == "none"]
-        tables = table(plain), times(plain), compressed(read()), losses(read())
+        recipe = Recipe(args.optimizer, args.rate, args.minibatches)
+        tables = table(plain), times(plain, recipe, args.clip), compressed(read()), losses(read())
         TABLE.write_text("\n\n".join(tables) + "\n", encoding="utf-8")
         return
     recipe = Recipe(args.optimizer, args.rate, args.minibatches)
@@ -138,7 +154,8 @@ def main() -> None:
                 start = args.synchronous_start if late else 0.0
                 minibatches = args.only or args.minibatches
                 case = Case(contender, recipe, minibatches, args.stages, args.parts, start, seed, args.bandwidth)
-                case = replace(case, compress=compress or "none")
+                late_lr = args.late_lr if late else 0.0
+                case = replace(case, compress=compress or "none", clip=args.clip, late_lr=late_lr)
                 run = train_replicas(bed, links, case) if case.compared else train(bed, links, case)
                 if args.loss_only:
                     run = replace(run, seconds_per_minibatch=None)
@@ -153,6 +170,8 @@ def train(bed: Testbed, links: Cluster, case: Case) -> Run:
         evaluate_every=case.minibatches if case.whole and case.contender != DDP else None,
         drop_last=True,
         synchronous_start=case.synchronous_start,
+        clip_grad_norm=case.clip,
+        late_lr=case.late_lr,
     )
     job = Job(
         model=case.model,
@@ -222,7 +241,7 @@ def table(runs: Sequence[Run]) -> str:
         (
             case.stages,
             case.recipe.minibatches,
-            case.name + (f", first {case.synchronous_start:.0%} synchronous" if case.synchronous_start else ""),
+            case.named,
             f"{case.recipe.optimizer}, {case.recipe.rate:g}",
             case.bandwidth,
             f"{fmean(run.loss for run in same if run.loss is not None):.3f}",
@@ -235,14 +254,23 @@ def table(runs: Sequence[Run]) -> str:
     return tabulate(rows, headers, tablefmt="github", disable_numparse=True)
 
 
-def times(all_runs: Sequence[Run], stages: int = 4, minibatches: int = 800, optimizer: str = "newest-muon") -> str:
-    """Return the times to the loss that 1f1b has after so many minibatches with one optimizer."""
-    runs = [run for run in all_runs if run.case.recipe.optimizer == optimizer]
+def alike(runs: Sequence[Run], recipe: Recipe, clip: float | None) -> list[Run]:
+    """Return the runs with an optimizer at a rate, of any length, whose gradients are clipped to this norm."""
+    wanted = recipe.optimizer, recipe.rate, clip
+    return [run for run in runs if (run.case.recipe.optimizer, run.case.recipe.rate, run.case.clip) == wanted]
+
+
+def times(all_runs: Sequence[Run], recipe: Recipe, clip: float | None, stages: int = 4) -> str:
+    """Return the times to the loss that 1f1b has at the end of a training with this recipe.
+
+    A minibatch takes as long with any of the optimizers.
+    """
+    runs, minibatches = alike(all_runs, recipe, clip), recipe.minibatches
     rows = []
     target = mean_loss(runs, "1f1b", stages, minibatches)
     ours = to_loss(runs, "1f1b", stages, target)
-    for bandwidth in dict.fromkeys(run.case.bandwidth for run in runs):
-        seconds = {name: _least_s(runs, name, stages, bandwidth) for name in ("1f1b", "1f1b-flush", DDP)}
+    for bandwidth in dict.fromkeys(run.case.bandwidth for run in all_runs):
+        seconds = {name: _least_s(all_runs, name, stages, bandwidth) for name in ("1f1b", "1f1b-flush", DDP)}
         for name, each_s in seconds.items():
             if each_s is not None and seconds["1f1b"] is not None:
                 # DDP makes the same updates as the schedule that drains.
@@ -297,8 +325,8 @@ def mean_loss(runs: Sequence[Run], contender: str, stages: int, minibatches: int
 
 def to_loss(runs: Sequence[Run], contender: str, stages: int, target: float) -> float:
     """Return the length of a training that ends at a loss, between those of trainings that were measured."""
-    alike = [run.case for run in runs if (run.case.contender, run.case.stages) == (contender, stages) and run.loss]
-    lengths = sorted({case.minibatches for case in alike})
+    cases = [run.case for run in runs if (run.case.contender, run.case.stages) == (contender, stages) and run.loss]
+    lengths = sorted({case.minibatches for case in cases})
     losses = [mean_loss(runs, contender, stages, length) for length in lengths]
     return math.exp(np.interp(-target, [-loss for loss in losses], [math.log(length) for length in lengths]))
 
