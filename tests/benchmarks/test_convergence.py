@@ -118,10 +118,8 @@ def test_times_to_a_loss_are_lengths_times_seconds_per_minibatch() -> None:
         real_run("1f1b-flush", 1600, 1.0, 0.02),
         real_run("DDP", 60, None, 0.05, 800),
     ]
-    rows = [
-        [cell.strip() for cell in line.split("|")[2:-1]]
-        for line in links.times(runs, Recipe(minibatches=800), None).splitlines()[2:]
-    ]
+    lines = links.times(runs, Recipe(minibatches=800), None).splitlines()[2:]
+    rows = [[cell.strip() for cell in line.split("|")[2:-1]] for line in lines]
     assert rows == [
         ["1f1b", "800", "10.0", "8.0", "1.00"],
         ["1f1b-flush", "800", "20.0", "16.0", "2.00"],
