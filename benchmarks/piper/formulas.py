@@ -1,6 +1,7 @@
 """What Piper's program says of a plan for one of its graphs: `algo.cpp`, lines 1100 to 1200, as formulas.
 
-seconds per microbatch = max over stages of (compute + 2 * bytes of crossing edges / B) / d + 4 (d - 1) W / (d m B)
+seconds per microbatch = max over stages of (compute + 2 * bytes of crossing edges / B) * ceil(m / d) / m
+                                            + 4 (d - 1) W / (d m B)
 memory of a stage      = sum of A * ceil(d of this and all later stages / d) + B
 """
 
@@ -53,6 +54,7 @@ class Formulas:
 
     def _stage_s(self, stage: PiperStage) -> float:
         costs, d = self._costs(stage), stage.replicas
+        share = -(-self.microbatches // d) / self.microbatches  # of the microbatches that the busiest replica has
         moved = 0.0
         for edge in self.graph["edges"]:
             source, target = edge["sourceId"], edge["destId"]
@@ -63,13 +65,17 @@ class Formulas:
         weights = sum(each["parameterSize"] for each in costs.values())
         compute_s = sum(each["timePerSample"] for each in costs.values())
         reduced = 4 * (d - 1) * weights / d / self.microbatches
-        return float((moved / d + reduced) / self.bandwidth_bytes_per_s + compute_s / d)
+        return float((moved * share + reduced) / self.bandwidth_bytes_per_s + compute_s * share)
 
     def _costs(self, stage: PiperStage) -> dict[int, Mapping[str, Any]]:
         found: dict[int, Mapping[str, Any]] = {}
         for node in self.graph["nodes"]:
             if node["id"] in stage.nodes:
-                ways = node["TMPCs"][str(stage.tensor)]
-                again = node["id"] in stage.recomputed
-                found[node["id"]] = next((each for each in ways if (each["id"] == RECOMPUTING) == again), ways[0])
+                found[node["id"]] = costs_of(node, stage.tensor, node["id"] in stage.recomputed)
         return found
+
+
+def costs_of(node: Mapping[str, Any], degree: int, again: bool) -> Mapping[str, Any]:
+    """Return what a node of the file costs at a degree, recomputing or not."""
+    ways: Sequence[Mapping[str, Any]] = node["TMPCs"][str(degree)]
+    return next((each for each in ways if (each["id"] == RECOMPUTING) == again), ways[0])

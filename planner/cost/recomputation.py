@@ -225,7 +225,7 @@ class _Stage:
             orders.append([sorted(equal, key=self._forward_s.__getitem__) for equal in kinds.values()])
         if np.any(self._gradients > self._saved):
             orders.append([equal[::-1] for equal in kinds.values()])
-        return np.concatenate([_counted(order, count) for order in orders])
+        return np.concatenate([counted(order, count) for order in orders])
 
     def _by_seconds_per_byte(self) -> _Flags:
         entering = self._entering(np.eye(len(self._units), dtype=bool)).diagonal()
@@ -292,7 +292,7 @@ class _Stage:
         return alone, [(size, list(key)) for key, size in sizes.items() if size]
 
 
-def _counted(kinds: Sequence[Sequence[int]], count: int) -> _Flags:
+def counted(kinds: Sequence[Sequence[int]], count: int) -> _Flags:
     """Return every number of units of each kind, of which those that stand first recompute."""
     numbers = np.indices([len(equal) + 1 for equal in kinds]).reshape(len(kinds), -1)
     kind_of, place = np.zeros((2, count), dtype=np.int64)

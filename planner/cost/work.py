@@ -160,6 +160,17 @@ def stacked(works: Sequence[Work]) -> Work:
     return Work(**{each.name: np.array([getattr(work, each.name) for work in works]) for each in fields(Work)})
 
 
+def joined(works: Sequence[Work], counts: Sequence[int]) -> Work:
+    """Return the work of several lots of so many stages as one record."""
+    lots = list(zip(works, counts, strict=True))
+    return Work(
+        **{
+            each.name: np.concatenate([np.broadcast_to(getattr(work, each.name), count) for work, count in lots])
+            for each in fields(Work)
+        }
+    )
+
+
 def working_bytes(saved_bytes: Floats, gradient_bytes: Floats, workspace_bytes: Floats) -> tuple[Floats, Floats]:
     """Compute `Footprint.working_bytes` and `accumulating_bytes` of stages of the first 1, 2, ... n layers.
 

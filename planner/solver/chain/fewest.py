@@ -8,23 +8,22 @@ units in flight are known, and a way either fits and meets the time or does not.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
 from planner.cost.rounding import SLACK
 from planner.cost.stage_options import StageOptions
-from planner.cost.work import IMPOSSIBLE, Integers, Work, fewest_to_hold
+from planner.cost.work import IMPOSSIBLE, Integers, Work
 from planner.schedule.schedule import warm_up_depth
 from planner.solver.bounds.bounds import Bounds
 from planner.solver.chain.least import QuickestThatFit, Stages
 from planner.solver.chain.states import StateSpace
-from planner.solver.chain.tables import StageTables, most_in_flight
+from planner.solver.chain.tables import StageTables, closed_form, most_in_flight
 from planner.solver.chain.ways import WaysOf, taken
 from planner.solver.problem import Limits
-from planner.solver.stage_rules import UNLIMITED
 
 FEW_STATES = 300  # up to which the replicas of all stages are tabulated
 # Replica counts that are tried one by one where more may be slower. Beyond, they are taken to be faster, as they are
@@ -38,12 +37,17 @@ class FewestReplicas:
     def __init__(self, space: StateSpace, model: Bounds, limits: Limits) -> None:
         self._space, self.model, self.limits = space, model, limits
         self.ways = WaysOf(space, limits, prices_shards=model.prices_shards)
-        self.tables = StageTables(space, model, limits, self.ways) if len(space) <= FEW_STATES else None
         self.quickest_that_fit = (
             None if limits.memory_bytes is None else QuickestThatFit(space, self.ways, model, limits.memory_bytes)
         )
         # GPU seconds of the layers before each state, at least.
         self.before_s = model.least_s(self.ways.least(space.work(0, np.arange(len(space)))))
+
+    @cached_property
+    def tables(self) -> StageTables | None:
+        """The replicas of all stages, where those are few."""
+        few = len(self._space) <= FEW_STATES
+        return StageTables(self._space, self.model, self.limits, self.ways) if few else None
 
     def least(self, state: int, others: Integers, target_s: float) -> Integers:
         """Return replicas that the stages need at least, by their computation alone."""
@@ -70,7 +74,9 @@ class FewestReplicas:
             after: GPUs after each stage.
             most: replicas of each stage. Where it needs more, the answer is any larger number.
         """
-        r, tight = self._plainest(state, others, target_s, after)
+        if self.tables is not None and not self.ways.shards:
+            return self.tables.fewest(state, others, target_s, after, most)
+        r, tight = self._plainest(state, others, target_s, after, most)
         again = np.full(len(others), self.ways.recomputes)
         if self.ways.always_shards:
             r = np.where(r > 1, IMPOSSIBLE, r)
@@ -127,48 +133,33 @@ class FewestReplicas:
         return self._space.work(state, others)
 
     def _plainest(
-        self, state: int, others: Integers, target_s: float, after: Integers
+        self, state: int, others: Integers, target_s: float, after: Integers, most: Integers
     ) -> tuple[Integers, NDArray[np.bool_]]:
         """Return the same for the plainest way, and for which stages other ways may hold more."""
-        tables, memory_bytes = self.tables, self.limits.memory_bytes
-        if tables is not None:
-            most = None if memory_bytes is None else [table[state, others] for table in tables.most_in_flight]
-            return self._closed_form(most, after, lambda r: tables.fewest(state, others, target_s, after, r))
-        work, most = self._space.work(state, others), None
-        if memory_bytes is not None:
+        if self.tables is not None:
+            r, _ = self.tables.fewest(state, others, target_s, after, most)
+            return r, self.tables.tight(state, others, after) & self.ways.chooses
+        work, held = self._space.work(state, others), None
+        if self.limits.memory_bytes is not None:
             footprint = self.ways.plainest_footprint(state, others, work)
-            most = most_in_flight(self._space, self.model, footprint, memory_bytes)
-        work = self.ways.plainest_work(work)
-        return self._closed_form(most, after, lambda r: self.model.fewest_replicas(work, target_s, r, after))
+            held = most_in_flight(self._space, self.model, footprint, self.limits.memory_bytes)
+        r, tight = self._closed_form(held, self.ways.plainest_work(work), target_s, after)
+        return r, tight & self.ways.chooses
 
     def _recomputing(self, state: int, others: Integers, target_s: float, after: Integers) -> Integers:
         """Return the fewest replicas of stages that recompute all of their layers."""
         assert self.limits.memory_bytes is not None
         work = self._space.work(state, others)
         footprint = self._space.footprint(state, others, work).recomputed()
-        most, again = most_in_flight(self._space, self.model, footprint, self.limits.memory_bytes), work.recomputed()
-        return self._closed_form(most, after, lambda r: self.model.fewest_replicas(again, target_s, r, after))[0]
+        held = most_in_flight(self._space, self.model, footprint, self.limits.memory_bytes)
+        return self._closed_form(held, work.recomputed(), target_s, after)[0]
 
     def _closed_form(
-        self, most: list[Integers] | None, after: Integers, fewest: Callable[[Integers], Integers]
+        self, held: list[Integers] | None, work: Work, target_s: float, after: Integers
     ) -> tuple[Integers, NDArray[np.bool_]]:
-        """Return the fewest replicas of stages that run in one way, and for which of them other ways may hold more.
-
-        Args:
-            most: units in flight with which they fit the memory; and on several replicas, if that is less.
-            after: GPUs after each stage.
-            fewest: that meet the target and are at least as many.
-        """
-        one = np.ones(1, dtype=np.int64)
-        held, *more = [one] if most is None else [fewest_to_hold(each, after) for each in most]
-        several = more[0] if more else held
-        at_least = np.where(held > 1, np.maximum(several, 2), 1) if more else held
-        if self.limits.deepest < UNLIMITED:
-            at_least = np.maximum(at_least, fewest_to_hold(self.limits.deepest, after))
-        r = fewest(at_least)
-        if more and ((r > 1) & (r < several)).any():
-            r = fewest(np.where(r > 1, np.maximum(at_least, several), at_least))
-        return r, np.broadcast_to((several > 1) & self.ways.chooses, r.shape)
+        return closed_form(
+            held, after, self.limits.deepest, lambda r: self.model.fewest_replicas(work, target_s, r, after)
+        )
 
 
 class _Trial:

@@ -27,6 +27,7 @@ from planner.solver.chain.states import StateSpace
 from planner.solver.problem import Limits
 from planner.solver.result import CutPath
 
+_FAR = 4.0  # ratio of the bounds from which on their geometric mean is between them
 _CLOSE = 2e-3  # relative distance of the bounds from which on each question is for anything better
 
 
@@ -74,7 +75,8 @@ class MixedDegrees:
     """
 
     def __init__(self, spaces: Mapping[int, StateSpace], model: Bounds, limits: Limits) -> None:
-        self._gpus, self._limits, self._last = limits.gpus, limits, len(next(iter(spaces.values()))) - 1
+        self._space = next(iter(spaces.values()))
+        self._gpus, self._limits, self._last = limits.gpus, limits, len(self._space) - 1
         self._fewest = {
             degree: FewestReplicas(space, model, limits) for degree, space in spaces.items() if degree <= limits.gpus
         }
@@ -88,12 +90,18 @@ class MixedDegrees:
             OutOfTimeError: if the deadline passes within a walk.
         """
         best, best_s = None, below_s
+        for degree, fewest in self._fewest.items():  # a single stage has a closed form, and is often near the optimum
+            alone = fewest.quickest(0, self._last, np.arange(1, self._gpus // degree + 1), 0)
+            if alone is not None and alone[1] < best_s:
+                options = replace(alone[0], tensor=degree)
+                best, best_s = CutPath((0, self._last), (options,), alone[1]), alone[1]
         low_s = float(self._before_s[-1]) / self._gpus * (1 - RESOLUTION)
         while low_s < (goal_s := best_s * (1 - RESOLUTION)):
             if self._limits.deadline.passed:
                 self.interrupted = True
                 break
-            target_s = goal_s if goal_s - low_s < _CLOSE * goal_s else (low_s + goal_s) / 2
+            middle_s = (low_s + goal_s) / 2 if goal_s < _FAR * low_s else (low_s * goal_s) ** 0.5
+            target_s = goal_s if goal_s - low_s < _CLOSE * goal_s else middle_s
             if (path := self.within(target_s)) is None:
                 low_s = target_s
             else:
@@ -113,11 +121,14 @@ class MixedDegrees:
     def _from(self, state: int, pairs: Mapping[int, _Pairs], target_s: float, room: int) -> _Pairs | None:
         """Return the pairs of suffixes that begin at the state, within so many GPUs."""
         found: _Pairs | None = None
-        sizes = [len(each.gpus) for each in pairs.values()]
-        others = np.repeat(np.fromiter(pairs, dtype=np.int64), sizes)
-        pair = np.concatenate([np.arange(size) for size in sizes])
+        later = self._space.among_later(state, np.array(sorted(pairs)))
+        known = [pairs[other] for other in later.tolist()]
+        if not known:
+            return None
+        sizes = [len(each.gpus) for each in known]
+        others, pair = np.repeat(later, sizes), np.concatenate([np.arange(size) for size in sizes])
         gpus, after, stages = (
-            np.concatenate([getattr(each, name) for each in pairs.values()]) for name in ("gpus", "replicas", "stages")
+            np.concatenate([getattr(each, name) for each in known]) for name in ("gpus", "replicas", "stages")
         )
         for degree, fewest in self._fewest.items():
             most = (room - gpus) // degree

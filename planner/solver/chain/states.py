@@ -17,14 +17,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import fields
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
 from planner.cost.layer_costs import LayerCosts
-from planner.cost.work import Floats, Footprint, Integers, Work, working_bytes
+from planner.cost.recomputation import Recomputation
+from planner.cost.stage_options import RecomputeRule
+from planner.cost.work import Floats, Footprint, Integers, Work, joined, working_bytes
 
 _TIMES = ("forward_s", "backward_s", "update_s", "accumulate_s")
 FRONTS = ("sent_bytes", "returned_bytes", "outputs", "gradients", "output_bytes", "gradient_bytes")
@@ -77,6 +78,10 @@ class StateSpace(ABC):
     def _members(self) -> dict[tuple[int, int], frozenset[int]]:
         return {}
 
+    def recomputation(self, rule: RecomputeRule) -> Recomputation:
+        """Return the choices of what recomputes in the stages."""
+        return Recomputation(self.layer_costs, rule)
+
     def sides(self, state: int, others: Integers) -> tuple[Floats, Floats]:
         """Return what the stages up to each of `others` exchange with earlier stages, and with later ones.
 
@@ -118,13 +123,7 @@ class StateSpace(ABC):
         later = [self.among_later(i, np.arange(i + 1, len(self))) for i in range(len(self) - 1)]
         works = [self.work(state, others) for state, others in enumerate(later)]
         counts = [len(others) for others in later]
-        merged = {
-            each.name: np.concatenate(
-                [np.broadcast_to(getattr(work, each.name), count) for work, count in zip(works, counts, strict=True)]
-            )
-            for each in fields(Work)
-        }
-        return np.repeat(np.arange(len(later)), counts), np.concatenate(later), Work(**merged)
+        return np.repeat(np.arange(len(later)), counts), np.concatenate(later), joined(works, counts)
 
     def footprint(self, state: int, others: Integers, work: Work) -> Footprint:
         """Return the footprint of the same stages."""

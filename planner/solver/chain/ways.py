@@ -116,9 +116,7 @@ class WaysOf:
         self.recomputes = self.rule in ("always", "blocks")
         self.chooses = limited and self.rule == "auto"
         known = _KNOWN.setdefault(space.layer_costs, {})
-        self._recomputation, self._by_layers = known.setdefault(
-            self.rule, (Recomputation(space.layer_costs, self.rule), {})
-        )
+        self._recomputation, self._by_layers = known.setdefault(self.rule, (space.recomputation(self.rule), {}))
         self._known: dict[tuple[int, int], Choices] = {}
 
     def allowed(self, sharded: NDArray[np.bool_], replicas: ArrayLike) -> NDArray[np.bool_]:

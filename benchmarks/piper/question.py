@@ -1,0 +1,125 @@
+"""The question that Piper's program answers, for the search of the planner: its costs of stages in place of ours.
+
+Stages, plans and the search are those of `plan solve --tensor`. What a stage moves and holds is what the formulas of
+`benchmarks.piper.formulas` say: every edge that a cut crosses counts, with the bytes that a group exchanges beside it,
+and each layer has the memory that the file gives for it, with and without recomputing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from benchmarks.piper.formulas import PiperStage, costs_of
+from planner.cost.layer_costs import LayerCosts
+from planner.cost.recomputation import MOST_CHOICES, Choices, Recomputation, counted
+from planner.cost.stage_options import RecomputeRule
+from planner.cost.work import Floats, Integers
+from planner.solver.chain.mixed_degrees import MixedDegrees
+from planner.solver.chain.search import Search
+from planner.solver.chain.states import FRONTS
+from planner.solver.graph.downsets import Downsets, enumerate_downsets
+from planner.solver.graph.lattice import Words, words_of_masks
+from planner.solver.problem import Problem
+from planner.solver.result import stages_along
+
+MOST_CUTS = 2_000  # beyond, only those along the profile's order
+
+_MEASURES = ("timePerSample", "memoryUsageA", "memoryUsageB")
+_Costs = Sequence[Mapping[str, Any]]  # by layer
+
+
+class Sums(Recomputation):
+    """The choices of stages whose recomputed layers add up, in time and in memory."""
+
+    def __init__(self, layer_costs: LayerCosts, plain: _Costs, again: _Costs) -> None:
+        super().__init__(layer_costs)
+        self._plain, self._more = _table(plain), _table(again) - _table(plain)
+
+    def choices(self, layers: Collection[int]) -> Choices:
+        """Return the choices: of layers that save the same, those that take least time first."""
+        own = sorted(layers)
+        more = self._more[own]
+        kinds: dict[bytes, list[int]] = {}
+        for number in np.argsort(more[:, 0], kind="stable").tolist():
+            if more[number, 1] < 0:
+                kinds.setdefault(more[number, 1:].tobytes(), []).append(number)
+        if np.prod([len(equal) + 1.0 for equal in kinds.values()]) > MOST_CHOICES:
+            price = -more[:, 0] / np.minimum(more[:, 1], -1)
+            kinds = {b"": sorted((number for equal in kinds.values() for number in equal), key=price.__getitem__)}
+        units = counted(list(kinds.values()), len(own)) if kinds else np.zeros((1, len(own)), dtype=bool)
+        seconds, saved, working = (units @ more).T
+        saved += self._plain[own, 1].sum()
+        nothing = np.zeros(len(units), dtype=bool)
+        return Choices(seconds, saved, working, working, units, nothing, tuple((layer,) for layer in own)).worth_it()
+
+
+def _table(costs: _Costs) -> Floats:
+    return np.array([[each[name] for name in _MEASURES] for each in costs])
+
+
+class EveryEdge(Downsets):
+    """Cuts that every edge across them is charged for, at both of its ends.
+
+    Args:
+        layer_costs: at one degree.
+        words: the cuts.
+        graph: the input file's content.
+        degree: of its costs.
+    """
+
+    def __init__(self, layer_costs: LayerCosts, words: Words, graph: Mapping[str, Any], degree: int) -> None:
+        super().__init__(layer_costs, words, complete=True)
+        nodes = {node["id"]: node for node in graph["nodes"]}
+        names = [int(layer.name) for layer in layer_costs.profile.layers]
+        self._plain, self._again = ([costs_of(nodes[name], degree, again) for name in names] for again in (False, True))
+        place = {name: index for index, name in enumerate(names)}
+        ends = [(place[edge["sourceId"]], place[edge["destId"]], edge) for edge in graph["edges"]]
+        self._made, self._used = (np.stack([self.holds(end[side]) for end in ends]) for side in (0, 1))
+        sizes = np.array([edge["communicationCost"] for *_, edge in ends])
+        arriving = [self._plain[target]["syncTimeFw"][str(edge["sourceId"])] for _, target, edge in ends]
+        leaving = [self._plain[source]["syncTimeBw"][str(edge["destId"])] for source, _, edge in ends]
+        self._arriving, self._leaving = sizes + arriving, sizes + leaving
+
+    def recomputation(self, rule: RecomputeRule) -> Recomputation:
+        """Return the sums."""
+        return Sums(self.layer_costs, self._plain, self._again)
+
+    def sides(self, state: int, others: Integers) -> tuple[Floats, Floats]:
+        """Return the bytes of all edges, without any messages that memory would hold."""
+        before, after = np.zeros((2, len(FRONTS), len(others)))
+        made, used = self._made[:, state], self._used[:, state]
+        before[:2] = (self._arriving * (made & ~used)) @ self._used[:, others]
+        after[:2] = (self._leaving * ~made) @ (self._made[:, others] & ~self._used[:, others])
+        return before, after
+
+
+def answered(problem: Problem, graph: Mapping[str, Any]) -> list[PiperStage] | None:
+    """Return the best plan by the program's own formulas; None if none fits the memory."""
+    words, limits, model = _cuts(problem.layer_costs), problem.limits, problem.asynchronous()
+    costs = {degree: problem.layer_costs.at(degree) for degree in problem.rules.tensor}
+    spaces = {degree: EveryEdge(each, words, graph, degree) for degree, each in costs.items()}
+    above_s = max(Search(each, model, limits).any_time_s() for each in spaces.values())
+    path = MixedDegrees(spaces, model, limits).best(above_s)
+    if path is None:
+        return None
+    names = [int(layer.name) for layer in problem.layer_costs.profile.layers]
+    return [
+        PiperStage(
+            frozenset(names[layer] for layer in stage.layers),
+            stage.replicas,
+            stage.options.tensor,
+            frozenset(names[layer] for group in stage.options.recompute for layer in group),
+        )
+        for stage in stages_along(spaces[1], path)
+    ]
+
+
+def _cuts(layer_costs: LayerCosts) -> Words:
+    """Return all cuts, or those along the profile's order where there are too many."""
+    if (words := enumerate_downsets(layer_costs, MOST_CUTS)) is not None:
+        return words
+    layers = len(layer_costs.profile.layers)
+    return words_of_masks([(1 << count) - 1 for count in range(layers + 1)], layers)
