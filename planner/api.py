@@ -189,23 +189,7 @@ def train(
     Raises:
         PlannerError: for anything wrong with the model, the plan or the workers; no worker is left running.
     """
-    job = make_job(
-        model,
-        plan,
-        steps=steps,
-        epochs=epochs,
-        seed=seed,
-        device=device,
-        backend=backend,
-        options=options,
-        checkpoints=checkpoints,
-        baseline=baseline,
-        save_weights=save_weights,
-        defer_weights=defer_weights,
-        show_progress=show_progress,
-        run_options=run_options,
-    )
-    return run_job(job)
+    return run_job(make_job(**locals()))
 
 
 def run_job(job: Job, on_restart: Callable[[str], None] | None = None) -> TrainResult:

@@ -23,7 +23,6 @@ def add_parser(verbs: Verbs) -> None:
     """Declare the verb's arguments."""
     parser = declare(verbs, "compare", "compare a plan with data parallelism and hand-made pipelines", DESCRIPTION)
     add_question_arguments(parser, plan=True)
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

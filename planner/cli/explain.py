@@ -23,7 +23,6 @@ def add_parser(verbs: Verbs) -> None:
     """Declare the verb's arguments."""
     parser = declare(verbs, "explain", "explain what limits a plan, and what would make it faster", DESCRIPTION)
     add_question_arguments(parser, plan=True)
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -43,8 +43,6 @@ def add_parser(verbs: Verbs) -> None:
         metavar="FILE",
         help="file to write, - for stdout (default: train_pipelining.py, pipeline_partition.py; stdout for the others)",
     )
-    parser.add_argument("--json", action="store_true", help="print the name of the file as JSON, or the text itself")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -29,8 +29,6 @@ def add_parser(verbs: Verbs) -> None:
         metavar="FILE",
         help="file to write (default: %(default)s)",
     )
-    parser.add_argument("--json", action="store_true", help="print what was written as JSON")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

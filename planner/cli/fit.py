@@ -97,8 +97,6 @@ def add_parser(verbs: Verbs) -> None:
         metavar="DIR",
         help="folder for model.py, profile.json and plan.json (default: the model's name; for a model file, its own)",
     )
-    parser.add_argument("--json", action="store_true", help="print the answer as JSON")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -112,6 +112,10 @@ def build_parser() -> Parser:
     subparsers = parser.add_subparsers(title="verbs", metavar="VERB", dest="verb", required=True)
     for verb in VERBS:
         verb.add_parser(subparsers)
+    for verb, each in zip(VERBS, subparsers.choices.values(), strict=True):
+        each.set_defaults(run=verb.run)
+        if "--json" not in each._option_string_actions:
+            each.add_argument("--json", action="store_true", help="print the answer as JSON, files by their names")
     # On each verb, so that it stands where people add it: at the end.
     for each in (parser, *subparsers.choices.values()):
         each._negative_number_matcher = _NEGATIVE

@@ -43,7 +43,6 @@ def add_parser(verbs: Verbs) -> None:
     parser.add_argument(
         "-o", "--output", type=Path, default=PLAN, metavar="FILE", help="file to write (default: %(default)s)"
     )
-    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     stages = parser.add_argument_group("stages", "--stages; or --given")
     stages.add_argument(
         "--stages",
@@ -83,7 +82,6 @@ def add_parser(verbs: Verbs) -> None:
     stages.add_argument(
         "--given", type=Path, metavar="FILE", help="stages and schedule as JSON, in place of the arguments above"
     )
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

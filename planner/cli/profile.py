@@ -37,14 +37,7 @@ to a cluster.json for `plan solve --cluster`. Start it on each host with torchru
     torchrun --nnodes 2 --nproc-per-node 4 --rdzv-backend c10d --rdzv-endpoint HOST:29500 -m planner profile --links
 """
 
-
-_ONLY_ESTIMATES = {
-    "--calibrate": "calibrate",
-    "--device-file": "device_file",
-    "--fused": "fused",
-    "--master-weights": "master_weights",
-    "--cuda-graph": "cuda_graph",
-}
+_ONLY_ESTIMATES = ("calibrate", "device_file", "fused", "master_weights", "cuda_graph")
 
 
 def add_parser(verbs: Verbs) -> None:
@@ -135,8 +128,6 @@ def add_parser(verbs: Verbs) -> None:
         metavar="FILE",
         help=f"file to write (default: {PROFILE}; with --links cluster.json)",
     )
-    parser.add_argument("--json", action="store_true", help="print the profile as JSON")
-    parser.set_defaults(run=run)
 
 
 def _add_device_arguments(parser: argparse.ArgumentParser) -> None:
@@ -238,9 +229,9 @@ def _measured(args: argparse.Namespace, batch_size: int) -> Profile:
     from planner.api import profile
     from planner.profiler.measured.malloc import keep_freed_pages
 
-    for option, name in _ONLY_ESTIMATES.items():
+    for name in _ONLY_ESTIMATES:
         if getattr(args, name):
-            raise InputError(f"{option} is for estimates", hint=f"add --estimate, or leave out {option}")
+            raise InputError(f"`{name}` is for estimates", hint=f"add `estimate`, or leave out `{name}`")
     keep_freed_pages()  # as the workers do
     line = ProgressLine() if sys.stderr.isatty() else None
     try:

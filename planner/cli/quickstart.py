@@ -48,8 +48,6 @@ def add_parser(verbs: Verbs) -> None:
     parser.add_argument(
         "--steps", type=int, default=240, metavar="N", help="train N minibatches (default: %(default)s)"
     )
-    parser.add_argument("--json", action="store_true", help="print the result as JSON")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

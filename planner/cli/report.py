@@ -81,8 +81,6 @@ def add_parser(verbs: Verbs) -> None:
         help="svg shows the timeline alone (default: that of the file's name, or html)",
     )
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="file to write (default: report.FORMAT)")
-    parser.add_argument("--json", action="store_true", help="print the name of the file as JSON")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -53,8 +53,6 @@ def add_parser(verbs: Verbs) -> None:
             metavar="CHECK",
             help=f"{verb} these checks, by name, with commas between",
         )
-    parser.add_argument("--json", action="store_true", help="print the result as JSON")
-    parser.set_defaults(run=run)
 
 
 def _names(text: str) -> tuple[str, ...]:

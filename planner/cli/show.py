@@ -45,7 +45,6 @@ def add_parser(verbs: Verbs) -> None:
         "optimizer and tools that read it) are for profiles (default: %(default)s)",
     )
     parser.add_argument("--json", action="store_const", const="json", dest="format", help="the same as --format json")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -42,8 +42,6 @@ def add_parser(verbs: Verbs) -> None:
         help="a run of the plan, as a trace or a timeline: simulate the same minibatches, and print how far apart each "
         "forward and backward starts and ends",
     )
-    parser.add_argument("--json", action="store_true", help="print the numbers as JSON")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -48,7 +48,6 @@ def add_parser(verbs: Verbs) -> None:
     _add_plan_arguments(parser)
     add_rule_arguments(parser)
     _add_search_arguments(parser)
-    parser.set_defaults(run=run)
 
 
 def _add_file_arguments(parser: argparse.ArgumentParser) -> None:
@@ -76,7 +75,6 @@ def _add_file_arguments(parser: argparse.ArgumentParser) -> None:
         help="model file: run each stage of the plan by itself on this machine, and compare its time with the sum of "
         "its layers' times",
     )
-    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
 
 
 def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:

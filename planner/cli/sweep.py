@@ -52,7 +52,6 @@ def add_parser(verbs: Verbs) -> None:
         "--points", type=int, metavar="N", help=f"solve for N values (default: {POINTS}; {GPU_POINTS} for GPUs)"
     )
     parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="write a plot of the speed-ups")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -21,6 +21,7 @@ from planner.executor.defaults import STEPS
 if TYPE_CHECKING:
     from planner.executor.job import Job, TrainResult
 
+_ASKED = ("steps", "epochs", "seed", "device", "backend", "baseline", "save_weights", "defer_weights")
 DESCRIPTION = """\
 Train the model as the plan says: one process per worker on this host, started through torchrun's own launcher.
 
@@ -76,8 +77,6 @@ def add_parser(verbs: Verbs) -> None:
     add_training_arguments(parser)
     add_checkpoint_arguments(parser)
     add_run_arguments(parser)
-    parser.add_argument("--json", action="store_true", help="print the result as JSON")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -94,18 +93,11 @@ def run(args: argparse.Namespace) -> int:
     job = make_job(
         args.model,
         load_plan(args.plan),
-        steps=args.steps,
-        epochs=args.epochs,
-        seed=args.seed,
-        device=args.device,
-        backend=args.backend,
         options=TrainingOptions(**{name: getattr(args, name) for name in TrainingOptions.model_fields}),
         run_options=RunOptions(**{name: getattr(args, name) for name in RunOptions.model_fields}),
         checkpoints=continued or checkpoints,
-        baseline=args.baseline,
-        save_weights=args.save_weights,
-        defer_weights=args.defer_weights,
         show_progress=sys.stderr.isatty(),
+        **{name: getattr(args, name) for name in _ASKED},
     )
     if as_worker:
         _run_as_worker(job.model_copy(update={"started_again": continued is not None}), args.json)

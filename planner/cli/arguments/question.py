@@ -76,7 +76,6 @@ def add_question_arguments(parser: argparse.ArgumentParser, plan: bool) -> None:
         help="as for `plan solve` (default: resource)",
     )
     add_time_limit_argument(parser)
-    parser.add_argument("--json", action="store_true", help="print the answer as JSON")
 
 
 def add_minibatch_argument(parser: argparse.ArgumentParser) -> None:
