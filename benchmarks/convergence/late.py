@@ -196,14 +196,16 @@ def compressed(results: Sequence[Trained]) -> str:
     for case, loss in losses.items():
         if case.compress != "none" and (plain := losses.get(replace(case, compress="none"))) is not None:
             rows[replace(case, seed=0)].append((plain, loss))
-    headers = ["model", "stages", "minibatches", "schedule", "compress", "seeds", "loss", "uncompressed", "", "by seed"]
+    headers = ["model", "stages", "minibatches", "schedule", "optimizer", "compress", "seeds", "loss", "uncompressed"]
+    headers += ["", "by seed"]
     return tabulate([_compressed_row(*each) for each in rows.items()], headers, "github", disable_numparse=True)
 
 
 def _compressed_row(case: Case, losses: Sequence[tuple[float, float]]) -> list[str]:
     plain, loss = map(fmean, zip(*losses, strict=True))
     each = ", ".join(f"{one / other - 1:+.2%}" for other, one in losses)
-    columns = [case.model, case.stages, case.recipe.minibatches, named(case), case.compress, len(losses)]
+    columns = [case.model, case.stages, case.recipe.minibatches, named(case)]
+    columns += [case.recipe.optimizer, case.compress, len(losses)]
     return [*map(str, columns), f"{loss:.3f}", f"{plain:.3f}", f"{loss / plain - 1:+.2%}", each]
 
 

@@ -97,7 +97,7 @@ def _against(samples_per_s: float | None, seconds: float, measured: Summary | No
     if measured is None:
         return value, unit
     off = seconds / measured.seconds_per_minibatch - 1
-    return value, f"{unit}, {abs(off):.1%} {'less' if off < 0 else 'more'} than measured"
+    return value, f"{unit}, {abs(off):.1%} {'less' if off < 0 else 'more'} time than measured"
 
 
 def limits_section(plan: Plan, summary: Summary, explanation: Explanation | None) -> str:

@@ -25,7 +25,7 @@ def pace_table(comparison: RunComparison, plan: Plan) -> Table:
     rows = [
         ["pace", pace(predicted.samples_per_s, seconds[0])]
         + [pace(run.samples_per_s, run.seconds_per_minibatch) for run in (simulated, measured)],
-        ["relative to measured", *(f"{each / measured.seconds_per_minibatch - 1:+.1%}" for each in seconds), ""],
+        ["time, relative to measured", *(f"{each / measured.seconds_per_minibatch - 1:+.1%}" for each in seconds), ""],
         ["bubble", "", percent(simulated.bubble_share), percent(measured.bubble_share)],
         ["whole run", "", format_seconds(simulated.seconds), format_seconds(measured.seconds)],
         ["start-up", "", format_seconds(simulated.start_up_s), format_seconds(measured.start_up_s)],
