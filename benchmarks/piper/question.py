@@ -66,12 +66,15 @@ class EveryEdge(Downsets):
     Args:
         layer_costs: at one degree.
         words: the cuts.
-        graph: the input file's content.
-        degree: of its costs.
+        order: of them, the same for all degrees.
+        source: the input file's content, and the degree.
     """
 
-    def __init__(self, layer_costs: LayerCosts, words: Words, graph: Mapping[str, Any], degree: int) -> None:
-        super().__init__(layer_costs, words, complete=True)
+    def __init__(
+        self, layer_costs: LayerCosts, words: Words, order: Integers, source: tuple[Mapping[str, Any], int]
+    ) -> None:
+        super().__init__(layer_costs, words, complete=True, order=order)
+        graph, degree = source
         nodes = {node["id"]: node for node in graph["nodes"]}
         names = [int(layer.name) for layer in layer_costs.profile.layers]
         self._plain, self._again = ([costs_of(nodes[name], degree, again) for name in names] for again in (False, True))
@@ -100,7 +103,8 @@ def answered(problem: Problem, graph: Mapping[str, Any]) -> list[PiperStage] | N
     """Return the best plan by the program's own formulas; None if none fits the memory."""
     words, limits, model = _cuts(problem.layer_costs), problem.limits, problem.asynchronous()
     costs = {degree: problem.layer_costs.at(degree) for degree in problem.rules.tensor}
-    spaces = {degree: EveryEdge(each, words, graph, degree) for degree, each in costs.items()}
+    order = Downsets(problem.layer_costs, words, complete=True).order
+    spaces = {degree: EveryEdge(each, words, order, (graph, degree)) for degree, each in costs.items()}
     above_s = max(Search(each, model, limits).any_time_s() for each in spaces.values())
     path = MixedDegrees(spaces, model, limits).best(above_s)
     if path is None:

@@ -20,10 +20,12 @@ from planner.formats.profile import KIND_COLUMNS
 from planner.formats.repeated_blocks import block_ends
 from planner.solver.candidates.budget import Budget, OutOfTimeError
 from planner.solver.candidates.evaluation import fastest, priced
+from planner.solver.chain.fewest import FEW_STATES
 from planner.solver.chain.mixed_degrees import MixedDegrees
 from planner.solver.chain.search import Search
 from planner.solver.chain.states import Chain, StateSpace
 from planner.solver.granularity import cut_after
+from planner.solver.graph.downsets import Downsets, enumerate_downsets
 from planner.solver.pipeline_search import PipelineSearch
 from planner.solver.problem import Problem
 from planner.solver.result import Found, stages_along
@@ -86,7 +88,9 @@ def _mixes(problem: Problem) -> bool:
 
 
 def _mixed(problem: Problem, known: Sequence[Found]) -> Found:
-    """Find the best plan along the profile's order, or return the best one that is known, with the bound of all.
+    """Find the best plan, or return the best one that is known, with the bound of all.
+
+    Models that can be trained are cut along the profile's order, imported ones anywhere if there are few cuts.
 
     Raises:
         InfeasibleError: if none fits the memory.
@@ -94,7 +98,7 @@ def _mixed(problem: Problem, known: Sequence[Found]) -> Found:
     layer_costs, below_s = problem.layer_costs, np.inf
     ends = frozenset[int]() if problem.rules.granularity == "layer" else block_ends(layer_costs.profile)
     within = cut_after(problem, ends) if ends else problem
-    spaces = {degree: Chain(within.layer_costs.at(degree)) for degree in problem.rules.tensor}
+    spaces = cuts_by_degree(within)
     best = min((each.best for each in known), key=lambda plan: plan.counted_s, default=None)
     if best is not None:
         below_s = min(each.best.price.cost_model_s or each.best.seconds for each in known)
@@ -112,6 +116,16 @@ def _mixed(problem: Problem, known: Sequence[Found]) -> Found:
     if best is None:
         raise InfeasibleError("no plan fits the memory, however its layers are divided", hint="give more GPUs")
     return Found(best, below_s if exact else relaxed_seconds(problem))
+
+
+def cuts_by_degree(problem: Problem) -> dict[int, StateSpace]:
+    """Return the cuts that plans may have, by degree."""
+    costs = {degree: problem.layer_costs.at(degree) for degree in problem.rules.tensor}
+    words = None if problem.keeps_order else enumerate_downsets(problem.layer_costs, FEW_STATES)
+    if words is None:
+        return {degree: Chain(each) for degree, each in costs.items()}
+    order = Downsets(problem.layer_costs, words, complete=True).order
+    return {degree: Downsets(each, words, complete=True, order=order) for degree, each in costs.items()}
 
 
 def _has_all_ways(space: StateSpace) -> bool:

@@ -1,4 +1,4 @@
-"""Exact search along a chain for the asynchronous pipeline whose stages divide their layers over any allowed ranks.
+"""Exact search over cuts for the asynchronous pipeline whose stages divide their layers over any allowed ranks.
 
 A replica of t ranks counts t GPUs, and one unit in flight before it. So what a suffix costs the stages before it is a
 pair: its GPUs, and its replicas, on which their units in flight depend. For a target T each state keeps the pairs that
@@ -69,7 +69,7 @@ class MixedDegrees:
     """Finds the fastest pipeline over states that all degrees have in common.
 
     Args:
-        spaces: of the same states, by degree.
+        spaces: of the same states in the same order, by degree.
         model: of the schedule.
         limits: of the plans.
     """

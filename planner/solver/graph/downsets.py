@@ -29,13 +29,14 @@ _TICKS = 2.0**50  # units of time in a model's compute time: sums of whole numbe
 class Downsets(StateSpace):
     """Some downsets of the graph, among them the empty one and the whole."""
 
-    def __init__(self, layer_costs: LayerCosts, words: Words, complete: bool) -> None:
+    def __init__(self, layer_costs: LayerCosts, words: Words, complete: bool, order: Integers | None = None) -> None:
         """Order the downsets, and sum up their layers.
 
         Args:
             layer_costs: of the model.
             words: a downset per row, as a bit set of layer positions.
             complete: whether no downset that matters is missing.
+            order: of other costs of the same layers, so that states have the same numbers in both.
         """
         count = len(layer_costs.profile.layers)
         bits = to_bits(words, count)
@@ -43,7 +44,8 @@ class Downsets(StateSpace):
         sums = _weighted(quantities, bits.T)
         # Order by compute time and size, so that every downset comes after those it contains, and states within a range
         # of time are a range of numbers; then by content, so that answers are repeatable.
-        self.order = np.lexsort((*words.T, bits.sum(axis=1, dtype=np.int64), sums[0]))
+        by_time = np.lexsort((*words.T, bits.sum(axis=1, dtype=np.int64), sums[0]))
+        self.order = by_time if order is None else order
         self._words = words[self.order]
         self._columns = np.ascontiguousarray(bits[self.order].T)  # a row of zeros and ones per layer
         fronts = np.zeros((len(FRONTS), len(words)))
