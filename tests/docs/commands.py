@@ -38,15 +38,18 @@ def commands(page: Path) -> Iterator[Command]:
     block: list[str] = []
     for number, line in enumerate([*page.read_text(encoding="utf-8").split("\n"), "the end"], 1):
         fenced ^= line.startswith("```")
-        if not fenced and (line.startswith("    ") or (block and not line)):
-            block.append(line)
-            continue
-        if block:
+        if block and line and _indent(line) < _indent(block[0]):
             yield from _in_block(page, number - len(block), block, reason)
             block, reason = [], ""
-        if line and not fenced:
+        if not fenced and (line.startswith("    ") or (block and not line)):
+            block.append(line)
+        elif line and not fenced:
             found = _NOT_RUN.fullmatch(line)
             reason = found[1] if found else reason if line.startswith("<!--") else ""
+
+
+def _indent(line: str) -> int:
+    return len(line) - len(line.lstrip())
 
 
 def _in_block(page: Path, first: int, lines: Sequence[str], reason: str) -> Iterator[Command]:

@@ -142,7 +142,7 @@ def test_a_command_that_plan_does_not_take_is_found(tmp_path: Path) -> None:
 
 def test_python_scripts_are_found_whole(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
-    page.write_text("Run\n\n    import a\n\n    if a:\n        a.b()\n\nText.\n", encoding="utf-8")
+    page.write_text("- Run\n\n        import a\n\n        if a:\n            a.b()\n\n    and.\n", encoding="utf-8")
     (script,) = commands(page)
     assert (script.line, script.text) == (3, "python - <<'END'\nimport a\n\nif a:\n    a.b()\nEND")
 
