@@ -53,13 +53,14 @@ def summary_table(rows: Sequence[Row]) -> str:
         found = summary([row for row in rows if row.source == source])
         counts = [len(found.rows), sum(row.predicted is not None for row in found.rows)]
         errors = [
-            "" if error is None else f"{error:.1%}" for error in (found.mean_error, found.calibrated, found.by_job)
+            "" if error is None else f"{error:.1%}"
+            for error in (found.mean_error, found.median_error, found.calibrated, found.by_job)
         ]
         tau = "" if found.tau is None else f"{found.tau:.2f}"
         memory = "" if found.memory_error is None else f"{found.memory_error:.1%}, worst {found.worst_memory:.1%}"
         shares = [*errors, _share(found.bias), tau, _share(found.regret), memory]
         cells.append([source, *counts, *shares, _lacking(found.rows)])
-    headers = ["source", "rows", "predicted", "mean absolute error", *_CALIBRATED, "bias", "tau", "regret"]
+    headers = ["source", "rows", "predicted", "mean absolute error", "median", *_CALIBRATED, "bias", "tau", "regret"]
     headers += ["memory of stages", "the others need"]
     return tabulate(cells, headers=headers, tablefmt="pipe", disable_numparse=True)
 

@@ -78,7 +78,7 @@ _LAYER: Mapping[str, Kind] = {
     "gemm2": Kind(9, activations=(1, 0)),
     "dropout2": Kind(10, entering=0, activations=(1.5, 0)),
 }
-_P4D = 50e9  # bytes per second: 400 Gbit/s of an EC2 P4d, the server of eight A100 of 40 GB
+P4D = 50e9  # bytes per second: 400 Gbit/s of an EC2 P4d, the server of eight A100 of 40 GB
 _FIRST = "norm1"
 _OUTER = ("embedding", "norm", "head")  # never run again
 
@@ -129,7 +129,7 @@ def _predict(run: Mapping[str, Any], spec: DeviceSpec) -> Prediction:
         for stage, degree in zip(stages, ranks, strict=True)
     ]
     # Stages of several degrees are priced on one level: only messages leave a server, which run beside computations.
-    cluster = flat_cluster(sum(stage.replicas * stage.tensor for stage in planned), _P4D if a100 else PCIE)
+    cluster = flat_cluster(sum(stage.replicas * stage.tensor for stage in planned), P4D if a100 else PCIE)
     if a100:
         cluster = reducing(cluster, max(ranks), whole.layers[0].outputs[0].output_bytes)
     priced = price(profile, cluster, planned, run["global_batch"] // micro)

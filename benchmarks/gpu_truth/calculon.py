@@ -29,7 +29,7 @@ from planner.formats.own_plan import OwnStage
 from planner.formats.profile import Layer
 from planner.profiler.estimated.devices import DeviceSpec
 
-_SERVER = 200e9  # bytes per second: eight links of 200 Gbit/s, as the paper says
+SERVER = 200e9  # bytes per second: eight links of 200 Gbit/s, as the paper says
 _VOCABULARY = 51200
 _SIZES = ("layers", "hidden", "heads", "ffn", "seq")
 _MIDDLE = ("baddbmm", "softmax", "bmm")  # dropout is within the softmax's layer
@@ -58,7 +58,7 @@ def _predict(model: Mapping[str, Any], entry: Mapping[str, Any], spec: DeviceSpe
     rank = rank if full else in_sequence(one, rank, tp)
     whole, part = (transformer(gpt.name, each, [_again(each, full)] * gpt.layers) for each in (one, rank))
     profile = divided(whole, {tp: part}, layer_reduces(model["layers"], again=full))
-    cluster = reducing(servers(run["num_procs"], _SERVER), tp, profile.layers[0].outputs[0].output_bytes)
+    cluster = reducing(servers(run["num_procs"], SERVER), tp, profile.layers[0].outputs[0].output_bytes)
     count = run["pipeline_par"] * chunks
     stages = [OwnStage(blocks=model["layers"] // count, replicas=run["data_par"], tensor=tp)] * count
     priced = price(profile, cluster, stages, run["batch_size"] // micro, chunks if chunks > 1 else None)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from statistics import median
 
 from benchmarks.gpu_truth.rows import Row
 from planner.report.svg.shapes import COLOURS, Font, document, line, text
@@ -19,7 +20,7 @@ class Summary:
 
     Attributes:
         rows: all; those without a prediction are only counted.
-        mean_error: mean absolute relative error.
+        mean_error, median_error: mean and median absolute relative error.
         calibrated, by_job: mean absolute relative error after calibration on a device's other rows, or jobs.
         bias: mean relative error.
         tau: Kendall's rank correlation over the pairs of rows of the same job; None without such pairs.
@@ -30,6 +31,7 @@ class Summary:
 
     rows: Sequence[Row]
     mean_error: float | None
+    median_error: float | None
     calibrated: float | None
     by_job: float | None
     bias: float | None
@@ -50,6 +52,7 @@ def summary(rows: Sequence[Row]) -> Summary:
     return Summary(
         rows,
         mean_error=_mean([abs(error) for error in errors]),
+        median_error=median(abs(error) for error in errors) if errors else None,
         calibrated=_mean_error(rows, [row.calibrated_s for row in rows]),
         by_job=_mean_error(rows, [row.by_job_s for row in rows]),
         bias=_mean(errors),

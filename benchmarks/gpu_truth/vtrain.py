@@ -23,14 +23,19 @@ from planner.formats.own_plan import OwnStage
 from planner.formats.profile import Profile
 from planner.profiler.estimated.devices import DeviceSpec
 
-_NODE = 100e9  # README of the anchors: 800 Gbit/s
+NODE = 100e9  # README of the anchors: 800 Gbit/s
 
 
 def rows() -> Iterator[Row]:
     """Yield all rows."""
+    return map(_row, records())
+
+
+def records() -> Iterator[dict[str, float]]:
+    """Yield what the rows are made of."""
     with (ANCHORS / "vtrain-multi.csv").open(encoding="utf-8") as file:
         for record in csv.DictReader(file):
-            yield _row({name: float(value) for name, value in record.items()})
+            yield {name: float(value) for name, value in record.items()}
 
 
 def _row(record: dict[str, float]) -> Row:
@@ -43,7 +48,7 @@ def _row(record: dict[str, float]) -> Row:
 
 def _predict(record: dict[str, float], spec: DeviceSpec) -> Prediction:
     micro, tp, dp, pp, layers = (int(record[name]) for name in ("micro_batch", "tp", "dp", "pp", "layers"))
-    profile, cluster = _profile(record, spec), servers(int(record["gpus"]), _NODE)
+    profile, cluster = _profile(record, spec), servers(int(record["gpus"]), NODE)
     if tp > 1:
         profile = divided(profile, {tp: _profile(record, spec, tp)}, layer_reduces(layers, again=True))
         cluster = reducing(cluster, tp, profile.layers[0].outputs[0].output_bytes)

@@ -6,6 +6,7 @@ import argparse
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from tabulate import tabulate
@@ -26,17 +27,19 @@ from planner.units import format_seconds
 
 PER_SERVER, INSIDE, BETWEEN, MEMORY_BYTES = 8, "nvlink3", "400Gbps", 80 * 10**9
 OPTIONS = EstimateOptions("a100-80gb", "bfloat16", master_weights=True)
-# Model, GPUs, schedule.
-QUESTIONS = (
-    ("llama-7b", 64, "1f1b"),
-    ("llama-7b", 64, "1f1b-flush"),
-    ("gpt-3.6b", 64, "1f1b-flush"),
-    ("gpt-18.4b", 256, "1f1b-flush"),
-    ("gpt-39.1b", 512, "1f1b-flush"),
-    ("llama-70b", 64, "1f1b-flush"),
-    ("llama-70b", 512, "1f1b-flush"),
+# Model, GPUs, schedule, ranks that may divide layers.
+QUESTIONS: tuple[tuple[str, int, str, tuple[int, ...]], ...] = (
+    ("llama-7b", 64, "1f1b", (1,)),
+    ("llama-7b", 64, "1f1b-flush", (1,)),
+    ("gpt-3.6b", 64, "1f1b-flush", (1,)),
+    ("gpt-18.4b", 256, "1f1b-flush", (1,)),
+    ("gpt-39.1b", 512, "1f1b-flush", (1,)),
+    ("llama-70b", 64, "1f1b-flush", (1,)),
+    ("llama-70b", 512, "1f1b-flush", (1,)),
+    ("llama-70b", 512, "1f1b-flush", (1, 2, 4, 8)),
 )
-HEADERS = ("model", "GPUs", "schedule", "plan", "late", "per minibatch", "of one GPU", "gap", "by", "s", "s of CPU")
+HEADERS = ("model", "GPUs", "schedule", "tensor", "plan", "late", "per minibatch", "of one GPU", "gap", "by")
+HEADERS += ("s", "s of CPU")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -53,23 +56,34 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _rows(models: Sequence[str], time_limit_s: float) -> Iterator[list[object]]:
     profiles: dict[str, Profile] = {}
-    for name, gpus, schedule in QUESTIONS:
+    for name, gpus, schedule, tensor in QUESTIONS:
         if name not in models:
             continue
         print(f"{name} on {gpus} GPUs", file=sys.stderr)
         if name not in profiles:
-            profiles[name] = estimate_profile(MODELS[name].training_spec(), 1, OPTIONS)
+            degrees = {degree for asked, _, _, degrees in QUESTIONS if asked == name for degree in degrees}
+            options = replace(OPTIONS, tensor=sorted(degrees - {1}))
+            profiles[name] = estimate_profile(MODELS[name].training_spec(), 1, options)
         begun, busy = time.perf_counter(), time.process_time()
-        answer = _answer(profiles[name], gpus, schedule, time_limit_s)
-        yield [name, gpus, schedule, *answer, f"{time.perf_counter() - begun:.0f}", f"{time.process_time() - busy:.0f}"]
+        answer = _answer(profiles[name], gpus, schedule, tensor, time_limit_s)
+        ranks = ",".join(map(str, tensor))
+        spent = time.perf_counter() - begun, time.process_time() - busy
+        yield [name, gpus, schedule, ranks, *answer, *(f"{each:.0f}" for each in spent)]
 
 
-def _answer(profile: Profile, gpus: int, schedule: str, time_limit_s: float) -> list[object]:
+def _answer(profile: Profile, gpus: int, schedule: str, tensor: Sequence[int], time_limit_s: float) -> list[object]:
     bandwidths = [link_bandwidth(INSIDE), link_bandwidth(BETWEEN)]
     cluster = hierarchical_cluster([PER_SERVER, gpus // PER_SERVER], bandwidths, MEMORY_BYTES)
     microbatches = MICROBATCHES_PER_GPU * gpus if find(schedule).divides else 1
     try:
-        plan = solve(profile, cluster, schedule=schedule, microbatches=microbatches, time_limit_s=time_limit_s)
+        plan = solve(
+            profile,
+            cluster,
+            schedule=schedule,
+            microbatches=microbatches,
+            tensor=tensor,
+            time_limit_s=time_limit_s,
+        )
     except PlannerError as error:
         return [error.message, "", "", "", "", ""]
     return _cells(plan)

@@ -10,6 +10,7 @@ searches, prices and simulations.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 
 import numpy as np
@@ -21,7 +22,7 @@ from planner.cost.work import Floats
 from planner.errors import ProfileError
 from planner.formats.cluster import Cluster
 from planner.formats.codecs import CODECS
-from planner.formats.profile import DEGREE_COLUMNS, DegreeCosts, Profile
+from planner.formats.profile import DEGREE_COLUMNS, DegreeCosts, Profile, Value
 
 
 def costs_at(profile: Profile, degree: int) -> DegreeCosts:
@@ -48,12 +49,13 @@ def profile_at(profile: Profile, degree: int, link: Link, *, sequence_parallel: 
         ProfileError: if the profile does not know the degree.
     """
     costs = costs_at(profile, degree)
-    if sequence_parallel:
-        costs, profile = by_tokens(profile, costs), _sending_parts(profile, degree)
+    costs = by_tokens(profile, costs) if sequence_parallel else costs
     forward_s = costs.forward_s + _reduces_s(costs.forward_reduced_bytes, costs.forward_reduces, degree, link)
     backward_s = costs.backward_s + _reduces_s(costs.backward_reduced_bytes, costs.backward_reduces, degree, link)
     columns = {name: getattr(costs, name) for name in DEGREE_COLUMNS}
     columns |= {"forward_s": forward_s.tolist(), "backward_s": backward_s.tolist()}
+    if sequence_parallel:
+        columns["outputs"] = [tuple(_part_of(value, degree) for value in layer.outputs) for layer in profile.layers]
     layers = (
         layer.model_copy(update=dict(zip(columns, row, strict=True)))
         for layer, *row in zip(profile.layers, *columns.values(), strict=True)
@@ -69,39 +71,23 @@ def by_tokens(profile: Profile, costs: DegreeCosts) -> DegreeCosts:
     Instead of an all-reduce there are a reduce-scatter and an all-gather, which move its bytes. What the backward
     gathers again overlaps with a product. Products that every rank computes whole stay so.
     """
-    names = ("forward_s", "backward_s", "workspace_bytes", "saved_bytes", "weight_bytes")
-    whole = {name: np.array([getattr(layer, name) for layer in profile.layers], dtype=np.float64) for name in names}
-    part = {name: np.array(getattr(costs, name), dtype=np.float64) for name in names}
-    alike = (whole["saved_bytes"] == part["saved_bytes"]) & (whole["weight_bytes"] == part["weight_bytes"])
-    alike &= np.array(costs.forward_reduces) + np.array(costs.backward_reduces) == 0
-    product = np.array([bool(layer.forward_flops) for layer in profile.layers])
-    found = {
-        name: np.where(alike & ~product, np.minimum(part[name], whole[name] / costs.degree), part[name])
-        for name in names[:3]
-    }
-    found["saved_bytes"] = np.where(alike & product, part["saved_bytes"], whole["saved_bytes"] / costs.degree)
-    update = {
-        name: tuple((values if name.endswith("_s") else np.ceil(values).astype(np.int64)).tolist())
-        for name, values in found.items()
-    }
-    return costs.model_copy(update=update)
+    times = "forward_s", "backward_s", "workspace_bytes"
+    columns = {name: list(getattr(costs, name)) for name in (*times, "saved_bytes")}
+    for number, layer in enumerate(profile.layers):
+        alike = all(getattr(layer, name) == getattr(costs, name)[number] for name in ("saved_bytes", "weight_bytes"))
+        if alike and layer.forward_flops:
+            continue
+        columns["saved_bytes"][number] = -(-layer.saved_bytes // costs.degree)
+        if alike and not costs.forward_reduces[number] + costs.backward_reduces[number]:
+            for name in times:
+                part = getattr(layer, name) / costs.degree
+                columns[name][number] = min(columns[name][number], part if name.endswith("_s") else math.ceil(part))
+    return costs.model_copy(update={name: tuple(values) for name, values in columns.items()})
 
 
-def _sending_parts(profile: Profile, degree: int) -> Profile:
-    """Return the profile of layers whose ranks pass on a part of the tokens each."""
-    names = ("output_bytes", "gradient_bytes")
-    layers = (
-        layer.model_copy(
-            update={
-                "outputs": tuple(
-                    value.model_copy(update={name: -(-getattr(value, name) // degree) for name in names})
-                    for value in layer.outputs
-                )
-            }
-        )
-        for layer in profile.layers
-    )
-    return profile.model_copy(update={"layers": tuple(layers)})
+def _part_of(value: Value, degree: int) -> Value:
+    sizes = {name: -(-getattr(value, name) // degree) for name in ("output_bytes", "gradient_bytes")}
+    return value.model_copy(update=sizes)
 
 
 def _reduces_s(size_bytes: Collection[int], counts: Collection[int], degree: int, link: Link) -> Floats:
