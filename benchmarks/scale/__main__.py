@@ -38,8 +38,7 @@ QUESTIONS: tuple[tuple[str, int, str, tuple[int, ...]], ...] = (
     ("llama-70b", 512, "1f1b-flush", (1,)),
     ("llama-70b", 512, "1f1b-flush", (1, 2, 4, 8)),
 )
-HEADERS = ("model", "GPUs", "schedule", "tensor", "plan", "late", "per minibatch", "of one GPU", "gap", "by")
-HEADERS += ("s", "s of CPU")
+HEADERS = ("model", "GPUs", "schedule", "t", "plan", "late", "per minibatch", "of one GPU", "gap", "by", "s", "CPU")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
