@@ -50,10 +50,11 @@ class Sums(Recomputation):
             price = -more[:, 0] / np.minimum(more[:, 1], -1)
             kinds = {b"": sorted((number for equal in kinds.values() for number in equal), key=price.__getitem__)}
         units = counted(list(kinds.values()), len(own)) if kinds else np.zeros((1, len(own)), dtype=bool)
+        units = units[np.argsort(units @ more[:, 0], kind="stable")]  # the quickest first, as `Choices` says
         seconds, saved, working = (units @ more).T
         saved += self._plain[own, 1].sum()
         nothing = np.zeros(len(units), dtype=bool)
-        return Choices(seconds, saved, working, working, units, nothing, tuple((layer,) for layer in own)).worth_it()
+        return Choices(seconds, saved, working, working, units, nothing, tuple((layer,) for layer in own))
 
 
 def _table(costs: _Costs) -> Floats:
