@@ -7,9 +7,11 @@ largest of its stages' times, or their sum and their largest.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import product
+from itertools import compress, product
 
 from planner.cost.candidate import Candidate
+from planner.cost.recomputation import units_of
+from planner.cost.stage_options import Groups, RecomputeRule, StageOptions, whole_stage
 from planner.solver.problem import Problem
 
 Times = tuple[float, float]  # a stage's parts of the sum over the stages, and of the maximum
@@ -37,6 +39,24 @@ def combined(ways: Iterable[Sequence[Way]]) -> Iterator[tuple[float, tuple[Candi
     for chosen in product(*ways):
         seconds = sum(times[0] for times, _ in chosen) + max(times[1] for times, _ in chosen)
         yield seconds, tuple(stage for _, stage in chosen)
+
+
+def options_of(problem: Problem, layers: frozenset[int], replicas: int) -> list[StageOptions]:
+    """Return all ways to run a stage of these layers that the rules allow."""
+    units = [frozenset(unit) for unit in units_of(problem.layer_costs, layers)]
+    some = (tuple(compress(units, flags)) for flags in product((False, True), repeat=len(units)))
+    groups: dict[RecomputeRule, list[Groups]] = {
+        "auto": list(dict.fromkeys((*some, whole_stage(layers)))),
+        "never": [()],
+        "always": [whole_stage(layers)],
+        "blocks": [tuple(units)],
+    }
+    sharded: tuple[bool, ...] = (False,)
+    if replicas > 1 and problem.simulates and problem.layer_costs.profile.may_shard_optimizer:
+        sharded = {"auto": (False, True), "never": (False,), "always": (True,)}[problem.rules.shard_optimizer]
+        if replicas > problem.limits.most_sharded:
+            sharded = tuple(each for each in sharded if not each)  # idle replicas get no part
+    return [StageOptions(replicas, each, again) for each in sharded for again in groups[problem.rules.recompute]]
 
 
 def _times(problem: Problem, stage: Candidate) -> Times:

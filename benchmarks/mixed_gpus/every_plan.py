@@ -12,13 +12,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import chain, combinations, count, pairwise, product
 
-from benchmarks.stage_ways import Way, combined, unbeaten
+from benchmarks.stage_ways import Way, combined, options_of, unbeaten
 from planner.cost.candidate import Candidate
 from planner.cost.kinds import kind_on
 from planner.cost.stage_options import StageOptions
 from planner.solver.candidates.evaluation import evaluate, priced
 from planner.solver.problem import Problem
-from planner.solver.reference.brute import options_of
 
 Ranks = tuple[int, ...]
 Stages = tuple[Candidate, ...]

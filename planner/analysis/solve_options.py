@@ -21,8 +21,8 @@ from planner.solver import solve
 from planner.solver.assemble import GIVEN, complete
 from planner.solver.candidates.budget import Budget, Patience
 from planner.solver.candidates.evaluation import evaluate, priced
+from planner.solver.integer.answer import SolverName
 from planner.solver.minibatch import microbatches_in
-from planner.solver.other_methods import SolverName
 from planner.solver.problem import DepthRule, Problem
 from planner.solver.result import Evaluation
 from planner.solver.stage_rules import StageRules

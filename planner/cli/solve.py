@@ -128,10 +128,10 @@ def _add_search_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--solver",
-        choices=["auto", "search", "ilp", "brute"],
+        choices=["auto", "search", "ilp"],
         default="auto",
         help="search: exact; ilp: an integer program (HiGHS or CBC), for constraints and GPUs that the search does not "
-        "take; brute: every plan, of up to 10 layers; auto: the search where it can, else ilp (default: %(default)s)",
+        "take; auto: the search where it can, else ilp (default: %(default)s)",
     )
     add_time_limit_argument(parser)
 

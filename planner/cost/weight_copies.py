@@ -49,16 +49,6 @@ def counted_with_copies(profile: Profile) -> Profile | None:
     return profile.model_copy(update={"layers": tuple(layers)})
 
 
-def update_of_copies_s(stage: Candidate, copied: Sequence[Layer]) -> float:
-    """Return the seconds of a replica's optimizer for a stage's duplicates of the weights of the layers `copied`."""
-    return sum(layer.update_s for layer in copied) / stage.options.shards
-
-
-def adding_of_copies_s(copied: Sequence[Layer]) -> float:
-    """Return the seconds of accumulating the gradients of these duplicates."""
-    return sum(layer.accumulate_s for layer in copied)
-
-
 def buckets_in(layer_costs: LayerCosts, stage: Candidate, copied: Sequence[Layer]) -> Buckets:
     """Return the buckets of the stage's gradients; none without replicas.
 

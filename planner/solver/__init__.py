@@ -9,7 +9,7 @@ plans; `candidates.evaluation` prices, deepens and simulates them.
     levels/      search on clusters of several levels
     integer/     integer programs, for constraints and GPUs of several kinds
     candidates/  evaluation of candidate plans, and alternatives that may wait less
-    reference/   brute force, and plans made without a planner
+    reference/   plans made without a planner
 """
 
 from planner.solver.find_plan import solve

@@ -14,13 +14,7 @@ from planner.cost.network.buckets import buckets_of
 from planner.cost.network.link import backward_and_reduce_s, ring_all_reduce_s
 from planner.cost.stage_options import whole_stage
 from planner.cost.utilisation import utilisation
-from planner.cost.weight_copies import (
-    adding_of_copies_s,
-    buckets_in,
-    copied_in,
-    price_with_copies,
-    update_of_copies_s,
-)
+from planner.cost.weight_copies import price_with_copies
 from planner.formats.groups import on_ranks
 from planner.formats.plan import GIVEN as GIVEN_NAME
 from planner.formats.plan import Plan
@@ -28,7 +22,7 @@ from planner.formats.plan_parts import Prediction, SolverReport, Stage
 from planner.simulator.plan import simulated_s
 from planner.solver.candidates.budget import Budget
 from planner.solver.candidates.evaluation import priced, simulated
-from planner.solver.candidates.pipelines import shared_between, transfers
+from planner.solver.candidates.pipelines import shared_between, stage_costs, transfers
 from planner.solver.problem import Problem
 from planner.solver.result import Evaluation
 
@@ -96,31 +90,25 @@ def simulated_plan(plan: Plan) -> Plan:
 
 def _stages(layer_costs: LayerCosts, best: Evaluation) -> tuple[Stage, ...]:
     made: list[Stage] = []
-    price, copied = best.price, copied_in(layer_costs, best.stages)
     ranks = on_ranks(best.ranks, [stage.options.tensor for stage in best.stages])
-    for number, (stage, again) in enumerate(zip(best.stages, copied, strict=True)):
-        options = stage.options
-        known = layer_costs.of(options).profile.layers
-        layers = [known[index] for index in sorted(stage.layers)]
-        accumulate_s = sum(layer.accumulate_s for layer in layers)
-        update_s = sum(layer.update_s for layer in layers)
-        recompute, buckets = _recompute(layer_costs, stage), buckets_in(layer_costs, stage, again)
+    for number, (stage, costs) in enumerate(zip(best.stages, stage_costs(layer_costs, best.stages), strict=True)):
+        recompute = _recompute(layer_costs, stage)
         made.append(
             Stage(
-                layers=tuple(layer.name for layer in layers),
+                layers=tuple(layer_costs.profile.layers[index].name for index in sorted(stage.layers)),
                 ranks=ranks[number],
-                tensor=options.tensor,
-                in_flight=price.in_flight[number],
-                sharded=options.sharded,
+                tensor=stage.options.tensor,
+                in_flight=best.price.in_flight[number],
+                sharded=stage.options.sharded,
                 recompute=recompute,
-                recompute_s=None if isinstance(recompute, bool) else float(layer_costs.work(stage).recompute_s),
-                forward_s=sum(layer.forward_s for layer in layers),
-                backward_s=sum(layer.backward_s for layer in layers),
-                update_s=update_s / options.shards + update_of_copies_s(stage, again),
-                accumulate_s=accumulate_s + adding_of_copies_s(again),
-                ready_s=buckets.ready_s,
-                ready_shares=buckets.shares,
-                memory=price.memory[number],
+                recompute_s=None if isinstance(recompute, bool) else costs.recompute_s,
+                forward_s=costs.forward_s,
+                backward_s=costs.backward_s,
+                update_s=costs.update_s,
+                accumulate_s=costs.accumulate_s,
+                ready_s=costs.ready_s,
+                ready_shares=costs.ready_shares,
+                memory=best.price.memory[number],
             )
         )
     return tuple(made)

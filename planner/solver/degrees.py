@@ -13,11 +13,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from planner.cost.layer_costs import LayerCosts
 from planner.cost.recomputation import exact_everywhere
 from planner.errors import InfeasibleError
-from planner.formats.profile import KIND_COLUMNS
 from planner.formats.repeated_blocks import block_ends
+from planner.solver.bounds.balance import least_times
 from planner.solver.candidates.budget import Budget, OutOfTimeError
 from planner.solver.candidates.evaluation import fastest, priced
 from planner.solver.chain.fewest import FEW_STATES
@@ -136,22 +135,8 @@ def _has_all_ways(space: StateSpace) -> bool:
 def relaxed_seconds(problem: Problem) -> float:
     """Return a time that no plan is below, whatever its degrees: balanced, and each layer at the best of them."""
     every = [problem.layer_costs.at(degree) for degree in problem.rules.tensor]
-    bounds = [_balanced_s(problem, every, [1] * len(every))]
+    weights: list[Sequence[float]] = [[1] * len(every)]
     if problem.schedule.asynchronous or problem.microbatches >= problem.cluster.gpus:
         # By the GPUs' seconds; in the first one, by those of one microbatch.
-        bounds.append(_balanced_s(problem, every, problem.rules.tensor))
-    return max(bounds)
-
-
-def _balanced_s(problem: Problem, every: Sequence[LayerCosts], weights: Sequence[int]) -> float:
-    times = [name for name in KIND_COLUMNS if name.endswith("_s")]
-    layers = (
-        same[0].model_copy(
-            update={
-                name: min(getattr(layer, name) * w for layer, w in zip(same, weights, strict=True)) for name in times
-            }
-        )
-        for same in zip(*(each.profile.layers for each in every), strict=True)
-    )
-    relaxed = problem.about(problem.layer_costs.profile.model_copy(update={"layers": tuple(layers), "tensor": None}))
-    return PipelineSearch(relaxed).relaxed_s()
+        weights.append(problem.rules.tensor)
+    return max(PipelineSearch(problem.about(least_times(every, each))).relaxed_s() for each in weights)

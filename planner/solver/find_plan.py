@@ -1,11 +1,10 @@
 """The way from profile and cluster to plan.
 
-There are three methods, and the problem decides which of them can solve it:
+There are two methods, and the problem decides which of them can solve it:
 
 search   exact; GPUs alike; layers pinned to stages; other constraints that are forbidden cuts. Also good plans for
          GPUs that differ, on any levels
 ilp      an integer program: all constraints, GPUs that differ; clusters of one level
-brute    every plan, for up to ten layers
 """
 
 from __future__ import annotations
@@ -44,8 +43,8 @@ from planner.solver.degrees import solve_degrees
 from planner.solver.divided_loss import check_divided_loss
 from planner.solver.granularity import solve_blocks_first
 from planner.solver.infeasible import UnexplainedError
+from planner.solver.integer.answer import SolverName, needs_program, solve_by_program
 from planner.solver.minibatch import microbatches_in
-from planner.solver.other_methods import SolverName, answer, other_method
 from planner.solver.pipeline_search import PipelineSearch
 from planner.solver.problem import DepthRule, Problem
 from planner.solver.result import Found
@@ -103,8 +102,8 @@ def solve(
         chunks: stages per GPU, for schedules that leave the choice: `interleaved`.
         vertical_sync: for 1f1b: every stage runs a minibatch with the weight version that the first stage has when the
             minibatch enters, and holds as many versions as the first stage's depth requires.
-        solver: "search", "ilp" (an integer program), "brute" (every plan, for up to ten layers), or "auto": the search,
-            unless the constraints or the cluster need the integer program.
+        solver: "search", "ilp" (an integer program), or "auto": the search, unless the constraints or the cluster need
+            the integer program.
         constraints: what the plan must respect beside memory.
         accept_divided_loss: train on the mean of the microbatches' losses also where that is not the loss of the model
             file, such as a contrastive one.
@@ -198,8 +197,8 @@ def _found(problem: Problem, solver: SolverName) -> Found:
         return solve_zero_bubble(problem, _found(problem.under(other), solver))
     if _mixed(problem) and solver in ("auto", "search"):
         return _on_mixed_gpus(problem, exact=solver == "auto" and _small(problem))
-    if (method := other_method(problem, solver)) is not None:
-        return answer(problem, method)
+    if needs_program(problem, solver):
+        return solve_by_program(problem)
     search = solve_interleaved if problem.schedule.chunked else searched
     within = problem.with_cuts_forbidden()
     assert within is not None
@@ -219,11 +218,11 @@ def _on_mixed_gpus(problem: Problem, *, exact: bool) -> Found:
     except (InfeasibleError, InputError):
         if not exact:
             raise
-        return answer(problem, "ilp")
+        return solve_by_program(problem)
     if not exact:
         return found
     try:
-        other = answer(problem, "ilp")
+        other = solve_by_program(problem)
     except PlannerError:  # too many stages for a program, or too little time
         return found
     best = other if other.best.saves(found.best) else found

@@ -23,9 +23,9 @@ from planner.formats.constraints import Constraints
 from planner.formats.profile import Profile
 from planner.solver.candidates.budget import NO_HURRY, Deadline
 from planner.solver.integer.milp import MilpName, Outcome, installed
-from planner.solver.reference.brute import plans
 from planner.solver.stage_rules import StageRules
 from tests.samples import layer, profile
+from tests.solver.brute import plans
 from tests.solver.integer.test_ilp import SOLVERS, bandwidths, latencies, memories
 from tests.solver.strategies import profiles
 

@@ -13,10 +13,9 @@ from itertools import combinations, pairwise, product
 
 import numpy as np
 
-from benchmarks.stage_ways import Way, combined, unbeaten
+from benchmarks.stage_ways import Way, combined, options_of, unbeaten
 from planner.cost.candidate import Candidate
 from planner.solver.problem import Problem
-from planner.solver.reference.brute import options_of
 
 
 @dataclass

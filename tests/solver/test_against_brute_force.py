@@ -21,8 +21,8 @@ from planner.solver.chain.states import Chain
 from planner.solver.chain.synchronous import SynchronousSearch
 from planner.solver.graph.downsets import Downsets, enumerate_downsets
 from planner.solver.problem import Limits
-from planner.solver.reference.brute import downsets, rank
 from planner.solver.stage_rules import StageRules
+from tests.solver.brute import downsets, rank
 from tests.solver.oracle import brute_force
 from tests.solver.strategies import profiles
 

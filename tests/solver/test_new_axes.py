@@ -18,10 +18,10 @@ from planner.solver.chain.states import Chain
 from planner.solver.levels.levels import nearest_search, search_levels
 from planner.solver.pipeline_search import PipelineSearch
 from planner.solver.problem import Problem
-from planner.solver.reference.brute import brute_force
 from planner.solver.result import stages_along
 from planner.solver.stage_rules import StageRules
 from tests.samples import layer, profile
+from tests.solver.brute import brute_force
 from tests.solver.every_plan import EveryPlan
 
 SCHEDULES = ("1f1b", "1f1b-flush", "gpipe", "2bw")

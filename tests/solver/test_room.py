@@ -13,10 +13,10 @@ from planner.formats.profile import Profile
 from planner.schedule.registry import find
 from planner.solver.find_plan import solve
 from planner.solver.problem import Problem
-from planner.solver.reference.brute import brute_force as every_plan
 from planner.solver.stage_rules import StageRules
 from tests.cost.test_overheads import on_cuda
 from tests.samples import layer, profile
+from tests.solver.brute import brute_force as every_plan
 from tests.solver.oracle import brute_force
 
 MB = 10**6

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from planner.cost.layer_costs import LayerCosts
 from planner.cost.network.link import link_of
 from planner.cost.setting import Setting
 from planner.cost.work import Work
 from planner.formats.cluster import Cluster
-from planner.formats.profile import KIND_COLUMNS
+from planner.formats.profile import KIND_COLUMNS, Profile
 from planner.solver.bounds.registry import bounds_for
 
 Least = Callable[[Work], Work]
@@ -54,16 +54,17 @@ def _relaxed(layer_costs: LayerCosts, cluster: Cluster) -> tuple[LayerCosts, lis
     on = [layer_costs.on(kind) for kind in cluster.kinds]
     seconds = [float(each.everything.compute_s) for each in on]
     speeds = [max(seconds) / own if own > 0 else 1.0 for own in seconds]
-    layers = tuple(
-        same[0].model_copy(
-            update={
-                name: min(getattr(layer, name) * speed for layer, speed in zip(same, speeds, strict=True))
-                for name in KIND_COLUMNS
-                if name.endswith("_s")
-            }
-        )
-        for same in zip(*(each.profile.layers for each in on), strict=True)
-    )
-    relaxed = layer_costs.profile.model_copy(update={"layers": layers, "kinds": None})
     each_gpu = [speed for kind, speed in zip(cluster.kinds, speeds, strict=True) for _ in range(kind.count)]
-    return layer_costs.about(relaxed), each_gpu
+    return layer_costs.about(least_times(on, speeds)), each_gpu
+
+
+def least_times(every: Sequence[LayerCosts], weights: Sequence[float]) -> Profile:
+    """Return the profile whose layers take the least of their times in several profiles, each times its weight."""
+    times = [name for name in KIND_COLUMNS if name.endswith("_s")]
+    layers = (
+        same[0].model_copy(
+            update={name: min(getattr(each, name) * w for each, w in zip(same, weights, strict=True)) for name in times}
+        )
+        for same in zip(*(each.profile.layers for each in every), strict=True)
+    )
+    return every[0].profile.model_copy(update={"layers": tuple(layers), "kinds": None, "tensor": None})

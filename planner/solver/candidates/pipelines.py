@@ -10,13 +10,7 @@ import numpy as np
 from planner.cost.candidate import Candidate
 from planner.cost.layer_costs import LayerCosts, messages
 from planner.cost.network.topology import Topology
-from planner.cost.weight_copies import (
-    adding_of_copies_s,
-    buckets_in,
-    copied_in,
-    shared_in,
-    update_of_copies_s,
-)
+from planner.cost.weight_copies import buckets_in, copied_in, shared_in
 from planner.formats.plan_parts import Shared, Transfer
 from planner.formats.plan_shape import trainable_pairs
 from planner.formats.shared_weights import SharedWeight
@@ -44,22 +38,6 @@ def pipeline_for(problem: Problem, candidate: Evaluation) -> PipelineCosts:
     """
     layer_costs, stages = problem.layer_costs, candidate.stages
     moved, shared = transfers(layer_costs, stages), shared_between(layer_costs, stages)
-    works = [layer_costs.work(stage) for stage in stages]
-    times = [
-        StageCosts(
-            forward_s=float(work.forward_s),
-            backward_s=float(work.backward_s),
-            update_s=float(work.update_s) / stage.options.shards + update_of_copies_s(stage, again),
-            recompute_s=float(work.recompute_s),
-            accumulate_s=float(work.accumulate_s) + adding_of_copies_s(again),
-            ready_s=(buckets := buckets_in(layer_costs, stage, again)).ready_s,
-            ready_shares=buckets.shares,
-            late_s=max(0.0, buckets.ready_s[-1] - float(work.backward_s)) if buckets.ready_s else 0.0,
-            gradient_bytes=int(work.trainable_bytes) + sum(layer.gradient_bytes for layer in again),
-            sharded=stage.options.sharded,
-        )
-        for work, stage, again in zip(works, stages, copied_in(layer_costs, stages), strict=True)
-    ]
     shape = PipelineShape(
         ranks=candidate.ranks,
         channels=tuple(Channel(t.source, t.target, t.gradient_bytes > 0) for t in moved),
@@ -68,7 +46,27 @@ def pipeline_for(problem: Problem, candidate: Evaluation) -> PipelineCosts:
         depths=candidate.price.in_flight,
         shared=trainable_pairs(shared, [stage.replicas for stage in stages], problem.schedule),
     )
-    return PipelineCosts.of(shape, problem.cluster, times, moved, shared)
+    return PipelineCosts.of(shape, problem.cluster, stage_costs(layer_costs, stages), moved, shared)
+
+
+def stage_costs(layer_costs: LayerCosts, stages: Sequence[Candidate]) -> list[StageCosts]:
+    """Return the costs of each stage with its copies of shared weights."""
+    works = [layer_costs.work(stage) for stage in stages]
+    return [
+        StageCosts(
+            forward_s=float(work.forward_s),
+            backward_s=float(work.backward_s),
+            update_s=sum(float(each.update_s) / stage.options.shards for each in (work, *again)),
+            recompute_s=float(work.recompute_s),
+            accumulate_s=sum(float(each.accumulate_s) for each in (work, *again)),
+            ready_s=(buckets := buckets_in(layer_costs, stage, again)).ready_s,
+            ready_shares=buckets.shares,
+            late_s=max(0.0, buckets.ready_s[-1] - float(work.backward_s)) if buckets.ready_s else 0.0,
+            gradient_bytes=int(work.trainable_bytes) + sum(layer.gradient_bytes for layer in again),
+            sharded=stage.options.sharded,
+        )
+        for work, stage, again in zip(works, stages, copied_in(layer_costs, stages), strict=True)
+    ]
 
 
 def transfers(layer_costs: LayerCosts, stages: Sequence[Candidate]) -> tuple[Transfer, ...]:

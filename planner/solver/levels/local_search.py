@@ -130,7 +130,8 @@ class LocalSearch:
     def _replicas_moved(self, path: CutPath) -> Iterator[_Shape]:
         """Yield plans with a replica moved to another stage, removed or added, or with two stages' replicas swapped.
 
-        The path itself is the first, because there may be other ways to run its stages.
+        The path itself is the first, because there may be other ways to run its stages. Stages whose replicas divide
+        those of the next stage wait less for it, so neighbours also share their replicas in all ways that do.
         """
         own = path.replicas
         yield path.states, own
@@ -143,6 +144,10 @@ class LocalSearch:
                 if own[giver] > 1:
                     more = {} if giver == taker else {taker: own[taker] + 1}
                     yield from self._changed(path, {giver: own[giver] - 1, **more})
+        for stage, both in enumerate(map(sum, pairwise(own))):
+            for fewer in (fewer for fewer in range(1, both // 2 + 1) if both % fewer == 0):
+                yield from self._changed(path, {stage: fewer, stage + 1: both - fewer})
+                yield from self._changed(path, {stage: both - fewer, stage + 1: fewer})
 
     def _changed(self, path: CutPath, replicas: dict[int, int]) -> Iterator[_Shape]:
         """Yield the path with other replicas of some stages: at its cuts, and at cuts that move with these."""

@@ -1,1 +1,1 @@
-"""Plans to compare with: brute force, data parallelism and equal cuts."""
+"""Plans to compare with: data parallelism and equal cuts."""

@@ -13,10 +13,10 @@ from planner.solver.candidates.budget import Budget
 from planner.solver.candidates.evaluation import evaluate, priced
 from planner.solver.candidates.improvement import improved
 from planner.solver.problem import Problem
-from planner.solver.reference.brute import plans
 from planner.solver.result import Found
 from planner.solver.stage_rules import StageRules
 from tests.samples import layer, profile
+from tests.solver.brute import plans
 
 LAYERS = [layer(f"h{n}", 1.0, 2.0, output_bytes=10, weight_bytes=100, saved_bytes=10) for n in range(8)]
 

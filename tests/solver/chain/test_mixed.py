@@ -18,8 +18,8 @@ from planner.schedule.registry import find
 from planner.solver import solve
 from planner.solver.chain.mixed import solve_mixed
 from planner.solver.problem import Problem
-from planner.solver.reference.brute import brute_force
 from tests.samples import layer, profile
+from tests.solver.brute import brute_force
 from tests.solver.strategies import profiles
 
 CHAIN = profile(*(layer(name, output_bytes=4, weight_bytes=100) for name in "abcd"))
@@ -116,7 +116,7 @@ def test_replicas_of_a_stage_may_be_of_several_kinds() -> None:
     level = Level(size=2, bandwidth_bytes_per_s=1e9)
     cluster = Cluster(levels=(level,), kinds=(DeviceKind(count=1), DeviceKind(count=1, speed=0.9)))
     whole = profile(layer("a", weight_bytes=4))
-    for solver in ("search", "ilp", "brute"):
+    for solver in ("search", "ilp"):
         plan = solve(whole, cluster, solver=solver)
         assert (plan.config, plan.cluster.kinds_on(plan.stages[0].ranks)) == ("2", "speed 1 + speed 0.9")
 

@@ -28,10 +28,10 @@ from planner.solver.graph.downsets import Downsets, enumerate_downsets
 from planner.solver.graph.lattice import Lattice, enumerate_covers
 from planner.solver.graph.relaxation import Relaxation, WorkLeft
 from planner.solver.problem import Limits, Problem
-from planner.solver.reference.brute import plans
 from planner.solver.stage_rules import StageRules
 from planner.units import parse_bytes
 from tests.samples import layer, profile
+from tests.solver.brute import plans
 from tests.solver.oracle import brute_force
 from tests.solver.strategies import profiles
 from tests.solver.test_solve import ANCHORS, PUBLISHED_BYTES_PER_S

@@ -28,10 +28,10 @@ from planner.solver.chain.synchronous import SynchronousSearch
 from planner.solver.integer.ilp import solve_ilp
 from planner.solver.integer.milp import MilpName, installed, run
 from planner.solver.problem import Limits, Problem
-from planner.solver.reference.brute import plans
 from planner.solver.result import Evaluation
 from planner.solver.stage_rules import StageRules
 from tests.samples import layer, profile
+from tests.solver.brute import plans
 from tests.solver.oracle import brute_force
 from tests.solver.strategies import profiles
 

@@ -22,10 +22,10 @@ from planner.solver.assemble import simulated_plan
 from planner.solver.candidates.orders import in_every_order
 from planner.solver.pipeline_search import PipelineSearch
 from planner.solver.problem import Problem
-from planner.solver.reference.brute import plans
 from planner.solver.result import Evaluation
 from planner.solver.stage_rules import StageRules
 from tests import samples
+from tests.solver.brute import plans
 from tests.solver.strategies import profiles
 
 # How much worse than brute force a plan in columns may be, because its search does not see shared links. Rare instances

@@ -14,32 +14,29 @@ CHAIN = profile(*(layer(name, output_bytes=4, weight_bytes=100) for name in "abc
 
 
 def test_solvers_agree_and_say_who_they_are() -> None:
-    plans = [solve(CHAIN, flat_cluster(2, 10.0, 900), solver=name) for name in ("search", "ilp", "brute")]
+    plans = [solve(CHAIN, flat_cluster(2, 10.0, 900), solver=name) for name in ("search", "ilp")]
     assert len({plan.config for plan in plans}) == 1
     assert plans[0].solver.name == "search"
     assert plans[1].solver.name.startswith("ilp, ")
-    assert plans[2].solver.name == "brute"
     assert all(plan.solver.status == "optimal" for plan in plans)
 
 
 def test_constraints_are_kept_by_every_solver() -> None:
     apart = solve(CHAIN, flat_cluster(2, 1e9))
     assert apart.stages[0].layers == ("a", "b", "c", "d") or len(apart.stages) > 1
-    for name in ("search", "ilp", "brute"):
+    for name in ("search", "ilp"):
         together = Constraints(together=(("b", "d"),))
         plan = solve(CHAIN, flat_cluster(2, 1e9, 1300), solver=name, constraints=together)
         home = {each: n for n, stage in enumerate(plan.stages) for each in stage.layers}
         assert home["b"] == home["c"] == home["d"]
         assert plan.profile_digest == CHAIN.digest
     pins = Constraints(stage_of={"c": 2})
-    pinned = [solve(CHAIN, flat_cluster(3, 1e9), solver=name, constraints=pins) for name in ("auto", "ilp", "brute")]
+    pinned = [solve(CHAIN, flat_cluster(3, 1e9), solver=name, constraints=pins) for name in ("auto", "ilp")]
     assert all("c" in plan.stages[2].layers for plan in pinned)
     assert len({plan.predicted.seconds_per_minibatch for plan in pinned}) == 1
     assert pinned[0].solver.name == "search"
     with pytest.raises(InputError, match="the search does not take layers pinned to a GPU"):
         solve(CHAIN, flat_cluster(3, 1e9), solver="search", constraints=Constraints(gpu_of={"c": 2}))
-    with pytest.raises(InputError, match="`solver=brute` does not take layers pinned to a GPU"):
-        solve(CHAIN, flat_cluster(3, 1e9), solver="brute", constraints=Constraints(gpu_of={"c": 2}))
 
 
 def test_constraints_or_memory_that_no_plan_meets_are_told_apart() -> None:

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import compress, product
+from itertools import product
 
+from benchmarks.stage_ways import options_of
 from planner.cost.candidate import Candidate
 from planner.cost.kinds import kind_on
 from planner.cost.layer_costs import LayerCosts
-from planner.cost.recomputation import units_of
-from planner.cost.stage_options import Groups, RecomputeRule, StageOptions, whole_stage
-from planner.errors import InputError
 from planner.solver.problem import Problem
 from planner.solver.result import Evaluation
 
@@ -30,15 +28,9 @@ def brute_force(problem: Problem, *, in_order: bool = False) -> Evaluation | Non
     Args:
         problem: of ten layers at most.
         in_order: only try stages of consecutive layers.
-
-    Raises:
-        InputError: for more layers, whose plans are too many.
     """
     layer_costs, cluster = problem.layer_costs, problem.cluster
-    if len(layer_costs.profile.layers) > MOST_LAYERS:
-        raise InputError(
-            f"{len(layer_costs.profile.layers)} layers are too many to try every plan", hint="use the search"
-        )
+    assert len(layer_costs.profile.layers) <= MOST_LAYERS, "the plans of more layers are too many"
     best: Evaluation | None = None
     every = interleaved_plans(problem, in_order) if problem.schedule.chunked else plans(problem, cluster.gpus, in_order)
     for stages in every:
@@ -90,24 +82,6 @@ def _ways(problem: Problem, before: frozenset[int], layers: frozenset[int], rank
             kind = kind_on(problem.layer_costs, problem.cluster, stage, ranks)
             stage = replace(stage, ranks=tuple(ranks), options=replace(options, kind=kind))
         yield stage
-
-
-def options_of(problem: Problem, layers: frozenset[int], replicas: int) -> list[StageOptions]:
-    """Return all ways to run a stage of these layers that the rules allow."""
-    units = [frozenset(unit) for unit in units_of(problem.layer_costs, layers)]
-    some = (tuple(compress(units, flags)) for flags in product((False, True), repeat=len(units)))
-    groups: dict[RecomputeRule, list[Groups]] = {
-        "auto": list(dict.fromkeys((*some, whole_stage(layers)))),
-        "never": [()],
-        "always": [whole_stage(layers)],
-        "blocks": [tuple(units)],
-    }
-    sharded: tuple[bool, ...] = (False,)
-    if replicas > 1 and problem.simulates and problem.layer_costs.profile.may_shard_optimizer:
-        sharded = {"auto": (False, True), "never": (False,), "always": (True,)}[problem.rules.shard_optimizer]
-        if replicas > problem.limits.most_sharded:
-            sharded = tuple(each for each in sharded if not each)  # idle replicas get no part
-    return [StageOptions(replicas, each, again) for each in sharded for again in groups[problem.rules.recompute]]
 
 
 def interleaved_plans(problem: Problem, in_order: bool) -> Iterator[tuple[Candidate, ...]]:

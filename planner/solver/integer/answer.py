@@ -1,4 +1,4 @@
-"""Solve a problem by a method other than the search over pipelines: an integer program, or brute force."""
+"""Solve a problem by an integer program: which problems need one, and why there may be no plan."""
 
 from __future__ import annotations
 
@@ -10,34 +10,28 @@ from planner.solver.candidates.budget import Budget
 from planner.solver.candidates.evaluation import evaluate, priced
 from planner.solver.infeasible import PLENTY, against_constraints, explain
 from planner.solver.problem import Problem
-from planner.solver.reference.brute import brute_force
 from planner.solver.result import Evaluation, Found
 from planner.units import format_bytes
 
-OtherMethod = Literal["ilp", "brute"]
-SolverName = Literal["auto", "search"] | OtherMethod
+SolverName = Literal["auto", "search", "ilp"]
 
 
-def other_method(problem: Problem, solver: SolverName) -> OtherMethod | None:
-    """Return the method for a problem that the search does not solve; None for the search.
+def needs_program(problem: Problem, solver: SolverName) -> bool:
+    """Return whether an integer program is to solve the problem, because the search cannot or because it was asked for.
 
     Raises:
         InputError: if the solver that was asked for cannot solve it.
     """
     wants = _beyond_the_search(problem)
-    if problem.schedule.chunked and (wants is not None or solver in ("ilp", "brute")):
-        wanted = wants or f"`solver={solver}`"
+    if problem.schedule.chunked and (wants is not None or solver == "ilp"):
         raise InputError(
-            f"the schedule {problem.schedule} is solved by the search alone, which does not take {wanted}",
+            f"the schedule {problem.schedule} is solved by the search alone, which does not take "
+            f"{wants or '`solver=ilp`'}",
             hint="use another schedule, or leave them out",
         )
-    if solver == "brute":
-        if wants is not None:
-            raise InputError(f"`solver=brute` does not take {wants}", hint="use `solver=auto`")
-        return "brute"
     if solver == "search" and wants is not None:
         raise InputError(f"the search does not take {wants}", hint="use `solver=ilp` or `solver=auto`")
-    return "ilp" if solver == "ilp" or wants is not None else None
+    return solver == "ilp" or wants is not None
 
 
 def _beyond_the_search(problem: Problem) -> str | None:
@@ -54,26 +48,26 @@ def _beyond_the_search(problem: Problem) -> str | None:
     return None
 
 
-def answer(problem: Problem, method: OtherMethod) -> Found:
-    """Find the best plan by a method other than the search over pipelines.
+def solve_by_program(problem: Problem) -> Found:
+    """Find the best plan by an integer program.
 
     Raises:
         InfeasibleError: if there is none.
-        InputError: for what the method cannot express, or is too large for it.
+        InputError: for what it cannot express, or is too large for it.
         PlannerError: if the deadline passes before any plan is found.
     """
     try:
-        found = _by_ilp(problem) if method == "ilp" else _by_brute_force(problem)
+        found = _found(problem)
     except TimeoutError:
         raise PlannerError(
             "the time limit passed before any plan was found", hint="give a longer `time_limit_s`, or leave it out"
         ) from None
     if found is None:
-        raise _infeasible(problem, method)
+        raise _infeasible(problem)
     return replace(found, best=evaluate(problem, found.best.stages))
 
 
-def _by_ilp(problem: Problem) -> Found | None:
+def _found(problem: Problem) -> Found | None:
     # Imported here, because importing PuLP takes time and few problems need it.
     from planner.solver.integer.ilp import solve_ilp
     from planner.solver.integer.milp import installed
@@ -83,21 +77,13 @@ def _by_ilp(problem: Problem) -> Found | None:
     return None if best is None else Found(priced(problem, best.stages), best.bound_s, f"ilp, {solver}")
 
 
-def _by_brute_force(problem: Problem) -> Found | None:
-    within = problem.with_cuts_forbidden()
-    assert within is not None
-    best = brute_force(within, in_order=problem.keeps_order)
-    return None if best is None else Found(best, best.seconds, "brute")
-
-
-def _infeasible(problem: Problem, method: OtherMethod) -> InfeasibleError:
+def _infeasible(problem: Problem) -> InfeasibleError:
     """Return why there is no plan: the constraints, or the memory."""
     cluster = problem.cluster
 
     def again(**changes: object) -> Evaluation | None:
         """Solve again on a changed cluster, whatever time that takes."""
-        other = replace(problem.on(cluster.model_copy(update=changes)), budget=Budget())
-        found = _by_ilp(other) if method == "ilp" else _by_brute_force(other)
+        found = _found(replace(problem.on(cluster.model_copy(update=changes)), budget=Budget()))
         return None if found is None else found.best
 
     def fits(gpus: int, memory_bytes: int) -> Evaluation | None:
