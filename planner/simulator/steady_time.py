@@ -25,7 +25,7 @@ MOST = 2**17  # minibatches times workers
 SHORTER = 0.6  # share of a minibatch's microbatches, at most, for a shorter one to be tried in its place
 
 
-def steady_s(costs: PipelineCosts, stop: Stop | None = None) -> float | None:
+def steady_s(costs: PipelineCosts, stop: Stop | None = None, hopeless_s: float = math.inf) -> float | None:
     """Simulate until the steady state is known, and return its seconds per minibatch; infinite for a deadlock.
 
     An asynchronous pipeline ends as soon as it repeats itself. Other runs have `steady_minibatches`.
@@ -34,9 +34,11 @@ def steady_s(costs: PipelineCosts, stop: Stop | None = None) -> float | None:
         costs: the pipeline.
         stop: told the instructions executed so far after each backward of the first stage, and at the end. If it
             returns True before the steady state is known, the result is None.
+        hopeless_s: seconds per minibatch above which a rough answer does: the pace of an asynchronous pipeline right
+            after it has filled.
     """
     if costs.shape.asynchronous or costs.shape.microbatches == 1:
-        return _run(costs, steady_minibatches(costs.shape), stop)
+        return _run(costs, steady_minibatches(costs.shape), stop, hopeless_s / costs.shape.microbatches)
     executed = 0
 
     def stop_all(instructions: int) -> bool:
@@ -101,10 +103,10 @@ def _extended_s(simulation: Simulation, microbatches: int) -> float | None:
     return seconds + more // period * took_s
 
 
-def _run(costs: PipelineCosts, minibatches: int, stop: Stop | None) -> float | None:
+def _run(costs: PipelineCosts, minibatches: int, stop: Stop | None, hopeless_s: float = math.inf) -> float | None:
     """Simulate so many minibatches, or fewer if the run repeats itself."""
     simulation = Simulation(costs, minibatches)
-    watch = _Watch(simulation, stop)
+    watch = _Watch(simulation, stop, hopeless_s)
     finished = simulation.run(watch.may_end)
     if watch.seconds_per_unit is not None:
         return watch.seconds_per_unit * costs.shape.microbatches
@@ -124,9 +126,9 @@ class _Watch:
     Looks for repetition once per period, and not before twice the units in flight have passed, which fill the pipeline.
     """
 
-    def __init__(self, simulation: Simulation, stop: Stop | None) -> None:
+    def __init__(self, simulation: Simulation, stop: Stop | None, hopeless_s: float = math.inf) -> None:
         shape, completed = simulation.shape, simulation.completed
-        self._simulation, self._completed, self._stop = simulation, completed, stop
+        self._simulation, self._completed, self._stop, self._hopeless_s = simulation, completed, stop, hopeless_s
         self._from = 2 * shape.in_flight(0) * completed.replicas[0] if shape.asynchronous else math.inf
         self.seconds_per_unit: float | None = None
         self.stopped = False
@@ -138,6 +140,10 @@ class _Watch:
         through = len(self._completed.ends_s[0])
         if not self.stopped and through >= self._from and through % self._completed.period == 0:
             self.seconds_per_unit = repeating_s(self._completed)
+        if through == 2 * self._from and self.seconds_per_unit is None:
+            ends_s, window = self._completed.ends_s[0], int(self._from)
+            pace_s = (ends_s[-1] - ends_s[-window]) / (window - 1)
+            self.seconds_per_unit = pace_s if pace_s > self._hopeless_s else None
         return self.stopped or self.seconds_per_unit is not None
 
 

@@ -131,12 +131,15 @@ class Budget:
         """Whether the instructions or the time are used up."""
         return self.left <= 0 or self.deadline.passed
 
-    def steady_s(self, pipeline: PipelineCosts, *, needed: bool = False) -> float | None:
+    def steady_s(
+        self, pipeline: PipelineCosts, *, needed: bool = False, hopeless_s: float = math.inf
+    ) -> float | None:
         """Simulate a pipeline, and return its seconds per minibatch in the steady state; infinity for a deadlock.
 
         Args:
             pipeline: to simulate.
             needed: there is no other time to report, so that only the deadline ends the simulation.
+            hopeless_s: above it a rough time does.
 
         Returns:
             None if the budget ends before the simulation does.
@@ -153,10 +156,10 @@ class Budget:
             executed = instructions
             return instructions > room or self.deadline.passed
 
-        seconds = steady_s(pipeline, stop)
+        seconds = steady_s(pipeline, stop, hopeless_s)
         self.left -= executed
         if seconds is None:
             self.exhausted = False
-        else:
+        elif seconds <= hopeless_s:
             self.known[key] = seconds
         return seconds

@@ -94,13 +94,16 @@ def hiding_depths(pipeline: PipelineCosts, published: Depths, unit_s: float) -> 
     return tuple(depths)
 
 
-def price_depths(times: PipelineTimes, depths: Depths, *, needed: bool = False) -> DepthChoice | None:
+def price_depths(
+    times: PipelineTimes, depths: Depths, *, needed: bool = False, hopeless_s: float = math.inf
+) -> DepthChoice | None:
     """Simulate given depths, or return None if the budget does not allow it.
 
-    `needed`: see `Budget.steady_s`.
+    `needed`, `hopeless_s`, here per unit: see `Budget.steady_s`.
     """
     shape = replace(times.pipeline.shape, depths=depths)
-    minibatch_s = times.budget.steady_s(replace(times.pipeline, shape=shape), needed=needed)
+    hopeless_s *= shape.microbatches
+    minibatch_s = times.budget.steady_s(replace(times.pipeline, shape=shape), needed=needed, hopeless_s=hopeless_s)
     if minibatch_s is None:
         return None
     # A pipeline that does not repeat itself within the run can seem a little faster than its busiest resource allows.
@@ -122,7 +125,7 @@ def choose_depths(times: PipelineTimes, below_s: float = math.inf) -> DepthChoic
     counted = tuple(map(min, counted, times.deepest))
     # The inequality is usually enough, and what is far from `below_s` with it needs no other simulation.
     begin = published if math.isinf(below_s) else counted
-    first = price_depths(times, begin, needed=math.isinf(below_s))
+    first = price_depths(times, begin, needed=math.isinf(below_s), hopeless_s=below_s * HOPELESS)
     if first is None or first.seconds_per_unit > below_s * HOPELESS:
         return first
     best = first
