@@ -131,9 +131,7 @@ class Budget:
         """Whether the instructions or the time are used up."""
         return self.left <= 0 or self.deadline.passed
 
-    def steady_s(
-        self, pipeline: PipelineCosts, *, needed: bool = False, hopeless_s: float = math.inf
-    ) -> float | None:
+    def steady_s(self, pipeline: PipelineCosts, *, needed: bool = False, hopeless_s: float = math.inf) -> float | None:
         """Simulate a pipeline, and return its seconds per minibatch in the steady state; infinity for a deadlock.
 
         Args:

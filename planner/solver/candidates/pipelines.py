@@ -56,9 +56,9 @@ def stage_costs(layer_costs: LayerCosts, stages: Sequence[Candidate]) -> list[St
         StageCosts(
             forward_s=float(work.forward_s),
             backward_s=float(work.backward_s),
-            update_s=sum(float(each.update_s) / stage.options.shards for each in (work, *again)),
+            update_s=(float(work.update_s) + sum(layer.update_s for layer in again)) / stage.options.shards,
             recompute_s=float(work.recompute_s),
-            accumulate_s=sum(float(each.accumulate_s) for each in (work, *again)),
+            accumulate_s=float(work.accumulate_s) + sum(layer.accumulate_s for layer in again),
             ready_s=(buckets := buckets_in(layer_costs, stage, again)).ready_s,
             ready_shares=buckets.shares,
             late_s=max(0.0, buckets.ready_s[-1] - float(work.backward_s)) if buckets.ready_s else 0.0,
