@@ -213,6 +213,7 @@ def test_checkpoints_and_deferred_weights_hold_the_copies_equal(tmp_path: Path) 
     [
         ((2, 1), "1f1b", TrainingOptions(), "but under 1f1b update it after 2 and 1 minibatches"),
         ((1, 1), "1f1b", TrainingOptions(clip_grad_norm=1.0), "clip their gradients each by its own norm"),
+        ((1, 1), "1f1b", TrainingOptions(late_lr=0.3), "have learning rates of their own with `late_lr`"),
     ],
 )
 def test_copies_that_would_differ_are_refused(
