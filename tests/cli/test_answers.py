@@ -150,7 +150,8 @@ def test_wrong_input_is_one_sentence_a_hint_and_a_code(
 ) -> None:
     done = plan(*arguments, cwd=folder)
     assert done.returncode == code, done.stderr
-    error, hint = done.stderr.splitlines()
+    # On a busy machine a search tells its progress before it fails.
+    error, hint = (line for line in done.stderr.splitlines() if not line.endswith(" left"))
     assert error.startswith("error: ")
     assert complaint in error
     assert hint.startswith("hint: ")
