@@ -37,7 +37,7 @@ def add_training_arguments(parser: argparse.ArgumentParser) -> None:
         default=0.0,
         metavar="K",
         help="divide each stage's learning rate by 1 + K for every update that its gradients are late (default: equal "
-        "rates; 0.3 has helped eight stages under 1f1b)",
+        "rates; 0.3 has helped short trainings of eight stages)",
     )
     group.add_argument(
         "--clip-grad-norm",
