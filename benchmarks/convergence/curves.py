@@ -1,7 +1,6 @@
 """Draw the training losses of the Transformer in four stages: python -m benchmarks.convergence.curves.
 
-Curves of `newest-muon`, as it was on 22 November 2026, are means of real runs (`links.py`), all others emulated
-(`late.py`).
+They are means of the trainings of `late.py`: of AdamW as it usually is, and of what the docs recommend.
 """
 
 from __future__ import annotations
@@ -10,11 +9,12 @@ from collections import defaultdict
 from dataclasses import replace
 from statistics import fmean
 
-from benchmarks.convergence import late, links
+from benchmarks.convergence import late
 from benchmarks.convergence.__main__ import DOCS
 from benchmarks.convergence.picture import curves_svg
 
 STAGES, MINIBATCHES = 4, 400
+SHOWN = {("adamw", None), ("newest-muon, by rows", 0.1)}
 FIRST = 2  # points left out, because losses fall from 5 to 3 in the warm-up
 
 
@@ -29,13 +29,10 @@ def curves() -> dict[str, list[tuple[float, float]]]:
     results = late.read()
     found: defaultdict[str, list[tuple[float, ...]]] = defaultdict(list)
     for case in late.best(results):
-        if (case.model, case.stages, case.recipe.minibatches) == ("transformer", STAGES, MINIBATCHES):
+        setting = case.model, case.stages, case.recipe.minibatches, case.synchronous_start, case.late_lr
+        if setting == ("transformer", STAGES, MINIBATCHES, 0.0, 0.0) and (case.recipe.optimizer, case.clip) in SHOWN:
             own = [each.curve for each in results if replace(each.case, seed=0) == case and each.curve]
-            if case.recipe.optimizer in ("adamw", "newest-muon, by rows"):
-                found[f"{case.recipe.optimizer}, {late.named(case)}"] += own
-    for run in links.read():
-        if run.case.whole and (run.case.stages, run.case.minibatches) == (STAGES, MINIBATCHES):
-            found[f"{run.case.recipe.optimizer}, {run.case.contender}"].append(run.curve)
+            found[f"{case.recipe.optimizer}, {late.named(case)}"] += own
     points = {name: list(enumerate(zip(*own, strict=True)))[FIRST:] for name, own in sorted(found.items())}
     return {name: [(late.PART * (at + 1.0), fmean(losses)) for at, losses in own] for name, own in points.items()}
 
