@@ -189,7 +189,24 @@ def train(
     Raises:
         PlannerError: for anything wrong with the model, the plan or the workers; no worker is left running.
     """
-    return run_job(make_job(**locals()))
+    # Name by name, so that the type checker compares the two signatures.
+    job = make_job(
+        model,
+        plan,
+        steps=steps,
+        epochs=epochs,
+        seed=seed,
+        device=device,
+        backend=backend,
+        options=options,
+        checkpoints=checkpoints,
+        baseline=baseline,
+        save_weights=save_weights,
+        defer_weights=defer_weights,
+        show_progress=show_progress,
+        run_options=run_options,
+    )
+    return run_job(job)
 
 
 def run_job(job: Job, on_restart: Callable[[str], None] | None = None) -> TrainResult:

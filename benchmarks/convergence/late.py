@@ -21,7 +21,7 @@ from tabulate import tabulate
 
 from benchmarks.convergence import residual, transformer
 from benchmarks.convergence.emulation import evaluate, lateness, train
-from benchmarks.convergence.recipes import Recipe
+from benchmarks.convergence.recipes import Recipe, with_remedies
 from planner.formats.codecs import CodecName
 
 HERE = Path(__file__).parent
@@ -211,11 +211,7 @@ def _compressed_row(case: Case, losses: Sequence[tuple[float, float]]) -> list[s
 
 def named(case: Case) -> str:
     """Return the schedule with its start, and what it does about gradients."""
-    parts = [case.schedule]
-    parts += [f"first {case.synchronous_start:.0%} synchronous"] if case.synchronous_start else []
-    parts += [f"late-lr {case.late_lr:g}"] if case.late_lr else []
-    parts += [f"clip {case.clip:g}"] if case.clip is not None else []
-    return ", ".join(parts)
+    return with_remedies(case.schedule, case.synchronous_start, case.late_lr, case.clip)
 
 
 def _beside(loss: float, other: tuple[float, int] | None) -> list[str]:

@@ -23,7 +23,7 @@ from tabulate import tabulate
 
 from benchmarks.convergence import transformer
 from benchmarks.convergence.late import curve_of
-from benchmarks.convergence.recipes import Recipe
+from benchmarks.convergence.recipes import Recipe, with_remedies
 from benchmarks.convergence.replicas import Replicas
 from benchmarks.testbed.bed import Testbed, testbed
 from benchmarks.testbed.predict import given_plan
@@ -82,11 +82,7 @@ class Case:
     @property
     def named(self) -> str:
         """The name, with what a run does about late gradients."""
-        parts = [self.name]
-        parts += [f"first {self.synchronous_start:.0%} synchronous"] if self.synchronous_start else []
-        parts += [f"late-lr {self.late_lr:g}"] if self.late_lr else []
-        parts += [f"clip {self.clip:g}"] if self.clip is not None else []
-        return ", ".join(parts)
+        return with_remedies(self.name, self.synchronous_start, self.late_lr, self.clip)
 
     @property
     def whole(self) -> bool:

@@ -92,6 +92,15 @@ class Recipe:
         os.environ[VARIABLE] = json.dumps(asdict(self))
 
 
+def with_remedies(name: str, synchronous_start: float, late_lr: float, clip: float | None) -> str:
+    """Return the name of a training with what it does about late gradients."""
+    parts = [name]
+    parts += [f"first {synchronous_start:.0%} synchronous"] if synchronous_start else []
+    parts += [f"late-lr {late_lr:g}"] if late_lr else []
+    parts += [f"clip {clip:g}"] if clip is not None else []
+    return ", ".join(parts)
+
+
 def optimizer(named_parameters: Named) -> torch.optim.Optimizer:
     """Return the chosen recipe's optimizer."""
     recipe = _chosen()
