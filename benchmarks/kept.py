@@ -85,6 +85,10 @@ class Results:
             for key, row in rows.items()
         }
 
+    def parts(self, name: str) -> list[str]:
+        """Return the parts whose names begin like this, in the order in which they were first measured."""
+        return [part for part in self._parts if part.startswith(name)]
+
     def about(self, part: str) -> str:
         """Return when and where the part was measured."""
         dates: dict[str, set[str]] = {}

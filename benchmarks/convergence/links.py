@@ -141,7 +141,7 @@ def main() -> None:
         return
     recipe = Recipe(args.optimizer, args.rate, args.minibatches)
     recipe.choose()
-    with testbed(args.stages) as bed:
+    with testbed(args.stages, computing=True) as bed:
         links = bed.links(flat_cluster(args.stages, parse_bandwidth(args.bandwidth)))
         for seed in map(int, args.seeds.split(",")):
             for name in args.contenders.split(";"):

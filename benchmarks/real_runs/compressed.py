@@ -42,7 +42,7 @@ def main() -> None:
     keep_freed_pages()  # as the workers do
     results = Results(FOLDER, save=arguments.save)
     rows = []
-    with testbed(2) as bed:
+    with testbed(2, computing=True) as bed:
         for number in chosen:
             _, case, rate, codec = cases[number]
             links = bed.links(flat_cluster(2, parse_bandwidth(rate))).model_copy(update={"compress": codec})

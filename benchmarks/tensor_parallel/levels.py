@@ -8,10 +8,10 @@ from __future__ import annotations
 import random
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import accumulate, pairwise
+from itertools import accumulate, islice, pairwise
 from pathlib import Path
 from statistics import median
 
@@ -27,7 +27,7 @@ from benchmarks.testbed.predict import balanced_stages
 from planner.analysis.own_plan import price
 from planner.api import estimate
 from planner.errors import PlannerError, first_line
-from planner.formats.cluster import hierarchical_cluster
+from planner.formats.cluster import Cluster, hierarchical_cluster
 from planner.formats.config import config_of
 from planner.formats.own_plan import OwnPlan, OwnStage
 from planner.formats.profile import Profile
@@ -36,7 +36,6 @@ from planner.units import parse_bandwidth
 
 FOLDER = Path(__file__).parent
 README = FOLDER / "README.md"
-MARKS = "<!-- levels: written by benchmarks.tensor_parallel.levels -->", "<!-- end of levels -->"
 RANKS = 2  # of a group, and GPUs of a host
 MODELS = {"profiles/gpt2/model.py": "gpt2", "benchmarks/tensor_parallel/model.py:wide": "wide"}
 DEVICES, SAMPLES = ("t4", "v100", "a100"), (4, 8, 16)
@@ -53,17 +52,29 @@ class Case(Compared):
     samples: int
     device: str
     hosts: int
-    rates: tuple[str, str]  # within a host and between hosts
+    rates: tuple[str, ...]  # within a host and between hosts
     replicas: tuple[int, ...]  # of each stage
     schedule: str
     microbatches: int
     faster: int
     links: str = ""
+    degrees: tuple[int, ...] = ()  # of each stage; none where all have groups
+
+    @property
+    def tensor(self) -> tuple[int, ...]:
+        """Ranks of a group of each stage."""
+        return tuple(self.degrees) or (RANKS,) * len(self.replicas)
+
+    @property
+    def there(self) -> Cluster:
+        """The cluster; with one rate, each GPU is a host of its own, because levels have groups of one size."""
+        sizes = (RANKS, self.hosts) if len(self.rates) > 1 else (self.hosts,)
+        return hierarchical_cluster(sizes, [parse_bandwidth(rate) for rate in self.rates])
 
     @property
     def plan(self) -> str:
         """The plan in words."""
-        config = config_of(tuple(self.replicas), degrees=(RANKS,) * len(self.replicas))
+        config = config_of(tuple(self.replicas), degrees=self.tensor)
         return f"{config} {self.schedule}" + (f" x{self.microbatches}" if self.microbatches > 1 else "")
 
     @property
@@ -78,28 +89,41 @@ class Case(Compared):
 
 def main() -> None:
     """Draw cases, run them, print the table, and save it if asked."""
-    found = asked(__doc__, lambda *of: [case.cells[:5] for case in draw(*of)], cases=8, seconds=8.0)
+    compare(__doc__, "levels", draw, cases=8)
+
+
+def compare(doc: str | None, name: str, draw: Callable[[int, int], list[Case]], cases: int) -> None:
+    """Run the cases of a draw as the command line asks; `name`: of their tables, and of the marks in the README."""
+    found = asked(doc, lambda *of: [case.cells[:5] for case in draw(*of)], cases=cases, seconds=8.0)
     if found is None:
         return
     arguments, chosen = found
-    cases = draw(arguments.seed, arguments.cases)
-    results, part = Results(FOLDER, save=arguments.save), f"levels, seed {arguments.seed}"
-    for number, case in _measured(cases, chosen, arguments.seconds):
+    drawn = draw(arguments.seed, arguments.cases)
+    results, part = Results(FOLDER, save=arguments.save), f"{name}, seed {arguments.seed}"
+    for number, case in _measured(drawn, chosen, arguments.seconds):
         results.add(part, str(number), case)
-        print(f"{number + 1}/{len(cases)}: {case.cells}", file=sys.stderr, flush=True)
-    kept = results.records(part, Case)
-    rows = [kept[key] for key in sorted(kept, key=int)]
-    text = f"On emulated devices, {results.about(part)}, seed {arguments.seed}:\n\n{_table(rows)}"
+        print(f"{number + 1}/{len(drawn)}: {case.cells}", file=sys.stderr, flush=True)
+    tables = []
+    for each in results.parts(name) if arguments.save else [part]:
+        kept = results.records(each, Case)
+        about = f"On emulated devices, {results.about(each)}, {each.partition(', ')[2]}:"
+        tables.append(f"{about}\n\n{_table([kept[key] for key in sorted(kept, key=int)])}")
+    text = "\n\n".join(tables)
     print(text)
     if arguments.save:
-        page = between_marks(README.read_text(encoding="utf-8"), MARKS, text)
-        README.write_text(page, encoding="utf-8")
+        around = f"<!-- {name}: written by benchmarks.tensor_parallel.{name} -->", f"<!-- end of {name} -->"
+        README.write_text(between_marks(README.read_text(encoding="utf-8"), around, text), encoding="utf-8")
 
 
 def draw(seed: int, count: int) -> list[Case]:
     """Return random cases: the same ones for the same seed, and the first ones of a longer list."""
-    rng = random.Random(seed)
-    return [_draw(rng) for _ in range(count)]
+    return list(islice(endless(random.Random(seed)), count))
+
+
+def endless(rng: random.Random) -> Iterator[Case]:
+    """Yield random cases."""
+    while True:
+        yield _draw(rng)
 
 
 def _draw(rng: random.Random) -> Case:
@@ -145,15 +169,14 @@ def _measured(cases: Sequence[Case], chosen: Iterable[int], seconds: float) -> I
 def run(bed: Testbed, case: Case, seconds: float, folder: Path) -> Case:
     """Emulate the case's model in `folder`, and train its plan for about `seconds` after the start-up."""
     profile = _profile(case.model, case.samples, case.device)
-    there = hierarchical_cluster((RANKS, case.hosts), [parse_bandwidth(rate) for rate in case.rates])
-    scale = fitting_scale(profile, there, 2 * LINK_BYTES_PER_S / case.faster)
+    scale = fitting_scale(profile, case.there, 2 * LINK_BYTES_PER_S / case.faster)
     emulated = emulate(profile, scale, folder)
-    links = bed.links(scale.cluster(there), MESSAGE_BYTES, scale.byte_factor)
+    links = bed.links(scale.cluster(case.there), MESSAGE_BYTES, scale.byte_factor)
     names = [layer.name for layer in emulated.profile.layers]
     ends = [0, *accumulate(balanced_stages(emulated.profile, len(case.replicas)))]
     stages = tuple(
-        OwnStage(layers=tuple(names[start:end]), replicas=replicas, tensor=RANKS)
-        for (start, end), replicas in zip(pairwise(ends), case.replicas, strict=True)
+        OwnStage(layers=tuple(names[start:end]), replicas=replicas, tensor=degree)
+        for (start, end), replicas, degree in zip(pairwise(ends), case.replicas, case.tensor, strict=True)
     )
     schedule = find(case.schedule)
     own = OwnPlan(stages=stages, schedule=schedule, microbatches=case.microbatches if schedule.divides else None)

@@ -23,7 +23,9 @@ START_S = 120.0
 MESSAGE_BYTES = 2_000_000  # of messages that links are measured with
 FEW = 8  # hosts; more have more links, which are measured one after the other
 FIRST_PORT = 20_000
-BURST = "16kb"  # passes the shapers at full speed after a pause; must be small next to a message
+# Passes the shapers at full speed after a pause. It must be small next to a message, and more than what a link carries
+# while a timer is late: those of workers that compute are not scaled, and up to twenty times as fast.
+BURST, COMPUTING_BURST = "4kb", "16kb"
 # Of a socket, by Linux's defaults; scaled like all bytes. The machine's delays are not: an answer may take 10 ms,
 # in which a fast link here carries 120 kB, and the kernel counts about twice what is sent.
 SEND_BYTES, RECEIVE_BYTES = 4 * 2**20, 6 * 2**20
@@ -108,14 +110,19 @@ class Testbed:
 
 
 @contextmanager
-def testbed(hosts: int) -> Iterator[Testbed]:
+def testbed(hosts: int, *, computing: bool = False) -> Iterator[Testbed]:  # noqa: PT028  (no test)
     """Yield `hosts` hosts with a worker each; at the end all of it is removed.
+
+    Args:
+        hosts: how many.
+        computing: the workers compute, and so share the machine with its other work. Emulated devices sleep, and run
+            ahead of it.
 
     Raises:
         NetworkUnavailableError: when this machine or this user cannot make namespaces.
         TestbedError: when the workers do not start.
     """
-    with shaped_network(hosts, BURST) as net:
+    with shaped_network(hosts, COMPUTING_BURST if computing else BURST) as net:
         environment = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         environment["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # otherwise it warns that the hosts have no names
         nursery = subprocess.Popen(
@@ -128,7 +135,7 @@ def testbed(hosts: int) -> Iterator[Testbed]:
         )
         try:
             assert nursery.stdin is not None
-            nursery.stdin.write(json.dumps([{"name": host.name} for host in net.hosts]) + "\n")
+            nursery.stdin.write(json.dumps({"hosts": [host.name for host in net.hosts], "ahead": not computing}) + "\n")
             nursery.stdin.flush()
             _read(nursery, START_S)
             yield Testbed(net, nursery)

@@ -2,8 +2,9 @@
 
     python -m benchmarks.testbed.nursery
 
-It reads one JSON object per line, first the hosts, then tasks. It answers each with one line: the result of worker 0 or
-an error. It ends when its standard input ends, and its workers end with it.
+It reads one JSON object per line, first the hosts' names and whether they run ahead of other work, then tasks. It
+answers each with one line: the result of worker 0 or an error. It ends when its standard input ends, and its workers
+end with it.
 """
 
 from __future__ import annotations
@@ -49,12 +50,12 @@ def main() -> None:
     setattr(planner.executor.run.stages, "division_of", layers.division_of)  # noqa: B010
     torch.set_num_threads(1)
     keep_freed_pages()  # as the product's workers do
-    hosts = json.loads(sys.stdin.readline())
+    started = json.loads(sys.stdin.readline())
     context = multiprocessing.get_context("fork")
     workers: list[tuple[Any, Connection]] = []
-    for rank, host in enumerate(hosts):
+    for rank, host in enumerate(started["hosts"]):
         ours, theirs = context.Pipe()
-        process = context.Process(target=_worker, args=(rank, host["name"], theirs), daemon=True)
+        process = context.Process(target=_worker, args=(rank, host, theirs, started["ahead"]), daemon=True)
         process.start()
         theirs.close()
         workers.append((process, ours))
@@ -87,11 +88,13 @@ def _serve(task: dict[str, Any], connections: list[Connection]) -> dict[str, Any
     return result
 
 
-def _worker(rank: int, namespace: str, connection: Connection) -> None:
+def _worker(rank: int, namespace: str, connection: Connection, ahead: bool) -> None:
     """Join the host's network, then run tasks until the nursery ends."""
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sys.stdin.close()
+    if ahead:
+        _run_ahead()
     with Path(f"/run/netns/{namespace}").open("rb") as file:
         if _LIBC.setns(file.fileno(), _CLONE_NEWNET):
             raise OSError(ctypes.get_errno(), f"cannot enter the network namespace {namespace}")
@@ -154,6 +157,15 @@ def _ddp_buckets(byte_factor: float) -> Iterator[None]:
         yield
     finally:
         setattr(planner.executor.data_parallel, "DistributedDataParallel", DistributedDataParallel)  # noqa: B010
+
+
+def _run_ahead() -> None:
+    """Run before all other work of the machine, which no device waits for, if the user may.
+
+    Threads that are made later do as well.
+    """
+    with contextlib.suppress(PermissionError):
+        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
 
 
 def _say(answer: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -111,10 +112,12 @@ class PipelineCosts:
         stages: Sequence[StageCosts],
         transfers: Sequence[Transfer],
         shared: Sequence[Shared],
+        degrees: Sequence[int],
     ) -> PipelineCosts:
         """Combine stages with the values that they exchange and the weights that they share.
 
-        The processor's time for messages is added to the stages.
+        The processor's time for messages is added to the stages. `degrees`: ranks of a group of each stage. To a larger
+        group, each rank of the smaller one sends as many copies as it takes to reach all.
         """
         topology = Topology(cluster)
         stages = [_with_shared(costs, number, shared) for number, costs in enumerate(stages)]
@@ -123,7 +126,13 @@ class PipelineCosts:
             shape=shape,
             cluster=cluster,
             stages=tuple(_with_handling(costs, number, transfers, slowest) for number, costs in enumerate(stages)),
-            transfer_bytes={(t.source, t.target): (t.output_bytes, t.gradient_bytes) for t in transfers},
+            transfer_bytes={
+                (t.source, t.target): (
+                    t.output_bytes * math.ceil(degrees[t.target] / degrees[t.source]),
+                    t.gradient_bytes * math.ceil(degrees[t.source] / degrees[t.target]),
+                )
+                for t in transfers
+            },
             shared_bytes={pair: each.gradient_bytes for each in shared for pair in (each.stages, each.stages[::-1])},
         )
 

@@ -32,12 +32,12 @@ def simulate(plan: Plan, minibatches: int | None = None, accumulate: int = 1) ->
         PlanError: for a plan whose depths let its workers wait for each other for ever.
     """
     check_accumulate(plan, accumulate)
-    plan = of_groups(plan)
+    costs, plan = costs_of(plan, accumulate), of_groups(plan)
     count = default_minibatches(plan, accumulate) if minibatches is None else minibatches
     if count < 1:
         raise InputError(f"`minibatches={count}` is no run", hint="give `minibatches` 1 or more")
     events: list[Event] = []
-    simulation = Simulation(costs_of(plan, accumulate), count, events)
+    simulation = Simulation(costs, count, events)
     if not simulation.run():
         raise deadlock(plan)
     rows = Events.of(events)
@@ -70,7 +70,7 @@ def default_minibatches(plan: Plan, accumulate: int = 1) -> int:
 
 def costs_of(plan: Plan, accumulate: int = 1) -> PipelineCosts:
     """Return the plan's pipeline and its costs, as a simulation takes them."""
-    plan = of_groups(plan)
+    degrees, plan = plan.degrees, of_groups(plan)
     shape = replace(shape_of(plan), accumulate=accumulate)
     stages = [
         StageCosts(
@@ -87,7 +87,7 @@ def costs_of(plan: Plan, accumulate: int = 1) -> PipelineCosts:
         )
         for number, stage in enumerate(plan.stages)
     ]
-    return PipelineCosts.of(shape, plan.cluster, stages, plan.transfers, plan.shared)
+    return PipelineCosts.of(shape, plan.cluster, stages, plan.transfers, plan.shared, degrees)
 
 
 def _received_bytes(plan: Plan, stage: int) -> int:

@@ -192,6 +192,23 @@ def test_a_divided_plan_is_solved_priced_and_simulated_alike(schedule: str, clus
             check_trainable(plan)
 
 
+@pytest.mark.parametrize(
+    ("degrees", "copies"), [((2, 1), (1, 2)), ((1, 2), (2, 1)), ((1, 4), (4, 1)), ((2, 2), (1, 1))]
+)
+def test_a_larger_group_is_sent_as_many_copies_as_it_takes_to_reach_all(
+    degrees: tuple[int, int], copies: tuple[int, int]
+) -> None:
+    model = divided(profile(layer("a", 1.0, 2.0, output_bytes=200), layer("b", 1.0, 2.0)), 2, 4)
+    stages = tuple(OwnStage(layers=(name,), tensor=degree) for name, degree in zip("ab", degrees, strict=True))
+    own = OwnPlan(stages=stages, schedule=find("naive"), microbatches=1)
+    plan = own_plan.price(model, flat_cluster(sum(degrees), 100.0), own)
+    computed_s = sum(stage.forward_s + stage.backward_s + stage.update_s for stage in plan.stages)
+    sent_s = sum(copies) * 200 / 100.0
+    assert max(simulate(plan, 1).events.end_s) == pytest.approx(computed_s + sent_s)
+    assert plan.predicted.seconds_per_minibatch == pytest.approx(computed_s + sent_s)
+    assert simulated_s(plan) == pytest.approx(computed_s + sent_s)
+
+
 def test_groups_of_one_size_are_devices_of_another_cluster() -> None:
     servers = hierarchical_cluster((8, 4), (1000.0, 50.0))
     assert [level.size for level in groups_of(servers, 4).levels] == [2, 4]

@@ -46,7 +46,8 @@ def pipeline_for(problem: Problem, candidate: Evaluation) -> PipelineCosts:
         depths=candidate.price.in_flight,
         shared=trainable_pairs(shared, [stage.replicas for stage in stages], problem.schedule),
     )
-    return PipelineCosts.of(shape, problem.cluster, stage_costs(layer_costs, stages), moved, shared)
+    degrees = [stage.options.tensor for stage in stages]
+    return PipelineCosts.of(shape, problem.cluster, stage_costs(layer_costs, stages), moved, shared, degrees)
 
 
 def stage_costs(layer_costs: LayerCosts, stages: Sequence[Candidate]) -> list[StageCosts]:
