@@ -17,7 +17,7 @@ def check_world(plan: Plan) -> None:
     if world != needed:
         raise PlanError(
             f"plan '{plan.config}' needs {needed} workers, but {world} were started",
-            hint=f"start torchrun with --nnodes times --nproc-per-node = {needed}",
+            hint=f"start {needed}: --nnodes times --nproc-per-node of torchrun, or the tasks of srun",
         )
 
 
