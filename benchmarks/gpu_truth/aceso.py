@@ -46,6 +46,7 @@ class Kind:
         seconds, saved: its share of that operation's times and saved bytes.
         entering: share of its saved bytes that are its input, made by the operator before it.
         activations: what Aceso counts for it: hidden states, and matrices of attention.
+        sends: where a stage ends with it, hidden states that each rank sends, and those that the ranks divide.
         weights: whether it has those of the operation.
     """
 
@@ -54,6 +55,7 @@ class Kind:
     saved: float = 1.0
     entering: float = 1.0
     activations: tuple[float, float] = (0.0, 0.0)
+    sends: tuple[float, float] = (1.0, 0.0)
     weights: bool = True
 
     def kept(self, attention: float) -> float:
@@ -62,20 +64,21 @@ class Kind:
 
 
 # Softmax keeps its result of two bytes and dropout its mask of one. The first product has the norm's result beside the
-# GELU's input, which is four times as large.
+# GELU's input, which is four times as large. What enters a residual sum is sent along
+# (runtime/megatron/model/flex_ops.py); matrices of attention would be, too, but no run cuts there.
 _LAYER: Mapping[str, Kind] = {
-    "norm1": Kind(0, activations=(1, 0)),
-    "qkv": Kind(1, activations=(3, 0)),
+    "norm1": Kind(0, activations=(1, 0), sends=(2, 0)),
+    "qkv": Kind(1, activations=(3, 0), sends=(1, 3)),
     "score": Kind(2, activations=(0, 1)),
     "softmax": Kind(3, 0.5, 2 / 3, 0, (0, 1)),
     "dropout": Kind(3, 0.5, 1 / 3, 0, (0, 1.5)),
-    "context": Kind(4, activations=(1, 0)),
-    "dense": Kind(5, activations=(1, 0)),
+    "context": Kind(4, activations=(1, 0), sends=(1, 1)),
+    "dense": Kind(5, activations=(1, 0), sends=(2, 0)),
     "dropout1": Kind(6, entering=0, activations=(1.5, 0)),
-    "norm2": Kind(7, activations=(1, 0)),
-    "gemm1": Kind(8, 0.95, 1 / 5, activations=(4, 0)),
-    "gelu": Kind(8, 0.05, 4 / 5, activations=(4, 0), weights=False),
-    "gemm2": Kind(9, activations=(1, 0)),
+    "norm2": Kind(7, activations=(1, 0), sends=(2, 0)),
+    "gemm1": Kind(8, 0.95, 1 / 5, activations=(4, 0), sends=(1, 4)),
+    "gelu": Kind(8, 0.05, 4 / 5, activations=(4, 0), sends=(1, 4), weights=False),
+    "gemm2": Kind(9, activations=(1, 0), sends=(2, 0)),
     "dropout2": Kind(10, entering=0, activations=(1.5, 0)),
 }
 P4D = 50e9  # bytes per second: 400 Gbit/s of an EC2 P4d, the server of eight A100 of 40 GB
@@ -119,7 +122,7 @@ def _predict(run: Mapping[str, Any], spec: DeviceSpec) -> Prediction:
     own, ranks = list(_own_operators(gpt, stages)), [_ranks(stage) for stage in stages]
     degrees = sorted({1, *ranks})
     whole, *parts = (
-        _profile(gpt, own, parts_of(replace(gpt, tensor=degree), micro, half_precision("apex"), spec))
+        _profile(gpt, own, parts_of(replace(gpt, tensor=degree), micro, half_precision("apex"), spec), ranks)
         for degree in degrees
     )
     profile = divided(whole, dict(zip(degrees[1:], parts, strict=True)), _reduces(own))
@@ -128,8 +131,10 @@ def _predict(run: Mapping[str, Any], spec: DeviceSpec) -> Prediction:
         OwnStage(layers=tuple(islice(names, stage["ops"])), replicas=stage["dp_runs"][0][0], tensor=degree)
         for stage, degree in zip(stages, ranks, strict=True)
     ]
-    # Stages of several degrees are priced on one level: only messages leave a server, which run beside computations.
-    cluster = flat_cluster(sum(stage.replicas * stage.tensor for stage in planned), P4D if a100 else PCIE)
+    # Stages of several degrees are priced on one level: only messages leave a server. No rank computes while it sends
+    # or receives (runtime/megatron/p2p_communication.py), or while gradients are all-reduced.
+    gpus = sum(stage.replicas * stage.tensor for stage in planned)
+    cluster = flat_cluster(gpus, P4D if a100 else PCIE, overlap=False)
     if a100:
         cluster = reducing(cluster, max(ranks), whole.layers[0].outputs[0].output_bytes)
     priced = price(profile, cluster, planned, run["global_batch"] // micro)
@@ -153,19 +158,21 @@ def _own_operators(gpt: Gpt, stages: Sequence[Mapping[str, Any]]) -> Iterator[_O
         yield _Own(own, groups_of(own, again))
 
 
-def _profile(gpt: Gpt, stages: Sequence[_Own], costs: Parts) -> Profile:
+def _profile(gpt: Gpt, stages: Sequence[_Own], costs: Parts, ranks: Sequence[int]) -> Profile:
     """Return the model's operators as the stages run them: some again in their backward."""
     operators = {name: _part(costs.operators[kind.captured], kind) for name, kind in _LAYER.items()}
     norm, *classifier = costs.head_operators
     operators |= {"embedding": costs.embedding, "norm": norm, "head": summed("head", classifier)}
-    found: list[Layer] = []
-    for own in stages:
+    found, sends = list[Layer](), list[float]()
+    for own, degree, following in zip(stages, ranks, (*ranks[1:], 1), strict=True):
         layers = [operators[name] for name in own.names]
         for group in own.groups:
             layers[group.start : group.stop] = _again(own.names[group.start], layers[group.start : group.stop], costs)
         for name, layer in zip(own.names, layers, strict=True):
             found.append(layer.model_copy(update={"name": f"{name}-{len(found)}"}))
-    return chain(gpt.name, costs, found)
+            whole, parts = _LAYER[name].sends if name in _LAYER else (1.0, 0.0)
+            sends.append(whole + parts / min(degree, following))
+    return chain(gpt.name, costs, found, sends)
 
 
 def _reduces(stages: Sequence[_Own]) -> Reduces:

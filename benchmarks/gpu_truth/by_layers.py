@@ -172,12 +172,12 @@ def in_sequence(whole: Parts, part: Parts, degree: int) -> Parts:
     return replace(part, operators=operators, layer=summed("layer", operators))
 
 
-def chain(model: str, parts: Parts, layers: Sequence[Layer]) -> Profile:
-    """Return the profile of a chain of layers."""
-    size = parts.boundary_bytes
+def chain(model: str, parts: Parts, layers: Sequence[Layer], sends: Sequence[float] | None = None) -> Profile:
+    """Return the profile of a chain of layers, each of which sends a hidden state, or so many of them."""
+    sizes = [round(parts.boundary_bytes * states) for states in sends or [1.0] * len(layers)]
     named = [
         layer.model_copy(update={"outputs": (Value(name=layer.name, output_bytes=size, gradient_bytes=size),)})
-        for layer in layers[:-1]
+        for layer, size in zip(layers[:-1], sizes, strict=False)
     ]
     named.append(layers[-1])
     edges = [Edge(source=a.name, value=a.name, target=b.name) for a, b in pairwise(named)]

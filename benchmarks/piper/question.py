@@ -7,14 +7,16 @@ and each layer has the memory that the file gives for it, with and without recom
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import chain, pairwise, starmap
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from benchmarks.piper.formulas import PiperStage, costs_of
 from planner.cost.layer_costs import LayerCosts
-from planner.cost.recomputation import MOST_CHOICES, Choices, Recomputation, counted
+from planner.cost.recomputation import MOST_CHOICES, Choices, Recomputation
 from planner.cost.stage_options import RecomputeRule
 from planner.cost.work import Floats, Integers
 from planner.solver.chain.mixed_degrees import MixedDegrees
@@ -27,6 +29,7 @@ from planner.solver.result import stages_along
 
 MOST_CUTS = 2_000  # beyond, only those along the profile's order
 
+Flags = NDArray[np.bool_]
 _MEASURES = ("timePerSample", "memoryUsageA", "memoryUsageB")
 _Costs = Sequence[Mapping[str, Any]]  # by layer
 
@@ -37,24 +40,50 @@ class Sums(Recomputation):
     def __init__(self, layer_costs: LayerCosts, plain: _Costs, again: _Costs) -> None:
         super().__init__(layer_costs)
         self._plain, self._more = _table(plain), _table(again) - _table(plain)
-
-    def choices(self, layers: Collection[int]) -> Choices:
-        """Return the choices: of layers that save the same, those that take least time first."""
-        own = sorted(layers)
-        more = self._more[own]
+        time, saved = self._more[:, 0], self._more[:, 1]
         kinds: dict[bytes, list[int]] = {}
-        for number in np.argsort(more[:, 0], kind="stable").tolist():
-            if more[number, 1] < 0:
-                kinds.setdefault(more[number, 1:].tobytes(), []).append(number)
-        if np.prod([len(equal) + 1.0 for equal in kinds.values()]) > MOST_CHOICES:
-            price = -more[:, 0] / np.minimum(more[:, 1], -1)
-            kinds = {b"": sorted((number for equal in kinds.values() for number in equal), key=price.__getitem__)}
-        units = counted(list(kinds.values()), len(own)) if kinds else np.zeros((1, len(own)), dtype=bool)
-        units = units[np.argsort(units @ more[:, 0], kind="stable")]  # the quickest first, as `Choices` says
-        seconds, saved, working = (units @ more).T
-        saved += self._plain[own, 1].sum()
-        nothing = np.zeros(len(units), dtype=bool)
-        return Choices(seconds, saved, working, working, units, nothing, tuple((layer,) for layer in own))
+        for layer in np.argsort(time, kind="stable").tolist():
+            if saved[layer] < 0:
+                kinds.setdefault(self._more[layer, 1:].tobytes(), []).append(layer)
+        self._kinds = [*kinds.values()]
+        self._by_price = sorted(chain(*self._kinds), key=(-time / np.minimum(saved, -1)).__getitem__)
+        self._layers = tuple((layer,) for layer in range(len(time)))
+
+    def several(self, stages: Sequence[tuple[int, ...]]) -> list[Choices]:
+        """Return the choices: of layers that save the same, those that take least time first."""
+        own = np.zeros((len(stages), len(self._layers)), dtype=bool)
+        for row, stage in enumerate(stages):
+            own[row, stage] = True
+        many = np.prod([own[:, kind].sum(axis=1) + 1.0 for kind in self._kinds], axis=0) > MOST_CHOICES
+        found = dict[int, Choices]()
+        for rows, kinds in ((np.flatnonzero(~many), self._kinds), (np.flatnonzero(many), [self._by_price])):
+            if len(rows):
+                found.update(zip(rows.tolist(), self._tried(own[rows], kinds), strict=True))
+        return [found[row] for row in range(len(stages))]
+
+    def _tried(self, own: Flags, kinds: Sequence[Sequence[int]]) -> list[Choices]:
+        """Return every number of layers of each kind, of which those that stand first in it recompute."""
+        stage = np.arange(len(own))
+        units = np.zeros(own.shape, dtype=bool)
+        for kind in kinds:
+            counts = own[stage][:, kind].sum(axis=1) + 1
+            before = np.repeat(np.arange(len(stage)), counts)
+            number = np.arange(len(before)) - np.repeat(np.cumsum(counts) - counts, counts)
+            stage, units = stage[before], units[before]
+            again = own[stage][:, kind]
+            again &= np.cumsum(again, axis=1) <= number[:, None]
+            units[:, kind] = again
+        more = units @ self._more
+        order = np.lexsort((more[:, 0], stage))
+        more, units = more[order], units[order]
+        more[:, 1] += (own @ self._plain[:, 1])[stage]
+        nothing = np.zeros(len(more), dtype=bool)
+        seconds, saved, working = more.T
+        ends = np.cumsum(np.bincount(stage)).tolist()
+        return [
+            Choices(seconds[rows], saved[rows], working[rows], working[rows], units[rows], nothing[rows], self._layers)
+            for rows in starmap(slice, pairwise([0, *ends]))
+        ]
 
 
 def _table(costs: _Costs) -> Floats:

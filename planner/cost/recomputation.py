@@ -117,6 +117,10 @@ class Recomputation:
             self._known[key] = _Stage(self._costs, units, [*compress(numbers, arriving)]).choices(self._rule)
         return replace(self._known[key], layers=parts)
 
+    def several(self, stages: Sequence[tuple[int, ...]]) -> list[Choices]:
+        """Return the choices of several stages."""
+        return [self.choices(layers) for layers in stages]
+
     def _unit(self, layers: tuple[int, ...]) -> _Unit:
         if layers not in self._units:
             self._units[layers] = _Unit.of(self._costs, layers)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -61,7 +62,7 @@ class Work:
         """Return the seconds of a replica's last backward in a minibatch, of which it runs `share` microbatches."""
         return np.asarray(self.backward_s + np.where(np.asarray(share) > 1, self.accumulate_s, 0.0))
 
-    def rows(self, rows: Integers) -> Work:
+    def rows(self, rows: Integers | slice) -> Work:
         """Return some rows of work that all have: see `stacked`."""
         return Work(**{each.name: getattr(self, each.name)[rows] for each in fields(Work)})
 
@@ -130,6 +131,13 @@ class Footprint:
             accumulating_bytes=self.saved_bytes + self.accumulating_bytes,
         )
 
+    def least(self) -> Footprint:
+        """Return a footprint that no choice of layers that recompute is below."""
+        nothing = np.zeros_like(self.saved_bytes)
+        return replace(
+            self, saved_bytes=nothing, working_bytes=nothing - self.gradient_bytes, accumulating_bytes=nothing
+        )
+
     def divided(self, microbatches: int) -> Footprint:
         """Return the footprint with so many microbatches per minibatch: several accumulate into all gradients."""
         return replace(self, working_bytes=self.accumulating_bytes) if microbatches > 1 else self
@@ -155,18 +163,25 @@ class Footprint:
         return np.minimum(fit, IMPOSSIBLE).astype(np.int64)
 
 
+Record = TypeVar("Record", Work, Footprint)
+
+
 def stacked(works: Sequence[Work]) -> Work:
     """Return the work of single stages as one record, with a row for each."""
     return Work(**{each.name: np.array([getattr(work, each.name) for work in works]) for each in fields(Work)})
 
 
-def joined(works: Sequence[Work], counts: Sequence[int]) -> Work:
-    """Return the work of several lots of so many stages as one record."""
-    lots = list(zip(works, counts, strict=True))
-    return Work(
+def joined(records: Sequence[Record], counts: Sequence[int]) -> Record:
+    """Return the work, or the footprints, of several lots of so many stages as one record."""
+    lots, kind = list(zip(records, counts, strict=True)), type(records[0])
+
+    def column(value: Floats, count: int) -> Floats:
+        return value if value.ndim else np.full(count, value)
+
+    return kind(
         **{
-            each.name: np.concatenate([np.broadcast_to(getattr(work, each.name), count) for work, count in lots])
-            for each in fields(Work)
+            each.name: np.concatenate([column(getattr(record, each.name), count) for record, count in lots])
+            for each in fields(kind)
         }
     )
 

@@ -40,8 +40,8 @@ class FewestReplicas:
         self.quickest_that_fit = (
             None if limits.memory_bytes is None else QuickestThatFit(space, self.ways, model, limits.memory_bytes)
         )
-        # GPU seconds of the layers before each state, at least.
-        self.before_s = model.least_s(self.ways.least(space.work(0, np.arange(len(space)))))
+        # GPU seconds of the layers before each last state, at least.
+        self.before_s = model.least_s(self.ways.least(space.work(0, np.arange(space.ends))))
 
     @cached_property
     def tables(self) -> StageTables | None:
@@ -51,7 +51,7 @@ class FewestReplicas:
 
     def least(self, state: int, others: Integers, target_s: float) -> Integers:
         """Return replicas that the stages need at least, by their computation alone."""
-        least_s = self.before_s[others] - self.before_s[state]
+        least_s = self.before_s[others] - self.before_s[others - others % len(self._space) + state]
         return np.asarray(np.maximum(np.ceil(least_s / target_s - SLACK), 1), dtype=np.int64)
 
     def alone(self, state: int, others: Integers, target_s: float) -> Integers:
@@ -119,6 +119,13 @@ class FewestReplicas:
         again = ways.again[fits] & self.ways.chooses & np.isfinite(target_s)
         row = int(fits[np.lexsort((ways.sharded[fits], seconds, again, seconds > target_s))[0]])
         return ways.options(row, int(r[row])), float(all_s[row])
+
+    def seconds(self, stages: Integers, target_s: float) -> float:
+        """Return the seconds of a plan's stages in such ways: a row of states, replicas and GPUs after it for each."""
+        if self.tables is not None and not self.ways.shards:
+            return float(np.max(self.tables.seconds(*stages.T)))
+        each = (self.quickest(state, other, np.array([r]), after, target_s) for state, other, r, after in stages)
+        return max(best[1] for best in each if best is not None)
 
     def allowed(
         self, sharded: NDArray[np.bool_], replicas: Integers, after: Integers

@@ -18,6 +18,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import cached_property
+from itertools import pairwise, starmap
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,6 +52,16 @@ class StateSpace(ABC):
     def largest_front(self) -> tuple[float, float]:
         """Return bytes and messages, in both directions together, across the busiest cut."""
         return float((self.outputs + self.gradients).max()), float((self._output_count + self._gradient_count).max())
+
+    @property
+    def sizes(self) -> Sequence[StateSpace]:
+        """The spaces of stages on groups of one size each, of the same states."""
+        return (self,)
+
+    @property
+    def ends(self) -> int:
+        """How many last states stages may have: `len(self) * number of the size + state`."""
+        return len(self) * len(self.sizes)
 
     @abstractmethod
     def among_later(self, state: int, others: Integers) -> Integers:
@@ -120,7 +131,7 @@ class StateSpace(ABC):
     @cached_property
     def every_stage(self) -> tuple[Integers, Integers, Work]:
         """The first states, last states and work of all stages."""
-        later = [self.among_later(i, np.arange(i + 1, len(self))) for i in range(len(self) - 1)]
+        later = [self.among_later(i, np.arange(i + 1, self.ends)) for i in range(len(self) - 1)]
         works = [self.work(state, others) for state, others in enumerate(later)]
         counts = [len(others) for others in later]
         return np.repeat(np.arange(len(later)), counts), np.concatenate(later), joined(works, counts)
@@ -201,6 +212,63 @@ class Coarse(StateSpace):
     def footprint(self, state: int, others: Integers, work: Work) -> Footprint:
         """Return what the other space does."""
         return self._space.footprint(int(self.states[state]), self.states[others], work)
+
+
+class BySize(StateSpace):
+    """States that spaces for groups of several sizes have in common: where a stage ends says the size of its groups.
+
+    Last states are asked for in the order of the sizes.
+    """
+
+    complete = False
+
+    def __init__(self, spaces: Sequence[StateSpace]) -> None:
+        self._spaces = spaces
+        self.layer_costs, self.compute_s = spaces[0].layer_costs, spaces[0].compute_s
+
+    @property
+    def sizes(self) -> Sequence[StateSpace]:
+        """The spaces, in their order."""
+        return self._spaces
+
+    def among_later(self, state: int, others: Integers) -> Integers:
+        """Return what any of the spaces does."""
+        later = np.zeros(len(self), dtype=bool)
+        later[self._spaces[0].among_later(state, np.arange(state + 1, len(self)))] = True
+        return others[later[others % len(self)]]
+
+    def holds(self, layer: int) -> NDArray[np.bool_]:
+        """Return what any of the spaces does."""
+        return self._spaces[0].holds(layer)
+
+    def passing(self, state: int, others: Integers) -> Floats | None:
+        """Return what the spaces do."""
+        found = [space.passing(state, others[own] % len(self)) for space, own in self._parts(others)]
+        return None if found[0] is None else np.concatenate([by for by in found if by is not None], axis=1)
+
+    def layers(self, state: int, other: int) -> tuple[int, ...]:
+        """Return what any of the spaces does."""
+        return self._spaces[0].layers(state, other % len(self))
+
+    def work(self, state: int, others: Integers) -> Work:
+        """Return the work of groups of all sizes."""
+        parts = self._parts(others)
+        works = [space.work(state, others[own] % len(self)) for space, own in parts]
+        return works[0] if len(works) == 1 else joined(works, [own.stop - own.start for _, own in parts])
+
+    def footprint(self, state: int, others: Integers, work: Work) -> Footprint:
+        """Return the footprints of groups of all sizes."""
+        parts = self._parts(others)
+        if len(parts) == 1:
+            return parts[0][0].footprint(state, others % len(self), work)
+        found = [space.footprint(state, others[own] % len(self), work.rows(own)) for space, own in parts]
+        return joined(found, [own.stop - own.start for _, own in parts])
+
+    def _parts(self, others: Integers) -> list[tuple[StateSpace, slice]]:
+        """Return each space with the places of its stages."""
+        ends = np.searchsorted(others, len(self) * np.arange(len(self._spaces) + 1)).tolist()
+        parts = zip(self._spaces, starmap(slice, pairwise(ends)), strict=True)
+        return [(space, own) for space, own in parts if own.stop > own.start]
 
 
 class Chain(StateSpace):

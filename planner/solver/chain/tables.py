@@ -16,7 +16,8 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.cost.work import IMPOSSIBLE, Footprint, Integers, fewest_to_hold, joined
+from planner.cost.work import IMPOSSIBLE, Floats, Footprint, Integers, fewest_to_hold, joined
+from planner.schedule.schedule import warm_up_depth
 from planner.solver.bounds.bounds import Bounds
 from planner.solver.chain.states import StateSpace
 from planner.solver.chain.ways import WaysOf, taken
@@ -33,9 +34,9 @@ class StageTables:
         self._last: tuple[float, Integers] | None = None  # the last target, and the replicas of all rows that meet it
         firsts, others, self._work = space.every_stage
         # First row of each stage, and how many it has, by first and last state.
-        self._first, self._count = np.zeros((2, len(space), len(space)), dtype=np.int64)
+        self._first, self._count = np.zeros((2, len(space), space.ends), dtype=np.int64)
         self._first[firsts, others], self._count[firsts, others] = np.arange(len(firsts)), 1
-        self._listed = np.full(self._first.shape, not self._chooses)  # whether all rows of a stage are there
+        self._listed = (self._count == 0) | (not self._chooses)  # whether all rows of use are there
         # Units in flight with which each row fits the memory, and on several replicas if that is less.
         self._most: list[Integers] | None = None
         if limits.memory_bytes is not None:
@@ -68,7 +69,8 @@ class StageTables:
             unlisted = ~self._listed[state, others]
             if unlisted.any():
                 unlisted &= (self._alone(target_s)[rows] <= most) & self.tight(state, others, after)
-                self._list(state, np.unique(others[unlisted]))
+                if unlisted.any():
+                    self._list(state, target_s)
             rows, place = self._rows(state, others)
             possible = self._alone(target_s)[rows] <= most[place]
             rows, place = rows[possible], place[possible]
@@ -81,7 +83,12 @@ class StageTables:
                 enough &= self._model.enough_before(r, behind)
             few = np.flatnonzero(~enough & (r <= most[place]))
             if len(few):
-                r[few] = self._model.fewest_replicas(taken(self._work, rows[few]), target_s, r[few], behind[few])
+                work = taken(self._work, rows[few])
+                late = self._model.stage_s(work, r[few]) > target_s
+                late |= ~self._model.enough_before(r[few], behind[few])
+                if late.any():
+                    work, few = taken(work, np.flatnonzero(late)), few[late]
+                    r[few] = self._model.fewest_replicas(work, target_s, r[few], behind[few])
             return np.asarray(r)
 
         held = None if self._most is None else [each[rows] for each in self._most]
@@ -96,6 +103,16 @@ class StageTables:
             plain[place[plainest]] = r[plainest]
         return found, plain > found
 
+    def seconds(self, states: Integers, others: Integers, replicas: Integers, after: Integers) -> Floats:
+        """Return the seconds of stages that fit the memory, in their quickest ways that do."""
+        rows, place = self._rows(states, others)
+        r, fits = replicas[place], np.ones(len(rows), dtype=bool)
+        if self._most is not None:
+            most = np.where(r > 1, self._most[-1][rows], self._most[0][rows])
+            fits = np.asarray(warm_up_depth(r, after[place])) <= most
+        seconds = np.where(fits, self._model.stage_s(taken(self._work, rows), r), np.inf)
+        return np.minimum.reduceat(seconds, np.flatnonzero(np.diff(place, prepend=-1)))
+
     def tight(self, state: int, others: Integers, after: Integers) -> NDArray[np.bool_]:
         """Return which stages need several replicas in their plainest way for their memory, with so many GPUs after."""
         if self._most is None:
@@ -108,7 +125,7 @@ class StageTables:
             self._last = target_s, self._model.fewest_replicas(self._work, target_s)
         return self._last[1]
 
-    def _rows(self, state: int, others: Integers) -> tuple[Integers, Integers]:
+    def _rows(self, state: int | Integers, others: Integers) -> tuple[Integers, Integers]:
         """Return the rows of the stages from the state to each of others, and the place of each row's stage."""
         first, counts = self._first[state, others], self._count[state, others]
         before = np.cumsum(counts) - counts
@@ -118,17 +135,17 @@ class StageTables:
         """Return the units in flight with which the stages fit in their plainest way."""
         footprint = self._ways.plainest_footprint(state, others, self._space.work(state, others))
         assert self._limits.memory_bytes is not None
+        if self._chooses:  # and may fit
+            least = most_in_flight(self._space, self._model, footprint.least(), self._limits.memory_bytes)[0]
+            self._listed[state, others[least < 1]] = True
         return most_in_flight(self._space, self._model, footprint, self._limits.memory_bytes)
 
-    def _list(self, state: int, others: Integers) -> None:
-        """List the choices of the stages from the state to each of others, as far as they are of use."""
-        if not len(others):
-            return
-        gpus, memory_bytes = self._limits.gpus, self._limits.memory_bytes
+    def _list(self, state: int, target_s: float) -> None:
+        """List the choices of the stages from the state that may meet the target, as far as they are of use."""
+        gpus, memory_bytes, alone = self._limits.gpus, self._limits.memory_bytes, self._alone(target_s)
         assert memory_bytes is not None
         assert self._most is not None
-        assert self._last is not None
-        target_s, alone = self._last
+        others = np.flatnonzero(~self._listed[state] & (alone[self._first[state]] <= gpus))
         ways = self._ways.all(state, others, np.ones(len(others), dtype=bool))
         most = most_in_flight(self._space, self._model, ways.footprint, memory_bytes)
         useful = np.zeros(len(ways), dtype=bool)

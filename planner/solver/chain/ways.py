@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TypeVar
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -19,11 +18,10 @@ from numpy.typing import ArrayLike, NDArray
 from planner.cost.layer_costs import LayerCosts
 from planner.cost.recomputation import Choices, Recomputation
 from planner.cost.stage_options import Groups, RecomputeRule, StageOptions, whole_stage
-from planner.cost.work import Floats, Footprint, Integers, Work
+from planner.cost.work import Floats, Footprint, Integers, Record, Work
 from planner.solver.chain.states import StateSpace
 from planner.solver.problem import Limits
 
-Record = TypeVar("Record", Work, Footprint)
 _KEPT = ("saved_bytes", "working_bytes", "accumulating_bytes")  # of a footprint, which choices decide
 
 # Choices of the stages of a profile, which many searches over it ask for.
@@ -115,8 +113,10 @@ class WaysOf:
         self.shards = self.always_shards or (possible and rule == "auto" and gains)
         self.recomputes = self.rule in ("always", "blocks")
         self.chooses = limited and self.rule == "auto"
-        known = _KNOWN.setdefault(space.layer_costs, {})
-        self._recomputation, self._by_layers = known.setdefault(self.rule, (space.recomputation(self.rule), {}))
+        self._by_layers = []
+        for each in space.sizes:
+            known = _KNOWN.setdefault(each.layer_costs, {})
+            self._by_layers.append(known.setdefault(self.rule, (each.recomputation(self.rule), {})))
         self._known: dict[tuple[int, int], Choices] = {}
 
     def allowed(self, sharded: NDArray[np.bool_], replicas: ArrayLike) -> NDArray[np.bool_]:
@@ -140,7 +140,7 @@ class WaysOf:
         if self.rule == "always":
             return footprint.recomputed()
         if self.rule == "blocks":
-            found = [self._choices(state, int(other)) for other in others]
+            found = self._all_choices(state, others.tolist())
             return replace(footprint, **{name: _column(found, name) for name in _KEPT})
         return footprint
 
@@ -159,7 +159,7 @@ class WaysOf:
                 lean = taken(footprint, chosen).recomputed()
                 more = {name: getattr(lean, name) for name in _KEPT} | {"recompute_s": taken(work, chosen).forward_s}
             else:
-                found = [self._choices(state, int(other)) for other in others[choosing]]
+                found = self._all_choices(state, others[choosing].tolist())
                 counts[choosing] = [len(choices) for choices in found]
                 more = {name: _column(found, name, 1) for name in (*_KEPT, "recompute_s")}
             stage = np.repeat(stage, counts)
@@ -178,17 +178,20 @@ class WaysOf:
     def groups(self, state: int, other: int, choice: int) -> Groups:
         """Return the groups of layers that recompute under a choice of a stage."""
         if self.rule == "blocks" or (choice > 0 and not self.whole_stages):
-            return self._choices(state, other).groups(choice)
+            return self._all_choices(state, [other])[0].groups(choice)
         return whole_stage(self._space.layers(state, other), self.recomputes or choice > 0)
 
-    def _choices(self, state: int, other: int) -> Choices:
-        """Return the choices of layers that recompute in a stage; the first one recomputes least."""
-        if (state, other) not in self._known:
-            layers = self._space.layers(state, other)
-            if layers not in self._by_layers:
-                self._by_layers[layers] = self._recomputation.choices(layers)
-            self._known[state, other] = self._by_layers[layers]
-        return self._known[state, other]
+    def _all_choices(self, state: int, others: Sequence[int]) -> list[Choices]:
+        """Return the choices of layers that recompute in stages; the first one of each recomputes least."""
+        missing = [other for other in others if (state, other) not in self._known]
+        for number, (recomputation, by_layers) in enumerate(self._by_layers):
+            layers = {
+                other: self._space.layers(state, other) for other in missing if other // len(self._space) == number
+            }
+            if new := [*{each: None for each in layers.values() if each not in by_layers}]:
+                by_layers.update(zip(new, recomputation.several(new), strict=True))
+            self._known.update({(state, other): by_layers[each] for other, each in layers.items()})
+        return [self._known[state, other] for other in others]
 
 
 def taken(record: Record, rows: Integers | slice) -> Record:

@@ -87,7 +87,7 @@ class Downsets(StateSpace):
 
     def layers(self, state: int, other: int) -> tuple[int, ...]:
         """Return the layers by their bits."""
-        return tuple(int(index) for index in np.flatnonzero(self._columns[:, other] > self._columns[:, state]))
+        return tuple(np.flatnonzero(self._columns[:, other] > self._columns[:, state]).tolist())
 
     def worth(self, model: Bounds, gpus: int, target_s: float) -> Integers:
         """Return the states at which a plan for `gpus` within the target may cut."""
