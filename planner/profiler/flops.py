@@ -24,6 +24,11 @@ GROUPED = ("_grouped_mm", "_scaled_grouped_mm", "grouped_mm_fallback")
 _OTHERS = ("_scaled_dot_product", *_VECTORS, *_FUSED_RECURRENT, *GROUPED)  # beside those that PyTorch counts
 
 
+def of_dtensors(types: Sequence[type]) -> bool:
+    """Return whether an operation is of DTensors: they run those of their parts, which count, instead."""
+    return any(kind.__name__ == "DTensor" for kind in types)
+
+
 class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of a base class without types
     """Counts the operations that run within its context, on tensors with data or without.
 
@@ -48,6 +53,8 @@ class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of a b
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if of_dtensors(types):
+            return NotImplemented
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         if _counts(func):

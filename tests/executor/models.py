@@ -138,63 +138,6 @@ def optimizer(parameters):
     return OPTIMIZER
 '''
 
-# Attention with fewer key-value heads and dropout of its own, dropout within and outside of what ranks divide, and an
-# embedding that they divide by its vocabulary.
-ATTENTION = """
-import torch
-import torch.nn.functional as F
-from torch import nn
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.before, self.between = nn.LayerNorm(16), nn.LayerNorm(16)
-        self.query, self.key, self.value = nn.Linear(16, 16), nn.Linear(16, 8), nn.Linear(16, 8, bias=False)
-        self.out = nn.Linear(16, 16)
-        self.up, self.gate, self.down = nn.Linear(16, 24), nn.Linear(16, 24, bias=False), nn.Linear(24, 16)
-        self.drop = nn.Dropout(0.1)
-
-    def forward(self, x):
-        h = self.before(x)
-        q, k, v = (made.unflatten(-1, (-1, 4)).transpose(1, 2) for made in (self.query(h), self.key(h), self.value(h)))
-        a = F.scaled_dot_product_attention(q, k, v, dropout_p=0.1, is_causal=True, enable_gqa=True)
-        x = x + self.drop(self.out(a.transpose(1, 2).flatten(2)))
-        h = self.between(x)
-        return x + self.drop(self.down(self.drop(F.silu(self.gate(h)) * self.up(h))))
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(20, 16)
-        self.blocks = nn.ModuleList([Block() for _ in range(2)])
-        self.norm = nn.LayerNorm(16)
-        self.head = nn.Linear(16, 20)
-
-    def forward(self, tokens):
-        x = self.embed(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
-
-def build_model():
-    return Net().double()
-
-def tensor_parallel_plan():
-    columns, rows = ("query", "key", "value", "up", "gate"), ("out", "down")
-    plan = {f"blocks.*.{name}": style for names, style in ((columns, "colwise"), (rows, "rowwise")) for name in names}
-    return plan | {"embed": "embedding_rowwise"}
-
-def example_batch(batch_size):
-    tokens = torch.randint(0, 20, (batch_size, 6))
-    return (tokens,), tokens.roll(-1, 1)
-
-def loss(output, target):
-    return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
-
-def optimizer(parameters):
-    return OPTIMIZER
-"""
-
 # Appended to a model file: the samples of one example batch.
 DATASET = """
 from torch.utils.data import Dataset
@@ -271,6 +214,43 @@ def loss(output, target):
 def optimizer(parameters):
     return OPTIMIZER
 """
+
+# The same with query, key and value from one product, taken apart as in nanoGPT, as in timm, and with fewer key-value
+# heads; what ranks divide is found.
+PACKED = (
+    ATTENTION
+    + """
+class Block(Block):
+    made = 0
+
+    def __init__(self):
+        super().__init__()
+        self.way, Block.made = Block.made % 3, Block.made + 1
+        self.qkv = nn.Linear(16, 48 if self.way < 2 else 32)
+        del self.query, self.key, self.value
+
+    def forward(self, x):
+        qkv = self.qkv(self.before(x))
+        heads = lambda made: made.view(*x.shape[:2], made.shape[2] // 4, 4).transpose(1, 2)
+        if self.way == 0:
+            q, k, v = map(heads, qkv.split(16, dim=2))
+        elif self.way == 1:
+            q, k, v = qkv.reshape(*x.shape[:2], 3, 4, 4).permute(2, 0, 3, 1, 4).unbind(0)
+        else:
+            q, k, v = heads(qkv[..., :16]), heads(qkv[..., 16:24]), heads(qkv[..., 24:])
+        a = F.scaled_dot_product_attention(q, k, v, dropout_p=0.1, is_causal=True, enable_gqa=True)
+        x = x + self.drop(self.out(a.transpose(1, 2).reshape(x.shape)))
+        h = self.between(x)
+        return x + self.drop(self.down(self.drop(F.silu(self.gate(h)) * self.up(h))))
+
+class Net(Net):
+    def __init__(self):
+        super().__init__()
+        self.blocks.append(Block())
+
+del tensor_parallel_plan
+"""
+)
 
 # Appended to a model file with a dataset: what to evaluate on, and how.
 EVALUATION = """
@@ -357,13 +337,14 @@ def optimizer(parameters):
     return OPTIMIZER
 """
 
+DIVIDED = {"attention": ATTENTION, "packed": PACKED}
 SHARING = {"tied": TIED.replace("COPIES", "False"), "copies": TIED.replace("COPIES", "True"), "gpt2": GPT2}
 
 
 def write_model(folder: Path, model: str, optimizer: str, *, samples: int | None = None, more: str = "") -> Path:
     """Write the model file, with a dataset of so many samples and `more` source, and return its path."""
     path = folder / f"{model}_{optimizer}.py"
-    source = (MODELS | SHARING | {"attention": ATTENTION})[model].replace("OPTIMIZER", OPTIMIZERS[optimizer])
+    source = (MODELS | SHARING | DIVIDED)[model].replace("OPTIMIZER", OPTIMIZERS[optimizer])
     if samples is not None:
         source += DATASET.replace("SAMPLES", str(samples))
     path.write_text(source + more, encoding="utf-8")

@@ -8,6 +8,7 @@ Replicas that divide the optimizer write their parts of it, and read whatever pa
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any, NamedTuple
 
 import torch
@@ -69,8 +70,9 @@ def take_state(
         kept = {key: value for key, value in state.items() if isinstance(value, Tensor)}
         values = {k: to_json(v, f"the optimizer's '{k}' of '{name}'") for k, v in state.items() if k not in kept}
         part = None if shard is None or shard.whole else part_of(state, shard)
-        if part is not None and (sliced := division.slice_of(name)) is not None:
-            part = part.model_copy(update={"slice": Slice(place=sliced[0], of=sliced[1], dimension=sliced[2])})
+        if part is not None and division.group is not None and (cut := division.cuts.get(name)) is not None:
+            sliced = Slice(place=division.group.place, of=division.group.degree, **asdict(cut))
+            part = part.model_copy(update={"slice": sliced})
         states[name] = ParameterState(tensors=tuple(kept), values=values, part=part)
         tensors.update({stored: kept[key] for key, stored in states[name].stored(name).items()})
     kind = type(optimizer).__name__
@@ -127,7 +129,7 @@ def give_state(
             if parts := states.get(names[id(stepped.parameter)]):
                 name, parameter = names[id(stepped.parameter)], stepped.parameter
                 whole = torch.empty(division.whole_shape(name, parameter.shape), device="meta")
-                if name not in division.dimensions:
+                if name not in division.cuts:
                     packed["state"][number] = joined(parts, tensors, whole, stepped.shard)
                     continue
                 found = joined(parts, tensors, whole, None)

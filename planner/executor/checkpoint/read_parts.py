@@ -108,7 +108,7 @@ def fill_optimizer(own: Restorable, saved: SavedCheckpoint) -> None:
         needed = {
             name: state
             for name, state in part.optimizer.states.items()
-            if name in parameters and needs(state, parameters[name], None if name in division.dimensions else shards)
+            if name in parameters and needs(state, parameters[name], None if name in division.cuts else shards)
         }
         states.append(part.optimizer.model_copy(update={"states": needed}))
         names = {stored for name, state in needed.items() for stored in state.stored(name).values()}

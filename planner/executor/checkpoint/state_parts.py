@@ -16,15 +16,19 @@ from torch import Tensor, nn
 from planner.errors import InputError
 from planner.executor.checkpoint.json_values import from_json
 from planner.executor.communication.shards import Shard, divided
-from planner.formats.files import GrownRecord, Record
+from planner.formats.files import GrownRecord
+from planner.model.tensor.cut import Cut
 
 
-class Slice(Record):
-    """Which of several equal slices of a parameter a rank has, along which dimension."""
+class Slice(GrownRecord):
+    """Which of several equal slices of a parameter a rank has; see `planner.model.tensor.cut.Cut`."""
+
+    later_fields: ClassVar[frozenset[str]] = frozenset({"blocks"})
 
     place: int
     of: int
     dimension: int
+    blocks: tuple[int, ...] = ()
 
 
 class StatePart(GrownRecord):
@@ -98,8 +102,10 @@ def joined(
     divided_keys = () if last.part is None else last.part.tensors
     found = {key: tensors[stored[key]] for key in last.tensors if key not in divided_keys}
     if last.part is not None:
-        of, dimension = (1, 0) if last.part.slice is None else (last.part.slice.of, last.part.slice.dimension)
-        shape = [size // of if each == dimension else size for each, size in enumerate(parameter.shape)]
+        cut, of = Cut(0), 1
+        if (sliced := last.part.slice) is not None:
+            cut, of = Cut(sliced.dimension, sliced.blocks), sliced.of
+        shape = [size // of if each == cut.dimension else size for each, size in enumerate(parameter.shape)]
         slices = [_of_slice(parts, last.part, place) for place in range(of)]
         some = of == 1 and shard is not None and shard.order == last.part.order
         needed = range(shard.start, shard.stop) if some and shard is not None else range(math.prod(shape))
@@ -107,7 +113,7 @@ def joined(
             _check_complete(name, [part for part, _ in own], needed)
         for key in divided_keys:
             wholes = [_whole([(part, tensors[stored[key]]) for part, stored in own], shape) for own in slices]
-            found[key] = wholes[0] if of == 1 else torch.cat(wholes, dimension)
+            found[key] = wholes[0] if of == 1 else cut.whole(wholes)
     found |= {key: from_json(value) for key, value in last.values.items()}
     return found if shard is None else divided(found, shard)
 

@@ -52,8 +52,7 @@ class StageOptimizer:
         self.optimizer = spec.optimizer(trained) if trained else None  # user code, which may not expect an empty list
         self.sharding = sharding
         self._division = divided_weights(module)
-        dimensions = self._division.dimensions
-        self._alike = [parameter for name, parameter in trained.items() if name not in dimensions]
+        self._alike = [parameter for name, parameter in trained.items() if name not in self._division.cuts]
         over_ranks = len(self._alike) < len(trained)
         if over_ranks and self.optimizer is not None and not is_elementwise(self.optimizer):
             raise _indivisible(self.optimizer, "weights over ranks", "solve with `tensor=1`")

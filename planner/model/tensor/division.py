@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import getitem
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,20 +13,16 @@ from torch import Tensor, fx, nn
 
 from planner.errors import PlanError
 from planner.model.capture.graph import LayerGraph
+from planner.model.tensor.cut import Cut
+from planner.model.tensor.dimensions import VIEWS, packet_of, shape_of
+from planner.model.tensor.packed import Packing, packing
 from planner.model.tensor.plan import COLUMNS, ROWS, Plan, style_of
+from planner.model.tensor.products import PRODUCTS
 
 if TYPE_CHECKING:  # importing DTensor takes a second, which only plans with groups are worth
     from planner.model.tensor.group import TensorGroup
 
 _aten = torch.ops.aten
-_VIEWS = (_aten.view.default, _aten.reshape.default, _aten.unflatten.int)
-# Products, by the place of the weight among their arguments and its dimension of outputs; the other one is of inputs.
-_PRODUCTS = {
-    _aten.linear.default: (1, 0),
-    _aten.addmm.default: (2, 1),
-    _aten.mm.default: (1, 1),
-    _aten.matmul.default: (1, 1),
-}
 
 
 @dataclass(frozen=True)
@@ -34,43 +31,35 @@ class DividedWeights:
 
     Attributes:
         group: the ranks; None for a single one.
-        dimensions: by weight, under all of its names, the dimension that is divided.
+        cuts: by weight, under all of its names, how it is divided.
     """
 
     group: TensorGroup | None = None
-    dimensions: Mapping[str, int] = field(default_factory=dict)
+    cuts: Mapping[str, Cut] = field(default_factory=dict)
 
     @property
     def speaks(self) -> bool:
         """Whether this rank saves and counts what all ranks of the group have alike."""
         return self.group is None or self.group.place == 0
 
-    def slice_of(self, name: str) -> tuple[int, int, int] | None:
-        """Return which part of a weight this rank has, of how many, along which dimension; None where it is whole."""
-        if self.group is None or name not in self.dimensions:
-            return None
-        return self.group.place, self.group.degree, self.dimensions[name]
-
     def part(self, name: str, whole: Tensor) -> Tensor:
         """Return this rank's part of a weight, or of a tensor of its shape."""
-        dimension = self.dimensions.get(name)
-        if dimension is None or self.group is None:
-            return whole
-        return whole.chunk(self.group.degree, dimension)[self.group.place].contiguous()
+        cut = self.cuts.get(name)
+        return whole if cut is None or self.group is None else cut.part(whole, self.group.place, self.group.degree)
 
     def whole(self, name: str, part: Tensor) -> Tensor:
         """Return the whole of a weight, or of a tensor of its shape; all ranks call it."""
-        dimension = self.dimensions.get(name)
-        if dimension is None or self.group is None:
+        cut = self.cuts.get(name)
+        if cut is None or self.group is None:
             return part
-        return self.group.leave(self.group.part(part, dimension))
+        return self.group.leave(self.group.part(part, cut.dimension), cut.dimension, cut.blocks)
 
     def whole_shape(self, name: str, shape: torch.Size) -> torch.Size:
         """Return the shape of a weight of which a part has this one."""
-        dimension = self.dimensions.get(name)
-        if dimension is None or self.group is None:
+        cut = self.cuts.get(name)
+        if cut is None or self.group is None:
             return shape
-        return torch.Size(size * self.group.degree if d == dimension else size for d, size in enumerate(shape))
+        return torch.Size(size * self.group.degree if d == cut.dimension else size for d, size in enumerate(shape))
 
 
 UNDIVIDED = DividedWeights()
@@ -87,7 +76,7 @@ def keep_parts(module: nn.Module) -> None:
     division = divided_weights(module)
     parts: dict[nn.Parameter, nn.Parameter] = {}
     for name, whole in list(module.named_parameters(remove_duplicate=False)):
-        if name in division.dimensions:
+        if name in division.cuts:
             if whole not in parts:
                 parts[whole] = nn.Parameter(division.part(name, whole.detach()).clone(), whole.requires_grad)
             path, _, last = name.rpartition(".")
@@ -116,7 +105,10 @@ def division_of(graph: LayerGraph, plan: Plan, group: TensorGroup) -> DividedWei
             hint="leave out blocks(), or solve with `tensor=1`",
         )
     found, readers = {}, _readers(graph)
-    whole = {name.rpartition(".")[0] for name, reads in readers.items() if _splits_heads(reads, group.degree)}
+    products: dict[str, list[fx.Node]] = {}
+    for name, reads in readers.items():
+        products.setdefault(name.rpartition(".")[0], []).extend(_products(reads))
+    whole = {module for module, own in products.items() if any(_splits_heads(each, group.degree) for each in own)}
     for name, parameter in graph.model.named_parameters():
         aliases = graph.names_of([name])
         modules = {alias.rpartition(".")[0] for alias in aliases}
@@ -125,13 +117,17 @@ def division_of(graph: LayerGraph, plan: Plan, group: TensorGroup) -> DividedWei
         dimension = None if style is None else _dimension(readers.get(name, ()), parameter, style)
         if dimension is None:
             continue
-        if parameter.shape[dimension] % group.degree:
+        packed = [packing(product) for module in modules for product in products.get(module, ())]
+        columns = style in COLUMNS and len(packed) == 1
+        cut = Cut(dimension, packed[0].blocks if columns and packed[0] is not None else ())
+        if not cut.divides(parameter.shape[dimension], group.degree):
+            size = " + ".join(map(str, cut.blocks or (parameter.shape[dimension],)))
             raise PlanError(
-                f"{group.degree} ranks cannot divide the {parameter.shape[dimension]} elements of '{name}' along "
-                f"dimension {dimension} evenly",
+                f"{group.degree} ranks cannot divide the {size} elements of '{name}' along dimension {dimension} "
+                "evenly",
                 hint="solve with smaller degrees in `tensor`",
             )
-        found.update(dict.fromkeys(aliases, dimension))
+        found.update(dict.fromkeys(aliases, cut))
     return DividedWeights(group, found)
 
 
@@ -149,44 +145,74 @@ def _readers(graph: LayerGraph) -> Mapping[str, _Reads]:
     return found
 
 
+def _products(reads: _Reads) -> list[fx.Node]:
+    """Return the products of which this is the weight."""
+    return [node for node, place in reads if node.target in PRODUCTS and PRODUCTS[node.target].weight == place]
+
+
 def _dimension(reads: _Reads, parameter: Tensor, style: str) -> int | None:
     """Return the dimension along which a weight is divided; None where each rank has the whole of it."""
     rows = style in ROWS
     if parameter.dim() == 1:
         return None if rows else 0  # the bias of a sum is added once
-    for node, place in reads:
-        if node.target in _PRODUCTS and _PRODUCTS[node.target][0] == place:
-            return abs(_PRODUCTS[node.target][1] - rows)
+    for product in _products(reads):
+        return PRODUCTS[product.target].inputs if rows else PRODUCTS[product.target].outputs
     return 0
 
 
-def _splits_heads(reads: _Reads, degree: int) -> bool:
+def _splits_heads(product: fx.Node, degree: int) -> bool:
     """Return whether a product's outputs are heads that the ranks do not divide: its module stays whole then."""
-    products = (node for node, _ in reads if node.target in _PRODUCTS)
-    return any(_heads(user) % degree for product in products for user in product.users if user.target in _VIEWS)
+    packed = packing(product)
+    if packed is None:
+        return any(_heads(user) % degree for user in product.users)
+    for opened, dimension in packed.opened.items():
+        if packet_of(opened) in VIEWS:
+            heads = [shape_of(opened)[dimension]]
+        else:
+            values = [user for user in opened.users if user.target is getitem] or [opened]
+            heads = [_heads(user) for value in values for user in value.users]
+        if any(count % degree for count in heads):
+            return True
+    return False
 
 
 def _heads(view: fx.Node) -> int:
     """Return the outermost of the sizes that a view divides the last dimension of its input into; 0 if it keeps it."""
-    source = view.args[0]
-    assert isinstance(source, fx.Node)
-    last, sizes = source.meta["val"].shape[-1], view.meta["val"].shape
+    if packet_of(view) not in VIEWS:
+        return 0
+    last, sizes = shape_of(view.all_input_nodes[0])[-1], shape_of(view)
     for place in range(len(sizes) - 1, 0, -1):
         if math.prod(size for size in sizes[place:]) == last:
             return int(sizes[place]) if place < len(sizes) - 1 else 0
     return 0
 
 
-def sums_up(node: fx.Node, dimensions: Mapping[fx.Node, int]) -> bool:
+def sums_up(node: fx.Node, cuts: Mapping[fx.Node, Cut]) -> bool:
     """Return whether an operation's result is the sum of what the ranks compute with their parts of a weight.
 
     Args:
-        dimensions: those along which weights are divided, by the nodes that read them.
+        cuts: how weights are divided, by the nodes that read them.
     """
     if node.target is _aten.embedding.default:
-        return dimensions.get(node.all_input_nodes[0]) == 0
-    if node.target not in _PRODUCTS:
+        cut, dimension = cuts.get(node.all_input_nodes[0]), 0
+    elif node.target in PRODUCTS:
+        weight = node.args[PRODUCTS[node.target].weight]
+        cut = cuts.get(weight) if isinstance(weight, fx.Node) else None
+        dimension = PRODUCTS[node.target].inputs
+    else:
         return False
-    place, outputs = _PRODUCTS[node.target]
-    weight = node.args[place]
-    return isinstance(weight, fx.Node) and dimensions.get(weight) == 1 - outputs
+    return cut is not None and cut.dimension == dimension
+
+
+def packings(graph: LayerGraph, cuts: Mapping[fx.Node, Cut]) -> list[Packing]:
+    """Return what the graph packs in products whose weights are divided by blocks.
+
+    Args:
+        cuts: how weights are divided, by the nodes that read them.
+    """
+    found = []
+    for node in graph.module.graph.nodes:
+        if node.target in PRODUCTS and (cut := cuts.get(node.args[PRODUCTS[node.target].weight])) is not None:
+            packed = packing(node) if cut.blocks else None
+            found += [] if packed is None else [packed]
+    return found

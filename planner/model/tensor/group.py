@@ -17,6 +17,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
+from planner.model.tensor.cut import Cut
+
 
 class TensorGroup:
     """The ranks that divide a worker's stages between them; the code of stages calls its methods.
@@ -48,11 +50,38 @@ class TensorGroup:
         """Return the value of which this rank has a part along `dimension`."""
         return DTensor.from_local(value, self.mesh, [Shard(dimension)], run_check=False)
 
-    def leave(self, value: Tensor) -> Tensor:
-        """Return a divided value as a tensor that is whole on every rank."""
+    def leave(self, value: Tensor, dimension: int = 0, blocks: tuple[int, ...] = ()) -> Tensor:
+        """Return a divided value as a tensor that is whole on every rank.
+
+        Args:
+            dimension, blocks: where each of several blocks is divided; see `Cut`.
+        """
         assert isinstance(value, DTensor)
         whole: Tensor = value.redistribute(placements=[Replicate()]).to_local()
-        return whole
+        return Cut(dimension, blocks).whole(whole.chunk(self.degree, dimension)) if blocks else whole
+
+    def split(self, value: Tensor, sizes: Sequence[int], dimension: int) -> tuple[Tensor, ...]:
+        """Return the blocks of a packed value, of these sizes in the whole, each of which the ranks divide."""
+        own = [size // self.degree for size in sizes]
+        parts = torch.split(self._own(value, dimension), own, dimension)
+        return tuple(self.part(each, dimension) for each in parts)
+
+    def narrow(self, value: Tensor, start: int, length: int, dimension: int) -> Tensor:
+        """Return one block of a packed value, which the ranks divide."""
+        own = self._own(value, dimension)
+        return self.part(own.narrow(dimension, start // self.degree, length // self.degree), dimension)
+
+    def stack(self, value: Tensor, blocks: int, dimension: int) -> Tensor:
+        """Return a packed value with a dimension of its own for its blocks, before the one that the ranks divide."""
+        own = self._own(value, dimension)
+        size = own.shape[dimension] // blocks
+        return self.part(own.reshape(*own.shape[:dimension], blocks, size, *own.shape[dimension + 1 :]), dimension + 1)
+
+    def _own(self, value: Tensor, dimension: int) -> Tensor:
+        """Return this rank's part of a value that is divided along `dimension`."""
+        assert isinstance(value, DTensor)
+        own: Tensor = value.redistribute(placements=[Shard(dimension)]).to_local()
+        return own
 
     def sum(self, value: Tensor) -> Tensor:
         """Return the sum of all ranks' values."""

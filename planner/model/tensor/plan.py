@@ -17,7 +17,7 @@ from torch import nn
 from planner.model.spec import TrainingSpec
 
 Plan = Mapping[str, str]  # how modules are divided, by patterns of their names
-COLUMNS, ROWS = ("colwise",), ("rowwise", "embedding_rowwise")
+COLUMNS, ROWS = ("colwise", "packed_colwise"), ("rowwise", "embedding_rowwise")
 
 
 def declared_plan(training_spec: TrainingSpec, model: nn.Module) -> Plan | None:

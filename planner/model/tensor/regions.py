@@ -11,7 +11,10 @@ from torch import Tensor, fx
 
 from planner.model.capture.graph import LayerGraph
 from planner.model.state.randomness import is_random
-from planner.model.tensor.division import DividedWeights, sums_up
+from planner.model.tensor.cut import Cut
+from planner.model.tensor.dimensions import PARTS, VIEWS, packet_of, shape_of
+from planner.model.tensor.division import DividedWeights, packings, sums_up
+from planner.model.tensor.packed import Packing
 
 if TYPE_CHECKING:
     from planner.model.tensor.group import TensorGroup
@@ -32,14 +35,19 @@ class Regions:
 
     def __init__(self, graph: LayerGraph, division: DividedWeights, code: fx.Graph) -> None:
         self._graph, self._division, self._code = graph, division, code
-        self._weights: dict[fx.Node, int] = {}
+        self._weights: dict[fx.Node, Cut] = {}
+        self._packed: dict[fx.Node, Cut] = {}
+        self._opened: dict[fx.Node, Packing] = {}
         self._replaced: dict[Any, Callable[..., Tensor]] = {}
         self._inside: set[fx.Node] = set()
         self._entered: dict[fx.Node, fx.Node] = {}
         self._left: dict[fx.Node, fx.Node] = {}
         if division.group is not None:
             names = {node: graph.names.parameter(node) or "" for node in graph.module.graph.nodes}
-            self._weights = {n: division.dimensions[name] for n, name in names.items() if name in division.dimensions}
+            self._weights = {node: division.cuts[name] for node, name in names.items() if name in division.cuts}
+            for packing in packings(graph, self._weights):
+                self._packed |= {node: Cut(each, packing.blocks) for node, each in packing.packed.items()}
+                self._opened |= dict.fromkeys(packing.opened, packing)
             self._replaced = {
                 _aten.dropout.default: division.group.dropout,
                 _aten.scaled_dot_product_attention.default: division.group.attention,
@@ -60,6 +68,8 @@ class Regions:
         if not self._touches(node) or self._runs_whole(node):
             return copy
         copy.target = self._replaced.get(node.target, copy.target)
+        if node in self._opened:
+            self._take_apart(node, copy)
         if sums_up(node, self._weights):
             return self._code.call_function(self._group.leave, (copy,))
         if _is_tensor(node) or isinstance(node.meta.get("val"), (tuple, list)):
@@ -75,8 +85,29 @@ class Regions:
         else:
             return copies[node]
         if node not in self._left:
-            self._left[node] = self._code.call_function(self._group.leave, (copy,))
+            cut = self._packed.get(node, self._weights.get(node, Cut(0)))
+            self._left[node] = self._code.call_function(self._group.leave, (copy, cut.dimension, cut.blocks))
         return self._left[node]
+
+    def _take_apart(self, node: fx.Node, copy: fx.Node) -> None:
+        """Change an operation on a packed value so that it takes apart what each rank has of it."""
+        packing, (value, *given) = self._opened[node], copy.args
+        source = node.all_input_nodes[0]
+        dimension, blocks = self._packed[source].dimension, packing.blocks
+        if packet_of(node) in VIEWS:
+            with self._code.inserting_before(copy):
+                value = self._code.call_function(self._group.stack, (value, len(blocks), dimension))
+            if packet_of(node) is _aten.unflatten:
+                given = [dimension + 1, given[1][1:]]  # type: ignore[index]
+            copy.args = (value, *given)
+        elif packet_of(node) in PARTS:
+            copy.target, copy.args, copy.kwargs = self._group.split, (value, blocks, dimension), {}
+        else:
+            start = 0 if len(node.args) < 3 else node.args[2] or 0
+            assert isinstance(start, int)
+            length = shape_of(node)[dimension]
+            copy.target, copy.kwargs = self._group.narrow, {}
+            copy.args = (value, start % shape_of(source)[dimension], length, dimension)
 
     @property
     def _group(self) -> TensorGroup:
@@ -100,7 +131,7 @@ class Regions:
         if node not in self._entered:
             copy = copies[node]
             self._entered[node] = (
-                self._code.call_function(self._group.part, (copy, self._weights[node]))
+                self._code.call_function(self._group.part, (copy, self._weights[node].dimension))
                 if node in self._weights
                 else self._code.call_function(self._group.enter, (copy,))
             )

@@ -5,19 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from planner.errors import CaptureError, InputError, ModelFileError
+from planner.errors import InputError
 from planner.formats.profile import TF32, Compiled, Device, MemoryFormat, Profile
 from planner.model.elementwise import has_divisible_optimizer
 from planner.model.spec import TrainingSpec
-from planner.model.tensor.found import tensor_parallel_plan
 from planner.profiler.estimated.calibrate import Calibration, calibrated
 from planner.profiler.estimated.devices import DeviceSpec, DType, device_spec
-from planner.profiler.estimated.divided import cannot_divide, degree_costs, of_one_rank
 from planner.profiler.estimated.execution import Execution, Fusion
 from planner.profiler.estimated.known_steps import KnownTimes
 from planner.profiler.estimated.operations import Costs
 from planner.profiler.estimated.trace import StepTrace, trace_step
 from planner.profiler.measured.make_profile import make_profile
+from planner.profiler.measured.one_rank import degree_costs
 
 
 @dataclass(frozen=True)
@@ -70,13 +69,8 @@ def estimate_profile(training_spec: TrainingSpec, batch_size: int, options: Esti
     if degrees := sorted(set(options.tensor) - {1}):
         costs = []
         for degree in degrees:
-            plan = tensor_parallel_plan(training_spec, trace.graph, degree)
-            rank = of_one_rank(training_spec, plan, degree)
-            try:
-                part = trace_step(rank, batch_size, dtype, options.memory_format, execution)
-            except (CaptureError, ModelFileError) as cause:
-                raise cannot_divide(training_spec.name, degree, cause) from cause
-            costs.append(degree_costs(profile, profile_of_trace(part, spec), plan, degree))
+            part = trace_step(training_spec, batch_size, dtype, options.memory_format, execution, degree)
+            costs.append(degree_costs(profile_of_trace(part, spec), degree, part.weights, part.reduced))
         known["tensor"] = tuple(costs)
     return profile.model_copy(update=known)
 

@@ -17,7 +17,8 @@ from torch.utils._pytree import tree_leaves
 from planner.profiler.estimated.allocations import Allocations
 from planner.profiler.estimated.devices import COMPUTE_CLASSES, MEMORY_CLASSES, OP_CLASSES, DeviceSpec, DType, OpClass
 from planner.profiler.estimated.products import shares_of_peak
-from planner.profiler.flops import GROUPED, model_flops
+from planner.profiler.flops import GROUPED, model_flops, of_dtensors
+from planner.profiler.measured.one_rank import COLLECTIVES
 
 aten = torch.ops.aten
 
@@ -90,10 +91,12 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if of_dtensors(types):
+            return NotImplemented
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         self.allocated.note((args, kwargs), out)
-        if isinstance(func, torch._ops.OpOverload) and func.namespace != "prim":
+        if isinstance(func, torch._ops.OpOverload) and func.namespace not in ("prim", COLLECTIVES):
             for operation in operations_of(func, args, kwargs, out, self._single, gpu=self._gpu):
                 named = replace(operation, op_class=self._op_class or operation.op_class, **self._flow(operation))
                 self.operations.append(named)

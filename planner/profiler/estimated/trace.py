@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -28,19 +28,25 @@ from planner.model.options import ModuleOptions
 from planner.model.spec import TrainingSpec
 from planner.model.stage.parts import OBSERVABLE
 from planner.model.stage.stage import StageModule, build_stage
+from planner.model.tensor.division import UNDIVIDED, division_of, keep_parts
+from planner.model.tensor.found import tensor_parallel_plan
 from planner.profiler.estimated.devices import DeviceSpec, DType
 from planner.profiler.estimated.execution import EAGER_CPU, Execution
 from planner.profiler.estimated.fusion import fused
 from planner.profiler.estimated.kernels import cuda_operations
 from planner.profiler.estimated.operations import Costs, OperationRecorder, RecurrentWorkspace
-from planner.profiler.estimated.update import UpdateTrace, trace_updates, trained_weights
+from planner.profiler.estimated.update import UpdateTrace, trace_updates, weights_by_layer
 from planner.profiler.flops import FlopCounter
 from planner.profiler.measured.clock import LayerMarks, layer_flops
 from planner.profiler.measured.device import check_positive
 from planner.profiler.measured.make_profile import LayerMeasurement, Measurement
+from planner.profiler.measured.one_rank import Collectives, Reduced, first_rank, reduced
 from planner.profiler.measured.saved import saved_bytes, tensors_of_batch
-from planner.profiler.measured.steps import StepTimes, step_failure
+from planner.profiler.measured.steps import StepTimes, drop_gradients, step_failure
 from planner.profiler.measured.workspace import beyond_held
+
+if TYPE_CHECKING:
+    from planner.model.tensor.group import TensorGroup
 
 _FEW = 2  # samples
 _HALF = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -63,6 +69,8 @@ class StepTrace:
         workspace_bytes: what forward or backward allocates beyond what the step holds anyway, by layer.
         updates: by layer.
         unfused: the costs without fusion, where a compiler fuses; None otherwise.
+        weights: of the stage, by the first layer that uses them; a rank's parts, where ranks divide them.
+        reduced: what the collectives of these ranks move.
         tokens_per_sample: of the batch; None where it is not of token ids.
         with_data: the step ran with data, because its sizes depend on values.
     """
@@ -78,6 +86,8 @@ class StepTrace:
     saved_bytes: list[int]
     workspace_bytes: list[int]
     updates: list[UpdateTrace]
+    weights: list[dict[str, nn.Parameter]]
+    reduced: Reduced
     unfused: Costs | None = None
     tokens_per_sample: int | None = None
     with_data: bool = False
@@ -128,6 +138,7 @@ def trace_step(
     dtype: DType = "float32",
     memory_format: MemoryFormat | None = None,
     execution: Execution = EAGER_CPU,
+    degree: int = 1,
 ) -> StepTrace:
     """Run one step of the model without data: nothing is computed, and weights and activations need no memory.
 
@@ -139,10 +150,12 @@ def trace_step(
         training_spec: whose model can be built on the meta device; others are built in memory once.
         dtype: "bfloat16" and "float16" run the forward under autocast.
         execution: how the device runs it; autocast on its kind says in which dtypes values cross between stages.
+        degree: ranks that divide the layers; the step is that of the first one.
 
     Raises:
         ModelFileError, CaptureError: when the model file or the model cannot be used.
-        InputError: when the batch makes no sense, or the optimizer looks at numbers.
+        InputError: when the batch makes no sense, the optimizer looks at numbers, or no layer is divided.
+        PlanError: where so many ranks cannot divide them.
     """
     check_positive("batch_size", batch_size)
     half = _HALF.get(dtype)
@@ -150,9 +163,10 @@ def trace_step(
         training_spec = _in_half(training_spec, half)
     autocast = None if execution.master_weights else half
     options = ModuleOptions(autocast, memory_format == "channels-last", device=execution.kind)
-    tracer = _Tracer(training_spec, batch_size, dtype, execution)
+    one_rank = first_rank(degree, torch.device("cpu")) if degree > 1 else nullcontext()
     # Without GPUs in the list, fork_rng does not touch them: an estimate needs none.
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), one_rank as group:
+        tracer = _Tracer(training_spec, batch_size, dtype, execution, group)
         torch.manual_seed(0)
         if training_spec.defines("blocks"):
             return _trace_blocks(tracer, options)
@@ -163,7 +177,7 @@ def trace_step(
         (model,) = fake_modules([model], FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv()))
         graph = _capture(tracer, model, options)
         try:
-            stage = _whole(graph)
+            stage = tracer.whole(graph)
             # Tensors of two modes do not mix, so the weights must be fake ones of the run's mode, as the batch is.
             with FakeTensorMode():
                 make_fake(stage)
@@ -202,7 +216,7 @@ def _trace_blocks(tracer: _Tracer, options: ModuleOptions) -> StepTrace:
     try:
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
             fake = _fake_blocks(graph, mode)
-            return tracer.trace_fake(fake, _whole(fake), fake_batch(batch))
+            return tracer.trace_fake(fake, tracer.whole(fake), fake_batch(batch))
     except (LayerError, RuntimeError) as cause:
         if not decides_by_values(cause):
             raise
@@ -230,10 +244,6 @@ def _fake_blocks(graph: LayerGraph, mode: FakeTensorMode) -> LayerGraph:
     return replace(graph, model=model, blocks=replace(chain, layers=layers))
 
 
-def _whole(graph: LayerGraph) -> StageModule:
-    return build_stage(graph, [layer.name for layer in graph.layers], variant=OBSERVABLE)
-
-
 @dataclass(frozen=True)
 class _Tracer:
     """Records a step, on tensors with data or without."""
@@ -242,6 +252,18 @@ class _Tracer:
     batch_size: int
     dtype: DType
     execution: Execution
+    group: TensorGroup | None = None  # of the rank whose step it is
+
+    def whole(self, graph: LayerGraph) -> StageModule:
+        """Build a stage of all layers."""
+        division = UNDIVIDED
+        if self.group is not None:
+            plan = tensor_parallel_plan(self.training_spec, graph, self.group.degree)
+            division = division_of(graph, plan, self.group)
+        variant = replace(OBSERVABLE, division=division)
+        stage = build_stage(graph, [layer.name for layer in graph.layers], variant=variant)
+        keep_parts(stage)
+        return stage
 
     def trace_fake(self, graph: LayerGraph, stage: StageModule, batch: Batch) -> StepTrace:
         """Run the same without data, with the device's own operations."""
@@ -252,17 +274,27 @@ class _Tracer:
     def trace_with_data(self, graph: LayerGraph) -> StepTrace:
         """Run the step with data: its sizes depend on values."""
         batch = make_batch(self.training_spec.example_batch(self.batch_size), "example_batch")
-        return replace(self.trace(graph, _whole(graph), batch), with_data=True)
+        return replace(self.trace(graph, self.whole(graph), batch), with_data=True)
 
     def trace(self, graph: LayerGraph, stage: StageModule, batch: Batch) -> StepTrace:
         """Run forward, backward and updates of `stage`, which has all layers of `graph`."""
         with RecurrentWorkspace():  # type: ignore[no-untyped-call]
             saved = saved_bytes(stage, batch)
+            if self.group is not None:
+                # DTensor runs an operation that it has not met yet on tensors without data first, which would count.
+                stage(batch, {})[LOSS].backward()
+                drop_gradients(stage.parameters())
         recorder = OperationRecorder("tf32" if self.dtype == "tf32" else "float32", gpu=self.execution.kind == "cuda")
-        counter = FlopCounter()
-        marks = LayerMarks(lambda: counter.mark(recorder.mark()), len(graph.layers))
+        counter, collectives = FlopCounter(), Collectives()
+        counted: list[tuple[float, int]] = []
+
+        def mark() -> int:
+            counted.append(collectives.mark())
+            return counter.mark(recorder.mark())
+
+        marks = LayerMarks(mark, len(graph.layers))
         stage.set_observer(marks)
-        with recorder, counter:
+        with recorder, counter, collectives:
             marks.start()
             loss = stage(batch, {})[LOSS]
             backward = len(recorder.operations)
@@ -272,14 +304,14 @@ class _Tracer:
             except RuntimeError as cause:
                 raise step_failure(cause) from cause
             marks.end()
-        trained = {name for name, parameter in stage.named_parameters() if parameter.grad is not None}
-        weights = trained_weights(graph, trained)
+        weights = weights_by_layer(graph, stage)
+        trained = [{name: each for name, each in own.items() if each.grad is not None} for own in weights]
         batch_bytes = sum(tensor.nbytes for tensor in tensors_of_batch(batch))
         workspaces = beyond_held(
             marks,
             recorder.allocated.peaks(),
             saved,
-            [sum(weight.nbytes for weight in own.values()) for own in weights],
+            [sum(weight.nbytes for weight in own.values()) for own in trained],
             # It was there before, but in training it comes with the step.
             lambda _layer, _backward: batch_bytes,
         )
@@ -295,7 +327,9 @@ class _Tracer:
             marks,
             saved,
             workspaces,
-            trace_updates(weights, self.training_spec, self.execution),
+            trace_updates(trained, self.training_spec, self.execution),
+            weights,
+            reduced(marks, counted.__getitem__),
             Costs(recorder.operations) if fusion == "compiler" else None,
             batch.tokens_per_sample,
         )

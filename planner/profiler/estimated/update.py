@@ -43,11 +43,10 @@ class UpdateTrace:
         return AccumulationTime(float(self.accumulate.seconds(spec).sum()))
 
 
-def trained_weights(graph: LayerGraph, trained: set[str]) -> list[dict[str, nn.Parameter]]:
-    """Return by layer the parameters that have gradients, which `trained` names; shared ones in the first layer."""
-    by_name = dict(graph.model.named_parameters())
-    uses = first_uses(layer.parameters for layer in graph.layers)
-    return [{name: by_name[name] for name in names if name in trained} for names in uses]
+def weights_by_layer(graph: LayerGraph, stage: nn.Module) -> list[dict[str, nn.Parameter]]:
+    """Return by layer the parameters of a stage that has all layers; shared ones in the first layer."""
+    by_name = dict(stage.named_parameters(remove_duplicate=False))
+    return [{name: by_name[name] for name in names} for names in first_uses(each.parameters for each in graph.layers)]
 
 
 def trace_updates(

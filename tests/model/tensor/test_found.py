@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -50,6 +51,64 @@ def test_it_is_what_the_model_file_says(tmp_path: Path) -> None:
     for degree, kept in ((2, ()), (4, ("key", "value"))):
         expected = {name: style_of(said, name) for name in modules if name.rpartition(".")[2] not in kept}
         assert found_plan(graph, degree) == expected
+
+
+def heads(x: Tensor) -> Tensor:
+    return x.view(*x.shape[:-1], -1, WIDTH // HEADS).transpose(1, 2)
+
+
+def stacked(x: Tensor) -> Tensor:
+    return x.reshape(*x.shape[:2], 3, HEADS, WIDTH // HEADS)
+
+
+# Ways to take query, key and value from one product.
+PACKED: dict[str, Callable[[Tensor], Iterable[Tensor]]] = {
+    "split, as in nanoGPT": lambda x: map(heads, torch.split(x, WIDTH, dim=2)),
+    "chunk": lambda x: map(heads, x.chunk(3, -1)),
+    "unbind, as in timm": lambda x: stacked(x).permute(2, 0, 3, 1, 4).unbind(0),
+    "index": lambda x: [stacked(x).permute(2, 0, 3, 1, 4)[place] for place in range(3)],
+    "unflatten": lambda x: (each.transpose(1, 2) for each in torch.unflatten(x, -1, (3, HEADS, -1)).unbind(2)),
+    "slices": lambda x: map(heads, (x[..., :WIDTH], x[..., WIDTH : 2 * WIDTH], x[..., -WIDTH:])),
+    "by heads": lambda x: (each.transpose(1, 2) for each in x.view(*x.shape[:2], HEADS, -1).chunk(3, -1)),
+}
+
+
+@pytest.mark.parametrize("way", PACKED)
+def test_query_key_and_value_of_one_product(way: str) -> None:
+    """Three ranks would divide the three of them, and not the heads."""
+
+    def attend(own: nn.ModuleDict, x: Tensor) -> Tensor:
+        q, k, v = PACKED[way](own["qkv"](x))
+        made: Tensor = own["out"](F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(x.shape))
+        return made
+
+    graph = graph_of(Calls(attend, qkv=linear(WIDTH, 3 * WIDTH), out=linear()))
+    for degree, expected in ((2, {"qkv": "colwise", "out": "rowwise"}), (3, {}), (8, {})):
+        assert found_plan(graph, degree) == expected
+
+
+def test_a_gated_product_that_makes_both_at_once() -> None:
+    """It is divided by its halves, if nothing reads both together."""
+
+    def gated(own: nn.ModuleDict, x: Tensor) -> Tensor:
+        gate, up = own["both"](x).chunk(2, -1)
+        made: Tensor = own["down"](F.silu(gate) * up)
+        return made
+
+    def used_whole(own: nn.ModuleDict, x: Tensor) -> Tensor:
+        made: Tensor = gated(own, x) + own["both"](x).softmax(-1).sum()
+        return made
+
+    def scaled_whole(own: nn.ModuleDict, x: Tensor) -> Tensor:
+        gate, up = (own["both"](x) * torch.linspace(0.0, 1.0, 2 * WIDTH)).chunk(2, -1)
+        made: Tensor = own["down"](F.silu(gate) * up)
+        return made
+
+    def found(compute: Callable[..., Tensor]) -> dict[str, str]:
+        return found_plan(graph_of(Calls(compute, both=linear(WIDTH, 2 * WIDTH), down=linear())), 2)
+
+    assert found(gated) == {"both": "colwise", "down": "rowwise"}
+    assert found(used_whole) == found(scaled_whole) == {}
 
 
 def rotated(x: Tensor) -> Tensor:

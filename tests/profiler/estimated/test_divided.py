@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from planner.errors import InputError
+from planner.errors import InputError, PlanError
 from planner.model.spec import TrainingSpec
 from planner.profiler.estimated.estimate import EstimateOptions, estimate_profile
 
@@ -94,10 +94,41 @@ def test_a_rank_has_its_part_of_what_is_divided_and_all_of_the_rest() -> None:
         assert sum(costs.backward_reduces) == 4
 
 
+class Packed(Block):
+    """The block with query, key and value from one product, whose sizes it names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        del self.q, self.k, self.v
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (each.view(-1, TOKENS, 8, HEAD).transpose(1, 2) for each in self.qkv(x).split(WIDTH, dim=2))
+        y = nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(-1, TOKENS, WIDTH)
+        x = self.norm(x + self.o(y))
+        result: Tensor = x + self.down(torch.relu(self.up(x)))
+        return result
+
+
+def test_a_rank_has_its_heads_of_a_product_that_makes_query_key_and_value() -> None:
+    class PackedModel(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Packed() for _ in range(2))
+
+    whole = estimate_profile(spec(build_model=PackedModel), BATCH, options(2, 4, 8))
+    assert whole.tensor is not None
+    for costs in whole.tensor:
+        for place, layer in enumerate(whole.layers):
+            if layer.name == "blocks.1.qkv":
+                assert costs.weight_bytes[place] * costs.degree == layer.weight_bytes
+        assert sum(costs.saved_bytes) < sum(layer.saved_bytes for layer in whole.layers)
+        assert sum(costs.forward_reduces) == 1 + 2 * 2
+        assert sum(costs.backward_reduced_bytes) == 2 * 2 * HIDDEN_BYTES
+
+
 def test_what_cannot_be_divided_is_refused() -> None:
     with pytest.raises(InputError, match="does not say how its layers are divided, and nothing was found that 3 ranks"):
         estimate_profile(spec(), BATCH, options(3))
-    with pytest.raises(InputError, match="3 ranks cannot divide the"):
+    with pytest.raises(PlanError, match="3 ranks cannot divide the"):
         estimate_profile(spec(tensor_parallel_plan=lambda: PLAN), BATCH, options(3))
-    with pytest.raises(InputError, match="does not run as one of 2 ranks"):
-        estimate_profile(spec(tensor_parallel_plan=lambda: {"blocks.*.up": "colwise"}), BATCH, options(2))

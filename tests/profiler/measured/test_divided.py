@@ -1,4 +1,4 @@
-"""Divided layers measured on one device, beside the same layers estimated from the model's plan."""
+"""Divided layers measured on one device, beside the same layers estimated."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def of_two(profile: Profile) -> DegreeCosts:
 
 
 def test_ranks_hold_and_exchange_what_the_plan_says(tmp_path: Path) -> None:
-    """Collectives are counted as they run here, and follow from names and shapes there."""
+    """What a rank runs is timed here, and runs without data there; both count its weights and collectives alike."""
     path = write_model(tmp_path, "attention", "adamw")
     profile = planner.profile(path, batch_size=2, seconds=0.1, repeats=3, tensor=(2,))
     measured = of_two(profile)

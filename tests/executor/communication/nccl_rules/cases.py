@@ -2,13 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from planner.schedule.registry import SCHEDULES
 from planner.schedule.schedule import Schedule
 from tests.executor.communication.nccl_rules.runs import Run
 
 MICROBATCHES = 4
+# Replicas of each worker's stages, and ranks of each replica.
+GROUPED = (
+    ((1,), (2,)),
+    ((2,), (2,)),
+    ((1, 1), (2, 2)),
+    ((1, 1, 1), (2, 2, 2)),
+    ((2, 2), (2, 2)),
+    ((2, 1), (2, 2)),
+    ((1, 1), (1, 2)),
+    ((1, 1), (2, 1)),
+    ((2, 1), (1, 2)),
+    ((1, 2), (2, 1)),
+    ((1, 1), (4, 2)),
+    ((1, 1, 1), (1, 2, 1)),
+)
+
+
+def _in_groups(schedule: Schedule, run: Callable[..., Run]) -> Iterator[Run]:
+    """Groups of ranks that divide their layers, of one size and of several."""
+    for replicas, degrees in GROUPED:
+        if schedule.chunked and (len(replicas) == 1 or len(set(replicas)) > 1):
+            continue
+        yield run(replicas, degrees=degrees)
+        if len(replicas) < 3:
+            yield run(replicas, degrees=degrees, clipped=True, evaluate_every=2, sharded=max(replicas) > 1)
+    stages = len(run((1, 1)).replicas)
+    yield run((1, 1), degrees=(2, 2), tied=((0, stages - 1),))
+    yield run((1, 1), degrees=(2, 2), autocast="float16")
+    yield run((1, 1, 1), degrees=(2, 2, 2), skips=((0, stages // 2 * 3 - 1),))
+    yield run((1, 1), degrees=(2, 2), traced=True)
 
 
 def runs() -> tuple[Run, ...]:
@@ -46,6 +76,7 @@ def _runs(schedule: Schedule) -> Iterator[Run]:
     yield run((2, 2), sharded=True, clipped=True, evaluate_every=2)
     yield run((2, 2), sharded=True, autocast="float16")
     yield run((1, 1, 1), skips=((0, stages - 1),), compress="bfloat16")  # what arrives is decoded into new memory
+    yield from _in_groups(schedule, run)
     if schedule.stashes:
         yield run((2, 1, 1), accumulate=2)
         yield run((2, 1, 1), accumulate=2, sharded=True)

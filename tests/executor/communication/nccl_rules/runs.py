@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -11,6 +12,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from planner.devices.groups import DataGroups
@@ -25,13 +27,17 @@ from planner.executor.run.data import BatchSource
 from planner.executor.stage.optimizer import StageOptimizer
 from planner.formats.cluster import flat_cluster
 from planner.formats.codecs import CodecName
+from planner.formats.config import config_of
 from planner.formats.device_names import Backend
+from planner.formats.groups import of_lane, on_ranks
 from planner.formats.plan import Plan
 from planner.formats.plan_parts import Stage
 from planner.model.batch import Batch
 from planner.model.capture.graph import ValueSpec
 from planner.model.capture.size import BATCH
 from planner.model.stage.evaluation import EvaluationStages
+from planner.model.tensor.cut import Cut
+from planner.model.tensor.division import DividedWeights
 from planner.schedule.instructions import Unit
 from planner.schedule.registry import find
 from planner.schedule.schedule import Channel, PipelineShape
@@ -53,7 +59,7 @@ class Run:
     """A run to write down."""
 
     schedule: str
-    replicas: tuple[int, ...]
+    replicas: tuple[int, ...]  # by stage; of groups, where `degrees` has more than one rank
     microbatches: int = 1
     chunks: int = 1
     skips: tuple[tuple[int, int], ...] = ()
@@ -67,9 +73,10 @@ class Run:
     sharded: bool = False
     compress: CodecName = "none"
     depths: tuple[int, ...] | None = field(default=None)
+    degrees: tuple[int, ...] = ()  # ranks of each group, by its place in the pipeline; none for single ranks
 
     def __str__(self) -> str:
-        config = "-".join(map(str, self.replicas))
+        config = config_of(self.replicas, degrees=self.degree_of_stage)
         what = [f"skips {self.skips}"] * bool(self.skips) + [f"tied {self.tied}"] * bool(self.tied)
         what += ["traced"] * self.traced + ["evaluated"] * bool(self.evaluate_every) + ["clipped"] * self.clipped
         what += [f"accumulate {self.accumulate}"] * (self.accumulate > 1) + [str(self.autocast)] * bool(self.autocast)
@@ -77,21 +84,73 @@ class Run:
         return f"{self.schedule} {config} of {self.microbatches} {' '.join(map(str, what))}".strip()
 
     @property
-    def shape(self) -> PipelineShape:
+    def ranks(self) -> list[tuple[int, ...]]:
+        """The ranks of each stage; a group's follow one another."""
         workers = len(self.replicas) // self.chunks
         first = list(accumulate(self.replicas[:workers], initial=0))
         schedule = find(self.schedule)
         of_workers = [tuple(range(first[w], first[w + 1])) for w in range(workers)]
-        ranks = tuple(of_workers[schedule.worker_of(s, workers)] for s in range(len(self.replicas)))
-        chain = [(s, s + 1) for s in range(len(ranks) - 1)]
+        groups = [of_workers[schedule.worker_of(s, workers)] for s in range(len(self.replicas))]
+        return on_ranks(groups, self.degree_of_stage)
+
+    @property
+    def degree_of_stage(self) -> tuple[int, ...]:
+        """The ranks of each group, by stage."""
+        workers, schedule = len(self.replicas) // self.chunks, find(self.schedule)
+        degrees = self.degrees or (1,) * workers
+        return tuple(degrees[schedule.worker_of(s, workers)] for s in range(len(self.replicas)))
+
+    @property
+    def shape(self) -> PipelineShape:
+        return self.shape_of(self.ranks)
+
+    def shape_of(self, ranks: Iterable[Sequence[int]]) -> PipelineShape:
+        chain = [(s, s + 1) for s in range(len(self.replicas) - 1)]
         channels = tuple(Channel(*ends) for ends in (*chain, *self.skips))
         return PipelineShape(
-            ranks, channels, schedule, self.microbatches, self.depths, accumulate=self.accumulate, shared=self.tied
+            tuple(map(tuple, ranks)),
+            channels,
+            find(self.schedule),
+            self.microbatches,
+            self.depths,
+            accumulate=self.accumulate,
+            shared=self.tied,
         )
 
     @property
     def workers(self) -> int:
-        return len(self.shape.first_stages)
+        return len({rank for own in self.ranks for rank in own})
+
+
+class _TensorGroup:
+    """Stands for `TensorGroup`, whose DTensors ask for functional collectives: posted, and waited for at once."""
+
+    def __init__(self, degree: int, place: int) -> None:
+        self.degree, self.place = degree, place
+
+    def connect(self, group: Any, device: torch.device) -> None:
+        self._group = group
+
+    def sum(self, value: Tensor) -> Tensor:
+        total = value.clone()
+        dist.all_reduce(total, group=self._group)
+        return total
+
+    def both_ways(self, value: Tensor) -> Tensor:
+        """Sum up a value in the forward, and its gradient in the backward."""
+        summed: Tensor = _Summed.apply(value, self)  # type: ignore[no-untyped-call]
+        return summed
+
+
+class _Summed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, group: _TensorGroup) -> Tensor:
+        ctx.group = group
+        return group.sum(value)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.group.sum(gradient), None
 
 
 class _Stage(nn.Module):
@@ -99,8 +158,11 @@ class _Stage(nn.Module):
 
     needs_batch, deferred_norms = False, ()
 
-    def __init__(self, number: int, run: Run, transfers: dict[tuple[int, int], list[ValueSpec]]) -> None:
+    def __init__(
+        self, number: int, run: Run, transfers: dict[tuple[int, int], list[ValueSpec]], tensor: _TensorGroup | None
+    ) -> None:
         super().__init__()
+        self.division = DividedWeights(tensor, {"weight": Cut(0)})  # type: ignore[arg-type]
         self.weight = nn.Parameter(torch.ones(1) + number)
         for pair in run.tied:
             if number in pair:
@@ -118,6 +180,8 @@ class _Stage(nn.Module):
     def forward(self, batch: Batch | None, received: dict[str, Tensor]) -> dict[str, Tensor]:
         total = sum((value.sum() for value in received.values()), torch.zeros(()))
         total = total * self.weight.sum() + sum(weight.sum() for weight in self.parameters())
+        if self.division.group is not None:
+            total = self.division.group.both_ways(total)  # type: ignore[attr-defined]
         results = {spec.name: total.expand(spec.shape(1)) for spec in self.sent}
         return results | ({"loss": total} if self.has_loss else {})
 
@@ -179,24 +243,31 @@ def gather_nothing(*_: object) -> None:
 
 
 def make_context(run: Run, rank: int, world: World) -> PipelineContext:
-    shape = run.shape
+    degrees = run.degree_of_stage
+    own = next(stage for stage, ranks in enumerate(run.ranks) if rank in ranks)
+    place_within = run.ranks[own].index(rank) % degrees[own]
+    tensor = None if degrees[own] == 1 else _TensorGroup(degrees[own], place_within)
     spec: Any = _Spec()
     transfers = {
         (c.source, c.target): [ValueSpec(f"from {c.source} to {c.target}", torch.float32, c.gradient, (BATCH,), (0,))]
-        for c in shape.channels
+        for c in run.shape.channels
     }
     plan = Plan.model_construct(
         stages=[
-            Stage.model_construct(layers=(str(s),), ranks=r, recompute=False, sharded=run.sharded and len(r) > 1)
-            for s, r in enumerate(shape.ranks)
+            Stage.model_construct(
+                layers=(str(s),), ranks=r, tensor=t, recompute=False, sharded=run.sharded and len(r) > t
+            )
+            for s, (r, t) in enumerate(zip(run.ranks, degrees, strict=True))
         ],
-        schedule=shape.schedule,
+        schedule=find(run.schedule),
         microbatches=run.microbatches,
         microbatch_size=1,
         autocast=run.autocast,
         compiled=False,
         cluster=flat_cluster(1, 1e9).model_copy(update={"compress": run.compress}),
     )
+    lane = of_lane(plan, place_within)
+    shape = run.shape_of(stage.ranks for stage in lane.stages)
     options = TrainingOptions(
         evaluate_every=run.evaluate_every, clip_grad_norm=1.0 if run.clipped else None, accumulate=run.accumulate
     )
@@ -210,11 +281,12 @@ def make_context(run: Run, rank: int, world: World) -> PipelineContext:
     shared = {pair: [_shared_name(pair)] for pair in run.tied}
     place = PretendedGPUs(CPU.compute, CPU.wire)
     held = {
-        number: _held(number, run, (transfers, shared), plan.stages[number], rank) for number in shape.stages_of(rank)
+        number: _held(number, run, (transfers, shared), lane.stages[number], rank, tensor)
+        for number in shape.stages_of(rank)
     }
     evaluation = None
     if run.evaluate_every is not None:
-        modules: Any = {number: _Stage(number, run, transfers) for number in held}
+        modules: Any = {number: _Stage(number, run, transfers, tensor) for number in held}
         evaluation = EvaluationStages(modules, transfers, len(shape.ranks) - 1, lambda known, batch: None, None, None)
     return PipelineContext(
         job=job,
@@ -226,15 +298,23 @@ def make_context(run: Run, rank: int, world: World) -> PipelineContext:
         minibatches=run.minibatches,
         groups=DataGroups(place, timedelta(0)),
         shape=shape,
+        tensor=tensor,  # type: ignore[arg-type]
         stages=held,
         transfers=transfers,
         evaluation=evaluation,
     )
 
 
-def _held(number: int, run: Run, exchanged: tuple[Any, dict[Any, list[str]]], planned: Stage, rank: int) -> HeldStage:
+def _held(
+    number: int,
+    run: Run,
+    exchanged: tuple[Any, dict[Any, list[str]]],
+    planned: Stage,
+    rank: int,
+    tensor: _TensorGroup | None,
+) -> HeldStage:
     transfers, names = exchanged
-    module: Any = _Stage(number, run, transfers)
+    module: Any = _Stage(number, run, transfers, tensor)
     shared = shared_parameters(number, module, names)
     spec: Any = _Spec()
     optimizer = StageOptimizer(
