@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import difflib
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module, resources
 from importlib.util import find_spec
@@ -43,7 +45,8 @@ class NamedModel:
         """
         import transformers
 
-        full = transformers.AutoConfig.for_model(**self.config)
+        with _told(self.name):
+            full = transformers.AutoConfig.for_model(**self.config)
         if hasattr(full, "image_size"):
             return None
         limits = [limit for name in _LENGTHS if isinstance(limit := getattr(full, name, None), int)]
@@ -85,7 +88,10 @@ def find_model(name: str) -> NamedModel:
         found = NamedModel(name.lower(), config)
     else:
         found = _of_class(name)
-    _transformers(found.name)
+    classes = found.config["architectures"]
+    with _told(found.name):
+        if not hasattr(_transformers(found.name), classes[0]):
+            raise ValueError(f"it has no class {classes[0]}")
     return found
 
 
@@ -107,7 +113,8 @@ def _of_file(path: Path) -> NamedModel:
 
 def _of_class(name: str) -> NamedModel:
     transformers = _transformers(name) if name.isidentifier() and name[:1].isupper() else None
-    made_from = getattr(getattr(transformers, name, None), "config_class", None)
+    with _told(name):
+        made_from = getattr(getattr(transformers, name, None), "config_class", None)
     if made_from is None:
         near = difflib.get_close_matches(name.lower(), MODELS, n=3, cutoff=0.5)
         meant = f"did you mean {' or '.join(near)}? " if near else ""
@@ -123,3 +130,19 @@ def _transformers(name: str) -> Any:
     if find_spec("transformers") is None:
         raise InputError(f"'{name}' is built by transformers, which is not installed", hint=_INSTALL)
     return import_module("transformers")
+
+
+@contextmanager
+def _told(name: str) -> Iterator[None]:
+    """Say in one sentence what transformers, which loads its models when they are asked for, says in many."""
+    try:
+        yield
+    except (ImportError, RuntimeError, ValueError) as error:
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        raise InputError(
+            f"transformers cannot load '{name}': {str(cause).splitlines()[0].partition('. ')[0]}",
+            hint="the name may be of another version of transformers; where torchvision is named, it is of another "
+            "build than torch",
+        ) from error

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 
 from planner.errors import InfeasibleError, PlannerError
 from planner.formats.cluster import Cluster
 from planner.formats.config import short_config
-from planner.solver.candidates.budget import Deadline
+from planner.solver.candidates.budget import Deadline, OutOfTimeError
 from planner.solver.problem import Problem
 from planner.solver.result import Evaluation
 from planner.units import format_bytes, format_memory
@@ -71,15 +72,24 @@ def explain(problem: Problem, fits: Fits, others: Mapping[str, Fits]) -> Infeasi
         others: searches that allow more, by the arguments that ask for them; the first that helps is named.
     """
     cluster, deadline = problem.cluster, problem.budget.deadline
-    if cluster.memory_bytes is None or fits(cluster.gpus, PLENTY) is None:
+    whole = problem.reserve.whole
+    if cluster.memory_bytes is None:
         return against_constraints(problem)
+    with suppress(OutOfTimeError):
+        if fits(cluster.gpus, PLENTY) is None:
+            return against_constraints(problem)
     leanest, proven = _leanest(cluster, fits, deadline)
+    if leanest is None:
+        return InfeasibleError(
+            f"no plan fits {cluster.gpus} GPUs of {format_memory(whole(cluster.memory_bytes))}",
+            hint="the time limit passed before it was known what would: give a longer `time_limit_s`, or try more "
+            "`gpus`",
+        )
     stages, totals = leanest.stages, leanest.price.gpu_bytes
     worst = max(range(len(totals)), key=totals.__getitem__)
     layers = [problem.layer_costs.profile.layers[index].name for index in sorted(stages[worst].layers)]
     names = f"layer '{layers[0]}'" if len(layers) == 1 else f"layers '{layers[0]}' to '{layers[-1]}'"
     place = f"stage {worst} ({names})"
-    whole = problem.reserve.whole
     over = whole(totals[worst]) - whole(cluster.memory_bytes)
     how = ("sharded", "recomputing its activations")
     said = zip(how, (stages[worst].options.sharded, stages[worst].options.recompute), strict=True)
@@ -87,12 +97,12 @@ def explain(problem: Problem, fits: Fits, others: Mapping[str, Fits]) -> Infeasi
     again += "," if again else ""
     enough = f"`memory_bytes={round_up(whole(totals[worst]))}`"
     hint = f"the smallest memory that would do is {enough}" if proven else f"{enough} would do, if not less"
-    for argument, allows in others.items():
-        if deadline.passed:
-            break
-        if allows(cluster.gpus, cluster.memory_bytes) is not None:
-            hint += f"; so would {argument}"
-            break
+    with suppress(OutOfTimeError):
+        for argument, allows in others.items():
+            deadline.check()
+            if allows(cluster.gpus, cluster.memory_bytes) is not None:
+                hint += f"; so would {argument}"
+                break
     more = _fewest_gpus(cluster, fits, deadline)
     if more is not None:
         hint += f"; so would `gpus={more}`"
@@ -114,23 +124,31 @@ def round_up(count: int) -> str:
     return f"{count}B"
 
 
-def _leanest(cluster: Cluster, fits: Fits, deadline: Deadline) -> tuple[Evaluation, bool]:
-    """Return the plan whose largest stage is smallest; False if the deadline passed before that is proven."""
+def _leanest(cluster: Cluster, fits: Fits, deadline: Deadline) -> tuple[Evaluation | None, bool]:
+    """Return the plan whose largest stage is smallest.
+
+    Returns:
+        The plan, and whether it is proven to need least. If the deadline passed before, it is the best of those that
+        were found, or None.
+    """
     assert cluster.memory_bytes is not None
     low, high = cluster.memory_bytes, 2 * cluster.memory_bytes
-    # Double until something fits, then bisect: the answer is within a factor of two of the last failure.
-    while (found := fits(cluster.gpus, high)) is None:
-        low, high = high, 2 * high
-    while high - low > max(1, high * _PRECISION):
-        if deadline.passed:
-            return found, False
-        middle = (low + high) // 2
-        if (better := fits(cluster.gpus, middle)) is None:
-            low = middle
-        else:
-            found = better
-            high = max(found.price.gpu_bytes)
-    return found, True
+    found: Evaluation | None = None
+    with suppress(OutOfTimeError):
+        # Double until something fits, then bisect: the answer is within a factor of two of the last failure.
+        while (found := fits(cluster.gpus, high)) is None:
+            deadline.check()
+            low, high = high, 2 * high
+        while high - low > max(1, high * _PRECISION):
+            deadline.check()
+            middle = (low + high) // 2
+            if (better := fits(cluster.gpus, middle)) is None:
+                low = middle
+            else:
+                found = better
+                high = max(found.price.gpu_bytes)
+        return found, True
+    return found, False
 
 
 def _fewest_gpus(cluster: Cluster, fits: Fits, deadline: Deadline) -> int | None:
@@ -140,13 +158,16 @@ def _fewest_gpus(cluster: Cluster, fits: Fits, deadline: Deadline) -> int | None
     """
     assert cluster.memory_bytes is not None
     low, high = cluster.gpus, 2 * cluster.gpus
-    while deadline.passed or fits(high, cluster.memory_bytes) is None:
-        low, high = high, 2 * high
-        if deadline.passed or high > _MOST_GPUS_FACTOR * cluster.gpus:
-            return None
-    while high - low > 1:
-        if deadline.passed:
-            return None
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle, cluster.memory_bytes) is None else (low, middle)
-    return high
+    with suppress(OutOfTimeError):
+        deadline.check()
+        while fits(high, cluster.memory_bytes) is None:
+            deadline.check()
+            low, high = high, 2 * high
+            if high > _MOST_GPUS_FACTOR * cluster.gpus:
+                return None
+        while high - low > 1:
+            deadline.check()
+            middle = (low + high) // 2
+            low, high = (middle, high) if fits(middle, cluster.memory_bytes) is None else (low, middle)
+        return high
+    return None

@@ -87,3 +87,21 @@ def test_what_is_no_model_is_told(
         find_model(name)
     assert raised.value.message.startswith(message)
     assert hint in raised.value.hint
+
+
+@pytest.mark.parametrize(
+    ("architecture", "model_type", "told"),
+    [
+        ("FooForCausalLM", "llama", "transformers cannot load 'strange': it has no class FooForCausalLM"),
+        ("LlamaForCausalLM", "foo", "transformers cannot load 'strange': Unrecognized model identifier: foo"),
+    ],
+)
+def test_a_model_that_transformers_does_not_have_is_named(
+    architecture: str, model_type: str, told: str, tmp_path: Path
+) -> None:
+    pytest.importorskip("transformers", reason=HF)
+    path = tmp_path / "strange.json"
+    path.write_text(json.dumps({"architectures": [architecture], "model_type": model_type}))
+    with pytest.raises(InputError) as caught:
+        find_model(str(path)).tokens(None)
+    assert caught.value.message == told

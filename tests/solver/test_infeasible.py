@@ -9,11 +9,17 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from planner.cost.layer_costs import LayerCosts
+from planner.cost.setting import Setting
 from planner.errors import InfeasibleError
 from planner.formats.cluster import flat_cluster
 from planner.formats.profile import Profile
 from planner.schedule.registry import find
 from planner.solver import solve
+from planner.solver.candidates.budget import OutOfTimeError
+from planner.solver.infeasible import explain
+from planner.solver.pipeline_search import PipelineSearch
+from planner.solver.problem import Problem
+from planner.solver.result import Evaluation
 from planner.units import parse_bytes
 from tests.samples import layer, profile
 from tests.solver.oracle import brute_force
@@ -79,3 +85,32 @@ def test_another_schedule_is_named_where_it_would_fit() -> None:
     assert "so would `schedule=1f1b-flush` `microbatches=2`" in caught.value.hint
     plan = solve(model, flat_cluster(2, 1.0, 210), schedule="1f1b-flush", microbatches=2)
     assert max(stage.memory.total_bytes for stage in plan.stages) <= 210
+
+
+def tight_problem() -> Problem:
+    """Two layers that fit alone: 300 and 400 bytes of weights and gradients, on one GPU of 500."""
+    model = profile(layer("small", weight_bytes=150), layer("large", weight_bytes=200), edges=[])
+    return Problem(LayerCosts(model), Setting(flat_cluster(1, 1.0, 500), find("1f1b"), 1))
+
+
+@pytest.mark.parametrize("calls", range(12))
+def test_a_deadline_within_the_searches_leaves_an_answer(calls: int) -> None:
+    """Whichever of the searches for a change that would help runs out of time, the error says what was found by then."""
+    problem = tight_problem()
+    search, count = PipelineSearch(problem), 0
+
+    def fits(gpus: int, memory_bytes: int) -> Evaluation | None:
+        nonlocal count
+        count += 1
+        if count > calls:
+            raise OutOfTimeError
+        return search.fits(gpus, memory_bytes)
+
+    error = explain(problem, fits, {"`recompute=auto`": fits})
+    assert error.exit_code == 3
+    assert error.message.startswith("no plan fits 1 GPUs of 500 B")
+    if calls < 2:  # whether any memory would do, and then twice the memory
+        assert "the time limit passed before it was known what would" in error.hint
+    else:
+        assert "needs 700 B, 200 B too many" in error.message
+        assert "`memory_bytes=700B`" in error.hint
