@@ -95,7 +95,7 @@ def tight_problem() -> Problem:
 
 @pytest.mark.parametrize("calls", range(12))
 def test_a_deadline_within_the_searches_leaves_an_answer(calls: int) -> None:
-    """Whichever of the searches for a change that would help runs out of time, the error says what was found by then."""
+    """Whichever search for a change that would help runs out of time, the error says what was found by then."""
     problem = tight_problem()
     search, count = PipelineSearch(problem), 0
 
