@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from planner.errors import InputError, PlanError
-from planner.executor.checkpoint.resume import seed_of_run
+from planner.executor.checkpoint.folders import seed_of_run
 from planner.executor.job import BaselineName, CheckpointOptions, Job, RunOptions, TrainingOptions, TrainResult
 from planner.executor.launch import launch
 from planner.executor.observe.watchers import check_tensorboard

@@ -21,7 +21,7 @@ from tabulate import tabulate
 
 import planner
 from benchmarks.two_cores.straight import straight_plan
-from planner.executor.checkpoint.write_parts import Restorable, write_part
+from planner.executor.checkpoint.stage_parts import Restorable, write_part
 from planner.formats.plan import Plan
 
 README = Path(__file__).with_name("README.md")

@@ -17,10 +17,8 @@ from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from planner.devices.place import CPU, Place
-from planner.executor.communication.groups import LinkGroups
-from planner.executor.communication.layouts import Layouts
-from planner.executor.communication.messages import pack
-from planner.executor.communication.routes import route_of
+from planner.executor.communication.messages import Layouts, pack
+from planner.executor.communication.routes import LinkGroups, route_of
 from planner.executor.job import Job
 from planner.executor.run.assemble import Groups, make_worker
 from planner.executor.run.context import PipelineContext, pipeline_context

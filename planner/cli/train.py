@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
     """Train, then print what was predicted beside what was measured."""
     from planner.api import make_job, run_job
     from planner.devices.meeting import started_as_worker
-    from planner.executor.checkpoint.resume import after_torchrun_restart
+    from planner.executor.checkpoint.folders import after_torchrun_restart
     from planner.executor.job import RunOptions, TrainingOptions
     from planner.formats.plan import load_plan
 
@@ -107,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _run_as_worker(job: Job, as_json: bool) -> NoReturn:
     from planner.cli.worker.run import die_with_parent, end_process, run_worker
-    from planner.executor.checkpoint.resume import torchrun_run_id
+    from planner.executor.checkpoint.folders import torchrun_run_id
     from planner.profiler.measured.malloc import keep_freed_pages
 
     die_with_parent()

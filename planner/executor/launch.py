@@ -18,7 +18,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from planner.devices.cuda_variables import CUDA_VARIABLES
 from planner.errors import WorkerError
-from planner.executor.checkpoint.resume import after_failure
+from planner.executor.checkpoint.folders import after_failure
 from planner.executor.communication import rendezvous
 from planner.executor.environment import environment
 from planner.executor.health.failures import WorkersFailedError, explain

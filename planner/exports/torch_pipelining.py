@@ -35,7 +35,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import $schedule
 
 from planner.executor.checkpoint.pretrained import fill_pretrained
-from planner.executor.communication.shared import separate_copies
+from planner.executor.communication.shared_gradients import separate_copies
 from planner.executor.run.data import make_batches
 from planner.executor.run.weighed import weighed
 from planner.formats.profile import LossMean

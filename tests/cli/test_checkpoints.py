@@ -18,8 +18,7 @@ import torch
 
 import planner
 from planner.cli.main import main
-from planner.executor.checkpoint.folders import complete
-from planner.executor.checkpoint.index import load_checkpoint
+from planner.executor.checkpoint.folders import complete, load_checkpoint
 from planner.formats.plan import save_plan
 from planner.formats.profile import save_profile
 from planner.model.spec import load_model_file

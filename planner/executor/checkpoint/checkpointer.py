@@ -21,7 +21,12 @@ import torch.distributed as dist
 
 from planner.errors import InputError, PlannerError
 from planner.executor.checkpoint.folders import (
+    INDEX,
+    Checkpoint,
+    SavedCheckpoint,
+    StagePart,
     folder_name,
+    load_checkpoint,
     partial_name,
     probe_name,
     prune,
@@ -29,11 +34,14 @@ from planner.executor.checkpoint.folders import (
     resolve,
     sync_folder,
 )
-from planner.executor.checkpoint.index import INDEX, Checkpoint, SavedCheckpoint, StagePart, load_checkpoint
-from planner.executor.checkpoint.read_parts import restore_stage
-from planner.executor.checkpoint.write_parts import Restorable, content_of, has_part, write_part
-from planner.executor.communication.collect import broadcast_bytes, encode_losses, gather_bytes, merge_losses
-from planner.executor.communication.control import message_timeout
+from planner.executor.checkpoint.stage_parts import Restorable, content_of, has_part, restore_stage, write_part
+from planner.executor.communication.control import (
+    broadcast_bytes,
+    encode_losses,
+    gather_bytes,
+    merge_losses,
+    message_timeout,
+)
 from planner.executor.health.heartbeat import Heartbeat
 from planner.executor.job import Evaluation, Job
 from planner.executor.observe.run_log import Past, RunLog

@@ -1,4 +1,4 @@
-"""Folders of checkpoints: which are complete, which one to resume from, which to remove.
+"""Checkpoints on disk: which are complete, what is in them, which one a run resumes from, which to remove.
 
     FOLDER/
         step-00000200/                    complete: it got this name when everything in it was on disk
@@ -15,10 +15,170 @@ from __future__ import annotations
 
 import os
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from planner.errors import InputError
-from planner.executor.checkpoint.index import INDEX, REMEDY
+from planner.executor.checkpoint.optimizer_state import OptimizerState
+from planner.executor.job import BaselineName, CheckpointOptions, Job
+from planner.executor.observe.run_log import is_of
+from planner.formats.files import Record, load_record
+from planner.formats.plan import Plan
+
+_NO_RUN_ID = "none"  # torchrun's id of every run that was started without --rdzv-id
+
+
+def seed_of_run(
+    options: CheckpointOptions, plan: Plan, seed: int | None = None, baseline: BaselineName | None = None
+) -> int:
+    """Return the seed of a run with `plan`: that of the checkpoint it resumes from, or `seed`, or 0.
+
+    Raises:
+        InputError: when there is no such checkpoint, or it is of another model or seed.
+    """
+    if options.every is None and options.resume is None:
+        return seed or 0
+    if baseline is not None:
+        raise InputError(
+            f"checkpoints are of plans, and `baseline={baseline}` trains without one",
+            hint="leave out `every` and `resume`",
+        )
+    path = resolve(options.resume, Path(options.folder), writes=options.every is not None)
+    if path is None:
+        return seed or 0
+    saved = load_checkpoint(path)
+    saved.check_fits(plan, seed)
+    return saved.index.seed
+
+
+def after_failure(job: Job) -> Job:
+    """Return the job to start after `job` failed: it resumes from its own newest checkpoint, or begins as before."""
+    options = _resuming(job.checkpoints)
+    return job if options is None else job.model_copy(update={"checkpoints": options, "started_again": True})
+
+
+def after_torchrun_restart(options: CheckpointOptions) -> CheckpointOptions | None:
+    """Return the options of workers that torchrun restarted: resume from the newest checkpoint of their own run.
+
+    None for the first workers of a run, and for a run without a checkpoint: those begin as the first ones did, or are
+    refused for the same reason. Worker 0 decides, because it has the run's losses; the others follow what it finds.
+    """
+    resuming = _resuming(options)
+    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) == 0 or resuming is None:
+        return None
+    if os.environ["RANK"] == "0" and not is_of(Path(options.folder), torchrun_run_id()):
+        return None
+    return resuming
+
+
+def _resuming(options: CheckpointOptions) -> CheckpointOptions | None:
+    """Return `options` that resume from the newest checkpoint in the run's folder; None if it has or writes none."""
+    if options.every is None or not complete(Path(options.folder)):
+        return None
+    return options.model_copy(update={"resume": AUTO})
+
+
+def torchrun_run_id() -> str:
+    """Return an id that all starts of a run share and no other run has: torchrun's id, where it was given one.
+
+    Otherwise the process of torchrun, this one's parent, identifies the run.
+    """
+    run = os.environ.get("TORCHELASTIC_RUN_ID", _NO_RUN_ID)
+    if run != _NO_RUN_ID:
+        return run
+    parent = os.getppid()
+    boot, stat = Path("/proc/sys/kernel/random/boot_id"), Path(f"/proc/{parent}/stat")
+    if not (boot.exists() and stat.exists()):  # not Linux
+        return f"{run} {parent}"
+    # Process ids are used again, so its start and the boot of the machine are part of the id.
+    started = stat.read_text().rpartition(")")[2].split()[19]  # proc_pid_stat(5): starttime, the 22nd field
+    return f"{run} {parent} {started} {boot.read_text().strip()}"
+
+
+INDEX = "index.json"
+REMEDY = "train with `every=N` to write checkpoints"
+
+
+class TensorFile(Record):
+    """A safetensors file of a checkpoint."""
+
+    name: str
+    size_bytes: Annotated[int, Field(ge=0)]
+    sha256: str
+    tensors: tuple[str, ...]
+
+
+class StagePart(Record):
+    """What one replica of one stage wrote: the first replica everything, the others only their own buffers.
+
+    A tied parameter is stored once; `aliases` maps its other names to the stored one.
+    """
+
+    stage: int
+    replica: int
+    weights: TensorFile
+    aliases: dict[str, str]
+    optimizer: OptimizerState | None = None
+    optimizer_file: TensorFile | None = None
+    extras: dict[str, Any]  # state of learning rate schedulers and the like, by `json_values.to_json`
+
+
+class Checkpoint(Record):
+    """index.json: where a run was after `minibatch` minibatches, at a point where its pipeline was empty."""
+
+    schema_version: Literal[1] = 1
+    tool: str
+    torch: str
+    model: str
+    graph_hash: str
+    config: str  # of the plan that wrote it; any other plan of the model can read it
+    schedule: str
+    seed: int  # random numbers are a function of it and of the minibatch
+    minibatch: Annotated[int, Field(ge=0)]  # minibatches done
+    minibatch_size: Annotated[int, Field(ge=1)]
+    minibatches_per_epoch: Annotated[int, Field(ge=1)] | None  # None without a dataset
+    parts: tuple[StagePart, ...]
+
+
+@dataclass(frozen=True)
+class SavedCheckpoint:
+    """A complete checkpoint on disk: its folder and its index."""
+
+    path: Path
+    index: Checkpoint
+
+    @property
+    def first_replicas(self) -> list[StagePart]:
+        """The parts that hold the whole model between them."""
+        return [part for part in self.index.parts if part.replica == 0]
+
+    def check_fits(self, plan: Plan, seed: int | None) -> None:
+        """Check that the checkpoint is of the plan's model and, unless `seed` is None, of a run with that seed.
+
+        Raises:
+            InputError: otherwise.
+        """
+        index = self.index
+        if index.graph_hash != plan.graph_hash:
+            raise InputError(
+                f"the checkpoint '{self.path}' is of another model: graph {index.graph_hash[:12]}… of '{index.model}' "
+                f"in it, {(plan.graph_hash or 'none')[:12]}… of '{plan.model}' in the plan",
+                hint="resume with a plan for the same model; its cut and its schedule may differ",
+            )
+        if seed not in (None, index.seed):
+            raise InputError(
+                f"the checkpoint '{self.path}' is of a run with seed {index.seed}, not {seed}",
+                hint=f"resume with `seed={index.seed}` or without a seed: data order and dropout follow from it",
+            )
+
+
+def load_checkpoint(path: Path) -> SavedCheckpoint:
+    """Read the index of the checkpoint at `path`; raise InputError when the index is missing or malformed."""
+    return SavedCheckpoint(path, load_record(Checkpoint, path / INDEX, InputError, REMEDY))
+
 
 AUTO = "auto"  # the newest checkpoint in the run's own folder, or none
 _STEP, _PARTIAL, _REMOVED = "step-", ".partial", ".removed"

@@ -18,8 +18,7 @@ from torch.optim import Optimizer
 from planner.errors import InputError
 from planner.executor.checkpoint.json_values import from_json, to_json
 from planner.executor.checkpoint.state_parts import ParameterState, Slice, joined, part_of
-from planner.executor.communication.sharding import Sharding
-from planner.executor.communication.shards import Shard, divided
+from planner.executor.communication.sharding import Shard, Sharding, divided
 from planner.formats.files import Record
 from planner.model.tensor.division import divided_weights
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from planner.errors import InputError
 from planner.executor.checkpoint.json_values import from_json
-from planner.executor.communication.shards import Shard, divided
+from planner.executor.communication.sharding import Shard, divided
 from planner.formats.files import GrownRecord
 from planner.model.tensor.cut import Cut
 

@@ -23,8 +23,7 @@ from torch.optim import Optimizer
 from planner.devices.meeting import started_as_worker
 from planner.errors import InputError
 from planner.executor.checkpoint.checkpointer import Checkpointer
-from planner.executor.communication.collect import broadcast_bytes, gather_bytes
-from planner.executor.communication.control import control_group
+from planner.executor.communication.control import broadcast_bytes, control_group, gather_bytes
 from planner.executor.custom_loop.allowed_instructions import AllowedInstructions
 from planner.executor.custom_loop.fed_batches import FedBatches, FedEvaluation
 from planner.executor.custom_loop.shared_losses import SharedLosses

@@ -13,8 +13,7 @@ from functools import cache
 import torch
 import torch.distributed as dist
 
-from planner.executor.communication.collect import gather_bytes
-from planner.executor.communication.control import control_group
+from planner.executor.communication.control import control_group, gather_bytes
 from planner.executor.observe.clock import Clock, Mark
 from planner.formats.plan import Plan
 from planner.formats.timeline import LANES, Event, EventKind, Events, MemoryCurve, Timeline

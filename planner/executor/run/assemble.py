@@ -12,12 +12,12 @@ import torch.distributed as dist
 
 from planner.errors import InputError
 from planner.executor.checkpoint.checkpointer import Checkpointer, DataPosition
-from planner.executor.checkpoint.write_parts import Restorable
-from planner.executor.communication.connect import connect
+from planner.executor.checkpoint.stage_parts import Restorable
 from planner.executor.communication.control import control_group
-from planner.executor.communication.groups import LinkGroups
-from planner.executor.communication.layouts import Layouts
 from planner.executor.communication.links import Segments, SendLimits
+from planner.executor.communication.messages import Layouts
+from planner.executor.communication.nccl_links import connect
+from planner.executor.communication.routes import LinkGroups
 from planner.executor.job import CheckpointOptions
 from planner.executor.run.context import PipelineContext
 from planner.executor.run.replica import StageReplica

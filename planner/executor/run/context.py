@@ -16,7 +16,7 @@ from planner.devices.groups import DataGroups
 from planner.devices.place import Place
 from planner.executor.communication.control import message_timeout
 from planner.executor.communication.sharding import Sharding
-from planner.executor.communication.shared import SharedGradients, SharedParameter, shared_parameters
+from planner.executor.communication.shared_gradients import SharedGradients, SharedParameter, shared_parameters
 from planner.executor.health.heartbeat import Heartbeat
 from planner.executor.job import Job
 from planner.executor.run.data import BatchSource, make_batches

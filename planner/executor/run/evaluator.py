@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from planner.executor.communication.collect import gather_bytes
-from planner.executor.communication.connect import connect
-from planner.executor.communication.groups import LinkGroups
-from planner.executor.communication.layouts import Layouts
+from planner.executor.communication.control import gather_bytes
 from planner.executor.communication.links import SendLimits
+from planner.executor.communication.messages import Layouts
+from planner.executor.communication.nccl_links import connect
+from planner.executor.communication.routes import LinkGroups
 from planner.executor.job import Evaluation
 from planner.executor.run.context import PipelineContext
 from planner.executor.run.data import EvaluationBatches, EvaluationData

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TypedDict
 
 from planner.executor.checkpoint.checkpointer import Checkpointer
-from planner.executor.communication.collect import encode_losses, gather_bytes, merge_losses
+from planner.executor.communication.control import encode_losses, gather_bytes, merge_losses
 from planner.executor.job import Evaluation, StartResult, TrainResult, WorkerReport
 from planner.executor.observe.likely_cause import likely_cause
 from planner.executor.observe.measure import steady_state

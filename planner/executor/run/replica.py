@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from planner.executor.communication.gradients import GradientAverager, whole_buckets
-from planner.executor.communication.layouts import SCALE
+from planner.executor.communication.messages import SCALE
 from planner.executor.run.context import HeldStage, PipelineContext
 from planner.executor.stage.minibatch_statistics import MinibatchStatistics
 from planner.executor.stage.split_backward import WeightGradients, input_gradients

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from planner.errors import ModelFileError, PlanError
-from planner.executor.communication.shared import separate_copies, use_parameters
+from planner.executor.communication.shared_gradients import separate_copies, use_parameters
 from planner.executor.job import Job
 from planner.executor.run.initial import initial_model
 from planner.formats.plan import Plan

@@ -11,7 +11,7 @@ from itertools import chain
 from pathlib import Path
 
 from planner.executor.checkpoint.checkpointer import Checkpointer
-from planner.executor.checkpoint.final_weights import save_gathered
+from planner.executor.checkpoint.trained_weights import save_gathered
 from planner.executor.health.heartbeat import Heartbeat
 from planner.executor.health.supervisor import Supervisor
 from planner.executor.job import Evaluation, Job, StartResult, TrainResult

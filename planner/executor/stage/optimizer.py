@@ -1,6 +1,9 @@
 """Update the parameters of a stage: unscale and clip the gradients of a round, and step the user's optimizer.
 
 With `sharding` the optimizer steps this replica's part of each parameter, and replicas exchange the weights.
+
+Gradients that are small underflow in float16, so backward starts from a loss times a large factor, the loss scale
+(Micikevicius et al., "Mixed Precision Training", ICLR 2018; the constants are those of torch.amp.GradScaler).
 """
 
 from __future__ import annotations
@@ -8,6 +11,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,10 +22,43 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from planner.errors import PlanError
 from planner.executor.communication.sharding import Sharding
-from planner.executor.stage.loss_scaler import LossScaler
 from planner.model.elementwise import is_elementwise, kept_whole
 from planner.model.spec import TrainingSpec
 from planner.model.tensor.division import divided_weights
+
+FIRST_SCALE = 2.0**16
+GROWTH, BACKOFF = 2.0, 0.5
+GROWTH_INTERVAL = 2000  # updates without an overflow before a larger scale is tried
+
+
+class LossScaler:
+    """The loss scale of one stage: a power of two, so that unscaling is exact.
+
+    Every stage has its own, equal on all its replicas. Gradients from a later stage are rescaled to it when they
+    arrive.
+    """
+
+    def __init__(self, scale: float = FIRST_SCALE, growth_interval: int = GROWTH_INTERVAL) -> None:
+        self.scale = scale
+        self._growth_interval = growth_interval
+        self._clean = 0  # updates since the last change
+
+    def update(self, finite: bool) -> None:
+        """Adapt the scale after an update, whose gradients were all `finite`, or which was skipped."""
+        self._clean = self._clean + 1 if finite else 0
+        if not finite:
+            self.scale *= BACKOFF
+        elif self._clean == self._growth_interval:
+            self.scale *= GROWTH
+            self._clean = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps."""
+        return {"scale": self.scale, "clean": self._clean}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from what `state_dict` returned."""
+        self.scale, self._clean = float(state_dict["scale"]), int(state_dict["clean"])
 
 
 class StageOptimizer:

@@ -20,11 +20,17 @@ from torch.optim import Optimizer
 import planner
 from planner.errors import InputError, PlannerError
 from planner.executor.checkpoint.checkpointer import Checkpointer, DataPosition, position
-from planner.executor.checkpoint.folders import complete, find, resolve
-from planner.executor.checkpoint.index import INDEX, Checkpoint, SavedCheckpoint, load_checkpoint
+from planner.executor.checkpoint.folders import (
+    INDEX,
+    Checkpoint,
+    SavedCheckpoint,
+    complete,
+    find,
+    load_checkpoint,
+    resolve,
+)
 from planner.executor.checkpoint.optimizer_state import take_state
-from planner.executor.checkpoint.read_parts import fill_optimizer, restore_stage
-from planner.executor.checkpoint.write_parts import Restorable, write_part
+from planner.executor.checkpoint.stage_parts import Restorable, fill_optimizer, restore_stage, write_part
 from planner.executor.communication.sharding import Sharding
 from planner.executor.health.heartbeat import Heartbeat
 from planner.executor.job import CheckpointOptions, Job
@@ -187,7 +193,7 @@ def test_twenty_checkpoints_each_written_under_another_cut_than_it_was_read(
 
     Replicas divide the optimizer's state or do not, whatever those did that wrote it.
     """
-    monkeypatch.setattr("planner.executor.communication.shards.ALIGNMENT", 4)  # small parameters are divided, too
+    monkeypatch.setattr("planner.executor.communication.sharding.ALIGNMENT", 4)  # small parameters are divided, too
     rng = random.Random(model)
     torch.manual_seed(1)
     path = write_tied(tmp_path) if model == "tied" else write_model(tmp_path, model, "adamw")

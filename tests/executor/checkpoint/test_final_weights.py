@@ -18,10 +18,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from planner.errors import InputError, PlannerError
-from planner.executor.checkpoint import final_weights, tensor_file
-from planner.executor.checkpoint.final_weights import save_gathered
+from planner.executor.checkpoint import tensor_file, trained_weights
 from planner.executor.checkpoint.tensor_file import Fact, FileDigest
-from planner.executor.checkpoint.trained_weights import read_trained
+from planner.executor.checkpoint.trained_weights import read_trained, save_gathered
 from planner.executor.communication.control import join_group
 from tests.executor.processes import TIMEOUT_S
 
@@ -119,7 +118,7 @@ def _write_on_a_full_disk(folder: Path) -> None:
         return whole(path, facts, pieces)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(final_weights, "write_pieces", write_some)
+        patch.setattr(trained_weights, "write_pieces", write_some)
         try:
             save_gathered(_state(dist.get_rank()), folder / "full.safetensors")
         except PlannerError as error:

@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from planner.executor.checkpoint.folders import complete
-from planner.executor.checkpoint.index import load_checkpoint
+from planner.executor.checkpoint.folders import complete, load_checkpoint
 from planner.executor.checkpoint.json_values import from_json
 from planner.executor.job import CheckpointOptions, Job, TrainingOptions, TrainResult
-from planner.executor.stage.loss_scaler import FIRST_SCALE
+from planner.executor.stage.optimizer import FIRST_SCALE
 from planner.formats.plan import Plan
 from planner.model.options import PLAIN, ModuleOptions
 from tests.executor.models import write_model

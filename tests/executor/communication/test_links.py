@@ -11,8 +11,7 @@ import torch.distributed as dist
 
 from planner.devices.groups import DataGroups
 from planner.devices.place import CPU
-from planner.executor.communication.groups import LinkGroups
-from planner.executor.communication.routes import lanes_of, route_of
+from planner.executor.communication.routes import LinkGroups, lanes_of, route_of
 from planner.executor.run.assemble import all_streams
 from planner.schedule.instructions import Instruction, ReceiveActivation, ReceiveGradient, Send, SendActivation, Unit
 from planner.schedule.interleaved import INTERLEAVED

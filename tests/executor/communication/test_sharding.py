@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Adafactor, Adagrad, AdamW, Optimizer
 
 from planner.errors import ModelFileError, PlanError
-from planner.executor.communication.sharding import Sharding
-from planner.executor.communication.shards import ALIGNMENT, divide
+from planner.executor.communication.sharding import ALIGNMENT, Sharding, divide
 from planner.executor.stage.optimizer import StageOptimizer
 from planner.model.elementwise import ELEMENTWISE, kept_whole
 from planner.model.spec import TrainingSpec, in_memory

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from planner.executor.job import TrainingOptions
-from planner.executor.stage.loss_scaler import BACKOFF, FIRST_SCALE, LossScaler
+from planner.executor.stage.optimizer import BACKOFF, FIRST_SCALE, LossScaler
 from planner.model.autocast import autocasting
 from planner.model.options import ModuleOptions
 from planner.model.spec import load_model_file

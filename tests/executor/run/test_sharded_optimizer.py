@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from planner.executor.checkpoint.folders import complete
-from planner.executor.checkpoint.index import load_checkpoint
+from planner.executor.checkpoint.folders import complete, load_checkpoint
 from planner.executor.job import CheckpointOptions, Job, TrainingOptions
 from planner.formats.plan import Plan
 from planner.formats.profile import Profile

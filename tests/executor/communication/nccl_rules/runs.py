@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from planner.devices.groups import DataGroups
 from planner.devices.place import CPU, Place
-from planner.executor.communication.collect import gather_bytes
-from planner.executor.communication.shared import SharedGradients, shared_parameters
+from planner.executor.communication.control import gather_bytes
+from planner.executor.communication.shared_gradients import SharedGradients, shared_parameters
 from planner.executor.health.heartbeat import Heartbeat
 from planner.executor.job import Job, RunOptions, TrainingOptions
 from planner.executor.run import train

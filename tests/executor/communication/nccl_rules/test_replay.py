@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 
 from planner.devices.groups import DataGroups
-from planner.executor.communication import connect
-from planner.executor.communication.posted_ahead import PostedAhead
-from planner.executor.communication.posted_in_runs import PostedInRuns
+from planner.executor.communication import nccl_links
+from planner.executor.communication.links import GlooLinks
+from planner.executor.communication.nccl_links import NCCLLinks
 from tests.executor.communication.nccl_rules.cases import runs
 from tests.executor.communication.nccl_rules.other_runs import record_baseline, record_links, record_own_loop
 from tests.executor.communication.nccl_rules.rules import (
@@ -62,7 +62,7 @@ def test_what_is_under_way_at_an_evaluation_holds_up_nobody() -> None:
     """Sends wait for their receives, and any one worker for its device."""
     paused = [run for run in ALL if run.evaluate_every and run.shape.asynchronous]
     assert not {str(run) for run in paused if stuck_with_a_single_wait(recorded(run), rendezvous=True)}
-    with patch.object(PostedInRuns, "expect", lambda *_: None):
+    with patch.object(NCCLLinks, "expect", lambda *_: None):
         single = [run for run in paused if not run.degrees]  # a group alone has no messages
         assert all(stuck_with_a_single_wait(record(run), rendezvous=True) for run in single)
 
@@ -120,7 +120,7 @@ class Fault:
     @staticmethod
     @contextmanager
     def posting_ahead() -> Iterator[None]:
-        with patch.object(connect, "PostedInRuns", PostedAhead):
+        with patch.object(nccl_links, "NCCLLinks", GlooLinks):
             yield
 
     @staticmethod

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from planner.devices import groups
 from planner.executor.communication.later import Later
-from planner.executor.communication.posted_in_runs import PostedInRuns, _Buffer
+from planner.executor.communication.nccl_links import NCCLLinks, _Buffer
 from tests.executor.communication.nccl_rules.rules import (
     DeviceWait,
     Hear,
@@ -246,9 +246,9 @@ class World:
             patch.multiple(dist, create=True, **replaced),  # type: ignore[call-overload] # names that PyTorch 2.6 has not
             patch.object(groups, "wait_for_device", lambda _: self.note(DeviceWait())),
             # Where a GPU's event and side stream let a receive begin before what was computed since.
-            patch.object(PostedInRuns, "_allocated", lambda _, size: self._buffer(size, fresh=False)),
-            patch.object(PostedInRuns, "_fresh", lambda _, size: self._buffer(size, fresh=True)),
-            patch.object(PostedInRuns, "_beside", lambda _, buffer: self._beside(buffer)),
+            patch.object(NCCLLinks, "_allocated", lambda _, size: self._buffer(size, fresh=False)),
+            patch.object(NCCLLinks, "_fresh", lambda _, size: self._buffer(size, fresh=True)),
+            patch.object(NCCLLinks, "_beside", lambda _, buffer: self._beside(buffer)),
             # What is read by event makes the host wait nowhere, unless all is asked for.
             patch.object(Later, "read", lambda _, value, reader: self._unseen(reader, value)),
             patch.object(Later, "flush", lambda _: self.note(HostWait())),

@@ -30,12 +30,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from planner.devices.groups import GLOO
 from planner.devices.place import Place
-from planner.executor.communication.groups import LinkGroups
 from planner.executor.communication.later import Later
-from planner.executor.communication.links import LayoutOf, Links, Posted, Segments, SendLimits
+from planner.executor.communication.links import GlooLinks, LayoutOf, Links, Posted, Segments, SendLimits
 from planner.executor.communication.messages import Outgoing, header
-from planner.executor.communication.routes import Route, route_of
+from planner.executor.communication.routes import LinkGroups, Route, route_of
 from planner.schedule.instructions import Instruction, Message, Receive, Send
 
 
@@ -45,7 +45,7 @@ class _Buffer:
     free: torch.cuda.Event | None = None  # when the device has come to where the memory was allocated; None: it is
 
 
-class PostedInRuns(Links):
+class NCCLLinks(Links):
     """Posts each run of consecutive messages as a whole.
 
     Args:
@@ -177,3 +177,20 @@ def _runs(segment: Iterable[Instruction], rank: int) -> Iterator[list[Message]]:
             run.append(each)
     if run:
         yield run
+
+
+def connect(
+    groups: LinkGroups,
+    layout_of: LayoutOf,
+    limits: SendLimits,
+    place: Place,
+    instructions: Callable[[], Segments],
+) -> Links:
+    """Return the worker's links.
+
+    Args:
+        place: the device that messages are made on, and the device that computes with their values.
+        instructions: returns a new iterator over the worker's stream by segments, as far as it is known.
+    """
+    kind = GlooLinks if place.backend == GLOO else NCCLLinks
+    return kind(groups, layout_of, limits, place, instructions)

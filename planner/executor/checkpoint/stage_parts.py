@@ -1,0 +1,289 @@
+"""Write each stage replica's part of a checkpoint, and restore stages from the parts that any plan wrote."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from planner.errors import InputError
+from planner.executor.checkpoint.folders import SavedCheckpoint, StagePart, TensorFile
+from planner.executor.checkpoint.json_values import from_json, to_json
+from planner.executor.checkpoint.optimizer_state import (
+    SAME_OPTIMIZER,
+    OptimizerState,
+    give_state,
+    rescale_rates,
+    take_state,
+)
+from planner.executor.checkpoint.state_parts import needs
+from planner.executor.checkpoint.tensor_file import FileDigest, read_tensors, write_tensors
+from planner.executor.communication.sharding import Sharding
+from planner.model.tensor.division import divided_weights, whole_state
+
+
+class Stateful(Protocol):
+    """Anything that continues from a saved state, such as a learning rate scheduler."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return numbers, strings, and lists and dicts of them."""
+        ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> object:
+        """Continue from what `state_dict` returned."""
+        ...
+
+
+@dataclass
+class Restorable:
+    """What is saved and restored of one stage replica."""
+
+    stage: int
+    replica: int
+    module: nn.Module
+    optimizer: Optimizer | None
+    learning_rate_factor: float = 1.0  # learning rate relative to the user's
+    sharding: Sharding | None = None  # how replicas divide the optimizer
+    extras: Mapping[str, Stateful] = field(default_factory=dict)
+
+
+def has_part(own: Restorable) -> bool:
+    """Return whether a stage replica has anything to write.
+
+    Replicas have equal parameters, which the first one writes, but each has buffers of its own, and may have its part
+    of the optimizer's state.
+    """
+    return own.replica == 0 or own.sharding is not None or bool(_buffers(own.module))
+
+
+class Content(NamedTuple):
+    """What is saved of one stage replica, with weights whole."""
+
+    weights: Mapping[str, Tensor]
+    optimizer: OptimizerState | None
+    optimizer_tensors: Mapping[str, Tensor]
+
+    @property
+    def is_any(self) -> bool:
+        """Whether there is anything to write."""
+        return bool(self.weights) or self.optimizer is not None
+
+
+def content_of(own: Restorable) -> Content:
+    """Return what is saved of one stage replica; all ranks that divide its weights call it.
+
+    The first of these ranks has what they gather, and what they have alike; of an optimizer that replicas divide, too,
+    each has its own part.
+
+    Raises:
+        InputError: when the model or optimizer has state that no checkpoint can hold.
+    """
+    first, division = own.replica == 0, divided_weights(own.module)
+    weights = whole_state(own.module) if first else _buffers(own.module)
+    weights = weights if division.speaks else {}
+    if own.optimizer is None or not (first or own.sharding is not None):
+        return Content(weights, None, {})
+    optimizer, kept = take_state(own.optimizer, own.module, own.learning_rate_factor, own.sharding)
+    shapes = {name: parameter.shape for name, parameter in own.module.named_parameters()}
+    states = {}
+    for name, state in optimizer.states.items():
+        names = state.stored(name).values()
+        if state.part is None:
+            whole = {each: division.whole(name, kept[each]) for each in names if kept[each].shape == shapes[name]}
+            kept |= whole
+        if division.speaks or (state.part is not None and state.part.slice is not None):
+            states[name] = state
+    if not (states or division.speaks):
+        return Content({}, None, {})
+    kept = {each: kept[each] for name, state in states.items() for each in state.stored(name).values()}
+    return Content(weights, optimizer.model_copy(update={"states": states}), kept)
+
+
+def write_part(folder: Path, own: Restorable, content: Content | None = None) -> StagePart:
+    """Write the files of one stage replica to `folder`, and return what is in them.
+
+    Args:
+        content: if that is known already.
+
+    Raises:
+        InputError: when the model or optimizer has state that no checkpoint can hold.
+        OSError: when the disk is full or the folder cannot be written.
+    """
+    content = content or content_of(own)
+    division = divided_weights(own.module)
+    first = own.replica == 0 and division.speaks
+    rank = "" if division.group is None or division.speaks else f"-rank-{division.group.place}"
+    stem = f"stage-{own.stage}" + ("" if own.replica == 0 else f"-replica-{own.replica}") + rank
+    tensors, aliases = distinct(content.weights)
+    weights = _write_file(folder, f"{stem}.weights.safetensors", tensors)
+    file = None
+    extras: dict[str, Any] = {}
+    if first:
+        extras = {name: to_json(each.state_dict(), f"the state of the {name}") for name, each in own.extras.items()}
+    if content.optimizer is not None:
+        file = _write_file(folder, f"{stem}.optimizer.safetensors", content.optimizer_tensors)
+    return StagePart(
+        stage=own.stage,
+        replica=own.replica,
+        weights=weights,
+        aliases=aliases,
+        optimizer=content.optimizer,
+        optimizer_file=file,
+        extras=extras,
+    )
+
+
+def _buffers(module: nn.Module) -> dict[str, Tensor]:
+    parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    return {name: tensor for name, tensor in module.state_dict().items() if name not in parameters}
+
+
+def distinct(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return each tensor under its first name, and by further name of a tied tensor its first one."""
+    first: dict[tuple[object, ...], str] = {}
+    tensors: dict[str, Tensor] = {}
+    aliases: dict[str, str] = {}
+    for name, tensor in state.items():
+        # Not by identity: state_dict() detaches, so tied parameters come as several tensors over one memory.
+        key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        if tensor.numel() and key in first:
+            aliases[name] = first[key]
+        else:
+            first[key] = name
+            tensors[name] = tensor
+    return tensors, aliases
+
+
+def _write_file(folder: Path, name: str, tensors: Mapping[str, Tensor]) -> TensorFile:
+    written = write_tensors(folder / name, tensors)
+    return TensorFile(name=name, size_bytes=written.size_bytes, sha256=written.sha256, tensors=tuple(tensors))
+
+
+def restore_stage(own: Restorable, saved: SavedCheckpoint) -> None:
+    """Restore one stage replica.
+
+    Raises:
+        InputError: when the checkpoint does not fit the stage, or a file is not the one that was written.
+    """
+    fill_module(own.module, saved, stage=own.stage, replica=own.replica)
+    if own.optimizer is None:
+        return
+    fill_optimizer(own, saved)
+    for name, stateful in own.extras.items():
+        state, before = _extra_state(saved, name, own.stage, len(own.optimizer.param_groups))
+        stateful.load_state_dict(rescale_rates(state, own.learning_rate_factor / before))
+
+
+def fill_module(module: nn.Module, saved: SavedCheckpoint, *, stage: int = 0, replica: int = 0) -> None:
+    """Overwrite the parameters and buffers of `module`, a stage or the whole model, with the saved ones.
+
+    Several parts may have the same buffer: each replica has BatchNorm statistics of its own. The same replica's is
+    taken, or else the first replica's; among stages, the same stage's, or else the last one's.
+
+    Raises:
+        InputError: when a tensor is missing or has another shape, or a file is not the one that was written.
+    """
+    # `read_weights` lets later parts win, so the preferred ones come last.
+    parts = sorted(
+        saved.index.parts, key=lambda part: (part.replica == replica, part.replica == 0, part.stage == stage)
+    )
+    state, division = module.state_dict(keep_vars=True), divided_weights(module)
+    found = read_weights(saved.path, parts, set(state))
+    with torch.no_grad():
+        for name, tensor in state.items():
+            if name not in found:
+                raise InputError(
+                    f"the checkpoint '{saved.path}' has no '{name}', which the model has",
+                    hint="is it a checkpoint of this model?",
+                )
+            value, shape = found[name], division.whole_shape(name, tensor.shape)
+            if value.shape != shape or value.dtype != tensor.dtype:
+                raise InputError(
+                    f"'{name}' is {value.dtype} of shape {tuple(value.shape)} in the checkpoint '{saved.path}', and "
+                    f"{tensor.dtype} of shape {tuple(shape)} in the model",
+                    hint="is it a checkpoint of this model?",
+                )
+            tensor.copy_(division.part(name, value))
+
+
+def read_weights(path: Path, parts: Sequence[StagePart], names: set[str] | None = None) -> dict[str, Tensor]:
+    """Read those of the tensors `names` that `parts` have, or all; later parts win.
+
+    Tied parameters are returned under each of their names, as one tensor.
+
+    Raises:
+        InputError: when a file is not the one that was written.
+    """
+    source: dict[str, tuple[TensorFile, str]] = {}
+    for part in parts:
+        stored = {name: name for name in part.weights.tensors} | part.aliases
+        source |= {name: (part.weights, first) for name, first in stored.items() if names is None or name in names}
+    tensors: dict[str, Tensor] = {}
+    # File by file: each is hashed as a whole before anything is taken from it.
+    for file in dict.fromkeys(file for file, _ in source.values()):
+        own = {name: first for name, (its, first) in source.items() if its is file}
+        read = _read(path, file, set(own.values()))
+        tensors |= {name: read[first] for name, first in own.items()}
+    return tensors
+
+
+def fill_optimizer(own: Restorable, saved: SavedCheckpoint) -> None:
+    """Restore the optimizer of a stage, or of the whole model; does nothing where there is none.
+
+    Raises:
+        InputError: when it is another optimizer, or a file is not the one that was written.
+    """
+    if own.optimizer is None:
+        return
+    parameters = dict(own.module.named_parameters(remove_duplicate=False))
+    shards = None if own.sharding is None else own.sharding.shards
+    division = divided_weights(own.module)
+    states, tensors = [], {}
+    for part in sorted(saved.index.parts, key=lambda part: part.stage == own.stage):
+        if part.optimizer is None or part.optimizer_file is None:
+            continue
+        trained = {name for group in part.optimizer.groups for name in group.parameters}
+        if not trained.intersection(parameters):
+            continue
+        needed = {
+            name: state
+            for name, state in part.optimizer.states.items()
+            if name in parameters and needs(state, parameters[name], None if name in division.cuts else shards)
+        }
+        states.append(part.optimizer.model_copy(update={"states": needed}))
+        names = {stored for name, state in needed.items() for stored in state.stored(name).values()}
+        tensors.update(_read(saved.path, part.optimizer_file, names))
+    give_state(own.optimizer, own.module, states, tensors, own.learning_rate_factor, own.sharding)
+
+
+def _extra_state(saved: SavedCheckpoint, name: str, stage: int, groups: int) -> tuple[dict[str, Any], float]:
+    """Return the saved state called `name`, and the factor by which its learning rates are larger than the user's.
+
+    That of the same stage is preferred, but any will do: all have done the same minibatches. `groups` is the number of
+    parameter groups that the optimizer has now.
+    """
+    found = [part for part in saved.index.parts if name in part.extras]
+    if not found:
+        raise InputError(
+            f"the checkpoint '{saved.path}' has no state of a {name}, which the model file has now",
+            hint="give the model file what the run began with",
+        )
+    part = min(found, key=lambda part: part.stage != stage)
+    state: dict[str, Any] = from_json(part.extras[name])
+    rates = state.get("base_lrs")
+    if rates is not None and len(rates) != groups:
+        raise InputError(
+            f"the {name} in the checkpoint '{saved.path}' has {len(rates)} groups of parameters, the optimizer has "
+            f"{groups}",
+            hint=SAME_OPTIMIZER,
+        )
+    return state, 1.0 if part.optimizer is None else part.optimizer.learning_rate_factor
+
+
+def _read(path: Path, file: TensorFile, names: set[str]) -> dict[str, Tensor]:
+    return read_tensors(path / file.name, names, FileDigest(file.size_bytes, file.sha256))
