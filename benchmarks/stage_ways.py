@@ -12,7 +12,7 @@ from itertools import compress, product
 from planner.cost.candidate import Candidate
 from planner.cost.recomputation import units_of
 from planner.cost.stage_options import Groups, RecomputeRule, StageOptions, whole_stage
-from planner.solver.problem import Problem
+from planner.solver.problem.problem import Problem
 
 Times = tuple[float, float]  # a stage's parts of the sum over the stages, and of the maximum
 Way = tuple[Times, Candidate]

@@ -26,9 +26,9 @@ from planner.formats.plan import Plan
 from planner.formats.profile import Profile
 from planner.schedule.registry import find
 from planner.solver.assemble import GIVEN, assemble
-from planner.solver.candidates.evaluation import priced
-from planner.solver.chain.vertical_sync import synced
-from planner.solver.problem import Problem
+from planner.solver.evaluate.evaluation import priced
+from planner.solver.other_schedules import synced
+from planner.solver.problem.problem import Problem
 from planner.solver.reference.baselines import equal_layers
 
 HERE = Path(__file__).parent

@@ -17,8 +17,8 @@ from benchmarks.dnn_partitioning.workload import BYTES_PER_S, load_workload
 from planner.cost.layer_costs import LayerCosts
 from planner.cost.setting import Setting
 from planner.formats.cluster import Cluster, DeviceKind, Level
-from planner.solver.candidates.budget import Deadline
-from planner.solver.result import IlpAnswer
+from planner.solver.problem.budget import Deadline
+from planner.solver.problem.result import IlpAnswer
 
 FOLDER = Path(__file__).resolve().parents[2].parent / "shared" / "anchors" / "dnn-partitioning"
 DEVICES = 6

@@ -24,9 +24,9 @@ from planner.cost.candidate import Candidate
 from planner.cost.network.link import link_of
 from planner.cost.stage_options import StageOptions
 from planner.schedule.instructions import POSTED
-from planner.solver.candidates.budget import Deadline
-from planner.solver.integer.milp import MilpName, run
-from planner.solver.result import IlpAnswer
+from planner.solver.problem.budget import Deadline
+from planner.solver.problem.result import IlpAnswer
+from planner.solver.search.integer.ilp_flow import MilpName, run
 
 _SCALE = 1000.0
 

@@ -28,9 +28,9 @@ from planner.cost.stage_options import StageOptions
 from planner.cost.work import Floats, Integers
 from planner.formats.cluster import Cluster, DeviceKind
 from planner.schedule.instructions import POSTED
-from planner.solver.candidates.budget import Deadline
-from planner.solver.graph.downsets import ticks
-from planner.solver.graph.lattice import Words, to_bits
+from planner.solver.problem.budget import Deadline
+from planner.solver.search.graph.downsets import ticks
+from planner.solver.search.graph.lattice import Words, to_bits
 
 _SLACK = 1e-12
 

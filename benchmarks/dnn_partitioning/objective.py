@@ -19,7 +19,7 @@ from planner.errors import InputError
 from planner.formats.cluster import DeviceKind
 from planner.formats.profile import Layer
 from planner.schedule.instructions import POSTED
-from planner.solver.problem import Problem
+from planner.solver.problem.problem import Problem
 
 
 class Host(DeviceKind):

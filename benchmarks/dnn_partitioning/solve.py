@@ -16,14 +16,13 @@ from planner.cost.layer_costs import LayerCosts
 from planner.cost.stage_options import StageOptions
 from planner.cost.work import Integers
 from planner.formats.constraints import Constraints
-from planner.solver.candidates.budget import NO_HURRY, Budget, Deadline
-from planner.solver.chain.states import uncut_groups
-from planner.solver.graph.downsets import enumerate_downsets
-from planner.solver.graph.lattice import Words, to_words
-from planner.solver.integer.ilp_columns import Column, Columns
-from planner.solver.integer.ilp_flow import Flow
-from planner.solver.integer.milp import MilpName, installed
-from planner.solver.result import IlpAnswer
+from planner.solver.problem.budget import NO_HURRY, Budget, Deadline
+from planner.solver.problem.result import IlpAnswer
+from planner.solver.problem.states import uncut_groups
+from planner.solver.search.graph.downsets import enumerate_downsets
+from planner.solver.search.graph.lattice import Words, to_words
+from planner.solver.search.integer.ilp_columns import Column, Columns
+from planner.solver.search.integer.ilp_flow import Flow, MilpName, installed
 
 MOST_STATES = 60_000
 

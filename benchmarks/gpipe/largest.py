@@ -17,7 +17,7 @@ from planner.cost.stage_options import StageOptions, whole_stage
 from planner.cost.work import Integers
 from planner.formats.plan_parts import StageMemory
 from planner.formats.profile import Profile
-from planner.solver.chain.states import Chain
+from planner.solver.problem.states import Chain
 
 MICROBATCHES = 32
 IMAGES, SENTENCES = 128, 32  # per minibatch

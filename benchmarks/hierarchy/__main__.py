@@ -19,11 +19,11 @@ from planner.formats.cost_model_names import CostModelName
 from planner.formats.importers import read_profile
 from planner.formats.plan import Plan
 from planner.formats.profile import Device, Edge, Layer, Profile, Provenance, Value, load_profile
-from planner.report.tables.stages import ranks_line
+from planner.report.tables.plan import ranks_line
 from planner.schedule.registry import find
 from planner.solver import solve
-from planner.solver.candidates import orders
-from planner.solver.levels import levels
+from planner.solver.evaluate import orders
+from planner.solver.search.levels import levels
 from planner.units import format_seconds
 
 ANCHORS = Path(__file__).parents[2].parent / "shared" / "anchors" / "pipedream"

@@ -13,8 +13,8 @@ from planner.formats.cluster import flat_cluster
 from planner.formats.plan import save_plan
 from planner.schedule.registry import find
 from planner.solver.assemble import assemble
-from planner.solver.candidates.evaluation import priced
-from planner.solver.problem import Problem
+from planner.solver.evaluate.evaluation import priced
+from planner.solver.problem.problem import Problem
 
 MODEL = Path(__file__).parent / "model.py"
 BATCH_SIZE = 4

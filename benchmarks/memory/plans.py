@@ -15,9 +15,9 @@ from planner.formats.plan import Plan
 from planner.formats.profile import Profile
 from planner.schedule.registry import find
 from planner.solver.assemble import assemble
-from planner.solver.chain.states import uncut_groups
-from planner.solver.problem import Problem
-from planner.solver.result import Evaluation
+from planner.solver.problem.problem import Problem
+from planner.solver.problem.result import Evaluation
+from planner.solver.problem.states import uncut_groups
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,8 @@ from planner.errors import InfeasibleError
 from planner.formats.device_kinds import cluster_for
 from planner.schedule.registry import find
 from planner.solver import solve
-from planner.solver.candidates.budget import Budget
-from planner.solver.problem import Problem
+from planner.solver.problem.budget import Budget
+from planner.solver.problem.problem import Problem
 
 SAME, FAR = 1e-6, 0.02
 

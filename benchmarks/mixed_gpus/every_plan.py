@@ -16,8 +16,8 @@ from benchmarks.stage_ways import Way, combined, options_of, unbeaten
 from planner.cost.candidate import Candidate
 from planner.cost.kinds import kind_on
 from planner.cost.stage_options import StageOptions
-from planner.solver.candidates.evaluation import evaluate, priced
-from planner.solver.problem import Problem
+from planner.solver.evaluate.evaluation import evaluate, priced
+from planner.solver.problem.problem import Problem
 
 Ranks = tuple[int, ...]
 Stages = tuple[Candidate, ...]

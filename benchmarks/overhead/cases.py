@@ -21,9 +21,9 @@ from planner.model.capture.size import evaluate_number
 from planner.schedule.instructions import Unit
 from planner.schedule.registry import find
 from planner.solver.assemble import assemble
-from planner.solver.candidates.evaluation import priced
-from planner.solver.chain.states import uncut_groups
-from planner.solver.problem import Problem
+from planner.solver.evaluate.evaluation import priced
+from planner.solver.problem.problem import Problem
+from planner.solver.problem.states import uncut_groups
 
 MODEL = Path(__file__).with_name("model.py")
 WORKERS = 3

@@ -23,9 +23,9 @@ from planner.formats.cluster import Cluster, flat_cluster
 from planner.formats.plan import Plan
 from planner.formats.profile import Device, Edge, Layer, Profile, Provenance, Value
 from planner.solver.assemble import assemble
-from planner.solver.candidates.budget import Budget
-from planner.solver.candidates.evaluation import evaluate
-from planner.solver.problem import Problem
+from planner.solver.evaluate.evaluation import evaluate
+from planner.solver.problem.budget import Budget
+from planner.solver.problem.problem import Problem
 
 COMPUTE_S = 0.12  # of one stage for one minibatch; long, so that late sleeps hardly matter
 NOMINAL_BYTES_PER_S = 12.5e6

@@ -19,13 +19,13 @@ from planner.cost.layer_costs import LayerCosts
 from planner.cost.recomputation import MOST_CHOICES, Choices, Recomputation
 from planner.cost.stage_options import RecomputeRule
 from planner.cost.work import Floats, Integers
-from planner.solver.chain.mixed_degrees import MixedDegrees
-from planner.solver.chain.search import Search
-from planner.solver.chain.states import FRONTS
-from planner.solver.graph.downsets import Downsets, enumerate_downsets
-from planner.solver.graph.lattice import Words, words_of_masks
-from planner.solver.problem import Problem
-from planner.solver.result import stages_along
+from planner.solver.problem.problem import Problem
+from planner.solver.problem.result import stages_along
+from planner.solver.problem.states import FRONTS
+from planner.solver.search.chain.mixed_degrees import MixedDegrees
+from planner.solver.search.chain.search import Search
+from planner.solver.search.graph.downsets import Downsets, enumerate_downsets
+from planner.solver.search.graph.lattice import Words, words_of_masks
 
 MOST_CUTS = 2_000  # beyond, only those along the profile's order
 

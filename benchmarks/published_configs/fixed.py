@@ -17,11 +17,11 @@ from planner.cost.setting import Setting
 from planner.cost.stage_options import StageOptions
 from planner.formats.cluster import Cluster
 from planner.formats.cost_model_names import CostModelName
-from planner.solver.candidates.budget import Budget
-from planner.solver.candidates.evaluation import simulated
-from planner.solver.chain.states import Chain
-from planner.solver.problem import Problem
-from planner.solver.result import Evaluation
+from planner.solver.evaluate.evaluation import simulated
+from planner.solver.problem.budget import Budget
+from planner.solver.problem.problem import Problem
+from planner.solver.problem.result import Evaluation
+from planner.solver.problem.states import Chain
 
 
 @dataclass(frozen=True)

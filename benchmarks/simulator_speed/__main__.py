@@ -23,8 +23,8 @@ from planner.formats.cluster import Cluster, flat_cluster, hierarchical_cluster
 from planner.formats.plan import Plan, save_plan
 from planner.schedule.registry import find
 from planner.solver.assemble import assemble
-from planner.solver.candidates.evaluation import priced
-from planner.solver.problem import Problem
+from planner.solver.evaluate.evaluation import priced
+from planner.solver.problem.problem import Problem
 
 README = Path(__file__).with_name("README.md")
 MARKER = "<!-- result -->"

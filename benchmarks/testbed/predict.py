@@ -16,9 +16,9 @@ from planner.formats.profile import Profile
 from planner.schedule.registry import find
 from planner.simulator.plan import simulated_s
 from planner.solver.assemble import GIVEN, assemble
-from planner.solver.candidates.budget import Budget
-from planner.solver.candidates.evaluation import evaluate
-from planner.solver.problem import DepthRule, Problem
+from planner.solver.evaluate.evaluation import evaluate
+from planner.solver.problem.budget import Budget
+from planner.solver.problem.problem import DepthRule, Problem
 from planner.solver.reference.baselines import equal_time
 
 __all__ = ["balanced_stages", "data_parallel_s", "given_plan", "in_proportion", "simulated_s"]

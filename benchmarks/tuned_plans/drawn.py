@@ -17,11 +17,11 @@ from planner.formats.profile import Profile, load_profile
 from planner.schedule.registry import find
 from planner.schedule.schedule import Schedule
 from planner.solver import solve
-from planner.solver.candidates.budget import Budget
-from planner.solver.candidates.evaluation import priced, simulated
-from planner.solver.problem import Problem
+from planner.solver.evaluate.evaluation import priced, simulated
+from planner.solver.problem.budget import Budget
+from planner.solver.problem.problem import Problem
+from planner.solver.problem.result import Evaluation
 from planner.solver.reference.baselines import equal_blocks, equal_time, recomputing
-from planner.solver.result import Evaluation
 
 PROFILES = Path(__file__).resolve().parents[2] / "profiles"
 SCHEDULES = ("1f1b-flush", "1f1b-flush", "2bw", "1f1b")

@@ -16,9 +16,9 @@ from planner.formats.cluster import flat_cluster
 from planner.formats.plan import Plan, load_plan, save_plan
 from planner.formats.profile import Profile, load_profile
 from planner.solver.assemble import assemble
-from planner.solver.candidates.evaluation import priced
-from planner.solver.chain.states import uncut_groups
-from planner.solver.problem import Problem
+from planner.solver.evaluate.evaluation import priced
+from planner.solver.problem.problem import Problem
+from planner.solver.problem.states import uncut_groups
 
 IN_FLIGHT = 8
 STEPS = 3 * IN_FLIGHT

@@ -16,10 +16,10 @@ from planner.formats.plan_parts import SolverReport
 from planner.formats.profile import Profile
 from planner.schedule.registry import find
 from planner.solver.assemble import assemble
-from planner.solver.candidates.budget import Budget
-from planner.solver.candidates.evaluation import priced, simulated
-from planner.solver.chain.states import uncut_groups
-from planner.solver.problem import Problem
+from planner.solver.evaluate.evaluation import priced, simulated
+from planner.solver.problem.budget import Budget
+from planner.solver.problem.problem import Problem
+from planner.solver.problem.states import uncut_groups
 
 
 def straight_plan(profile: Profile, cluster: Cluster, schedule: str, microbatches: int) -> Plan:

@@ -7,7 +7,7 @@ from planner.analysis.sweep import Sweep, spread, sweep
 from planner.formats.cluster import Cluster, Level
 from planner.formats.plan import Plan
 from planner.formats.profile import Profile
-from planner.solver.candidates.budget import Patience
+from planner.solver.problem.budget import Patience
 
 
 def bandwidth_sweep(

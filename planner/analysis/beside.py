@@ -15,7 +15,7 @@ from planner.formats.plan import Plan
 from planner.formats.plan_parts import OtherWay
 from planner.formats.profile import Profile
 from planner.schedule.flush import FLUSH
-from planner.solver.candidates.budget import Budget, Patience
+from planner.solver.problem.budget import Budget, Patience
 
 SYNCHRONOUS = "best synchronous plan"
 LEAST_S = 2.0  # that may be spent beside a search, however quick it was

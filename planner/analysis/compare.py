@@ -19,10 +19,10 @@ from planner.formats.profile import Profile
 from planner.schedule.defaults import MICROBATCHES_PER_GPU
 from planner.schedule.gpipe import GPIPE
 from planner.schedule.schedule import Schedule
-from planner.solver.candidates.budget import Budget, Patience
-from planner.solver.candidates.evaluation import evaluate
+from planner.solver.evaluate.evaluation import evaluate
+from planner.solver.problem.budget import Budget, Patience
+from planner.solver.problem.result import Evaluation
 from planner.solver.reference import baselines
-from planner.solver.result import Evaluation
 
 CHOSEN, SAME_CUT = "chosen plan", "gpipe, same cut"
 OWN = (CHOSEN, SAME_CUT)  # rows with stages that the planner chose

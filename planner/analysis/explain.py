@@ -18,10 +18,10 @@ from planner.formats.files import Record
 from planner.formats.plan import Plan
 from planner.formats.plan_parts import Bottleneck, SolverReport
 from planner.formats.profile import Profile
-from planner.solver.candidates.budget import Budget, Patience
 from planner.solver.candidates.kinds import counts_to_try, proposals
-from planner.solver.chain.states import Chain
-from planner.solver.problem import Problem
+from planner.solver.problem.budget import Budget, Patience
+from planner.solver.problem.problem import Problem
+from planner.solver.problem.states import Chain
 from planner.solver.reference import baselines
 
 MORE_BANDWIDTH = 1.1

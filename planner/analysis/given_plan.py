@@ -19,11 +19,11 @@ from planner.formats.cluster import Cluster
 from planner.formats.groups import of_groups
 from planner.formats.plan import Plan
 from planner.formats.profile import Profile
-from planner.solver.candidates.budget import Patience
-from planner.solver.candidates.evaluation import evaluate
-from planner.solver.problem import Problem
-from planner.solver.result import Evaluation
-from planner.solver.stage_rules import StageRules
+from planner.solver.evaluate.evaluation import evaluate
+from planner.solver.problem.budget import Patience
+from planner.solver.problem.problem import Problem
+from planner.solver.problem.result import Evaluation
+from planner.solver.problem.stage_rules import StageRules
 
 
 @dataclass(frozen=True)

@@ -19,13 +19,13 @@ from planner.schedule.one_forward_one_backward import ONE_F_ONE_B
 from planner.schedule.schedule import Schedule
 from planner.solver import solve
 from planner.solver.assemble import GIVEN, complete
-from planner.solver.candidates.budget import Budget, Patience
-from planner.solver.candidates.evaluation import evaluate, priced
-from planner.solver.integer.answer import SolverName
+from planner.solver.evaluate.evaluation import evaluate, priced
 from planner.solver.minibatch import microbatches_in
-from planner.solver.problem import DepthRule, Problem
-from planner.solver.result import Evaluation
-from planner.solver.stage_rules import StageRules
+from planner.solver.problem.budget import Budget, Patience
+from planner.solver.problem.problem import DepthRule, Problem
+from planner.solver.problem.result import Evaluation
+from planner.solver.problem.stage_rules import StageRules
+from planner.solver.search.integer.answer import SolverName
 
 
 @dataclass(frozen=True)

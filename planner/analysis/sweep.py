@@ -18,7 +18,7 @@ from planner.formats.files import Record
 from planner.formats.plan import Plan
 from planner.formats.plan_parts import Bottleneck
 from planner.formats.profile import Profile
-from planner.solver.candidates.budget import Patience
+from planner.solver.problem.budget import Patience
 
 Quantity = Literal["bandwidth", "gpus", "memory"]
 ClusterAt = Callable[[float], Cluster]

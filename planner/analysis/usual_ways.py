@@ -12,12 +12,12 @@ from planner.cost.kinds import everything_on, fastest_rank
 from planner.cost.layer_costs import LayerCosts
 from planner.formats.cluster import Cluster
 from planner.schedule.flush import FLUSH
-from planner.solver.candidates.budget import Budget
-from planner.solver.candidates.evaluation import evaluate
-from planner.solver.problem import Problem
+from planner.solver.evaluate.evaluation import evaluate
+from planner.solver.problem.budget import Budget
+from planner.solver.problem.problem import Problem
+from planner.solver.problem.result import Evaluation
 from planner.solver.reference import baselines
 from planner.solver.reference.sharded_data_parallel import sharded_data_parallel
-from planner.solver.result import Evaluation
 
 ONE_GPU, DATA_PARALLEL = "one GPU", "data parallel"
 EQUAL_STAGES = "equal stages"  # of equally many blocks

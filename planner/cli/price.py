@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
     from planner.formats.importers import read_one_profile
     from planner.formats.plan import save_plan
     from planner.report.tables.plan import plan_report
-    from planner.solver.candidates.budget import Patience
+    from planner.solver.problem.budget import Patience
 
     profile = read_one_profile(args.profile)
     cluster = cluster_of(args, profile)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from planner.formats.plan import Plan
     from planner.formats.timeline import Timeline
     from planner.report.page.page import ReportContent
-    from planner.solver.candidates.budget import Patience
+    from planner.solver.problem.budget import Patience
 
 COMPARING = 0.3  # share of the time for the comparison
 EXPLAINING = 0.4  # share of the time left for the explanation; the rest is for the bandwidths
@@ -90,8 +90,8 @@ def run(args: argparse.Namespace) -> int:
     from planner.formats.files import write_text
     from planner.formats.plan import load_plan
     from planner.report.page.page import ReportContent, report_page
+    from planner.report.svg.lanes import opening
     from planner.report.svg.timeline import timeline_svg
-    from planner.report.timeline import opening
     from planner.simulator.summary import summarize
 
     style, output = _style(args)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from planner.formats.cluster import Cluster
     from planner.formats.plan import Plan
     from planner.formats.profile import Profile
-    from planner.solver.candidates.budget import Patience
+    from planner.solver.problem.budget import Patience
 
 # Shares of the time left: for the search, and then for the best synchronous plan; the rest is for what people use.
 SEARCHING, BESIDE = 0.9, 0.7
@@ -208,9 +208,9 @@ def _warn_of_shared_weights(plan: Plan, profile: Profile) -> None:
 
 
 def _warn_of_company(plan: Plan, profile: Profile) -> None:
-    from planner.report.tables.profile import shared_host_notes
+    from planner.report.tables.company import company_notes
 
-    for text, hint in shared_host_notes(plan, profile):
+    for text, hint in company_notes(plan, profile):
         print_complaint("note", text, hint)
 
 
@@ -218,7 +218,7 @@ def _verified(model: str, profile: Profile, plan: Plan) -> str:
     from planner.model.spec import load_model_file
     from planner.profiler.measured.malloc import keep_freed_pages
     from planner.profiler.measured.verify import verify
-    from planner.report.tables.stages import verify_report
+    from planner.report.tables.verify import verify_report
 
     keep_freed_pages()  # as the workers do
     return verify_report(plan, verify(load_model_file(model), profile, [stage.layers for stage in plan.stages]))
@@ -239,7 +239,7 @@ def _solved(args: argparse.Namespace, profile: Profile, cluster: Cluster, patien
 def _chosen(args: argparse.Namespace, profiles: list[Profile], cluster: Cluster, patience: Patience) -> Plan:
     from planner.analysis.beside import with_best_synchronous
     from planner.analysis.choose import COMPARED, choose
-    from planner.report.tables.compare import choice_report
+    from planner.report.tables.choice import choice_report
 
     if args.solver != "auto" or args.vertical_sync or not constraints_of(args).empty:
         raise InputError(

@@ -22,8 +22,8 @@ from planner.model.spec import TrainingSpec, load_model_file
 from planner.schedule.defaults import CHUNKS
 from planner.schedule.schedule import Schedule
 from planner.solver.assemble import assemble
-from planner.solver.problem import Problem
-from planner.solver.result import Evaluation
+from planner.solver.problem.problem import Problem
+from planner.solver.problem.result import Evaluation
 
 SEED = 3
 MODELS = Path(__file__).parent / "models"

@@ -1,14 +1,13 @@
 """Find the fastest plan for a profile on a cluster: `solve`.
 
-`find_plan` is the way from profile and cluster to plan. Every search takes a `Problem` (`problem`) and yields candidate
-plans; `candidates.evaluation` prices, deepens and simulates them.
+`find_plan` is the way from profile and cluster to plan. Every search takes a `Problem` and yields candidate plans;
+`evaluate` prices, deepens and simulates them.
 
-    bounds/      what the searches know about each cost model
-    chain/       exact search over the cuts along an order of the layers
-    graph/       search over all cuts of a branching model, and bounds
-    levels/      search on clusters of several levels
-    integer/     integer programs, for constraints and GPUs of several kinds
-    candidates/  evaluation of candidate plans, and alternatives that may wait less
+    problem/     the question: limits, budget, states of the cuts, bounds of the cost models; and the answer
+    evaluate/    price, depth and simulation of a plan
+    search/      chain/: exact search along an order of the layers; graph/: over all cuts of a graph, and bounds;
+                 levels/: on clusters of several levels; integer/: integer programs, for constraints and mixed GPUs
+    candidates/  alternatives that may wait less
     reference/   plans made without a planner
 """
 

@@ -20,11 +20,11 @@ from planner.formats.plan import GIVEN as GIVEN_NAME
 from planner.formats.plan import Plan
 from planner.formats.plan_parts import Prediction, SolverReport, Stage
 from planner.simulator.plan import simulated_s
-from planner.solver.candidates.budget import Budget
-from planner.solver.candidates.evaluation import priced, simulated
-from planner.solver.candidates.pipelines import shared_between, stage_costs, transfers
-from planner.solver.problem import Problem
-from planner.solver.result import Evaluation
+from planner.solver.evaluate.evaluation import priced, simulated
+from planner.solver.evaluate.pipelines import shared_between, stage_costs, transfers
+from planner.solver.problem.budget import Budget
+from planner.solver.problem.problem import Problem
+from planner.solver.problem.result import Evaluation
 
 # Of plans that no search found.
 GIVEN = SolverReport(name=GIVEN_NAME, cost_model="resource", status="feasible", lower_bound_s=0.0, gap=1.0, seconds=0.0)

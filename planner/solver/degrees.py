@@ -2,7 +2,7 @@
 
 With groups of one size in all stages, a plan is a plan for a cluster of groups: for each size there is the whole search
 (`planner.formats.groups`). Stages with groups of several sizes are sought on clusters of one level, under asynchronous
-schedules (`planner.solver.chain.mixed_degrees`); elsewhere they only count for the bound.
+schedules (`planner.solver.search.chain.mixed_degrees`); elsewhere they only count for the bound.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ import numpy as np
 from planner.cost.recomputation import exact_everywhere
 from planner.errors import InfeasibleError
 from planner.formats.repeated_blocks import block_ends
-from planner.solver.bounds.balance import least_times
-from planner.solver.candidates.budget import Budget, OutOfTimeError
-from planner.solver.candidates.evaluation import fastest, priced
-from planner.solver.chain.fewest import FEW_STATES
-from planner.solver.chain.mixed_degrees import MixedDegrees
-from planner.solver.chain.search import Search
-from planner.solver.chain.states import Chain, StateSpace
+from planner.solver.evaluate.evaluation import fastest, priced
 from planner.solver.granularity import cut_after
-from planner.solver.graph.downsets import Downsets, enumerate_downsets
-from planner.solver.pipeline_search import PipelineSearch
-from planner.solver.problem import Problem
-from planner.solver.result import Found, stages_along
+from planner.solver.problem.bounds import least_times
+from planner.solver.problem.budget import Budget, OutOfTimeError
+from planner.solver.problem.problem import Problem
+from planner.solver.problem.result import Found, stages_along
+from planner.solver.problem.states import Chain, StateSpace
 from planner.solver.room import solve_with_room
+from planner.solver.search.chain.fewest import FEW_STATES
+from planner.solver.search.chain.mixed_degrees import MixedDegrees
+from planner.solver.search.chain.search import Search
+from planner.solver.search.graph.downsets import Downsets, enumerate_downsets
+from planner.solver.search.pipeline_search import PipelineSearch
 
 Answer = Callable[[Problem], Found]
 

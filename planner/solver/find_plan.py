@@ -31,26 +31,23 @@ from planner.schedule.one_forward_one_backward import ONE_F_ONE_B
 from planner.schedule.registry import find
 from planner.schedule.schedule import Schedule
 from planner.solver.assemble import complete
-from planner.solver.candidates.budget import Budget, Deadline
-from planner.solver.candidates.depth import TOLERANCE
 from planner.solver.candidates.first_plans import FirstPlans
-from planner.solver.candidates.progress import Progress
-from planner.solver.chain.interleaved_plan import solve_interleaved
-from planner.solver.chain.mixed import solve_mixed
-from planner.solver.chain.vertical_sync import solve_synced
-from planner.solver.chain.zero_bubble import solve_zero_bubble
 from planner.solver.degrees import solve_degrees
 from planner.solver.divided_loss import check_divided_loss
+from planner.solver.evaluate.depth import TOLERANCE
 from planner.solver.granularity import solve_blocks_first
-from planner.solver.infeasible import UnexplainedError
-from planner.solver.integer.answer import SolverName, needs_program, solve_by_program
 from planner.solver.minibatch import microbatches_in
-from planner.solver.pipeline_search import PipelineSearch
-from planner.solver.problem import DepthRule, Problem
-from planner.solver.result import Found
+from planner.solver.mixed import solve_mixed
+from planner.solver.other_schedules import solve_interleaved, solve_synced, solve_zero_bubble
+from planner.solver.problem.budget import Budget, Deadline, Progress
+from planner.solver.problem.infeasible import UnexplainedError
+from planner.solver.problem.problem import DepthRule, Problem
+from planner.solver.problem.result import Found
+from planner.solver.problem.stage_rules import Granularity, StageRules
 from planner.solver.room import solve_with_room
+from planner.solver.search.integer.answer import SolverName, needs_program, solve_by_program
+from planner.solver.search.pipeline_search import PipelineSearch
 from planner.solver.searched import searched
-from planner.solver.stage_rules import Granularity, StageRules
 from planner.solver.tied import solve_tied
 
 MOST_COLUMNS = 40_000  # about: of an integer program that is tried beside a search

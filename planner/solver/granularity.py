@@ -12,9 +12,9 @@ from dataclasses import replace
 
 from planner.errors import InfeasibleError, InputError
 from planner.formats.repeated_blocks import block_ends
-from planner.solver.pipeline_search import PipelineSearch
-from planner.solver.problem import Problem
-from planner.solver.result import Evaluation, Found
+from planner.solver.problem.problem import Problem
+from planner.solver.problem.result import Evaluation, Found
+from planner.solver.search.pipeline_search import PipelineSearch
 
 PAYS = 0.02  # share of the time that cuts inside blocks must save
 PRECISION = 2e-3  # of searches over blocks: less than timings vary

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from planner.errors import InfeasibleError
 from planner.solver.candidates.alternatives import fastest_simulated
-from planner.solver.candidates.budget import OutOfTimeError
 from planner.solver.candidates.first_plans import FirstPlans
 from planner.solver.candidates.improvement import improved
-from planner.solver.infeasible import UnexplainedError, explain, out_of_time
-from planner.solver.pipeline_search import PipelineSearch
-from planner.solver.problem import Problem
-from planner.solver.result import Found
+from planner.solver.problem.budget import OutOfTimeError
+from planner.solver.problem.infeasible import UnexplainedError, explain, out_of_time
+from planner.solver.problem.problem import Problem
+from planner.solver.problem.result import Found
+from planner.solver.search.pipeline_search import PipelineSearch
 
 
 def searched(problem: Problem) -> Found:

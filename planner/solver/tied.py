@@ -21,14 +21,14 @@ from planner.cost.work import IMPOSSIBLE, Integers
 from planner.errors import InfeasibleError, PlannerError
 from planner.formats.plan_shape import trainable_pairs
 from planner.formats.shared_weights import trained_parameters
-from planner.solver.bounds.bounds import Bounds
-from planner.solver.candidates.evaluation import evaluate, priced
 from planner.solver.candidates.kinds import counts_to_try
-from planner.solver.candidates.pipelines import shared_between
-from planner.solver.chain.search import Search
-from planner.solver.chain.states import Chain, StateSpace
-from planner.solver.problem import Limits, Problem
-from planner.solver.result import CutPath, Evaluation, Found, stages_along
+from planner.solver.evaluate.evaluation import evaluate, priced
+from planner.solver.evaluate.pipelines import shared_between
+from planner.solver.problem.bounds import Bounds
+from planner.solver.problem.problem import Limits, Problem
+from planner.solver.problem.result import CutPath, Evaluation, Found, stages_along
+from planner.solver.problem.states import Chain, StateSpace
+from planner.solver.search.chain.search import Search
 
 Answer = Callable[[Problem], Found]
 

@@ -16,7 +16,7 @@ from planner.report.page.page import ReportContent, report_page
 from planner.report.tables.plan import plan_report
 from planner.simulator.plan import simulate
 from planner.solver import solve
-from planner.solver.candidates.budget import Patience
+from planner.solver.problem.budget import Patience
 from tests.samples import layer, profile
 
 LAYERS = [layer(f"h.{n}", 1, 2, output_bytes=10, weight_bytes=10**8, saved_bytes=100) for n in range(4)]

@@ -9,11 +9,11 @@ from planner.analysis.solve_options import SolveOptions
 from planner.errors import InfeasibleError, InputError
 from planner.formats.cluster import flat_cluster
 from planner.formats.profile import Profile
-from planner.report.tables.compare import choice_report
+from planner.report.tables.choice import choice_report
 from planner.schedule.flush import FLUSH
 from planner.schedule.one_forward_one_backward import ONE_F_ONE_B
 from planner.solver import solve
-from planner.solver.stage_rules import StageRules
+from planner.solver.problem.stage_rules import StageRules
 from tests.samples import layer, profile
 
 

@@ -10,7 +10,7 @@ from planner.cost.candidate import candidates
 from planner.cost.layer_costs import LayerCosts
 from planner.formats.cluster import hierarchical_cluster
 from tests.samples import layer, profile
-from tests.solver.levels.test_columns import in_all_orders
+from tests.solver.search.levels.test_columns import in_all_orders
 
 SERVERS = hierarchical_cluster((2, 2), (64.0, 1.0))
 MODEL = profile(*(layer(name, 1, 2, output_bytes=4, weight_bytes=2) for name in "abcd"))

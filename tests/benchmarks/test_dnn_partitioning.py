@@ -21,12 +21,12 @@ from planner.errors import InputError, ProfileError
 from planner.formats.cluster import Cluster, DeviceKind, Level, flat_cluster
 from planner.formats.constraints import Constraints
 from planner.formats.profile import Profile
-from planner.solver.candidates.budget import NO_HURRY, Deadline
-from planner.solver.integer.milp import MilpName, Outcome, installed
-from planner.solver.stage_rules import StageRules
+from planner.solver.problem.budget import NO_HURRY, Deadline
+from planner.solver.problem.stage_rules import StageRules
+from planner.solver.search.integer.ilp_flow import MilpName, Outcome, installed
 from tests.samples import layer, profile
 from tests.solver.brute import plans
-from tests.solver.integer.test_ilp import SOLVERS, bandwidths, latencies, memories
+from tests.solver.search.integer.test_ilp import SOLVERS, bandwidths, latencies, memories
 from tests.solver.strategies import profiles
 
 WORKLOADS = Path(__file__).resolve().parents[3] / "shared" / "anchors" / "dnn-partitioning"

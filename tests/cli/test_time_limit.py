@@ -12,8 +12,7 @@ from planner.cli.arguments.time_limit import TIME_LIMIT, progress_text, shown
 from planner.cli.main import build_parser, main
 from planner.formats.plan import load_plan
 from planner.formats.profile import save_profile
-from planner.solver.candidates.budget import Patience
-from planner.solver.candidates.progress import Progress
+from planner.solver.problem.budget import Patience, Progress
 from tests.formats.test_repeated_blocks import transformer
 
 

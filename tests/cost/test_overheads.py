@@ -23,8 +23,8 @@ from planner.formats.plan_shape import shape_of
 from planner.formats.profile import Device, Profile
 from planner.schedule.registry import find
 from planner.solver.assemble import assemble
-from planner.solver.problem import Problem
-from planner.solver.result import Evaluation
+from planner.solver.problem.problem import Problem
+from planner.solver.problem.result import Evaluation
 from tests.samples import layer, profile
 
 MB = 10**6

@@ -23,9 +23,9 @@ from planner.model.options import PLAIN, ModuleOptions
 from planner.model.spec import load_model_file
 from planner.schedule.registry import find
 from planner.solver.assemble import assemble
-from planner.solver.chain.vertical_sync import synced
-from planner.solver.problem import Problem
-from planner.solver.result import Evaluation
+from planner.solver.other_schedules import synced
+from planner.solver.problem.problem import Problem
+from planner.solver.problem.result import Evaluation
 
 _OF_COMPILED = [name for name in Compiled.model_fields if name != "runs"]
 

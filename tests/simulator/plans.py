@@ -14,8 +14,8 @@ from planner.formats.plan import Plan
 from planner.formats.profile import Layer
 from planner.schedule.registry import find
 from planner.solver.assemble import assemble
-from planner.solver.problem import Problem
-from planner.solver.result import Evaluation
+from planner.solver.problem.problem import Problem
+from planner.solver.problem.result import Evaluation
 from tests.samples import layer, profile
 
 

@@ -13,8 +13,8 @@ from benchmarks.stage_ways import options_of
 from planner.cost.candidate import Candidate
 from planner.cost.kinds import kind_on
 from planner.cost.layer_costs import LayerCosts
-from planner.solver.problem import Problem
-from planner.solver.result import Evaluation
+from planner.solver.problem.problem import Problem
+from planner.solver.problem.result import Evaluation
 
 MOST_LAYERS = 10
 RESOLUTION = 1e-11  # relative difference of times that count as equal

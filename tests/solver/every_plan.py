@@ -15,7 +15,7 @@ import numpy as np
 
 from benchmarks.stage_ways import Way, combined, options_of, unbeaten
 from planner.cost.candidate import Candidate
-from planner.solver.problem import Problem
+from planner.solver.problem.problem import Problem
 
 
 @dataclass

@@ -9,9 +9,9 @@ from planner.formats.cluster import Cluster
 from planner.formats.cost_model_names import CostModelName
 from planner.schedule.one_forward_one_backward import ONE_F_ONE_B
 from planner.schedule.schedule import Schedule
-from planner.solver.problem import Problem
-from planner.solver.result import Evaluation
-from planner.solver.stage_rules import StageRules
+from planner.solver.problem.problem import Problem
+from planner.solver.problem.result import Evaluation
+from planner.solver.problem.stage_rules import StageRules
 from tests.solver import brute
 
 

@@ -15,13 +15,13 @@ from planner.formats.cost_model_names import CostModelName
 from planner.formats.profile import Profile
 from planner.schedule.double_buffered import TWO_BW
 from planner.schedule.registry import find
-from planner.solver.bounds.registry import bounds_for
-from planner.solver.chain.search import Search
-from planner.solver.chain.states import Chain
-from planner.solver.chain.synchronous import SynchronousSearch
-from planner.solver.graph.downsets import Downsets, enumerate_downsets
-from planner.solver.problem import Limits
-from planner.solver.stage_rules import StageRules
+from planner.solver.problem.bounds import bounds_for
+from planner.solver.problem.problem import Limits
+from planner.solver.problem.stage_rules import StageRules
+from planner.solver.problem.states import Chain
+from planner.solver.search.chain.search import Search
+from planner.solver.search.chain.synchronous import SynchronousSearch
+from planner.solver.search.graph.downsets import Downsets, enumerate_downsets
 from tests.solver.brute import downsets, rank
 from tests.solver.oracle import brute_force
 from tests.solver.strategies import profiles

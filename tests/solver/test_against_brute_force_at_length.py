@@ -14,14 +14,14 @@ from planner.formats.cluster import Cluster, flat_cluster
 from planner.formats.profile import Profile
 from planner.schedule.interleaved import INTERLEAVED
 from planner.schedule.registry import find
-from planner.solver.bounds.registry import bounds_for
-from planner.solver.chain.interleaved import InterleavedSearch
-from planner.solver.chain.search import Search
-from planner.solver.chain.states import Chain
-from planner.solver.chain.synchronous import SynchronousSearch
-from planner.solver.problem import Limits
-from planner.solver.result import CutPath
-from planner.solver.stage_rules import StageRules
+from planner.solver.problem.bounds import bounds_for
+from planner.solver.problem.problem import Limits
+from planner.solver.problem.result import CutPath
+from planner.solver.problem.stage_rules import StageRules
+from planner.solver.problem.states import Chain
+from planner.solver.search.chain.interleaved import InterleavedSearch
+from planner.solver.search.chain.search import Search
+from planner.solver.search.chain.synchronous import SynchronousSearch
 from tests.samples import layer, profile
 from tests.solver.oracle import brute_force
 

@@ -23,12 +23,12 @@ from planner.formats.profile import DEGREE_COLUMNS, DegreeCosts, Profile
 from planner.schedule.registry import find
 from planner.simulator.plan import simulate, simulated_s
 from planner.solver import solve
-from planner.solver.chain.mixed_degrees import MixedDegrees
-from planner.solver.chain.states import Chain
 from planner.solver.degrees import cuts_by_degree, relaxed_seconds
-from planner.solver.problem import Problem
-from planner.solver.result import stages_along
-from planner.solver.stage_rules import StageRules
+from planner.solver.problem.problem import Problem
+from planner.solver.problem.result import stages_along
+from planner.solver.problem.stage_rules import StageRules
+from planner.solver.problem.states import Chain
+from planner.solver.search.chain.mixed_degrees import MixedDegrees
 from tests.samples import layer, profile
 from tests.solver.every_plan import EveryPlan
 from tests.solver.test_new_axes import random_model

@@ -12,7 +12,7 @@ from planner.formats.repeated_blocks import block_ends
 from planner.schedule.registry import find
 from planner.solver import solve
 from planner.solver.granularity import PAYS
-from planner.solver.stage_rules import Granularity
+from planner.solver.problem.stage_rules import Granularity
 from tests.formats.test_repeated_blocks import transformer
 
 MODEL = transformer(6, "h.{block}.part{part}")

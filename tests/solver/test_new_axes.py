@@ -14,12 +14,12 @@ from planner.formats.codecs import CODECS
 from planner.formats.profile import Profile
 from planner.schedule.registry import find
 from planner.solver import solve
-from planner.solver.chain.states import Chain
-from planner.solver.levels.levels import nearest_search, search_levels
-from planner.solver.pipeline_search import PipelineSearch
-from planner.solver.problem import Problem
-from planner.solver.result import stages_along
-from planner.solver.stage_rules import StageRules
+from planner.solver.problem.problem import Problem
+from planner.solver.problem.result import stages_along
+from planner.solver.problem.stage_rules import StageRules
+from planner.solver.problem.states import Chain
+from planner.solver.search.levels.levels import nearest_search, search_levels
+from planner.solver.search.pipeline_search import PipelineSearch
 from tests.samples import layer, profile
 from tests.solver.brute import brute_force
 from tests.solver.every_plan import EveryPlan

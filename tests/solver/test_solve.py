@@ -20,12 +20,12 @@ from planner.formats.pipedream import load_graph_txt
 from planner.formats.profile import Profile
 from planner.schedule.registry import find
 from planner.solver import solve
-from planner.solver.bounds.registry import bounds_for
-from planner.solver.candidates.pipelines import transfers
-from planner.solver.chain.search import Search
-from planner.solver.chain.states import Chain
-from planner.solver.infeasible import round_up
-from planner.solver.problem import Limits
+from planner.solver.evaluate.pipelines import transfers
+from planner.solver.problem.bounds import bounds_for
+from planner.solver.problem.infeasible import round_up
+from planner.solver.problem.problem import Limits
+from planner.solver.problem.states import Chain
+from planner.solver.search.chain.search import Search
 from planner.units import parse_bytes
 from tests.samples import layer, profile
 from tests.solver.oracle import brute_force
@@ -245,7 +245,7 @@ def test_a_rough_start_does_not_change_the_answer(monkeypatch: pytest.MonkeyPatc
     for memory in (None, 900):
         answers = []
         for rough in (5, 300):
-            monkeypatch.setattr("planner.solver.chain.search._ROUGH_STATES", rough)
+            monkeypatch.setattr("planner.solver.search.chain.search._ROUGH_STATES", rough)
             answers.append(
                 Search(Chain(layer_costs), bounds_for("resource", Link(20.0, 0.1)), Limits(40, memory)).best()
             )

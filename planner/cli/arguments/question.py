@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from planner.analysis.solve_options import SolveOptions
     from planner.formats.plan import Plan
     from planner.formats.profile import Profile
-    from planner.solver.candidates.budget import Patience
+    from planner.solver.problem.budget import Patience
 
 _CLUSTER = (
     "gpus",
@@ -116,7 +116,7 @@ def options_of(args: argparse.Namespace, patience: Patience) -> SolveOptions:
 @contextmanager
 def patience_of(args: argparse.Namespace) -> Iterator[Patience]:
     """Start the clock of all that the verb does, by the arguments, and show on stderr how far the searches are."""
-    from planner.solver.candidates.budget import Patience
+    from planner.solver.problem.budget import Patience
 
     with shown() as progress:
         yield Patience.of(args.time_limit, progress)

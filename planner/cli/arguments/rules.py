@@ -9,7 +9,7 @@ from planner.cli.arguments.numbers import at_least, degrees
 from planner.schedule.defaults import LATE_UPDATES
 
 if TYPE_CHECKING:
-    from planner.solver.stage_rules import StageRules
+    from planner.solver.problem.stage_rules import StageRules
 
 RULES = ("recompute", "shard_optimizer", "max_stages", "max_staleness", "granularity", "tensor")
 
@@ -54,6 +54,6 @@ def add_rule_arguments(parser: argparse.ArgumentParser) -> None:
 
 def rules_of(args: argparse.Namespace) -> StageRules:
     """Return what stages may be like, by the arguments."""
-    from planner.solver.stage_rules import StageRules
+    from planner.solver.problem.stage_rules import StageRules
 
     return StageRules(**{name: value for name in RULES if (value := getattr(args, name)) is not None})

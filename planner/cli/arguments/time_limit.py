@@ -14,7 +14,7 @@ from planner.cli.output import ProgressLine, print_progress
 from planner.units import format_seconds, parse_seconds
 
 if TYPE_CHECKING:
-    from planner.solver.candidates.progress import Progress
+    from planner.solver.problem.budget import Progress
 
 TIME_LIMIT = "60s"
 QUIET_S = 2.0  # before anything is shown
@@ -41,7 +41,7 @@ def _limit(text: str) -> float | None:
 @contextmanager
 def shown() -> Iterator[Progress]:
     """Show on stderr what the searches know that the progress is given to, from two seconds on."""
-    from planner.solver.candidates.progress import Progress
+    from planner.solver.problem.budget import Progress
 
     progress, done = Progress(), threading.Event()
     watcher = threading.Thread(target=_watch, args=(progress, done), name="progress", daemon=True)

@@ -166,7 +166,7 @@ class _Progress:
 
 def evaluation_line(evaluation: Evaluation) -> str:
     """Return an evaluation's numbers as one line."""
-    from planner.report.tables.runs import evaluation_numbers
+    from planner.report.tables.training import evaluation_numbers
 
     return f"evaluation after minibatch {evaluation.minibatch}: {evaluation_numbers(evaluation)}"
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 from itertools import islice, permutations, product
 
 from planner.cost.candidate import Candidate
-from planner.solver.candidates.evaluation import priced
 from planner.solver.candidates.first_plans import Leaner
-from planner.solver.problem import Problem
-from planner.solver.result import Evaluation
+from planner.solver.evaluate.evaluation import priced
+from planner.solver.problem.problem import Problem
+from planner.solver.problem.result import Evaluation
 
 MOST = 24  # ways to share out the GPUs that are priced for one plan
 

@@ -15,8 +15,6 @@ import numpy as np
 
 from planner.cost.rounding import SLACK
 from planner.cost.weight_copies import counted_with_copies
-from planner.solver.candidates.budget import OutOfTimeError
-from planner.solver.candidates.evaluation import SETTLED, fastest, simulated
 from planner.solver.candidates.kinds import (
     KINDS,
     DataParallelSearch,
@@ -27,16 +25,18 @@ from planner.solver.candidates.kinds import (
     slowed,
     steps_below,
 )
-from planner.solver.candidates.orders import in_every_order
-from planner.solver.candidates.pipelines import MOST_WORKERS, too_large
-from planner.solver.chain.fewest import FEW_STATES
-from planner.solver.chain.search import RESOLUTION, Search
-from planner.solver.chain.states import Chain, StateSpace
-from planner.solver.chain.synchronous import SynchronousSearch
-from planner.solver.levels.levels import MOST_PLACED, PathPrices, local_search_for, search_levels
-from planner.solver.levels.local_search import LocalSearch
-from planner.solver.pipeline_search import MOST_SYNCHRONOUS_STATES, PipelineSearch
-from planner.solver.result import Evaluation
+from planner.solver.evaluate.evaluation import SETTLED, fastest, simulated
+from planner.solver.evaluate.orders import in_every_order
+from planner.solver.evaluate.pipelines import MOST_WORKERS, too_large
+from planner.solver.problem.budget import OutOfTimeError
+from planner.solver.problem.result import RESOLUTION, Evaluation
+from planner.solver.problem.states import Chain, StateSpace
+from planner.solver.search.chain.fewest import FEW_STATES
+from planner.solver.search.chain.search import Search
+from planner.solver.search.chain.synchronous import SynchronousSearch
+from planner.solver.search.levels.levels import MOST_PLACED, PathPrices, local_search_for, search_levels
+from planner.solver.search.levels.local_search import LocalSearch
+from planner.solver.search.pipeline_search import MOST_SYNCHRONOUS_STATES, PipelineSearch
 
 SLOWER_LINKS = (1.0, 2.0)  # factors by which links are slower in the alternatives of synchronous schedules
 # Alternatives for faster links, on clusters of several levels: the factor between them, and how many.

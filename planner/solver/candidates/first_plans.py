@@ -22,14 +22,14 @@ from planner.cost.recomputation import Choices, Recomputation
 from planner.cost.rounding import SLACK
 from planner.cost.stage_options import Groups, StageOptions
 from planner.cost.work import Floats
-from planner.solver.candidates.budget import Budget
-from planner.solver.candidates.evaluation import priced, simulated
 from planner.solver.candidates.kinds import counts_to_try
-from planner.solver.chain.states import Chain, Coarse
-from planner.solver.pipeline_search import PipelineSearch
-from planner.solver.problem import Problem
+from planner.solver.evaluate.evaluation import priced, simulated
+from planner.solver.problem.budget import Budget
+from planner.solver.problem.problem import Problem
+from planner.solver.problem.result import Evaluation, Found
+from planner.solver.problem.states import Chain, Coarse
 from planner.solver.reference.baselines import equal_blocks, equal_time
-from planner.solver.result import Evaluation, Found
+from planner.solver.search.pipeline_search import PipelineSearch
 
 GRACE_S = 1.0  # to simulate these plans after the time limit: otherwise nobody knows which is the fastest
 MOST_SIMULATED = 3  # of the best by the cost model, before the search begins

@@ -14,13 +14,13 @@ import numpy as np
 
 from planner.cost.rounding import SLACK
 from planner.solver.candidates.allotment import allotted
-from planner.solver.candidates.evaluation import SETTLED, priced_path, simulated
-from planner.solver.candidates.orders import in_every_order
-from planner.solver.chain.best_ways import BestWays
-from planner.solver.chain.states import Chain
-from planner.solver.levels.local_search import Effort, LocalSearch
-from planner.solver.problem import Problem
-from planner.solver.result import CutPath, Evaluation, Found, stages_along
+from planner.solver.evaluate.evaluation import SETTLED, priced_path, simulated
+from planner.solver.evaluate.orders import in_every_order
+from planner.solver.problem.problem import Problem
+from planner.solver.problem.result import CutPath, Evaluation, Found, stages_along
+from planner.solver.problem.states import Chain
+from planner.solver.search.chain.ways import BestWays
+from planner.solver.search.levels.local_search import Effort, LocalSearch
 
 STARTS = 4  # of the search, each at another number of stages
 FARTHER = 4  # times as many plans are priced on clusters of several levels, with half as many times the instructions

@@ -23,12 +23,12 @@ from planner.cost.network.link import Link
 from planner.cost.rounding import SLACK
 from planner.cost.stage_options import ShardRule
 from planner.cost.work import Integers
-from planner.solver.candidates.budget import OutOfTimeError
-from planner.solver.candidates.pipelines import MOST_WORKERS
-from planner.solver.chain.search import RESOLUTION, Search
-from planner.solver.chain.states import StateSpace
-from planner.solver.problem import Limits, Problem
-from planner.solver.result import CutPath, stages_along
+from planner.solver.evaluate.pipelines import MOST_WORKERS
+from planner.solver.problem.budget import OutOfTimeError
+from planner.solver.problem.problem import Limits, Problem
+from planner.solver.problem.result import RESOLUTION, CutPath, stages_along
+from planner.solver.problem.states import StateSpace
+from planner.solver.search.chain.search import Search
 
 DENSE = 16  # every number of GPUs up to this is tried; larger pipelines take longer to simulate
 NEAR = 4  # above, this many numbers are tried from the cluster's down, and some below

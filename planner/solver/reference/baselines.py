@@ -19,12 +19,12 @@ from planner.cost.recomputation import units_of
 from planner.cost.work import Floats
 from planner.formats.blocks import blocks_of
 from planner.formats.cluster import Cluster
-from planner.solver.bounds.registry import bounds_for
-from planner.solver.candidates.budget import NO_HURRY, Deadline, OutOfTimeError
 from planner.solver.candidates.kinds import StraightSearch, counts_to_try
-from planner.solver.chain.states import Chain, column
-from planner.solver.problem import Limits
-from planner.solver.stage_rules import StageRules
+from planner.solver.problem.bounds import bounds_for
+from planner.solver.problem.budget import NO_HURRY, Deadline, OutOfTimeError
+from planner.solver.problem.problem import Limits
+from planner.solver.problem.stage_rules import StageRules
+from planner.solver.problem.states import Chain, column
 
 
 def data_parallel(layer_costs: LayerCosts, gpus: int) -> list[Candidate]:

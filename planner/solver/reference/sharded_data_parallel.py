@@ -31,9 +31,9 @@ from planner.cost.network.link import BUCKETS, Link, ring_all_reduce_s
 from planner.cost.work import Work
 from planner.formats.blocks import blocks_of
 from planner.formats.plan_parts import StageMemory
-from planner.solver.candidates.evaluation import priced
-from planner.solver.problem import Problem
-from planner.solver.result import Evaluation
+from planner.solver.evaluate.evaluation import priced
+from planner.solver.problem.problem import Problem
+from planner.solver.problem.result import Evaluation
 
 ZeroStage: TypeAlias = Literal[2, 3]
 

@@ -23,9 +23,9 @@ from planner.schedule.registry import find
 from planner.schedule.schedule import Schedule
 from planner.simulator.plan import costs_of, simulate, simulated_s
 from planner.solver.assemble import assemble
-from planner.solver.candidates.pipelines import pipeline_for
-from planner.solver.problem import Problem
-from planner.solver.result import Evaluation
+from planner.solver.evaluate.pipelines import pipeline_for
+from planner.solver.problem.problem import Problem
+from planner.solver.problem.result import Evaluation
 from tests.cost.works import EXAMPLE
 from tests.samples import layer, profile
 

@@ -13,7 +13,7 @@ from planner.executor.job import WorkerReport
 from planner.executor.observe.memory import GpuMemory, PeakMemory
 from planner.executor.run.outcome import memory_fields
 from planner.profiler.measured.device import describe_device
-from planner.report.tables.runs import workers_table
+from planner.report.tables.training import workers_table
 
 GB = 10**9
 

@@ -10,7 +10,7 @@ from planner.devices.place import cores_to_send
 from planner.errors import InputError, WorkerError
 from planner.formats.cluster import Cluster, Level
 from planner.profiler.links.measure_host import measure_host
-from planner.report.tables.plan import NO_OVERLAP, cluster_report
+from planner.report.tables.cluster import NO_OVERLAP, cluster_report
 
 
 @pytest.mark.slow

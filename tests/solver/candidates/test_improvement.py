@@ -9,12 +9,12 @@ from planner.cost.layer_costs import LayerCosts
 from planner.cost.setting import Setting
 from planner.formats.cluster import flat_cluster
 from planner.schedule.registry import find
-from planner.solver.candidates.budget import Budget
-from planner.solver.candidates.evaluation import evaluate, priced
 from planner.solver.candidates.improvement import improved
-from planner.solver.problem import Problem
-from planner.solver.result import Found
-from planner.solver.stage_rules import StageRules
+from planner.solver.evaluate.evaluation import evaluate, priced
+from planner.solver.problem.budget import Budget
+from planner.solver.problem.problem import Problem
+from planner.solver.problem.result import Found
+from planner.solver.problem.stage_rules import StageRules
 from tests.samples import layer, profile
 from tests.solver.brute import plans
 

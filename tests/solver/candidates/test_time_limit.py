@@ -15,8 +15,8 @@ from planner.schedule.one_forward_one_backward import ONE_F_ONE_B
 from planner.schedule.schedule import Channel, PipelineShape
 from planner.simulator.pipeline_costs import PipelineCosts, StageCosts
 from planner.solver import solve
-from planner.solver.candidates.budget import Budget, Deadline
-from planner.solver.levels.best_first import BestFirst
+from planner.solver.problem.budget import Budget, Deadline
+from planner.solver.search.levels.best_first import BestFirst
 from tests.samples import layer, profile
 
 CHAIN = profile(*(layer(f"l{n}", 1 + n * 37 % 11, 2, output_bytes=1 + n * 29 % 7, weight_bytes=n) for n in range(40)))

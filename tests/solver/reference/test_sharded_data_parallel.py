@@ -14,12 +14,12 @@ from planner.formats.cluster import Cluster, flat_cluster
 from planner.formats.profile import Profile
 from planner.report.tables.compare import comparison_report
 from planner.schedule.flush import FLUSH
-from planner.solver.candidates.budget import Budget
-from planner.solver.candidates.evaluation import priced
-from planner.solver.problem import Problem
+from planner.solver.evaluate.evaluation import priced
+from planner.solver.problem.budget import Budget
+from planner.solver.problem.problem import Problem
+from planner.solver.problem.result import Evaluation
 from planner.solver.reference import baselines
 from planner.solver.reference.sharded_data_parallel import ZeroStage, sharded_data_parallel
-from planner.solver.result import Evaluation
 from tests.samples import layer, profile
 
 GPUS = 4

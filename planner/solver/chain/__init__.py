@@ -1,1 +1,0 @@
-"""Exact search over plans that cut a chain of layers."""

@@ -1,0 +1,208 @@
+"""Choose how many units each stage has in flight, so that a 1F1B pipeline is as fast as its busiest resource allows.
+
+The published depth, d_s = ceil(sum_{t>=s} r_t / r_s) (NOAM, SOSP'19), keeps all workers busy when messages take no time
+and replicas never wait for each other. Messages do take time, and the replicas of a stage wait for each other in
+every round, so the pipeline can run dry: simulated with equal work per worker and free links, 2-1-1 takes 1.5
+times and 4-3-1 2.2 times as long as its busiest worker. A few more minibatches in flight at the first stages cure that.
+They cost as many weight versions and updates of delay.
+
+In a steady state without idle workers, the r_s * d_s minibatches that a stage has outstanding are those of the next
+stage, one per replica, those that wait for the round to end, and those on the wire:
+
+    r_s * d_s  >=  r_{s+1} * d_{s+1}  +  r_s  +  (r_s - 1)  +  transfers / T
+
+The choice starts from the depths that this inequality gives; simulating the streams decides. It is by time alone, and
+of equally fast depths the shallowest: were a minibatch in flight to gain some share of the time, then a better cluster,
+on which it gains a little less than that, would have the slower plan. `max_staleness` and the memory bound the depth.
+
+1f1b-flush has the same published depths, and waits for every message of every microbatch. Deeper pipelines cost it only
+the memory of more activations, because nothing is updated meanwhile.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from planner.cost.rounding import SLACK
+from planner.schedule.schedule import warm_up_depths
+from planner.simulator.pipeline_costs import PipelineCosts
+from planner.solver.evaluate.pipelines import wires_s
+from planner.solver.problem.budget import Budget
+
+Depths = tuple[int, ...]
+
+TOLERANCE = 0.01  # a plan this close to the bound counts as optimal: timings are no better
+HOPELESS = 1.25  # ratio of times that deepening beyond the inequality at the top of this file does not gain
+FAR = 1.5  # likewise under synchronous schedules
+NEAR = 1.1  # ratio of times that going still deeper, or less deep, does not gain
+RESERVED = 0.5  # share of the budget that is kept for other pipelines than the one that is being deepened
+HARDLY = 0.005  # if all stages one deeper gain no more than this, the first few stages do not either
+
+
+@dataclass(frozen=True)
+class PipelineTimes:
+    """What the choice of depths depends on.
+
+    Args:
+        pipeline: its stages, at any depths.
+        wires_s: seconds of a unit's messages, both ways, by (source, target) stage.
+        busiest_s: busy seconds per unit of the busiest resource: no depth is faster.
+        deepest: per stage, the most units in flight that memory and schedule allow.
+        budget: of the search.
+    """
+
+    pipeline: PipelineCosts
+    wires_s: Mapping[tuple[int, int], float]
+    busiest_s: float
+    deepest: Depths
+    budget: Budget = field(default_factory=Budget.unlimited)
+
+    @property
+    def replicas(self) -> tuple[int, ...]:
+        """Replicas per stage."""
+        return tuple(len(ranks) for ranks in self.pipeline.shape.ranks)
+
+
+@dataclass(frozen=True)
+class DepthChoice:
+    """Depths per stage, and the simulated seconds per unit."""
+
+    depths: Depths
+    seconds_per_unit: float
+
+
+def hiding_depths(pipeline: PipelineCosts, published: Depths, unit_s: float) -> Depths:
+    """Return depths at which the stages before a boundary compute while a microbatch's messages cross it, both ways.
+
+    Forwards and backwards take turns, so each boundary needs whole microbatches more.
+
+    Args:
+        pipeline: of a synchronous schedule.
+        published: depths that are enough if messages take no time.
+        unit_s: seconds that the busiest resource takes per microbatch.
+    """
+    if unit_s <= 0:
+        return published
+    wires = wires_s(pipeline)
+    more, depths = 0, list(published)
+    for stage in reversed(range(len(depths) - 1)):
+        away_s = sum(seconds for (source, target), seconds in wires.items() if source <= stage < target)
+        more += math.ceil(away_s / unit_s)
+        depths[stage] += math.ceil(more / len(pipeline.shape.ranks[stage]))
+    return tuple(depths)
+
+
+def price_depths(
+    times: PipelineTimes, depths: Depths, *, needed: bool = False, hopeless_s: float = math.inf
+) -> DepthChoice | None:
+    """Simulate given depths, or return None if the budget does not allow it.
+
+    `needed`, `hopeless_s`, here per unit: see `Budget.steady_s`.
+    """
+    shape = replace(times.pipeline.shape, depths=depths)
+    hopeless_s *= shape.microbatches
+    minibatch_s = times.budget.steady_s(replace(times.pipeline, shape=shape), needed=needed, hopeless_s=hopeless_s)
+    if minibatch_s is None:
+        return None
+    # A pipeline that does not repeat itself within the run can seem a little faster than its busiest resource allows.
+    return DepthChoice(depths, max(times.busiest_s, minibatch_s / shape.microbatches))
+
+
+def choose_depths(times: PipelineTimes, below_s: float = math.inf) -> DepthChoice | None:
+    """Choose the published depths, or the shallowest of deeper ones that take least time.
+
+    Args:
+        times: of the pipeline.
+        below_s: seconds per unit that the pipeline has to reach. If the depths of the inequality are `HOPELESS` from
+            it, no others are tried; nor if more in flight at each stage leaves it farther than `NEAR`.
+
+    Returns:
+        None if the budget does not even allow to simulate the published depths.
+    """
+    published, counted, last = warm_up_depths(times.replicas), _counted_depths(times), len(times.replicas) - 1
+    counted = tuple(map(min, counted, times.deepest))
+    # The inequality is usually enough, and what is far from `below_s` with it needs no other simulation.
+    begin = published if math.isinf(below_s) else counted
+    first = price_depths(times, begin, needed=math.isinf(below_s), hopeless_s=below_s * HOPELESS)
+    if first is None or first.seconds_per_unit > below_s * HOPELESS:
+        return first
+    best = first
+    tried: dict[Depths, DepthChoice | None] = {begin: first}
+    # One pipeline with many depths to try must not use up what other candidates need.
+    reserved = times.budget.left * RESERVED
+
+    def consider(candidate: Depths) -> float:
+        """Simulate a candidate, keep it if it is better, and return the share of the time that it gains."""
+        nonlocal best
+        depths = tuple(map(min, candidate, times.deepest))
+        if best.seconds_per_unit <= times.busiest_s * (1 + SLACK):
+            return 0.0  # no depth is faster
+        if depths not in tried and times.budget.left < reserved:
+            times.budget.exhausted = False
+            return 0.0
+        if depths not in tried:
+            tried[depths] = price_depths(times, depths)
+        before, deeper = best.seconds_per_unit, tried[depths]
+        if deeper is None:
+            return 0.0
+        if _better(deeper, best):
+            best = deeper
+        return 1 - deeper.seconds_per_unit / before
+
+    consider(counted)
+    consider(_counted_depths(times, more=1))
+    if best.seconds_per_unit > below_s * NEAR:
+        return best
+    gained = consider(_more(counted, 1, last))
+    if gained > HARDLY:
+        # Long pipelines are slow to simulate: for those, deepen only the first stage or all.
+        for upto in range(1, last) if last < 8 else (1,):
+            consider(_more(counted, 1, upto))
+    consider(_more(counted, 2, last))
+    consider(published)
+    return best if best.depths == published or best.seconds_per_unit > below_s else _trimmed(times, best)
+
+
+def _more(depths: Depths, more: int, upto: int) -> Depths:
+    """Return depths with `more` units in flight at the stages before `upto`."""
+    return tuple(depth + more * (stage < upto) for stage, depth in enumerate(depths))
+
+
+def _better(deeper: DepthChoice, best: DepthChoice) -> bool:
+    """Return whether `deeper` takes less time; equals within rounding go to the one with fewer units in flight."""
+    one, other = deeper.seconds_per_unit, best.seconds_per_unit
+    alike = abs(one - other) <= SLACK * other
+    return sum(deeper.depths) < sum(best.depths) if alike else one < other
+
+
+def _trimmed(times: PipelineTimes, best: DepthChoice) -> DepthChoice:
+    """Reduce the depth of the first stage, which has most in flight, as far as that costs no time."""
+    # Bisection, because the time falls with the depth; only the first stage, to keep the number of simulations small.
+    low, high = warm_up_depths(times.replicas)[0], best.depths[0]
+    while low < high:
+        middle = (low + high) // 2
+        less = price_depths(times, (middle, *best.depths[1:]))
+        if less is None:
+            break
+        if less.seconds_per_unit > best.seconds_per_unit * (1 + SLACK):
+            low = middle + 1
+        else:
+            best, high = less, middle
+    return best
+
+
+def _counted_depths(times: PipelineTimes, more: int = 0) -> Depths:
+    """Solve the inequality at the top of this file from the last stage to the first; `more` for all but the last."""
+    replicas, published = times.replicas, warm_up_depths(times.replicas)
+    depths = [1]
+    outstanding = 2.0 * replicas[-1] - 1
+    for stage in reversed(range(len(replicas) - 1)):
+        own_s = times.pipeline.stages[stage].compute_s
+        wire_s = sum(seconds for (source, target), seconds in times.wires_s.items() if source <= stage < target)
+        outstanding += min(own_s / times.busiest_s, replicas[stage]) + replicas[stage] - 1 + wire_s / times.busiest_s
+        depth = math.ceil(outstanding / replicas[stage] * (1 - TOLERANCE))
+        depths.append(max(depth, published[stage]) + more)
+        outstanding = float(depths[-1] * replicas[stage])
+    return tuple(reversed(depths))

@@ -1,0 +1,232 @@
+"""Evaluate candidate plans: price them, choose their depths, and simulate them.
+
+The cost model knows how long each resource is busy, and the search is exact for it. Only the simulation of the schedule
+knows what workers wait for messages and for each other, and what links do when several messages cross them at once. A
+simulated time is never less than the cost model's. So candidates are simulated in the order of their cost-model times,
+and once the next one would be no faster even without waiting, none of the rest can be.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from planner.cost.candidate import Candidate
+from planner.cost.communicators import reserves_of, with_overheads
+from planner.cost.kinds import with_kinds
+from planner.cost.network.link import backward_and_reduce_s, ring_all_reduce_s
+from planner.cost.price import stage_memory
+from planner.cost.rounding import SLACK
+from planner.formats.cluster import Level
+from planner.simulator.pipeline_costs import PipelineCosts
+from planner.solver.evaluate.depth import (
+    FAR,
+    Depths,
+    PipelineTimes,
+    choose_depths,
+    hiding_depths,
+    price_depths,
+)
+from planner.solver.evaluate.orders import in_every_order
+from planner.solver.evaluate.pipelines import pipeline_for, too_large, wires_s
+from planner.solver.problem.problem import Problem
+from planner.solver.problem.result import CutPath, Evaluation, stages_along
+from planner.solver.problem.stage_rules import UNLIMITED
+from planner.solver.problem.states import StateSpace
+
+# Stages up to which a pipeline is deepened where memory does not allow all of them what hides their messages. Of longer
+# ones, none got faster, and many took twice as long, because the stages cut off keep the others waiting.
+SHORT = 8
+SETTLED = 1e-3  # a plan this close to the lower bound needs no alternative
+
+
+def priced(problem: Problem, stages: Sequence[Candidate]) -> Evaluation:
+    """Price a candidate by the cost model, on the devices of its ranks."""
+    placed = with_kinds(problem.layer_costs, stages, problem.setting)
+    return Evaluation(placed, problem.price(placed))
+
+
+def priced_path(problem: Problem, space: StateSpace, path: CutPath) -> Evaluation:
+    """Price a path over a space by the cost model, also one for more GPUs than there are."""
+    if path.gpus > problem.cluster.gpus:
+        link = problem.link
+        level = Level(
+            size=path.gpus,
+            bandwidth_bytes_per_s=link.bandwidth_bytes_per_s,
+            latency_s=link.latency_s,
+            all_reduce_bandwidth_bytes_per_s=link.all_reduce_bandwidth_bytes_per_s,
+        )
+        problem = problem.on(problem.cluster.model_copy(update={"levels": (level,), "memory_bytes": None, "kinds": ()}))
+    return priced(problem, stages_along(space, path))
+
+
+def evaluate(problem: Problem, stages: Sequence[Candidate]) -> Evaluation:
+    """Price a candidate, choose its depths and simulate it; the published cost models' prices stand as they are."""
+    within, groups, degree = problem.in_groups(stages)
+    if degree > 1:
+        return evaluate(within, groups).divided(degree)
+    candidate = priced(problem, stages)
+    return simulated(problem, candidate) if problem.simulates else candidate
+
+
+def simulated(problem: Problem, candidate: Evaluation, below_s: float = math.inf) -> Evaluation:
+    """Simulate a priced candidate, at the depths that this chooses where the schedule allows deeper ones.
+
+    Args:
+        problem: whose budget is spent.
+        candidate: priced by the cost model, at the published depths.
+        below_s: it only matters whether the plan is this fast: a plan that is far from it is not deepened. Where
+            infinite, a time is needed, and only the deadline ends the simulation.
+
+    Returns:
+        The candidate as it is if it is too large to simulate, or if the budget is spent before the simulation ends.
+    """
+    if too_large(problem, candidate.stages):
+        return candidate
+    evaluation = _Simulated(problem, candidate, below_s).evaluation()
+    if evaluation.simulated:
+        problem.budget.progress.meet(candidate.config, evaluation.seconds)
+        problem.budget.count += 1
+        problem.budget.seen[candidate.stages] = evaluation
+    return evaluation
+
+
+def fastest(problem: Problem, candidates: Iterable[Evaluation], best: Evaluation | None = None) -> Evaluation:
+    """Simulate priced candidates in every order of their workers, the most promising first, and return the fastest.
+
+    Args:
+        problem: whose budget is spent.
+        candidates: at least one; the first of equally fast ones is preferred.
+        best: a candidate that has been simulated already.
+    """
+    budget = problem.budget
+    ordered = in_every_order(problem, candidates)
+    least_s = ordered[0].seconds
+    for candidate in ordered:
+        if best is None:
+            best = simulated(problem, candidate)
+            continue
+        # Simulating only adds waiting, so all candidates from here on are slower than the best.
+        if candidate.seconds >= best.seconds * (1 - SLACK) or best.seconds <= least_s * (1 + SETTLED):
+            break
+        # Different searches propose the same stages; simulating them again would only spend the budget.
+        if candidate.stages in budget.seen:
+            continue
+        if budget.over:
+            budget.exhausted = False
+            break
+        evaluation = simulated(problem, candidate, best.seconds)
+        if evaluation.simulated and evaluation.saves(best):
+            best = evaluation
+    assert best is not None
+    return best
+
+
+@dataclass(frozen=True)
+class _Simulated:
+    """One simulation: see `simulated`."""
+
+    problem: Problem
+    candidate: Evaluation
+    below_s: float
+
+    def evaluation(self) -> Evaluation:
+        """Return the simulated candidate, at the best depths."""
+        if self.problem.schedule.asynchronous:
+            return self._asynchronous()
+        if self.problem.schedule.deepens:
+            return self._synchronous()
+        # The other schedules (gpipe, naive, zb-h1, chunked ones) fix their depths.
+        pipeline = pipeline_for(self.problem, self.candidate)
+        seconds = self.problem.budget.steady_s(pipeline, needed=math.isinf(self.below_s))
+        return self.candidate if seconds is None else self._at(seconds, None)
+
+    def _asynchronous(self) -> Evaluation:
+        """Choose the depths of an asynchronous pipeline."""
+        problem, price = self.problem, self.candidate.price
+        pipeline = pipeline_for(problem, self.candidate)
+        times = PipelineTimes(
+            pipeline=pipeline,
+            wires_s=wires_s(pipeline),
+            busiest_s=self._busiest_s(pipeline) / problem.microbatches,
+            deepest=self._deepest(),
+            budget=problem.budget,
+        )
+        if problem.depth == "auto":
+            choice = choose_depths(times, self.below_s / problem.microbatches)
+        else:
+            choice = price_depths(times, price.in_flight, needed=math.isinf(self.below_s))
+        if choice is None:
+            return self.candidate
+        return self._at(choice.seconds_per_unit * problem.microbatches, choice.depths)
+
+    def _busiest_s(self, pipeline: PipelineCosts) -> float:
+        """Return the busy seconds per minibatch of the busiest resource.
+
+        The cost model does not know a stage's buckets. It takes a sixth of an all-reduce to follow the backward, and
+        the last bucket may be less.
+        """
+        problem, bottleneck = self.problem, self.candidate.price.bottleneck
+        costs, replicas = pipeline.stages[bottleneck.stage], self.candidate.stages[bottleneck.stage].replicas
+        if bottleneck.resource != "compute" or not costs.ready_s:
+            return bottleneck.busy_s
+        link = problem.link
+        if problem.placed:
+            link = problem.topology.stage_link(self.candidate.ranks[bottleneck.stage])
+        reduce_s = float(ring_all_reduce_s(costs.reduced_bytes, replicas, link))
+        last_s = costs.backward_s + (costs.accumulate_s if problem.microbatches > replicas else 0.0)
+        counted_s = float(backward_and_reduce_s(last_s, reduce_s, link))
+        less_s = max(0.0, counted_s - costs.buckets(last_s).reduced_s(reduce_s)) if link.overlap else 0.0
+        return bottleneck.busy_s - (less_s if problem.schedule.divides else less_s / replicas)
+
+    def _synchronous(self) -> Evaluation:
+        """Choose between the published depths of a synchronous pipeline and those that hide its messages."""
+        problem, budget = self.problem, self.problem.budget
+        pipeline = pipeline_for(problem, self.candidate)
+        best, best_s = self.candidate.price.in_flight, budget.steady_s(pipeline, needed=math.isinf(self.below_s))
+        if best_s is None:
+            return self.candidate
+        unit_s = self.candidate.price.bottleneck.busy_s / problem.microbatches
+        wanted = hiding_depths(pipeline, best, unit_s)
+        if problem.depth == "auto" and best_s <= self.below_s * FAR and wanted != best:
+            deeper = tuple(map(min, wanted, self._deepest()))
+            at_deeper = replace(pipeline, shape=replace(pipeline.shape, depths=deeper))
+            worth = deeper != best and (deeper == wanted or len(deeper) <= SHORT)
+            deeper_s = budget.steady_s(at_deeper) if worth else None
+            if deeper_s is not None and deeper_s < best_s * (1 - SLACK):
+                best, best_s = deeper, deeper_s
+        return self._at(best_s, best)
+
+    def _at(self, seconds: float, depths: Depths | None) -> Evaluation:
+        """Return the candidate with simulated seconds, and with the memory of these depths where they are chosen."""
+        price, schedule = self.candidate.price.simulated(seconds), self.problem.schedule
+        if depths is not None:
+            footprint, microbatches = self.problem.layer_costs.footprint, self.problem.microbatches
+            memory = tuple(
+                stage_memory(footprint(stage).divided(microbatches), depth, schedule.versions(depth))
+                for stage, depth in zip(self.candidate.stages, depths, strict=True)
+            )
+            memory = with_overheads(self.problem.layer_costs, self.candidate.stages, memory, price.workers)
+            price = replace(price, in_flight=depths, memory=memory)
+        return replace(self.candidate, price=price)
+
+    def _deepest(self) -> Depths:
+        """Return, for each stage, the most units in flight that memory, weight versions and minibatch allow.
+
+        The published depths are always allowed.
+        """
+        problem, deepest = self.problem, []
+        schedule, microbatches = problem.schedule, problem.microbatches
+        reserves = reserves_of(problem.layer_costs, self.candidate.stages)
+        for stage, published, reserve in zip(
+            self.candidate.stages, self.candidate.price.in_flight, reserves, strict=True
+        ):
+            most = min(schedule.deepest(stage.replicas, microbatches) or UNLIMITED, problem.rules.deepest(schedule))
+            memory_bytes = problem.cluster.memory_of(stage.options.kind)
+            if memory_bytes is not None:
+                footprint = problem.layer_costs.footprint(stage).divided(microbatches)
+                stashing, versions, room = schedule.stashes, schedule.weight_versions, reserve.room(memory_bytes)
+                most = min(most, int(footprint.most_in_flight(room, stashing=stashing, versions=versions)))
+            deepest.append(max(published, most))
+        return tuple(deepest)

@@ -1,0 +1,119 @@
+"""A candidate plan as the simulation sees it: shape, seconds of its stages, and what they exchange."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from planner.cost.candidate import Candidate
+from planner.cost.layer_costs import LayerCosts, messages
+from planner.cost.network.topology import Topology
+from planner.cost.weight_copies import buckets_in, copied_in, shared_in
+from planner.formats.plan_parts import Shared, Transfer
+from planner.formats.plan_shape import trainable_pairs
+from planner.formats.shared_weights import SharedWeight
+from planner.schedule.schedule import Channel, PipelineShape
+from planner.simulator.pipeline_costs import PipelineCosts, StageCosts
+from planner.solver.problem.problem import Problem
+from planner.solver.problem.result import Evaluation
+
+MOST_WORKERS = 64  # beyond, simulating takes too long
+MOST_COMPUTATIONS = 2**12  # forwards of a minibatch on all workers, likewise
+
+
+def too_large(problem: Problem, stages: Sequence[Candidate]) -> bool:
+    """Return whether simulating these stages takes longer than a search should; the cost model's time counts then."""
+    workers, microbatches = sum(stage.replicas for stage in stages), problem.microbatches
+    if problem.schedule.asynchronous:
+        return workers > MOST_WORKERS or workers * microbatches > MOST_COMPUTATIONS
+    return len(stages) * microbatches > MOST_COMPUTATIONS
+
+
+def pipeline_for(problem: Problem, candidate: Evaluation) -> PipelineCosts:
+    """Return the pipeline of a candidate, with as many units in flight as its price says.
+
+    It equals what `planner.simulator.plan.costs_of` makes of the candidate's plan.
+    """
+    layer_costs, stages = problem.layer_costs, candidate.stages
+    moved, shared = transfers(layer_costs, stages), shared_between(layer_costs, stages)
+    shape = PipelineShape(
+        ranks=candidate.ranks,
+        channels=tuple(Channel(t.source, t.target, t.gradient_bytes > 0) for t in moved),
+        schedule=problem.schedule,
+        microbatches=problem.microbatches,
+        depths=candidate.price.in_flight,
+        shared=trainable_pairs(shared, [stage.replicas for stage in stages], problem.schedule),
+    )
+    degrees = [stage.options.tensor for stage in stages]
+    return PipelineCosts.of(shape, problem.cluster, stage_costs(layer_costs, stages), moved, shared, degrees)
+
+
+def stage_costs(layer_costs: LayerCosts, stages: Sequence[Candidate]) -> list[StageCosts]:
+    """Return the costs of each stage with its copies of shared weights."""
+    works = [layer_costs.work(stage) for stage in stages]
+    return [
+        StageCosts(
+            forward_s=float(work.forward_s),
+            backward_s=float(work.backward_s),
+            update_s=(float(work.update_s) + sum(layer.update_s for layer in again)) / stage.options.shards,
+            recompute_s=float(work.recompute_s),
+            accumulate_s=float(work.accumulate_s) + sum(layer.accumulate_s for layer in again),
+            ready_s=(buckets := buckets_in(layer_costs, stage, again)).ready_s,
+            ready_shares=buckets.shares,
+            late_s=max(0.0, buckets.ready_s[-1] - float(work.backward_s)) if buckets.ready_s else 0.0,
+            gradient_bytes=int(work.trainable_bytes) + sum(layer.gradient_bytes for layer in again),
+            sharded=stage.options.sharded,
+        )
+        for work, stage, again in zip(works, stages, copied_in(layer_costs, stages), strict=True)
+    ]
+
+
+def transfers(layer_costs: LayerCosts, stages: Sequence[Candidate]) -> tuple[Transfer, ...]:
+    """Return what each stage sends to which (see `messages`)."""
+    return tuple(
+        Transfer(
+            source=source,
+            target=target,
+            values=tuple(value.name for value in values),
+            output_bytes=sum(value.sent_bytes for value in values),
+            gradient_bytes=sum(value.returned_bytes for value in values),
+        )
+        for (source, target), values in sorted(messages(layer_costs, stages).items())
+    )
+
+
+def shared_between(layer_costs: LayerCosts, stages: Sequence[Candidate]) -> tuple[Shared, ...]:
+    """Return the weights that two stages train, for each two stages."""
+    layers = {layer.name: layer for layer in layer_costs.profile.layers}
+    found: dict[tuple[int, int], list[SharedWeight]] = {}
+    for weight in shared_in(layer_costs, stages):
+        found.setdefault(weight.stages, []).append(weight)
+    return tuple(
+        Shared(
+            stages=ends,
+            weights=tuple(weight.name for weight in weights),
+            # A weight is counted in the first layer that has it.
+            gradient_bytes=sum(layers[name].gradient_bytes for name in {weight.layers[0] for weight in weights}),
+        )
+        for ends, weights in sorted(found.items())
+    )
+
+
+def wires_s(pipeline: PipelineCosts) -> dict[tuple[int, int], float]:
+    """Return the mean seconds of a unit's messages between two stages, both ways, over their pairs of replicas."""
+    topology, found = Topology(pipeline.cluster), {}
+    for (source, target), sizes in pipeline.transfer_bytes.items():
+        pairs = _pairs(pipeline.shape.ranks[source], pipeline.shape.ranks[target])
+        # A message takes its latency even if it is small, but no message is sent for no bytes.
+        levels = topology.level(pairs[:, 0], pairs[:, 1])
+        seconds = sum(size / topology.path_bytes_per_s[levels] + topology.latency_s[levels] for size in sizes if size)
+        found[source, target] = float(np.mean(seconds))
+    return found
+
+
+def _pairs(ranks: Sequence[int], others: Sequence[int]) -> np.typing.NDArray[np.int64]:
+    """Return the ranks of two stages that exchange messages: minibatch b is on replica b mod r of each stage."""
+    many = math.lcm(len(ranks), len(others))
+    return np.array([[ranks[b % len(ranks)], others[b % len(others)]] for b in range(many)])

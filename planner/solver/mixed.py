@@ -1,0 +1,189 @@
+"""Search for plans on GPUs of several kinds: for each order of the kinds, a search along their line (`line`).
+
+Nearly exact, on links that are all alike, for plans in which the GPUs of a kind follow each other. In small problems a
+kind may also be at both ends of the line. On several levels there is a search for the links of each; the price and the
+simulation know the places. Local search on simulated times then also lets kinds take turns. The bound is perfect
+balance, so the answer is `feasible` unless it meets that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import chain, combinations, permutations
+
+import numpy as np
+
+from planner.cost.kinds import everything_on, kind_on
+from planner.cost.network.link import Link
+from planner.errors import InfeasibleError, InputError
+from planner.solver.candidates.first_plans import Leaner
+from planner.solver.candidates.improvement import improved
+from planner.solver.candidates.kinds import slowed
+from planner.solver.evaluate.evaluation import fastest, priced
+from planner.solver.problem.bounds import balanced_s
+from planner.solver.problem.budget import OutOfTimeError
+from planner.solver.problem.infeasible import against_constraints
+from planner.solver.problem.problem import Problem
+from planner.solver.problem.result import Evaluation, Found
+from planner.solver.problem.states import Chain
+from planner.solver.search.chain.line import Kinds, LinePlan, LineSearch, StagesOn
+from planner.solver.search.chain.ways import WaysOf
+
+MOST_KINDS = 4  # whose orders are tried
+MOST_STATES, MOST_ENTRIES = 160, 4_000_000  # beyond, cuts at some of them only: so many, or states² · GPUs
+TINY, SMALL = 2_000, 25_000  # entries up to which every step is fine, and up to which kinds may take turns
+MOST_STARTS = 6  # plans with which local search begins
+COARSE, FINE = 0.05, 0.004  # steps of the limit on the maximum, relative: over all of them, and around the best
+SLOWER_LINKS = (2.0, 4.0)  # factors by which links are slower in alternatives
+SLOWER = (1.02, 1.05, 1.1, 1.2)  # times the best time of an asynchronous plan, within which others are proposed
+
+Line = list[tuple[int, Sequence[int]]]  # numbers of kinds, and ranks of each
+
+
+def solve_mixed(problem: Problem) -> Found:
+    """Find a fast plan on GPUs of several kinds.
+
+    Raises:
+        InputError: for more kinds than orders can be tried of.
+        InfeasibleError: if no plan of the form above fits the memory.
+    """
+    kinds = _alike(problem)
+    if len(kinds) > MOST_KINDS:
+        raise InputError(
+            f"{len(kinds)} kinds of GPUs have too many orders to try",
+            hint=f"join kinds that are much alike: up to {MOST_KINDS} are tried",
+        )
+    found = list(_simple(problem, kinds))
+    with contextlib.suppress(OutOfTimeError):  # then it is what was found before
+        found += _along_lines(problem, kinds, found)
+    fitting = [plan for plan in found if problem.allows(plan)]
+    if not fitting:
+        raise _infeasible(problem)
+    best = fastest(problem, fitting) if problem.simulates else min(fitting, key=lambda plan: plan.seconds)
+    ways = WaysOf(Chain(problem.layer_costs), problem.limits, prices_shards=problem.simulates)
+    found_best = Found(best, min(balanced_s(problem.layer_costs, problem.setting, ways.least), best.seconds))
+    return improved(problem, found_best, _unlike(fitting)) if problem.simulates else found_best
+
+
+def _unlike(plans: Sequence[Evaluation]) -> list[Evaluation]:
+    """Return the fastest plans by the cost model that differ in their cuts or replicas."""
+    shapes: dict[object, Evaluation] = {}
+    for plan in sorted(plans, key=lambda plan: plan.price.cost_model_s or plan.seconds):
+        shapes.setdefault(tuple((stage.layers, stage.replicas) for stage in plan.stages), plan)
+    return list(shapes.values())[:MOST_STARTS]
+
+
+def _alike(problem: Problem) -> list[tuple[int, ...]]:
+    """Return the ranks of each kind; what the cluster lists in several places is one kind."""
+    ranks: dict[object, tuple[int, ...]] = {}
+    for kind, own in zip(problem.cluster.kinds, problem.cluster.kind_ranks, strict=True):
+        key = kind.name, kind.speed, problem.cluster.memory_of(kind)
+        ranks[key] = (*ranks.get(key, ()), *own)
+    return list(ranks.values())
+
+
+def _simple(problem: Problem, kinds: Sequence[tuple[int, ...]]) -> Iterator[Evaluation]:
+    """Yield the whole model on all GPUs, on those of each kind and on one of each, recomputing as memory demands."""
+    leaner, gpus = Leaner(problem), problem.cluster.gpus
+    most = problem.microbatches if problem.schedule.divides else gpus if problem.schedule.pipelined else 1
+    for ranks in {tuple(range(gpus)), *kinds, *(own[:1] for own in kinds)}:
+        stage = everything_on(problem.layer_costs, problem.cluster, sorted(ranks)[:most])
+        sharded = problem.rules.shard_optimizer == "always" and stage.replicas > 1
+        stage = replace(stage, options=replace(stage.options, sharded=sharded))
+        if (plan := leaner.lean_enough([stage])) is not None:
+            yield plan
+
+
+def _along_lines(problem: Problem, kinds: Sequence[tuple[int, ...]], known: Sequence[Evaluation]) -> list[Evaluation]:
+    """Return the plans that are met in every order of the kinds, with the links of every level."""
+    topology, found = problem.topology, list[Evaluation]()
+    links = {problem.link, *(topology.link(level) for level in range(len(topology)))}
+    known_s = min((plan.seconds for plan in known), default=np.inf)
+    # Where messages weigh more, there are fewer of them, and plans wait less.
+    slower = [slowed(problem.link, times) for times in SLOWER_LINKS] if problem.simulates else []
+    for link in (*sorted(links, key=lambda each: each.bandwidth_bytes_per_s), *slower):
+        best_s = np.inf if link in slower else known_s
+        tables = _tables(problem, kinds, link)
+        entries = len(tables[frozenset({0})].space) ** 2 * problem.cluster.gpus
+        for line in chain(_lines(kinds), _in_turns(kinds) if entries <= SMALL else ()):
+            search = LineSearch(problem, tables, line)
+            step = FINE if entries <= TINY else COARSE
+            fast = _fastest(search, best_s) if problem.schedule.asynchronous else _traded(search, best_s, step)
+            for plan in fast:
+                found.append(priced(problem, plan.stages))
+                best_s = min(best_s, plan.seconds if link in slower else found[-1].seconds)
+            if problem.deadline.passed:
+                return found
+        known_s = min(known_s, best_s)
+    return found
+
+
+def _tables(problem: Problem, kinds: Sequence[tuple[int, ...]], link: Link) -> dict[Kinds, StagesOn]:
+    """Return all stages on GPUs of each set of kinds."""
+    states = min(MOST_STATES, int((MOST_ENTRIES / problem.cluster.gpus) ** 0.5))
+    everything, tables = problem.layer_costs.single_stage, dict[Kinds, StagesOn]()
+    for count in range(1, len(kinds) + 1):
+        for numbers in combinations(range(len(kinds)), count):
+            ranks = [rank for number in numbers for rank in kinds[number]]
+            kind = kind_on(problem.layer_costs, problem.cluster, everything, ranks)
+            tables[frozenset(numbers)] = StagesOn(problem, link, kind, len(ranks), states)
+    return tables
+
+
+def _lines(kinds: Sequence[tuple[int, ...]]) -> Iterator[Line]:
+    """Yield the lines in which the GPUs of a kind follow each other."""
+    for order in permutations(range(len(kinds))):
+        yield [(number, kinds[number]) for number in order]
+
+
+def _in_turns(kinds: Sequence[tuple[int, ...]]) -> Iterator[Line]:
+    """Yield lines that begin and end with the same kind."""
+    for order in permutations(range(len(kinds))):
+        own, others = kinds[order[0]], [(number, kinds[number]) for number in order[1:]]
+        for first in sorted({1, len(own) // 2, len(own) - 1} - {0, len(own)}):
+            yield [(order[0], own[:first]), *others, (order[0], own[first:])]
+
+
+def _fastest(search: LineSearch, best_s: float) -> Iterator[LinePlan]:
+    """Yield ever faster plans of an asynchronous pipeline, whose sum is zero; none if none is below the seconds."""
+    low_s, plan = 0.0, search.within(best_s * (1 - FINE))
+    if plan is None:
+        return
+    while plan is not None:
+        yield plan
+        best_s = high_s = plan.max_s
+        while (better := search.within((low_s + high_s) / 2)) is None and high_s - low_s > FINE * high_s:
+            low_s = (low_s + high_s) / 2
+        plan = better
+    # Slower plans by the cost model may wait less.
+    yield from filter(None, (search.within(best_s * times) for times in SLOWER))
+
+
+def _traded(search: LineSearch, best_s: float, step: float) -> Iterator[LinePlan]:
+    """Yield plans of a synchronous pipeline that trade the sum against the maximum, and some near the best of them.
+
+    A plan better than the seconds has a maximum below what the least sum leaves of them.
+    """
+    first, best = search.within(np.inf), None
+    limit_s, low_s = (0.0, 0.0) if first is None else (min(first.max_s, best_s - first.sum_s), 0.0)
+    while True:
+        while limit_s > low_s and (plan := search.within(limit_s)) is not None:
+            yield plan
+            if plan.seconds < best_s:
+                best, best_s = plan, plan.seconds
+            limit_s = min(plan.max_s, best_s - plan.sum_s) * (1 - step)
+        if step == FINE or best is None:
+            return
+        limit_s, low_s, step = best.max_s * (1 + step), best.max_s * (1 - step), FINE
+
+
+def _infeasible(problem: Problem) -> InfeasibleError:
+    """Return why there is no plan: the rules, or the memory."""
+    if not problem.cluster.has_memory_limit:
+        return against_constraints(problem)
+    return InfeasibleError(
+        "no plan was found that fits the memory of the cluster's GPUs",
+        hint="give the kinds of GPUs more memory_bytes, or more GPUs",
+    )

@@ -1,0 +1,193 @@
+"""How long searches may take, and what they know so far, for those who wait for the answer.
+
+A deadline limits the seconds, and a number of instructions the simulations, so that the same problem has the same
+answer on every machine.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Hashable
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from planner.cost.candidate import Candidate
+from planner.simulator.pipeline_costs import PipelineCosts
+from planner.simulator.steady_time import steady_s
+
+if TYPE_CHECKING:
+    from planner.solver.problem.result import Evaluation
+
+
+@dataclass
+class Progress:
+    """The best plan and the best bound so far. Searches write it; any thread may read it.
+
+    Attributes:
+        config: of the best plan so far; empty without one.
+        best_s: its seconds per minibatch.
+        bound_s: seconds per minibatch that no plan is below, as far as is known.
+        ends_at_s: when the search must answer, on the monotonic clock; None without a limit.
+    """
+
+    config: str = ""
+    best_s: float = math.inf
+    bound_s: float = 0.0
+    ends_at_s: float | None = None
+
+    def begin(self, ends_at_s: float | None, bound_s: float) -> None:
+        """Begin a search that knows nothing but a bound yet."""
+        self.config, self.best_s, self.bound_s, self.ends_at_s = "", math.inf, bound_s, ends_at_s
+
+    def meet(self, config: str, seconds: float) -> None:
+        """Take note of a plan."""
+        if seconds < self.best_s:
+            self.config, self.best_s = config, seconds
+
+
+SEARCHING = 0.8  # share of the time for searches; the rest is for simulating what they find
+MOST_INSTRUCTIONS = 2**19  # of all workers in all simulations of one search: some seconds
+
+
+@dataclass(frozen=True)
+class Deadline:
+    """When a search must answer; `at_s` is None without a time limit."""
+
+    at_s: float | None
+
+    @classmethod
+    def after(cls, seconds: float | None) -> Deadline:
+        """Return the deadline so many seconds from now."""
+        return cls(None if seconds is None else time.monotonic() + seconds)
+
+    @property
+    def left_s(self) -> float | None:
+        """Seconds that are left, never negative."""
+        return None if self.at_s is None else max(self.at_s - time.monotonic(), 0.0)
+
+    @property
+    def passed(self) -> bool:
+        """Whether no time is left."""
+        return self.left_s == 0.0
+
+    def at_least(self, seconds: float) -> Deadline:
+        """Return this deadline, but no sooner than so many seconds from now."""
+        return self if self.at_s is None else Deadline(max(self.at_s, time.monotonic() + seconds))
+
+    def check(self) -> None:
+        """Raise `OutOfTimeError` if no time is left: for searches that have no answer yet."""
+        if self.passed:
+            raise OutOfTimeError
+
+    def earlier(self, share: float) -> Deadline:
+        """Return the deadline after this share of the time that is left."""
+        return self if self.left_s is None else Deadline(time.monotonic() + share * self.left_s)
+
+
+class OutOfTimeError(Exception):
+    """The deadline has passed before a search had any answer."""
+
+
+NO_HURRY = Deadline(None)
+
+
+@dataclass(frozen=True)
+class Patience:
+    """When all that one question needs must be answered, however many searches that takes, and what is told meanwhile.
+
+    The clock runs from the moment at which this is made.
+    """
+
+    deadline: Deadline = NO_HURRY
+    progress: Progress | None = None
+
+    @classmethod
+    def of(cls, time_limit_s: float | None, progress: Progress | None = None) -> Patience:
+        """Return the patience for so many seconds from now; None is for as long as it takes."""
+        return cls(Deadline.after(time_limit_s), progress)
+
+    def part(self, share: float) -> Patience:
+        """Return the patience for this share of the time that is left."""
+        return replace(self, deadline=self.deadline.earlier(share))
+
+    def at_most(self, seconds: float | None) -> Patience:
+        """Return the patience for so many seconds, if they are left."""
+        left_s = self.deadline.left_s
+        shorter = seconds is not None and (left_s is None or seconds < left_s)
+        return replace(self, deadline=Deadline.after(seconds)) if shorter else self
+
+
+@dataclass
+class Budget:
+    """What one search may spend, and what it has spent.
+
+    Instructions are counted rather than seconds, so that the same problem has the same answer on any machine.
+
+    Attributes:
+        deadline: when it passes, the simulation in progress ends without an answer.
+        left: instructions that may still be simulated.
+        count: candidate plans that were simulated, at one depth or several.
+        exhausted: whether every candidate was looked at; False if instructions or time ran out.
+        seen: the candidates that were simulated, and what came of it.
+        known: seconds of the pipelines that were simulated, by `PipelineCosts.key`.
+        progress: what is known so far.
+        searching: when searches end, so that some time is left to simulate what they found.
+    """
+
+    deadline: Deadline = NO_HURRY
+    left: float = field(default_factory=lambda: MOST_INSTRUCTIONS)
+    count: int = 0
+    exhausted: bool = True
+    seen: dict[tuple[Candidate, ...], Evaluation] = field(default_factory=dict)
+    known: dict[Hashable, float] = field(default_factory=dict)
+    progress: Progress = field(default_factory=Progress)
+    searching: Deadline = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.searching = self.deadline.earlier(SEARCHING)
+
+    @classmethod
+    def unlimited(cls, deadline: Deadline = NO_HURRY) -> Budget:
+        """Return a budget for pricing single plans, each of which takes what it takes until the deadline."""
+        return cls(deadline, left=math.inf)
+
+    def apart(self, most: float = MOST_INSTRUCTIONS) -> Budget:
+        """Return a budget of its own for the same question, with so many instructions; it knows what this one does."""
+        return Budget(self.deadline, most, known=self.known, progress=self.progress)
+
+    @property
+    def over(self) -> bool:
+        """Whether the instructions or the time are used up."""
+        return self.left <= 0 or self.deadline.passed
+
+    def steady_s(self, pipeline: PipelineCosts, *, needed: bool = False, hopeless_s: float = math.inf) -> float | None:
+        """Simulate a pipeline, and return its seconds per minibatch in the steady state; infinity for a deadlock.
+
+        Args:
+            pipeline: to simulate.
+            needed: there is no other time to report, so that only the deadline ends the simulation.
+            hopeless_s: above it a rough time does.
+
+        Returns:
+            None if the budget ends before the simulation does.
+        """
+        if (known_s := self.known.get(key := pipeline.key)) is not None:
+            return known_s
+        if self.deadline.passed or (self.left <= 0 and not needed):
+            self.exhausted = False
+            return None
+        room, executed = math.inf if needed else self.left, 0
+
+        def stop(instructions: int) -> bool:
+            nonlocal executed
+            executed = instructions
+            return instructions > room or self.deadline.passed
+
+        seconds = steady_s(pipeline, stop, hopeless_s)
+        self.left -= executed
+        if seconds is None:
+            self.exhausted = False
+        elif seconds <= hopeless_s:
+            self.known[key] = seconds
+        return seconds

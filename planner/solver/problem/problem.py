@@ -1,0 +1,261 @@
+"""The problem that the solver solves, as one record that every search takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Literal
+
+from planner.cost.candidate import Candidate
+from planner.cost.layer_costs import LayerCosts
+from planner.cost.models.synchronous import SynchronousModel
+from planner.cost.network.link import Link, link_of
+from planner.cost.network.placement import places_matter
+from planner.cost.network.topology import Topology
+from planner.cost.overheads import NO_RESERVE, Reserve
+from planner.cost.price import Price
+from planner.cost.pricing import price
+from planner.cost.setting import Setting
+from planner.cost.stage_options import RecomputeRule
+from planner.formats.cluster import Cluster, DeviceKind
+from planner.formats.constraints import Constraints
+from planner.formats.groups import groups_of
+from planner.formats.profile import Profile
+from planner.schedule.schedule import Schedule
+from planner.solver.problem.bounds import Bounds, bounds_for
+from planner.solver.problem.budget import NO_HURRY, Budget, Deadline
+from planner.solver.problem.numbering import Numbering
+from planner.solver.problem.result import Evaluation
+from planner.solver.problem.stage_rules import UNLIMITED, StageRules
+from planner.solver.problem.states import is_linear, uncut_groups
+
+# How many minibatches are in flight: as many as the schedule's paper says, or more where workers would wait otherwise.
+DepthRule = Literal["auto", "published"]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the plans of one search may use, and when the search ends.
+
+    Attributes:
+        gpus: how many there are.
+        memory_bytes: of each GPU; None without a limit.
+        rules: what stages may be like.
+        deadline: when it passes, the best plan so far is the answer.
+        numbering: how many stages there may be, and which numbers they may have.
+        deepest: the most units in flight that a stage may have, for its gradients' sake.
+        most_sharded: replicas of a sharded stage, none of which may idle.
+        most_replicas: of any stage.
+        whole_stages: whether stages that may choose recompute all of their layers at once, or none.
+    """
+
+    gpus: int
+    memory_bytes: int | None = None
+    rules: StageRules = field(default_factory=StageRules)
+    deadline: Deadline = NO_HURRY
+    numbering: Numbering = field(default_factory=Numbering)
+    deepest: int = UNLIMITED
+    most_sharded: int = UNLIMITED
+    most_replicas: int = UNLIMITED
+    whole_stages: bool = False
+
+    @property
+    def recompute(self) -> RecomputeRule:
+        """Which layers recompute their activations."""
+        return self.rules.recompute
+
+    @property
+    def counts_gpus(self) -> bool:
+        """Whether the GPUs after a stage decide whether it may be: they are in flight, or late, by them."""
+        return self.memory_bytes is not None or self.deepest < UNLIMITED
+
+    @property
+    def any(self) -> bool:
+        """Whether some plans on the GPUs are not allowed."""
+        return self.counts_gpus or self.numbering != Numbering()
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A model, what its plan is priced for, what the plan must respect, and what the search may spend.
+
+    Attributes:
+        layer_costs: of the model.
+        setting: cluster, schedule, microbatches, chunks and cost model.
+        rules: what stages may be like.
+        depth: how many minibatches are in flight.
+        constraints: what the plan must respect beside memory.
+        budget: shared by all searches for one plan, also by those for variants of this problem.
+        precision: how much faster, relatively, other plans may be than the answer of a search.
+        reserve: what was taken off the cluster's memory before; see `planner.solver.room`.
+        most_replicas: that a stage may have.
+    """
+
+    layer_costs: LayerCosts
+    setting: Setting
+    rules: StageRules = field(default_factory=StageRules)
+    depth: DepthRule = "auto"
+    constraints: Constraints = field(default_factory=Constraints)
+    budget: Budget = field(default_factory=Budget, compare=False)
+    precision: float = 0.0
+    reserve: Reserve = NO_RESERVE
+    most_replicas: int = UNLIMITED
+
+    @property
+    def recompute(self) -> RecomputeRule:
+        """Which layers recompute their activations."""
+        return self.rules.recompute
+
+    @property
+    def cluster(self) -> Cluster:
+        """Devices, memory and links."""
+        return self.setting.cluster
+
+    @property
+    def schedule(self) -> Schedule:
+        """The order of work."""
+        return self.setting.schedule
+
+    @property
+    def microbatches(self) -> int:
+        """Microbatches per minibatch."""
+        return self.setting.microbatches
+
+    @property
+    def deadline(self) -> Deadline:
+        """When the search must answer."""
+        return self.budget.searching
+
+    @property
+    def limits(self) -> Limits:
+        """What plans may use on the cluster, whose GPUs are alike."""
+        return Limits(
+            self.cluster.gpus,
+            self.cluster.memory_bytes,
+            self.rules,
+            self.deadline,
+            self.numbering,
+            self.rules.deepest(self.schedule),
+            self.microbatches if self.schedule.divides or not self.schedule.pipelined else UNLIMITED,
+            self.most_replicas,
+        )
+
+    @property
+    def numbering(self) -> Numbering:
+        """How many stages a plan may have, and the numbers of the stages that layers are pinned to."""
+        position = self.layer_costs.position
+        pins = sorted((position[name], number) for name, number in self.constraints.stage_of.items())
+        return Numbering(self.rules.max_stages, tuple(pins))
+
+    def allows(self, plan: Evaluation) -> bool:
+        """Return whether a plan fits the memory, its versions suffice and no replica of a sharded stage idles.
+
+        It keeps within limits on stages and staleness, too.
+        """
+        late = max(map(self.schedule.staleness, plan.price.in_flight))
+        fresh = self.rules.max_staleness is None or late <= self.rules.max_staleness
+        depths = zip(plan.stages, plan.price.in_flight, strict=True)
+        fresh &= all(self.schedule.versions_suffice(self.microbatches, each.replicas, depth) for each, depth in depths)
+        most = self.limits.most_sharded
+        fresh &= all(each.replicas <= most for each in plan.stages if each.options.sharded)
+        fresh &= all(each.replicas <= self.most_replicas for each in plan.stages)
+        return fresh and self.numbering.allows([each.layers for each in plan.stages]) and plan.fits(self.cluster)
+
+    @property
+    def keeps_order(self) -> bool:
+        """Whether stages must be runs of consecutive layers: the executor builds no others."""
+        return self.layer_costs.profile.trainable
+
+    @property
+    def simulates(self) -> bool:
+        """Whether plans are compared by their simulation; the published cost models know no waiting."""
+        return self.setting.cost_model == "resource"
+
+    @property
+    def placed(self) -> bool:
+        """Whether the search knows places, and the cluster has several levels for which they matter."""
+        return places_matter(self.cluster) and self.schedule.placed
+
+    @property
+    def link(self) -> Link:
+        """The slowest link of the cluster, which prices every message where places do not matter."""
+        return link_of(self.cluster)
+
+    @cached_property
+    def topology(self) -> Topology:
+        """The cluster's levels."""
+        return Topology(self.cluster)
+
+    @property
+    def kinds(self) -> tuple[DeviceKind | None, ...]:
+        """The kinds of GPUs; only None, for the profiled one, where all are alike."""
+        return self.cluster.kinds or (None,)
+
+    @property
+    def groups(self) -> list[frozenset[int]]:
+        """Positions of layers that no cut may separate; each layer once."""
+        return self.constraints.groups(self.layer_costs.profile)
+
+    def count(self, kind: DeviceKind | None) -> int:
+        """Return the number of GPUs of that kind."""
+        return self.cluster.gpus if kind is None else kind.count
+
+    def asynchronous(self, link: Link | None = None) -> Bounds:
+        """Return the cost model of a stage, with its bounds, for the cluster's slowest or another link."""
+        setting = self.setting
+        return bounds_for(setting.cost_model, link or self.link, setting.schedule, setting.microbatches)
+
+    def synchronous(self, link: Link | None = None) -> SynchronousModel:
+        """Return the same under synchronous schedules."""
+        return SynchronousModel(link or self.link, self.schedule, self.microbatches)
+
+    def price(self, stages: Sequence[Candidate]) -> Price:
+        """Price a plan by the cost model."""
+        within, groups, degree = self.in_groups(stages)
+        priced = price(within.layer_costs, groups, within.setting)
+        return replace(priced, communication_bytes=priced.communication_bytes * degree)
+
+    def in_groups(self, stages: Sequence[Candidate]) -> tuple[Problem, Sequence[Candidate], int]:
+        """Return the same plan on the cluster's groups of ranks, and their size, where all stages have one size."""
+        degrees = {stage.options.tensor for stage in stages}
+        if len(degrees) > 1 or degrees == {1}:
+            return self, stages, 1
+        degree = degrees.pop()
+        groups = [replace(stage, options=replace(stage.options, tensor=1)) for stage in stages]
+        return self.at(degree), groups, degree
+
+    def about(self, profile: Profile) -> Problem:
+        """Return the same problem for another profile."""
+        return replace(self, layer_costs=self.layer_costs.about(profile))
+
+    def on(self, cluster: Cluster) -> Problem:
+        """Return the same problem for another cluster."""
+        return replace(self, setting=replace(self.setting, cluster=cluster))
+
+    def at(self, degree: int) -> Problem:
+        """Return the same problem on groups of so many ranks, which divide all layers between them.
+
+        Raises:
+            ProfileError: if the profile does not know the degree.
+            ClusterError: if groups of this size do not fill the servers.
+        """
+        if degree == 1:
+            return self
+        return replace(self.on(groups_of(self.cluster, degree)), layer_costs=self.layer_costs.at(degree))
+
+    def under(self, schedule: Schedule, microbatches: int | None = None) -> Problem:
+        """Return the same problem for another schedule, with one stage per worker."""
+        microbatches = microbatches or self.microbatches
+        return replace(self, setting=replace(self.setting, schedule=schedule, microbatches=microbatches, chunks=1))
+
+    def with_cuts_forbidden(self) -> Problem | None:
+        """Return the same problem with its constraints but `stage_of` as forbidden cuts; None if they say more."""
+        layer_costs, constraints = self.layer_costs, self.constraints
+        if constraints.empty:
+            return self
+        in_order = self.keeps_order or is_linear(layer_costs, uncut_groups(layer_costs))
+        others = constraints.model_copy(update={"stage_of": {}})
+        profile = others.as_forbidden_cuts(layer_costs.profile, in_order=in_order)
+        pinned = Constraints(stage_of=constraints.stage_of)
+        return None if profile is None else replace(self.about(profile), constraints=pinned)

@@ -1,0 +1,179 @@
+"""What searches return: paths through the cuts, evaluated candidates, and the best of them with a bound."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from planner.cost.candidate import Candidate
+from planner.cost.network.placement import ranks_of
+from planner.cost.price import Price
+from planner.cost.rounding import SLACK
+from planner.cost.stage_options import StageOptions
+from planner.formats.cluster import Cluster
+from planner.formats.config import config_of
+from planner.solver.problem.states import StateSpace
+
+# An answer is proven optimal up to this relative difference in time: rounding, not search.
+RESOLUTION = 1e-12
+WAITING = 0.02  # share of the cost model's time: most plans wait less, as 135 of 180 simple ones did
+
+
+@dataclass(frozen=True)
+class CutPath:
+    """A plan as a path through the cuts: stage s runs the layers from `states[s]` to `states[s + 1]`."""
+
+    states: tuple[int, ...]
+    options: tuple[StageOptions, ...]
+    seconds: float  # per minibatch
+
+    @property
+    def replicas(self) -> tuple[int, ...]:
+        """Each stage's replicas."""
+        return tuple(each.replicas for each in self.options)
+
+    @property
+    def gpus(self) -> int:
+        """Ranks of all stages."""
+        return sum(each.gpus for each in self.options)
+
+
+@dataclass(frozen=True)
+class BoundedPath:
+    """The best path found.
+
+    Attributes:
+        path: None if no plan fits the memory.
+        bound_s: seconds that no plan is below.
+        space: of the path's states.
+        anywhere_s: on clusters of several levels, where `bound_s` holds for plans on consecutive ranks, seconds that no
+            plan on any ranks is below.
+    """
+
+    path: CutPath | None
+    bound_s: float
+    space: StateSpace
+    anywhere_s: float = 0.0
+
+
+def with_replicas(path: CutPath, replicas: Sequence[int]) -> CutPath:
+    """Return the path with other replicas."""
+    options = (
+        replace(each, replicas=r, sharded=each.sharded and r > 1)
+        for each, r in zip(path.options, replicas, strict=True)
+    )
+    return replace(path, options=tuple(options))
+
+
+def stages_along(space: StateSpace, path: CutPath) -> list[Candidate]:
+    """Return the stages of a path over a space."""
+    return [
+        Candidate(space.members(0, i), space.members(i, j), options)
+        for (i, j), options in zip(pairwise(path.states), path.options, strict=True)
+    ]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A candidate plan and its price, by the cost model or by simulation."""
+
+    stages: tuple[Candidate, ...]
+    price: Price
+
+    @property
+    def seconds(self) -> float:
+        """Seconds per minibatch."""
+        return self.price.seconds_per_minibatch
+
+    @property
+    def simulated(self) -> bool:
+        """Whether the seconds are those of a simulation."""
+        return self.price.cost_model_s is not None
+
+    @property
+    def counted_s(self) -> float:
+        """Seconds by which plans are compared, whether they were simulated or not: a total order.
+
+        A plan that was not simulated counts as if it waited for `WAITING` of its time by the cost model.
+        """
+        return self.seconds if self.simulated else self.seconds * (1 + WAITING)
+
+    @property
+    def config(self) -> str:
+        """The config of the plan that these stages make."""
+        replicas, degrees = (
+            tuple(getattr(each.options, name) for each in self.stages) for name in ("replicas", "tensor")
+        )
+        return config_of(replicas, self.price.chunks, degrees)
+
+    def saves(self, other: Evaluation, share: float = SLACK) -> bool:
+        """Return whether this takes less time than the other candidate, by this share of it, as far as is known."""
+        return self.counted_s < other.counted_s * (1 - share)
+
+    @property
+    def gpus(self) -> int:
+        """Ranks of all stages."""
+        return sum(stage.options.gpus for stage in self.stages)
+
+    @property
+    def ranks(self) -> tuple[tuple[int, ...], ...]:
+        """Ranks of each stage: its own, or consecutive ones in the order of the pipeline's workers.
+
+        Groups of ranks that divide layers count once each.
+        """
+        return tuple(map(tuple, ranks_of(self.stages, self.price.workers)))
+
+    def divided(self, degree: int) -> Evaluation:
+        """Return a plan of a cluster's groups of so many ranks as one of its ranks."""
+        stages = tuple(replace(stage, options=replace(stage.options, tensor=degree)) for stage in self.stages)
+        price = replace(self.price, communication_bytes=self.price.communication_bytes * degree)
+        return Evaluation(stages, price)
+
+    def fits(self, cluster: Cluster) -> bool:
+        """Return whether each stage fits the memory of its GPUs, with the GPU's other stages."""
+        return self.over_bytes(cluster) == 0
+
+    def over_bytes(self, cluster: Cluster) -> int:
+        """Return by how many bytes the GPU that lacks most exceeds its memory; 0 if all fit."""
+        limits = (cluster.memory_of(stage.options.kind) for stage in self.stages)
+        held = zip(self.price.gpu_bytes, limits, strict=True)
+        return max(0, *(total - limit for total, limit in held if limit is not None), 0)
+
+
+@dataclass(frozen=True)
+class Found:
+    """The answer of a search.
+
+    Attributes:
+        best: the best plan found.
+        bound_s: seconds per minibatch that no plan is below.
+        name: of the search.
+    """
+
+    best: Evaluation
+    bound_s: float
+    name: str = "search"
+
+    def with_best(self, best: Evaluation) -> Found:
+        """Return the same answer with another plan, which bounds the bound, too."""
+        return replace(self, best=best, bound_s=min(self.bound_s, best.seconds))
+
+
+@dataclass(frozen=True)
+class IlpAnswer:
+    """The answer of an integer program.
+
+    Attributes:
+        stages: of the best plan found.
+        seconds: its time per minibatch.
+        bound_s: seconds that no plan is below.
+        optimal: whether the plan is proven to be the best.
+        kinds: of the GPUs of each stage, by their numbers.
+    """
+
+    stages: tuple[Candidate, ...]
+    seconds: float
+    bound_s: float
+    optimal: bool
+    kinds: tuple[frozenset[int], ...] = ()

@@ -1,0 +1,237 @@
+"""The fewest replicas with which stages meet a time and fit the memory, in the best way to run them.
+
+A stage in its plainest way (nothing sharded; nothing recomputed, or all under that rule) has a closed form. It sharded,
+or recomputing some of its layers, may do with fewer replicas, where memory is limited or the optimizer takes long.
+Those counts are tried from a lower bound on, by the cost model itself: with r replicas and g GPUs after the stage, the
+units in flight are known, and a way either fits and meets the time or does not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.cost.rounding import SLACK
+from planner.cost.stage_options import StageOptions
+from planner.cost.work import IMPOSSIBLE, Integers, Work
+from planner.schedule.schedule import warm_up_depth
+from planner.solver.problem.bounds import Bounds
+from planner.solver.problem.problem import Limits
+from planner.solver.problem.states import StateSpace
+from planner.solver.search.chain.least import QuickestThatFit, Stages
+from planner.solver.search.chain.tables import StageTables, closed_form, most_in_flight
+from planner.solver.search.chain.ways import WaysOf, taken
+
+FEW_STATES = 300  # up to which the replicas of all stages are tabulated
+# Replica counts that are tried one by one where more may be slower. Beyond, they are taken to be faster, as they are
+# without latency.
+_ONE_BY_ONE = 64
+
+
+class FewestReplicas:
+    """Replicas of the stages of one space under one cost model."""
+
+    def __init__(self, space: StateSpace, model: Bounds, limits: Limits) -> None:
+        self._space, self.model, self.limits = space, model, limits
+        self.ways = WaysOf(space, limits, prices_shards=model.prices_shards)
+        self.quickest_that_fit = (
+            None if limits.memory_bytes is None else QuickestThatFit(space, self.ways, model, limits.memory_bytes)
+        )
+        # GPU seconds of the layers before each last state, at least.
+        self.before_s = model.least_s(self.ways.least(space.work(0, np.arange(space.ends))))
+
+    @cached_property
+    def tables(self) -> StageTables | None:
+        """The replicas of all stages, where those are few."""
+        few = len(self._space) <= FEW_STATES
+        return StageTables(self._space, self.model, self.limits, self.ways) if few else None
+
+    def least(self, state: int, others: Integers, target_s: float) -> Integers:
+        """Return replicas that the stages need at least, by their computation alone."""
+        least_s = self.before_s[others] - self.before_s[others - others % len(self._space) + state]
+        return np.asarray(np.maximum(np.ceil(least_s / target_s - SLACK), 1), dtype=np.int64)
+
+    def alone(self, state: int, others: Integers, target_s: float) -> Integers:
+        """Return the fewest replicas that meet the target whatever the memory, or fewer."""
+        if self.ways.shards:
+            return self.least(state, others, target_s)
+        if self.tables is not None:
+            return np.asarray(self.tables.fewest_alone(target_s)[state, others])
+        return self.model.fewest_replicas(self._space.work(state, others), target_s)
+
+    def fewest(
+        self, state: int, others: Integers, target_s: float, after: Integers, most: Integers
+    ) -> tuple[Integers, NDArray[np.bool_]]:
+        """Return the fewest replicas that meet the target and fit the memory, and whether they must recompute.
+
+        Args:
+            state: at which the stages begin.
+            others: at which they end.
+            target_s: to meet.
+            after: GPUs after each stage.
+            most: replicas of each stage. Where it needs more, the answer is any larger number.
+        """
+        if self.tables is not None and not self.ways.shards:
+            return self.tables.fewest(state, others, target_s, after, most)
+        r, tight = self._plainest(state, others, target_s, after, most)
+        again = np.full(len(others), self.ways.recomputes)
+        if self.ways.always_shards:
+            r = np.where(r > 1, IMPOSSIBLE, r)
+        if not self.ways.shards and not tight.any():
+            return r, again
+        # What recomputes takes longer than what does not, so no fewer replicas do.
+        low = self.alone(state, others, target_s)
+        low = np.where(tight, low, np.maximum(low, 2))  # without limits of memory, only sharding may help
+        some = np.flatnonzero((tight | self.ways.shards) & (low < r) & (low <= most))
+        if len(some) and self.ways.whole_stages and not self.ways.shards:
+            fewer = self._recomputing(state, others[some], target_s, after[some])
+            again[some] |= fewer < r[some]
+            r[some] = np.minimum(r[some], fewer)
+        elif len(some):
+            trial = _Trial(self, state, others[some], tight[some], after[some])
+            fewer, recomputes = trial.fewest(low[some], np.minimum(r - 1, most)[some], target_s)
+            better = fewer < r[some]
+            r[some] = np.where(better, fewer, r[some])
+            again[some] = np.where(better, recomputes, again[some])
+        return r, again
+
+    def quickest(
+        self, state: int, other: int, replicas: Integers, after: int, target_s: float = np.inf
+    ) -> tuple[StageOptions, float] | None:
+        """Return the best way to run a stage on any of these numbers of replicas, and its seconds; None if none fits.
+
+        Ways that meet the target come first, then ways that recompute no more than they must, then the quickest.
+        """
+        stages = np.full(len(replicas), other)
+        ways = self.ways.all(state, stages, np.full(len(replicas), self.ways.chooses))
+        r = replicas[ways.stage]
+        allowed, flying = self.allowed(ways.sharded, r, np.full(len(r), after))
+        if self.limits.memory_bytes is not None:
+            allowed &= self.model.held_bytes(ways.footprint_on(r), flying) <= self.limits.memory_bytes
+        fits = np.flatnonzero(allowed)
+        if not len(fits):
+            return None
+        all_s = np.broadcast_to(self.model.stage_s(ways.work, r), r.shape)
+        seconds = all_s[fits]
+        again = ways.again[fits] & self.ways.chooses & np.isfinite(target_s)
+        row = int(fits[np.lexsort((ways.sharded[fits], seconds, again, seconds > target_s))[0]])
+        return ways.options(row, int(r[row])), float(all_s[row])
+
+    def seconds(self, stages: Integers, target_s: float) -> float:
+        """Return the seconds of a plan's stages in such ways: a row of states, replicas and GPUs after it for each."""
+        if self.tables is not None and not self.ways.shards:
+            return float(np.max(self.tables.seconds(*stages.T)))
+        each = (self.quickest(state, other, np.array([r]), after, target_s) for state, other, r, after in stages)
+        return max(best[1] for best in each if best is not None)
+
+    def allowed(
+        self, sharded: NDArray[np.bool_], replicas: Integers, after: Integers
+    ) -> tuple[NDArray[np.bool_], Integers]:
+        """Return which stages are allowed on so many replicas, whatever they hold, and their units in flight."""
+        flying = np.asarray(warm_up_depth(replicas, after))
+        allowed = self.ways.allowed(sharded, replicas) & (flying <= self.limits.deepest) & self.model.may_have(replicas)
+        return allowed & self.model.enough_before(np.minimum(replicas, self.model.most_replicas), after), flying
+
+    def work(self, state: int, others: Integers) -> Work:
+        """Return the work of the stages from the state to each of others."""
+        return self._space.work(state, others)
+
+    def _plainest(
+        self, state: int, others: Integers, target_s: float, after: Integers, most: Integers
+    ) -> tuple[Integers, NDArray[np.bool_]]:
+        """Return the same for the plainest way, and for which stages other ways may hold more."""
+        if self.tables is not None:
+            r, _ = self.tables.fewest(state, others, target_s, after, most)
+            return r, self.tables.tight(state, others, after) & self.ways.chooses
+        work, held = self._space.work(state, others), None
+        if self.limits.memory_bytes is not None:
+            footprint = self.ways.plainest_footprint(state, others, work)
+            held = most_in_flight(self._space, self.model, footprint, self.limits.memory_bytes)
+        r, tight = self._closed_form(held, self.ways.plainest_work(work), target_s, after)
+        return r, tight & self.ways.chooses
+
+    def _recomputing(self, state: int, others: Integers, target_s: float, after: Integers) -> Integers:
+        """Return the fewest replicas of stages that recompute all of their layers."""
+        assert self.limits.memory_bytes is not None
+        work = self._space.work(state, others)
+        footprint = self._space.footprint(state, others, work).recomputed()
+        held = most_in_flight(self._space, self.model, footprint, self.limits.memory_bytes)
+        return self._closed_form(held, work.recomputed(), target_s, after)[0]
+
+    def _closed_form(
+        self, held: list[Integers] | None, work: Work, target_s: float, after: Integers
+    ) -> tuple[Integers, NDArray[np.bool_]]:
+        return closed_form(
+            held, after, self.limits.deepest, lambda r: self.model.fewest_replicas(work, target_s, r, after)
+        )
+
+
+class _Trial:
+    """Stages from one state, tried on given replicas, in the quickest ways that fit the memory.
+
+    Args:
+        parent: with model and limits.
+        state: at which the stages begin.
+        others: at which they end.
+        tight: which may choose what to recompute.
+        after: GPUs after each stage.
+    """
+
+    def __init__(
+        self, parent: FewestReplicas, state: int, others: Integers, tight: NDArray[np.bool_], after: Integers
+    ) -> None:
+        self._parent, self._state = parent, state
+        self._others, self._tight, self._after = others, tight, after
+        self._work = parent.ways.plainest_work(parent.work(state, others))
+
+    def fewest(self, low: Integers, high: Integers, target_s: float) -> tuple[Integers, NDArray[np.bool_]]:
+        """Return the fewest replicas of each stage within bounds, and whether all ways with so many recompute."""
+        found = np.full(len(low), IMPOSSIBLE, dtype=np.int64)
+        again = np.zeros(len(low), dtype=bool)
+
+        def settle(stage: Integers, r: Integers) -> NDArray[np.bool_]:
+            meets, plain = self._meets(stage, r, target_s)
+            rows = np.flatnonzero(meets)
+            settled, first = np.unique(stage[rows], return_index=True)
+            found[settled], again[settled] = r[rows[first]], ~plain[rows[first]]
+            return meets
+
+        tried = 2 if self._parent.model.more_is_faster else _ONE_BY_ONE
+        counts = np.minimum(high - low + 1, tried)
+        stage = np.repeat(np.arange(len(low)), counts)
+        settle(stage, low[stage] + np.arange(len(stage)) - np.repeat(np.cumsum(counts) - counts, counts))
+        open_ = np.flatnonzero((found >= IMPOSSIBLE) & (low + tried <= high))
+        open_ = open_[settle(open_, high[open_])]
+        below, enough = low + tried - 1, high.copy()
+        while len(open_ := open_[enough[open_] - below[open_] > 1]):
+            middle = (below[open_] + enough[open_]) // 2
+            meets = settle(open_, middle)
+            enough[open_], below[open_] = (
+                np.where(meets, middle, enough[open_]),
+                np.where(meets, below[open_], middle),
+            )
+        return found, again
+
+    def _meets(self, stage: Integers, r: Integers, target_s: float) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+        """Return whether stages on so many replicas meet the target in any way, and whether in one without R."""
+        parent, copies = self._parent, 2 if self._parent.ways.shards else 1
+        # All of them follow again as sharded ones.
+        sharded = np.repeat(np.arange(copies) > 0, len(r))
+        stage, r = np.tile(stage, copies), np.tile(r, copies)
+        work = taken(self._work, stage)
+        work = work.shared_out(sharded) if copies > 1 else work
+        meets, flying = parent.allowed(sharded, r, self._after[stage])
+        meets &= parent.model.stage_s(work, r) <= target_s
+        plain = np.full(len(r), not parent.ways.recomputes)
+        # What recomputes takes longer than what does not, so most stages need no choice to be found.
+        if parent.quickest_that_fit is not None and len(rows := np.flatnonzero(meets)):
+            stages = Stages(self._state, self._others[stage[rows]], self._tight[stage[rows]])
+            choice, recompute_s = parent.quickest_that_fit.find(stages, r[rows], sharded[rows], flying[rows])
+            seconds = parent.model.stage_s(replace(taken(work, rows), recompute_s=recompute_s), r[rows])
+            meets[rows] = (choice >= 0) & (seconds <= target_s)
+            plain[rows] &= choice == 0
+        any_, any_plain = (np.any(each.reshape(copies, -1), axis=0) for each in (meets, meets & plain))
+        return np.asarray(any_), np.asarray(any_plain)

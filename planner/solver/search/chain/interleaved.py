@@ -1,0 +1,260 @@
+"""Search for interleaved plans: K workers with v chunks each, cut so that the workers' sums are balanced.
+
+The chunks of a worker lie apart, so a stage's cost depends on cuts far from it, and no walk along the layers is exact.
+If there are few ways to cut, all are tried. Otherwise the cuts start from equal parts and move, one or several at a
+time, as long as that helps. Perfect balance bounds every plan: each of K workers takes at least a K-th of the work.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from itertools import combinations, islice, pairwise
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.cost.models.interleaved import InterleavedShape, StageSeconds
+from planner.cost.network.link import Link, link_of
+from planner.cost.setting import Setting
+from planner.cost.stage_options import Groups, StageOptions, whole_stage
+from planner.cost.work import Floats, Footprint, Integers, Work
+from planner.solver.problem.problem import Limits
+from planner.solver.problem.result import RESOLUTION, CutPath
+from planner.solver.problem.states import Chain, Coarse, StateSpace
+from planner.solver.search.chain.ways import WaysOf
+
+MOST_TRIED = 20_000  # ways to cut for one K
+MOST_STATES = 192  # beyond, cuts at some of them only
+FEW_GPUS = 16  # up to which every number of workers and copies is tried
+_BATCH = 1024
+_MOVES = (1, -1, 2, -2, 5, -5)
+T = TypeVar("T", Work, Footprint)
+
+
+@dataclass(frozen=True)
+class _Run:
+    """A shape of plans, and whether its stages are sharded."""
+
+    shape: InterleavedShape
+    sharded: bool
+
+
+class InterleavedSearch:
+    """Finds fast interleaved plans over the prefixes of the profile's order.
+
+    Args:
+        space: the cuts.
+        setting: what plans are priced for.
+        limits: of the plans.
+        link: of every device; by default the cluster's slowest.
+    """
+
+    def __init__(self, space: Chain, setting: Setting, limits: Limits, link: Link | None = None) -> None:
+        self.setting, self.limits, self.link = setting, limits, link or link_of(setting.cluster)
+        # The tables of all stages grow with the square of the states.
+        self.sampled = len(space) > MOST_STATES
+        self._states = np.unique(np.linspace(0, len(space) - 1, min(len(space), MOST_STATES)).astype(np.int64))
+        self._space: StateSpace = Coarse(space, self._states) if self.sampled else space
+        self._ways = WaysOf(self._space, limits)
+        self._work, self._footprint = _matrices(self._space, self._ways)
+
+    def shapes(self) -> list[InterleavedShape]:
+        """Return the numbers of workers and copies worth a try, the most promising first."""
+        setting, gpus = self.setting, self.limits.gpus
+        chunks, microbatches = setting.chunks, setting.microbatches
+        longest = self.limits.numbering.most(self._space, gpus * chunks) // chunks
+        models = [
+            InterleavedShape(setting.schedule, self.link, workers, chunks, copies, microbatches)
+            for workers in range(2, longest + 1)
+            for copies in range(1, gpus // workers + 1)
+            if microbatches // copies >= workers
+            and (gpus <= FEW_GPUS or copies == min(gpus // workers, microbatches // workers))
+        ]
+        return sorted(models, key=lambda model: (self.bound_s(model), model.workers * model.replicas))
+
+    def bound_s(self, model: InterleavedShape) -> float:
+        """Return seconds that no plan of this shape is below: the mean of what the workers compute."""
+        once_s = float(self._work.forward_s[0, -1] + self._work.backward_s[0, -1])
+        accumulate_s = (model.units - 1) * float(self._work.accumulate_s[0, -1])
+        update_s = float(self._work.update_s[0, -1]) / (model.replicas if self._ways.shards else 1)
+        return (model.units * once_s + accumulate_s + update_s) / model.workers
+
+    def best(self) -> tuple[list[CutPath], float]:
+        """Return the best plan of each shape, fastest first and none if none fit, and seconds that no plan is below."""
+        found: list[CutPath] = []
+        bounds: list[float] = []
+        fastest = np.inf
+        for model in self.shapes():
+            if self.bound_s(model) >= fastest * (1 - RESOLUTION):
+                break  # the bounds of all that follow are no lower
+            if found and self.limits.deadline.passed:
+                bounds.append(self.bound_s(model))  # the least of those that follow
+                break
+            path, exact = self.within(model)
+            if path is not None:
+                found.append(path)
+                fastest = min(fastest, path.seconds)
+            if not exact or self.sampled:
+                bounds.append(self.bound_s(model))
+        found.sort(key=lambda path: (path.seconds, sum(path.replicas)))
+        return found, min([*bounds, fastest])
+
+    def within(self, model: InterleavedShape) -> tuple[CutPath | None, bool]:
+        """Return the best plan of this shape if any fits, and whether no other one over the space is better.
+
+        Either all stages are sharded or none are. A mixture may be better.
+        """
+        may = model.replicas > 1 and self._ways.shards
+        tries = [True] if may and self._ways.always_shards else [False, True] if may else [False]
+        answers = [self._within(_Run(model, sharded)) for sharded in tries]
+        found = [path for path, _ in answers if path is not None]
+        exact = all(exact for _, exact in answers) and len(tries) == 1
+        return min(found, key=lambda path: path.seconds, default=None), exact
+
+    def _within(self, run: _Run) -> tuple[CutPath | None, bool]:
+        model = run.shape
+        stages, last = model.workers * model.chunks, len(self._space) - 1
+        if math.comb(last - 1, stages - 1) <= MOST_TRIED:
+            cuts, exact = self._all(run, last)
+        else:
+            cuts, exact = self._improved(run, self._equal_parts(stages, last)), False
+        over, seconds, again, _ = self._evaluate(run, cuts[None])
+        if over[0] > 0:
+            return None, exact
+        states = tuple(int(self._states[cut]) for cut in cuts)
+        options = tuple(
+            StageOptions(model.replicas, run.sharded, self._groups(i, j, bool(each)))
+            for (i, j), each in zip(pairwise(map(int, cuts)), again[0], strict=True)
+        )
+        path = CutPath(states, options, float(seconds[0]))
+        return path, exact
+
+    def _groups(self, state: int, other: int, again: bool) -> Groups:
+        """Return the layers of a stage that recompute: all at once, unless the rule says otherwise."""
+        by_rule = self._ways.groups(state, other, 0)
+        return by_rule or whole_stage(self._space.layers(state, other), again)
+
+    def _all(self, run: _Run, last: int) -> tuple[Integers, bool]:
+        """Return the best of all ways to cut, and whether the choice of recomputing stages was best in all of them."""
+        stages = run.shape.workers * run.shape.chunks
+        # Equal parts win a tie: others wait less for stages that differ less, which the cost does not see.
+        best, exact = self._least(run, self._equal_parts(stages, last)[None]), True
+        for inner in _batches(combinations(range(1, last), stages - 1)):
+            ends = np.full((len(inner), 1), last)
+            cuts = np.concatenate((np.zeros_like(ends), inner.reshape(len(inner), stages - 1), ends), axis=1)
+            best = min(best, found := self._least(run, cuts), key=lambda item: item[:2])
+            exact = exact and found[3]
+        return best[2], exact
+
+    def _improved(self, run: _Run, cuts: Integers) -> Integers:
+        """Return cuts that no move improves."""
+        best = self._least(run, cuts[None])
+        while True:
+            around = np.array(list(_moved(best[2])))
+            better = self._least(run, around)
+            if better[:2] >= best[:2]:
+                return best[2]
+            best = better
+
+    def _least(self, run: _Run, cuts: Integers) -> tuple[float, float, Integers, bool]:
+        over, seconds, _, settled = self._evaluate(run, cuts)
+        choice = int(np.lexsort((seconds, over))[0])
+        return float(over[choice]), float(seconds[choice]), cuts[choice], settled
+
+    def _equal_parts(self, stages: int, last: int) -> Integers:
+        """Return cuts that divide the computation evenly, with at least one step between them."""
+        done = self._work.compute_s[0]
+        cuts = np.searchsorted(done, done[-1] * np.arange(stages + 1) / stages)
+        cuts[0], cuts[-1] = 0, last
+        steps = np.arange(stages + 1)
+        # Strictly increasing from the left, then from the right.
+        cuts = np.maximum.accumulate(cuts - steps) + steps
+        return np.asarray(np.minimum(cuts, last - steps[::-1]))
+
+    def _evaluate(self, run: _Run, cuts: Integers) -> tuple[Floats, Floats, NDArray[np.bool_], bool]:
+        """Return per row of cuts: bytes over the memory, seconds, recomputing stages, and if that choice is best."""
+        model, work = run.shape, _pick(self._work, cuts)
+        footprint = _pick(self._footprint, cuts).divided(model.microbatches)
+        footprint = self._space.layer_costs.replicated(footprint, model.replicas)
+        if run.sharded:
+            work, footprint = work.shared_out(), footprint.shared_out(model.replicas)
+        again = np.full(work.forward_s.shape, self._ways.recomputes)
+        settled = True
+        over = np.zeros(len(cuts))
+        if self.limits.memory_bytes is not None:
+            in_flight = np.array(model.in_flight())
+            plain = footprint.total_bytes(in_flight, 1)
+            lean = footprint.recomputed().total_bytes(in_flight, 1)
+            if self.limits.recompute == "auto":
+                again, settled = self._choose(model, plain, lean, work)
+            by_rule = self._ways.recomputes  # then the footprint is that of stages that recompute
+            held = model.worker_bytes(np.where(again & (not by_rule), lean, plain))
+            over = np.maximum(held - self.limits.memory_bytes, 0.0).sum(axis=-1)
+        work = replace(work, recompute_s=np.where(again, work.forward_s, 0.0))
+        return over, model.seconds(StageSeconds.of(work, model)), again, settled
+
+    def _choose(
+        self, model: InterleavedShape, plain: Floats, lean: Floats, work: Work
+    ) -> tuple[NDArray[np.bool_], bool]:
+        """Choose the chunks that each worker recomputes: the quickest choice that fits the memory; all if none fits.
+
+        A worker's first chunk also delays the workers behind it. If leaving it out costs the worker itself more time,
+        the choice may not be the best one.
+        """
+        saved, extra = (plain - lean)[:, model.stages], work.forward_s[:, model.stages]  # [rows, chunks, workers]
+        excess = model.worker_bytes(plain) - float(self.limits.memory_bytes or 0)
+        options = np.array([[mask >> chunk & 1 for chunk in range(model.chunks)] for mask in range(2**model.chunks)])
+        enough = np.einsum("oc,ncw->now", options, saved) >= excess[:, None]
+        cost = np.where(enough, np.einsum("oc,ncw->now", options, extra), np.inf)
+        # Ties go to fewer chunks, and then to later ones.
+        order = np.lexsort((options[:, 0], options.sum(axis=1)))
+        pick = order[cost[:, order].argmin(axis=1)]
+        least = cost.min(axis=1)
+        pick = np.where(np.isfinite(least), pick, len(options) - 1)
+        without = cost[:, options[:, 0] == 0].min(axis=1)
+        settled = not np.any(np.isfinite(least) & np.isfinite(without) & (without > least))
+        chosen = np.zeros(plain.shape, dtype=bool)
+        chosen[:, model.stages] = options[pick].transpose(0, 2, 1)
+        return chosen, settled
+
+
+def _matrices(space: StateSpace, ways: WaysOf) -> tuple[Work, Footprint]:
+    """Return work and footprint of every stage, by the states it begins and ends at; zero where it would end first."""
+    count = len(space)
+    work: dict[str, Floats] = {each.name: np.zeros((count, count)) for each in fields(Work)}
+    footprint: dict[str, Floats] = {each.name: np.zeros((count, count)) for each in fields(Footprint)}
+    for state in range(count - 1):
+        others = np.arange(state + 1, count)
+        row = space.work(state, others)
+        for name, values in work.items():
+            values[state, others] = getattr(row, name)
+        held = ways.plainest_footprint(state, others, row)
+        for name, values in footprint.items():
+            values[state, others] = getattr(held, name)
+    return Work(**{**work, "is_first": work["is_first"].astype(bool)}), Footprint(**footprint)
+
+
+def _pick(matrices: T, cuts: Integers) -> T:
+    """Return the stages between adjacent cuts."""
+    return type(matrices)(
+        **{each.name: getattr(matrices, each.name)[cuts[:, :-1], cuts[:, 1:]] for each in fields(matrices)}
+    )
+
+
+def _batches(tuples: Iterator[tuple[int, ...]]) -> Iterator[Integers]:
+    while batch := list(islice(tuples, _BATCH)):
+        yield np.array(batch, dtype=np.int64)
+
+
+def _moved(cuts: Integers) -> Iterator[Integers]:
+    """Yield cuts of which one has moved, or one and all that follow."""
+    for number in range(1, len(cuts) - 1):
+        for step in _MOVES:
+            for many in (slice(number, number + 1), slice(number, len(cuts) - 1)):
+                moved = cuts.copy()
+                moved[many] += step
+                if np.all(np.diff(moved) > 0):
+                    yield moved

@@ -1,0 +1,295 @@
+"""Search along a line of GPUs of several kinds, under any schedule with one stage per worker.
+
+The GPUs stand in a line, kind after kind, and stages take consecutive ones from its start to its end; GPUs between them
+may idle. So the GPUs at which a stage begins and ends say which kinds it has, and its time and memory are those of the
+slowest and the smallest of them. With the maximum over the stages bounded by X, a walk from the last layer to the first
+
+    sum(J, g) = min over K, r of  part(J, K, r, kinds of g - r .. g) + sum(K, g - r)        g: the last GPUs of the line
+
+gives the least sum of the stages' parts, as the search for GPUs of one kind does (`synchronous`); under asynchronous
+schedules the parts of the sum are zero. A stage whose memory allows only so many GPUs behind it looks up the sum for
+those. O(runs of kinds · states² · GPUs) per walk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations_with_replacement
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.cost.candidate import Candidate
+from planner.cost.layer_costs import LayerCosts
+from planner.cost.network.link import Link
+from planner.cost.work import Floats, Integers
+from planner.formats.cluster import DeviceKind
+from planner.solver.problem.problem import Problem
+from planner.solver.problem.states import Chain, Coarse, StateSpace
+from planner.solver.search.chain.ways import Ways, WaysOf
+
+Kinds = frozenset[int]  # numbers of kinds that a stage has GPUs of
+_BATCH = 2**20  # entries of an array over stages and GPUs
+
+
+@dataclass(frozen=True)
+class _Stages:
+    """The ways to run the stages that begin at one state, on GPUs of certain kinds.
+
+    Attributes:
+        ways: of the stages.
+        sum_s: their parts of the sum, by way.
+        max_s: their parts of the maximum, by replicas - 1 and way; infinite where they are not allowed.
+        after: the most GPUs that may follow, likewise.
+    """
+
+    ways: Ways
+    sum_s: Floats
+    max_s: Floats
+    after: Integers
+
+    def worth_a_try(self, limit_s: float) -> tuple[Integers, Integers]:
+        """Return ways and their replicas: the fewest that keep the limit, and more where those allow more GPUs after.
+
+        With more replicas a stage has fewer units in flight.
+        """
+        meets = self.max_s <= limit_s
+        after = np.maximum.accumulate(np.where(meets, self.after, -1), axis=0)
+        before = np.concatenate((np.full((1, meets.shape[1]), -1), after[:-1]))
+        rows, columns = np.nonzero(meets & (self.after > before))
+        return columns, rows + 1
+
+
+class StagesOn:
+    """All stages on GPUs of one kind: the ways to run them, priced with one link.
+
+    Args:
+        problem: with the rules.
+        link: of every GPU.
+        kind: of the GPUs; of several kinds, the slowest, with the memory of the smallest.
+        most: GPUs of a stage.
+        most_states: cuts that are spread over the model if there are more.
+    """
+
+    def __init__(self, problem: Problem, link: Link, kind: DeviceKind, most: int, most_states: int) -> None:
+        self._problem, self._link = problem, link
+        self._memory_bytes = problem.cluster.memory_of(kind)
+        self.space = _space(problem.layer_costs.on(kind), most_states)
+        self._limits = replace(problem.limits, memory_bytes=self._memory_bytes)
+        self._ways = WaysOf(self.space, self._limits, prices_shards=problem.simulates)
+        most = most if problem.schedule.pipelined else 1
+        self._replicas = np.arange(1, (min(most, problem.microbatches) if problem.schedule.divides else most) + 1)
+        self._flying = self._in_flight()
+        self.stages = [self._from(state) for state in range(len(self.space) - 1)]
+
+    def _in_flight(self) -> Integers:
+        """Return the units in flight by replicas - 1 and GPUs after; more than any memory holds where versions lack."""
+        schedule, microbatches = self._problem.schedule, self._problem.microbatches
+        after = np.arange(self._problem.cluster.gpus + 1)
+        flying = np.array(
+            np.broadcast_to(
+                schedule.in_flight(self._replicas[:, None], after, microbatches), (len(self._replicas), len(after))
+            )
+        )
+        suffices = [
+            [schedule.versions_suffice(microbatches, r, depth) for depth in row]
+            for r, row in enumerate(flying.tolist(), start=1)
+        ]
+        return np.where(suffices, flying, np.iinfo(np.int64).max)
+
+    def _from(self, state: int) -> _Stages:
+        self._limits.deadline.check()
+        others = np.arange(state + 1, len(self.space))
+        plainest = self._priced(self._ways.all(state, others, np.zeros(len(others), dtype=bool)))
+        if not self._ways.chooses:
+            return plainest
+        # Only stages that do not always fit have a reason to choose what they recompute.
+        limited = (plainest.after < self._problem.cluster.gpus).any(axis=0) & ~plainest.ways.sharded
+        tight = np.bincount(plainest.ways.stage, limited, len(others)) > 0
+        return self._priced(self._ways.all(state, others, tight)) if tight.any() else plainest
+
+    def _priced(self, ways: Ways) -> _Stages:
+        problem, replicas = self._problem, self._replicas[:, None]
+        shape = (len(self._replicas), len(ways))
+        if problem.schedule.asynchronous:
+            sum_s, max_s = np.zeros(len(ways)), problem.asynchronous(self._link).stage_s(ways.work, replicas)
+        else:
+            model = problem.synchronous(self._link)
+            sum_s = np.array(np.broadcast_to(model.sum_s(ways.work), len(ways)))
+            max_s = model.max_s(ways.work, replicas)
+        after = self._most_after(ways, shape)
+        allowed = ways.allowed(np.broadcast_to(replicas, shape)) & (after >= 0)
+        return _Stages(ways, sum_s, np.where(allowed, max_s, np.inf), after)
+
+    def _most_after(self, ways: Ways, shape: tuple[int, int]) -> Integers:
+        """Return the most GPUs that may follow each way, by replicas - 1; -1 where not even none may."""
+        problem, schedule = self._problem, self._problem.schedule
+        most = np.full(shape, self._limits.deepest)
+        if self._memory_bytes is not None:
+            footprint = ways.footprint_on(self._replicas[:, None]).divided(problem.microbatches)
+            fit = footprint.most_in_flight(self._memory_bytes, schedule.stashes, schedule.weight_versions)
+            most = np.minimum(most, fit)
+        rows = [np.searchsorted(flying, row, side="right") for flying, row in zip(self._flying, most, strict=True)]
+        return np.stack(rows) - 1
+
+
+def _space(layer_costs: LayerCosts, most: int) -> StateSpace:
+    chain = Chain(layer_costs)
+    if len(chain) <= most:
+        return chain
+    return Coarse(chain, np.unique(np.linspace(0, len(chain) - 1, most).astype(np.int64)))
+
+
+@dataclass(frozen=True)
+class LinePlan:
+    """Stages on a line, with the parts of their time."""
+
+    stages: tuple[Candidate, ...]
+    sum_s: float
+    max_s: float
+
+    @property
+    def seconds(self) -> float:
+        """Seconds per minibatch, by the link that the walk was for."""
+        return self.sum_s + self.max_s
+
+
+class LineSearch:
+    """Walks along one line.
+
+    Args:
+        problem: with the limits on numbers of stages.
+        tables: stages on GPUs of each set of kinds.
+        line: ranks of each kind, in the order of the line, with its number.
+    """
+
+    def __init__(self, problem: Problem, tables: Mapping[Kinds, StagesOn], line: Sequence[tuple[int, Sequence[int]]]):
+        self._problem, self._line = problem, [rank for _, ranks in line for rank in ranks]
+        self.gpus = len(self._line)
+        self._gpus = np.arange(self.gpus + 1)
+        self._space = next(iter(tables.values())).space
+        # Where each kind of the line begins and ends, counted from the line's end.
+        ends = np.cumsum([0, *(len(ranks) for _, ranks in reversed(line))])[::-1]
+        self._runs: list[tuple[StagesOn, NDArray[np.bool_]]] = []
+        g, r = self._gpus, np.arange(1, self.gpus + 1)[:, None]
+        for first, last in combinations_with_replacement(range(len(line)), 2):
+            begins = (ends[first + 1] < g) & (g <= ends[first])
+            spans = begins & (ends[last + 1] <= g - r) & (g - r < ends[last])
+            self._runs.append((tables[frozenset(number for number, _ in line[first : last + 1])], spans))
+
+    def within(self, limit_s: float) -> LinePlan | None:
+        """Return the plan of least sum with a maximum within the limit; None without one."""
+        answer, numbering = self._walk(limit_s, 0), self._problem.limits.numbering
+        if answer is None or numbering.allows([stage.layers for stage in answer.stages]):
+            return answer
+        return self._walk(limit_s, numbering.most(self._space, self.gpus))
+
+    def _walk(self, limit_s: float, numbers: int) -> LinePlan | None:
+        """Return the same for plans of so many stages at most, whose numbers are allowed; for 0, for any stages."""
+        last, many = len(self._space) - 1, max(numbers, 1)
+        walk = _Walk.new(many, last, self.gpus)
+        for state in range(last - 1, -1, -1):
+            if self._problem.deadline.passed:
+                return None
+            for totals, picked in self._steps(state, limit_s, walk, numbers):
+                for number in range(many):
+                    pick = totals[number].argmin(axis=0)
+                    least = totals[number][pick, self._gpus]
+                    better = least < walk.sums[number, state]
+                    walk.sums[number, state, better] = least[better]
+                    walk.choices[:, number, state, better] = picked(number, pick[better], self._gpus[better])
+            for number in range(many):
+                walk.idle(number, state)
+        return self._traced(walk) if np.isfinite(walk.sums[0, 0, self.gpus]) else None
+
+    def _steps(self, state: int, limit_s: float, walk: _Walk, numbers: int) -> Iterator[tuple[Floats, _Picked]]:
+        """Yield sums from the state on by number, step and GPU, and what gives the choices of some of them."""
+        many, numbering = max(numbers, 1), self._problem.limits.numbering
+        rest = slice(1, many + 1) if numbers else slice(0, 1)
+        for run, (on, spans) in enumerate(self._runs):
+            stages = on.stages[state]
+            ways, replicas = stages.worth_a_try(limit_s)
+            possible = np.any(spans, axis=1)[replicas - 1]
+            ways, replicas = ways[possible], replicas[possible]
+            may = numbering.numbers(self._space, state, np.arange(state + 1, len(self._space)), many)
+            batch = max(1, _BATCH // ((self.gpus + 1) * many))
+            for start in range(0, len(ways), batch):
+                way, r = ways[start : start + batch], replicas[start : start + batch]
+                others, most = stages.ways.others[way, None], stages.after[r - 1, way][:, None]
+                left = np.broadcast_to(np.maximum(self._gpus - r[:, None], 0), (many, len(way), self.gpus + 1))
+                # GPUs that idle behind a stage do not count for its memory. Where too many would be at work, those at
+                # the end of the line are.
+                left = np.where(walk.used[rest][:, others, left[0]] <= most, left, np.minimum(left, most))
+                at = np.arange(many)[:, None, None], others, left
+                totals = stages.sum_s[way, None] + walk.sums[rest][at]
+                totals[:, ~spans[r - 1]] = np.inf
+                if numbers:
+                    totals[~may[:, stages.ways.stage[way]]] = np.inf
+                yield totals, _Picked(run, way, r, left, walk.used[rest][at] + r[:, None])
+
+    def _traced(self, walk: _Walk) -> LinePlan:
+        state, gpus, sum_s, max_s = 0, self.gpus, 0.0, 0.0
+        found: list[Candidate] = []
+        while state < len(self._space) - 1:
+            number = min(len(found), len(walk.begins) - 1)  # a walk without numbers has 0 alone
+            gpus = int(walk.begins[number, state, gpus])
+            run, way, r, left = (int(each) for each in walk.choices[:4, number, state, gpus])
+            stages = self._runs[run][0].stages[state]
+            other, begin = int(stages.ways.others[way]), self.gpus - gpus
+            layers = frozenset(self._space.layers(state, other))
+            ranks = tuple(sorted(self._line[begin : begin + r]))
+            found.append(Candidate(frozenset(self._space.layers(0, state)), layers, stages.ways.options(way, r), ranks))
+            sum_s, max_s = sum_s + float(stages.sum_s[way]), max(max_s, float(stages.max_s[r - 1, way]))
+            state, gpus = other, left
+        return LinePlan(tuple(found), sum_s, max_s)
+
+
+@dataclass(frozen=True)
+class _Picked:
+    """Steps of a walk along one run of kinds, to choose from."""
+
+    run: int
+    ways: Integers
+    replicas: Integers
+    left: Integers  # GPUs that the rest may use, by number, step and GPU
+    used: Integers  # GPUs at work, likewise
+
+    def __call__(self, number: int, steps: Integers, gpus: Integers) -> Integers:
+        """Return the choices of these steps at these GPUs."""
+        at = number, steps, gpus
+        return np.stack([0 * steps + self.run, self.ways[steps], self.replicas[steps], self.left[at], self.used[at]])
+
+
+@dataclass(frozen=True)
+class _Walk:
+    """What a walk knows of every suffix of the layers on the last GPUs of the line.
+
+    Attributes:
+        sums: the least sum, by the number of its first stage, its first state, and the GPUs that it may use.
+        used: GPUs at work, likewise.
+        choices: of its first stage: run of kinds, way, replicas, the GPUs that the rest may use, and those at work.
+        begins: the GPU, counted from the line's end, at which that stage begins: those before it idle.
+    """
+
+    sums: Floats
+    used: Integers
+    choices: Integers
+    begins: Integers
+
+    @classmethod
+    def new(cls, many: int, last: int, gpus: int) -> _Walk:
+        """Return a walk that knows the empty suffix."""
+        sums = np.full((many + 1, last + 1, gpus + 1), np.inf)
+        sums[:, last] = 0.0
+        choices = np.zeros((5, many, last, gpus + 1), dtype=np.int64)
+        return cls(sums, np.zeros(sums.shape, dtype=np.int64), choices, np.zeros(choices.shape[1:], dtype=np.int64))
+
+    def idle(self, number: int, state: int) -> None:
+        """Let GPUs idle where the first stage does better on later ones."""
+        sums = self.sums[number, state]
+        least = np.minimum.accumulate(sums)
+        new = np.concatenate(([True], least[1:] < least[:-1]))
+        begins = np.maximum.accumulate(np.where(new, np.arange(len(sums)), 0))
+        self.sums[number, state], self.begins[number, state] = least, begins
+        self.used[number, state] = self.choices[4, number, state, begins]

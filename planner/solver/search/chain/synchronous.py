@@ -1,0 +1,382 @@
+"""Exact search for synchronous pipelines: minimise a sum over the stages plus a maximum over them.
+
+With the maximum bounded by X, each stage takes the fewest replicas that respect X, because replicas do not change the
+sum. A shortest path over (state, GPUs left) then gives the least sum. Lowering X below each answer's maximum walks
+along the answers that trade sum against maximum, until the sum alone is no better than the best total.
+O(states²·GPUs) per answer.
+
+Under 1f1b-flush, the more GPUs follow a stage, the more it holds. Where memory is limited, a stage on r replicas
+therefore allows only so many GPUs after it, and more replicas may allow more. So all replica counts are tried, not only
+the fewest.
+
+A stage that is sharded or recomputes layers is one more choice each; the latter only where the stage without
+recomputation does not always fit. The number of a stage is one more axis only where a limit on numbers binds.
+
+What a stage holds does not depend on the links, so it is found once for all searches over a space. What a stage takes
+is found once for every link.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from weakref import WeakKeyDictionary
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.cost.models.synchronous import SynchronousModel
+from planner.cost.stage_options import StageOptions
+from planner.cost.work import Floats, Integers
+from planner.solver.problem.budget import NO_HURRY, OutOfTimeError
+from planner.solver.problem.numbering import Numbering
+from planner.solver.problem.problem import Limits
+from planner.solver.problem.result import RESOLUTION, CutPath
+from planner.solver.problem.states import StateSpace
+from planner.solver.search.chain.ways import Ways, WaysOf
+
+_MOST_KEPT = 2**23  # entries of tables that are kept for other searches over a space, about
+
+
+@dataclass(frozen=True)
+class Fitting:
+    """The ways to run the stages that begin at one state, as far as they are of use.
+
+    Attributes:
+        ways: the ways.
+        fits: by replicas - 1 and way, whether the memory suffices, and no way that recomputes less does as well.
+        after: likewise, most GPUs that may follow.
+    """
+
+    ways: Ways
+    fits: NDArray[np.bool_]
+    after: Integers
+
+    def priced(self, model: SynchronousModel) -> Stages:
+        """Return what the ways take."""
+        replicas = np.arange(1, len(self.fits) + 1)[:, None]
+        max_s = np.where(self.fits, model.max_s(self.ways.work, replicas), np.nan)
+        sum_s = np.array(np.broadcast_to(model.sum_s(self.ways.work), len(self.ways)))
+        return Stages(self.ways, sum_s, max_s, self.after)
+
+
+@dataclass(frozen=True)
+class Stages:
+    """The same ways and what they take; `max_s` is by replicas - 1 and way, and not a number where they do not fit."""
+
+    ways: Ways
+    sum_s: Floats
+    max_s: Floats
+    after: Integers
+
+    def in_multiples(self, number: int) -> Stages:
+        """Return the same where replicas must be multiples of this number."""
+        replicas = np.arange(1, len(self.max_s) + 1)[:, None]
+        return self if number == 1 else replace(self, max_s=np.where(replicas % number, np.nan, self.max_s))
+
+    @cached_property
+    def by_sum(self) -> bool:
+        """Whether the ways of each stage stand by their sums."""
+        return bool(np.all((np.diff(self.sum_s) >= 0) | (np.diff(self.ways.stage) > 0)))
+
+
+# What is known of the stages of a space, by what it depends on.
+_FITTING: WeakKeyDictionary[StateSpace, dict[Hashable, list[Fitting]]] = WeakKeyDictionary()
+_KNOWN: WeakKeyDictionary[StateSpace, dict[Hashable, Table]] = WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class Table:
+    """The ways to run the stages from each state but the last, and the answers of searches over them, by what is asked.
+
+    An answer is the best path and those found on the way to it.
+    """
+
+    stages: list[Stages]
+    answers: dict[Hashable, tuple[CutPath | None, list[CutPath]]] = field(default_factory=dict)
+
+
+def tabulated(space: StateSpace, model: SynchronousModel, limits: Limits, most_replicas: int) -> Table:
+    """Return the table of the stages between the states of a space.
+
+    Raises:
+        OutOfTimeError: if the deadline passes before they are known.
+    """
+    alike = replace(limits, deadline=NO_HURRY, numbering=Numbering())
+    holds = model.schedule.name, model.microbatches, alike, most_replicas
+    tables, fitting = _KNOWN.setdefault(space, {}), _FITTING.setdefault(space, {})
+    if (key := (holds, model.link.alike)) not in tables:
+        if holds not in fitting:
+            room = _Room(space, model, limits, most_replicas)
+            fitting[holds] = [room.fitting(state) for state in range(len(space) - 1)]
+        tables[key] = Table([each.priced(model) for each in fitting[holds]])
+    table = tables[key]
+    if sum(each.after.size for kept in tables.values() for each in kept.stages) > _MOST_KEPT:
+        tables.clear()
+        fitting.clear()
+    return table
+
+
+class _Room:
+    """Finds the ways to run stages that fit the memory."""
+
+    def __init__(self, space: StateSpace, model: SynchronousModel, limits: Limits, most_replicas: int) -> None:
+        self._space, self._model, self._limits, self._memory_bytes = space, model, limits, limits.memory_bytes
+        self._ways = WaysOf(space, limits)
+        self._replicas = np.arange(1, most_replicas + 1)
+        self._gpus = min(limits.gpus, most_replicas * (len(space) - 1))
+
+    def fitting(self, state: int) -> Fitting:
+        """Return the ways to run the stages from a state."""
+        self._limits.deadline.check()
+        others = self._possible(state)
+        plainest = self._of_use(self._ways.all(state, others, np.zeros(len(others), dtype=bool)))
+        if not self._ways.chooses:
+            return plainest
+        # Recomputing costs time, so it is a choice only where some number of GPUs after the stage does not fit.
+        limited = (~plainest.fits | (plainest.after < self._gpus)).any(axis=0)
+        roomy = plainest.ways.stage[~limited & ~plainest.ways.sharded]
+        tight = ~np.isin(np.arange(len(others)), roomy)
+        return self._of_use(self._ways.all(state, others, tight)) if tight.any() else plainest
+
+    def _possible(self, state: int) -> Integers:
+        """Return where a stage from this state may end so that what it holds in any case fits the memory."""
+        others = self._space.among_later(state, np.arange(state + 1, len(self._space)))
+        if self._memory_bytes is None or not len(others):
+            return others
+        footprint = self._space.footprint(state, others, self._space.work(state, others))
+        shards = min(self._gpus, self._ways.most_sharded) if self._ways.shards else 1
+        held = footprint.weight_bytes + footprint.fixed_weight_bytes + footprint.optimizer_bytes / shards
+        held = held + (footprint.gradient_bytes if self._model.microbatches > 1 else 0.0)
+        fits = np.array(np.broadcast_to(held, others.shape) <= self._memory_bytes)
+        fits[0] = True  # no state is without any stage
+        return others[fits]
+
+    def _of_use(self, ways: Ways) -> Fitting:
+        """Return those of the ways that fit the memory, and allow more GPUs after them than those recomputing less."""
+        replicas, shape = self._replicas[:, None], (len(self._replicas), len(ways))
+        fits = np.array(ways.allowed(np.broadcast_to(replicas, shape)))
+        after = np.full(shape, self._gpus, dtype=np.int64)
+        if self._memory_bytes is not None:
+            footprint = ways.footprint_on(replicas).divided(self._model.microbatches)
+            # With nothing after it a stage holds least, with everything most.
+            held = footprint.total_bytes(self._model.in_flight(self._replicas, 0)[:, None], 1)
+            fits &= held <= self._memory_bytes
+            most = footprint.most_in_flight(self._memory_bytes, stashing=False)
+            least_room = self._model.in_flight(self._replicas, self._gpus)[:, None] > most
+            after = np.where(least_room, np.maximum(most - 1, 0) * replicas, after)
+            fits &= ~_of_no_use(ways, fits, after)
+        rows = np.flatnonzero(fits.any(axis=0))
+        return Fitting(ways[rows], fits[:, rows], after[:, rows])
+
+
+def _of_no_use(ways: Ways, fits: NDArray[np.bool_], after: Integers) -> NDArray[np.bool_]:
+    """Return which ways, by replicas, allow no more GPUs after the stage than one that recomputes less."""
+    useless = np.zeros(fits.shape, dtype=bool)
+    # Numbers grow from stage to stage, so that the maximum of each begins anew.
+    allowed = np.where(fits, after + 1, 0) + ways.stage * (int(after.max(initial=0)) + 2)
+    for sharded in (False, True):
+        rows = np.flatnonzero(ways.sharded == sharded)
+        most = np.maximum.accumulate(allowed[:, rows], axis=1)
+        useless[:, rows[1:]] = most[:, 1:] <= most[:, :-1]
+    return useless
+
+
+_STEP = 1.25  # from one limit to the next, on the way to a plan that is balanced well
+_BATCH = 2**20  # entries of an array over stages and GPUs
+
+
+class SynchronousSearch:
+    """Finds the fastest gpipe, 1f1b-flush or naive plan over a space of states.
+
+    Args:
+        space: of the states.
+        model: of the time.
+        limits: of the plans.
+        multiple: of which all stages' replicas are multiples.
+    """
+
+    def __init__(self, space: StateSpace, model: SynchronousModel, limits: Limits, multiple: int = 1) -> None:
+        self.deadline, self.interrupted = limits.deadline, False  # interrupted: there may be faster plans
+        self._cut_short = False  # whether the deadline ended the last walk
+        self.found: list[CutPath] = []  # on the way to the best: each has a larger sum and a smaller maximum
+        # Replicas beyond the number of microbatches would idle, and naive runs one microbatch at a time.
+        most = min(limits.gpus, model.microbatches, limits.most_replicas) if model.schedule.pipelined else 1
+        self.space, self.model, self.limits, self.memory_bytes = space, model, limits, limits.memory_bytes
+        self.gpus = min(limits.gpus, most * (len(space) - 1))
+        self._replicas = np.arange(1, most + 1)
+        self._ways = WaysOf(space, limits)
+        table = tabulated(space, model, limits, most)
+        self._stages, self._answers = [stages.in_multiples(multiple) for stages in table.stages], table.answers
+        self._asked = multiple, limits.numbering
+
+    def best(self, precision: float = RESOLUTION, below_s: float = np.inf) -> CutPath | None:
+        """Return the fastest plan, with few GPUs among equally fast ones; None if no plan fits the memory.
+
+        Args:
+            precision: how much faster, relatively, other plans may be.
+            below_s: plans that are no faster than this are of no use, and may be missed.
+
+        Raises:
+            OutOfTimeError: if the deadline passes before there is any plan.
+        """
+        asked = (*self._asked, precision, below_s)
+        if asked not in self._answers:
+            best = self._best(precision, below_s)
+            if self.interrupted:
+                return best
+            self._answers[asked] = best, self.found
+        best, self.found = self._answers[asked]
+        return best
+
+    def _best(self, precision: float, below_s: float) -> CutPath | None:
+        best: CutPath | None = None
+        if np.isfinite(below_s):
+            limit_s = below_s - self._least_s
+        else:
+            limit_s = self._promising_s() if precision > RESOLUTION else np.inf
+        while (answer := self.within(limit_s)) is not None:
+            path, sum_s, max_s = answer
+            self.found.append(path)
+            if best is None or path.seconds < best.seconds:
+                best = path
+            # A better plan needs a smaller maximum than this one's, and a total below the best. The limit is the
+            # maximum itself: rounding could leave seconds minus sum above it, and the loop would never end.
+            limit_s = min(max_s, min(best.seconds, below_s) - sum_s) * (1 - precision)
+            if limit_s <= 0:
+                break
+            if self.deadline.passed:
+                self.interrupted = True
+                break
+        self.interrupted |= self._cut_short
+        return best
+
+    def _promising_s(self) -> float:
+        """Return a limit that leaves out nothing but plans slower than one that is balanced well.
+
+        The way from no limit at all to a balanced plan is long, and plans on it are of no use.
+        """
+        everything = self.space.work(0, np.array([len(self.space) - 1]))
+        limit_s = float(self.model.microbatches * everything.compute_s[0]) / self.gpus
+        if not self.model.schedule.pipelined or limit_s <= 0 or self.within(np.inf) is None:
+            return np.inf
+        while (answer := self.within(limit_s)) is None:
+            limit_s *= _STEP
+        return max(answer[0].seconds * _STEP - self._least_s, answer[2])
+
+    @property
+    def _least_s(self) -> float:
+        """Seconds that no plan's sum is below: those of one stage that waits for no messages."""
+        everything = self.space.work(0, np.array([len(self.space) - 1]))
+        return float(self.model.sum_s(self._ways.least(everything).without_transfers())[0])
+
+    def within(self, limit_s: float) -> tuple[CutPath, float, float] | None:
+        """Return the path of least sum with a maximum within the limit, its sum and its maximum; None without one."""
+        answer, numbering = self._walk(limit_s, 0), self.limits.numbering
+        if answer is None or numbering.allows_path(self.space, answer[0].states):
+            return answer
+        return self._walk(limit_s, numbering.most(self.space, self.gpus))
+
+    def _walk(self, limit_s: float, numbers: int) -> tuple[CutPath, float, float] | None:
+        """Return the same for plans of so many stages at most, whose numbers are allowed; for 0, for any stages."""
+        last, many = len(self.space) - 1, max(numbers, 1)
+        self._cut_short = False
+        # Least sum of the suffix, by the number of its first stage, state, and the GPUs it may use.
+        sums = np.full((many + 1, last + 1, self.gpus + 1), np.inf)
+        sums[:, last] = 0.0
+        # For each of these, the best stage's way and its replicas.
+        choices = np.zeros((2, many, last, self.gpus + 1), dtype=np.int64)
+        # A plan that respects the limit needs some GPUs before each state, and some after it.
+        room = self.gpus - self._needed_before(limit_s)
+        needed = np.full(last + 1, self.gpus + 1, dtype=np.int64)
+        needed[last] = 0
+        for state in range(last - 1, -1, -1):
+            if self.deadline.passed:
+                if not self.found:
+                    raise OutOfTimeError
+                self._cut_short = True  # there is an answer already
+                return None
+            stages, most = self._stages[state], int(room[state])
+            may = self.limits.numbering.numbers(self.space, state, stages.ways.others, many) if numbers else None
+            for columns, r in self._worth_a_try(stages, limit_s, most, needed):
+                left = np.arange(most + 1) - r[:, None]
+                after = np.minimum(np.maximum(left, 0), stages.after[r - 1, columns][:, None])
+                for number in range(many):
+                    rest = sums[number + 1 if numbers else 0]
+                    totals = stages.sum_s[columns, None] + rest[stages.ways.others[columns, None], after]
+                    totals[left < 0] = np.inf
+                    if may is not None:
+                        totals[~may[number, columns]] = np.inf
+                    pick = totals.argmin(axis=0)
+                    least = totals[pick, np.arange(most + 1)]
+                    better = np.flatnonzero(least < sums[number, state, : most + 1])
+                    sums[number, state, better] = least[better]
+                    choices[0, number, state, better] = columns[pick[better]]
+                    choices[1, number, state, better] = r[pick[better]]
+            if len(reached := np.flatnonzero(np.isfinite(sums[:many, state]).any(axis=0))):
+                needed[state] = reached[0]
+        if not np.isfinite(sums[0, 0, self.gpus]):
+            return None
+        # Among equal sums the fewest GPUs win; rounding must not make more of them look better.
+        enough = int(np.argmax(sums[0, 0] <= sums[0, 0, self.gpus] * (1 + RESOLUTION)))
+        return self._trace(choices, enough)
+
+    def _needed_before(self, limit_s: float) -> Integers:
+        """Return the GPUs that plans within the limit need before each state, at least."""
+        needed = np.full(len(self.space), self.gpus + 1, dtype=np.int64)
+        needed[0] = 0
+        for state, stages in enumerate(self._stages):
+            if needed[state] <= self.gpus and len(stages.ways):
+                meets = stages.max_s <= limit_s
+                fewest = np.where(meets.any(axis=0), self._replicas[meets.argmax(axis=0)], self.gpus + 1)
+                np.minimum.at(needed, stages.ways.others, needed[state] + fewest)
+        return np.minimum(needed, self.gpus + 1)
+
+    def _worth_a_try(
+        self, stages: Stages, limit_s: float, room: int, needed: Integers
+    ) -> Iterator[tuple[Integers, Integers]]:
+        """Yield ways and their replicas that are worth a try, by ascending replicas, as many as suit one array.
+
+        Each way is tried with the fewest replicas that respect the limit. With more it has fewer microbatches in
+        flight, which is worth a try where that allows more GPUs after it than fewer replicas do, or ways with a smaller
+        sum.
+
+        Args:
+            stages: from one state.
+            limit_s: of the maximum.
+            room: GPUs of the stage and those after it, at most.
+            needed: GPUs after each state, at least.
+        """
+        left = room - needed[stages.ways.others]
+        if not len(left) or (most := min(int(left.max()), len(self._replicas))) < 1:
+            return
+        replicas, after = self._replicas[:most, None], stages.after[:most]
+        may = (stages.max_s[:most] <= limit_s) & (replicas <= left) & (after >= needed[stages.ways.others])
+        # The ways of a stage stand together, by their sums. Numbers grow from stage to stage, so that each begins anew.
+        begin = stages.ways.stage * (self.gpus + 2)
+        most_after = np.maximum.accumulate(np.where(may, after + 1, 0), axis=0) + begin
+        with_fewer = np.concatenate((begin[None], most_after[:-1]))
+        worth = may & (most_after > with_fewer) & (with_fewer - begin - 1 < room - replicas)
+        if stages.by_sum:
+            most_after = np.maximum.accumulate(most_after, axis=1)
+            worth[:, 1:] &= most_after[:, 1:] > most_after[:, :-1]
+        rows, columns = np.nonzero(worth)
+        batch = max(1, _BATCH // (room + 1))
+        for start in range(0, len(rows), batch):
+            yield columns[start : start + batch], self._replicas[rows[start : start + batch]]
+
+    def _trace(self, choices: Integers, gpus: int) -> tuple[CutPath, float, float]:
+        """Return the path of the choices, by number, state and GPUs left, with so many GPUs."""
+        states, sums, most_s = [0], 0.0, 0.0
+        options: list[StageOptions] = []
+        while (state := states[-1]) < len(self.space) - 1:
+            number = min(len(options), choices.shape[1] - 1)  # a walk without numbers has 0 alone
+            way, r = (int(each) for each in choices[:, number, state, gpus])
+            stages = self._stages[state]
+            states.append(int(stages.ways.others[way]))
+            options.append(stages.ways.options(way, r))
+            sums += float(stages.sum_s[way])
+            most_s = max(most_s, float(stages.max_s[r - 1, way]))
+            gpus = min(gpus - r, int(stages.after[r - 1, way]))
+        return CutPath(tuple(states), tuple(options), sums + most_s), sums, most_s

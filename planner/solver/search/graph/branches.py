@@ -1,0 +1,207 @@
+"""Search the cuts of a branching model that are not along the profile's order, for a better plan and a bound."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import replace
+
+import numpy as np
+
+from planner.cost.rounding import SLACK
+from planner.cost.work import Integers
+from planner.solver.problem.bounds import Bounds
+from planner.solver.problem.problem import Limits
+from planner.solver.problem.result import RESOLUTION, BoundedPath, CutPath
+from planner.solver.problem.states import Chain, StateSpace
+from planner.solver.search.chain.search import Search
+from planner.solver.search.chain.ways import WaysOf
+from planner.solver.search.graph.downsets import Downsets
+from planner.solver.search.graph.lattice import (
+    Covers,
+    Lattice,
+    around,
+    depth_first,
+    enumerate_covers,
+    fewest_live_bytes,
+)
+from planner.solver.search.graph.relaxation import OutOfWorkError, Relaxation, WorkLeft
+from planner.solver.search.graph.windows import Windows
+
+MOST_DOWNSETS = 300_000  # enumerated in a second
+MOST_STATES = 2_000  # searched pair by pair in a second
+WORK = 9 * 10**8  # covers to look at: some seconds, and always the same ones for the same problem
+_CLOSE = 0.02  # relative distance of the bounds from which on to ask for anything strictly better, too
+_PRECISION = 1e-3  # gains below this are not worth another look around a plan's cuts
+_SETTLED = 4e-10  # plans that are faster by less than this are not looked for
+_UNSETTLED = 1e-3  # precision of the lowest time that is neither met nor ruled out
+_EXPANSIONS = 60  # states that the walk for a plan expands
+_PER_PAIR, _PER_FIT = 12, 40  # work of looking at a stage, in covers, without and with a memory limit
+_BREADTH = 4  # stages that it tries from each state
+_WORTH_A_WALK = 20
+NEAR_STATES = 600
+ROUNDS = 3
+_NEAR_UNLISTED, _ROUNDS_UNLISTED = 1_000, 4
+
+
+def search_beyond(
+    space: StateSpace, model: Bounds, limits: Limits, known: CutPath, *, bound_only: bool = False
+) -> BoundedPath:
+    """Look for a plan over all cuts that is faster than the `known` one over `space`, and for a bound.
+
+    Args:
+        space: the cuts along the profile's order.
+        model: the cost model of a stage.
+        limits: of the plans; when the deadline passes, the best plan so far is the answer.
+        known: the best plan over `space`, which is the answer if no faster plan is found.
+        bound_only: where the cuts are too many to list, do not look for faster plans.
+    """
+    start = BoundedPath(known, 0.0, space)
+    covers = enumerate_covers(space.layer_costs, MOST_DOWNSETS)
+    if covers is not None:
+        return _Bracket(model, limits, covers, start).narrowed()
+    shards = WaysOf(space, limits, prices_shards=model.prices_shards).shards
+    bound_s = Windows(space.layer_costs, model, shards=shards).bound_s(limits, known.seconds)
+    return replace(start, bound_s=bound_s) if bound_only else _along_orders(model, limits, known, space, bound_s)
+
+
+def _along_orders(model: Bounds, limits: Limits, best: CutPath, space: StateSpace, bound_s: float) -> BoundedPath:
+    """Search along other orders of the branches, and near the best plan's cuts, where cuts are too many to list."""
+    layer_costs = space.layer_costs
+    # The profile follows one order of the branches; others have cuts that it does not have.
+    for order in (depth_first, fewest_live_bytes):
+        chain = Chain(layer_costs, order(layer_costs))
+        if (better := Search(chain, model, limits).best(below_s=best.seconds)) is not None:
+            best, space = better, chain
+    for _ in range(_ROUNDS_UNLISTED):
+        cuts = [space.layers(0, state) for state in best.states[1:-1]]
+        if not cuts or best.seconds * (1 - _SETTLED) <= bound_s or limits.deadline.passed:
+            break
+        nearby = Downsets(layer_costs, around(layer_costs, cuts, _NEAR_UNLISTED), complete=False)
+        if (better := Search(nearby, model, limits).best(best.seconds * (1 - _PRECISION), _PRECISION)) is None:
+            break
+        best, space = better, nearby
+    return BoundedPath(best, min(bound_s, best.seconds), space)
+
+
+class _Bracket:
+    """The fastest plan so far and the best bound, brought together by asking what is possible at times between them."""
+
+    def __init__(self, model: Bounds, limits: Limits, covers: Covers, start: BoundedPath) -> None:
+        assert start.path is not None
+        self.model, self.limits, self.gpus = model, limits, limits.gpus
+        self.space = Downsets(start.space.layer_costs, covers.words, complete=True)
+        lattice = Lattice(covers, self.space.order)
+        self.relaxation = Relaxation(self.space, lattice, model, limits, WorkLeft(WORK))
+        self.pairs = Search(self.space, model, limits)
+        self.best, self.best_space = start.path, start.space
+        self.low_s = float(self.relaxation.least_s[-1]) / self.gpus * (1 - RESOLUTION)
+        # Times above this one, but below the best plan's, can be neither met nor ruled out.
+        self.open_s = self.best.seconds
+
+    def narrowed(self) -> BoundedPath:
+        """Narrow the bracket as far as the work allowed and the deadline permit."""
+        with contextlib.suppress(OutOfWorkError):
+            self._narrow()
+        if self.low_s < self._goal_s and not self.limits.deadline.passed:
+            self._polish()
+            windows = Windows(self.space.layer_costs, self.model, shards=self.relaxation.shards)
+            self.low_s = max(self.low_s, windows.bound_s(self.limits, self.best.seconds))
+        bound_s = self.best.seconds if self.low_s >= self._goal_s else self.low_s
+        return BoundedPath(self.best, bound_s, self.best_space)
+
+    @property
+    def _goal_s(self) -> float:
+        return self.best.seconds * (1 - _SETTLED)
+
+    def _narrow(self) -> None:
+        strict, halvings, patience = True, 0, 1
+        while not self.limits.deadline.passed:
+            told = self.open_s >= self.best.seconds
+            if self.low_s >= (self._goal_s if told else self.open_s * (1 - _UNSETTLED)):
+                return
+            # As in `Search.best`: halving finds good plans, asking for anything strictly better ends the search.
+            strict = strict and told
+            found = self._ask(self._goal_s if strict else (self.low_s + self.open_s) / 2)
+            if strict:
+                strict, halvings, patience = False, 0, patience * (1 + found)
+            elif self.open_s - self.low_s < _CLOSE * self.open_s:
+                halvings += 1
+                strict = halvings >= patience
+
+    def _ask(self, target_s: float) -> bool:
+        """Return whether a plan meets the target, and move one end of the bracket there."""
+        after = self.relaxation.after(target_s)
+        if after[0] > self.gpus:
+            self.low_s = target_s
+            return False
+        useful = np.flatnonzero(after <= self.gpus)
+        # The walk from the other end costs as much again, so it must be able to drop enough states.
+        if MOST_STATES < len(useful) <= _WORTH_A_WALK * MOST_STATES:
+            before = self.relaxation.before(target_s, after)
+            useful = np.flatnonzero(before + after <= self.gpus)
+        if len(useful) <= MOST_STATES:
+            # Few enough states for the exact search, which then decides: what it does not find, does not exist.
+            space = self.space.only(np.union1d(useful, [0, len(self.space) - 1]), complete=True)
+            path = Search(space, self.model, self.limits).within(target_s)
+            if path is None:
+                self.low_s = target_s
+                return False
+        else:
+            space, path = self.space, self._traced(after, target_s)
+            if path is None:
+                self.open_s = target_s
+                return False
+        self._keep(path, space)
+        return True
+
+    def _keep(self, path: CutPath, space: Downsets) -> None:
+        self.best, self.best_space, self.open_s = path, space, path.seconds
+
+    def _traced(self, after: Integers, target_s: float) -> CutPath | None:
+        """Look for a plan that meets the target, by a depth-first walk along the relaxation's fewest GPUs."""
+        space, last, left = self.space, len(self.space) - 1, _EXPANSIONS
+        before_s = self.relaxation.least_s
+        trail: list[tuple[int, int]] = []  # states and replicas
+
+        def walk(state: int, room: int) -> bool:
+            nonlocal left
+            if state == last:
+                return True
+            left -= 1
+            others = np.flatnonzero(after[state + 1 :] < room) + state + 1
+            least = np.maximum(np.ceil((before_s[others] - before_s[state]) / target_s - SLACK), 1)
+            others = space.among_later(state, others[after[others] + least <= room])
+            if not len(others):
+                return False
+            self.relaxation.left.spend(len(others) * (_PER_PAIR if self.limits.memory_bytes is None else _PER_FIT))
+            total, replicas, _ = self.pairs.suffixes(state, others, target_s, after[others], room)
+            for choice in np.argsort(total, kind="stable")[:_BREADTH]:
+                if total[choice] > room or left <= 0:
+                    break
+                trail.append((state, int(replicas[choice])))
+                if walk(int(others[choice]), room - trail[-1][1]):
+                    return True
+                trail.pop()
+            return False
+
+        if not walk(0, self.gpus):
+            return None
+        # The memory of a stage depends on all GPUs after it, so the exact search decides.
+        states = np.array([*(state for state, _ in trail), last])
+        path = Search(space.only(states, complete=False), self.model, self.limits).within(target_s)
+        if path is None:
+            return None
+        return replace(path, states=tuple(int(states[state]) for state in path.states))
+
+    def _polish(self) -> None:
+        """Look near the best plan's cuts, as long as that finds a faster plan."""
+        for _ in range(ROUNDS):
+            cuts = [self.best_space.layers(0, state) for state in self.best.states[1:-1]]
+            if not cuts or self.limits.deadline.passed:
+                return
+            states = self.space.nearest(self.space.worth(self.model, self.gpus, self.best.seconds), cuts, NEAR_STATES)
+            nearby = self.space.only(states, complete=False)
+            better = Search(nearby, self.model, self.limits).best(self.best.seconds * (1 - _PRECISION), _PRECISION)
+            if better is None:
+                return
+            self._keep(better, nearby)

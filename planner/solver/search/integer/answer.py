@@ -1,0 +1,220 @@
+"""Solve a problem by an integer program: what the search along the cuts cannot express, and to check it.
+
+`ilp_flow` has the formulation: stages between cuts, with replicas, memory, every schedule, GPUs of several kinds, and
+pinned layers. Where there is no plan, the reason is found by leaving limits out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Literal
+
+from planner.cost.candidate import Candidate
+from planner.cost.kinds import kind_on
+from planner.cost.rounding import SLACK
+from planner.errors import InfeasibleError, InputError, PlannerError
+from planner.solver.evaluate.evaluation import evaluate, priced
+from planner.solver.problem.bounds import balanced_s
+from planner.solver.problem.budget import Budget
+from planner.solver.problem.infeasible import PLENTY, against_constraints, explain
+from planner.solver.problem.problem import Problem
+from planner.solver.problem.result import Evaluation, Found, IlpAnswer
+from planner.solver.search.chain.ways import WaysOf
+from planner.solver.search.integer.ilp_columns import Columns
+from planner.solver.search.integer.ilp_flow import Flow, MilpName, installed
+from planner.units import format_bytes
+
+_MOST_STATES_FOR_A_BOUND = 300
+
+
+def solve_ilp(problem: Problem, solver: MilpName | None = None) -> IlpAnswer | None:
+    """Find the fastest plan that respects the problem's constraints; None if there is none.
+
+    Args:
+        problem: for a cluster of one level. When its deadline passes, the answer is the best plan so far, with a bound.
+        solver: by default HiGHS if installed, otherwise CBC.
+
+    Raises:
+        InputError: for what no integer program here expresses, and for problems that are too large.
+        TimeoutError: if the deadline passes before any plan is found.
+    """
+    refuse(problem)
+    solver = solver or installed()[0]
+    columns = Columns(problem, all_cuts=not problem.keeps_order)
+    answer = Flow(problem, columns, solver).solve()
+    if answer is None:
+        return None
+    if not columns.space.complete:  # other cuts of a model that keeps its order only bound what is possible
+        bound_s = min(answer.bound_s, _over_all_cuts_s(problem, solver))
+        answer = replace(answer, bound_s=bound_s, optimal=answer.optimal and bound_s >= answer.seconds * (1 - SLACK))
+    return replace(answer, stages=_ranked(problem, answer))
+
+
+def _over_all_cuts_s(problem: Problem, solver: MilpName) -> float:
+    """Return seconds that no plan over any cuts of the graph is below."""
+    columns = Columns(problem, all_cuts=True)
+    if not columns.space.complete or len(columns.states) > _MOST_STATES_FOR_A_BOUND:
+        return _balanced_s(problem, columns)
+    try:
+        answer = Flow(problem, columns, solver).solve()
+    except TimeoutError:
+        return _balanced_s(problem, columns)
+    assert answer is not None  # the plans along the order are among them
+    return answer.bound_s
+
+
+def _balanced_s(problem: Problem, columns: Columns) -> float:
+    ways = WaysOf(columns.space, problem.limits, prices_shards=problem.simulates)
+    return balanced_s(problem.layer_costs, problem.setting, ways.least)
+
+
+def refuse(problem: Problem) -> None:
+    """Refuse what no integer program here expresses.
+
+    Raises:
+        InputError: saying what.
+    """
+    constraints, cluster = problem.constraints, problem.cluster
+    if len(cluster.joined) > 1:
+        raise InputError(
+            f"the integer program prices clusters of one level, not of {len(cluster.joined)}",
+            hint="use `solver=search`, or give `gpus` and the bandwidth of the slowest level",
+        )
+    if problem.recompute == "blocks":
+        raise InputError(
+            "the integer program recomputes whole stages or nothing, not block by block",
+            hint="use `recompute=auto`, or leave out what only the integer program takes",
+        )
+    if constraints.gpu_of and not cluster.kinds:
+        name, rank = next(iter(constraints.gpu_of.items()))
+        raise InputError(
+            f"layer '{name}' cannot be pinned to GPU {rank} of a cluster whose GPUs are all alike",
+            hint="pin it to a stage, or give the cluster's kinds in cluster.json",
+        )
+
+
+def _ranked(problem: Problem, answer: IlpAnswer) -> tuple[Candidate, ...]:
+    """Return the stages with ranks where GPUs differ: pinned ones, and as many more of their kinds as they need."""
+    cluster, position, stages = problem.cluster, problem.layer_costs.position, answer.stages
+    if not cluster.kinds:
+        return stages
+    pinned = {position[name]: rank for name, rank in problem.constraints.gpu_of.items()}
+    ranks = [{pinned[layer] for layer in stage.layers if layer in pinned} for stage in stages]
+    slots = [number for number, stage in enumerate(stages) for _ in range(stage.replicas - len(ranks[number]))]
+    taken: dict[int, int] = {}  # slots by rank
+
+    def seat(slot: int, tried: set[int]) -> bool:
+        """Give the slot a rank, and its owner another if need be: an augmenting path."""
+        for kind in sorted(answer.kinds[slots[slot]]):
+            for rank in cluster.kind_ranks[kind]:
+                if rank in tried or rank in pinned.values():
+                    continue
+                tried.add(rank)
+                if rank not in taken or seat(taken[rank], tried):
+                    taken[rank] = slot
+                    return True
+        return False
+
+    assert all(seat(slot, set()) for slot in range(len(slots))), "the program counts the GPUs of all sets of kinds"
+    for rank, slot in taken.items():
+        ranks[slots[slot]].add(rank)
+    kinds = (kind_on(problem.layer_costs, cluster, *each) for each in zip(stages, ranks, strict=True))
+    return tuple(
+        replace(stage, ranks=tuple(sorted(own)), options=replace(stage.options, kind=kind))
+        for stage, own, kind in zip(stages, ranks, kinds, strict=True)
+    )
+
+
+SolverName = Literal["auto", "search", "ilp"]
+
+
+def needs_program(problem: Problem, solver: SolverName) -> bool:
+    """Return whether an integer program is to solve the problem, because the search cannot or because it was asked for.
+
+    Raises:
+        InputError: if the solver that was asked for cannot solve it.
+    """
+    wants = _beyond_the_search(problem)
+    if problem.schedule.chunked and (wants is not None or solver == "ilp"):
+        raise InputError(
+            f"the schedule {problem.schedule} is solved by the search alone, which does not take "
+            f"{wants or '`solver=ilp`'}",
+            hint="use another schedule, or leave them out",
+        )
+    if solver == "search" and wants is not None:
+        raise InputError(f"the search does not take {wants}", hint="use `solver=ilp` or `solver=auto`")
+    return solver == "ilp" or wants is not None
+
+
+def _beyond_the_search(problem: Problem) -> str | None:
+    """Return, in words, what the search cannot express; None if it can express the whole problem."""
+    constraints = problem.constraints
+    if problem.cluster.kinds and (problem.schedule.chunked or len(problem.cluster.joined) > 1):
+        return "GPUs of several kinds" + ("" if problem.schedule.chunked else " on several levels")
+    if constraints.gpu_of:
+        return "layers pinned to a GPU"
+    if constraints.stage_of and problem.schedule.chunked:
+        return "layers pinned to a stage"
+    if problem.with_cuts_forbidden() is None:
+        return "layers kept together that are no neighbours in the profile's order"
+    return None
+
+
+def solve_by_program(problem: Problem) -> Found:
+    """Find the best plan by an integer program.
+
+    Raises:
+        InfeasibleError: if there is none.
+        InputError: for what it cannot express, or is too large for it.
+        PlannerError: if the deadline passes before any plan is found.
+    """
+    try:
+        found = _found(problem)
+    except TimeoutError:
+        raise PlannerError(
+            "the time limit passed before any plan was found", hint="give a longer `time_limit_s`, or leave it out"
+        ) from None
+    if found is None:
+        raise _infeasible(problem)
+    return replace(found, best=evaluate(problem, found.best.stages))
+
+
+def _found(problem: Problem) -> Found | None:
+    # Imported here, because importing PuLP takes time and few problems need it.
+    from planner.solver.search.integer.answer import solve_ilp
+    from planner.solver.search.integer.ilp_flow import installed
+
+    solver = installed()[0]
+    best = solve_ilp(problem, solver)
+    return None if best is None else Found(priced(problem, best.stages), best.bound_s, f"ilp, {solver}")
+
+
+def _infeasible(problem: Problem) -> InfeasibleError:
+    """Return why there is no plan: the constraints, or the memory."""
+    cluster = problem.cluster
+
+    def again(**changes: object) -> Evaluation | None:
+        """Solve again on a changed cluster, whatever time that takes."""
+        found = _found(replace(problem.on(cluster.model_copy(update=changes)), budget=Budget()))
+        return None if found is None else found.best
+
+    def fits(gpus: int, memory_bytes: int) -> Evaluation | None:
+        return again(memory_bytes=memory_bytes) if gpus == cluster.gpus else None
+
+    plenty = tuple(kind.model_copy(update={"memory_bytes": PLENTY}) for kind in cluster.kinds)
+    # Without a memory limit only the constraints can be the reason.
+    unlimited = again(kinds=plenty, memory_bytes=None)
+    if unlimited is None:
+        return against_constraints(problem)
+    if not cluster.kinds:
+        return explain(problem, fits, {})
+    # The limits are those of the stages' kinds before their memory was changed.
+    limits = [cluster.memory_of(cluster.kind_of(stage.ranks[0])) or PLENTY for stage in unlimited.stages]
+    held = [memory.total_bytes for memory in unlimited.price.memory]
+    over = [total - limit for total, limit in zip(held, limits, strict=True)]
+    worst = max(range(len(over)), key=over.__getitem__)
+    return InfeasibleError(
+        f"no plan fits the memory of the cluster's GPUs: in the fastest without a limit, stage {worst} needs "
+        f"{format_bytes(problem.reserve.whole(held[worst]))}, {format_bytes(max(over[worst], 0))} too many",
+        hint="give the kinds of GPUs more memory_bytes, or more GPUs",
+    )

@@ -1,0 +1,378 @@
+"""The flow formulation: a pipeline is a path through the cuts, and every candidate stage an arc.
+
+There is a binary variable x for every stage a from cut I to cut J, on r replicas of GPUs of kind k, and
+
+    the x are one path from the empty cut to the whole model                                        (path)
+    sum over the stages of kind k of  r_a x_a  <=  GPUs of kind k                                   (GPUs)
+
+A plan takes sum_a S_a x_a + max_a M_a x_a, where S and M are the stage's parts of the sum and of the maximum in the
+schedule's time. The relaxation of a variable T >= M_a x_a would be too weak, so the maximum is bounded by leaving
+stages out. Under 1f1b and 2bw there is no sum. The answer is the smallest T for which
+
+    minimise  sum_a r_a x_a   over the stages with M_a <= T, subject to (path), (GPUs)
+
+has a solution. It is one of the M_a, and bisection finds it. Under a synchronous schedule,
+
+    minimise  sum_a S_a x_a   over the stages with M_a < X, subject to (path), (GPUs)
+
+is solved first for X = infinity, then for X the maximum of each answer, until the sum alone exceeds the best time.
+All coefficients are 0 or 1, and a plan's times are summed over its stages, so rounding inside the solver does not
+matter. When time runs out, the largest T known not to suffice, or the last sum, bounds the answer.
+
+What a stage holds depends on the GPUs after it. Where that matters, nodes are pairs of a cut and the GPUs after it.
+Where layers are pinned to stages, the number of the stage becomes part of the node.
+
+`run` solves a program through PuLP: with HiGHS if highspy is installed, otherwise with CBC, which PuLP carries.
+
+PuLP's report of a solution needs care. After a time-out `status` reads Optimal; only `sol_status == 1` means optimal.
+An infeasible program still has values of its variables. CBC's "Integer infeasible" leaves `sol_status` at "none found".
+`run` turns all that into one of four words.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+import numpy as np
+import pulp
+
+from planner.cost.rounding import SLACK
+from planner.errors import InputError
+from planner.solver.problem.problem import Problem
+from planner.solver.problem.result import IlpAnswer
+from planner.solver.search.integer.ilp_columns import Column, Columns, sets_of
+
+MilpName = Literal["HiGHS", "CBC"]
+Status = Literal["optimal", "feasible", "infeasible", "unknown"]
+
+_FEASIBILITY = 1e-9  # how far a row may be violated
+_LEAST_LIMIT_S = 0.1
+_PRINTED = 1e-3  # CBC prints its bound to three decimals
+_CBC = pulp.PULP_CBC_CMD.pulp_cbc_path  # the one that PuLP carries
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The result of a run.
+
+    Attributes:
+        status: "feasible" if time ran out with a solution, "unknown" if it ran out without one.
+        bound: no solution has a smaller objective; minus infinity if the solver reports none.
+    """
+
+    status: Status
+    bound: float = -math.inf
+
+
+def installed() -> tuple[MilpName, ...]:
+    """Return the solvers that are installed, the preferred one first."""
+    at_hand = {"HiGHS": pulp.HiGHS(msg=False).available(), "CBC": pulp.COIN_CMD(path=_CBC, msg=False).available()}
+    return tuple(name for name in get_args(MilpName) if at_hand[name])
+
+
+def run(problem: pulp.LpProblem, name: MilpName, time_limit_s: float | None = None) -> Outcome:
+    """Minimise `problem`; its variables have values when the status is "optimal" or "feasible"."""
+    limit_s = None if time_limit_s is None else max(time_limit_s, _LEAST_LIMIT_S)
+    return _run_highs(problem, limit_s) if name == "HiGHS" else _run_cbc(problem, limit_s)
+
+
+def _run_highs(problem: pulp.LpProblem, limit_s: float | None) -> Outcome:
+    solver = pulp.HiGHS(
+        msg=False,
+        threads=1,  # with more threads, the same program may have another of its best solutions
+        gapRel=0.0,
+        gapAbs=0.0,
+        timeLimit=limit_s,
+        mip_feasibility_tolerance=_FEASIBILITY,
+        primal_feasibility_tolerance=_FEASIBILITY,
+    )
+    problem.solve(solver)
+    return _outcome(problem, float(problem.solverModel.getInfo().mip_dual_bound))
+
+
+def _run_cbc(problem: pulp.LpProblem, limit_s: float | None) -> Outcome:
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "cbc.log"
+        solver = pulp.COIN_CMD(
+            path=_CBC,
+            msg=False,
+            threads=1,
+            gapRel=0.0,
+            gapAbs=0.0,
+            timeLimit=limit_s,
+            logPath=str(log),
+            options=[f"primalTolerance {_FEASIBILITY}", f"integerTolerance {_FEASIBILITY}"],
+        )
+        solver.tmpDir = folder
+        problem.solve(solver)
+        said = re.findall(r"^Lower bound:\s+(\S+)$", log.read_text(), re.MULTILINE)
+    return _outcome(problem, float(said[-1]) - _PRINTED if said else -math.inf)
+
+
+def _outcome(problem: pulp.LpProblem, bound: float) -> Outcome:
+    if problem.sol_status == pulp.LpSolutionOptimal:
+        return Outcome("optimal", float(problem.objective.value() or 0.0))
+    if problem.sol_status == pulp.LpSolutionIntegerFeasible:
+        return Outcome("feasible", bound if math.isfinite(bound) else -math.inf)
+    if pulp.LpStatusInfeasible in (problem.status, problem.sol_status):
+        return Outcome("infeasible")
+    return Outcome("unknown", bound if math.isfinite(bound) else -math.inf)
+
+
+MOST_ARCS = 300_000
+_SCALE = 1000.0  # what the time of a balanced plan is scaled to
+
+Node = tuple[int, int, int]  # state, GPUs after it, stages before it; -1 where it does not matter
+
+
+@dataclass(frozen=True)
+class Arc:
+    """A column between two nodes."""
+
+    column: Column
+    tail: Node
+    head: Node
+
+
+@dataclass(frozen=True)
+class _Chosen:
+    """Columns of a plan, in order."""
+
+    columns: tuple[Column, ...]
+
+    @property
+    def sum_s(self) -> float:
+        """Sum of the stages' parts of the sum."""
+        return sum(column.sum_s for column in self.columns)
+
+    @property
+    def max_s(self) -> float:
+        """Maximum of the stages' parts of the maximum."""
+        return max(column.max_s for column in self.columns)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds per minibatch."""
+        return self.sum_s + self.max_s
+
+
+class Flow:
+    """The integer program of a problem over its columns."""
+
+    def __init__(self, problem: Problem, columns: Columns, solver: MilpName) -> None:
+        self.problem, self.columns, self.solver = problem, columns, solver
+        self.gpus = problem.cluster.gpus
+        self._pins = _Pins(problem)
+        self.arcs = _arcs(problem, columns, self._pins)
+        total_s = sum(
+            layer.forward_s + layer.backward_s + layer.update_s for layer in problem.layer_costs.profile.layers
+        )
+        self._scale = _SCALE * self.gpus / total_s
+
+    def solve(self) -> IlpAnswer | None:
+        """Return the fastest plan; None if there is none.
+
+        Raises:
+            TimeoutError: if time runs out before any plan is found.
+        """
+        if self.problem.schedule.asynchronous:
+            return self._bisected()
+        return self._traded()
+
+    def _bisected(self) -> IlpAnswer | None:
+        """Find the smallest time that all stages of some plan meet."""
+        best = self._with_fewest_gpus(self.arcs)
+        if best is None:
+            return None
+        # The time of a plan is the time of one of its stages, so only these can be the answer.
+        times = np.unique([arc.column.max_s for arc in self.arcs])
+        first, last = 0, int(np.searchsorted(times, best.seconds))  # the answer is among times[first .. last]
+        optimal = True
+        while first < last:
+            middle = (first + last) // 2
+            arcs = [arc for arc in self.arcs if arc.column.max_s <= times[middle]]
+            try:
+                better = self._with_fewest_gpus(arcs)
+            except TimeoutError:
+                optimal = False
+                break
+            if better is None:
+                first = middle + 1
+            else:
+                best, last = better, int(np.searchsorted(times, better.seconds))
+        best = self._leanest(best)
+        bound_s = best.seconds if optimal else float(times[first])
+        return self._answer(best, bound_s, optimal=optimal)
+
+    def _traded(self) -> IlpAnswer | None:
+        """Find the best of the plans that trade sum against maximum."""
+        best: _Chosen | None = None
+        arcs, bound_s, optimal = self.arcs, 0.0, True
+        while True:
+            try:
+                found = self._with_least_sum(arcs)
+            except TimeoutError:
+                if best is None:
+                    raise
+                optimal = False
+                break
+            if found is None:
+                break
+            if best is None or found.seconds < best.seconds:
+                best = found
+            bound_s = found.sum_s
+            # A better plan needs a smaller maximum, and a total below the best.
+            limit_s = min(found.max_s, best.seconds - found.sum_s)
+            arcs = [arc for arc in arcs if arc.column.max_s < limit_s]
+        if best is None:
+            return None
+        best = self._leanest(best)
+        bound_s = best.seconds if optimal else min(bound_s, best.seconds)
+        return self._answer(best, bound_s, optimal=optimal)
+
+    def _leanest(self, found: _Chosen) -> _Chosen:
+        """Return the plan with the same sum and maximum that has fewest GPUs, stages, and recomputing stages."""
+        limit_s = found.seconds * (1 + SLACK)
+        arcs = [arc for arc in self.arcs if arc.column.max_s <= found.max_s * (1 + SLACK)]
+        try:
+            lean = self._with_fewest_gpus(arcs, found.sum_s)
+        except TimeoutError:
+            return found
+        return lean if lean is not None and lean.seconds <= limit_s else found
+
+    def _with_fewest_gpus(self, arcs: Sequence[Arc], most_sum_s: float = 0.0) -> _Chosen | None:
+        """Return the leanest plan of these arcs whose sum is at most the given one, if that is not 0."""
+        weight = len(self.columns.states) + 1
+        # One number that orders by GPUs, then stages, then recomputing stages.
+        costs = [(arc.column.replicas * weight + 1) * weight + arc.column.recomputes for arc in arcs]
+        return self._cheapest(arcs, costs, most_sum_s)
+
+    def _with_least_sum(self, arcs: Sequence[Arc]) -> _Chosen | None:
+        return self._cheapest(arcs, [arc.column.sum_s * self._scale for arc in arcs])
+
+    def _cheapest(self, arcs: Sequence[Arc], costs: Sequence[float], most_sum_s: float = 0.0) -> _Chosen | None:
+        """Return the plan of these arcs with the smallest cost; None if there is none.
+
+        Raises:
+            TimeoutError: if time runs out before it is known.
+        """
+        deadline = self.problem.deadline
+        if deadline.passed:
+            raise TimeoutError
+        if not arcs:
+            return None
+        program = pulp.LpProblem("pipeline", pulp.LpMinimize)
+        chosen = self._path(program, arcs)
+        program.setObjective(_weighted(zip(chosen, costs, strict=True)))
+        if most_sum_s > 0:
+            sums = _weighted((x, arc.column.sum_s * self._scale) for x, arc in zip(chosen, arcs, strict=True))
+            program += sums <= most_sum_s * self._scale * (1 + SLACK)
+        outcome = run(program, self.solver, deadline.left_s)
+        if outcome.status == "infeasible":
+            return None
+        if outcome.status != "optimal":
+            raise TimeoutError
+        picked = [arc.column for arc, x in zip(arcs, chosen, strict=True) if x.value() > 0.5]
+        return _Chosen(tuple(sorted(picked, key=lambda column: column.start)))
+
+    def _path(self, program: pulp.LpProblem, arcs: Sequence[Arc]) -> list[pulp.LpVariable]:
+        """Return the variables of the arcs, with rows that make them one path on no more GPUs than there are."""
+        chosen = [program.add_variable(f"x{n}", cat=pulp.LpBinary) for n in range(len(arcs))]
+        balance: dict[Node, list[tuple[pulp.LpVariable, float]]] = defaultdict(list)
+        for variable, arc in zip(chosen, arcs, strict=True):
+            balance[arc.tail].append((variable, 1.0))
+            balance[arc.head].append((variable, -1.0))
+        begins = [(x, 1.0) for x, arc in zip(chosen, arcs, strict=True) if arc.column.start == 0]
+        program += _weighted(begins) == 1
+        for (state, _, _), terms in balance.items():
+            if state not in (0, self.columns.last):
+                program += _weighted(terms) == 0
+        # A stage may have GPUs of several kinds. All get theirs if those that must be of some kinds are no more than
+        # there are of these, for every set of kinds (Hall 1935).
+        for kinds in sets_of(len(self.problem.kinds)):
+            within = [(x, arc.column) for x, arc in zip(chosen, arcs, strict=True) if arc.column.kinds <= kinds]
+            used = ((x, column.replicas - len(self._pins.ranks(self.columns.layers(column)))) for x, column in within)
+            program += _weighted(used) <= sum(map(self._pins.unpinned, kinds))
+        if (most := self.problem.rules.max_stages) is not None:
+            program += _weighted((x, 1.0) for x in chosen) <= most
+        return chosen
+
+    def _answer(self, best: _Chosen, bound_s: float, *, optimal: bool) -> IlpAnswer:
+        stages = tuple(self.columns.candidate(column) for column in best.columns)
+        return IlpAnswer(stages, best.seconds, bound_s, optimal, tuple(column.kinds for column in best.columns))
+
+
+def _arcs(problem: Problem, columns: Columns, pins: _Pins) -> list[Arc]:
+    """Return an arc for every column at every place where it may stand.
+
+    Raises:
+        InputError: if they are too many.
+    """
+    gpus = problem.cluster.gpus
+    usable = [column for column in columns.all if pins.allow(columns.layers(column), column)]
+    # Nodes with GPUs multiply the arcs, so they are only made where some stage limits the GPUs after it.
+    count_gpus = any(column.most_after < gpus - column.replicas for column in usable)
+    most_stages = min(gpus, len(columns.states) - 1)
+    places = range(most_stages) if pins.stages else (-1,)
+    arcs: list[Arc] = []
+    for column in usable:
+        number = pins.stage(columns.layers(column)) if pins.stages else None
+        allowed = places if number is None else (number,)
+        afters: Sequence[int] = range(min(column.most_after, gpus - column.replicas) + 1) if count_gpus else (-1,)
+        for after in afters:
+            if (column.end == columns.last) != (after <= 0) and count_gpus:
+                continue
+            before = after + column.replicas if count_gpus else -1
+            for place in allowed:
+                if place >= 0 and (column.start == 0) != (place == 0):
+                    continue
+                following = place + 1 if place >= 0 else -1
+                arcs.append(Arc(column, (column.start, before, place), (column.end, after, following)))
+        if len(arcs) > MOST_ARCS:
+            raise InputError(
+                f"more than {MOST_ARCS} places for stages are too many for an integer program",
+                hint="use `solver=search`, fewer GPUs, or forbid cuts",
+            )
+    return arcs
+
+
+class _Pins:
+    """The pins of layers to stages and GPUs, and which columns they allow."""
+
+    def __init__(self, problem: Problem) -> None:
+        position, constraints = problem.layer_costs.position, problem.constraints
+        self.stages = {position[name]: number for name, number in constraints.stage_of.items()}
+        self.gpus = {position[name]: rank for name, rank in constraints.gpu_of.items()}
+        self._kind = {rank: n for n, ranks in enumerate(problem.cluster.kind_ranks) for rank in ranks}
+        self._problem = problem
+
+    def ranks(self, layers: frozenset[int]) -> set[int]:
+        """Return the GPUs that some of the layers are pinned to."""
+        return {rank for layer, rank in self.gpus.items() if layer in layers}
+
+    def unpinned(self, kind: int) -> int:
+        """Return how many GPUs of a kind no layer is pinned to."""
+        pinned = sum(self._kind.get(rank) == kind for rank in set(self.gpus.values()))
+        return self._problem.count(self._problem.kinds[kind]) - pinned
+
+    def allow(self, layers: frozenset[int], column: Column) -> bool:
+        """Return whether the stage has the kind of the GPUs that its layers are pinned to, and enough replicas."""
+        ranks = self.ranks(layers)
+        if any(self._kind[rank] not in column.kinds for rank in ranks) or len(ranks) > column.replicas:
+            return False
+        return len({number for layer, number in self.stages.items() if layer in layers}) <= 1
+
+    def stage(self, layers: frozenset[int]) -> int | None:
+        """Return the number that the stage must have, if any."""
+        return next((number for layer, number in self.stages.items() if layer in layers), None)
+
+
+def _weighted(terms: Iterable[tuple[pulp.LpVariable, float]]) -> pulp.LpAffineExpression:
+    return pulp.LpAffineExpression(list(terms))

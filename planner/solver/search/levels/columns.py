@@ -1,0 +1,298 @@
+"""Search for plans whose workers stand in columns (`planner.cost.network.topology.column_ranks`) on several levels.
+
+In d columns all stages have multiples of d replicas, messages stay in a column, and all-reduces cross the columns. The
+plans that differ from those on consecutive ranks have more GPUs than a server, S. From 2·S GPUs on, the last of two or
+more columns begins behind the first server, so every all-reduce leaves its server. For each d, a search for flat
+clusters with near messages and far all-reduces therefore bounds the plans on all GPUs, and one with near links those on
+fewer than 2·S. The paths of both are candidates: the true price decides between them and their numbers of columns, and
+moving cuts improves the best.
+
+`NearestModel` is a flat cluster that is never worse than one of several levels, so no plan beats its best:
+all ranks are as near as the nearest ones, except that the all-reduce of a stage with more replicas than a group has
+members must cross the group's link. What a stage costs then depends only on its layers and replicas, and the searches
+for flat clusters apply.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from planner.cost.models.synchronous import SynchronousModel
+from planner.cost.network.link import Link
+from planner.cost.network.placement import Resource
+from planner.cost.network.topology import Topology
+from planner.cost.rounding import SLACK
+from planner.cost.work import IMPOSSIBLE, Floats, Integers, Work
+from planner.formats.cost_model_names import CostModelName
+from planner.solver.evaluate import orders
+from planner.solver.evaluate.evaluation import priced, priced_path
+from planner.solver.problem.bounds import Bounds, bounds_for
+from planner.solver.problem.budget import OutOfTimeError
+from planner.solver.problem.problem import Limits, Problem
+from planner.solver.problem.result import RESOLUTION, BoundedPath, CutPath, Evaluation
+from planner.solver.problem.states import StateSpace
+from planner.solver.search.chain.search import Search
+from planner.solver.search.chain.synchronous import SynchronousSearch
+from planner.solver.search.chain.ways import BestWays
+from planner.solver.search.graph.branches import search_beyond
+from planner.solver.search.levels.local_search import Effort, LocalSearch
+from planner.solver.search.levels.stage_bounds import objective_of
+
+
+class NearestModel(Bounds):
+    """A cost model whose stages span as few groups as their replicas need, next to the stages they talk to."""
+
+    def __init__(self, name: CostModelName, topology: Topology) -> None:
+        near = topology.link(0)
+        super().__init__(near)
+        self.name, self.prices_shards = name, name == "resource"
+        self._groups = [*(int(size) for size in topology.groups[:-1]), IMPOSSIBLE]  # the last group holds all ranks
+        # The published models know one bandwidth, which here is that of the all-reduce: cuts are priced by `_near`.
+        links = [
+            replace(near, all_reduce_bandwidth_bytes_per_s=float(ring)) if name == "resource" else topology.link(level)
+            for level, ring in enumerate(topology.ring_bytes_per_s)
+        ]
+        self._levels = [bounds_for(name, link) for link in links]
+        self._near = self._levels[0]
+
+    def resources_s(self, work: Work, replicas: ArrayLike) -> dict[Resource, Floats]:
+        r = np.asarray(replicas)
+        busy = self._near.resources_s(work, r)
+        for smaller, model in zip(self._groups, self._levels[1:], strict=False):
+            farther = model.resources_s(work, r)
+            for resource in busy:
+                if self.name == "resource" or resource == "compute":
+                    busy[resource] = np.where(r > smaller, farther[resource], busy[resource])
+        return busy
+
+    def fewest_replicas(self, work: Work, target_s: float, at_least: ArrayLike = 1, after: ArrayLike = 0) -> Integers:
+        """Return the fewest that stay within a group and meet the target with its links, otherwise a larger group."""
+        shape = np.broadcast_shapes(work.compute_s.shape, np.shape(at_least), np.shape(after))
+        floor, behind = np.broadcast_to(at_least, shape), np.broadcast_to(after, shape)
+        least = np.broadcast_to(self.least_s(work), shape) / target_s * (1 - SLACK)
+        # Innermost level first: a stage that meets the target within a group need not cross its link.
+        answer = np.full(shape, IMPOSSIBLE, dtype=np.int64)
+        smaller = 0
+        for larger, model in zip(self._groups, self._levels, strict=True):
+            open_ = (answer >= IMPOSSIBLE) & (least <= larger)
+            if open_.any():
+                part = work if open_.ndim == 1 and open_.all() else work_of(work, open_)
+                from_ = np.maximum(floor[open_], smaller + 1)
+                if self.name != "resource":  # cuts use the nearest links
+                    from_ = np.maximum(from_, self._near.fewest_replicas(part, target_s, from_, behind[open_]))
+                    part = _without_cuts(part)
+                r = np.maximum(model.fewest_replicas(part, target_s, from_, behind[open_]), from_)
+                answer[open_] = np.where(r <= larger, r, IMPOSSIBLE)
+            smaller = larger
+        return answer
+
+    def _lower_bounds(self, work: Work, target_s: float) -> list[Floats]:
+        return self._near._lower_bounds(work, target_s)
+
+    def additive_s(self, work: Work, replicas: int) -> list[Floats]:
+        level = sum(replicas > size for size in self._groups[:-1])
+        return self._levels[level].additive_s(work, replicas)
+
+    def cut_within(self, output_bytes: Floats, replicas: int, target_s: float) -> NDArray[np.bool_]:
+        return self._near.cut_within(output_bytes, replicas, target_s)
+
+    def fewest_around_cut(self, output_bytes: Floats, gradient_bytes: Floats, target_s: float) -> tuple[Floats, Floats]:
+        return self._near.fewest_around_cut(output_bytes, gradient_bytes, target_s)
+
+
+def work_of(work: Work, some: NDArray[np.bool_]) -> Work:
+    """Return the work of some of the stages, in one row."""
+    values = {field.name: np.asarray(getattr(work, field.name)) for field in fields(work)}
+    return Work(
+        **{name: np.broadcast_to(value, some.shape)[some] if value.ndim else value for name, value in values.items()}
+    )
+
+
+def _without_cuts(work: Work) -> Work:
+    nothing = np.zeros_like(work.cut_before_bytes)
+    return replace(work.without_transfers(), cut_before_bytes=nothing, cut_after_bytes=nothing)
+
+
+MOST_COLUMNED = 64  # GPUs up to which columns are searched; beyond, those of good plans are priced
+MOST_STATES = 600  # likewise: with more cuts, the bound for consecutive ranks is the nearest flat cluster's, too
+DENSE = 16  # GPUs up to which every number of columns is tried
+MOST_MOVED = 300  # plans to price while cuts move
+MOST_PLANS = 4  # to propose
+PRECISION = 1e-3  # of the flat searches: their plans are candidates, and their times bounds
+
+
+class MultiplesModel(Bounds):
+    """A cost model in which all replica counts are multiples of a number."""
+
+    def __init__(self, model: Bounds, multiple: int) -> None:
+        super().__init__(model.link)
+        self.model, self.multiple, self.prices_shards = model, multiple, model.prices_shards
+
+    def may_have(self, replicas: Integers) -> NDArray[np.bool_]:
+        return np.asarray(replicas % self.multiple == 0)
+
+    def resources_s(self, work: Work, replicas: ArrayLike) -> dict[Resource, Floats]:
+        return self.model.resources_s(work, replicas)
+
+    def fewest_replicas(self, work: Work, target_s: float, at_least: ArrayLike = 1, after: ArrayLike = 0) -> Integers:
+        """Return the fewest that meet the target and are a multiple; else `IMPOSSIBLE`."""
+        fewest = np.asarray(self.model.fewest_replicas(work, target_s, at_least, after), dtype=np.int64)
+        while True:
+            # Rounding up may cross into another server, where more replicas are needed.
+            rounded = np.where(fewest < IMPOSSIBLE, -(-fewest // self.multiple) * self.multiple, IMPOSSIBLE)
+            again = self.model.fewest_replicas(work, target_s, rounded, after)
+            if np.array_equal(again, rounded):
+                return rounded
+            fewest = np.asarray(again, dtype=np.int64)
+
+    def _lower_bounds(self, work: Work, target_s: float) -> list[Floats]:
+        return self.model._lower_bounds(work, target_s)
+
+    def additive_s(self, work: Work, replicas: int) -> list[Floats]:
+        return self.model.additive_s(work, replicas)
+
+    def cut_within(self, output_bytes: Floats, replicas: int, target_s: float) -> NDArray[np.bool_]:
+        return self.model.cut_within(output_bytes, replicas, target_s)
+
+    def fewest_around_cut(self, output_bytes: Floats, gradient_bytes: Floats, target_s: float) -> tuple[Floats, Floats]:
+        return self.model.fewest_around_cut(output_bytes, gradient_bytes, target_s)
+
+
+class _Multiples(Search):
+    """Finds asynchronous plans whose replicas are multiples of the columns."""
+
+    model: MultiplesModel
+
+    def _data_parallel(self, replicas: Integers) -> CutPath | None:
+        return super()._data_parallel(np.arange(self.model.multiple, self.gpus + 1, self.model.multiple))
+
+
+@dataclass(frozen=True)
+class Columned:
+    """Plans in columns, fastest by the cost model first, and seconds that none is below."""
+
+    plans: tuple[Evaluation, ...]
+    bound_s: float
+
+
+def search_columns(problem: Problem, space: StateSpace, nearest: CutPath, best: Evaluation) -> Columned:
+    """Find plans in columns that may be faster than the best plan on consecutive ranks.
+
+    Args:
+        problem: for a cluster of several levels, by the resource model.
+        space: the cuts.
+        nearest: the best path on a flat cluster that is never worse, whose time is a bound.
+        best: on consecutive ranks.
+    """
+    gpus = problem.cluster.gpus
+    if gpus > MOST_COLUMNED or len(space) > MOST_STATES:
+        return Columned((), nearest.seconds)
+    bound_s, paths, hopeless = np.inf, [nearest], set[int]()
+    for multiple in _multiples(gpus) if problem.precision == 0 else _divisors(gpus):
+        if any(multiple % each == 0 for each in hopeless):
+            continue
+        if problem.deadline.passed:
+            return Columned(_plans(problem, space, paths), nearest.seconds)
+        found = [path for path in _flat(problem, space, multiple, best.seconds) if path.seconds < best.seconds]
+        if not found:
+            hopeless.add(multiple)
+        bound_s = min([bound_s, *(path.seconds * (1 - PRECISION) for path in found)])
+        paths += found
+    bound_s = nearest.seconds if problem.precision > 0 else max(bound_s, nearest.seconds)
+    return Columned(_plans(problem, space, paths), bound_s)
+
+
+def _divisors(gpus: int) -> list[int]:
+    return [number for number in range(2, gpus // 2 + 1) if gpus % number == 0]
+
+
+def _multiples(gpus: int) -> list[int]:
+    """Return numbers of columns to try: all primes, so that the bound holds, and up to `DENSE` GPUs all."""
+    more = [number for number in range(2, gpus // 2 + 1) if gpus <= DENSE or gpus % number == 0]
+    return sorted({*_primes(gpus), *more})
+
+
+def _primes(gpus: int) -> list[int]:
+    """Return the primes of which two stages on so many GPUs can have multiples."""
+    return [number for number in range(2, gpus // 2 + 1) if all(number % each for each in range(2, number))]
+
+
+def bound_beyond(problem: Problem, known: BoundedPath, best: Evaluation) -> float:
+    """Return seconds that no asynchronous plan in columns is below, whichever legal cuts it has.
+
+    Args:
+        problem: as for `search_columns`.
+        known: the best path on consecutive ranks over all cuts, and its bounds.
+        best: the same plan, whose time bounds the bound.
+    """
+    assert known.path is not None
+    bound_s, path = best.seconds, replace(known.path, seconds=best.seconds)
+    for multiple in _primes(problem.cluster.gpus):
+        for model, limits in _models(problem, multiple):
+            # Beyond the other plans' bound there is nothing to gain, and below the one for any ranks nothing to lose.
+            hopeless = min(bound_s, known.bound_s) <= known.anywhere_s
+            if hopeless or problem.cluster.gpus > MOST_COLUMNED or problem.deadline.passed:
+                return known.anywhere_s
+            found = search_beyond(known.space, model, limits, path, bound_only=True)
+            bound_s = min(bound_s, found.bound_s)
+    return max(bound_s, known.anywhere_s)
+
+
+def _flat(problem: Problem, space: StateSpace, multiple: int, below_s: float) -> Iterator[CutPath]:
+    """Yield the best paths with multiples of so many replicas: with far all-reduces, and on few GPUs with near ones.
+
+    They are found only where they take less than `below_s`.
+    """
+    if not isinstance(objective_of(problem), SynchronousModel):
+        searches = (_Multiples(space, model, limits) for model, limits in _models(problem, multiple))
+        yield from filter(None, (search.best(below_s, PRECISION) for search in searches))
+        return
+    for link, limits in _links(problem):
+        with contextlib.suppress(OutOfTimeError):
+            search = SynchronousSearch(space, problem.synchronous(link), limits, multiple)
+            path = search.best(max(problem.precision, RESOLUTION), below_s)
+            if path is not None:
+                yield path
+
+
+def _models(problem: Problem, multiple: int) -> Iterator[tuple[MultiplesModel, Limits]]:
+    """Yield cost models that no asynchronous plan in columns is below, each for so many GPUs."""
+    name, ((far, all_gpus), (_, few)) = problem.setting.cost_model, _links(problem)
+    yield MultiplesModel(bounds_for(name, far), multiple), all_gpus
+    yield MultiplesModel(NearestModel(name, problem.topology), multiple), few
+
+
+def _links(problem: Problem) -> tuple[tuple[Link, Limits], tuple[Link, Limits]]:
+    """Return links that are near for messages and far for all-reduces, and near for both on fewer GPUs."""
+    topology, limits = problem.topology, problem.limits
+    near = topology.link(0)
+    far = replace(near, all_reduce_bandwidth_bytes_per_s=float(topology.ring_bytes_per_s[1]))
+    return (far, limits), (near, replace(limits, gpus=min(limits.gpus, 2 * int(topology.groups[0]) - 1)))
+
+
+def _plans(problem: Problem, space: StateSpace, paths: Sequence[CutPath]) -> tuple[Evaluation, ...]:
+    """Return the plans of the paths in their best numbers of columns, after moving the cuts of the best."""
+
+    def in_best_columns(path: CutPath) -> Evaluation | None:
+        if path.gpus > problem.cluster.gpus:
+            return None
+        plan = priced_path(problem, space, path)
+        laid = (priced(problem, orders.in_columns(plan, columns)) for columns in orders.columns_of(problem, plan))
+        return min(laid, key=lambda each: each.seconds, default=None) if problem.allows(plan) else None
+
+    def seconds(path: CutPath) -> float:
+        plan = in_best_columns(path)
+        return np.inf if plan is None else plan.seconds
+
+    distinct = {(path.states, path.options): path for path in paths}
+    ordered = sorted(distinct.values(), key=seconds)
+    most = MOST_MOVED * DENSE // max(DENSE, problem.cluster.gpus)
+    effort, ways = Effort(most, problem.deadline), [BestWays(problem, space).options]
+    moved = LocalSearch(space, problem.cluster.gpus, seconds, effort, ways).from_(ordered[0])
+    plans = [in_best_columns(path) for path in [*([moved] if moved else []), *ordered[:MOST_PLANS]]]
+    return tuple(sorted((plan for plan in plans if plan is not None), key=lambda plan: plan.seconds))

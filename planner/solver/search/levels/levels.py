@@ -1,0 +1,285 @@
+"""Search for plans on clusters of several levels: which search suits which size, and what its answer is worth."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from planner.cost.models.synchronous import SynchronousModel
+from planner.cost.network.link import Link
+from planner.cost.pricing import busy_resources
+from planner.cost.setting import Setting
+from planner.cost.work import Integers
+from planner.solver.evaluate.evaluation import priced_path
+from planner.solver.problem.bounds import bounds_for
+from planner.solver.problem.budget import OutOfTimeError
+from planner.solver.problem.problem import Limits, Problem
+from planner.solver.problem.result import RESOLUTION, BoundedPath, CutPath, stages_along, with_replicas
+from planner.solver.problem.states import Coarse, StateSpace
+from planner.solver.search.chain.search import Search
+from planner.solver.search.chain.synchronous import SynchronousSearch
+from planner.solver.search.chain.ways import BestWays
+from planner.solver.search.graph.branches import MOST_DOWNSETS, search_beyond
+from planner.solver.search.graph.downsets import Downsets, enumerate_downsets
+from planner.solver.search.levels.best_first import HierarchySearch, better
+from planner.solver.search.levels.columns import NearestModel
+from planner.solver.search.levels.local_search import Effort, LocalSearch
+from planner.solver.search.levels.relaxed import Seconds
+from planner.solver.search.levels.stage_bounds import objective_of
+
+MOST_PLACED = 256  # GPUs up to which every place is tried
+MOST_BOUNDED = 64  # GPUs up to which all cuts of a branching model are searched
+MOST_PRICED, PRICED_GPUS = 3_000, 16  # plans that local search prices for so many GPUs; for more GPUs, fewer plans
+FEW_PRICED = 1_000  # the same where a search need not be precise
+MOST_ALIKE = 300  # states, about, over which plans for links that are all alike are sought
+PRECISION = 4e-3  # of the bound for clusters of several levels over more states than that
+ROUNDS = 3
+
+
+@dataclass(frozen=True)
+class PathPrices:
+    """The prices of paths over one space."""
+
+    problem: Problem
+    space: StateSpace
+
+    def seconds(self, path: CutPath) -> float:
+        """Return the seconds of a path by the cost model; infinite if it does not fit the memory."""
+        plan = priced_path(self.problem, self.space, path)
+        return plan.seconds if self.problem.allows(plan) else np.inf
+
+    def strain(self, path: CutPath) -> float:
+        """Return the seconds plus a thousandth for how uneven the stages are.
+
+        Where several resources are equally busy, no single step of local search lowers the seconds. Evening out the
+        stages leads out of such plans.
+        """
+        problem, cluster = self.problem, self.problem.cluster
+        if not problem.schedule.stashes or (problem.limits.any and not np.isfinite(self.seconds(path))):
+            return self.seconds(path)
+        setting = Setting(cluster, cost_model=problem.setting.cost_model)
+        resources = busy_resources(self.space.layer_costs, stages_along(self.space, path), setting)
+        busy_s = [max(map(float, each.values())) for each in resources]
+        seconds = max(busy_s)
+        uneven = sum(r * each**2 for r, each in zip(path.replicas, busy_s, strict=True)) / cluster.gpus
+        return seconds + 1e-3 * uneven / seconds if seconds > 0 else seconds
+
+
+def search_levels(problem: Problem, space: StateSpace, nearest: CutPath) -> BoundedPath:
+    """Find the fastest plan by its true price, and bound all plans over the space.
+
+    If there are few cuts and few places, the search over both is exact as far as its work limit permits. With more
+    cuts, it searches cuts spread over the model and those near the best plan so far. With more GPUs, the plans for
+    clusters whose links are all alike are priced. Local search improves what is not proven to be optimal then.
+
+    Args:
+        problem: for a cluster of several levels.
+        space: the cuts.
+        nearest: the best path on a flat cluster that is never worse (`nearest_search`), whose time is a bound.
+    """
+    prices = PathPrices(problem, space)
+    starts = [nearest, *_alike(problem, space, nearest)]
+    best = None
+    for path in starts:
+        best = better(best, path, prices.seconds)
+    few = problem.cluster.gpus <= MOST_PLACED and not problem.deadline.passed
+    precise = few and problem.precision == 0  # the bounds of every stage in every place take long to tabulate
+    found = BoundedPath(best, nearest.seconds if best is None else min(nearest.seconds, best.seconds), space)
+    with contextlib.suppress(OutOfTimeError):  # then it is what was found before
+        if precise and len(space) <= HierarchySearch.states_that_fit(problem):
+            found = HierarchySearch(problem, space).best(prices.seconds, best)
+        elif precise and (refined := _refined(prices, best)) is not None:
+            found = replace(found, path=refined, bound_s=min(found.bound_s, refined.seconds))
+    if few and (found.path is None or found.bound_s < found.path.seconds * (1 - RESOLUTION)):
+        found = _improved(prices, found, starts)
+    return found
+
+
+def _improved(prices: PathPrices, found: BoundedPath, starts: Sequence[CutPath]) -> BoundedPath:
+    """Improve the best path, which is not proven to be optimal, and others by local search."""
+    local_search = local_search_for(prices.problem, prices.space, prices.strain)
+    best = found.path
+    for start in starts if best is None else [best, *starts]:
+        path = local_search.from_(start)
+        best = best if path is None else better(best, path, prices.seconds)
+    return found if best is None else replace(found, path=best, bound_s=min(found.bound_s, best.seconds))
+
+
+def local_search_for(problem: Problem, space: StateSpace, strain: Seconds) -> LocalSearch:
+    """Return the local search; more GPUs make a price take longer, so fewer plans are priced."""
+    gpus = problem.cluster.gpus
+    most = MOST_PRICED if problem.precision == 0 else FEW_PRICED
+    effort = Effort(most * PRICED_GPUS // max(PRICED_GPUS, gpus), problem.deadline)
+    return LocalSearch(space, gpus, strain, effort, [BestWays(problem, space).options])
+
+
+def search_all_cuts(problem: Problem, space: StateSpace, along: CutPath, nearest: CutPath) -> BoundedPath:
+    """Search all cuts of a branching model, for the asynchronous pipeline.
+
+    A flat cluster that is never worse bounds what other cuts can gain, and shows which of them are worth a look. If
+    those are few, the answer is exact. Otherwise the cuts nearest to those of good plans are searched.
+
+    Args:
+        problem: for a cluster of several levels.
+        space: the cuts along the profile's order.
+        along: the best path along the order, with its price.
+        nearest: as for `search_levels`.
+    """
+    beyond = beyond_the_order(problem, space, nearest)
+    sought = problem.cluster.gpus <= MOST_BOUNDED and not problem.deadline.passed
+    words = enumerate_downsets(space.layer_costs, MOST_DOWNSETS) if sought else None
+    if words is None:
+        return BoundedPath(along, min(beyond.bound_s, along.seconds), space, beyond.bound_s)
+    assert beyond.path is not None
+    everything = Downsets(space.layer_costs, words, complete=True)
+    seeds: list[tuple[StateSpace, CutPath]] = [(space, along), (space, nearest), (beyond.space, beyond.path)]
+    best_space, best = space, along
+    for _ in range(ROUNDS):
+        if problem.deadline.passed:
+            break
+        worth = everything.worth(_nearest_model(problem), problem.cluster.gpus, best.seconds)
+        fit = HierarchySearch.states_that_fit(problem)
+        cuts = sorted({origin.layers(0, state) for origin, path in seeds for state in path.states[1:-1]})
+        states = worth if len(worth) <= fit or not cuts else everything.nearest(worth, cuts, fit)
+        nearby = everything.only(states, complete=len(worth) <= fit)
+        answer = HierarchySearch(problem, nearby).best(PathPrices(problem, nearby).seconds, None)
+        improved = answer.path is not None and answer.path.seconds < best.seconds * (1 - RESOLUTION)
+        if nearby.complete:
+            bound_s, anywhere_s = min(answer.bound_s, best.seconds), beyond.bound_s
+            return (
+                replace(answer, anywhere_s=anywhere_s)
+                if improved
+                else BoundedPath(best, bound_s, best_space, anywhere_s)
+            )
+        if not improved or answer.path is None:
+            break
+        best_space, best = nearby, answer.path
+        seeds = [(nearby, best)]
+    return BoundedPath(best, min(beyond.bound_s, best.seconds), best_space, beyond.bound_s)
+
+
+def beyond_the_order(problem: Problem, space: StateSpace, nearest: CutPath) -> BoundedPath:
+    """Search all cuts on a flat cluster that is never worse."""
+    model, gpus = _nearest_model(problem), problem.cluster.gpus
+    if gpus > MOST_BOUNDED or problem.deadline.passed:
+        bound_s = float(model.least_s(space.work(0, np.array([len(space) - 1])))[0]) / gpus
+        return BoundedPath(nearest, bound_s, space)
+    return search_beyond(space, model, problem.limits, nearest)
+
+
+def nearest_path(problem: Problem, space: StateSpace) -> tuple[CutPath | None, bool]:
+    """Return the best path on a flat cluster that is never worse, and whether the deadline ended the search early.
+
+    The path's seconds are a bound. Over many cuts it is found as precisely as such a bound needs to be.
+    """
+    search = nearest_search(problem, space, problem.limits)
+    if isinstance(search, SynchronousSearch):
+        return search.best(max(problem.precision, RESOLUTION)), search.interrupted
+    # A bound needs no more precision than timings have, and precise searches over many cuts take long.
+    if len(space) <= 2 * MOST_ALIKE:
+        return search.best(), search.interrupted
+    path = search.best(precision=PRECISION)
+    return path and replace(path, seconds=path.seconds * (1 - PRECISION)), search.interrupted
+
+
+def nearest_search(problem: Problem, space: StateSpace, limits: Limits) -> Search | SynchronousSearch:
+    """Return the search for a flat cluster that is never worse."""
+    if isinstance(objective_of(problem), SynchronousModel):
+        return _flat(problem, space, problem.topology.link(0), limits)
+    return Search(space, _nearest_model(problem), limits)
+
+
+def _nearest_model(problem: Problem) -> NearestModel:
+    return NearestModel(problem.setting.cost_model, problem.topology)
+
+
+def _refined(prices: PathPrices, best: CutPath | None) -> CutPath | None:
+    """Search some cuts from everywhere and those near the best path's, until the best path stays."""
+    problem, space = prices.problem, prices.space
+    for _ in range(ROUNDS):
+        if problem.deadline.passed:
+            break
+        states = _sample(space, HierarchySearch.states_that_fit(problem), best)
+        search = HierarchySearch(problem, Coarse(space, states))
+        found = search.best(_priced_on(states, prices.seconds), None).path
+        if found is None:
+            return best
+        improved = better(best, _on(found, states), prices.seconds)
+        if improved == best:
+            break
+        best = improved
+    return best
+
+
+def _sample(space: StateSpace, most: int, best: CutPath | None) -> Integers:
+    """Return both ends, cuts at equal distances in compute time, and as many near the cuts of the best path."""
+    last = len(space) - 1
+    # Half of the cuts from everywhere, in case the best plan so far is far from the optimum.
+    spread = most if best is None or len(best.states) <= 2 else most // 2
+    targets_s = np.linspace(0, float(space.compute_s[-1]), spread)
+    chosen = set(np.minimum(np.searchsorted(space.compute_s, targets_s), last).tolist()) | {0, last}
+    if best is not None and len(best.states) > 2:
+        distance = 0
+        while len(chosen) < min(most, last + 1):
+            for cut in best.states[1:-1]:
+                chosen.update({max(cut - distance, 0), min(cut + distance, last)})
+            distance += 1
+    return np.array(sorted(chosen))
+
+
+def _priced_on(states: Integers, price: Seconds) -> Seconds:
+    return lambda path: price(_on(path, states))
+
+
+def _on(path: CutPath, states: Integers) -> CutPath:
+    """Return the path over the space of which the states are a part."""
+    return replace(path, states=tuple(int(states[state]) for state in path.states))
+
+
+def _alike(problem: Problem, space: StateSpace, nearest: CutPath) -> Iterator[CutPath]:
+    """Yield paths that are best if all links are like one of the cluster's, or like a GPU's share of a shared one.
+
+    Each path also comes with stages that take whole servers if they take more than one.
+    """
+    topology, whole = problem.topology, space
+    states = np.arange(len(space))
+    if len(space) > 2 * MOST_ALIKE:  # these are only candidates, so some of the cuts will do
+        states = np.unique(np.linspace(0, len(space) - 1, MOST_ALIKE).astype(np.int64))
+        whole = Coarse(space, states)
+    links = [topology.link(level) for level in range(len(topology))]
+    links += [
+        replace(topology.link(level), bandwidth_bytes_per_s=bandwidth / size)
+        for level, size, bandwidth, _ in topology.shared
+    ]
+    for link in links:
+        if problem.deadline.passed:
+            return
+        if link == links[0] and whole is space and isinstance(objective_of(problem), SynchronousModel):
+            coarse: CutPath | None = nearest  # which is the best for these links
+        else:
+            coarse = _best(problem, _flat(problem, whole, link, problem.limits))
+        if coarse is not None:
+            yield (path := _on(coarse, states))
+            for _, size, _, _ in topology.shared:
+                yield with_replicas(path, [r // size * size or r for r in path.replicas])
+
+
+def _best(problem: Problem, search: Search | SynchronousSearch) -> CutPath | None:
+    """Return the best plan, as precisely as the problem asks; None if there is none, or no time for one."""
+    try:
+        if isinstance(search, Search):
+            return search.best()
+        return search.best(max(problem.precision, RESOLUTION))
+    except OutOfTimeError:
+        return None
+
+
+def _flat(problem: Problem, space: StateSpace, link: Link, limits: Limits) -> Search | SynchronousSearch:
+    """Return the search for a flat cluster of these links."""
+    objective = objective_of(problem)
+    if isinstance(objective, SynchronousModel):
+        return SynchronousSearch(space, problem.synchronous(link), limits)
+    return Search(space, bounds_for(objective, link), limits)

@@ -1,0 +1,199 @@
+"""Search for the best plan by the cost model, under schedules with one stage per worker.
+
+`PipelineSearch` picks the search that suits schedule and cluster, extends its answer to cuts off the profile's order
+and to clusters of several levels, and bounds what no plan can beat.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cached_property
+
+import numpy as np
+
+from planner.cost.recomputation import exact_everywhere
+from planner.cost.rounding import SLACK
+from planner.solver.evaluate.evaluation import priced_path
+from planner.solver.problem.bounds import balanced_s
+from planner.solver.problem.infeasible import Fits
+from planner.solver.problem.problem import Limits, Problem
+from planner.solver.problem.result import RESOLUTION, BoundedPath, CutPath, Evaluation
+from planner.solver.problem.stage_rules import StageRules
+from planner.solver.problem.states import Chain, StateSpace
+from planner.solver.search.chain.fewest import FEW_STATES
+from planner.solver.search.chain.search import Search
+from planner.solver.search.chain.synchronous import SynchronousSearch
+from planner.solver.search.chain.ways import WaysOf
+from planner.solver.search.graph.branches import MOST_STATES, search_beyond
+from planner.solver.search.graph.downsets import Downsets, enumerate_downsets
+from planner.solver.search.levels.columns import Columned, bound_beyond, search_columns
+from planner.solver.search.levels.levels import (
+    beyond_the_order,
+    nearest_path,
+    nearest_search,
+    search_all_cuts,
+    search_levels,
+)
+
+MOST_SYNCHRONOUS_STATES = 600  # the search for synchronous schedules is slower
+MOST_SYNCHRONOUS_GPUS = 64  # beyond, no synchronous schedule is proposed where nothing fits
+
+
+class PipelineSearch:
+    """The searches for one problem over one space of cuts: by default the cuts along the profile's order."""
+
+    def __init__(self, problem: Problem, space: StateSpace | None = None) -> None:
+        self.problem, self.space = problem, space or Chain(problem.layer_costs)
+        self.interrupted = False  # by the deadline: the last search may have missed faster plans
+
+    def best(self) -> CutPath | None:
+        """Return the best path by the cost model; on clusters of several levels, for the nearest flat one."""
+        if self.problem.placed:
+            path, self.interrupted = nearest_path(self.problem, self.space)
+            return path
+        search = self._search(self.problem.limits)
+        precision = max(self.problem.precision, RESOLUTION)
+        path = search.best(precision) if isinstance(search, SynchronousSearch) else search.best()
+        self.interrupted = search.interrupted
+        return path
+
+    def extended(self, path: CutPath) -> BoundedPath:
+        """Extend the best path to all cuts and to the cluster's levels as far as possible, and bound every plan.
+
+        For a model that keeps its order, other cuts only bound what is possible.
+        """
+        if self.interrupted:
+            return BoundedPath(path, self.relaxed_s(), self.space)
+        extended = self._over_levels(path) if self.problem.placed else self._beyond_the_order(path)
+        bound_s = extended.bound_s * (1 - self.problem.precision)
+        if self._misses_choices:
+            bound_s = min(bound_s, self._whatever_recomputes_s())
+        return replace(extended, bound_s=bound_s)
+
+    @cached_property
+    def _misses_choices(self) -> bool:
+        """Whether stages may have better choices of what recomputes than those that are known."""
+        limited = self.problem.cluster.memory_bytes is not None and self.problem.recompute == "auto"
+        return limited and (len(self.space) > FEW_STATES or not exact_everywhere(self.problem.layer_costs))
+
+    def _whatever_recomputes_s(self) -> float:
+        """Return seconds that no plan is below even if it had a better choice of what recomputes than is known."""
+        problem = self.problem
+        roomy = problem.on(problem.cluster.model_copy(update={"memory_bytes": None}))
+        search = PipelineSearch(roomy, self.space)
+        path = None if problem.deadline.passed else search.best()
+        if path is None or search.interrupted:
+            return self.relaxed_s()
+        if problem.placed and problem.precision > 0 and self.space.complete:
+            return path.seconds * (1 - problem.precision)  # searches that need not be precise find no better bound
+        return search.extended(path).bound_s
+
+    def _beyond_the_order(self, path: CutPath) -> BoundedPath:
+        """Extend the best path along the order to all cuts, on a flat cluster."""
+        problem, space = self.problem, self.space
+        # Where other cuts only bound, and the bound will be one without limits of memory, they tell nothing more.
+        if space.complete or (problem.keeps_order and self._misses_choices):
+            return BoundedPath(path, path.seconds, space)
+        if problem.schedule.asynchronous:
+            order = problem.keeps_order
+            beyond = search_beyond(space, problem.asynchronous(), problem.limits, path, bound_only=order)
+            return replace(beyond, path=path, space=space) if order else beyond
+        wider = None if problem.deadline.passed else self.over_all_cuts()
+        best = None if wider is None else wider.best()
+        if wider is None or best is None or wider.interrupted:
+            return BoundedPath(path, self.relaxed_s(), space)
+        if best.seconds >= path.seconds * (1 - SLACK):
+            return BoundedPath(path, path.seconds, space)
+        if problem.keeps_order:
+            return BoundedPath(path, best.seconds, space)
+        return BoundedPath(best, best.seconds, wider.space)
+
+    def _over_levels(self, path: CutPath) -> BoundedPath:
+        """Extend the best path on the nearest flat cluster to a cluster of several levels, and to all cuts."""
+        problem, space = self.problem, self.space
+        along = search_levels(problem, space, path)
+        assert along.path is not None
+        if space.complete:
+            return along
+        if not problem.schedule.stashes:
+            return replace(along, bound_s=self.relaxed_s())
+        if problem.keeps_order:
+            bound_s = beyond_the_order(problem, space, path).bound_s
+            return replace(along, bound_s=min(along.path.seconds, bound_s))
+        return search_all_cuts(problem, space, along.path, path)
+
+    def columned(self, path: CutPath, known: BoundedPath, best: Evaluation) -> Columned:
+        """Find plans in columns on clusters of several levels, and bound them.
+
+        Args:
+            path: the best on the nearest flat cluster.
+            known: the best on consecutive ranks, with its bounds.
+            best: the same, priced.
+        """
+        if not self.problem.placed or not self.problem.simulates:
+            return Columned((), np.inf)
+        if self.interrupted:
+            return Columned((), self.relaxed_s())
+        found = search_columns(self.problem, self.space, path, best)
+        if self.space.complete or self.problem.keeps_order or not self.problem.schedule.stashes:
+            return found  # what bounds other cuts, bounds them in any place
+        return replace(found, bound_s=min(found.bound_s, bound_beyond(self.problem, known, best)))
+
+    def over_all_cuts(self) -> PipelineSearch | None:
+        """Return the same search over every cut of the graph, or None where those are too many."""
+        layer_costs = self.space.layer_costs
+        most = MOST_STATES if self.problem.schedule.asynchronous else MOST_SYNCHRONOUS_STATES
+        words = enumerate_downsets(layer_costs, most)
+        return None if words is None else PipelineSearch(self.problem, Downsets(layer_costs, words, complete=True))
+
+    def leaner(self) -> dict[str, Fits]:
+        """Return searches that need less memory, by the arguments that ask for them."""
+        problem, found = self.problem, dict[str, Fits]()
+        rules, may_shard = problem.rules, problem.layer_costs.profile.may_shard_optimizer
+        others: list[tuple[str, StageRules]] = []
+        if rules.recompute != "auto":
+            others.append(("`recompute=auto`", replace(rules, recompute="auto")))
+        if rules.shard_optimizer == "never" and may_shard and problem.simulates:
+            others.append(("`shard_optimizer=auto`", replace(rules, shard_optimizer="auto")))
+        if rules.max_stages is not None:
+            others.append(("a larger `max_stages`", replace(rules, max_stages=None)))
+        if rules.max_staleness is not None:
+            others.append(("a larger `max_staleness`", replace(rules, max_staleness=None)))
+        for argument, other in others:
+            found[argument] = PipelineSearch(replace(problem, rules=other), self.space).fits
+        if problem.simulates and problem.cluster.gpus <= MOST_SYNCHRONOUS_GPUS:
+            microbatches = max(problem.microbatches, problem.cluster.gpus)
+            most = rules.max_staleness
+            for schedule in problem.schedule.leaner:
+                if most is not None and schedule.staleness(1) > most:
+                    continue
+                leaner = PipelineSearch(problem.under(schedule, microbatches), self.space)
+                found[f"`schedule={schedule}` `microbatches={microbatches}`"] = leaner.fits
+        return found
+
+    def fits(self, gpus: int, memory_bytes: int) -> Evaluation | None:
+        """Return any plan that fits other GPUs of this kind."""
+        search = self._search(replace(self.problem.limits, gpus=gpus, memory_bytes=memory_bytes))
+        if isinstance(search, Search):
+            path = search.within(search.any_time_s())
+        else:
+            answer = search.within(np.inf)
+            path = None if answer is None else answer[0]
+        return None if path is None else self.priced(path)
+
+    def priced(self, path: CutPath) -> Evaluation:
+        """Price a path's stages by the cost model."""
+        return priced_path(self.problem, self.space, path)
+
+    def relaxed_s(self) -> float:
+        """Return a time that no plan is below, whatever its cuts: perfect balance and no communication."""
+        ways = WaysOf(self.space, self.problem.limits, prices_shards=self.problem.simulates)
+        return balanced_s(self.space.layer_costs, self.problem.setting, ways.least)
+
+    def _search(self, limits: Limits) -> Search | SynchronousSearch:
+        problem = self.problem
+        if problem.placed:
+            return nearest_search(problem, self.space, limits)
+        if problem.schedule.asynchronous:
+            return Search(self.space, problem.asynchronous(), limits)
+        return SynchronousSearch(self.space, problem.synchronous(), limits)

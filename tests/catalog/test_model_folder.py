@@ -1,0 +1,107 @@
+"""Models by name: the folder that is written builds them, and what is no model is named in one sentence."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from planner.catalog.model_folder import NamedModel, find_model
+from planner.catalog.names import MODELS
+from planner.errors import InputError
+from planner.model.spec import load_model_file
+
+HF = "needs the extra 'hf': pip install pipeline-planner[hf]"
+# Parameters as published, in the sources that planner/catalog/names.py lists.
+PUBLISHED = {
+    "gpt2": 124e6,
+    "gpt2-xl": 1.56e9,
+    "bert-large": 335e6,
+    "t5-large": 738e6,
+    "vit-large": 304e6,
+    "gpt-neox-20b": 20.6e9,
+    "llama-7b": 6.74e9,
+    "llama-70b": 69e9,
+    "llama-3-8b": 8.03e9,
+    "mistral-7b": 7.24e9,
+    "qwen2.5-7b": 7.62e9,
+}
+
+
+@pytest.mark.parametrize("name", sorted(PUBLISHED))
+def test_built_in_models_have_their_published_sizes(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason=HF)
+    spec = load_model_file(str(find_model(name).write(tmp_path, tokens=16)))
+    with torch.device("meta"):
+        parameters = sum(each.numel() for each in spec.build_model().parameters())
+    assert parameters == pytest.approx(PUBLISHED[name], rel=0.01)
+
+
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_every_built_in_model_says_what_transformers_needs(name: str) -> None:
+    assert set(MODELS[name]) > {"architectures", "model_type"}
+
+
+def test_a_folder_trains_a_batch(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason=HF)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 50, **sizes}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model = find_model(str(tmp_path / "config.json"))
+    assert model.name == tmp_path.name
+    assert model.tokens(None) == 2048
+    spec = load_model_file(str(model.write(tmp_path / "folder", tokens=16)))
+    inputs = spec.example_batch(3).kwargs
+    assert {key: tuple(value.shape) for key, value in inputs.items()} == {"input_ids": (3, 16), "labels": (3, 16)}
+    spec.build_model()(**inputs).loss.backward()
+
+
+def test_a_folder_of_another_model_is_kept(tmp_path: Path) -> None:
+    model = NamedModel("own", {"architectures": ["BertForMaskedLM"], "model_type": "bert"})
+    (tmp_path / "model.py").write_text("mine = True\n")
+    with pytest.raises(InputError, match="is of another model"):
+        model.write(tmp_path, tokens=16)
+    assert (tmp_path / "model.py").read_text() == "mine = True\n"
+    assert not (tmp_path / "config.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message", "hint"),
+    [
+        ("lama-7b", None, "there is no model 'lama-7b'", "did you mean llama-7b"),
+        ("absent.json", None, "'absent.json' cannot be read: No such file or directory", "config.json"),
+        ("bad.json", "{", "'bad.json' is not JSON", "config.json"),
+        ("list.json", "[]", "'list.json' has no field 'architectures'", "LlamaForCausalLM"),
+        ("half.json", '{"architectures": ["X"]}', "'half.json' has no field 'model_type'", "LlamaForCausalLM"),
+    ],
+)
+def test_what_is_no_model_is_told(
+    name: str, content: str | None, message: str, hint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if content is not None:
+        (tmp_path / name).write_text(content)
+    with pytest.raises(InputError) as raised:
+        find_model(name)
+    assert raised.value.message.startswith(message)
+    assert hint in raised.value.hint
+
+
+@pytest.mark.parametrize(
+    ("architecture", "model_type", "told"),
+    [
+        ("FooForCausalLM", "llama", "transformers cannot load 'strange': it has no class FooForCausalLM"),
+        ("LlamaForCausalLM", "foo", "transformers cannot load 'strange': Unrecognized model identifier: foo"),
+    ],
+)
+def test_a_model_that_transformers_does_not_have_is_named(
+    architecture: str, model_type: str, told: str, tmp_path: Path
+) -> None:
+    pytest.importorskip("transformers", reason=HF)
+    path = tmp_path / "strange.json"
+    path.write_text(json.dumps({"architectures": [architecture], "model_type": model_type}))
+    with pytest.raises(InputError) as caught:
+        find_model(str(path)).tokens(None)
+    assert caught.value.message == told

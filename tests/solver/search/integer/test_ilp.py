@@ -1,0 +1,269 @@
+"""The integer programs: the optimum of the search and of brute force, and what only they can express."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import pulp
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planner.cost.candidate import Candidate
+from planner.cost.layer_costs import LayerCosts
+from planner.cost.models.synchronous import SynchronousModel
+from planner.cost.network.link import link_of
+from planner.cost.setting import Setting
+from planner.errors import InputError
+from planner.formats.cluster import Cluster, DeviceKind, Level, flat_cluster
+from planner.formats.constraints import Constraints
+from planner.formats.cost_model_names import CostModelName
+from planner.formats.profile import Profile
+from planner.schedule.registry import find
+from planner.solver.problem.bounds import bounds_for
+from planner.solver.problem.problem import Limits, Problem
+from planner.solver.problem.result import Evaluation
+from planner.solver.problem.stage_rules import StageRules
+from planner.solver.problem.states import Chain
+from planner.solver.search.chain.search import Search
+from planner.solver.search.chain.synchronous import SynchronousSearch
+from planner.solver.search.integer.answer import solve_ilp
+from planner.solver.search.integer.ilp_flow import MilpName, installed, run
+from tests.samples import layer, profile
+from tests.solver.brute import plans
+from tests.solver.oracle import brute_force
+from tests.solver.strategies import profiles
+
+memories = st.one_of(st.none(), st.integers(1, 200))
+bandwidths = st.sampled_from([0.5, 1.0, 2.0, 8.0, 1e4])
+latencies = st.sampled_from([0.0, 0.0, 0.25, 3.0])
+SOLVERS: tuple[MilpName, ...] = ("HiGHS", "CBC")
+
+
+@pytest.fixture(params=SOLVERS)
+def solver(request: pytest.FixtureRequest) -> MilpName:
+    """Each solver that is installed; CBC comes with PuLP."""
+    name: MilpName = request.param
+    if name not in installed():
+        pytest.skip(f"{name} is not installed")
+    return name
+
+
+def flow_equals_search_and_brute_force(
+    model: Profile,
+    cluster: Cluster,
+    name: CostModelName,
+    schedule: str,
+    microbatches: int,
+    solver: MilpName | None = None,
+) -> None:
+    layer_costs = LayerCosts(model)
+    problem = Problem(layer_costs, Setting(cluster, find(schedule), microbatches, cost_model=name))
+    answer = solve_ilp(problem, solver)
+    expected = brute_force(layer_costs, cluster, model=name, schedule=find(schedule), microbatches=microbatches)
+    if expected is None:
+        assert answer is None
+        return
+    assert answer is not None
+    assert answer.optimal
+    assert answer.seconds == pytest.approx(expected.price.seconds_per_minibatch, rel=1e-9)
+    cost = problem.price(answer.stages)
+    assert cost.seconds_per_minibatch == pytest.approx(answer.seconds, rel=1e-9)
+    assert cluster.memory_bytes is None or all(m.total_bytes <= cluster.memory_bytes for m in cost.memory)
+    gpus = sum(stage.replicas for stage in answer.stages)
+    if schedule in ("1f1b", "2bw"):
+        assert (gpus, len(answer.stages)) == (expected.gpus, len(expected.stages))
+    if Chain(layer_costs).complete:
+        link = link_of(cluster)
+        if schedule == "1f1b":
+            path = Search(Chain(layer_costs), bounds_for(name, link), Limits(cluster.gpus, cluster.memory_bytes)).best()
+        elif schedule == "2bw":
+            return
+        else:
+            drained = SynchronousModel(link, find(schedule), microbatches)
+            path = SynchronousSearch(Chain(layer_costs), drained, Limits(cluster.gpus, cluster.memory_bytes)).best()
+        assert path is not None
+        assert path.seconds == pytest.approx(answer.seconds, rel=1e-9)
+
+
+instances = st.tuples(profiles(most_layers=5), st.integers(1, 4), bandwidths, latencies, memories, st.integers(1, 6))
+Instance = tuple[Profile, int, float, float, int | None, int]
+MODELS: list[tuple[CostModelName, str]] = [
+    ("resource", "1f1b"),
+    ("pipedream", "1f1b"),
+    ("paper", "1f1b"),
+    ("resource", "gpipe"),
+    ("resource", "1f1b-flush"),
+    ("resource", "naive"),
+    ("resource", "2bw"),
+]
+
+
+def _ask(instance: Instance, name: CostModelName, schedule: str, solver: MilpName | None = None) -> None:
+    model, gpus, bandwidth, latency, memory, microbatches = instance
+    microbatches = microbatches if schedule in ("gpipe", "1f1b-flush", "2bw") else 1
+    cluster = flat_cluster(gpus, bandwidth, memory, latency)
+    flow_equals_search_and_brute_force(model, cluster, name, schedule, microbatches, solver)
+
+
+@pytest.mark.parametrize(("name", "schedule"), MODELS)
+@settings(max_examples=30, deadline=None)
+@given(instance=instances)
+def test_flow_finds_what_search_and_brute_force_find(name: CostModelName, schedule: str, instance: Instance) -> None:
+    _ask(instance, name, schedule)
+
+
+@pytest.mark.parametrize(("name", "schedule"), MODELS)
+@settings(max_examples=5, deadline=None)
+@given(instance=instances)
+def test_cbc_finds_the_same(name: CostModelName, schedule: str, instance: Instance) -> None:
+    _ask(instance, name, schedule, "CBC")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "schedule"), MODELS)
+@settings(max_examples=300, deadline=None)
+@given(
+    instance=st.tuples(profiles(most_layers=5), st.integers(1, 5), bandwidths, latencies, memories, st.integers(1, 8))
+)
+def test_flow_finds_what_search_and_brute_force_find_many_times(
+    name: CostModelName, schedule: str, instance: Instance
+) -> None:
+    _ask(instance, name, schedule)
+
+
+# What only integer programs express, against every plan there is, written from the meaning of the constraints.
+
+
+def respects(layer_costs: LayerCosts, stages: tuple[Candidate, ...], constraints: Constraints) -> bool:
+    """By definition."""
+    home = {layer_costs.profile.layers[n].name: number for number, stage in enumerate(stages) for n in stage.layers}
+    names = [each.name for each in layer_costs.profile.layers]
+    following = dict(pairwise(names))
+    return (
+        all(home[name] == stage for name, stage in constraints.stage_of.items())
+        and all(len({home[name] for name in group}) <= 1 for group in constraints.together)
+        and all(home[name] == home[following.get(name, name)] for name in constraints.no_cut_after)
+    )
+
+
+def fastest(problem: Problem) -> float:
+    """Seconds of the best plan that fits and respects the constraints; infinite when there is none."""
+    every = plans(problem, problem.cluster.gpus, in_order=False)
+    allowed = (stages for stages in every if respects(problem.layer_costs, stages, problem.constraints))
+    priced = (Evaluation(stages, problem.price(stages)) for stages in allowed)
+    return min((plan.seconds for plan in priced if plan.fits(problem.cluster)), default=math.inf)
+
+
+@st.composite
+def constrained(draw: st.DrawFn) -> tuple[Profile, Cluster, Constraints]:
+    model = draw(profiles(most_layers=4))
+    names = [each.name for each in model.layers]
+    some = st.lists(st.sampled_from(names), max_size=2, unique=True)
+    gpus = draw(st.integers(1, 4))
+    kinds: tuple[DeviceKind, ...] = ()
+    if gpus > 1 and draw(st.booleans()):
+        first = draw(st.integers(1, gpus - 1))
+        speeds = st.sampled_from([0.5, 1.0, 3.0])
+        kinds = tuple(
+            DeviceKind(count=count, speed=draw(speeds), memory_bytes=draw(memories)) for count in (first, gpus - first)
+        )
+    cluster = Cluster(
+        levels=(Level(size=gpus, bandwidth_bytes_per_s=draw(bandwidths), latency_s=draw(latencies)),),
+        memory_bytes=draw(memories),
+        kinds=kinds,
+    )
+    constraints = Constraints(
+        stage_of={name: draw(st.integers(0, 2)) for name in draw(some)},
+        together=(tuple(draw(some)), tuple(draw(some))),
+        no_cut_after=tuple(draw(some)),
+    )
+    return model, cluster, constraints
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "1f1b-flush"])
+@settings(max_examples=60, deadline=None)
+@given(instance=constrained(), microbatches=st.integers(1, 5))
+def test_constraints_and_kinds_against_every_plan(
+    schedule: str, instance: tuple[Profile, Cluster, Constraints], microbatches: int
+) -> None:
+    model, cluster, constraints = instance
+    microbatches = 1 if schedule == "1f1b" else microbatches
+    layer_costs = LayerCosts(model)
+    setting = Setting(cluster, find(schedule), microbatches)
+    problem = Problem(layer_costs, setting, StageRules("never", "never"), constraints=constraints)
+    answer = solve_ilp(problem)
+    expected = fastest(problem)
+    if answer is None:
+        assert expected == math.inf
+        return
+    assert respects(layer_costs, answer.stages, constraints)
+    assert answer.seconds == pytest.approx(expected, rel=1e-9)
+    assert problem.price(answer.stages).seconds_per_minibatch == pytest.approx(answer.seconds, rel=1e-9)
+    ranks = [rank for stage in answer.stages for rank in stage.ranks]
+    assert len(set(ranks)) == len(ranks)
+    for stage in answer.stages:
+        kind = stage.options.kind
+        assert kind is None or min(cluster.kind_of(rank).speed for rank in stage.ranks) == kind.speed
+
+
+def test_gpus_that_layers_are_pinned_to_run_them(solver: MilpName) -> None:
+    model = profile(layer("a", output_bytes=1), layer("b", output_bytes=1), layer("c"))
+    cluster = Cluster(
+        levels=(Level(size=4, bandwidth_bytes_per_s=1e9),), kinds=(DeviceKind(count=2, speed=2.0), DeviceKind(count=2))
+    )
+    constraints = Constraints(gpu_of={"a": 3, "c": 1})
+    answer = solve_ilp(Problem(LayerCosts(model), Setting(cluster), constraints=constraints), solver)
+    assert answer is not None
+    assert 3 in answer.stages[0].ranks
+    assert 1 in answer.stages[-1].ranks
+
+
+def test_what_is_not_expressible_is_refused_in_one_sentence() -> None:
+    layer_costs = LayerCosts(profile(layer("a", output_bytes=1), layer("b")))
+    levels = (Level(size=2, bandwidth_bytes_per_s=2.0), Level(size=2, bandwidth_bytes_per_s=1.0))
+    for problem, message in (
+        (Problem(layer_costs, Setting(Cluster(levels=levels))), "clusters of one level"),
+        (Problem(layer_costs, Setting(flat_cluster(2, 1.0)), constraints=Constraints(gpu_of={"a": 1})), "all alike"),
+    ):
+        with pytest.raises(InputError, match=message):
+            solve_ilp(problem)
+
+
+def test_what_solvers_say_is_taken_at_its_word_only_where_it_holds(solver: MilpName) -> None:
+    """Infeasible programs have values, and programs out of time a status called Optimal."""
+    problem = pulp.LpProblem("impossible", pulp.LpMinimize)
+    half = problem.add_variable("x", cat=pulp.LpBinary)
+    problem.setObjective(pulp.lpSum([half]))
+    problem += 2 * half == 1
+    assert run(problem, solver).status == "infeasible"
+    problem = pulp.LpProblem("long", pulp.LpMinimize)
+    longest = problem.add_variable("T", 0)
+    problem.setObjective(pulp.lpSum([longest]))
+    sizes = [(n * 7919) % 997 / 7 + 10 for n in range(80)]
+    chosen = [[problem.add_variable(f"x{n}_{d}", cat=pulp.LpBinary) for d in range(9)] for n in range(80)]
+    for row in chosen:
+        problem += pulp.lpSum(row) == 1
+    for d in range(9):
+        problem += pulp.lpSum(size * row[d] for size, row in zip(sizes, chosen, strict=True)) <= longest
+    outcome = run(problem, solver, 1.0)
+    assert outcome.status in ("feasible", "unknown")
+    assert outcome.bound <= sum(sizes) / 9 * (1 + 1e-3)
+
+
+@settings(max_examples=40, deadline=None)
+@given(model=profiles(most_layers=5), gpus=st.integers(1, 4), bandwidth=bandwidths, memory=memories)
+def test_models_that_can_be_trained_keep_their_order_and_other_cuts_bound_it(
+    model: Profile, gpus: int, bandwidth: float, memory: int | None
+) -> None:
+    model = model.model_copy(update={"graph_hash": "0123"})
+    layer_costs, cluster = LayerCosts(model), flat_cluster(gpus, bandwidth, memory)
+    answer = solve_ilp(Problem(layer_costs, Setting(cluster)))
+    along, any_order = (brute_force(layer_costs, cluster, in_order=in_order) for in_order in (True, False))
+    if along is None or any_order is None:
+        assert answer is None
+        return
+    assert answer is not None
+    assert answer.seconds == pytest.approx(along.price.seconds_per_minibatch, rel=1e-9)
+    assert answer.bound_s == pytest.approx(any_order.price.seconds_per_minibatch, rel=1e-9)

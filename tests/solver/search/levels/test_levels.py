@@ -1,0 +1,216 @@
+"""Search on clusters of several levels == brute force, on random small models."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from planner.cost.layer_costs import LayerCosts
+from planner.cost.setting import Setting
+from planner.cost.stage_options import RecomputeRule
+from planner.errors import InfeasibleError
+from planner.formats.cluster import Cluster, flat_cluster, hierarchical_cluster
+from planner.formats.cost_model_names import CostModelName
+from planner.formats.importers import read_profile
+from planner.formats.profile import Profile
+from planner.schedule.registry import find
+from planner.solver import solve
+from planner.solver.problem.problem import Problem
+from planner.solver.problem.stage_rules import StageRules
+from planner.solver.problem.states import Chain, StateSpace
+from planner.solver.search.graph.downsets import Downsets, enumerate_downsets
+from planner.solver.search.levels.levels import nearest_search, search_levels
+from tests import samples
+from tests.solver.oracle import brute_force
+from tests.solver.strategies import profiles
+
+COST_MODELS: tuple[CostModelName, ...] = ("resource", "pipedream", "paper")
+SCHEDULES: tuple[str, ...] = ("gpipe", "1f1b-flush", "naive")
+SIZES = [(2, 2), (2, 3), (3, 2), (1, 4), (2, 1, 2)]
+LARGER = [(2, 4), (4, 2), (2, 2, 2)]
+recomputing = st.sampled_from(["auto", "auto", "never", "always"])
+
+
+@st.composite
+def clusters(draw: st.DrawFn, sizes: Sequence[tuple[int, ...]] = SIZES) -> Cluster:
+    """Two or three levels, faster inside or not, with shared links or without."""
+    members = draw(st.sampled_from(sizes))
+    bandwidths = [draw(st.sampled_from([0.5, 1.0, 3.0, 16.0])) for _ in members]
+    latencies = [draw(st.sampled_from([0.0, 0.0, 0.5])) for _ in members]
+    memory = draw(st.one_of(st.none(), st.integers(1, 120)))
+    return hierarchical_cluster(
+        members, bandwidths, memory, latencies, shared=draw(st.booleans()), overlap=draw(st.booleans())
+    )
+
+
+def check(
+    profile: Profile,
+    cluster: Cluster,
+    model: CostModelName = "resource",
+    schedule: str = "1f1b",
+    microbatches: int = 1,
+    recompute: RecomputeRule = "auto",
+    *,
+    in_order: bool = True,
+) -> None:
+    """The search answers what brute force does, and says that it is certain."""
+    layer_costs = LayerCosts(profile)
+    space: StateSpace = Chain(layer_costs)
+    if not in_order:
+        words = enumerate_downsets(layer_costs, 1000)
+        assert words is not None
+        space = Downsets(layer_costs, words, complete=True)
+
+    setting = Setting(cluster, find(schedule), microbatches, cost_model=model)
+    problem = Problem(layer_costs, setting, StageRules(recompute, "never"))
+    nearest = nearest_search(problem, space, problem.limits).best()
+    expected = brute_force(
+        layer_costs,
+        cluster,
+        model=model,
+        schedule=find(schedule),
+        microbatches=microbatches,
+        in_order=in_order,
+        recompute=recompute,
+        shard="never",
+    )
+    if expected is None:
+        assert nearest is None
+        return
+    assert nearest is not None
+    found = search_levels(problem, space, nearest)
+    assert found.path is not None
+    assert found.path.seconds == pytest.approx(expected.price.seconds_per_minibatch, rel=1e-9)
+    assert found.bound_s == pytest.approx(found.path.seconds, rel=1e-9)
+    assert nearest.seconds <= found.path.seconds * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("model", COST_MODELS)
+@settings(max_examples=40, deadline=None)
+@given(profile=profiles(most_layers=4), cluster=clusters(), recompute=recomputing)
+def test_asynchronous_plans(model: CostModelName, profile: Profile, cluster: Cluster, recompute: RecomputeRule) -> None:
+    check(profile, cluster, model, recompute=recompute)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@settings(max_examples=40, deadline=None)
+@given(profile=profiles(most_layers=4), cluster=clusters(), microbatches=st.integers(1, 5), recompute=recomputing)
+def test_plans_that_drain(
+    schedule: str, profile: Profile, cluster: Cluster, microbatches: int, recompute: RecomputeRule
+) -> None:
+    check(
+        profile,
+        cluster,
+        schedule=schedule,
+        microbatches=1 if schedule == "naive" else microbatches,
+        recompute=recompute,
+    )
+
+
+@settings(max_examples=40, deadline=None)
+@given(profile=profiles(most_layers=4), cluster=clusters(), schedule=st.sampled_from(["1f1b", "gpipe"]))
+def test_plans_over_all_cuts(profile: Profile, cluster: Cluster, schedule: str) -> None:
+    check(profile, cluster, schedule=schedule, microbatches=1 if schedule == "1f1b" else 3, in_order=False)
+
+
+def test_an_idle_replica_may_let_the_next_stage_begin_at_a_server() -> None:
+    front = samples.layer("front", 1.0, 0.0, update_s=1.0)
+    back = samples.layer("back", 0.0, 2.0, weight_bytes=1)
+    cluster = hierarchical_cluster((4, 2), (0.5, 0.5), None, (0.0, 0.5), shared=False, overlap=False)
+    check(samples.profile(front, back), cluster, schedule="gpipe", microbatches=3)
+
+
+@pytest.mark.slow
+@settings(max_examples=60, deadline=None)
+@given(
+    profile=profiles(most_layers=6),
+    cluster=clusters(sizes=LARGER),
+    schedule=st.sampled_from(["1f1b", "gpipe", "1f1b-flush"]),
+    in_order=st.booleans(),
+)
+def test_larger_models_on_eight_gpus(profile: Profile, cluster: Cluster, schedule: str, in_order: bool) -> None:
+    check(
+        profile,
+        cluster,
+        schedule=schedule,
+        microbatches=1 if schedule == "1f1b" else 3,
+        recompute="never",
+        in_order=in_order,
+    )
+
+
+def fits_only_out_of_order() -> tuple[Profile, Cluster]:
+    """Two layers that do not need each other, and GPUs that hold two versions of the weights of `back` only.
+
+    Weights and gradients: 30 bytes for `front` in a first stage of two, 20 in the last; 26 for both in one stage.
+    """
+    front, back = samples.layer("front", weight_bytes=10), samples.layer("back", weight_bytes=3)
+    return samples.profile(front, back), hierarchical_cluster((2, 2), (2.0, 1.0), 25)
+
+
+def test_a_model_that_keeps_its_order_has_no_plan_where_only_another_order_fits() -> None:
+    profile, cluster = fits_only_out_of_order()
+    with pytest.raises(InfeasibleError) as caught:
+        solve(profile, cluster)
+    assert "`memory_bytes=26B`" in caught.value.hint
+    imported = profile.model_copy(update={"graph_hash": None})
+    assert [stage.layers for stage in solve(imported, cluster).stages] == [("back",), ("front",)]
+
+
+@pytest.mark.parametrize("model", COST_MODELS)
+@settings(max_examples=40, deadline=None)
+@given(profile=profiles(most_layers=4), cluster=clusters(), keeps_order=st.booleans())
+@example(*fits_only_out_of_order(), True)
+def test_what_no_plan_can_beat_is_no_more_than_the_best_plan(
+    model: CostModelName, profile: Profile, cluster: Cluster, keeps_order: bool
+) -> None:
+    profile = profile.model_copy(update={"graph_hash": "known" if keeps_order else None})
+    layer_costs = LayerCosts(profile)
+    allowed = brute_force(layer_costs, cluster, model=model, in_order=keeps_order)
+    if allowed is None:
+        with pytest.raises(InfeasibleError):
+            solve(profile, cluster, cost_model=model)
+        return
+    plan = solve(profile, cluster, cost_model=model)
+    expected = brute_force(layer_costs, cluster, model=model)  # other cuts bound even a model that keeps its order
+    assert expected is not None
+    best_s = expected.price.seconds_per_minibatch
+    assert plan.solver.lower_bound_s <= best_s * (1 + 1e-9) or plan.solver.status == "optimal"
+    if model != "resource":  # whose waits brute force does not count
+        assert plan.predicted.seconds_per_minibatch >= allowed.price.seconds_per_minibatch * (1 - 1e-9)
+        if plan.solver.status == "optimal":
+            assert plan.predicted.seconds_per_minibatch == pytest.approx(best_s, rel=1e-9)
+
+
+@pytest.mark.parametrize("model", ["pipedream", "paper"])
+@settings(max_examples=40, deadline=None)
+@given(profile=profiles(most_layers=5), sizes=st.sampled_from([(2, 2), (2, 4), (4, 2)]))
+def test_without_sharing_no_answer_is_worse_than_on_a_flat_cluster_at_the_slowest_bandwidth(
+    model: CostModelName, profile: Profile, sizes: tuple[int, ...]
+) -> None:
+    levels = solve(profile, hierarchical_cluster(sizes, (8.0, 1.0), shared=False), cost_model=model)
+    flat = solve(profile, flat_cluster(levels.cluster.gpus, 1.0), cost_model=model)
+    assert levels.predicted.seconds_per_minibatch <= flat.predicted.seconds_per_minibatch * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(("name", "most_s"), [("vgg16", 0.0548), ("resnet50", 0.0333), ("gnmt", 0.01009)])
+def test_four_published_servers(name: str, most_s: float) -> None:
+    file = pathlib.Path(__file__).parents[3].parent / "shared" / "anchors" / "pipedream" / f"{name}.txt"
+    if not file.exists():
+        pytest.skip("the published profiles are not beside the project")
+    plan = solve(read_profile(file), hierarchical_cluster((4, 4), (16e9, 1.25e9)), cost_model="pipedream")
+    assert plan.solver.status == "optimal"
+    assert plan.predicted.seconds_per_minibatch <= most_s
+
+
+def test_fifteen_and_one_on_four_servers_of_four() -> None:
+    """A light front with few weights and a heavy end with many: all ranks but one, whatever the servers."""
+    front = samples.layer("front", 14.0, 1.0, output_bytes=10, weight_bytes=1)
+    back = samples.layer("back", 0.9, 0.1, weight_bytes=10**6)
+    plan = solve(samples.profile(front, back), hierarchical_cluster((4, 4), (1e6, 1e5)))
+    assert plan.config == "15-1"
+    assert plan.stages[1].ranks == (15,)
