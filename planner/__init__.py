@@ -31,9 +31,7 @@ if TYPE_CHECKING:
     from planner.errors import WorkerError as WorkerError
     from planner.executor.checkpoint.trained_weights import export_weights as export_weights
     from planner.executor.checkpoint.trained_weights import load_weights as load_weights
-    from planner.executor.custom_loop.pipeline import pipeline as pipeline
-    from planner.executor.job import CheckpointOptions as CheckpointOptions
-    from planner.executor.job import TrainingOptions as TrainingOptions
+    from planner.executor.run.pipeline import pipeline as pipeline
     from planner.exports import export as export
     from planner.formats.cluster import Cluster as Cluster
     from planner.formats.cluster import flat_cluster as flat_cluster
@@ -55,6 +53,8 @@ if TYPE_CHECKING:
     from planner.simulator.summary import Summary as Summary
     from planner.simulator.summary import summarize as summarize
     from planner.solver import solve as solve
+    from planner.workers.job import CheckpointOptions as CheckpointOptions
+    from planner.workers.job import TrainingOptions as TrainingOptions
 
     load_profile = read_profile
 
@@ -73,9 +73,9 @@ _HOMES = {
     "WorkerError": "planner.errors",
     "export_weights": "planner.executor.checkpoint.trained_weights",
     "load_weights": "planner.executor.checkpoint.trained_weights",
-    "pipeline": "planner.executor.custom_loop.pipeline",
-    "CheckpointOptions": "planner.executor.job",
-    "TrainingOptions": "planner.executor.job",
+    "pipeline": "planner.executor.run.pipeline",
+    "CheckpointOptions": "planner.workers.job",
+    "TrainingOptions": "planner.workers.job",
     "export": "planner.exports",
     "Cluster": "planner.formats.cluster",
     "flat_cluster": "planner.formats.cluster",

@@ -9,12 +9,11 @@ from typing import Literal
 
 from planner.errors import InputError, PlanError
 from planner.executor.checkpoint.folders import seed_of_run
-from planner.executor.job import BaselineName, CheckpointOptions, Job, RunOptions, TrainingOptions, TrainResult
-from planner.executor.launch import launch
 from planner.executor.observe.watchers import check_tensorboard
 from planner.executor.run.agreement import device_kind
+from planner.executor.run.stages import check_divided
 from planner.executor.run.synchronous_start import check_synchronous_start
-from planner.executor.run.tensor_group import check_divided
+from planner.executor.worker import launch
 from planner.formats.device_names import Backend, DeviceType
 from planner.formats.files import check_writable
 from planner.formats.plan import Plan
@@ -30,6 +29,7 @@ from planner.profiler.estimated.estimate import EstimateOptions, estimate_profil
 from planner.profiler.measured.profile import ProfilingOptions, profile_model
 from planner.profiler.measured.steps import ProgressCallback
 from planner.simulator.plan import simulated_s
+from planner.workers.job import BaselineName, CheckpointOptions, Job, RunOptions, TrainingOptions, TrainResult
 
 
 def profile(

@@ -20,7 +20,6 @@ from benchmarks.convergence.picture import curves_svg
 from planner.api import estimate, train
 from planner.cost.layer_costs import LayerCosts
 from planner.cost.setting import Setting
-from planner.executor.job import TrainingOptions
 from planner.formats.cluster import flat_cluster
 from planner.formats.plan import Plan
 from planner.formats.profile import Profile
@@ -30,6 +29,7 @@ from planner.solver.evaluate.evaluation import priced
 from planner.solver.other_schedules import synced
 from planner.solver.problem.problem import Problem
 from planner.solver.reference.baselines import equal_layers
+from planner.workers.job import TrainingOptions
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results.json"

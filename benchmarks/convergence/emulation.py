@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.data import DataLoader, Dataset
 
-from planner.devices.coding import coding_of
 from planner.executor.run.data import make_batches
 from planner.formats.codecs import CODECS, Codec, CodecName
 from planner.model.spec import TrainingSpec, load_model_file
 from planner.schedule.instructions import Unit
+from planner.workers.coding import coding_of
 
 
 def lateness(schedule: str, stages: int) -> list[int]:

@@ -28,12 +28,12 @@ from benchmarks.convergence.replicas import Replicas
 from benchmarks.testbed.bed import Testbed, testbed
 from benchmarks.testbed.predict import given_plan
 from planner.api import estimate
-from planner.executor.job import Job, TrainingOptions
 from planner.formats.cluster import Cluster, flat_cluster
 from planner.formats.plan import Plan
 from planner.formats.profile import Profile
 from planner.schedule.registry import find
 from planner.units import parse_bandwidth
+from planner.workers.job import Job, TrainingOptions
 
 HERE = Path(__file__).parent
 RESULTS, TABLE = HERE / "links.jsonl", HERE / "links.md"

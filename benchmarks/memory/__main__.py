@@ -21,9 +21,9 @@ from tabulate import tabulate
 
 from benchmarks.malloc import pages_returned
 from benchmarks.memory.plans import Shape, shaped_plan
-from planner.executor.job import Job
-from planner.executor.launch import launch
+from planner.executor.worker import launch
 from planner.formats.profile import Profile, load_profile
+from planner.workers.job import Job
 
 ROOT = Path(__file__).resolve().parents[2]
 README, RESULTS = (Path(__file__).with_name(name) for name in ("README.md", "results.json"))

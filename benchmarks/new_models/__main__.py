@@ -20,7 +20,6 @@ from tabulate import tabulate
 from benchmarks.kept import Results
 from benchmarks.new_models.one_process import Trained, initial_weights, largest_difference, one_process
 from planner.api import profile, train
-from planner.executor.job import CheckpointOptions, RunOptions
 from planner.formats.files import write_text
 from planner.formats.plan import Plan
 from planner.formats.profile import Profile
@@ -28,6 +27,7 @@ from planner.model.spec import TrainingSpec, load_model_file
 from planner.schedule.registry import find
 from planner.selftest.lab import even_plan
 from planner.selftest.reference import Reference
+from planner.workers.job import CheckpointOptions, RunOptions
 
 HERE = Path(__file__).parent
 PACKAGES = ("transformers", "timm", "diffusers", "peft")

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from planner.executor.run.data import make_batches
-from planner.executor.run.weighed import weighed
+from planner.executor.run.data import make_batches, weighed
 from planner.formats.plan import Plan
 from planner.model.loss import loss_of
 from planner.model.spec import TrainingSpec

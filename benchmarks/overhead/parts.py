@@ -13,13 +13,13 @@ import torch
 
 from benchmarks.overhead.stand_in import Neighbours
 from planner.executor.communication.links import Links
-from planner.executor.health.heartbeat import Heartbeat
 from planner.executor.run.replica import StageReplica
 from planner.executor.run.worker import PipelineWorker
 from planner.executor.stage.minibatch_statistics import MinibatchStatistics
 from planner.executor.stage.versions import WeightVersions
 from planner.model.stage.stage import StageModule
 from planner.model.state.randomness import RandomKey
+from planner.workers.heartbeat import Heartbeat
 
 _CALLS = 1000  # to find out what the watch itself takes
 OPERATIONS, NETWORK = "the stage's operations", "the network"  # are no overhead

@@ -16,16 +16,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from planner.devices.place import CPU, Place
 from planner.executor.communication.messages import Layouts, pack
 from planner.executor.communication.routes import LinkGroups, route_of
-from planner.executor.job import Job
 from planner.executor.run.assemble import Groups, make_worker
 from planner.executor.run.context import PipelineContext, pipeline_context
 from planner.executor.run.worker import Observers, PipelineWorker
 from planner.formats.plan import Plan
 from planner.model.spec import TrainingSpec
 from planner.schedule.instructions import Instruction, Receive
+from planner.workers.job import Job
+from planner.workers.place import CPU, Place
 
 FAKE = "fake"  # the backend of torch.distributed that does nothing
 _Lane = tuple[int, int, dist.ProcessGroup]  # peer's rank, tag, group

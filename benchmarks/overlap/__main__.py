@@ -18,7 +18,6 @@ from benchmarks.testbed.emulate import Scale, emulate
 from planner.cost.candidate import candidates
 from planner.cost.layer_costs import LayerCosts
 from planner.cost.setting import Setting
-from planner.executor.job import Job
 from planner.formats.cluster import Cluster, flat_cluster
 from planner.formats.plan import Plan
 from planner.formats.profile import Device, Edge, Layer, Profile, Provenance, Value
@@ -26,6 +25,7 @@ from planner.solver.assemble import assemble
 from planner.solver.evaluate.evaluation import evaluate
 from planner.solver.problem.budget import Budget
 from planner.solver.problem.problem import Problem
+from planner.workers.job import Job
 
 COMPUTE_S = 0.12  # of one stage for one minibatch; long, so that late sleeps hardly matter
 NOMINAL_BYTES_PER_S = 12.5e6

@@ -17,11 +17,11 @@ from benchmarks.kept import Results, between_marks
 from benchmarks.real_runs.__main__ import FOLDER, README, Case, Row, run, summary
 from benchmarks.real_runs.__main__ import draw as draw_plans
 from benchmarks.testbed.bed import Testbed, testbed
-from planner.executor.job import Job, TrainResult
 from planner.formats.cluster import Cluster, flat_cluster
 from planner.formats.codecs import CODECS, CodecName
 from planner.profiler.measured.malloc import keep_freed_pages
 from planner.units import parse_bandwidth
+from planner.workers.job import Job, TrainResult
 
 PART = "compressed"
 MARKS = "<!-- compressed: written by benchmarks.real_runs.compressed -->", "<!-- end of compressed -->"

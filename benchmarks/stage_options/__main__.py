@@ -27,14 +27,14 @@ from benchmarks.testbed.emulate import emulate, fitting_scale
 from benchmarks.testbed.measure import train_s
 from planner.analysis.own_plan import price
 from planner.api import profile as measure
-from planner.executor.job import Job
-from planner.executor.launch import launch
+from planner.executor.worker import launch
 from planner.formats.blocks import blocks_of
 from planner.formats.cluster import Cluster, flat_cluster
 from planner.formats.own_plan import OwnPlan, OwnStage
 from planner.formats.plan import Plan
 from planner.formats.profile import Profile
 from planner.profiler.links.measure_host import measure_host
+from planner.workers.job import Job
 
 HERE = Path(__file__).parent
 MODEL, README, RESULTS = (HERE / name for name in ("model.py", "README.md", "results.json"))

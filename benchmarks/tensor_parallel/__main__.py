@@ -17,14 +17,14 @@ from benchmarks.kept import Results, between_marks, marks
 from planner.analysis.own_plan import price
 from planner.api import profile as measure
 from planner.errors import PlannerError, first_line
-from planner.executor.job import Job
-from planner.executor.launch import launch
+from planner.executor.worker import launch
 from planner.formats.cluster import Cluster
 from planner.formats.own_plan import OwnPlan, OwnStage
 from planner.profiler.links.measure_host import measure_host
 from planner.profiler.measured.malloc import keep_freed_pages
 from planner.report.tables.profile import disturbance_words
 from planner.schedule.registry import DEFAULT
+from planner.workers.job import Job
 
 FOLDER = Path(__file__).parent
 README, PART = FOLDER / "README.md", "runs"

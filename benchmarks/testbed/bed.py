@@ -15,8 +15,8 @@ from typing import Any
 
 from benchmarks.netns import Network, shaped_network
 from planner.errors import PlannerError
-from planner.executor.job import Job, TrainResult
 from planner.formats.cluster import Cluster
+from planner.workers.job import Job, TrainResult
 
 ROOT = Path(__file__).resolve().parents[2]
 START_S = 120.0

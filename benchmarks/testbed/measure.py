@@ -10,9 +10,9 @@ from statistics import mean
 from benchmarks.testbed.bed import Testbed
 from benchmarks.testbed.emulate import Emulated
 from benchmarks.testbed.predict import data_parallel_s, given_plan
-from planner.executor.job import Job
 from planner.formats.cluster import Cluster
 from planner.formats.plan import Plan
+from planner.workers.job import Job
 
 DDP_BUCKET_BYTES = 25 * 2**20
 ROUNDS = 6  # of synchronous runs; the first does not count

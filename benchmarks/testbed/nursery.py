@@ -32,12 +32,12 @@ from benchmarks.netns import INTERFACE
 from benchmarks.testbed import layers
 from benchmarks.testbed.buckets import scaled_buckets
 from planner.executor.data_parallel import train_data_parallel
-from planner.executor.job import Job
 from planner.executor.run.train import train_worker
 from planner.formats.timeline import Timeline
 from planner.profiler.links.measure_cluster import measure_cluster
 from planner.profiler.measured.malloc import keep_freed_pages
 from planner.report.trace import save_trace
+from planner.workers.job import Job
 
 _CLONE_NEWNET = 0x40000000
 _PR_SET_PDEATHSIG = 1

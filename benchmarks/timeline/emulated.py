@@ -10,13 +10,13 @@ from benchmarks.testbed.bed import ROOT, Testbed
 from benchmarks.testbed.buckets import scaled_buckets
 from benchmarks.testbed.emulate import emulate, fitting_scale
 from benchmarks.testbed.predict import balanced_stages, given_plan
-from planner.executor.job import Job, RunOptions
 from planner.formats.cluster import flat_cluster
 from planner.formats.importers import read_profile
 from planner.formats.plan import Plan
 from planner.formats.timeline import Timeline
 from planner.report.trace import load_run
 from planner.units import parse_bandwidth
+from planner.workers.job import Job, RunOptions
 
 DEVICES = 4
 

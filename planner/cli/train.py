@@ -16,10 +16,10 @@ from planner.cli.arguments.training import (
 )
 from planner.cli.arguments.verb import Verbs, add_plan_argument, declare
 from planner.cli.output import print_answer, print_progress
-from planner.executor.defaults import STEPS
+from planner.workers.defaults import STEPS
 
 if TYPE_CHECKING:
-    from planner.executor.job import Job, TrainResult
+    from planner.workers.job import Job, TrainResult
 
 _ASKED = ("steps", "epochs", "seed", "device", "backend", "baseline", "save_weights", "defer_weights")
 DESCRIPTION = """\
@@ -82,10 +82,10 @@ def add_parser(verbs: Verbs) -> None:
 def run(args: argparse.Namespace) -> int:
     """Train, then print what was predicted beside what was measured."""
     from planner.api import make_job, run_job
-    from planner.devices.meeting import started_as_worker
     from planner.executor.checkpoint.folders import after_torchrun_restart
-    from planner.executor.job import RunOptions, TrainingOptions
     from planner.formats.plan import load_plan
+    from planner.workers.job import RunOptions, TrainingOptions
+    from planner.workers.meeting import started_as_worker
 
     checkpoints = checkpoints_of(args)
     as_worker = started_as_worker()

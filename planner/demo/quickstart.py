@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
-from planner.executor.job import Job, TrainResult
 from planner.formats.cluster import flat_cluster
 from planner.formats.device_names import Backend, DeviceType
 from planner.formats.files import Record, write_text
 from planner.formats.plan import Plan, save_plan
 from planner.formats.profile import Profile, save_profile
+from planner.workers.job import Job, TrainResult
 
 MOST_WORKERS = 8  # enough for a tour; more would only take longer
 BATCH_SIZE = 16
@@ -51,10 +51,10 @@ class Tour:
 
 def quickstart(tour: Tour, show_progress: bool, on_phase: Callable[[str], None]) -> QuickstartResult:
     """Run the tour; raise PlannerError when the device or the backend is not there, or a run fails."""
-    from planner.devices.place import available_cores, check_backend, gpus_here, kind_here
-    from planner.executor.launch import launch
+    from planner.executor.worker import launch
     from planner.profiler.links.measure_host import measure_host
     from planner.solver import solve
+    from planner.workers.place import available_cores, check_backend, gpus_here, kind_here
 
     folder, steps, kind = tour.folder, tour.steps, tour.device or kind_here()
     check_backend(kind, tour.backend)
@@ -94,9 +94,9 @@ def quickstart(tour: Tour, show_progress: bool, on_phase: Callable[[str], None])
 
 
 def _profile(model_path: Path, workers: int, kind: DeviceType, on_phase: Callable[[str], None]) -> Profile:
-    from planner.devices.place import available_cores
     from planner.model.spec import load_model_file
     from planner.profiler.measured.profile import ProfilingOptions, profile_model
+    from planner.workers.place import available_cores
 
     # As many as will share caches and memory in training; a GPU has its own.
     processes = min(workers, available_cores()) if kind == "cpu" else 1

@@ -17,14 +17,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from planner.errors import PlanError
 from planner.executor.checkpoint.pretrained import fill_pretrained
-from planner.executor.health.heartbeat import Heartbeat
-from planner.executor.health.supervisor import Supervisor
-from planner.executor.job import Job, TrainResult, WorkerReport
 from planner.executor.observe.measure import ProgressCallback, progress_reporter, steady_state
 from planner.executor.run.agreement import take_place
 from planner.executor.run.context import Context, data_groups
-from planner.executor.run.data import RANDOM_BATCHES, BatchSource, make_batches
-from planner.executor.run.frame import (
+from planner.executor.run.data import RANDOM_BATCHES, BatchSource, make_batches, weighed
+from planner.executor.run.lifecycle import (
     connect_all,
     joined,
     make_random_batches,
@@ -34,7 +31,6 @@ from planner.executor.run.frame import (
 )
 from planner.executor.run.outcome import Course, gather_result, memory_fields
 from planner.executor.run.reading_ahead import ReadAhead, reading_ahead
-from planner.executor.run.weighed import weighed
 from planner.executor.run.worker import Observers, Worker
 from planner.executor.stage.optimizer import StageOptimizer
 from planner.model.memory_format import lay_out
@@ -44,6 +40,9 @@ from planner.model.stage.compiling import compiled
 from planner.model.stage.unsplit import unsplit_loss
 from planner.model.state.kept_state import random_state_kept
 from planner.schedule.instructions import Backward, Forward, Instruction, Unit, Update
+from planner.workers.heartbeat import Heartbeat
+from planner.workers.job import Job, TrainResult, WorkerReport
+from planner.workers.supervisor import Supervisor
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ from torch.distributed.pipelining.schedules import $schedule
 from planner.executor.checkpoint.pretrained import fill_pretrained
 from planner.executor.communication.shared_gradients import separate_copies
 from planner.executor.run.data import make_batches
-from planner.executor.run.weighed import weighed
+from planner.executor.run.data import weighed
 from planner.formats.profile import LossMean
 from planner.model.autocast import autocast_dtype
 from planner.model.spec import load_model_file

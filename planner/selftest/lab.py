@@ -13,7 +13,6 @@ from planner.api import profile, train
 from planner.cost.candidate import candidates
 from planner.cost.layer_costs import LayerCosts
 from planner.cost.setting import Setting
-from planner.executor.job import CheckpointOptions, RunOptions, TrainingOptions, TrainResult
 from planner.formats.cluster import flat_cluster
 from planner.formats.device_names import Backend
 from planner.formats.plan import Plan
@@ -24,6 +23,7 @@ from planner.schedule.schedule import Schedule
 from planner.solver.assemble import assemble
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import Evaluation
+from planner.workers.job import CheckpointOptions, RunOptions, TrainingOptions, TrainResult
 
 SEED = 3
 MODELS = Path(__file__).parent / "models"

@@ -10,10 +10,7 @@ from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 
-from planner.devices import slurm
-from planner.devices.place import kind_here
 from planner.errors import InputError, PlannerError, reason_of
-from planner.executor.environment import environment
 from planner.formats.device_names import DeviceType
 from planner.formats.files import Record
 from planner.profiler.measured.device import check_positive, parse_device
@@ -21,6 +18,9 @@ from planner.selftest.lab import Lab
 from planner.selftest.registry import CHECKS
 from planner.selftest.rows import Case, Check, Outcome, Row, SelftestReport
 from planner.version import __version__
+from planner.workers.launch import environment
+from planner.workers.meeting import worker_variables
+from planner.workers.place import kind_here
 
 WORKERS = 2
 OWN_PROFILES = Path(__file__).parents[2] / "profiles"  # in a checkout; an installed package has none
@@ -124,7 +124,7 @@ def _chosen(options: SelftestOptions) -> Sequence[Check]:
 
 
 def _refuse_several_hosts() -> None:
-    started = {**os.environ, **slurm.worker_variables(os.environ)}
+    started = {**os.environ, **worker_variables(os.environ)}
     if int(started.get("WORLD_SIZE", "1")) > 1:
         raise InputError(
             "the self-test is for one host and starts its own workers, and this is one of several processes",

@@ -9,12 +9,12 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from planner.executor.job import Job, TrainingOptions, TrainResult
 from planner.formats.plan import Plan
 from planner.formats.profile import Profile
 from planner.model.batch import Batch, collate
 from planner.model.loss import loss_of as loss_of_output
 from planner.model.spec import TrainingSpec
+from planner.workers.job import Job, TrainingOptions, TrainResult
 from tests.executor.processes import run_jobs
 from tests.executor.reference import Weights
 

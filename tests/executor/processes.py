@@ -21,12 +21,12 @@ from unittest import mock
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported by a star import
 
-from planner.devices.place import CPU
 from planner.executor.communication.control import join_group
-from planner.executor.job import Job, TrainResult
 from planner.executor.run.context import pipeline_context
 from planner.executor.run.train import train
 from planner.model.spec import load_model_file
+from planner.workers.job import Job, TrainResult
+from planner.workers.place import CPU
 
 TIMEOUT_S = 240
 _HOST = "127.0.0.1"

@@ -11,10 +11,10 @@ from torch.nn.parallel import DistributedDataParallel
 from planner.api import train
 from planner.executor import data_parallel
 from planner.executor.data_parallel import Rounds, train_data_parallel
-from planner.executor.job import Job
 from planner.executor.run.data import BatchSource, DatasetBatches
 from planner.model.spec import load_model_file
 from planner.schedule.instructions import Unit
+from planner.workers.job import Job
 from tests.executor import eager
 from tests.executor.models import write_model
 from tests.executor.plans import make_plan, structural_profile

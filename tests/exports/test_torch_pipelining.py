@@ -12,9 +12,9 @@ import pytest
 
 import planner
 from planner.errors import InputError, PlanError
-from planner.executor.job import Job, TrainingOptions
 from planner.formats.plan import Plan
 from planner.schedule.registry import find
+from planner.workers.job import Job, TrainingOptions
 from tests.executor.models import write_model
 from tests.executor.plans import make_plan, structural_profile
 from tests.executor.processes import TIMEOUT_S, run_jobs

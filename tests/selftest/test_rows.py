@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from planner.errors import InputError
-from planner.executor.job import WorkerReport
 from planner.model.stage.stage import StageModule
 from planner.schedule.flush import FLUSH
 from planner.schedule.naive import NAIVE
@@ -25,6 +24,7 @@ from planner.selftest.rows import Case, Check, Outcome, judged
 from planner.selftest.run import SelftestOptions, run_case, selftest
 from planner.selftest.workers.exchange import Exchanged
 from planner.selftest.workers.one_stage import Pairs
+from planner.workers.job import WorkerReport
 
 CPU = torch.device("cpu")
 

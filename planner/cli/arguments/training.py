@@ -6,10 +6,10 @@ import argparse
 from typing import TYPE_CHECKING
 
 from planner.cli.arguments.numbers import at_least, positive, window
-from planner.executor.defaults import CHECKPOINT_FOLDER, CHECKPOINTS_KEPT, HANG_TIMEOUT_S, TRACE_MINIBATCHES
+from planner.workers.defaults import CHECKPOINT_FOLDER, CHECKPOINTS_KEPT, HANG_TIMEOUT_S, TRACE_MINIBATCHES
 
 if TYPE_CHECKING:
-    from planner.executor.job import CheckpointOptions
+    from planner.workers.job import CheckpointOptions
 
 
 def add_training_arguments(parser: argparse.ArgumentParser) -> None:
@@ -112,7 +112,7 @@ def add_checkpoint_arguments(parser: argparse.ArgumentParser) -> None:
 
 def checkpoints_of(args: argparse.Namespace) -> CheckpointOptions:
     """Return which checkpoints to write, and which to continue from."""
-    from planner.executor.job import CheckpointOptions
+    from planner.workers.job import CheckpointOptions
 
     return CheckpointOptions(
         every=args.checkpoint_every, folder=args.checkpoint_folder, keep=args.keep, resume=args.resume

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from planner.cli.main import build_parser
 from planner.cli.worker.run import die_with_parent, end_process, run_worker
-from planner.executor.job import Job
 from planner.formats.files import save_record
 from planner.profiler.measured.malloc import keep_freed_pages
+from planner.workers.job import Job
 
 
 def main() -> int:

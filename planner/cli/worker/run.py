@@ -16,21 +16,21 @@ from typing import TYPE_CHECKING, NoReturn
 
 from planner.cli.flags import as_flags
 from planner.cli.output import ProgressLine, print_complaint
-from planner.executor.job import LAUNCHER_VARIABLE, Evaluation, Job, TrainResult
+from planner.workers.job import LAUNCHER_VARIABLE, Evaluation, Job, TrainResult
 
 if TYPE_CHECKING:
     from planner.errors import PlannerError
-    from planner.executor.health.heartbeat import Heartbeat
     from planner.executor.observe.measure import Progress
     from planner.formats.timeline import Timeline
+    from planner.workers.heartbeat import Heartbeat
 
 _PR_SET_PDEATHSIG = 1
 
 
 def run_worker(job: Job) -> tuple[int, TrainResult | None]:
     """Train; leave a failure to the launcher, or raise it here when torchrun itself launched this process."""
-    from planner.executor.health.failures import GRACE_S, error_of
-    from planner.executor.health.supervisor import Supervisor
+    from planner.workers.failures import GRACE_S, error_of
+    from planner.workers.supervisor import Supervisor
 
     _use_interface(job)
     _show_warnings(job)
@@ -40,7 +40,7 @@ def run_worker(job: Job) -> tuple[int, TrainResult | None]:
     supervisor = Supervisor(job, heartbeat, own_process=True)
     try:
         if job.failure_folder is None and int(os.environ["WORLD_SIZE"]) == job.plan.workers:
-            from planner.executor.health.remote_watch import RemoteWatch
+            from planner.workers.watch import RemoteWatch
 
             watch = RemoteWatch(job, heartbeat, _tell_and_end)
         supervisor = Supervisor(job, heartbeat, watch, own_process=True)
@@ -89,7 +89,7 @@ def _use_interface(job: Job) -> None:
     """Listen on the interface that the job names: torchrun, unlike our launcher, does not set this up."""
     interface = job.run_options.interface
     if interface is not None:
-        from planner.executor.communication.rendezvous import VARIABLES, address_of
+        from planner.workers.launch import VARIABLES, address_of
 
         address_of(interface)  # or an error that lists the host's
         os.environ.update(dict.fromkeys(VARIABLES, interface))
@@ -107,9 +107,9 @@ def _timeline_writer(job: Job) -> Callable[[Timeline], None]:
 
 def _start_heartbeat(job: Job) -> Heartbeat:
     """Start to note what this process does; on a signal of the launcher, it also dumps where in its code it is."""
-    from planner.executor.health.failures import beat_path
-    from planner.executor.health.heartbeat import Heartbeat
-    from planner.executor.health.local_watch import DUMP_SIGNAL, dump_path
+    from planner.workers.failures import beat_path
+    from planner.workers.heartbeat import Heartbeat
+    from planner.workers.local_watch import DUMP_SIGNAL, dump_path
 
     rank = int(os.environ["RANK"])
     stages = tuple(index for index, stage in enumerate(job.plan.stages) if rank in stage.ranks)
@@ -135,8 +135,8 @@ def end_process(code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     if code:
-        from planner.devices.slurm import end_last
-        from planner.executor.health.failures import GRACE_S
+        from planner.workers.failures import GRACE_S
+        from planner.workers.meeting import end_last
 
         end_last(GRACE_S)
     os._exit(code)

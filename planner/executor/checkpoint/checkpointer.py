@@ -42,11 +42,11 @@ from planner.executor.communication.control import (
     merge_losses,
     message_timeout,
 )
-from planner.executor.health.heartbeat import Heartbeat
-from planner.executor.job import Evaluation, Job
 from planner.executor.observe.run_log import Past, RunLog
 from planner.formats.files import Record, save_record
 from planner.version import __version__
+from planner.workers.heartbeat import Heartbeat
+from planner.workers.job import Evaluation, Job
 
 _log = logging.getLogger(__name__)
 

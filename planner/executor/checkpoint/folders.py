@@ -23,10 +23,10 @@ from pydantic import Field
 
 from planner.errors import InputError
 from planner.executor.checkpoint.optimizer_state import OptimizerState
-from planner.executor.job import BaselineName, CheckpointOptions, Job
 from planner.executor.observe.run_log import is_of
 from planner.formats.files import Record, load_record
 from planner.formats.plan import Plan
+from planner.workers.job import BaselineName, CheckpointOptions, Job
 
 _NO_RUN_ID = "none"  # torchrun's id of every run that was started without --rdzv-id
 

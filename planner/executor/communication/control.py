@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # exported by a star import
 
-from planner.devices.groups import GLOO
-from planner.devices.meeting import nth_time, worker_store
-from planner.executor.job import Loss
+from planner.workers.groups import GLOO
+from planner.workers.job import Loss
+from planner.workers.meeting import nth_time, worker_store
 
 TIMEOUT = timedelta(minutes=10)  # for a message, at least: a dead peer shows at once, a hung one in its heartbeat
 

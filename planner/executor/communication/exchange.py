@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from planner.devices.groups import GLOO
+from planner.workers.groups import GLOO
 
 _Work = dist.Work | None  # of an asynchronous operation: never None, which PyTorch's annotations do not know
 

@@ -19,13 +19,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from planner.devices.place import Place
 from planner.errors import first_line
 from planner.executor.communication.later import Reader
 from planner.executor.communication.messages import Layout, Outgoing, check, header_here, unpack
 from planner.executor.communication.routes import LinkGroups, Route, route_of
-from planner.executor.health.failures import ConnectionLostError
 from planner.schedule.instructions import POSTED, Instruction, Receive, Send, SendShared, matching_receive
+from planner.workers.failures import ConnectionLostError
+from planner.workers.place import Place
 
 LayoutOf = Callable[[Receive | Send], Layout]
 Segments = Iterable[Iterable[Instruction]]  # a worker's stream; between two segments the pipeline is empty

@@ -20,7 +20,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from planner.devices.coding import Coding, coding_of
 from planner.errors import WorkerError
 from planner.executor.communication.shared_gradients import SharedGradients
 from planner.formats.codecs import CODECS, Codec
@@ -34,6 +33,7 @@ from planner.schedule.instructions import (
     SendShared,
     Unit,
 )
+from planner.workers.coding import Coding, coding_of
 
 SCALE = "loss scale"  # the sender's scale, as a value of a message of gradients; no operation's name has a space
 

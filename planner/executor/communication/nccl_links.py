@@ -30,13 +30,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from planner.devices.groups import GLOO
-from planner.devices.place import Place
 from planner.executor.communication.later import Later
 from planner.executor.communication.links import GlooLinks, LayoutOf, Links, Posted, Segments, SendLimits
 from planner.executor.communication.messages import Outgoing, header
 from planner.executor.communication.routes import LinkGroups, Route, route_of
 from planner.schedule.instructions import Instruction, Message, Receive, Send
+from planner.workers.groups import GLOO
+from planner.workers.place import Place
 
 
 @dataclass(frozen=True)

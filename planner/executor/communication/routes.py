@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from planner.devices.groups import DataGroups
 from planner.schedule.instructions import Instruction, Receive, ReceiveShared, Send, SendShared
+from planner.workers.groups import DataGroups
 
 Receivers = Callable[[int, Send], Sequence[int]]  # the ranks that take what a rank sends
 Streams = Mapping[int, Iterable[Instruction]]  # of all workers, by rank

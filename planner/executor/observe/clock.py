@@ -3,13 +3,115 @@
 A GPU works long after the host has launched something. To wait for it after each instruction would change what is
 measured, and would keep the host from posting what other workers wait for. An event is a mark in the device's stream,
 whose time is read at the end of the run.
+
+Time what a worker computes, on the clock of the device that computes it.
+
+A host that launches work on a GPU is back long before the work is done, or waits for something else meanwhile. So on a
+GPU an event is recorded before and after each computation, and read once the GPU has passed it: the time between them
+has no waiting for messages in it, and reading it waits for nothing.
 """
 
 from __future__ import annotations
 
 import time
+from collections import deque
+from typing import NamedTuple, Protocol
 
 import torch
+
+from planner.executor.observe.measure import Completion, WorkerLog
+
+
+class BusyTime(Protocol):
+    """Protocol of what adds up computing time in a worker's log."""
+
+    def begin(self) -> None:
+        """Note that a computation begins."""
+        ...
+
+    def end(self, *, completes: bool) -> None:
+        """Note that it ended; `completes` a unit's backward."""
+        ...
+
+    def flush(self) -> None:
+        """Bring the log up to date, waiting for the device."""
+        ...
+
+
+def busy_time(device: torch.device, log: WorkerLog) -> BusyTime:
+    """Return what times computations on `device`, and writes them to `log`."""
+    return DeviceTime(log) if device.type == "cuda" else HostTime(log)
+
+
+class HostTime:
+    """Times computations that have ended when their call returns."""
+
+    def __init__(self, log: WorkerLog) -> None:
+        self._log = log
+        self._began_s = 0.0
+
+    def begin(self) -> None:
+        self._began_s = time.perf_counter()
+
+    def end(self, *, completes: bool) -> None:
+        log, ended_s = self._log, time.perf_counter()
+        log.busy_s += ended_s - self._began_s
+        if completes:
+            log.completions.append(Completion(ended_s - log.paused_s, log.busy_s))
+
+    def flush(self) -> None:
+        """Do nothing: the log is up to date."""
+
+
+class _Span(NamedTuple):
+    began: torch.cuda.Event
+    ended: torch.cuda.Event
+    completes: bool
+    paused_s: float
+
+
+class DeviceTime:
+    """Times computations on a GPU by events."""
+
+    def __init__(self, log: WorkerLog) -> None:
+        self._log = log
+        self._coming: deque[_Span] = deque()
+        self._free: list[torch.cuda.Event] = []
+        self._last: torch.cuda.Event | None = None  # end of the newest computation that was read
+        self._ended_s = 0.0  # its time; times have no common zero, because the log's differences alone mean something
+        self._began: torch.cuda.Event | None = None
+
+    def begin(self) -> None:
+        self._began = self._recorded()
+
+    def end(self, *, completes: bool) -> None:
+        assert self._began is not None
+        self._coming.append(_Span(self._began, self._recorded(), completes, self._log.paused_s))
+        while self._coming and self._coming[0].ended.query():  # type: ignore[no-untyped-call]
+            self._read()
+
+    def flush(self) -> None:
+        while self._coming:
+            self._coming[0].ended.synchronize()
+            self._read()
+
+    def _recorded(self) -> torch.cuda.Event:
+        event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def _read(self) -> None:
+        span, log = self._coming.popleft(), self._log
+        log.busy_s += span.began.elapsed_time(span.ended) / 1e3
+        # From one computation to the next, because an event tells the time since another in single precision.
+        self._ended_s += (self._last or span.began).elapsed_time(span.ended) / 1e3
+        if span.completes:
+            log.completions.append(Completion(self._ended_s - span.paused_s, log.busy_s))
+        self._free.append(span.began)
+        if self._last is not None:
+            self._free.append(self._last)
+        self._last = span.ended
+
 
 Mark = float | torch.cuda.Event  # seconds on `time.perf_counter`'s clock, or an event whose time is not yet known
 

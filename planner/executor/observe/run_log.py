@@ -17,8 +17,8 @@ from typing import Literal
 
 from pydantic import ValidationError
 
-from planner.executor.job import Evaluation, Loss
 from planner.formats.files import Record, write_text
+from planner.workers.job import Evaluation, Loss
 
 FILE = "losses.jsonl"
 _log = logging.getLogger(__name__)

@@ -1,6 +1,8 @@
 """What all workers agree on before they build anything: one job, on hosts and devices that its plan was made for.
 
 Every worker tells the others what it began with and what it sees, and all decide alike by that.
+
+Check what a worker needs before it trains: enough workers, and a plan that cannot deadlock.
 """
 
 from __future__ import annotations
@@ -17,17 +19,44 @@ from typing import cast, get_args
 
 import torch
 
-from planner.devices.meeting import exchange, worker_store
-from planner.devices.numerics import numerics_of
-from planner.devices.place import Place, assign_gpus, choose_place, take
-from planner.devices.seats import Seat, names_of, own_seat
 from planner.errors import PlanError
 from planner.executor.communication.control import message_timeout
-from planner.executor.health.heartbeat import Heartbeat
-from planner.executor.job import Job
 from planner.formats.device_names import DeviceType
+from planner.formats.groups import of_groups
 from planner.formats.plan import Plan
+from planner.formats.plan_shape import check_versions, deadlock, shape_of
+from planner.schedule.streams.check import ScheduleError, check_streams
 from planner.version import __version__
+from planner.workers.heartbeat import Heartbeat
+from planner.workers.job import Job
+from planner.workers.meeting import exchange, worker_store
+from planner.workers.numerics import numerics_of
+from planner.workers.place import Place, Seat, assign_gpus, choose_place, names_of, own_seat, take
+
+
+def check_world(plan: Plan) -> None:
+    """Check that as many processes were started as the plan has workers; raise PlanError when they were not."""
+    world, needed = int(os.environ["WORLD_SIZE"]), plan.workers
+    if world != needed:
+        raise PlanError(
+            f"plan '{plan.config}' needs {needed} workers, but {world} were started",
+            hint=f"start {needed}: --nnodes times --nproc-per-node of torchrun, or the tasks of srun",
+        )
+
+
+def check_schedule(plan: Plan) -> None:
+    """Check that the plan's streams run to their end: those of a plan edited by hand may not.
+
+    Raises:
+        PlanError: when they do not.
+    """
+    depths = [stage.in_flight for stage in plan.stages]
+    check_versions(plan.schedule, plan.microbatches, plan.replicas, depths)
+    try:
+        check_streams(shape_of(of_groups(plan)), minibatches=4 * max(plan.replicas) * max(depths))
+    except ScheduleError:
+        raise deadlock(plan) from None
+
 
 _log = logging.getLogger(__name__)
 

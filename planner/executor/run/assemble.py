@@ -18,7 +18,6 @@ from planner.executor.communication.links import Segments, SendLimits
 from planner.executor.communication.messages import Layouts
 from planner.executor.communication.nccl_links import connect
 from planner.executor.communication.routes import LinkGroups
-from planner.executor.job import CheckpointOptions
 from planner.executor.run.context import PipelineContext
 from planner.executor.run.replica import StageReplica
 from planner.executor.run.worker import Observers, PipelineWorker
@@ -27,6 +26,7 @@ from planner.formats.codecs import CODECS
 from planner.formats.groups import groups_of_ranks
 from planner.schedule.instructions import Instruction
 from planner.schedule.schedule import PipelineShape, stream
+from planner.workers.job import CheckpointOptions
 
 
 @dataclass(frozen=True)

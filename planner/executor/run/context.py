@@ -12,19 +12,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from planner.devices.groups import DataGroups
-from planner.devices.place import Place
 from planner.executor.communication.control import message_timeout
 from planner.executor.communication.sharding import Sharding
 from planner.executor.communication.shared_gradients import SharedGradients, SharedParameter, shared_parameters
-from planner.executor.health.heartbeat import Heartbeat
-from planner.executor.job import Job
-from planner.executor.run.data import BatchSource, make_batches
+from planner.executor.run.data import BatchSource, make_batches, weighed
 from planner.executor.run.reading_ahead import ReadAhead
-from planner.executor.run.stages import Modules, build_modules, check_sizes, transferred
+from planner.executor.run.stages import Modules, build_modules, check_sizes, tensor_group, transferred
 from planner.executor.run.synchronous_start import SynchronousStart, start_of, with_start
-from planner.executor.run.tensor_group import tensor_group
-from planner.executor.run.weighed import weighed
 from planner.executor.stage.optimizer import StageOptimizer
 from planner.formats.groups import of_lane, receivers
 from planner.formats.plan import Plan
@@ -41,6 +35,10 @@ from planner.profiler.measured.malloc import return_free_pages
 from planner.schedule.instructions import Instruction, Send
 from planner.schedule.schedule import PipelineShape
 from planner.schedule.streams.segments import segment_stream, segments
+from planner.workers.groups import DataGroups
+from planner.workers.heartbeat import Heartbeat
+from planner.workers.job import Job
+from planner.workers.place import Place
 
 if TYPE_CHECKING:
     from planner.model.tensor.group import TensorGroup

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from planner.errors import InputError
-from planner.executor.job import Job, StartResult, TrainingOptions
 from planner.executor.run.data import BatchSource
 from planner.formats.plan import Plan
 from planner.formats.plan_shape import shape_of
@@ -14,6 +13,7 @@ from planner.formats.synchronous_start import synchronous_minibatches, synchrono
 from planner.model.batch import Batch
 from planner.schedule.instructions import Unit
 from planner.schedule.schedule import PipelineShape
+from planner.workers.job import Job, StartResult, TrainingOptions
 
 
 @dataclass(frozen=True)

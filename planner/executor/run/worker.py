@@ -14,11 +14,9 @@ from typing_extensions import assert_never
 
 from planner.executor.communication.later import Later
 from planner.executor.communication.links import Links
-from planner.executor.health.failures import LossNotFiniteError
-from planner.executor.health.heartbeat import Heartbeat
-from planner.executor.observe.busy_time import busy_time
+from planner.executor.observe.clock import busy_time
+from planner.executor.observe.measure import WorkerLog
 from planner.executor.observe.recording import TraceRecorder
-from planner.executor.observe.worker_log import WorkerLog
 from planner.executor.run.replica import StageReplica
 from planner.executor.stage.optimizer import JointNorm
 from planner.schedule.instructions import (
@@ -40,6 +38,8 @@ from planner.schedule.instructions import (
     Unit,
     Update,
 )
+from planner.workers.failures import LossNotFiniteError
+from planner.workers.heartbeat import Heartbeat
 
 _COMPUTE = frozenset(get_args(Compute))
 _COMPLETES = frozenset((Backward, BackwardWeight))  # the end of a unit at a stage

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterable
 import torch
 import torch.distributed as dist
 
-from planner.devices.coding import coding_of
-from planner.devices.groups import DataGroups
 from planner.formats.codecs import FLOAT_BYTES, Codec
 from planner.schedule.instructions import POSTED
+from planner.workers.coding import coding_of
+from planner.workers.groups import DataGroups
 
 SHORT_BYTES = 64  # so short that only the latency counts
 _TURNS = 4  # with and without all-reduces: what disturbs the one disturbs the other

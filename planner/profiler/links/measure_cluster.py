@@ -18,17 +18,15 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from planner.devices.cuda_variables import set_cuda_variables
-from planner.devices.groups import GLOO, DataGroups
-from planner.devices.meeting import exchange, started_as_worker, worker_store
-from planner.devices.place import Place, choose_place, cores_to_send, take
-from planner.devices.seats import own_seat
 from planner.errors import InputError, WorkerError, first_line
 from planner.formats.cluster import Cluster, CodecTime, Level
 from planner.formats.codecs import CODECS, FLOAT_BYTES
 from planner.formats.device_names import Backend, DeviceType
 from planner.profiler.links.exchange import SHORT_BYTES, Endpoint
 from planner.profiler.measured.malloc import keep_freed_pages
+from planner.workers.groups import GLOO, DataGroups
+from planner.workers.meeting import exchange, started_as_worker, worker_store
+from planner.workers.place import Place, choose_place, cores_to_send, own_seat, set_cuda_variables, take
 
 MESSAGE_BYTES = 4_000_000
 BUCKET_BYTES = 25_000_000  # the executor's largest bucket

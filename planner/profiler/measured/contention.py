@@ -16,7 +16,6 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
-from planner.devices.place import available_cores
 from planner.errors import InputError, PlannerError, WorkerError
 from planner.model.autocast import autocast_dtype, autocast_name
 from planner.model.memory_format import lay_out
@@ -26,6 +25,7 @@ from planner.model.stage.unsplit import unsplit_loss
 from planner.profiler.measured.device import check_positive
 from planner.profiler.measured.malloc import keep_freed_pages
 from planner.profiler.measured.update import still
+from planner.workers.place import available_cores
 
 _START_S = 600.0  # to build the model and take one step; a very large model needs minutes
 _READY = "ready"

@@ -10,8 +10,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from planner.devices.numerics import Numerics, computing
-from planner.devices.place import kind_here
 from planner.errors import InputError
 from planner.formats.profile import TF32, LossMean, MemoryFormat, Profile
 from planner.model.autocast import autocast_dtype
@@ -34,6 +32,8 @@ from planner.profiler.measured.make_profile import Measurement, make_profile
 from planner.profiler.measured.part_by_part import measure_in_parts
 from planner.profiler.measured.step_measurement import StepMeasurement
 from planner.profiler.measured.steps import Effort, ProgressCallback, step_failure
+from planner.workers.numerics import Numerics, computing
+from planner.workers.place import kind_here
 
 LEAST_REPEATS = 3
 WARMUP_CPU, WARMUP_CUDA = 2, 10  # a GPU raises its clock, and CUDA loads and chooses kernels, over several steps

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from planner.devices.numerics import computing, numerics_of
 from planner.errors import InputError, PlanError
 from planner.formats.profile import Profile
 from planner.formats.shared_weights import copied_layers
@@ -28,6 +27,7 @@ from planner.profiler.measured.contention import check_processes, contention
 from planner.profiler.measured.device import parse_device, thread_count
 from planner.profiler.measured.steps import Effort, drop_gradients, repeat
 from planner.profiler.measured.update import still
+from planner.workers.numerics import computing, numerics_of
 
 DEFAULT_SECONDS = 10.0
 

@@ -12,7 +12,7 @@ from planner.units import format_bytes
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from planner.executor.job import Evaluation, Loss, StartResult, TrainResult, WorkerReport
+    from planner.workers.job import Evaluation, Loss, StartResult, TrainResult, WorkerReport
 
 LOSS_WINDOW = 10  # minibatches averaged at either end, because single losses are noisy
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 
-from planner.executor.environment import environment
-from planner.executor.job import WorkerReport
 from planner.schedule.flush import FLUSH
 from planner.schedule.one_forward_one_backward import ONE_F_ONE_B
 from planner.schedule.schedule import Schedule
 from planner.selftest.lab import Lab, even_plan, location
 from planner.selftest.rows import Case, Check, Outcome, judged
 from planner.units import format_bytes
+from planner.workers.job import WorkerReport
+from planner.workers.launch import environment
 
 LIMIT = 0.10
 STEPS = 8

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # exported by a star import
 
-from planner.executor.custom_loop.pipeline import pipeline
+from planner.executor.run.pipeline import pipeline
 from planner.formats.files import Record, save_record
 from planner.formats.plan import Plan
 from planner.model.batch import Batch

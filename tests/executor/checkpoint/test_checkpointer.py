@@ -32,14 +32,14 @@ from planner.executor.checkpoint.folders import (
 from planner.executor.checkpoint.optimizer_state import take_state
 from planner.executor.checkpoint.stage_parts import Restorable, fill_optimizer, restore_stage, write_part
 from planner.executor.communication.sharding import Sharding
-from planner.executor.health.heartbeat import Heartbeat
-from planner.executor.job import CheckpointOptions, Job
 from planner.executor.observe.run_log import FILE, RunLog
 from planner.formats.files import save_record
 from planner.model.capture.graph import LayerGraph
 from planner.model.load import capture_file
 from planner.model.spec import TrainingSpec, load_model_file
 from planner.model.stage.stage import build_stage
+from planner.workers.heartbeat import Heartbeat
+from planner.workers.job import CheckpointOptions, Job
 from tests.executor.models import write_model
 from tests.executor.plans import make_plan, structural_profile
 

@@ -11,10 +11,10 @@ import torch
 
 from planner.executor.checkpoint.folders import complete, load_checkpoint
 from planner.executor.checkpoint.json_values import from_json
-from planner.executor.job import CheckpointOptions, Job, TrainingOptions, TrainResult
 from planner.executor.stage.optimizer import FIRST_SCALE
 from planner.formats.plan import Plan
 from planner.model.options import PLAIN, ModuleOptions
+from planner.workers.job import CheckpointOptions, Job, TrainingOptions, TrainResult
 from tests.executor.models import write_model
 from tests.executor.plans import make_plan, structural_profile
 from tests.executor.processes import run_jobs

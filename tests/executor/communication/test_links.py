@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from planner.devices.groups import DataGroups
-from planner.devices.place import CPU
 from planner.executor.communication.routes import LinkGroups, lanes_of, route_of
 from planner.executor.run.assemble import all_streams
 from planner.schedule.instructions import Instruction, ReceiveActivation, ReceiveGradient, Send, SendActivation, Unit
 from planner.schedule.interleaved import INTERLEAVED
 from planner.schedule.one_forward_one_backward import ONE_F_ONE_B
 from planner.schedule.schedule import Channel, PipelineShape
+from planner.workers.groups import DataGroups
+from planner.workers.place import CPU
 
 CHUNKED = PipelineShape(
     ((0,), (1,)) * 2, tuple(Channel(stage, stage + 1) for stage in range(3)), INTERLEAVED, microbatches=2

@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from planner.devices.place import CPU
 from planner.errors import PlanError
-from planner.executor.job import CheckpointOptions, Job, TrainingOptions
 from planner.executor.run.context import pipeline_context
 from planner.executor.run.data import BatchSource, make_batches
 from planner.formats.plan import Plan
 from planner.model.spec import TrainingSpec, load_model_file
 from planner.model.stage.stage import StageModule
 from planner.schedule.instructions import Unit
+from planner.workers.job import CheckpointOptions, Job, TrainingOptions
+from planner.workers.place import CPU
 from tests.executor.models import write_model
 from tests.executor.plans import make_plan, structural_profile
 from tests.executor.processes import run_jobs

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from planner.executor.observe import busy_time as module
-from planner.executor.observe.busy_time import DeviceTime, HostTime, busy_time
-from planner.executor.observe.worker_log import Completion, WorkerLog
+from planner.executor.observe import clock as module
+from planner.executor.observe.clock import DeviceTime, HostTime, busy_time
+from planner.executor.observe.measure import Completion, WorkerLog
 
 
 class Device:

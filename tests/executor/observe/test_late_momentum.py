@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, AdamW, NAdam, Optimizer
 
-from planner.executor.observe.late_momentum import late_momentum
+from planner.executor.run.train import late_momentum
 from planner.optim import NewestMuon
 
 

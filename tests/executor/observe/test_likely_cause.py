@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from planner.executor.job import WorkerReport
-from planner.executor.observe.likely_cause import likely_cause
+from planner.executor.run.outcome import likely_cause
 from planner.formats.plan import Plan
+from planner.workers.job import WorkerReport
 from tests.executor.plans import make_plan
 from tests.samples import layer, profile
 

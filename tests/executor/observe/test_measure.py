@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from planner.executor.observe.measure import Progress, latest_loss, progress_reporter, steady_state
-from planner.executor.observe.worker_log import Completion, WorkerLog
+from planner.executor.observe.measure import (
+    Completion,
+    Progress,
+    WorkerLog,
+    latest_loss,
+    progress_reporter,
+    steady_state,
+)
 
 
 def test_start_up_and_drain_do_not_count() -> None:

@@ -9,11 +9,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from planner.executor.job import WorkerReport
 from planner.executor.observe.memory import GpuMemory, PeakMemory
 from planner.executor.run.outcome import memory_fields
 from planner.profiler.measured.device import describe_device
 from planner.report.tables.training import workers_table
+from planner.workers.job import WorkerReport
 
 GB = 10**9
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from planner.executor.job import Evaluation, Loss
 from planner.executor.observe.run_log import FILE, Past, RunLog
+from planner.workers.job import Evaluation, Loss
 
 
 def losses(*minibatches: int) -> tuple[Loss, ...]:

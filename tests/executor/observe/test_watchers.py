@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from planner.errors import InputError
-from planner.executor.job import Evaluation, TrainingOptions
 from planner.executor.observe.measure import Progress
 from planner.executor.observe.watchers import all_of, check_tensorboard, tensorboard
+from planner.workers.job import Evaluation, TrainingOptions
 from tests.executor import eager
 from tests.executor.models import EVALUATION, write_model
 from tests.executor.plans import make_plan, structural_profile

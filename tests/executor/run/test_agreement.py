@@ -11,11 +11,7 @@ import pytest
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported by a star import
 
-from planner.devices.place import CPU, Place
-from planner.devices.seats import Gpu, Seat, own_seat
 from planner.errors import PlanError
-from planner.executor.health.heartbeat import Heartbeat
-from planner.executor.job import Job
 from planner.executor.run.agreement import (
     check_gpus,
     check_same_job,
@@ -29,9 +25,12 @@ from planner.formats.cluster import Cluster, DeviceKind, flat_cluster, hierarchi
 from planner.formats.device_names import DeviceType
 from planner.formats.plan import Plan
 from planner.formats.profile import Device
-from tests.devices.fake_gpus import fake_gpus
+from planner.workers.heartbeat import Heartbeat
+from planner.workers.job import Job
+from planner.workers.place import CPU, Gpu, Place, Seat, own_seat
 from tests.executor.models import write_model
 from tests.executor.plans import make_plan, structural_profile
+from tests.workers.fake_gpus import fake_gpus
 
 
 @pytest.fixture(scope="module")

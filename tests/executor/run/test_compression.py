@@ -12,17 +12,17 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from planner.executor.job import Job
 from planner.executor.run.data import make_batches
 from planner.formats.codecs import CodecName
 from planner.formats.plan import Plan
 from planner.model.spec import TrainingSpec, load_model_file
 from planner.schedule.instructions import Unit
-from tests.devices.test_coding import as_int8
+from planner.workers.job import Job
 from tests.executor.models import OPTIMIZERS
 from tests.executor.plans import make_plan, structural_profile
 from tests.executor.processes import run_jobs
 from tests.executor.reference import delayed_updates, double_buffered, plain_training
+from tests.workers.test_coding import as_int8
 
 BATCH_SIZE, SEED, STEPS = 8, 3, 6
 

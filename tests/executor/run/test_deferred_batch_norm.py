@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from planner.errors import InputError
-from planner.executor.job import TrainingOptions
 from planner.formats.plan import Plan
 from planner.model.options import ModuleOptions
 from planner.model.spec import load_model_file
+from planner.workers.job import TrainingOptions
 from tests.executor import eager
 from tests.executor.models import DATASET
 from tests.executor.plans import make_plan, structural_profile

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from planner.errors import ModelFileError
-from planner.executor.job import Evaluation, TrainingOptions
 from planner.executor.run.evaluator import evaluation_points
 from planner.formats.plan import Plan
 from planner.model.batch import collate
@@ -25,6 +24,7 @@ from planner.schedule.instructions import (
 )
 from planner.schedule.one_forward_one_backward import ONE_F_ONE_B
 from planner.schedule.schedule import Channel, PipelineShape, stream
+from planner.workers.job import Evaluation, TrainingOptions
 from tests.executor import eager
 from tests.executor.eager import Case
 from tests.executor.models import EVALUATION, write_model

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from planner.executor.job import Job, TrainResult
 from planner.executor.run.data import BatchSource, make_batches
 from planner.formats.plan import Plan
 from planner.formats.profile import Profile
@@ -20,6 +19,7 @@ from planner.model.spec import TrainingSpec, load_model_file
 from planner.model.stage.stage import StageModule, build_stage
 from planner.schedule.instructions import Unit
 from planner.schedule.registry import find
+from planner.workers.job import Job, TrainResult
 from tests.executor.models import MODELS, OPTIMIZERS, write_model
 from tests.executor.plans import make_plan, scattered, sharded, structural_profile
 from tests.executor.processes import run_jobs

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from planner.executor.job import TrainingOptions
 from planner.executor.stage.optimizer import BACKOFF, FIRST_SCALE, LossScaler
 from planner.model.autocast import autocasting
 from planner.model.options import ModuleOptions
 from planner.model.spec import load_model_file
+from planner.workers.job import TrainingOptions
 from tests.executor import eager
 from tests.executor.eager import Case
 from tests.executor.models import write_model

@@ -11,16 +11,16 @@ import pytest
 import torch
 from torch import nn
 
-from planner.devices.place import CPU
 from planner.errors import InputError, PlannerError
 from planner.executor.checkpoint import pretrained
 from planner.executor.checkpoint.tensor_file import each_tensor, write_tensors
-from planner.executor.job import Job, TrainingOptions
 from planner.executor.run import initial
 from planner.executor.run.context import PipelineContext, pipeline_context
 from planner.executor.run.initial import defers
 from planner.formats.plan import Plan
 from planner.model.spec import TrainingSpec, in_memory, load_model_file
+from planner.workers.job import Job, TrainingOptions
+from planner.workers.place import CPU
 from tests.executor.models import EVALUATION, write_model
 from tests.executor.plans import make_plan, structural_profile
 

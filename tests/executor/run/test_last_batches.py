@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from planner.errors import ModelFileError
-from planner.executor.job import TrainingOptions
 from planner.executor.run.data import DatasetBatches
 from planner.executor.run.stages import check_sizes
 from planner.model.load import capture_file
 from planner.model.spec import load_model_file
 from planner.model.stage.stage import build_stage
 from planner.schedule.instructions import Unit
+from planner.workers.job import TrainingOptions
 from tests.executor import eager
 from tests.executor.models import write_model
 from tests.executor.plans import make_plan, structural_profile

@@ -17,16 +17,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.overhead.cases import MODEL, WORKERS, Case, plan_of
 from benchmarks.overhead.stand_in import build, lone_rank
-from planner.devices.place import CPU, Place
 from planner.executor.communication.gradients import GradientAverager, whole_buckets
 from planner.executor.communication.later import Reader
 from planner.executor.communication.sharding import Sharding
-from planner.executor.health.failures import LossNotFiniteError
-from planner.executor.health.heartbeat import Heartbeat
 from planner.executor.run.worker import Observers, PipelineWorker
 from planner.executor.stage.optimizer import StageOptimizer
 from planner.model.spec import TrainingSpec
 from planner.schedule.instructions import Unit
+from planner.workers.failures import LossNotFiniteError
+from planner.workers.heartbeat import Heartbeat
+from planner.workers.place import CPU, Place
 
 SPEC = TrainingSpec.from_file(MODEL)
 

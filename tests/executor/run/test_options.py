@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from planner.api import train
-from planner.executor.job import Job, TrainResult
 from planner.executor.run.data import make_batches
 from planner.model.batch import Batch
 from planner.model.load import capture_file
@@ -19,6 +18,7 @@ from planner.model.options import ModuleOptions
 from planner.model.spec import TrainingSpec, load_model_file
 from planner.model.stage.stage import StageModule, build_stage
 from planner.schedule.instructions import Unit
+from planner.workers.job import Job, TrainResult
 from tests.executor.models import write_model
 from tests.executor.plans import make_plan, structural_profile
 from tests.executor.processes import run_jobs

@@ -9,16 +9,15 @@ import torch
 from torch import nn
 
 from planner.api import train
-from planner.executor.custom_loop.fed_batches import FedBatches
-from planner.executor.job import Job, TrainingOptions
-from planner.executor.run.data import BatchSource, even_sizes
-from planner.executor.run.weighed import WeighedBatches
+from planner.executor.run.data import BatchSource, WeighedBatches, even_sizes
+from planner.executor.run.feeding import FedBatches
 from planner.formats.plan import Plan
 from planner.formats.profile import LossMean
 from planner.model.batch import Batch
 from planner.model.loss_weight import shares_function
 from planner.model.spec import TrainingSpec, load_model_file
 from planner.schedule.instructions import Unit
+from planner.workers.job import Job, TrainingOptions
 from tests.executor.plans import make_plan, structural_profile
 from tests.executor.processes import run_jobs
 

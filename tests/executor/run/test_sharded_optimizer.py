@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from planner.executor.checkpoint.folders import complete, load_checkpoint
-from planner.executor.job import CheckpointOptions, Job, TrainingOptions
 from planner.formats.plan import Plan
 from planner.formats.profile import Profile
 from planner.model.options import PLAIN, ModuleOptions
+from planner.workers.job import CheckpointOptions, Job, TrainingOptions
 from tests.executor.models import write_model
 from tests.executor.plans import make_plan, sharded, structural_profile
 from tests.executor.processes import run_jobs

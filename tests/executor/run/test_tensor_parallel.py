@@ -17,9 +17,8 @@ from torch import Tensor, nn
 
 from planner.errors import PlanError
 from planner.executor.checkpoint.trained_weights import read_trained
-from planner.executor.job import CheckpointOptions, Job, TrainingOptions
 from planner.executor.run.data import make_batches
-from planner.executor.run.tensor_group import check_divided
+from planner.executor.run.stages import check_divided
 from planner.formats.plan import Plan
 from planner.formats.plan_parts import Shared
 from planner.formats.profile import Profile
@@ -27,6 +26,7 @@ from planner.model.load import capture_file
 from planner.model.spec import load_model_file
 from planner.model.stage.stage import StageModule, build_stage
 from planner.schedule.instructions import Unit
+from planner.workers.job import CheckpointOptions, Job, TrainingOptions
 from tests.executor.models import write_model
 from tests.executor.plans import in_groups, make_plan, sharded, structural_profile
 from tests.executor.processes import run_jobs

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from planner.executor.run.evaluator import evaluation_points
-from planner.executor.run.under_way import UnderWay
+from planner.executor.run.evaluator import UnderWay, evaluation_points
 from planner.schedule.flush import FLUSH
 from planner.schedule.instructions import ReceiveActivation, Unit
 from planner.schedule.one_forward_one_backward import ONE_F_ONE_B

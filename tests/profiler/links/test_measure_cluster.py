@@ -13,10 +13,10 @@ import pytest
 
 from benchmarks.netns import NetworkUnavailableError, network
 from planner.cli.main import main
-from planner.devices.place import cores_to_send
 from planner.errors import InputError
 from planner.formats.cluster import load_cluster
 from planner.profiler.links.measure_cluster import exchanges, measure_cluster
+from planner.workers.place import cores_to_send
 
 TIMEOUT_S = 120
 COMMAND = [sys.executable, "-m", "planner", "profile", "--links"]

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from planner.devices.place import cores_to_send
 from planner.errors import InputError, WorkerError
 from planner.formats.cluster import Cluster, Level
 from planner.profiler.links.measure_host import measure_host
 from planner.report.tables.cluster import NO_OVERLAP, cluster_report
+from planner.workers.place import cores_to_send
 
 
 @pytest.mark.slow

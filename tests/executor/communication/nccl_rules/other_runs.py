@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from planner.devices.place import CPU
 from planner.executor import data_parallel
 from planner.executor.data_parallel import DataParallelWorker, Rounds
 from planner.executor.run import train
 from planner.profiler.links import measure_cluster
 from planner.profiler.links.exchange import Endpoint
+from planner.workers.place import CPU
 from tests.executor.communication.nccl_rules.rules import DeviceWait, Recording
 from tests.executor.communication.nccl_rules.runs import (
     PretendedGPUs,

@@ -15,12 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from planner.devices.groups import DataGroups
-from planner.devices.place import CPU, Place
 from planner.executor.communication.control import gather_bytes
 from planner.executor.communication.shared_gradients import SharedGradients, shared_parameters
-from planner.executor.health.heartbeat import Heartbeat
-from planner.executor.job import Job, RunOptions, TrainingOptions
 from planner.executor.run import train
 from planner.executor.run.context import HeldStage, PipelineContext, sharding_of
 from planner.executor.run.data import BatchSource
@@ -41,6 +37,10 @@ from planner.model.tensor.division import DividedWeights
 from planner.schedule.instructions import Unit
 from planner.schedule.registry import find
 from planner.schedule.schedule import Channel, PipelineShape
+from planner.workers.groups import DataGroups
+from planner.workers.heartbeat import Heartbeat
+from planner.workers.job import Job, RunOptions, TrainingOptions
+from planner.workers.place import CPU, Place
 from tests.executor.communication.nccl_rules.rules import Recording, Work
 from tests.executor.communication.nccl_rules.world import World
 

@@ -16,10 +16,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from planner.devices.groups import DataGroups
 from planner.executor.communication import nccl_links
 from planner.executor.communication.links import GlooLinks
 from planner.executor.communication.nccl_links import NCCLLinks
+from planner.workers.groups import DataGroups
 from tests.executor.communication.nccl_rules.cases import runs
 from tests.executor.communication.nccl_rules.other_runs import record_baseline, record_links, record_own_loop
 from tests.executor.communication.nccl_rules.rules import (

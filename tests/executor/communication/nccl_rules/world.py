@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from planner.devices import groups
 from planner.executor.communication.later import Later
 from planner.executor.communication.nccl_links import NCCLLinks, _Buffer
+from planner.workers import groups
 from tests.executor.communication.nccl_rules.rules import (
     DeviceWait,
     Hear,

@@ -1,1 +1,0 @@
-"""Where workers compute and what they send with: chosen by one rule, from what all of them say at the start."""

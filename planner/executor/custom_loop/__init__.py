@@ -1,1 +1,0 @@
-"""A pipeline that a user's own training loop feeds."""

@@ -1,1 +1,0 @@
-"""Failure detection: heartbeats, hangs, and the first cause of a failed run."""

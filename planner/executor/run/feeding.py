@@ -1,0 +1,221 @@
+"""Minibatches and evaluation batches that a user's loop hands in.
+
+The instructions that the minibatches handed in so far allow.
+
+Losses of minibatches, known on every worker of a user's loop.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from planner.errors import InputError
+from planner.executor.run.context import PipelineContext
+from planner.executor.run.data import BatchSource
+from planner.model.batch import Batch, make_batch
+from planner.model.loss_weight import Shares, shares_by_samples
+from planner.schedule.instructions import AddShared, AllReduce, Instruction, ReceiveShared, SendShared, Unit, Update
+
+
+class SharedLosses:
+    """Sums the parts of each minibatch's loss over all workers, so that all know it.
+
+    After every step, each worker adds what it has seen since the step before to an all-reduce. Under an asynchronous
+    schedule nobody waits for it until `lag` steps later: the last stage is as many steps behind the first, and waiting
+    for it would empty the pipeline.
+
+    Args:
+        lag: steps; 0 to know the losses of a step at its end.
+        width: the most minibatches whose losses may be incomplete.
+        parts_of: how many parts the loss of a minibatch has, over all workers.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, lag: int, width: int, parts_of: Callable[[int], int]) -> None:
+        self._group, self._lag, self._width, self._parts_of = group, lag, width, parts_of
+        self._pending: deque[tuple[int, Tensor, dist.Work]] = deque()
+        self._sums: dict[int, list[float]] = {}  # loss and number of parts
+        self._missing: dict[int, int] = {}
+        self.known: dict[int, float] = {}  # by minibatch
+
+    def exchange(self, count: int, parts: Sequence[tuple[int, float]]) -> None:
+        """Add this worker's new parts, as pairs of a minibatch and a part of its loss; all workers call it together.
+
+        Args:
+            count: minibatches handed in so far.
+            parts: those of the last `width` minibatches.
+        """
+        if count and count - 1 not in self.known:
+            self._missing.setdefault(count - 1, self._parts_of(count - 1))
+        sums = torch.zeros(self._width, 2, dtype=torch.float64)
+        for minibatch, part in parts:
+            sums[minibatch % self._width] += torch.tensor([part, 1.0], dtype=torch.float64)
+        work = dist.all_reduce(sums, group=self._group, async_op=True)
+        assert work is not None
+        self._pending.append((count, sums, work))
+        while len(self._pending) > self._lag:
+            self._merge()
+
+    def settle(self) -> None:
+        """Wait for all exchanges."""
+        while self._pending:
+            self._merge()
+
+    @property
+    def newest(self) -> float | None:
+        """The loss of the newest minibatch that is known."""
+        return self.known[max(self.known)] if self.known else None
+
+    def _merge(self) -> None:
+        count, sums, work = self._pending.popleft()
+        work.wait()
+        for minibatch in range(max(0, count - self._width), count):
+            loss, parts = sums[minibatch % self._width].tolist()
+            if parts:
+                total = self._sums.setdefault(minibatch, [0.0, 0.0])
+                total[0], total[1] = total[0] + loss, total[1] + parts
+                if total[1] == self._missing[minibatch]:
+                    self.known[minibatch] = total[0]
+                    del self._sums[minibatch], self._missing[minibatch]
+
+
+class AllowedInstructions:
+    """A worker's stream of instructions, as far as it is known: nobody knows whether a minibatch will follow."""
+
+    def __init__(self, context: PipelineContext) -> None:
+        self._context = context
+        self.begin_at(0)
+
+    def begin_at(self, minibatch: int) -> None:
+        """Begin the stream anew, with an empty pipeline."""
+        self.base = minibatch  # minibatches before the stream
+        self._executed = 0  # instructions since then
+        self._next: Instruction | None = None
+        self._endless = self._stream(ENDLESS)
+
+    def allowed(self, count: int) -> Iterator[Instruction]:
+        """Return the next instructions, in order, that `count` minibatches in all allow."""
+        allowed: list[Instruction] = []
+        while True:
+            if self._next is None:
+                self._next = next(self._endless)
+            if not self._allows(self._next, count):
+                break
+            allowed.append(self._next)
+            self._next = None
+        self._executed += len(allowed)
+        return iter(allowed)
+
+    def rest(self, count: int) -> Iterator[Instruction]:
+        """Return the instructions that finish all `count` minibatches; begin anew afterwards."""
+        # A stream that ends there begins with what was executed of the endless one: they differ at the end only.
+        return islice(self._stream(count - self.base), self._executed, None)
+
+    def _stream(self, minibatches: int) -> Iterator[Instruction]:
+        return self._context.stream(self.base, self.base + minibatches)
+
+    def _allows(self, instruction: Instruction, count: int) -> bool:
+        match instruction:
+            case AllReduce(round=round_) | AddShared(round=round_) | Update(round=round_):
+                pass
+            case SendShared(unit=unit) | ReceiveShared(unit=unit):
+                round_ = unit.minibatch
+            case _:
+                return instruction.unit.minibatch < count
+        per_round = self._context.shape.minibatches_per_update(instruction.stage)
+        return self.base + (round_ - self.base + 1) * per_round <= count
+
+
+ENDLESS = 2**40  # minibatches of a stream whose end is not known
+
+
+class FedBatches(BatchSource):
+    """Minibatches that were handed in, kept as long as a stage may need them.
+
+    Args:
+        kept: minibatches back to the oldest one that may be in flight.
+        shares: of a minibatch's microbatches; None where they are those of their samples.
+    """
+
+    def __init__(self, microbatches: int, kept: int, shares: Shares | None = None) -> None:
+        super().__init__(microbatches)
+        self._kept = kept
+        self._shares_of = shares or shares_by_samples
+        self._parts: dict[int, list[Batch]] = {}
+        self._sizes: dict[int, int] = {}
+        self._shares: dict[int, list[float]] = {}
+        self.count = 0  # minibatches handed in, those before a checkpoint included
+
+    def feed(self, batch: Batch) -> None:
+        """Take the next minibatch."""
+        self._parts[self.count] = batch.split(min(self.microbatches, batch.size))
+        self._sizes[self.count] = batch.size
+        self._shares[self.count] = self._shares_of(self._parts[self.count])
+        self.count += 1
+        for kept in (self._parts, self._sizes, self._shares):
+            kept.pop(self.count - 1 - self._kept, None)
+
+    def batch(self, unit: Unit) -> Batch:
+        return self._parts[unit.minibatch][unit.microbatch]
+
+    def share(self, unit: Unit) -> float:
+        return self._shares[unit.minibatch][unit.microbatch] if self.size(unit) else 0.0
+
+    def parts_of(self, minibatch: int) -> int:
+        """Count the parts of a minibatch's loss: its microbatches that have samples."""
+        return len(self._parts[minibatch])
+
+    def minibatch_size(self, minibatch: int) -> int:
+        return self._sizes[minibatch]
+
+    def minibatches(self, steps: int | None, epochs: int | None) -> int:
+        return ENDLESS
+
+
+class FedEvaluation:
+    """The batches of one evaluation."""
+
+    def __init__(self, size: int, *, fixed: bool) -> None:
+        self._size, self._fixed = size, fixed
+        self._batches: list[Batch] = []
+
+    def feed(self, batches: Iterable[object]) -> None:
+        """Take the batches of the next evaluation.
+
+        Raises:
+            InputError: for no batches, or a batch of a size that the stages do not take.
+        """
+        taken = [make_batch(batch, "a batch given to evaluate()") for batch in batches]
+        if not taken:
+            raise InputError("evaluate() was given no batches", hint="give an iterable of batches")
+        for batch in taken:
+            if batch.size > self._size or (self._fixed and batch.size < self._size):
+                most = "exactly" if self._fixed else "at most"
+                raise InputError(
+                    f"a batch of {batch.size} samples was given to evaluate(), and stages take {most} {self._size}",
+                    hint="make the batches of the evaluation as large as the plan's microbatches",
+                )
+        self._batches = taken
+
+    @property
+    def batches(self) -> int:
+        """Number of batches."""
+        return len(self._batches)
+
+    @property
+    def samples(self) -> int:
+        """Samples of all batches."""
+        return sum(batch.size for batch in self._batches)
+
+    def size(self, unit: Unit) -> int:
+        """Return the number of samples of batch `unit.minibatch`."""
+        return self._batches[unit.minibatch].size
+
+    def batch(self, unit: Unit) -> Batch:
+        """Return batch `unit.minibatch`."""
+        return self._batches[unit.minibatch]

@@ -1,0 +1,317 @@
+"""Train a pipeline from a custom training loop: every worker runs the same script and hands each minibatch in.
+
+    with planner.pipeline(plan, "model.py") as pipeline:
+        for batch in data:
+            loss = pipeline.step(batch)
+
+A step executes the schedule's instructions as far as the minibatches handed in allow. Under an asynchronous schedule
+the newest minibatches stay in flight until more come, or until `drain`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+from planner.errors import InputError
+from planner.executor.checkpoint.checkpointer import Checkpointer
+from planner.executor.communication.control import broadcast_bytes, control_group, gather_bytes
+from planner.executor.run.agreement import check_schedule, take_place
+from planner.executor.run.assemble import Groups, make_checkpointer, make_worker
+from planner.executor.run.context import pipeline_context
+from planner.executor.run.evaluator import Evaluator
+from planner.executor.run.feeding import AllowedInstructions, FedBatches, FedEvaluation, SharedLosses
+from planner.executor.run.lifecycle import connect_all, joined, start_worker
+from planner.executor.run.train import save_weights
+from planner.executor.run.worker import Observers
+from planner.formats.device_names import Backend, DeviceType
+from planner.formats.plan import Plan
+from planner.model.batch import make_batch
+from planner.model.loss_weight import shares_function
+from planner.model.spec import TrainingSpec
+from planner.workers.job import CheckpointOptions, Evaluation, Job, TrainingOptions
+from planner.workers.meeting import started_as_worker
+from planner.workers.supervisor import ScriptSupervisor
+
+
+class Pipeline:
+    """One worker's part of a pipeline that a custom loop feeds; made by `planner.pipeline`.
+
+    Args:
+        job: with the plan for this model.
+        spec: the model with its loss and optimizer.
+    """
+
+    def __init__(self, job: Job, spec: TrainingSpec) -> None:
+        plan, options = job.plan, job.options
+        if not started_as_worker():
+            raise InputError(
+                "planner.pipeline runs in workers, and this process is none: the environment has no RANK and no "
+                "WORLD_SIZE",
+                hint=f"start the script with: torchrun --nproc-per-node {plan.workers} script.py",
+            )
+        self.plan = plan
+        heartbeat = start_worker(job)
+        check_schedule(plan)
+        self._depth = max(stage.in_flight * stage.replicas for stage in plan.stages)
+        self._kept = 2 * self._depth + 2 * max(plan.replicas) * options.accumulate
+        self._data = FedBatches(plan.microbatches, self._kept, shares_function(plan.loss, spec))
+        self._context = pipeline_context(job, spec, take_place(job, heartbeat), heartbeat, self._data)
+        self._group = ExitStack()
+        self._checkpoints: Checkpointer | None = None
+        self._resumed: str | None = None  # the checkpoint that the state is from
+
+    def __enter__(self) -> Pipeline:
+        """Join the other workers, unless the script has already done so."""
+        supervisor = ScriptSupervisor(self._context.job, self._context.heartbeat)
+        with ExitStack() as entering:  # an error in here leaves the others as one in the loop does
+            entering.enter_context(joined(self._context, supervisor))
+            groups, observers = Groups.create(self._context), Observers(self._context.heartbeat)
+            # Links cannot look ahead: nobody knows whether a minibatch will follow.
+            self._worker = make_worker(self._context, groups, observers, lambda: ())
+            self._evaluator = self._make_evaluator(groups)
+            lag = self._depth if self.plan.schedule.asynchronous else 0
+            self._losses = SharedLosses(control_group(), lag, self._kept, self._data.parts_of)
+            self._instructions = AllowedInstructions(self._context)
+            connect_all(self._context)
+            dist.barrier(control_group())
+            self._group = entering.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Drain the pipeline, unless something failed, and leave the other workers."""
+        if kind is not None:
+            self._group.__exit__(kind, error, trace)
+            return
+        with self._group:  # which is told of a failure here as well
+            self.drain()
+            self._worker.drain()
+            dist.barrier(control_group())
+
+    def step(self, batch: Any) -> float | None:
+        """Train on one more minibatch, as far as the schedule allows.
+
+        Args:
+            batch: (args, target) or (args, kwargs, target), the same on every worker.
+
+        Returns:
+            The loss of the newest minibatch that all workers know, the same on each of them: of `batch` under a
+            synchronous schedule, of an earlier one under an asynchronous schedule; None before the first.
+        """
+        minibatch = make_batch(batch, "the batch given to step()")
+        size = self._context.minibatch_size
+        if minibatch.size > size:
+            raise InputError(
+                f"a minibatch of {minibatch.size} samples was given to step(), and the plan is for {size}",
+                hint="give as many samples as the plan says, or fewer in a last one",
+            )
+        self._data.feed(minibatch)
+        self._worker.run(self._instructions.allowed(self._data.count))
+        self._share_losses()
+        self._context.heartbeat.enter("running the script's own code")
+        return self._losses.newest
+
+    def drain(self) -> float | None:
+        """Finish all minibatches in flight, as at the end of a run; return the newest loss, as `step` does."""
+        if self._data.count > self._instructions.base:
+            self._worker.run(self._instructions.rest(self._data.count))
+            self._share_losses()
+            self._losses.settle()
+            self._begin_at(self._data.count)
+        return self._losses.newest
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Return the newest weights of this worker's stages, by their names in the unsplit model; drain first."""
+        modules = (stage.module for stage in self._context.stages.values())
+        return {name: tensor for module in modules for name, tensor in module.state_dict().items()}
+
+    @property
+    def losses(self) -> dict[int, float]:
+        """The losses that all workers know, by minibatch; those of all minibatches after a drain."""
+        return dict(self._losses.known)
+
+    @property
+    def minibatches(self) -> int:
+        """Minibatches handed in, those before the checkpoint that was loaded included."""
+        return self._data.count
+
+    @property
+    def gradient_norm(self) -> float | None:
+        """The norm of all gradients of the newest update, before clipping.
+
+        It is known where `clip_grad_norm` asks for it, under synchronous schedules; None elsewhere.
+        """
+        return self._worker.gradient_norm
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """The optimizers of this worker's stages, for schedulers of the script's own; none without trained weights."""
+        held = (stage.optimizer.optimizer for stage in self._context.stages.values())
+        return [optimizer for optimizer in held if optimizer is not None]
+
+    @property
+    def learning_rate(self) -> float | None:
+        """The learning rate of the first group of parameters; None on a worker without trained weights.
+
+        Setting it, on all workers alike, changes all groups from the next update of each stage on. Under asynchronous
+        schedules stages are at different minibatches then; `drain` first if that matters.
+        """
+        for stage in self._context.stages.values():
+            if stage.optimizer.optimizer is not None:
+                rate = stage.optimizer.optimizer.param_groups[0]["lr"]
+                return float(rate) / stage.optimizer.learning_rate_factor
+        return None
+
+    @learning_rate.setter
+    def learning_rate(self, value: float) -> None:
+        for stage in self._context.stages.values():
+            for group in () if stage.optimizer.optimizer is None else stage.optimizer.optimizer.param_groups:
+                group["lr"] = value * stage.optimizer.learning_rate_factor
+
+    def evaluate(self, batches: Iterable[Any]) -> Evaluation:
+        """Drain, and evaluate the newest weights; all workers call it with the same batches.
+
+        Args:
+            batches: as for `step`, each of as many samples as a microbatch at most.
+
+        Returns:
+            The mean loss, and the means of what metrics(output, target) of the model file gives; on all workers.
+
+        Raises:
+            InputError: where the pipeline was made without `evaluates`.
+        """
+        if self._evaluator is None:
+            raise InputError(
+                "this pipeline was made without stages for evaluation",
+                hint="make it with planner.pipeline(..., evaluates=True)",
+            )
+        self.drain()
+        self._evaluated.feed(batches)
+        found = self._evaluator.run(self._data.count)
+        self._context.heartbeat.enter("sharing the evaluation", meeting=True)
+        group = control_group()
+        parts = gather_bytes(b"" if found is None else found.model_dump_json().encode(), group)
+        content = broadcast_bytes(next((part for part in parts if part), b""), group)
+        self._context.heartbeat.enter("running the script's own code")
+        return Evaluation.model_validate_json(content)
+
+    def save_checkpoint(self, folder: str | Path, *, keep: int = 2) -> None:
+        """Drain, and write a checkpoint of weights, optimizers and schedulers; all workers call it.
+
+        It is named by the minibatches done, and can be loaded under any other plan for the same model,
+        also by `plan train`.
+
+        Args:
+            folder: for the checkpoints of this run, which all hosts see.
+            keep: how many checkpoints to keep in it, the newest.
+
+        Raises:
+            InputError: when the folder has checkpoints of another run, or cannot be written.
+            PlannerError: when the checkpoint could not be written; older ones are kept.
+        """
+        self.drain()
+        if self._checkpoints is None or self._checkpoints.folder != Path(folder):
+            options = CheckpointOptions(folder=str(folder), every=1, keep=keep, resume=self._resumed)
+            self._checkpoints = self._checkpointer(options)
+            self._checkpoints.begin(self._data.count)
+        self._checkpoints.save(self._data.count)
+        self._context.heartbeat.enter("running the script's own code")
+        self._checkpoints.check_last()
+
+    def load_checkpoint(self, path: str | Path) -> int:
+        """Continue from a checkpoint: weights, optimizers, schedulers; all workers call it before the first step.
+
+        Args:
+            path: of a checkpoint, or of a folder of which the newest is taken.
+
+        Returns:
+            The minibatches done before, which the script must not hand in again.
+
+        Raises:
+            InputError: when there is none, it does not fit the plan, or training has begun.
+        """
+        if self._data.count:
+            raise InputError(
+                f"a checkpoint cannot be loaded after {self._data.count} minibatches",
+                hint="load it before the first step",
+            )
+        found = self._checkpointer(CheckpointOptions(resume=str(path)))
+        first = found.restore()
+        self._resumed = str(found.resumed_from)
+        self._data.count = first
+        self._begin_at(first)
+        self._context.heartbeat.enter("running the script's own code")
+        return first
+
+    def _checkpointer(self, options: CheckpointOptions) -> Checkpointer:
+        return make_checkpointer(self._context, options, per_epoch=None)
+
+    def save_weights(self, path: str | Path) -> None:
+        """Drain, and write the whole model's weights to one file on the first worker; all workers call it."""
+        self.drain()
+        save_weights(self._context, Path(path))
+        dist.barrier(control_group())
+
+    def _begin_at(self, minibatch: int) -> None:
+        """Begin the stream anew, with an empty pipeline."""
+        self._instructions.begin_at(minibatch)
+        self._worker.restart()
+
+    def _share_losses(self) -> None:
+        """Tell all workers what this one has seen of the losses."""
+        self._context.heartbeat.enter("sharing the losses", meeting=True)
+        seen = list(self._worker.log.losses)
+        self._worker.log.losses.clear()
+        self._losses.exchange(self._data.count, seen)
+
+    def _make_evaluator(self, groups: Groups) -> Evaluator | None:
+        evaluation = self._context.evaluation
+        if evaluation is None:
+            return None
+        fixed = evaluation.batch_size
+        self._evaluated = FedEvaluation(fixed or self._context.microbatch_size, fixed=fixed is not None)
+        return Evaluator(self._context, groups.replicas, self._evaluated)
+
+
+def pipeline(
+    plan: Plan,
+    model: str | Path | TrainingSpec,
+    *,
+    seed: int = 0,
+    device: DeviceType | None = None,
+    backend: Backend | None = None,
+    options: TrainingOptions | None = None,
+    evaluates: bool = False,
+) -> Pipeline:
+    """Return a pipeline for a custom training loop, in a script that torchrun starts once per worker of the plan.
+
+    Args:
+        plan: from `solve` or `load_plan`.
+        model: the model file that it was made for, or what `in_memory` returns.
+        seed: of the initial weights of a model file, and of dropout.
+        device: "cpu" or "cuda"; None for the kind that the plan was made for.
+        backend: of messages: "nccl", with a GPU for each worker, or "gloo"; None for what suits the device.
+        options: how to train; those of data and evaluation have no effect, because the script does both itself.
+        evaluates: whether the script calls `evaluate`, for which stages are captured in evaluation mode, too.
+
+    Raises:
+        PlannerError: for anything wrong with the model, the plan or the environment.
+    """
+    spec = model if isinstance(model, TrainingSpec) else TrainingSpec.from_file(model)
+    if options is not None and options.synchronous_start:
+        raise InputError(
+            "`synchronous_start` is not for a loop of your own, which feeds the minibatches itself",
+            hint="begin with a plan for a synchronous schedule, save a checkpoint, and load it with this plan",
+        )
+    options = (options or TrainingOptions()).model_copy(update={"evaluate_every": 1 if evaluates else None})
+    job = Job(model=spec.origin, plan=plan, seed=seed, device=device, backend=backend, options=options)
+    return Pipeline(job, spec)

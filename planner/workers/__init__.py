@@ -1,0 +1,1 @@
+"""How workers start, choose their devices, find each other, watch each other and end."""

@@ -1,0 +1,84 @@
+"""Process groups for data: made by all workers in one order, and used once in that order before training.
+
+NCCL makes the communicator of a group at the group's first use, in a call that returns only when every member makes
+its own first call. Two workers whose first calls are on different groups would wait for each other for ever: stages
+that share a weight both begin with a send. So every group is used once, with nothing to say, before any worker posts
+what it has to say. The order is one list that all workers go through, each taking part where it is a member: the first
+entry that is not done yet always has all its members at it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from planner.workers.place import Place
+
+GLOO = "gloo"  # the backend of control traffic, whatever device computes
+# NCCL's watchdog calls an operation lost that takes longer, and counts from when it was posted. A send whose receiver
+# evaluates first, or writes a checkpoint, may wait for hours. Workers that hang are found by their heartbeats.
+_POSTED_FOR = timedelta(days=1)
+
+
+def wait_for_device(device: torch.device) -> None:
+    """Let the host wait until the device has done all that it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+class DataGroups:
+    """Makes a worker's process groups for data. All workers make the same, in the same order, members or not.
+
+    Args:
+        place: where the worker computes, and with which backend it sends.
+    """
+
+    def __init__(self, place: Place, timeout: timedelta) -> None:
+        self._place = place
+        self._timeout = timeout
+        self._unused: list[Callable[[torch.Tensor], dist.Work | None]] = []
+
+    @property
+    def tagged(self) -> bool:
+        """Whether messages of one group are told apart by tags, so that one group does for many."""
+        return self._place.backend == GLOO
+
+    def of(self, ranks: Iterable[int] | None) -> dist.ProcessGroup:
+        """Make a group of `ranks`, or of all workers, for all-reduces and broadcasts."""
+        members = list(range(dist.get_world_size()) if ranks is None else ranks)
+        group = self._make(members)
+        if dist.get_rank() in members:
+            self._unused.append(lambda token: dist.all_reduce(token, group=group, async_op=True))
+        return group
+
+    def between(self, sender: int, receiver: int) -> dist.ProcessGroup:
+        """Make a group for messages from one worker to another."""
+        group = self._make([sender, receiver])
+        if dist.get_rank() == sender:
+            self._unused.append(lambda token: dist.isend(token, receiver, group))
+        elif dist.get_rank() == receiver:
+            self._unused.append(lambda token: dist.irecv(token, sender, group))
+        return group
+
+    def use_once(self) -> None:
+        """Use each group that was not used yet, in the order of their making; all workers call it.
+
+        Before it the stages must have run once on the device, and nothing may be pending: to make a communicator NCCL
+        allocates memory, which may wait for the whole device.
+        """
+        unused, self._unused = self._unused, []
+        if self.tagged:
+            return  # gloo has connected all members when a group is made
+        for use in unused:
+            work = use(torch.zeros(1, device=self._place.wire))
+            assert work is not None
+            work.wait()
+            wait_for_device(self._place.wire)
+
+    def _make(self, members: list[int]) -> dist.ProcessGroup:
+        timeout = self._timeout if self.tagged else max(self._timeout, _POSTED_FOR)
+        group: dist.ProcessGroup = dist.new_group(members, timeout=timeout, backend=self._place.backend)
+        return group

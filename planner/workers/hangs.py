@@ -1,0 +1,171 @@
+"""Detect a hang from the workers' heartbeats, and find its first cause.
+
+A worker that waits is only a consequence as long as the peer that it waits for has not done its part. So the cause is,
+in this order: a worker that does not respond at all; a worker whose own work does not end; a link that does not deliver
+what was sent. The streams of a checked plan cannot stop in any other way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+
+from planner.errors import WorkerError
+from planner.schedule.instructions import ReceiveActivation, ReceiveGradient
+from planner.workers.heartbeat import Beat, State
+from planner.workers.job import Failure
+
+_ACTIVATION, _GRADIENT = ReceiveActivation.__name__, ReceiveGradient.__name__
+# A worker that uses more than this share of the time that it had a core to run on makes progress while it prepares.
+BUSY_SHARE = 0.05
+_LEAST_S = 0.1  # below this, what it ran and waited for a core tells nothing
+
+
+@dataclass(frozen=True)
+class Sign:
+    """What others can see of a worker."""
+
+    beat: Beat
+    cpu_s: float | None = None  # processor time of the process; None if it cannot be read
+    starved_s: float = 0.0  # its main thread was ready to run, and others had all cores
+    frozen: str | None = None  # why it cannot respond: "is stopped by a signal"
+
+
+@dataclass(frozen=True)
+class Hang:
+    """The first cause of a hang."""
+
+    rank: int  # the worker to name and to end
+    stage: int | None
+    message: str
+    busy: bool = False  # whether the place in its code tells more
+    frozen: bool = False  # whether it is the cause for certain
+
+    def failure(self, place: str | None) -> Failure:
+        """Return the report of this hang; `place` is the line of code that the worker is at, if known."""
+        return Failure(
+            rank=self.rank,
+            stage=self.stage,
+            message=self.message + (f", at {place}" if place else ""),
+            hint="look there for what may block; allow more time with `hang_timeout_s=SECONDS`",
+            exit_code=WorkerError.exit_code,
+            consequence=False,
+        )
+
+
+@dataclass
+class _Seen:
+    sign: Sign
+    moved_s: float  # when it last moved
+    starved_s: float = 0.0  # since then
+
+    def stuck_s(self, now_s: float) -> float:
+        """For how long it has not moved although it could have."""
+        return now_s - self.moved_s - self.starved_s
+
+
+class HangDetector:
+    """Decides from the workers' signs whether the run hangs.
+
+    Args:
+        ranks: per stage, the workers that run it.
+        timeout_s: how long a worker may do nothing new, in addition to the slowest instruction so far.
+    """
+
+    def __init__(self, ranks: Sequence[Sequence[int]], timeout_s: float) -> None:
+        self._ranks = ranks
+        self._timeout_s = timeout_s
+        self._seen: dict[int, _Seen] = {}
+
+    def look(self, signs: Mapping[int, Sign], now_s: float) -> Hang | None:
+        """Record the signs seen at `now_s`; return the cause once a worker has not moved for too long."""
+        for rank, sign in signs.items():
+            seen = self._seen.get(rank)
+            if seen is None or _has_moved(seen, sign, now_s):
+                self._seen[rank] = _Seen(sign, now_s)
+            else:
+                # Keeps the old times, so that progress is judged over the whole time since the worker moved.
+                seen.starved_s = sign.starved_s - seen.sign.starved_s
+                seen.sign = replace(sign, cpu_s=seen.sign.cpu_s, starved_s=seen.sign.starved_s)
+        limit_s = self._timeout_s + max((seen.sign.beat.slowest_s for seen in self._seen.values()), default=0.0)
+        stuck = {rank: seen.stuck_s(now_s) for rank, seen in self._seen.items()}
+        longest = sorted(stuck, key=lambda rank: -stuck[rank])
+        late = [rank for rank in longest if stuck[rank] > limit_s]
+        if not late:
+            return None
+        # A worker that waits may have stopped up to a step before the cause did, which may not be late yet. So it is
+        # looked for among all that have not moved for half the time.
+        for judge in (self._frozen, self._busy):
+            for rank in (rank for rank in longest if stuck[rank] > limit_s / 2):
+                hang = judge(rank, stuck[rank])
+                if hang is not None:
+                    return hang if rank in late or hang.frozen else None
+        for rank in late:
+            hang = self._undelivered(rank, stuck[rank])
+            if hang is not None:
+                return hang
+        if len(late) < len(set(chain(*self._ranks))):
+            return None
+        waited = _waited(stuck[late[0]], self._seen[late[0]].sign.beat)
+        return self._hang(late[0], f"{waited}, and all others wait too: a message was lost")
+
+    def _frozen(self, rank: int, stuck_s: float) -> Hang | None:
+        sign = self._seen[rank].sign
+        if sign.frozen is None:
+            return None
+        message = f"has not moved for {stuck_s:.0f} s, {sign.beat.describe()}: it {sign.frozen}"
+        return self._hang(rank, message, frozen=True)
+
+    def _busy(self, rank: int, stuck_s: float) -> Hang | None:
+        beat = self._seen[rank].sign.beat
+        if beat.state not in (State.PREPARING, State.COMPUTING):
+            return None
+        return self._hang(rank, f"has not moved for {stuck_s:.0f} s, {beat.describe()}", busy=True)
+
+    def _undelivered(self, rank: int, stuck_s: float) -> Hang | None:
+        beat = self._seen[rank].sign.beat
+        match beat.state:
+            # A send waits only for transfers of units that should have come back long ago: see `SendLimits`.
+            case State.SENDING:
+                why = "the link carries nothing"
+            case State.REDUCING if all(self._reduces_too(other, beat) for other in self._ranks[beat.stage or 0]):
+                why = "and so have the stage's other workers: a link between them carries nothing"
+            case State.RECEIVING if self._was_sent(beat):
+                why = "which were sent: the link carries nothing"
+            case _:
+                return None
+        return self._hang(rank, f"{_waited(stuck_s, beat)}, {why}")
+
+    def _was_sent(self, beat: Beat) -> bool:
+        peer = self._seen.get(-1 if beat.peer_rank is None else beat.peer_rank)
+        if peer is None or beat.peer_stage is None or beat.activity not in (_ACTIVATION, _GRADIENT):
+            return False  # messages of an evaluation are not recorded as sent
+        last = peer.sign.beat.sent.get((beat.peer_stage, beat.activity == _ACTIVATION))
+        unit = beat.unit
+        return last is not None and (last.minibatch, last.microbatch) >= (unit.minibatch, unit.microbatch)
+
+    def _reduces_too(self, rank: int, beat: Beat) -> bool:
+        seen = self._seen.get(rank)
+        other = seen.sign.beat if seen is not None else None
+        return other is not None and (other.state, other.stage, other.unit) == (beat.state, beat.stage, beat.unit)
+
+    def _hang(self, rank: int, message: str, *, busy: bool = False, frozen: bool = False) -> Hang:
+        stage = self._seen[rank].sign.beat.stage
+        if stage is None:
+            stage = next((number for number, ranks in enumerate(self._ranks) if rank in ranks), None)
+        return Hang(rank, stage, message, busy, frozen)
+
+
+def _waited(stuck_s: float, beat: Beat) -> str:
+    return f"has waited for {stuck_s:.0f} s {beat.describe()}".replace(" s waiting for", " s for")
+
+
+def _has_moved(seen: _Seen, sign: Sign, now_s: float) -> bool:
+    before = seen.sign
+    if (before.beat.pid, before.beat.beats) != (sign.beat.pid, sign.beat.beats):
+        return True
+    if sign.beat.state is not State.PREPARING or sign.cpu_s is None or before.cpu_s is None:
+        return False
+    ran_s, starved_s = sign.cpu_s - before.cpu_s, sign.starved_s - before.starved_s
+    return ran_s + starved_s > _LEAST_S and ran_s > BUSY_SHARE * (now_s - seen.moved_s - starved_s)

@@ -1,0 +1,173 @@
+"""The records of a training run, which travel as JSON: what to do, and what came of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from planner.formats.device_names import Backend, DeviceType
+from planner.formats.files import Record
+from planner.formats.plan import Plan
+from planner.workers.defaults import CHECKPOINT_FOLDER, CHECKPOINTS_KEPT, HANG_TIMEOUT_S, TRACE_MINIBATCHES
+
+LAUNCHER_VARIABLE = "PLAN_LAUNCHER_PID"  # in the environment of the workers: the process that launched them
+BaselineName = Literal["data-parallel"]
+
+
+class TrainingOptions(Record):
+    """How to train; plan and model file say the rest."""
+
+    drop_last: bool = False  # leave out the last, smaller minibatch of an epoch
+    evaluate_every: Annotated[int, Field(ge=1)] | None = None  # minibatches; None does not evaluate
+    scale_lr: bool = False  # multiply a stage's learning rate by the minibatches that its updates average
+    late_lr: Annotated[float, Field(ge=0)] = 0.0  # divide a stage's learning rate by 1 + this times updates late
+    clip_grad_norm: Annotated[float, Field(gt=0)] | None = None  # of all gradients, or of each stage's under 1f1b, 2bw
+    tensorboard: str | None = None  # folder for TensorBoard
+    accumulate: Annotated[int, Field(ge=1)] = 1  # minibatches per replica between two updates, under 1f1b
+    # A share of the run's minibatches, or a number of them from 1 on, in which no gradient is late under 1f1b and 2bw.
+    synchronous_start: Annotated[float, Field(ge=0)] = 0.0
+    deterministic: bool = False  # deterministic algorithms only, also where the plan does not say so
+    deferred_batch_norm: bool = False  # update running statistics once per minibatch, not per microbatch
+
+
+class RunOptions(Record):
+    """How to supervise a run; nothing here changes what is trained."""
+
+    hang_timeout_s: Annotated[float, Field(gt=0)] = HANG_TIMEOUT_S  # on top of the slowest instruction so far
+    trace: str | None = None  # file for a Chrome trace of what the workers did
+    trace_minibatches: tuple[int, int] | int = TRACE_MINIBATCHES  # [first, end), or the last ones of the run
+    interface: str | None = None  # network interface to use; loopback on one host, else what torch finds
+    max_restarts: Annotated[int, Field(ge=0)] = 0  # after failures, from the last complete checkpoint
+    stop_on_nan: bool = False  # end when a loss is not finite
+
+
+class CheckpointOptions(Record):
+    """Which checkpoints to write, and which to resume from."""
+
+    every: Annotated[int, Field(ge=1)] | None = None  # minibatches; None writes none
+    folder: str = CHECKPOINT_FOLDER
+    keep: Annotated[int, Field(ge=1)] = CHECKPOINTS_KEPT
+    resume: str | None = None  # a checkpoint, or "auto" for the newest in the folder, if any
+
+
+class Job(Record):
+    """One training run, the same on every worker.
+
+    At most one of `steps` and `epochs` is set. `baseline` trains without the pipeline for comparison: "data-parallel"
+    with DistributedDataParallel on as many workers, see `planner.executor.data_parallel`.
+    """
+
+    model: str  # "model.py" or "model.py:builder"
+    plan: Plan
+    steps: Annotated[int, Field(ge=1)] | None = None  # minibatches
+    epochs: Annotated[int, Field(ge=1)] | None = None
+    seed: int = 0
+    device: DeviceType | None = None  # None: the kind that the plan was made for
+    backend: Backend | None = None  # of messages; None: NCCL between GPUs, gloo between CPUs
+    options: TrainingOptions = TrainingOptions()
+    run_options: RunOptions = RunOptions()
+    baseline: BaselineName | None = None
+    save_weights: str | None = None
+    defer_weights: bool | None = None  # whether workers make the weights of their own stages only; None: where needed
+    checkpoints: CheckpointOptions = CheckpointOptions()
+    show_progress: bool = False
+    predicted_samples_per_s: float | None = None  # set if an option makes it differ from the plan's
+    predicted_start_samples_per_s: float | None = None  # in a synchronous start
+    run: str = ""  # identifies the run; the same for all its restarts
+    started_again: bool = False  # after a failure
+    result_path: str | None = None  # where rank 0 leaves the result for the launching process
+    failure_folder: str | None = None  # for the launching process: why a worker failed, and what each one does
+
+    @property
+    def scales_loss(self) -> bool:
+        """Whether losses are scaled: the gradients of unscaled ones underflow in float16."""
+        return self.plan.autocast == "float16"
+
+
+class WorkerReport(Record):
+    """What one worker measured."""
+
+    rank: int
+    stage: int
+    busy_share: float  # of the steady state, spent in forward, backward and update
+    samples_per_s: float  # in steady state, through this replica
+    peak_memory_bytes: int  # allocated
+    predicted_memory_bytes: int  # of tensors, to compare with that
+    weight_versions: int
+    deferred_weights: bool = False  # whether it made no other stage's weights
+    reserved_memory_bytes: int | None = None  # by the allocator at the peak, on a GPU
+    used_memory_bytes: int | None = None  # of the GPU by all its processes, contexts and communicators included
+
+
+class Loss(Record):
+    """Loss of one minibatch, before its update; None if it is not finite, which JSON cannot say."""
+
+    minibatch: int
+    loss: float | None
+
+
+class Evaluation(Record):
+    """Means over the samples of evaluation_dataset(); None if they are not finite."""
+
+    minibatch: int  # minibatches trained before
+    samples: int
+    loss: float | None
+    metrics: Mapping[str, float | None] = Field(default_factory=dict)  # from metrics(output, target)
+
+
+class StartResult(Record):
+    """What a run measured in its synchronous start, and what was predicted."""
+
+    minibatches: int
+    schedule: str
+    microbatches: int  # per minibatch
+    samples_per_s: float  # with its first and its last minibatch, between which the pipeline fills and drains
+    predicted_samples_per_s: float | None
+
+
+class TrainResult(Record):
+    """What a run measured, and what the plan predicted.
+
+    If workers were restarted, losses and evaluations are of the whole run, and measurements since the last restart.
+    """
+
+    config: str
+    device: DeviceType | None = None
+    device_name: str | None = None  # of worker 0
+    backend: Backend | None = None  # of messages
+    schedule: str  # the plan's schedule, or "data-parallel"
+    workers: int
+    minibatches: int  # trained in this run
+    first_minibatch: int = 0  # earlier ones were trained by earlier runs, or before the last restart
+    minibatch_size: int
+    samples: int
+    seconds: float  # the whole run, start-up and drain included
+    samples_per_s: float  # steady state
+    predicted_samples_per_s: float | None
+    synchronous_start: StartResult | None = None  # where this run trained minibatches of it
+    likely_cause: str | None = None  # where the run was much slower than predicted
+    random_data: bool  # without dataset() batches are random, and losses mean nothing
+    losses: tuple[Loss, ...]
+    evaluations: tuple[Evaluation, ...] = ()
+    reports: tuple[WorkerReport, ...]
+    saved_weights: str | None = None
+    resumed_from: str | None = None  # checkpoint
+    restarts: tuple[str, ...] = ()  # why the workers were restarted, each time
+    checkpoint: str | None = None  # the newest that this run wrote
+    checkpoint_s: float = 0.0  # seconds that worker 0 spent on checkpoints, waiting for the other workers included
+
+
+class Failure(Record):
+    """Why a worker failed; left in a file for the launching process."""
+
+    rank: int
+    stage: int | None
+    activity: str | None = None  # "in the forward of minibatch 17"
+    message: str
+    hint: str
+    exit_code: int
+    traceback: str = ""
+    again: bool = True  # whether a restart may help
+    consequence: bool  # whether another worker failed first, as a lost connection tells

@@ -1,0 +1,222 @@
+"""Where a worker computes and sends from: one rule, which every worker applies to what all of them said of themselves.
+
+NCCL sends from a GPU and needs one for each worker: ncclCommInitRank refuses two ranks on one device.
+gloo sends from the CPU, so that several workers may share a GPU; that is slower and never chosen unasked.
+
+CUDA and NCCL read environment variables at their start. A pipeline needs other values than their defaults:
+
+CUDA_DEVICE_MAX_CONNECTIONS: hardware queues of a GPU, 8 unless set, 32 at most. A worker has a stream for computation,
+one for each communicator and one for receives. Streams that share a queue wait for each other's launches: a send whose
+peer is not ready would hold back the receive behind it, and the peer may be waiting for that very worker.
+
+NCCL_RUNTIME_CONNECT: with 0 NCCL makes all connections of a communicator when it is made. Otherwise it makes those of
+an algorithm (a ring, a tree) at the first all-reduce of a size for which it chooses that algorithm: in the middle of
+training, where it allocates memory and waits for the other members.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from pydantic import Field
+
+from planner.errors import InputError
+from planner.formats.device_names import Backend, DeviceType
+from planner.formats.files import Record
+
+CUDA_VARIABLES = {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "NCCL_RUNTIME_CONNECT": "0"}
+
+
+def set_cuda_variables() -> None:
+    """Set those that the user has not set, for this process; before CUDA starts in it."""
+    for name, value in CUDA_VARIABLES.items():
+        os.environ.setdefault(name, value)
+
+
+class Gpu(Record):
+    """A GPU that a worker sees."""
+
+    uuid: str  # the same in every process that sees this GPU
+    name: str
+
+
+class Seat(Record):
+    """A worker, and what it would use."""
+
+    rank: int
+    host: str
+    server: int  # number of the host, or of the part of it that one torchrun serves
+    gpus: tuple[Gpu, ...]  # that it sees, in the order of its indices
+    same: Mapping[str, str] = Field(default_factory=dict)  # what must be the same for all workers, by what it is
+
+
+def own_seat(same: Mapping[str, str] | None = None) -> Seat:
+    """Describe this worker, in the environment that torchrun sets."""
+    return Seat(
+        rank=int(os.environ["RANK"]),
+        host=socket.gethostname(),
+        server=int(os.environ.get("GROUP_RANK", "0")),
+        gpus=visible_gpus(),
+        same=same or {},
+    )
+
+
+def visible_gpus() -> tuple[Gpu, ...]:
+    """Return the GPUs that this process sees; makes no context on them."""
+    if not torch.cuda.is_available():
+        return ()
+    properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    return tuple(Gpu(uuid=str(each.uuid), name=each.name) for each in properties)
+
+
+def names_of(seats: Sequence[Seat]) -> str:
+    """Name workers and their hosts: "worker 2 (host b) and worker 3 (host b)"."""
+    shown = [f"worker {seat.rank} ({seat.host})" for seat in seats[:4]]
+    if len(seats) > 4:
+        shown.append(f"{len(seats) - 4} more")
+    return " and ".join((", ".join(shown[:-1]), shown[-1])) if len(shown) > 1 else shown[0]
+
+
+def available_cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def cores_to_send(workers: int) -> bool:
+    """Return whether this host has a core to send with, beside the one that each of its workers computes on.
+
+    gloo's threads move the bytes. Without such cores they take those that compute, and nothing overlaps.
+    """
+    return available_cores() >= 2 * workers
+
+
+@dataclass(frozen=True)
+class Place:
+    """The device that a worker computes on, and the one that its messages are made on.
+
+    NCCL sends from the GPU, gloo from the CPU.
+    """
+
+    compute: torch.device
+    wire: torch.device
+
+    @property
+    def kind(self) -> DeviceType:
+        """The kind of device that computes."""
+        return "cuda" if self.compute.type == "cuda" else "cpu"
+
+    @property
+    def device_name(self) -> str | None:
+        """The name of the GPU, if there is one."""
+        return torch.cuda.get_device_name(self.compute) if self.kind == "cuda" else None
+
+    @property
+    def backend(self) -> Backend:
+        """The backend of the groups that carry data."""
+        return "nccl" if self.wire.type == "cuda" else "gloo"
+
+
+CPU = Place(torch.device("cpu"), torch.device("cpu"))
+
+
+def kind_here() -> DeviceType:
+    """Return the kind of device to use where nobody says which: "cuda" if PyTorch sees a GPU, else "cpu"."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def gpus_here() -> int:
+    """Return how many GPUs PyTorch sees."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def choose_place(seats: Sequence[Seat], rank: int, device: DeviceType | None, backend: Backend | None) -> Place:
+    """Choose the place of worker `rank`; all workers choose alike, because they decide by the same seats.
+
+    Args:
+        seats: what all workers said, by rank.
+        device: "cpu" or "cuda"; None for GPUs where there are any.
+        backend: "gloo" or "nccl"; None for NCCL with GPUs and gloo without.
+
+    Raises:
+        InputError: when some workers see no GPU, or when NCCL would have to serve several workers on one.
+    """
+    if device is None:
+        device = "cuda" if any(seat.gpus for seat in seats) else "cpu"
+    check_backend(device, backend)
+    if device == "cpu":
+        return CPU
+    without = [seat for seat in seats if not seat.gpus]
+    if without:
+        others = "" if len(without) == len(seats) else ", but others do"
+        raise InputError(
+            f"PyTorch sees no GPU in {names_of(without)}{others}",
+            hint="is PyTorch there built with CUDA, and is CUDA_VISIBLE_DEVICES right? On CPUs, measure and train with "
+            "`device=cpu`",
+        )
+    chosen = assign_gpus(seats)
+    compute = torch.device("cuda", chosen[rank])
+    if backend == "gloo":
+        return Place(compute, torch.device("cpu"))
+    _check_nccl(seats, chosen)
+    return Place(compute, compute)
+
+
+def check_backend(device: DeviceType, backend: Backend | None) -> None:
+    """Refuse NCCL between CPUs.
+
+    Raises:
+        InputError: for that.
+    """
+    if device == "cpu" and backend == "nccl":
+        raise InputError(
+            "`backend=nccl` sends from GPUs, and `device=cpu` computes on none",
+            hint="leave out `backend`, or train on GPUs",
+        )
+
+
+def assign_gpus(seats: Sequence[Seat]) -> list[int]:
+    """Return the index of each worker's GPU among those that it sees.
+
+    Each takes the GPU that the fewest have taken, the first of these. So the workers of a host that all see the same
+    GPUs have one each, in the order of their ranks, and a task that sees only its own GPU has that one. GPUs are told
+    apart by their UUIDs, because an index means another GPU in another process.
+    """
+    taken: Counter[str] = Counter()
+    chosen = [0] * len(seats)
+    # Those that see the fewest come first: the others have a choice.
+    for seat in sorted(seats, key=lambda seat: (len(seat.gpus), seat.rank)):
+        index = min(range(len(seat.gpus)), key=lambda index: taken[seat.gpus[index].uuid])
+        chosen[seat.rank] = index
+        taken[seat.gpus[index].uuid] += 1
+    return chosen
+
+
+def take(place: Place) -> None:
+    """Make the GPU of `place` the current device of this process, before anything is done on a GPU.
+
+    Otherwise each process would make a context, some 500 MB, on GPU 0 as well: at a barrier, in a kernel of a library
+    that asks for the current device.
+    """
+    if place.compute.type == "cuda":
+        torch.cuda.set_device(place.compute)
+
+
+def _check_nccl(seats: Sequence[Seat], chosen: Sequence[int]) -> None:
+    """Refuse NCCL where it is not there, or where workers would share a GPU."""
+    if not dist.is_nccl_available():
+        raise InputError("this PyTorch has no NCCL", hint="send with `backend=gloo`, or install PyTorch with NCCL")
+    on: dict[str, list[Seat]] = {}
+    for seat in seats:
+        on.setdefault(seat.gpus[chosen[seat.rank]].uuid, []).append(seat)
+    sharing = next((users for users in on.values() if len(users) > 1), None)
+    if sharing is not None:
+        raise InputError(
+            f"{names_of(sharing)} would share one GPU, and NCCL needs one for each",
+            hint="start as many workers on each host as it has GPUs, or let them share with `backend=gloo`",
+        )

@@ -1,0 +1,336 @@
+"""Watch over workers on several hosts under torchrun: through its store, each tells what it does and why it fails.
+
+A thread of each worker writes the worker's heartbeat to the store every second or two and reads those of the others. It
+has a connection of its own, because the training's connections are what may hang. A worker that finds the cause of a
+hang, or reads that of another's failure, ends from that thread, and each host reports it once: under NCCL the main
+thread waits in calls of CUDA that nothing can interrupt.
+
+What workers on several hosts tell each other about failures, in torchrun's store.
+
+Notice at once that a worker's process is gone: each worker waits for a word of the next one, which never comes.
+
+A broken connection ends the wait. Heartbeats would tell only after a time-out, and so would NCCL, whose kernels wait on
+the device for a peer that was killed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from traceback import extract_stack
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # exported by a star import
+
+from planner.errors import PlannerError, WorkerError, first_line
+from planner.workers.ending import ABORT_S, within
+from planner.workers.failures import GRACE_S, error_of, innermost, stage_of, worker_name
+from planner.workers.hangs import Hang, HangDetector, Sign
+from planner.workers.heartbeat import Beat, Heartbeat
+from planner.workers.job import Failure, Job
+from planner.workers.local_watch import times_of_main_thread
+
+_FOR_EVER = timedelta(days=365)
+
+
+class NextWorker:
+    """Watches the process of the next worker, the first one's for the last, until that worker says goodbye.
+
+    All workers make one, at the same time and after they have joined.
+
+    Args:
+        on_gone: is told the rank of the next worker when its process is gone, in a thread.
+    """
+
+    def __init__(self, on_gone: Callable[[int], None]) -> None:
+        rank, self._workers = dist.get_rank(), dist.get_world_size()
+        self._next, self._previous = (rank + 1) % self._workers, (rank - 1) % self._workers
+        self._on_gone = on_gone
+        self._left = False
+        # gloo, whose connections break with the process, and of its own: when an operation on a group runs out of
+        # time, gloo closes all the group's connections.
+        self._group = dist.new_group(backend="gloo", timeout=_FOR_EVER)
+        self._thread = threading.Thread(target=self._wait, name="next worker", daemon=True)
+        if self._workers > 1:
+            self._thread.start()
+
+    def say_goodbye(self) -> None:
+        """Tell the previous worker that this one ends as it should, and watch no longer."""
+        self._left = True
+        if self._workers > 1:
+            within(ABORT_S, lambda: dist.send(torch.zeros(1), self._previous, self._group))
+            # Until the next one has said goodbye, too: an interpreter that ends while a thread is in a library's call
+            # aborts the process.
+            self._thread.join(ABORT_S)
+
+    def leave(self) -> None:
+        """Watch no longer, because this worker ends with an error that the others learn otherwise."""
+        self._left = True
+
+    def _wait(self) -> None:
+        goodbye = False
+        with suppress(RuntimeError):
+            dist.recv(torch.zeros(1), self._next, self._group)
+            goodbye = True
+        if not goodbye and not self._left:
+            self._on_gone(self._next)
+
+
+_CONNECT = timedelta(seconds=60)
+
+
+class Bulletin:
+    """Failures that workers report to each other, in torchrun's store."""
+
+    def __init__(self) -> None:
+        self.place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        store = TCPStore(
+            os.environ["MASTER_ADDR"],
+            int(os.environ["MASTER_PORT"]),
+            is_master=False,
+            wait_for_workers=False,
+            timeout=_CONNECT,
+        )
+        self.store = PrefixStore(f"plan/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+    def post(self, failure: Failure) -> None:
+        """Report why a worker ends. The first report that is no consequence of others is the cause for all."""
+        text = failure.model_copy(update={"traceback": ""}).model_dump_json()
+        self.store.set(f"failure/{failure.rank}", text)
+        if not failure.consequence:
+            self._first("cause", failure.rank)
+
+    def cause(self) -> Failure | None:
+        """Return the failure that the run ends with, if one was reported."""
+        if not self.store.check(["cause"]):
+            return None
+        return Failure.model_validate_json(self.store.get(f"failure/{int(self.store.get('cause'))}"))
+
+    def first_gone(self, rank: int) -> int:
+        """Record that the process of `rank` is gone, and return the first of which that was recorded.
+
+        When a worker dies, torchrun ends the other workers of its host, and their connections break as well.
+        """
+        return self._first("gone", rank)
+
+    def is_first_here(self) -> bool:
+        """Return whether this worker is the first of its host to ask, so that each host reports an error once."""
+        asked: int = self.store.add(f"told/{os.environ.get('GROUP_RANK', '0')}", 1)
+        return asked == 1
+
+    def _first(self, key: str, rank: int) -> int:
+        # Sets the key only where it is missing, and returns what it holds then.
+        return int(self.store.compare_set(key, "", str(rank)))
+
+
+_FIRST_ENDS_S = ABORT_S + 1.0  # for a worker that failed to abort its groups and end
+_LAST_WORDS_S = 1.0  # until the report of a worker that failed can be read in the store
+
+
+class RemoteWatch:
+    """Watches all workers from this one, until it is stopped.
+
+    Args:
+        job: that they run.
+        heartbeat: this worker's.
+        end_process: reports the error, if there is one, and ends the process from a thread: the main thread may wait
+            in a library call that nothing can interrupt.
+        hangs: whether a worker that does nothing new for the time-out has failed.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        heartbeat: Heartbeat,
+        end_process: Callable[[PlannerError | None], NoReturn],
+        *,
+        hangs: bool = True,
+    ) -> None:
+        self._job = job
+        self._heartbeat = heartbeat
+        self._end_process = end_process
+        self._hangs = hangs
+        self._rank = int(os.environ["RANK"])
+        self._everyone = set(range(job.plan.workers))
+        self._detector = HangDetector([stage.ranks for stage in job.plan.stages], job.run_options.hang_timeout_s)
+        # At least ten exchanges within a time-out: a worker counts as silent after half of it.
+        self._interval_s = min(2.0, job.run_options.hang_timeout_s / 10)
+        self._stopped = threading.Event()
+        self._ending = threading.Lock()  # held by the thread that ends this worker
+        self._main = threading.main_thread().ident
+        self._bulletin = Bulletin()
+        self._next: NextWorker | None = None
+        self._reached = 0  # number of the last exchange with the store
+        self._last_sequence: dict[int, tuple[int, float]] = {}
+        targets = (self._exchange, self._supervise)
+        self._threads = [threading.Thread(target=target, name="hang watch", daemon=True) for target in targets]
+        for thread in self._threads:
+            thread.start()
+
+    def watch_next(self) -> None:
+        """Watch the next worker's process from now on; all workers call it once they have joined."""
+        self._next = NextWorker(self._gone)
+
+    def say_goodbye(self) -> None:
+        """Tell the others that this worker ends as it should, before its connections close."""
+        if self._next is not None:
+            self._next.say_goodbye()
+
+    def stop(self) -> None:
+        """Stop watching, because this worker is about to end."""
+        self._stopped.set()
+        if self._next is not None:
+            self._next.leave()
+        for thread in self._threads:  # they are in the store's calls for moments only, but must not be when Python ends
+            if thread is not threading.current_thread():
+                thread.join(ABORT_S)
+
+    def post(self, failure: Failure) -> None:
+        """Report to the others why this worker ends; from now on no other thread ends it."""
+        self._ending.acquire()  # waits for ever where another thread is ending this process
+        self._stopped.set()
+        # Bounded, because the store's host may be what failed.
+        within(GRACE_S, lambda: self._bulletin.post(failure))
+
+    def explained(self, failure: Failure) -> PlannerError | None:
+        """Return the error to end with after `failure` was posted, or None if this host has reported one already.
+
+        If `failure` is only a consequence, wait for another worker to report the cause.
+        """
+        # torchrun, which holds the store, may be gone as well.
+        agreed = within(2 * GRACE_S, lambda: self._agreed(failure))
+        cause, tells = agreed[0] if agreed else (failure, True)
+        return error_of(cause) if tells else None
+
+    def _agreed(self, failure: Failure) -> tuple[Failure, bool]:
+        """Return the cause that all end with, and whether this worker is the one of its host that tells."""
+        cause = None if failure.consequence else failure
+        deadline = time.monotonic() + GRACE_S
+        while cause is None and time.monotonic() < deadline:
+            time.sleep(0.1)
+            cause = self._bulletin.cause()
+        return cause or failure, self._bulletin.is_first_here()
+
+    def _exchange(self) -> None:
+        """Write this worker's heartbeat and judge all, in a thread."""
+        sequence = 0
+        known = {self._rank}
+        while not self._stopped.wait(self._interval_s):
+            sequence += 1
+            try:
+                self._bulletin.store.set(f"page/{self._rank}", self._own(sequence))
+                known |= {rank for rank in self._everyone - known if self._bulletin.store.check([f"page/{rank}"])}
+                ranks = sorted(known)
+                pages = self._bulletin.store.multi_get([f"page/{rank}" for rank in ranks])
+                cause = self._bulletin.cause()
+            except RuntimeError as cause:
+                self._lost(first_line(cause))
+                return
+            self._reached = sequence
+            if cause is not None:
+                # The worker that failed ends first: torchrun ends all of a host with the first that does.
+                if not self._stopped.wait(_FIRST_ENDS_S):
+                    self._end_with(cause)
+                return
+            hang = self._judge(ranks, pages) if self._hangs else None
+            if hang is not None:
+                self._end(hang, pages[ranks.index(hang.rank)] if hang.rank in ranks else None)
+                return
+
+    def _own(self, sequence: int) -> str:
+        frames = sys._current_frames()
+        frames.pop(threading.get_ident())
+        threads = sorted(frames, key=lambda thread: thread != self._main)
+        place = innermost(
+            [[(f.filename, f.lineno or 0, f.name) for f in extract_stack(frames[thread])] for thread in threads],
+            self._job,
+        )
+        page = self._heartbeat.page.hex()
+        times = {"cpu_s": time.process_time(), "starved_s": times_of_main_thread()[1]}
+        return json.dumps({"page": page, "sequence": sequence, "place": place, **times})
+
+    def _judge(self, ranks: Sequence[int], pages: Sequence[bytes]) -> Hang | None:
+        now = time.monotonic()
+        # torchrun starts all workers at once, so one that has written nothing yet can hang, too.
+        signs = {rank: Sign(Beat.none_yet(rank)) for rank in self._everyone - set(ranks)}
+        for rank, text in zip(ranks, pages, strict=True):
+            told = json.loads(text)
+            beat = Beat.read(bytes.fromhex(told["page"]))
+            if beat is None:
+                continue
+            last, since = self._last_sequence.get(rank, (None, now))
+            if last != told["sequence"]:
+                since = now
+            self._last_sequence[rank] = (told["sequence"], since)
+            silent = now - since > self._job.run_options.hang_timeout_s / 2
+            frozen = "does not respond: it is stopped, or its host or its link is down" if silent else None
+            signs[rank] = Sign(beat, told["cpu_s"], told["starved_s"], frozen)
+        return self._detector.look(signs, now)
+
+    def _end(self, hang: Hang, page: bytes | None) -> None:
+        place = json.loads(page)["place"] if hang.busy and page is not None else None
+        self._end_with(hang.failure(place))
+
+    def _end_with(self, cause: Failure) -> None:
+        """End this worker because of `cause`, unless the main thread ends it already."""
+        if self._ending.acquire(blocking=False):
+            tells = within(GRACE_S, self._bulletin.is_first_here)
+            self._end_process(error_of(cause) if tells != [False] else None)
+
+    def _gone(self, rank: int) -> None:
+        """Report that the process of `rank` is gone, if it left no reason; each worker's `_exchange` then ends it."""
+        with suppress(RuntimeError):  # the store is gone, too: then `_exchange` tells
+            rank = self._bulletin.first_gone(rank)
+            time.sleep(_LAST_WORDS_S)
+            if self._bulletin.cause() is None:
+                self._bulletin.post(self._without_reason(rank))
+
+    def _without_reason(self, rank: int) -> Failure:
+        key = f"page/{rank}"
+        told = self._bulletin.store.get(key) if self._bulletin.store.check([key]) else None
+        beat = None if told is None else Beat.read(bytes.fromhex(json.loads(told)["page"]))
+        return Failure(
+            rank=rank,
+            stage=stage_of(self._job, rank, beat),
+            message="its process is gone and left no reason; last heard of "  # its page may be seconds old
+            + ("while starting" if beat is None else beat.describe()),
+            hint="it was killed, or its host went down; the system ends processes that exhaust its memory: see the "
+            "kernel's log",
+            exit_code=WorkerError.exit_code,
+            consequence=False,
+        )
+
+    def _supervise(self) -> None:
+        """Detect that `_exchange` is stuck, in a second thread: a call to an unreachable store may never return.
+
+        It counts its own ticks instead of reading a clock: a process that was stopped as a whole and continues would
+        otherwise blame the store.
+        """
+        reached, ticks = 0, 0
+        while not self._stopped.wait(self._interval_s):
+            ticks = ticks + 1 if self._reached == reached else 0
+            reached = self._reached
+            if ticks * self._interval_s > self._job.run_options.hang_timeout_s:
+                self._lost(f"no answer for {ticks * self._interval_s:.0f} s")
+                return
+
+    def _lost(self, reason: str) -> None:
+        """End this worker because the store is gone, unless the main thread ends with an error of its own first."""
+        if self._stopped.wait(GRACE_S) or not self._ending.acquire(blocking=False):
+            return
+        name = worker_name(self._rank, stage_of(self._job, self._rank, None))
+        self._end_process(
+            WorkerError(
+                f"{name}, {self._heartbeat.read().describe()}: lost torchrun's store at "
+                f"{self._bulletin.place}: {reason}",
+                hint="its host or the link to it is down, or another worker failed first: see the first host",
+            )
+        )
