@@ -11,8 +11,8 @@ import torch
 from planner.errors import CaptureError
 from planner.formats.profile import Profile, save_profile
 from planner.model.batch import Batch
+from planner.model.capture.capture import capture_file
 from planner.model.capture.graph import LayerGraph
-from planner.model.load import capture_file
 from planner.model.spec import TrainingSpec, load_model_file
 from planner.model.stage.evaluation import matching_cut
 from planner.profiler.measured.malloc import keep_freed_pages

@@ -17,8 +17,8 @@ from planner.executor.run.replica import StageReplica
 from planner.executor.run.worker import PipelineWorker
 from planner.executor.stage.minibatch_statistics import MinibatchStatistics
 from planner.executor.stage.versions import WeightVersions
+from planner.model.randomness import RandomKey
 from planner.model.stage.stage import StageModule
-from planner.model.state.randomness import RandomKey
 from planner.workers.heartbeat import Heartbeat
 
 _CALLS = 1000  # to find out what the watch itself takes

@@ -15,7 +15,7 @@ from typing import Any
 from benchmarks.testbed.layers import ELEMENT_BYTES, Block, Divided, write_model
 from planner.formats.cluster import Cluster
 from planner.formats.profile import DEGREE_COLUMNS, DegreeCosts, Device, Edge, Layer, Profile, Provenance, Value
-from planner.model.load import capture_file
+from planner.model.capture.capture import capture_file
 from planner.model.spec import load_model_file
 
 LINK_BYTES_PER_S = 6e6  # of the slowest link: what 16 workers on 2 cores can sustain

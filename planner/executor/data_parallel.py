@@ -33,12 +33,11 @@ from planner.executor.run.outcome import Course, gather_result, memory_fields
 from planner.executor.run.reading_ahead import ReadAhead, reading_ahead
 from planner.executor.run.worker import Observers, Worker
 from planner.executor.stage.optimizer import StageOptimizer
-from planner.model.memory_format import lay_out
-from planner.model.options import module_options
+from planner.model.loss import unsplit_loss
+from planner.model.options import lay_out, module_options
+from planner.model.randomness import random_state_kept
 from planner.model.spec import TrainingSpec
-from planner.model.stage.compiling import compiled
-from planner.model.stage.unsplit import unsplit_loss
-from planner.model.state.kept_state import random_state_kept
+from planner.model.stage.code import compiled
 from planner.schedule.instructions import Backward, Forward, Instruction, Unit, Update
 from planner.workers.heartbeat import Heartbeat
 from planner.workers.job import Job, TrainResult, WorkerReport

@@ -39,10 +39,10 @@ from planner.executor.communication.shared_gradients import separate_copies
 from planner.executor.run.data import make_batches
 from planner.executor.run.data import weighed
 from planner.formats.profile import LossMean
-from planner.model.autocast import autocast_dtype
+from planner.model.options import autocast_dtype
 from planner.model.spec import load_model_file
-from planner.model.load import capture_file
-from planner.model.stage.chained import ChainedStage
+from planner.model.capture.capture import capture_file
+from planner.model.stage.stage import ChainedStage
 from planner.model.options import ModuleOptions
 from planner.schedule.instructions import Unit
 

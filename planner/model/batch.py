@@ -13,7 +13,7 @@ from torch.utils._pytree import PyTree, TreeSpec, tree_flatten, tree_leaves, tre
 from torch.utils.data import default_collate
 
 from planner.errors import ModelFileError, first_line
-from planner.model.memory_format import channels_last
+from planner.model.options import channels_last
 
 _TOKENS = (torch.int64, torch.int32)
 

@@ -1,13 +1,21 @@
-"""TrainingSpec: the model, loss, optimizer and data of a training, from a model file or from objects."""
+"""TrainingSpec: the model, loss, optimizer and data of a training, from a model file or from objects.
+
+An error in the user's code is raised again with the line of the user's file that it comes from.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
@@ -17,10 +25,65 @@ from torch.utils.data import Dataset
 
 from planner.errors import ModelFileError, PlannerError, reason_of
 from planner.model.batch import Batch, make_batch
-from planner.model.file import DEFAULT_BUILDER, failing_line, import_file, on_path, split_location
-from planner.model.loss import LossFunction
+
+DEFAULT_BUILDER = "build_model"
+
+
+def split_location(location: str) -> tuple[Path, str]:
+    """Split "model.py:builder" into the path and the name of the builder, which may be left out."""
+    path, colon, builder = location.rpartition(":")
+    # The colon of a Windows drive is followed by a path, not by a function's name.
+    return (Path(path), builder) if colon and builder.isidentifier() else (Path(location), DEFAULT_BUILDER)
+
+
+def import_file(path: Path) -> ModuleType:
+    """Import the Python file at `path`; raise ModelFileError when it is no Python file, or fails."""
+    path = path.resolve()
+    # Named by its path, because two model files may both be called model.py.
+    name = "planner_model_file_" + "".join(c if c.isalnum() else "_" for c in str(path))
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ModelFileError(f"'{path}' is not a Python file", hint="a model file ends in .py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickle look their module up there
+    try:
+        with on_path(path.parent):
+            spec.loader.exec_module(module)
+    except SyntaxError as cause:
+        del sys.modules[name]
+        place = f"{cause.filename}:{cause.lineno}"
+        raise ModelFileError(f"{place} is not Python: {cause.msg}", hint="correct the file") from cause
+    except (Exception, SystemExit) as cause:  # whatever the user's code raises, sys.exit() included
+        del sys.modules[name]
+        raise ModelFileError(
+            f"'{path}' cannot be imported, it fails at {failing_line(cause, path.parent) or path}: {reason_of(cause)}",
+            hint="python " + str(path) + " shows the whole traceback",
+        ) from cause
+    return module
+
+
+@contextmanager
+def on_path(folder: Path) -> Iterator[None]:
+    """Put `folder` on the import path, so that a model file in it can import its siblings."""
+    entry = str(folder.resolve())
+    sys.path.insert(0, entry)
+    try:
+        yield
+    finally:
+        sys.path.remove(entry)
+
+
+def failing_line(cause: BaseException, folder: Path) -> str | None:
+    """Return the innermost line of code in `folder` on the way to the error, "model.py:12"."""
+    frames = traceback.extract_tb(cause.__traceback__)
+    own = [frame for frame in frames if Path(frame.filename).resolve().parent == folder.resolve()]
+    return f"{own[-1].filename}:{own[-1].lineno}" if own else None
+
 
 DEFAULT_LEARNING_RATE = 0.01
+
+LossFunction: TypeAlias = Callable[[Any, Any], Tensor]
+"""(output, target) -> the mean loss of the batch, a 0-dimensional tensor."""
 
 # Functions that a user can give, by their arguments.
 _ARGUMENTS = {

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from planner.model.autocast import autocasting
 from planner.model.batch import Batch
 from planner.model.capture.graph import LayerGraph, ValueSpec
-from planner.model.loss import LossFunction, loss_of
-from planner.model.options import ModuleOptions
+from planner.model.loss import loss_of
+from planner.model.options import ModuleOptions, autocasting
+from planner.model.spec import LossFunction
 from planner.model.stage.stage import StageModule, build_stage
 
 

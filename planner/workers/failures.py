@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from planner.errors import InputError, LayerError, PlannerError, WorkerError, reason_of
 from planner.formats.files import save_record
-from planner.model.file import split_location
+from planner.model.spec import split_location
 from planner.units import format_bytes
 from planner.workers.ending import within
 from planner.workers.heartbeat import Beat, Heartbeat, State

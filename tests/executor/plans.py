@@ -16,10 +16,9 @@ from planner.formats.config import config_of
 from planner.formats.groups import on_ranks
 from planner.formats.plan import Plan
 from planner.formats.profile import Compiled, Device, Edge, Layer, Profile, Provenance, Value
-from planner.model.autocast import autocast_name
+from planner.model.capture.capture import capture_file
 from planner.model.capture.graph import ValueSpec
-from planner.model.load import capture_file
-from planner.model.options import PLAIN, ModuleOptions
+from planner.model.options import PLAIN, ModuleOptions, autocast_name
 from planner.model.spec import load_model_file
 from planner.schedule.registry import find
 from planner.solver.assemble import assemble

@@ -14,9 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from planner.model.batch import Batch
-from planner.model.capture.absent_device import fake_device, pretended
+from planner.model.capture.fake import fake_batch, fake_device, make_fake, pretended
 from planner.model.capture.graph import LOSS, LayerGraph, ValueSpec, expanded_dimensions, memory_order
-from planner.model.fake import fake_batch, make_fake
 from planner.model.stage.stage import StageModule, build_stage
 
 

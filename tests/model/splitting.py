@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
-from planner.model.autocast import autocasting
 from planner.model.batch import Batch
 from planner.model.capture.capture import as_tree
 from planner.model.capture.graph import LayerGraph
-from planner.model.loss import LossFunction, loss_of
+from planner.model.loss import loss_of
+from planner.model.options import autocasting
+from planner.model.spec import LossFunction
 from planner.model.stage.parts import Variant
 from planner.model.stage.stage import StageModule, build_stage
 from planner.selftest.split import stage_backward, through_a_message

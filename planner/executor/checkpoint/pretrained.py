@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from planner.errors import InputError
 from planner.executor.checkpoint.tensor_file import SUFFIX, each_tensor, tensor_shapes
+from planner.model.deferred_weights import allocate
 from planner.model.spec import NameInFile, TrainingSpec
-from planner.model.weights.deferred_weights import allocate
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 

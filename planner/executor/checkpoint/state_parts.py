@@ -17,11 +17,11 @@ from planner.errors import InputError
 from planner.executor.checkpoint.json_values import from_json
 from planner.executor.communication.sharding import Shard, divided
 from planner.formats.files import GrownRecord
-from planner.model.tensor.cut import Cut
+from planner.model.tensor.dimensions import Cut
 
 
 class Slice(GrownRecord):
-    """Which of several equal slices of a parameter a rank has; see `planner.model.tensor.cut.Cut`."""
+    """Which of several equal slices of a parameter a rank has; see `planner.model.tensor.dimensions.Cut`."""
 
     later_fields: ClassVar[frozenset[str]] = frozenset({"blocks"})
 

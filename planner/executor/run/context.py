@@ -25,12 +25,11 @@ from planner.formats.plan import Plan
 from planner.formats.plan_parts import Stage
 from planner.formats.plan_shape import shape_of
 from planner.model.capture.graph import ValueSpec
+from planner.model.randomness import random_state_kept
 from planner.model.spec import TrainingSpec
-from planner.model.stage.compiling import check_compiler
+from planner.model.stage.code import check_compiler
 from planner.model.stage.evaluation import EvaluationStages
-from planner.model.stage.stage import StageModule
-from planner.model.stage.warmup import warm_up
-from planner.model.state.kept_state import random_state_kept
+from planner.model.stage.stage import StageModule, warm_up
 from planner.profiler.measured.malloc import return_free_pages
 from planner.schedule.instructions import Instruction, Send
 from planner.schedule.schedule import PipelineShape

@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 from planner.errors import ModelFileError
 from planner.formats.profile import LossMean
 from planner.model.batch import Batch, collate
-from planner.model.loss_weight import Shares, shares_function
+from planner.model.loss import Shares, shares_function
 from planner.model.spec import TrainingSpec
 from planner.schedule.instructions import Unit
 from planner.workers.defaults import STEPS

@@ -32,11 +32,11 @@ from planner.executor.communication.routes import LinkGroups
 from planner.executor.run.context import PipelineContext
 from planner.executor.run.data import EvaluationBatches, EvaluationData
 from planner.formats.profile import LossMean
-from planner.model.autocast import autocasting
 from planner.model.batch import Batch
-from planner.model.loss_weight import weight_function
+from planner.model.loss import weight_function
+from planner.model.options import autocasting
+from planner.model.randomness import random_state_kept
 from planner.model.stage.evaluation import EvaluationStages, separate_buffers, share_buffers
-from planner.model.state.kept_state import random_state_kept
 from planner.schedule.instructions import (
     Forward,
     Instruction,

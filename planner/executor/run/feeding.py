@@ -19,7 +19,7 @@ from planner.errors import InputError
 from planner.executor.run.context import PipelineContext
 from planner.executor.run.data import BatchSource
 from planner.model.batch import Batch, make_batch
-from planner.model.loss_weight import Shares, shares_by_samples
+from planner.model.loss import Shares, shares_by_samples
 from planner.schedule.instructions import AddShared, AllReduce, Instruction, ReceiveShared, SendShared, Unit, Update
 
 

@@ -18,12 +18,12 @@ from planner.errors import ModelFileError, PlanError, PlannerError
 from planner.executor.checkpoint.pretrained import Pretrained
 from planner.formats.plan import Plan
 from planner.model.batch import Batch
+from planner.model.capture.capture import capture_file
 from planner.model.capture.graph import LayerGraph
-from planner.model.load import capture_file
+from planner.model.deferred_weights import DeferredModel, allocate
 from planner.model.options import module_options
+from planner.model.randomness import generators_kept
 from planner.model.spec import TrainingSpec
-from planner.model.state.generators import generators_kept
-from planner.model.weights.deferred_weights import DeferredModel, allocate
 from planner.workers.job import Job
 
 # Of the host's memory that whole models, one per local worker, may take: training on a CPU needs the rest, and on a GPU

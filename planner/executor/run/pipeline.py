@@ -34,7 +34,7 @@ from planner.executor.run.worker import Observers
 from planner.formats.device_names import Backend, DeviceType
 from planner.formats.plan import Plan
 from planner.model.batch import make_batch
-from planner.model.loss_weight import shares_function
+from planner.model.loss import shares_function
 from planner.model.spec import TrainingSpec
 from planner.workers.job import CheckpointOptions, Evaluation, Job, TrainingOptions
 from planner.workers.meeting import started_as_worker

@@ -21,7 +21,7 @@ from planner.model.stage.evaluation import EvaluationStages, build_evaluation
 from planner.model.stage.parts import Variant
 from planner.model.stage.stage import StageModule, build_stage
 from planner.model.tensor.division import UNDIVIDED, division_of, keep_parts
-from planner.model.tensor.found import tensor_parallel_plan
+from planner.model.tensor.parallel_plan import tensor_parallel_plan
 from planner.workers.job import Job
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from planner.model.stage.deferred_norm import DeferredNorm, RunningStatistics, Statistics, combine
 from planner.model.stage.stage import StageModule
-from planner.model.state.deferred_norm import DeferredNorm, RunningStatistics, Statistics, combine
 
 
 class MinibatchStatistics:

@@ -1,4 +1,4 @@
-"""Capture a model and its loss as a LayerGraph, through torch.export with a dynamic batch dimension."""
+"""Capture a model and its loss as a LayerGraph: through torch.export with a dynamic batch dimension, or as blocks."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_map
 
 from planner.errors import CaptureError, PlannerError
 from planner.model.batch import Batch
-from planner.model.capture.devices import is_check
-from planner.model.capture.digest import graph_digest
+from planner.model.capture.blocks import capture_blocks
 from planner.model.capture.failure import (
     capture_failure,
     refuse_assignments,
@@ -24,13 +23,47 @@ from planner.model.capture.failure import (
     silent_tracer,
 )
 from planner.model.capture.fake_run import TensorFacts, fake_run
-from planner.model.capture.graph import LOSS, Input, LayerGraph, ValueSpec
+from planner.model.capture.graph import LOSS, Input, LayerGraph, ValueSpec, graph_digest
 from planner.model.capture.layers import FlatGraph, group_layers
-from planner.model.capture.names import MODEL, Names
+from planner.model.capture.operations import MODEL, Names, is_check
 from planner.model.capture.size import SizeReader, is_symbolic
-from planner.model.loss import LossFunction, loss_of
-from planner.model.memory_format import lay_out
-from planner.model.options import PLAIN, ModuleOptions
+from planner.model.deferred_weights import allocate_buffers, is_deferred, without_storage
+from planner.model.loss import loss_of
+from planner.model.options import PLAIN, ModuleOptions, lay_out
+from planner.model.spec import LossFunction, TrainingSpec
+
+
+def capture_file(
+    spec: TrainingSpec,
+    batch: Batch,
+    model: nn.Module | None = None,
+    *,
+    training: bool = True,
+    options: ModuleOptions = PLAIN,
+) -> LayerGraph:
+    """Return the graph of a model with its loss.
+
+    Args:
+        spec: with the loss, and the blocks if the user names them.
+        batch: example.
+        model: built from `spec`, its weights perhaps without memory; None builds a new one.
+        training: whether the model is captured in training mode or in evaluation mode; it is left in that mode.
+
+    Raises:
+        ModelFileError, CaptureError: when the model file or the model cannot be used.
+    """
+    model = (spec.build_model() if model is None else model).train(training)
+    deferred = is_deferred(model)
+    if deferred:
+        allocate_buffers(model)
+    if spec.defines("blocks"):
+        return capture_blocks(model, spec.blocks(model), batch, spec.loss, options=options, values=not deferred)
+    if not deferred:
+        return capture(model, batch, spec.loss, options=options)
+    if options.channels_last:
+        lay_out(model)  # now, because without storage nothing can be copied
+    with without_storage(model):
+        return capture(model, batch, spec.loss, options=options)
 
 
 def capture(model: nn.Module, batch: Batch, loss: LossFunction | None, *, options: ModuleOptions = PLAIN) -> LayerGraph:

@@ -18,11 +18,10 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._pytree import tree_leaves
 
-from planner.model.autocast import autocasting
-from planner.model.capture.absent_device import fake_device, pretended
-from planner.model.capture.devices import movable, moved, place_nested
+from planner.model.capture.fake import fake_device, pretended
 from planner.model.capture.graph import expanded_dimensions, memory_order
-from planner.model.capture.names import nested_graph
+from planner.model.capture.operations import movable, moved, nested_graph, place_nested
+from planner.model.options import autocasting
 
 # Their schemas do not say that they write these arguments: running mean and variance.
 _WRITES_SILENTLY = {"aten::batch_norm": (3, 4), "aten::instance_norm": (3, 4)}

@@ -1,23 +1,26 @@
-"""LayerGraph: a captured training forward with its loss, as a chain of layers and the values between them."""
+"""LayerGraph: a captured training forward with its loss, as a chain of layers and the values between them.
+
+Its hash says whether a plan was made for this model.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils._pytree import TreeSpec
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map
 
-from planner.model.capture.names import Names
-from planner.model.capture.size import Size, SizeReader, evaluate
+from planner.errors import CaptureError
+from planner.model.capture.operations import Names
+from planner.model.capture.size import Size, SizeReader, evaluate, is_symbolic
 from planner.model.options import ModuleOptions
-
-if TYPE_CHECKING:
-    from planner.model.capture.block_layers import BlockChain
+from planner.model.spec import LossFunction
 
 LOSS = "loss"  # the key under which a stage returns the loss
 
@@ -120,6 +123,80 @@ class ValueEdge:
     target: str
 
 
+_PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
+_TENSOR = object()  # stands for a tensor among the leaves
+
+
+@dataclass(frozen=True, eq=False)
+class Structure:
+    """The structure of what a block returns.
+
+    Tensors stand within lists, tuples and dicts, beside numbers and strings, which must be the same for every batch.
+    """
+
+    spec: TreeSpec
+    leaves: tuple[Any, ...]
+
+    def tensors(self, value: Any, block: str) -> list[Tensor]:
+        """Return the tensors in `value`; raise CaptureError when it has another structure than this one."""
+        found = structure_of(value)
+        if found is None or found.spec != self.spec or found.leaves != self.leaves:
+            raise CaptureError(
+                f"block '{block}' returns another structure than on the example batch",
+                hint="the number of tensors, and everything beside them, must be the same for every batch",
+            )
+        return tensors_of(value)
+
+    def value(self, tensors: Sequence[Tensor]) -> Any:
+        """Return what the next block takes, given the tensors in it."""
+        rest = iter(tensors)
+        return self.spec.unflatten([next(rest) if leaf is _TENSOR else leaf for leaf in self.leaves])
+
+
+def structure_of(value: Any) -> Structure | None:
+    """Return the structure of what a block returned; None where something in it cannot be sent."""
+    leaves, spec = tree_flatten(value)
+    if not all(isinstance(leaf, (Tensor, *_PLAIN)) for leaf in leaves):
+        return None
+    return Structure(spec, tuple(_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves))
+
+
+@dataclass(frozen=True, eq=False)
+class BlockLayer:
+    """Blocks that share a layer; the last layer computes the loss, perhaps without any block.
+
+    Attributes:
+        blocks: modules with their names.
+        takes: structure of what the layer before returns; None for the first layer, which takes the batch.
+        gives: structure of what the layer after takes; None for the last layer.
+        values: names of the tensors in `gives`.
+    """
+
+    blocks: tuple[tuple[str, nn.Module], ...]
+    takes: Structure | None
+    gives: Structure | None
+    values: tuple[str, ...]
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether it is the last layer, which computes the loss."""
+        return self.gives is None
+
+
+@dataclass(frozen=True)
+class BlockChain:
+    """The modules that a graph of blocks runs; `training` is the mode that they are put into."""
+
+    layers: tuple[BlockLayer, ...]
+    loss: LossFunction | None
+    training: bool
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    """Return the tensors in what a block returned."""
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
 @dataclass(frozen=True, eq=False)
 class LayerGraph:
     """A model's training step up to the loss.
@@ -212,3 +289,69 @@ class LayerGraph:
         """Return `parameters` with all other names of the tied ones among them."""
         groups = {name: group for group in self.tied_parameters for name in group}
         return tuple(dict.fromkeys(alias for name in parameters for alias in groups.get(name, (name,))))
+
+
+def graph_digest(graph: LayerGraph, specs: Mapping[fx.Node, ValueSpec]) -> str:
+    """Return the SHA-256 of operations, arguments, shapes, dtypes, parameter names and layers.
+
+    It does not depend on the process, the device or, unless the model pins it, the batch size.
+
+    Args:
+        graph: captured for any device.
+    """
+    sha = hashlib.sha256()
+    for line in _lines(graph, specs):
+        sha.update(line.encode() + b"\n")
+    return sha.hexdigest()
+
+
+def _lines(graph: LayerGraph, specs: Mapping[fx.Node, ValueSpec]) -> list[str]:
+    lines = [
+        f"parameter {name} {tuple(parameter.shape)} {parameter.dtype} {parameter.requires_grad}"
+        for name, parameter in graph.model.named_parameters(remove_duplicate=False)
+    ]
+    lines += [
+        f"buffer {name} {tuple(buffer.shape)} {buffer.dtype}"
+        for name, buffer in graph.model.named_buffers(remove_duplicate=False)
+    ]
+    lines += [f"tied {group}" for group in graph.tied_parameters]
+    # Added when they are set only, so that the hashes of graphs without them stay as they were.
+    lines += [f"autocast {graph.options.autocast}"] if graph.options.autocast is not None else []
+    lines += ["channels-last"] if graph.options.channels_last else []
+    lines += [f"layer {layer.name} {[node.name for node in layer.nodes]}" for layer in graph.layers]
+    for node in graph.module.graph.nodes:
+        spec = specs.get(node)
+        value = f" {spec.dtype} {spec.requires_grad} {[str(size) for size in spec.sizes]} {spec.order}" if spec else ""
+        value += f" {spec.expanded}" if spec and spec.expanded else ""
+        lines.append(f"{node.op} {node.name} {_target(graph, node)} {_arguments(graph, node)}{value}")
+    return lines
+
+
+def _target(graph: LayerGraph, node: fx.Node) -> str:
+    if node.op != "get_attr":
+        return str(getattr(node.target, "__name__", "")) + ":" + _plain(node.target)
+    name = graph.names.parameter(node) or graph.names.buffer(node)
+    if name is not None:
+        return name
+    constant = graph.names.constant(node)
+    if isinstance(constant, Tensor):
+        return f"{constant.dtype} {constant.tolist()}"
+    assert isinstance(constant, fx.GraphModule)
+    return " ".join(f"{inner.op} {_plain(inner.target)} {_arguments(graph, inner)}" for inner in constant.graph.nodes)
+
+
+def _plain(target: Any) -> str:
+    # The default text of a function contains its address, which differs between processes.
+    return str(target) if isinstance(target, (str, torch._ops.OpOverload)) else type(target).__name__
+
+
+def _arguments(graph: LayerGraph, node: fx.Node) -> str:
+    def text(leaf: Any) -> Any:
+        if isinstance(leaf, fx.Node):
+            value = leaf.meta.get("val")
+            expression = graph.reader.expression(value) if is_symbolic(value) else None
+            return f"%{leaf.name if expression is None else expression}"
+        return "device" if isinstance(leaf, torch.device) else repr(leaf)
+
+    is_leaf = lambda x: isinstance(x, fx.Node)  # noqa: E731
+    return repr(tree_map(text, (node.args, dict(node.kwargs)), is_leaf=is_leaf))

@@ -16,7 +16,7 @@ from torch import fx, nn
 
 from planner.model.capture.fake_run import TensorFacts
 from planner.model.capture.graph import GraphLayer, ValueSpec
-from planner.model.capture.names import Names, scope_of
+from planner.model.capture.operations import Names, scope_of
 
 _LOSS = None  # the scope of the loss function's operations
 

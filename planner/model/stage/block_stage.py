@@ -8,16 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from planner.model.capture.block_layers import BlockChain
-from planner.model.capture.graph import LOSS, LayerGraph
+from planner.model.capture.graph import LOSS, BlockChain, LayerGraph
 from planner.model.loss import loss_of
-from planner.model.stage.compiling import compiled
+from planner.model.randomness import RandomKey, reseed
+from planner.model.stage.code import compiled
+from planner.model.stage.deferred_norm import defer_module, deferred_name
 from planner.model.stage.parts import Boundary, StageCode, StageParts, Variant, stage_parts
-from planner.model.stage.segments import Segment, divided, joined
-from planner.model.state.changing_buffers import ChangingBuffers, places_of
-from planner.model.state.deferred_norm import defer_module, deferred_name
-from planner.model.state.randomness import RandomKey, reseed
-from planner.model.weights.of_stage import add_missing, holder_of
+from planner.model.stage.segments import ChangingBuffers, Segment, divided, joined, places_of
+from planner.model.stage.weights import add_missing, holder_of
 
 
 def block_parts(graph: LayerGraph, boundary: Boundary, variant: Variant) -> StageParts:

@@ -7,16 +7,13 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
-from planner.model.capture.devices import enters_autocast, movable, moved
 from planner.model.capture.failure import user_place
 from planner.model.capture.graph import GraphLayer, LayerGraph
+from planner.model.capture.operations import enters_autocast, is_random, movable, moved
 from planner.model.capture.size import is_symbolic
-from planner.model.stage.compiling import compiled, uncompiled
-from planner.model.stage.fast_calls import FUNCTIONS, Registries
-from planner.model.stage.parts import Boundary, LayerObserver, StageCode, StageParts, Variant, stage_parts
-from planner.model.stage.segments import Segment, divided, joined
-from planner.model.state.changing_buffers import ChangingBuffers, places_of
-from planner.model.state.deferred_norm import (
+from planner.model.randomness import reseed
+from planner.model.stage.code import FUNCTIONS, Registries, compiled, uncompiled
+from planner.model.stage.deferred_norm import (
     DeferredNorm,
     RunningStatistics,
     counts_minibatches,
@@ -24,9 +21,10 @@ from planner.model.state.deferred_norm import (
     deferred_name,
     running_statistics,
 )
-from planner.model.state.randomness import is_random, reseed
+from planner.model.stage.parts import Boundary, LayerObserver, StageCode, StageParts, Variant, stage_parts
+from planner.model.stage.segments import ChangingBuffers, Segment, divided, joined, places_of
+from planner.model.stage.weights import weights_of
 from planner.model.tensor.regions import Regions
-from planner.model.weights.of_stage import weights_of
 
 CONSTANT = "_constant_"  # begins the names of constants and nested graphs, which are of this graph alone
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -13,13 +14,28 @@ from torch.utils._pytree import TreeSpec
 
 from planner.errors import ModelFileError
 from planner.model.batch import Batch
-from planner.model.capture.batch_limits import least_batch_size
 from planner.model.capture.graph import LOSS, GraphLayer, Input, LayerGraph, ValueSpec
 from planner.model.capture.size import evaluate_number, samples_in
-from planner.model.memory_format import channels_last
-from planner.model.stage.fast_calls import Registry
+from planner.model.options import channels_last
+from planner.model.stage.code import Registry
+from planner.model.stage.weights import RecurrentWeights, recurrent_weights
 from planner.model.tensor.division import UNDIVIDED, DividedWeights
-from planner.model.weights.recurrent import RecurrentWeights, recurrent_weights
+
+_TRAINING = 5  # position of this argument of aten.batch_norm
+
+
+def least_batch_size(layers: Iterable[GraphLayer]) -> int:
+    """Return 2 where a BatchNorm has one value per channel and sample, of which there is no variance; else 1."""
+    return 2 if any(_needs_two(node) for layer in layers for node in layer.nodes) else 1
+
+
+def _needs_two(node: fx.Node) -> bool:
+    if node.target is not torch.ops.aten.batch_norm.default or not node.args[_TRAINING]:
+        return False
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    positions = source.meta["val"].shape[2:]
+    return all(isinstance(size, int) for size in positions) and math.prod(positions) == 1
 
 
 class LayerObserver(Protocol):

@@ -9,18 +9,114 @@ import torch
 from torch import Tensor, nn
 
 from planner.errors import CaptureError
-from planner.model.autocast import autocasting
 from planner.model.batch import Batch
 from planner.model.capture.failure import operation_failure
 from planner.model.capture.graph import LayerGraph, ValueSpec
-from planner.model.memory_format import lay_out
+from planner.model.options import autocasting, lay_out
+from planner.model.randomness import RandomKey, keep_state
 from planner.model.stage.block_stage import block_parts
+from planner.model.stage.deferred_norm import DeferredNorm
 from planner.model.stage.graph_stage import graph_parts
 from planner.model.stage.parts import AS_CAPTURED, LayerObserver, StageParts, Variant, stage_boundary
 from planner.model.stage.segments import FAILURES
-from planner.model.state.deferred_norm import DeferredNorm
-from planner.model.state.randomness import RandomKey
 from planner.model.tensor.division import UNDIVIDED, DividedWeights
+
+
+def warm_up(stage: StageModule, batch: Batch) -> None:
+    """Run `stage` on zeros instead of what earlier stages send, then restore buffers and random state.
+
+    Args:
+        stage: on its device, without gradients.
+        batch: any of the size to come, on the same device.
+    """
+    with keep_state(stage) as device:
+        received = {spec.name: _zeros(spec, batch.size, device) for spec in stage.received}
+        results = stage(batch if stage.needs_batch else None, received)
+        roots = [value for value in results.values() if value.requires_grad and value.grad_fn is not None]
+        if roots:
+            torch.autograd.backward(roots, [torch.zeros_like(root) for root in roots])
+    for parameter in stage.parameters():
+        parameter.grad = None
+
+
+def _zeros(spec: ValueSpec, batch_size: int, device: torch.device) -> Tensor:
+    # Through the wire, because compiled code depends on the strides that a received value has.
+    wire = torch.zeros(spec.wire_shape(batch_size), dtype=spec.dtype, device=device)
+    return spec.from_wire(wire, batch_size).requires_grad_(spec.requires_grad)
+
+
+class ChainedStage(nn.Module):
+    """Consecutive layers that take all values crossing the cut before them, and return those crossing the cut after.
+
+    Values that only later stages use are passed on. Tensors have the form of messages: contiguous, expanded dimensions
+    once. The last stage returns the loss alone, of shape (1,). Model inputs and targets are not passed: see `begin`.
+
+    Args:
+        graph: of the model; it says whether the layers go through torch.compile.
+        recompute: groups of layers that keep only what enters them for the backward.
+    """
+
+    def __init__(
+        self,
+        graph: LayerGraph,
+        layers: Sequence[str],
+        microbatch_size: int,
+        *,
+        seed: int = 0,
+        recompute: Sequence[Sequence[str]] = (),
+    ) -> None:
+        super().__init__()
+        variant = Variant(compiled=graph.options.compiled, recompute=tuple(map(tuple, recompute)))
+        self.stage = build_stage(graph, layers, variant=variant)
+        first, last = graph.position[layers[0]], graph.position[layers[-1]]
+        self.received, self.sent = cut_values(graph, first), cut_values(graph, last + 1)
+        self._size = microbatch_size
+        self._seed = seed
+        self._upcoming: list[tuple[int, int, Batch]] = []
+
+    @property
+    def input_args(self) -> tuple[Tensor, ...]:
+        """Examples, on the meta device, of the tensors that `forward` takes."""
+        return tuple(self._example(spec) for spec in self.received)
+
+    @property
+    def output_args(self) -> tuple[Tensor, ...]:
+        """Examples, on the meta device, of the tensors that `forward` returns."""
+        if self.stage.has_loss:
+            return (torch.empty(1, device="meta").requires_grad_(),)
+        return tuple(self._example(spec) for spec in self.sent)
+
+    def begin(self, minibatch: int, batches: Mapping[int, Batch]) -> None:
+        """Set the microbatches of `minibatch`, by number, that the next calls of `forward` run in order."""
+        self._upcoming = [(minibatch, microbatch, batch) for microbatch, batch in batches.items()]
+
+    def forward(self, *received: Tensor) -> Tensor | tuple[Tensor, ...]:
+        """Run the layers on the next microbatch."""
+        minibatch, microbatch, batch = self._upcoming.pop(0)
+        self.stage.set_random_key(self._seed, minibatch, microbatch)
+        wires = {spec.name: tensor for spec, tensor in zip(self.received, received, strict=True)}
+        values = {spec.name: spec.from_wire(wires[spec.name], self._size) for spec in self.received}
+        results = self.stage(batch, {spec.name: values[spec.name] for spec in self.stage.received})
+        if self.stage.has_loss:
+            loss: Tensor = results["loss"]
+            return loss.reshape(1)
+        return tuple(
+            spec.to_wire(results[spec.name]).contiguous() if spec.name in results else wires[spec.name]
+            for spec in self.sent
+        )
+
+    def _example(self, spec: ValueSpec) -> Tensor:
+        example = torch.empty(spec.wire_shape(self._size), dtype=spec.dtype, device="meta")
+        return example.requires_grad_(spec.requires_grad)
+
+
+def cut_values(graph: LayerGraph, position: int) -> tuple[ValueSpec, ...]:
+    """Return the values that layers before `position` make and layers from there on use."""
+    return tuple(
+        graph.specs[node]
+        for node in graph.crossing
+        if graph.owner[node] < position and graph.last_use(node) >= position
+    )
 
 
 class StageModule(nn.Module):

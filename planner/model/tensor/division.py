@@ -13,11 +13,8 @@ from torch import Tensor, fx, nn
 
 from planner.errors import PlanError
 from planner.model.capture.graph import LayerGraph
-from planner.model.tensor.cut import Cut
-from planner.model.tensor.dimensions import VIEWS, packet_of, shape_of
-from planner.model.tensor.packed import Packing, packing
-from planner.model.tensor.plan import COLUMNS, ROWS, Plan, style_of
-from planner.model.tensor.products import PRODUCTS
+from planner.model.tensor.dimensions import PRODUCTS, VIEWS, Cut, Packing, packet_of, packing, shape_of
+from planner.model.tensor.parallel_plan import COLUMNS, ROWS, Plan, style_of
 
 if TYPE_CHECKING:  # importing DTensor takes a second, which only plans with groups are worth
     from planner.model.tensor.group import TensorGroup

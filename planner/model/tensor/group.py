@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from planner.model.tensor.cut import Cut
+from planner.model.tensor.dimensions import Cut
 
 
 class TensorGroup:

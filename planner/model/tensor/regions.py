@@ -10,11 +10,9 @@ import torch
 from torch import Tensor, fx
 
 from planner.model.capture.graph import LayerGraph
-from planner.model.state.randomness import is_random
-from planner.model.tensor.cut import Cut
-from planner.model.tensor.dimensions import PARTS, VIEWS, packet_of, shape_of
+from planner.model.capture.operations import is_random
+from planner.model.tensor.dimensions import PARTS, VIEWS, Cut, Packing, packet_of, shape_of
 from planner.model.tensor.division import DividedWeights, packings, sums_up
-from planner.model.tensor.packed import Packing
 
 if TYPE_CHECKING:
     from planner.model.tensor.group import TensorGroup

@@ -19,17 +19,16 @@ from torch.utils._pytree import tree_map
 from planner.errors import InputError, LayerError
 from planner.formats.profile import MemoryFormat
 from planner.model.batch import Batch, make_batch
+from planner.model.capture.capture import capture_file
 from planner.model.capture.failure import capture_failure, decides_by_values
+from planner.model.capture.fake import fake_batch, fake_modules, make_fake, on_meta
 from planner.model.capture.graph import LOSS, LayerGraph
-from planner.model.fake import fake_batch, fake_modules, make_fake, on_meta
-from planner.model.load import capture_file
-from planner.model.memory_format import lay_out
-from planner.model.options import ModuleOptions
+from planner.model.options import ModuleOptions, lay_out
 from planner.model.spec import TrainingSpec
 from planner.model.stage.parts import OBSERVABLE
 from planner.model.stage.stage import StageModule, build_stage
 from planner.model.tensor.division import UNDIVIDED, division_of, keep_parts
-from planner.model.tensor.found import tensor_parallel_plan
+from planner.model.tensor.parallel_plan import tensor_parallel_plan
 from planner.profiler.estimated.devices import DeviceSpec, DType
 from planner.profiler.estimated.execution import EAGER_CPU, Execution
 from planner.profiler.estimated.fusion import fused

@@ -17,11 +17,9 @@ from contextlib import ExitStack, contextmanager
 import torch
 
 from planner.errors import InputError, PlannerError, WorkerError
-from planner.model.autocast import autocast_dtype, autocast_name
-from planner.model.memory_format import lay_out
-from planner.model.options import ModuleOptions
+from planner.model.loss import unsplit_loss
+from planner.model.options import ModuleOptions, autocast_dtype, autocast_name, lay_out
 from planner.model.spec import TrainingSpec, load_model_file
-from planner.model.stage.unsplit import unsplit_loss
 from planner.profiler.measured.device import check_positive
 from planner.profiler.measured.malloc import keep_freed_pages
 from planner.profiler.measured.update import still

@@ -13,7 +13,7 @@ from planner.model.spec import TrainingSpec
 from planner.model.stage.parts import Variant
 from planner.model.stage.stage import StageModule, build_stage
 from planner.model.tensor.division import DividedWeights, division_of, keep_parts
-from planner.model.tensor.found import tensor_parallel_plan
+from planner.model.tensor.parallel_plan import tensor_parallel_plan
 from planner.profiler.measured.device import describe_device
 from planner.profiler.measured.make_profile import make_profile
 from planner.profiler.measured.one_rank import Collectives, degree_costs, first_rank, reduced

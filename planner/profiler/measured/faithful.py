@@ -11,11 +11,11 @@ from torch import Tensor
 from planner.errors import CaptureError
 from planner.model.batch import Batch
 from planner.model.capture.graph import LOSS, LayerGraph
+from planner.model.loss import unsplit_loss
 from planner.model.options import ModuleOptions
+from planner.model.randomness import keep_state
 from planner.model.spec import TrainingSpec
 from planner.model.stage.stage import build_stage
-from planner.model.stage.unsplit import unsplit_loss
-from planner.model.state.kept_state import keep_state
 
 # Relative differences that are none: some kernels of GPUs add in another order each time.
 _ROUNDING, _EPSILONS = 1e-4, 4

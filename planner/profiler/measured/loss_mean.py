@@ -12,10 +12,9 @@ from planner.errors import ModelFileError
 from planner.formats.profile import LossMean
 from planner.model.batch import Batch
 from planner.model.capture.graph import LayerGraph
-from planner.model.loss_weight import labels_of, shares_function, with_labels
+from planner.model.loss import labels_of, shares_function, unsplit_loss, with_labels
 from planner.model.options import ModuleOptions
 from planner.model.spec import TrainingSpec
-from planner.model.stage.unsplit import unsplit_loss
 
 _IGNORED = 4  # position of this argument of aten.cross_entropy_loss
 _PARTS = 4  # several, because two may have as many labels by chance

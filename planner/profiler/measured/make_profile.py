@@ -11,8 +11,8 @@ import torch
 
 from planner.formats.codecs import FLOAT_BYTES
 from planner.formats.profile import Compiled, Device, Edge, Layer, Profile, Provenance, Value, WholeStep
-from planner.model.autocast import autocast_name
 from planner.model.capture.graph import GraphLayer, LayerGraph
+from planner.model.options import autocast_name
 from planner.profiler.measured.accumulation import AccumulationTime
 from planner.profiler.measured.compiled import CompiledTimes
 from planner.profiler.measured.steps import StepTimes

@@ -12,15 +12,14 @@ import torch
 
 from planner.errors import InputError
 from planner.formats.profile import TF32, LossMean, MemoryFormat, Profile
-from planner.model.autocast import autocast_dtype
 from planner.model.batch import Batch
+from planner.model.capture.capture import capture_file
 from planner.model.capture.graph import LayerGraph
 from planner.model.elementwise import has_divisible_optimizer
-from planner.model.load import capture_file
-from planner.model.options import ModuleOptions
+from planner.model.options import ModuleOptions, autocast_dtype
+from planner.model.randomness import random_state_kept
 from planner.model.spec import TrainingSpec
-from planner.model.stage.compiling import check_compiler
-from planner.model.state.kept_state import random_state_kept
+from planner.model.stage.code import check_compiler
 from planner.profiler.defaults import REPEATS, SECONDS
 from planner.profiler.measured.contention import check_processes, contention
 from planner.profiler.measured.device import check_positive, describe_device, parse_device, thread_count

@@ -12,10 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from planner.model.batch import Batch
 from planner.model.capture.graph import LOSS, LayerGraph
+from planner.model.loss import unsplit_loss
 from planner.model.spec import TrainingSpec
 from planner.model.stage.parts import OBSERVABLE, LayerObserver
 from planner.model.stage.stage import StageModule, build_stage
-from planner.model.stage.unsplit import unsplit_loss
 from planner.profiler.flops import FlopCounter
 from planner.profiler.measured.accumulation import AccumulationTime, AccumulationTimer, bounded
 from planner.profiler.measured.clock import LayerMarks, MarkT, clock_for, layer_flops

@@ -14,14 +14,14 @@ from planner.errors import InputError, PlanError
 from planner.formats.profile import Profile
 from planner.formats.shared_weights import copied_layers
 from planner.model.batch import Batch
+from planner.model.capture.capture import capture_file
 from planner.model.capture.graph import LOSS
-from planner.model.load import capture_file
 from planner.model.options import module_options
+from planner.model.randomness import random_state_kept
 from planner.model.spec import TrainingSpec
-from planner.model.stage.compiling import check_compiler
+from planner.model.stage.code import check_compiler
 from planner.model.stage.parts import Variant
 from planner.model.stage.stage import StageModule, build_stage
-from planner.model.state.kept_state import random_state_kept
 from planner.profiler.measured.clock import Clock, clock_for
 from planner.profiler.measured.contention import check_processes, contention
 from planner.profiler.measured.device import parse_device, thread_count

@@ -17,9 +17,8 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 
-from planner.model.autocast import autocast_dtype
-from planner.model.load import capture_file
-from planner.model.options import ModuleOptions
+from planner.model.capture.capture import capture_file
+from planner.model.options import ModuleOptions, autocast_dtype
 from planner.model.spec import TrainingSpec
 from planner.profiler.measured.device import thread_count
 from planner.selftest.lab import SEED, Lab, location, spec_of

@@ -34,8 +34,8 @@ from planner.executor.checkpoint.stage_parts import Restorable, fill_optimizer, 
 from planner.executor.communication.sharding import Sharding
 from planner.executor.observe.run_log import FILE, RunLog
 from planner.formats.files import save_record
+from planner.model.capture.capture import capture_file
 from planner.model.capture.graph import LayerGraph
-from planner.model.load import capture_file
 from planner.model.spec import TrainingSpec, load_model_file
 from planner.model.stage.stage import build_stage
 from planner.workers.heartbeat import Heartbeat

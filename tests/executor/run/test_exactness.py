@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from planner.executor.run.data import BatchSource, make_batches
 from planner.formats.plan import Plan
 from planner.formats.profile import Profile
-from planner.model.load import capture_file
+from planner.model.capture.capture import capture_file
 from planner.model.spec import TrainingSpec, load_model_file
 from planner.model.stage.stage import StageModule, build_stage
 from planner.schedule.instructions import Unit

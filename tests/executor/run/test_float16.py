@@ -11,8 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from planner.executor.stage.optimizer import BACKOFF, FIRST_SCALE, LossScaler
-from planner.model.autocast import autocasting
-from planner.model.options import ModuleOptions
+from planner.model.options import ModuleOptions, autocasting
 from planner.model.spec import load_model_file
 from planner.workers.job import TrainingOptions
 from tests.executor import eager

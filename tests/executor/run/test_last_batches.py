@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from planner.errors import ModelFileError
 from planner.executor.run.data import DatasetBatches
 from planner.executor.run.stages import check_sizes
-from planner.model.load import capture_file
+from planner.model.capture.capture import capture_file
 from planner.model.spec import load_model_file
 from planner.model.stage.stage import build_stage
 from planner.schedule.instructions import Unit

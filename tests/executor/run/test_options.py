@@ -11,10 +11,9 @@ from torch import Tensor, nn
 from planner.api import train
 from planner.executor.run.data import make_batches
 from planner.model.batch import Batch
-from planner.model.load import capture_file
+from planner.model.capture.capture import capture_file
 from planner.model.loss import loss_of
-from planner.model.memory_format import lay_out
-from planner.model.options import ModuleOptions
+from planner.model.options import ModuleOptions, lay_out
 from planner.model.spec import TrainingSpec, load_model_file
 from planner.model.stage.stage import StageModule, build_stage
 from planner.schedule.instructions import Unit

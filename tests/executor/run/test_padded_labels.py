@@ -14,7 +14,7 @@ from planner.executor.run.feeding import FedBatches
 from planner.formats.plan import Plan
 from planner.formats.profile import LossMean
 from planner.model.batch import Batch
-from planner.model.loss_weight import shares_function
+from planner.model.loss import shares_function
 from planner.model.spec import TrainingSpec, load_model_file
 from planner.schedule.instructions import Unit
 from planner.workers.job import Job, TrainingOptions

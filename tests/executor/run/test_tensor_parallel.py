@@ -22,7 +22,7 @@ from planner.executor.run.stages import check_divided
 from planner.formats.plan import Plan
 from planner.formats.plan_parts import Shared
 from planner.formats.profile import Profile
-from planner.model.load import capture_file
+from planner.model.capture.capture import capture_file
 from planner.model.spec import load_model_file
 from planner.model.stage.stage import StageModule, build_stage
 from planner.schedule.instructions import Unit

@@ -16,14 +16,12 @@ from torch.nn import functional as F
 from planner.errors import CaptureError
 from planner.executor.stage.versions import WeightVersions
 from planner.model.batch import Batch
-from planner.model.capture.capture import capture
+from planner.model.capture.capture import capture, capture_file
 from planner.model.capture.graph import LayerGraph
-from planner.model.load import capture_file
 from planner.model.options import PLAIN, ModuleOptions
 from planner.model.spec import load_model_file
 from planner.model.stage.parts import Variant
-from planner.model.stage.stage import StageModule, build_stage
-from planner.model.stage.warmup import warm_up
+from planner.model.stage.stage import StageModule, build_stage, warm_up
 from planner.profiler.measured.workspace import meter_for
 from tests.executor.models import write_model
 from tests.model.device_models import DEVICE_MODELS

@@ -12,7 +12,7 @@ from planner.errors import InputError, ModelFileError
 from planner.formats.cluster import flat_cluster
 from planner.formats.profile import LossMean
 from planner.model.batch import Batch
-from planner.model.loss_weight import with_labels
+from planner.model.loss import with_labels
 from planner.model.spec import TrainingSpec, in_memory
 from planner.profiler.measured.profile import ProfilingOptions, profile_model
 from planner.solver import solve

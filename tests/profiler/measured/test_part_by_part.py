@@ -9,7 +9,7 @@ import torch
 
 from planner.errors import InputError
 from planner.formats.profile import Profile
-from planner.model.load import capture_file
+from planner.model.capture.capture import capture_file
 from planner.model.spec import load_model_file
 from planner.profiler.measured import part_by_part
 from planner.profiler.measured.profile import ProfilingOptions, profile_model

@@ -10,7 +10,7 @@ import torch
 from planner.cli.main import main
 from planner.errors import InputError, PlanError
 from planner.formats.cluster import flat_cluster
-from planner.model.load import capture_file
+from planner.model.capture.capture import capture_file
 from planner.model.loss import loss_of
 from planner.model.spec import load_model_file
 from planner.model.stage.stage import build_stage

@@ -32,7 +32,7 @@ from planner.model.batch import Batch
 from planner.model.capture.graph import ValueSpec
 from planner.model.capture.size import BATCH
 from planner.model.stage.evaluation import EvaluationStages
-from planner.model.tensor.cut import Cut
+from planner.model.tensor.dimensions import Cut
 from planner.model.tensor.division import DividedWeights
 from planner.schedule.instructions import Unit
 from planner.schedule.registry import find

@@ -1,1 +1,0 @@
-"""TrainingSpec with blocks(model) -> LayerGraph: run the blocks that the user names instead of tracing the model."""

@@ -1,0 +1,185 @@
+"""The operations of a captured graph: weights they read, modules that ran them, their random numbers and device.
+
+The tracer wrote the device that it ran on into the graph:
+
+    aten.arange.default(8, device=device(type='cpu'))           positions, masks
+    aten.to.dtype_layout(x, ..., device=device(type='cpu'))     moves
+    wrap_with_autocast('cpu', None, False, None, region, x)     rotary embeddings stay in float32 so
+
+The exported graph stays as it is, and with it the graph's hash. Who runs its operations rewrites each with `moved`. The
+graphs nested in it, of regions under no_grad or autocast and of branches, are called by operators that hand them
+tensors, but no device. `movable` makes copies of them that hold a buffer: it goes where their stage goes, and its
+device is the one that their operations need.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+MODEL = "model"  # attribute of the exported wrapper that holds the user's model
+_PREFIX = MODEL + "."
+
+# Operations that draw nothing where this argument is zero, nor where they have an argument `train` that is false.
+_SHARES = {
+    **dict.fromkeys(("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout"), "p"),
+    **dict.fromkeys(("lstm", "gru", "rnn_tanh", "rnn_relu"), "dropout"),
+    "scaled_dot_product_attention": "dropout_p",
+}
+
+
+class Names:
+    """Parameters and buffers by the first name that each has in the model.
+
+    Args:
+        module: the flat graph of a wrapper around it.
+
+    Attributes:
+        tied: groups of names of one and the same parameter or buffer; the first one stands for all.
+    """
+
+    def __init__(self, model: nn.Module, module: fx.GraphModule) -> None:
+        self._module = module
+        self._first: dict[str, str] = {}
+        groups: dict[int, list[str]] = {}
+        self._parameters = dict(model.named_parameters(remove_duplicate=False))
+        self._buffers = dict(model.named_buffers(remove_duplicate=False))
+        for name, tensor in (self._parameters | self._buffers).items():
+            group = groups.setdefault(id(tensor), [])
+            group.append(name)
+            self._first[name] = group[0]
+        self.tied = tuple(tuple(group) for group in groups.values() if len(group) > 1)
+
+    def parameter(self, node: fx.Node) -> str | None:
+        """Return the name of the parameter that `node` reads; None if it reads none."""
+        return self._name(node, self._parameters)
+
+    def buffer(self, node: fx.Node) -> str | None:
+        """Return the name of the buffer that `node` reads; None if it reads none."""
+        return self._name(node, self._buffers)
+
+    def constant(self, node: fx.Node) -> Any:
+        """Return what a `get_attr` node reads besides weights: a tensor made in forward, or a nested graph."""
+        assert node.op == "get_attr"
+        return attrgetter(str(node.target))(self._module)
+
+    def all(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Return the names of all parameters and of all buffers, each tensor once."""
+        first = set(self._first.values())
+        return tuple(n for n in self._parameters if n in first), tuple(n for n in self._buffers if n in first)
+
+    def _name(self, node: fx.Node, tensors: dict[str, Any]) -> str | None:
+        if node.op != "get_attr":
+            return None
+        name = str(node.target).removeprefix(_PREFIX)
+        return self._first[name] if name in tensors and isinstance(tensors[name], Tensor) else None
+
+
+def nested_graph(node: fx.Node, module: nn.Module) -> fx.GraphModule | None:
+    """Return the graph within the flat graph `module`, of a no_grad region for instance, that `node` reads."""
+    graph = getattr(module, str(node.target), None) if node.op == "get_attr" else None
+    return graph if isinstance(graph, fx.GraphModule) else None
+
+
+def scope_of(node: fx.Node) -> str | None:
+    """Return the path of the innermost module that ran `node`, "" for the model; None for the loss function."""
+    paths = [path for path, _ in node.meta.get("nn_module_stack", {}).values()]
+    inside = [path for path in paths if path == MODEL or path.startswith(_PREFIX)]
+    # The tracer numbers the calls of a module that is called more than once: "block@1".
+    return inside[-1].removeprefix(MODEL).removeprefix(".").split("@")[0] if inside else None
+
+
+# The tracer's checks of its assumptions pin a device or cost time. A stage checks its inputs itself.
+_CHECKS = ("_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_constrain_range")
+_PLACE = "_place"  # name of the buffer
+_AUTOCAST = "wrap_with_autocast"
+
+
+def is_check(node: fx.Node) -> bool:
+    """Return whether `node` checks an assumption of the tracer, and computes nothing."""
+    if node.op == "call_function":
+        return any(word in str(node.target) for word in _CHECKS)
+    return node.op == "call_module"
+
+
+def moved(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], device: Any, kind: Any) -> tuple[Any, Any]:
+    """Return the arguments of an operation on another device than the one it was traced on.
+
+    Args:
+        device: to put in place of any device among them.
+        kind: of the device, to put in place of the one whose autocast a nested graph runs under.
+    """
+    if enters_autocast(target):
+        args = (kind, *args[1:])
+    placed: tuple[Any, Any] = tree_map(
+        lambda leaf: device if isinstance(leaf, torch.device) else leaf, (tuple(args), dict(kwargs))
+    )
+    return placed
+
+
+def enters_autocast(target: Any) -> bool:
+    """Return whether an operation runs a nested graph under torch.autocast."""
+    return isinstance(target, torch._ops.HigherOrderOperator) and target.__name__ == _AUTOCAST
+
+
+def movable(graph: fx.GraphModule) -> fx.GraphModule:
+    """Return a copy of a nested graph that runs on the device of its buffers, without the tracer's checks."""
+    root = nn.Module()
+    for name, child in graph.named_children():
+        root.add_module(name, movable(child) if isinstance(child, fx.GraphModule) else child)
+    for name, buffer in graph.named_buffers(recurse=False):
+        root.register_buffer(name, buffer)
+    root.register_buffer(_PLACE, torch.zeros(()))
+    copy = fx.GraphModule(root, _movable_code(graph.graph))
+    copy._non_persistent_buffers_set.update(copy._buffers)  # no part of the model's state
+    return copy
+
+
+def _movable_code(code: fx.Graph) -> fx.Graph:
+    new = fx.Graph()
+    new.set_codegen(code._codegen)  # it says how arguments and results are nested
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in code.nodes:
+        if is_check(node):
+            continue
+        device = kind = None
+        if enters_autocast(node.target) or _has_device(node):
+            device = new.call_function(getattr, (new.get_attr(_PLACE), "device"))
+        if enters_autocast(node.target):
+            kind = new.call_function(getattr, (device, "type"))
+        copy = copies[node] = new.node_copy(node, copies.__getitem__)
+        copy.args, copy.kwargs = moved(copy.target, copy.args, copy.kwargs, device, kind)
+    return new
+
+
+def _has_device(node: fx.Node) -> bool:
+    return any(isinstance(leaf, torch.device) for leaf in tree_leaves((node.args, dict(node.kwargs))))
+
+
+def place_nested(graph: nn.Module, place: Tensor) -> None:
+    """Let a movable graph, and those within it, run on the device of `place`."""
+    for module in graph.modules():
+        if _PLACE in module._buffers:
+            module._buffers[_PLACE] = place
+
+
+def is_random(node: fx.Node, module: nn.Module) -> bool:
+    """Return whether an operation draws random numbers; dropout of probability 0 does not."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        return torch.Tag.nondeterministic_seeded in node.target.tags and not _draws_nothing(node, node.target)
+    graphs = [graph for argument in node.all_input_nodes if (graph := nested_graph(argument, module)) is not None]
+    return any(is_random(inner, graph) for graph in graphs for inner in graph.graph.nodes)
+
+
+def _draws_nothing(node: fx.Node, target: torch._ops.OpOverload) -> bool:
+    share = _SHARES.get(target.overloadpacket.__name__.rstrip("_"))
+    if share is None:
+        return False
+    given = {argument.name: argument.default_value for argument in target._schema.arguments}
+    given |= dict(zip(given, node.args, strict=False)) | node.kwargs
+    return given[share] == 0 or given.get("train") is False

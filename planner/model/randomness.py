@@ -1,0 +1,94 @@
+"""Random numbers that do not depend on how the model is split: one seed per minibatch, microbatch and layer.
+
+What only looks at a model, such as a measurement, leaves generators and buffers as they were.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+import torch
+from torch import nn
+
+_MASK = (1 << 64) - 1
+
+
+class RandomKey:
+    """What determines the random numbers of a forward, besides the layer."""
+
+    def __init__(self, state: int | None = None) -> None:
+        self._state = state
+
+    @property
+    def is_set(self) -> bool:
+        """Whether there are such numbers: not while a stage is warmed up, or profiled."""
+        return self._state is not None
+
+    def copy(self) -> RandomKey:
+        """Return a key that stays as this one is now."""
+        return RandomKey(self._state)
+
+    def set(self, seed: int, minibatch: int, microbatch: int) -> None:
+        """Use these numbers from now on."""
+        self._state = _mix(_mix(_mix(seed) ^ minibatch) ^ microbatch)
+
+    def seed_of(self, layer: int) -> int | None:
+        """Return the generator's seed for a layer, below 2^63; None when no key was set."""
+        return None if self._state is None else _mix(self._state ^ layer) >> 1
+
+
+def reseed(key: RandomKey, device: torch.device, layer: int) -> None:
+    """Seed the default generator of `device` for a layer."""
+    seed = key.seed_of(layer)
+    if seed is None:
+        return
+    if device.type == "cuda":
+        with torch.cuda.device(device):  # manual_seed seeds the current device only
+            torch.cuda.manual_seed(seed)
+    else:
+        torch.default_generator.manual_seed(seed)
+
+
+def _mix(number: int) -> int:
+    """Mix 64 bits one to one, such that every input bit reaches every output bit (splitmix64)."""
+    number = (number + 0x9E3779B97F4A7C15) & _MASK
+    number = ((number ^ (number >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    number = ((number ^ (number >> 27)) * 0x94D049BB133111EB) & _MASK
+    return number ^ (number >> 31)
+
+
+@contextmanager
+def generators_kept() -> Iterator[None]:
+    """Restore PyTorch's generator of the CPU, Python's, and NumPy's where it is in use."""
+    numpy = sys.modules.get("numpy")
+    python_state, numpy_state = random.getstate(), None if numpy is None else numpy.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(python_state)
+        if numpy is not None:
+            numpy.random.set_state(numpy_state)
+
+
+def random_state_kept(device: torch.device) -> AbstractContextManager[None]:
+    """Restore the random state of the CPU, and of `device` if it is a GPU that is there, afterwards."""
+    # Without a list, fork_rng asks every GPU of the machine for its state, and so opens a context on each.
+    return torch.random.fork_rng(devices=[device] if device.type == "cuda" and torch.cuda.is_available() else [])
+
+
+@contextmanager
+def keep_state(module: nn.Module) -> Iterator[torch.device]:
+    """Restore the module's buffers and its device's random state afterwards; yield the device."""
+    device = next((tensor.device for tensor in (*module.parameters(), *module.buffers())), torch.device("cpu"))
+    before = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
+    try:
+        with random_state_kept(device):
+            yield device
+    finally:
+        with torch.no_grad():
+            for name, buffer in module.named_buffers():
+                buffer.copy_(before[name])

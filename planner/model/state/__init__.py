@@ -1,1 +1,0 @@
-"""What a forward reads and changes beside weights: buffers, statistics, random numbers."""

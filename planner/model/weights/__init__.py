@@ -1,1 +1,0 @@
-"""A stage's weights: which they are, and how they are made or kept in memory."""

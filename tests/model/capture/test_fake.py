@@ -1,0 +1,109 @@
+"""CUDA's autocast, observed on fake tensors where PyTorch has no CUDA, against its documentation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
+
+from planner.model.capture.fake import fake_device, pretended
+from planner.model.options import autocasting
+
+Operation = Callable[[Tensor, Tensor], Tensor]  # of a half and a float32 tensor of 4 x 4
+
+
+def _image(x: Tensor) -> Tensor:
+    return x.view(1, 4, 2, 2)
+
+
+# https://docs.pytorch.org/docs/stable/amp.html#cuda-ops-that-can-autocast-to-float16
+LOWER: dict[str, Operation] = {
+    "matmul": lambda half, full: full @ full,
+    "linear": F.linear,
+    "conv2d": lambda half, full: F.conv2d(_image(full), full[:, :, None, None]),
+    "baddbmm": lambda half, full: torch.baddbmm(full[None], full[None], full[None]),
+    "prelu": lambda half, full: F.prelu(half, torch.ones(1, device=half.device)),
+    "einsum": lambda half, full: torch.einsum("ij,jk->ik", half, full),
+    "attention": lambda half, full: F.scaled_dot_product_attention(full[None], full[None], full[None]),
+    "gru": lambda half, full: torch.nn.GRU(4, 4, device=full.device)(full[None])[0],
+    "lstm": lambda half, full: torch.nn.LSTM(4, 4, device=full.device)(full[None])[0],
+}
+# ...#cuda-ops-that-can-autocast-to-float32
+FLOAT32: dict[str, Operation] = {
+    "softmax": lambda half, full: half.softmax(1),
+    "log_softmax": lambda half, full: half.log_softmax(1),
+    "layer_norm": lambda half, full: F.layer_norm(half, (4,)),
+    "group_norm": lambda half, full: F.group_norm(_image(half), 2),
+    "exp": lambda half, full: half.exp(),
+    "log": lambda half, full: half.log(),
+    "pow": lambda half, full: half**2.5,
+    "rsqrt": lambda half, full: half.rsqrt(),
+    "cumsum": lambda half, full: half.cumsum(1),
+    "sum": lambda half, full: half.sum(1),
+    "prod": lambda half, full: half.prod(1),
+    "norm": lambda half, full: half.norm(),
+    "cosine_similarity": lambda half, full: F.cosine_similarity(half, half),
+    "mse_loss": lambda half, full: F.mse_loss(half, half),
+    "smooth_l1_loss": lambda half, full: F.smooth_l1_loss(half, half),
+    "cross_entropy": lambda half, full: F.cross_entropy(half, half.argmax(1)),
+    "with_logits": lambda half, full: F.binary_cross_entropy_with_logits(half, full),
+    "softplus": lambda half, full: F.softplus(half),
+    "cdist": lambda half, full: torch.cdist(half, half),
+}
+# ...#cuda-ops-that-promote-to-the-widest-input-type
+WIDEST: dict[str, Operation] = {
+    "cat": lambda half, full: torch.cat([half, full]),
+    "stack": lambda half, full: torch.stack([half, full]),
+    "addcdiv": lambda half, full: torch.addcdiv(half, full, full),
+    "addcmul": lambda half, full: torch.addcmul(half, full, full),
+    "atan2": torch.atan2,
+    "bilinear": lambda half, full: F.bilinear(half, full, full[None].expand(3, 4, 4)),
+    "dot": lambda half, full: torch.dot(half[0], full[0]),
+    "index_put": lambda half, full: full.index_put((full[0].argmax()[None],), half[0]),
+    "scatter_add": lambda half, full: full.scatter_add(0, full.argsort(0), half),
+}
+# Not listed: they keep the type that they are given.
+KEPT: dict[str, Operation] = {
+    "relu": lambda half, full: half.relu(),
+    "gelu": lambda half, full: F.gelu(half),
+    "sigmoid": lambda half, full: half.sigmoid(),
+    "mean": lambda half, full: half.mean(1),
+    "dropout": lambda half, full: F.dropout(half, 0.5),
+    "batch_norm": lambda half, full: F.batch_norm(_image(half), None, None, training=True),
+    "max_pool": lambda half, full: F.max_pool2d(_image(half), 2),
+}
+EXPECTED = {"half": LOWER | KEPT, "full": FLOAT32 | WIDEST}
+
+
+@pytest.mark.filterwarnings("ignore:PyTorch was compiled without cuDNN")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_documented_rules(dtype: torch.dtype) -> None:
+    device = fake_device("cuda")
+    with pretended("cuda"), FakeTensorMode(allow_non_fake_inputs=True), autocasting("cuda", dtype):
+        half, full = (torch.rand(4, 4, dtype=each, device=device) for each in (dtype, torch.float32))
+        for kind, operations in EXPECTED.items():
+            wanted = dtype if kind == "half" else torch.float32
+            found = {name: operation(half, full) for name, operation in operations.items()}
+            assert {name: made.dtype for name, made in found.items()} == dict.fromkeys(operations, wanted)
+            assert {made.device for made in found.values()} == {device}
+        with pytest.raises(RuntimeError, match="unsafe to autocast"):
+            F.binary_cross_entropy(half, half)
+        with torch.autocast("cuda", enabled=False):
+            assert (full @ full).dtype == torch.float32
+
+
+def test_no_trace_is_left() -> None:
+    before = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+    for _ in range(2):
+        with pretended("cuda"), FakeTensorMode(), autocasting("cuda", torch.bfloat16):
+            weight = torch.empty(4, 4, device="cuda", requires_grad=True)
+            assert (weight @ weight).grad_fn is not None
+    assert (torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")) == before
+    if not torch.cuda.is_available():
+        assert not torch.cuda.is_bf16_supported()
+        with pytest.raises((AssertionError, RuntimeError)):
+            torch.ones(1, device="cuda")

@@ -1,0 +1,239 @@
+"""Models built without memory for their weights: every stage makes its own, the same in any plan."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+from collections.abc import Callable, Collection
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from planner.errors import ModelFileError
+from planner.executor.observe.memory import _resident_bytes
+from planner.model import deferred_weights as forgetting
+from planner.model.batch import Batch
+from planner.model.capture.capture import capture
+from planner.model.capture.graph import LayerGraph
+from planner.model.deferred_weights import DeferredModel, is_deferred, without_storage
+from planner.model.stage.stage import build_stage
+from tests.model.architectures import ARCHITECTURES
+from tests.model.models import Case
+from tests.model.splitting import assert_same, cut_evenly, run_split
+
+SEED = 5
+
+
+class Encoder(nn.Module):
+    """Deep copies of a layer, values given in a loop afterwards, a buffer computed, a parameter drawn and scaled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.start = nn.Parameter(torch.randn(8))
+        self.head = nn.Linear(8, 10)
+        self.register_buffer("waves", torch.sin(torch.arange(8.0)))
+        self.register_buffer("noise", torch.rand(8))
+        for parameter in self.parameters():
+            if parameter.dim() > 1:
+                nn.init.xavier_uniform_(parameter)
+        with torch.no_grad():
+            self.start.mul_(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.flatten(1)[:, :24].reshape(-1, 3, 8) + self.start + self.get_buffer("waves") + self.get_buffer("noise")
+        scores: Tensor = self.head(self.encoder(x).mean(1))
+        return scores
+
+
+CASES = {name: ARCHITECTURES[name] for name in ("vgg", "resnet", "mixed", "gpt2", "gnmt")}
+CASES["encoder"] = Case(Encoder, ARCHITECTURES["vgg"].batch, ARCHITECTURES["vgg"].loss)
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let small parameters be forgotten as soon as another one is used, and become nonsense."""
+
+    def spoil(reference: StorageWeakRef) -> bool:
+        storage = forgetting._storage(reference)
+        if storage is not None:
+            ctypes.memset(storage.data_ptr(), 0x7B, storage.nbytes())
+        return storage is not None
+
+    monkeypatch.setattr(forgetting, "_give_back", spoil)
+    monkeypatch.setattr(forgetting, "_LEAST_BYTES", 1)
+    monkeypatch.setattr(forgetting.Forgetting.__init__, "__defaults__", (0,))
+
+
+def _materialized(build: Callable[[], nn.Module], names: Collection[str], seed: int = SEED) -> nn.Module:
+    deferred = DeferredModel(build)
+    torch.manual_seed(seed)
+    deferred.materialize({*names, *(name for name, _ in deferred.model.named_buffers())})
+    return deferred.model
+
+
+def _captured(case: Case, model: nn.Module) -> LayerGraph:
+    with without_storage(model):
+        return capture(model, case.batch(4), case.loss)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_weights_are_those_of_the_model_built_whole(name: str) -> None:
+    """Those of any stage, and the buffers, to the bit; the generator goes as far."""
+    case = CASES[name]
+    torch.manual_seed(SEED)
+    whole = case.build()
+    state = torch.get_rng_state()
+    built = dict(whole.named_parameters(remove_duplicate=False))
+    graph = _captured(case, DeferredModel(case.build).model)
+    for names in cut_evenly(graph, 3):
+        wanted = graph.names_of([n for layer in graph.layers if layer.name in names for n in layer.parameters])
+        part = _materialized(case.build, wanted)
+        assert torch.equal(torch.get_rng_state(), state)
+        for key, parameter in part.named_parameters(remove_duplicate=False):
+            assert parameter.is_meta == (key not in wanted), key
+            assert parameter.is_meta or torch.equal(parameter, built[key]), key
+            assert parameter.stride() == built[key].stride()
+        for key, buffer in part.named_buffers():
+            assert torch.equal(buffer, whole.get_buffer(key)), key
+
+
+def test_a_stage_holds_no_other_weights() -> None:
+    case = CASES["vgg"]
+    deferred = DeferredModel(case.build)
+    graph = _captured(case, deferred.model)
+    deferred.materialize({"classifier.3.weight", "classifier.3.bias"})
+    state = build_stage(graph, ["classifier.2", "classifier.3", "classifier.4"]).state_dict()
+    assert list(state) == ["classifier.3.weight", "classifier.3.bias"]
+    assert not any(tensor.is_meta for tensor in state.values())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_graph_is_that_of_the_model_built_whole(name: str) -> None:
+    case = CASES[name]
+    deferred = DeferredModel(case.build)
+    graph = _captured(case, deferred.model)
+    assert is_deferred(graph.model)
+    torch.manual_seed(SEED)
+    built = capture(case.build(), case.batch(4), case.loss)
+    assert graph.hash == built.hash
+    torch.manual_seed(SEED)
+    deferred.materialize(graph.model.state_dict().keys())
+    assert not is_deferred(graph.model)
+    batch = case.batch(6)
+    steps = [run_split(each, batch, cut_evenly(each, 3), (1, 2, 3)) for each in (graph, built)]
+    assert_same(*steps)
+
+
+class Drawn(nn.Module):
+    """Every way to draw: of Python's and NumPy's generators, of one of its own, in place, through a view, by QR."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.skewed = nn.Parameter(torch.empty(7, 5).t())
+        self.skewed.data.normal_()
+        with torch.no_grad():
+            self.skewed[1:3, ::2].uniform_(-1, 1)
+            self.skewed[0] = torch.randn(7)
+        self.turned = nn.Parameter(torch.empty(4, 6))
+        nn.init.orthogonal_(self.turned)
+        self.cut = nn.Parameter(torch.empty(33))
+        nn.init.trunc_normal_(self.cut)
+        own = torch.Generator().manual_seed(3)
+        self.own = nn.Parameter(torch.randn(17, generator=own).exponential_(generator=own))
+        self.like = nn.Parameter(torch.rand_like(self.cut))
+        self.python = nn.Parameter(torch.tensor([random.random(), np.random.rand()]))
+        self.register_buffer("mask", torch.bernoulli(torch.full((9,), 0.5)))
+        self.last = nn.Linear(3, 5, dtype=torch.float64)
+
+
+def _seed_others() -> None:
+    random.seed(1)
+    np.random.seed(2)
+
+
+@pytest.mark.parametrize("name", ["skewed", "turned", "cut", "own", "like", "python", "last.weight"])
+def test_every_way_to_draw(name: str) -> None:
+    _seed_others()
+    torch.manual_seed(SEED)
+    whole = Drawn()
+    next_numbers = random.random(), np.random.rand()
+    _seed_others()
+    part = _materialized(Drawn, {name})
+    assert torch.equal(part.get_parameter(name), whole.get_parameter(name))
+    assert torch.equal(part.get_buffer("mask"), whole.get_buffer("mask"))
+    assert (random.random(), np.random.rand()) == next_numbers
+
+
+def test_another_seed_gives_other_weights() -> None:
+    first, other = (_materialized(Encoder, {"head.weight"}, seed) for seed in (SEED, SEED + 1))
+    assert not torch.equal(first.get_parameter("head.weight"), other.get_parameter("head.weight"))
+
+
+def test_large_weights_take_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    monkeypatch.setattr(forgetting.Forgetting.__init__, "__defaults__", (2**26,))
+
+    def build() -> nn.Module:
+        return nn.Sequential(*(nn.Linear(2**11, 2**11) for _ in range(40)), nn.Linear(2**11, 10))  # 671 MB
+
+    before = _resident_bytes()
+    deferred = DeferredModel(build)
+    deferred.materialize({"40.weight"})
+    with without_storage(deferred.model):
+        batch = Batch((torch.randn(4, 2**11),), {}, torch.randint(0, 10, (4,)))
+        graph = capture(deferred.model, batch, nn.functional.cross_entropy)
+    assert len(graph.layers) == 42
+    assert _resident_bytes() - before < 300e6
+
+
+def _reads(model: nn.Module) -> None:
+    if model.get_parameter("weight").sum() > 0:
+        model.requires_grad_(False)
+
+
+def _samples_by_values(model: nn.Module) -> None:
+    model.register_buffer("chosen", torch.multinomial(model.get_parameter("bias").abs(), 1))
+
+
+def _buffer_of_a_weight(model: nn.Module) -> None:
+    model.second = nn.Linear(4, 4)
+    model.register_buffer("start", model.get_parameter("weight") + 1)
+
+
+def _made_of_another(model: nn.Module) -> None:
+    model.copy = nn.Parameter(model.get_parameter("weight") * 2)
+
+
+def _counts(model: nn.Module) -> None:
+    calls.append(1)
+    model.register_parameter(f"copy{len(calls)}", nn.Parameter(torch.ones(1)))
+
+
+calls: list[int] = []
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (_reads, "reads its weights"),
+        (_samples_by_values, "reads its weights"),
+        (_buffer_of_a_weight, "'start' is made from"),
+        (_made_of_another, "'copy' is made from"),
+        (_counts, "another model each time"),
+    ],
+)
+def test_constructors_that_need_the_weights(change: Callable[[nn.Module], None], words: str) -> None:
+    def build() -> nn.Module:
+        model = nn.Linear(4, 4)
+        model.other = nn.Linear(4, 4)
+        change(model)
+        return model
+
+    with pytest.raises(ModelFileError, match=words) as caught:
+        _materialized(build, {"copy"})
+    assert "`defer_weights`" in caught.value.hint
