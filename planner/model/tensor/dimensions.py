@@ -107,9 +107,6 @@ def _kept(user: fx.Node, value: fx.Node, dimension: int) -> int | None:
     return after if after is not None and shape_of(user)[after] == shape_of(value)[dimension] else None
 
 
-_aten = torch.ops.aten
-
-
 class Product(NamedTuple):
     """Where a product has its weight, which follows the value that it multiplies, and what the dimensions are."""
 
@@ -158,7 +155,6 @@ class Cut:
         return list(self.blocks) or [size]
 
 
-_aten = torch.ops.aten
 VIEWS = (_aten.view, _aten.reshape, _aten.unflatten)
 _RESHAPES = (*VIEWS, _aten.flatten, _aten._unsafe_view, _aten.unsqueeze, _aten.squeeze)
 _SAME = (
