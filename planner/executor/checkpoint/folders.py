@@ -23,6 +23,7 @@ from pydantic import Field
 
 from planner.errors import InputError
 from planner.executor.checkpoint.optimizer_state import OptimizerState
+from planner.executor.checkpoint.tensor_file import TensorFile
 from planner.executor.observe.run_log import is_of
 from planner.formats.files import Record, load_record
 from planner.formats.plan import Plan
@@ -100,15 +101,6 @@ def torchrun_run_id() -> str:
 
 INDEX = "index.json"
 REMEDY = "train with `every=N` to write checkpoints"
-
-
-class TensorFile(Record):
-    """A safetensors file of a checkpoint."""
-
-    name: str
-    size_bytes: Annotated[int, Field(ge=0)]
-    sha256: str
-    tensors: tuple[str, ...]
 
 
 class StagePart(Record):

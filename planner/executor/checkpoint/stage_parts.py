@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from planner.errors import InputError
-from planner.executor.checkpoint.folders import SavedCheckpoint, StagePart, TensorFile
+from planner.executor.checkpoint.folders import SavedCheckpoint, StagePart
 from planner.executor.checkpoint.json_values import from_json, to_json
 from planner.executor.checkpoint.optimizer_state import (
     SAME_OPTIMIZER,
@@ -22,7 +22,7 @@ from planner.executor.checkpoint.optimizer_state import (
     take_state,
 )
 from planner.executor.checkpoint.state_parts import needs
-from planner.executor.checkpoint.tensor_file import FileDigest, read_tensors, write_tensors
+from planner.executor.checkpoint.tensor_file import TensorFile, read_tensors, write_tensors
 from planner.executor.communication.sharding import Sharding
 from planner.model.tensor.division import divided_weights, whole_state
 
@@ -120,13 +120,13 @@ def write_part(folder: Path, own: Restorable, content: Content | None = None) ->
     rank = "" if division.group is None or division.speaks else f"-rank-{division.group.place}"
     stem = f"stage-{own.stage}" + ("" if own.replica == 0 else f"-replica-{own.replica}") + rank
     tensors, aliases = distinct(content.weights)
-    weights = _write_file(folder, f"{stem}.weights.safetensors", tensors)
+    weights = write_tensors(folder / f"{stem}.weights.safetensors", tensors)
     file = None
     extras: dict[str, Any] = {}
     if first:
         extras = {name: to_json(each.state_dict(), f"the state of the {name}") for name, each in own.extras.items()}
     if content.optimizer is not None:
-        file = _write_file(folder, f"{stem}.optimizer.safetensors", content.optimizer_tensors)
+        file = write_tensors(folder / f"{stem}.optimizer.safetensors", content.optimizer_tensors)
     return StagePart(
         stage=own.stage,
         replica=own.replica,
@@ -157,11 +157,6 @@ def distinct(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, 
             first[key] = name
             tensors[name] = tensor
     return tensors, aliases
-
-
-def _write_file(folder: Path, name: str, tensors: Mapping[str, Tensor]) -> TensorFile:
-    written = write_tensors(folder / name, tensors)
-    return TensorFile(name=name, size_bytes=written.size_bytes, sha256=written.sha256, tensors=tuple(tensors))
 
 
 def restore_stage(own: Restorable, saved: SavedCheckpoint) -> None:
@@ -227,7 +222,7 @@ def read_weights(path: Path, parts: Sequence[StagePart], names: set[str] | None 
     # File by file: each is hashed as a whole before anything is taken from it.
     for file in dict.fromkeys(file for file, _ in source.values()):
         own = {name: first for name, (its, first) in source.items() if its is file}
-        read = _read(path, file, set(own.values()))
+        read = read_tensors(path / file.name, set(own.values()), file)
         tensors |= {name: read[first] for name, first in own.items()}
     return tensors
 
@@ -257,7 +252,7 @@ def fill_optimizer(own: Restorable, saved: SavedCheckpoint) -> None:
         }
         states.append(part.optimizer.model_copy(update={"states": needed}))
         names = {stored for name, state in needed.items() for stored in state.stored(name).values()}
-        tensors.update(_read(saved.path, part.optimizer_file, names))
+        tensors.update(read_tensors(saved.path / part.optimizer_file.name, names, part.optimizer_file))
     give_state(own.optimizer, own.module, states, tensors, own.learning_rate_factor, own.sharding)
 
 
@@ -283,7 +278,3 @@ def _extra_state(saved: SavedCheckpoint, name: str, stage: int, groups: int) -> 
             hint=SAME_OPTIMIZER,
         )
     return state, 1.0 if part.optimizer is None else part.optimizer.learning_rate_factor
-
-
-def _read(path: Path, file: TensorFile, names: set[str]) -> dict[str, Tensor]:
-    return read_tensors(path / file.name, names, FileDigest(file.size_bytes, file.sha256))

@@ -1,11 +1,11 @@
-"""Write and read safetensors files, tensor by tensor from the device, with a checksum.
+"""Safetensors files with a checksum: written piece by piece from the device, read with the safetensors package.
 
     8 bytes    length of the header, little-endian
     header     JSON: name -> dtype, shape, [first byte, last byte + 1]; padded with spaces
     data       the tensors, contiguous, one after the other
 
-The format: https://github.com/huggingface/safetensors. Its package is not used because it would hold a second copy of
-a stage in memory to write it. Reading the format cannot execute anything.
+The format: https://github.com/huggingface/safetensors. Its package does not write the files, because it would hold a
+second copy of a GPU's stage in memory, and would know no checksum. Reading the format cannot execute anything.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import mmap
 import os
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -21,12 +20,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from planner.errors import InputError
+from planner.formats.files import Record
 
 # Largest elements first: tensors written in this order are all aligned, without padding between them.
 _NAMES = {
@@ -47,18 +49,18 @@ _NAMES = {
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
 }
-_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 SUFFIX = ".safetensors"
 _PIECE_BYTES = 1 << 24  # 16 MiB per write and hash
 _SYNC_BYTES = 1 << 28  # 256 MiB between two syncs
 
 
-@dataclass(frozen=True)
-class FileDigest:
-    """Size and hash of a file as it was written, by which damage to it is found."""
+class TensorFile(Record):
+    """What a safetensors file was when it was written, by which damage to it is found."""
 
-    size_bytes: int
+    name: str  # within its folder
+    size_bytes: Annotated[int, Field(ge=0)]
     sha256: str
+    tensors: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,7 @@ class Fact:
         return (min(_PIECE_BYTES, self.size_bytes - start) for start in range(0, self.size_bytes, _PIECE_BYTES))
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileDigest:
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> TensorFile:
     """Write `tensors`, moving a piece at a time to the CPU, and wait until they are on disk.
 
     Raises:
@@ -94,27 +96,34 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileDigest:
     """
     facts = [Fact(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
     facts.sort(key=lambda fact: fact.order)
-    return write_pieces(
+    written = write_pieces(
         path, facts, (piece.numpy().data for fact in facts for piece in byte_pieces(tensors[fact.name]))
     )
+    return written.model_copy(update={"tensors": tuple(tensors)})
 
 
-def write_pieces(path: Path, facts: Sequence[Fact], pieces: Iterable[memoryview]) -> FileDigest:
+def write_pieces(path: Path, facts: Sequence[Fact], pieces: Iterable[memoryview]) -> TensorFile:
     """Write a file of the tensors that `facts` describe, in their order, whose bytes are `pieces`.
 
     Raises:
         InputError, OSError: as for `write_tensors`.
     """
     assert sys.byteorder == "little"  # the byte order of the format, and of every platform of PyTorch
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
     for fact in facts:
         if fact.dtype not in _NAMES:
             raise InputError(
                 f"'{fact.name}' is a tensor of {fact.dtype}, which safetensors files cannot hold",
                 hint="keep such a tensor out of the state, register_buffer(..., persistent=False)",
             )
+        start, end = end, end + fact.size_bytes
+        header[fact.name] = {"dtype": _NAMES[fact.dtype], "shape": list(fact.shape), "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # so that the data, too, begins at a multiple of 8 bytes
     sha, size, synced = hashlib.sha256(), 0, 0
     with path.open("wb") as file:
-        for piece in chain([memoryview(_header(facts))], pieces):
+        for piece in chain([memoryview(len(text).to_bytes(8, "little") + text)], pieces):
             file.write(piece)
             sha.update(piece)
             size += len(piece)
@@ -125,7 +134,8 @@ def write_pieces(path: Path, facts: Sequence[Fact], pieces: Iterable[memoryview]
                 synced = size
         file.flush()
         os.fsync(file.fileno())
-    return FileDigest(size, sha.hexdigest())
+    names = tuple(fact.name for fact in facts)
+    return TensorFile(name=path.name, size_bytes=size, sha256=sha.hexdigest(), tensors=names)
 
 
 def byte_pieces(tensor: Tensor) -> Iterator[Tensor]:
@@ -154,7 +164,7 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def read_tensors(
-    path: Path, names: Collection[str] | None = None, expected: FileDigest | None = None
+    path: Path, names: Collection[str] | None = None, expected: TensorFile | None = None
 ) -> dict[str, Tensor]:
     """Read the tensors `names`, or all of them.
 
@@ -165,13 +175,13 @@ def read_tensors(
 
 
 def each_tensor(
-    path: Path, names: Collection[str] | None = None, expected: FileDigest | None = None
+    path: Path, names: Collection[str] | None = None, expected: TensorFile | None = None
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors `names`, or all of them, as `read_tensors` does but one at a time."""
-    with _content(path, expected) as content:
-        header, start = _entries(path, content)
-        for name in header if names is None else names:
-            yield name, _tensor(path, content, start, name, header.get(name))
+    with _opened(path, expected) as file:
+        for name in names if names is not None else file.keys():
+            # A copy, because the package's tensor is a view of the file, which may be removed from a shared disk.
+            yield name, file.get_tensor(name).clone()
 
 
 def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
@@ -180,44 +190,31 @@ def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
     Raises:
         InputError: when the file is missing, or is not a safetensors file.
     """
-    with _content(path, None) as content:
-        header, start = _entries(path, content)
-        return {name: _Entry.of(path, content, start, name, header[name]).shape for name in header}
+    with _opened(path) as file:
+        names = file.keys()
+        return {name: tuple(file.get_slice(name).get_shape()) for name in names}
 
 
 @contextmanager
-def _content(path: Path, expected: FileDigest | None) -> Iterator[mmap.mmap]:
+def _opened(path: Path, expected: TensorFile | None = None) -> Iterator[Any]:  # whose methods the package does not annotate
     try:
-        with path.open("rb") as file:
-            if expected is not None:
-                _check(path, file.fileno(), expected)
-            size = os.fstat(file.fileno()).st_size
-            if size < 8:
-                raise _malformed(path, f"it has {size} bytes")
-            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) as content:
-                yield content
+        if expected is not None:
+            _check(path, expected)
+        with safe_open(path, framework="pt") as file:
+            yield file
     except OSError as cause:
-        raise InputError(f"'{path}' cannot be read: {cause.strerror}", hint="is it all there?") from None
+        raise InputError(f"'{path}' cannot be read: {cause.strerror or cause}", hint="is it all there?") from None
+    except SafetensorError as cause:
+        raise InputError(f"'{path}' is not a complete safetensors file: {cause}", hint="is it all there?") from None
 
 
-def _header(facts: Iterable[Fact]) -> bytes:
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    start = 0
-    for fact in facts:
-        end = start + fact.size_bytes
-        header[fact.name] = {"dtype": _NAMES[fact.dtype], "shape": list(fact.shape), "data_offsets": [start, end]}
-        start = end
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # so that the data, too, begins at a multiple of 8 bytes
-    return len(text).to_bytes(8, "little") + text
-
-
-def _check(path: Path, descriptor: int, expected: FileDigest) -> None:
+def _check(path: Path, expected: TensorFile) -> None:
     """Check that the file is the one that was written, before anything is read from it."""
     sha, size = hashlib.sha256(), 0
-    while piece := os.pread(descriptor, _PIECE_BYTES, size):
-        sha.update(piece)
-        size += len(piece)
+    with path.open("rb", buffering=0) as file:
+        while piece := file.read(_PIECE_BYTES):
+            sha.update(piece)
+            size += len(piece)
     if size != expected.size_bytes:
         problem = f"has {size} bytes, but {expected.size_bytes} were written: it is truncated or not the same file"
     elif sha.hexdigest() != expected.sha256:
@@ -225,52 +222,3 @@ def _check(path: Path, descriptor: int, expected: FileDigest) -> None:
     else:
         return
     raise InputError(f"'{path}' {problem}", hint="resume from another checkpoint with `resume=PATH`")
-
-
-def _entries(path: Path, content: mmap.mmap) -> tuple[dict[str, Any], int]:
-    """Return the header's entries by tensor, and where the data begins."""
-    start = 8 + int.from_bytes(content[:8], "little")
-    try:
-        header = json.loads(content[8:start]) if start <= len(content) else None
-    except ValueError:
-        header = None
-    if not isinstance(header, dict):
-        raise _malformed(path, "it has no header")
-    header.pop("__metadata__", None)
-    return header, start
-
-
-@dataclass(frozen=True)
-class _Entry:
-    """Where a tensor is in a file."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    first: int  # byte
-    count: int  # of elements
-
-    @classmethod
-    def of(cls, path: Path, content: mmap.mmap, start: int, name: str, entry: Any) -> _Entry:
-        """Return the entry in the header for the tensor `name` of a file whose data begins at `start`, checked."""
-        if entry is None:
-            raise _malformed(path, f"it has no tensor '{name}'")
-        try:
-            dtype, shape = _DTYPES[entry["dtype"]], tuple(int(size) for size in entry["shape"])
-            first, last = (start + int(offset) for offset in entry["data_offsets"])
-            count = (last - first) // dtype.itemsize
-            if not start <= first <= last <= len(content) or count != math.prod(shape):
-                raise ValueError(name)
-        except (KeyError, TypeError, ValueError):
-            raise _malformed(path, f"the entry of '{name}' makes no sense") from None
-        return cls(dtype, shape, first, count)
-
-
-def _tensor(path: Path, content: mmap.mmap, start: int, name: str, entry: Any) -> Tensor:
-    at = _Entry.of(path, content, start, name, entry)
-    if at.count == 0:
-        return torch.empty(at.shape, dtype=at.dtype)
-    return torch.frombuffer(content, dtype=at.dtype, count=at.count, offset=at.first).reshape(at.shape).clone()
-
-
-def _malformed(path: Path, why: str) -> InputError:
-    return InputError(f"'{path}' is not a complete safetensors file: {why}", hint="is it all there?")

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from planner.errors import InputError, PlannerError
 from planner.executor.checkpoint import tensor_file, trained_weights
-from planner.executor.checkpoint.tensor_file import Fact, FileDigest
+from planner.executor.checkpoint.tensor_file import Fact, TensorFile
 from planner.executor.checkpoint.trained_weights import read_trained, save_gathered
 from planner.executor.communication.control import join_group
 from tests.executor.processes import TIMEOUT_S
@@ -111,7 +111,7 @@ def _write_on_a_full_disk(folder: Path) -> None:
     whole, tempfile.tempdir = tensor_file.write_pieces, str(folder / "elsewhere")
     (folder / "elsewhere").mkdir(exist_ok=True)
 
-    def write_some(path: Path, facts: Sequence[Fact], pieces: Iterable[memoryview]) -> FileDigest:
+    def write_some(path: Path, facts: Sequence[Fact], pieces: Iterable[memoryview]) -> TensorFile:
         if path.parent == folder:
             assert len(list(islice(pieces, 15))) == 15
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

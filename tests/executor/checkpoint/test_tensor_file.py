@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import safetensors.torch as package
 import torch
 from torch import Tensor
 
@@ -20,6 +21,8 @@ TENSORS = {
     "half": torch.randn(2, 2).to(torch.bfloat16),
     "last channels": torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last),
     "odd": torch.tensor([1, 2, 3], dtype=torch.int8),
+    "complex": torch.randn(3, dtype=torch.complex64),
+    "eight bits": torch.randn(4).to(torch.float8_e5m2),
 }
 
 
@@ -31,7 +34,6 @@ def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
 
 
 def test_the_package_reads_what_is_written_and_the_other_way_round(tmp_path: Path) -> None:
-    package = pytest.importorskip("safetensors.torch", reason="the safetensors package is not installed")
     write_tensors(tmp_path / "ours", TENSORS)
     assert_same(TENSORS, package.load_file(tmp_path / "ours"))
     package.save_file({name: tensor.contiguous() for name, tensor in TENSORS.items()}, tmp_path / "theirs")
@@ -41,7 +43,7 @@ def test_the_package_reads_what_is_written_and_the_other_way_round(tmp_path: Pat
 def test_some_tensors_of_a_file(tmp_path: Path) -> None:
     written = write_tensors(tmp_path / "file", TENSORS)
     assert_same({"odd": TENSORS["odd"]}, read_tensors(tmp_path / "file", ["odd"], written))
-    with pytest.raises(InputError, match="no tensor 'nothing'"):
+    with pytest.raises(InputError, match="not contain tensor nothing"):
         read_tensors(tmp_path / "file", ["nothing"], written)
 
 
@@ -76,7 +78,7 @@ def test_without_a_checksum_a_mistake_is_still_a_sentence(tmp_path: Path) -> Non
             read_tensors(path)
     header = b'{"x": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}}  '
     path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(12))
-    with pytest.raises(InputError, match="the entry of 'x' makes no sense"):
+    with pytest.raises(InputError, match="not fully covered"):
         read_tensors(path)
     with pytest.raises(InputError, match="cannot be read: No such file"):
         read_tensors(tmp_path / "none")
