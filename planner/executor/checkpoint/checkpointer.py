@@ -146,12 +146,15 @@ class Checkpointer:
         self._heartbeat.enter("writing a checkpoint")
         parts: tuple[StagePart, ...] = ()
         # Before anything can fail, because ranks that divide a stage's weights gather them together.
-        contents = [(own, content_of(own)) for own in self._stages if has_part(own)]
+        found = [(own, content_of(own)) for own in self._stages if has_part(own)]
+        contents = [(own, content) for own, content in found if content.weights or content.optimizer is not None]
         # A full disk is reported rather than raised: the others wait for this worker's part, and training can go on.
         problem = None
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            parts = tuple(write_part(folder, own, content) for own, content in contents if content.is_any)
+            parts = tuple(
+                write_part(folder, own, content) for own, content in contents if content.weights or content.optimizer
+            )
         except OSError as cause:
             problem = f"worker {self._rank}: {cause.strerror or cause}"
         part = _WorkerPart(

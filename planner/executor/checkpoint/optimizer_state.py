@@ -2,14 +2,18 @@
 
 A stage's optimizer numbers its parameters, and another plan gives it other parameters. Its state for a parameter
 (momentum, step counts) belongs to that parameter alone, and so do the hyperparameters of the parameter's group.
-Replicas that divide the optimizer write their parts of it, and read whatever parts there are.
+
+Replicas that divide the optimizer each write their part: consecutive elements in the order of the parameter's memory.
+Which order that was, the part says: another plan may lay the parameter out in another way, or divide it at other
+elements, or not at all. Each reads whatever parts there are.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,12 +21,52 @@ from torch.optim import Optimizer
 
 from planner.errors import InputError
 from planner.executor.checkpoint.json_values import from_json, to_json
-from planner.executor.checkpoint.state_parts import ParameterState, Slice, joined, part_of
 from planner.executor.communication.sharding import Shard, Sharding, divided
-from planner.formats.files import Record
+from planner.formats.files import GrownRecord, Record
+from planner.model.tensor.dimensions import Cut
 from planner.model.tensor.division import divided_weights
 
 SAME_OPTIMIZER = "give the model file the optimizer() that the run began with"
+
+
+class Slice(GrownRecord):
+    """Which of several equal slices of a parameter a rank has; see `planner.selftest.split.Cut`."""
+
+    later_fields: ClassVar[frozenset[str]] = frozenset({"blocks"})
+
+    place: int
+    of: int
+    dimension: int
+    blocks: tuple[int, ...] = ()
+
+
+class StatePart(GrownRecord):
+    """Which elements of a parameter, or of a rank's slice of it, a replica's state is of."""
+
+    later_fields: ClassVar[frozenset[str]] = frozenset({"slice"})
+
+    start: int
+    stop: int
+    order: tuple[int, ...]  # the parameter's dimensions from the outermost in memory to the innermost
+    tensors: tuple[str, ...]  # keys of those that are of these elements; all others are of the whole parameter
+    slice: Slice | None = None  # None where the elements are of the whole parameter
+
+
+class ParameterState(GrownRecord):
+    """Optimizer state of one parameter: the keys of its tensors, and all other values."""
+
+    later_fields: ClassVar[frozenset[str]] = frozenset({"part"})
+
+    tensors: tuple[str, ...]
+    values: dict[str, Any]
+    part: StatePart | None = None  # None: of all of its elements
+
+    def stored(self, parameter: str) -> dict[str, str]:
+        """Return, by key, the names in the file of the tensors that the optimizer keeps for `parameter`."""
+        part = self.part
+        where = "" if part is None or part.slice is None else f", {part.slice.place} of {part.slice.of}"
+        ending = {} if part is None else dict.fromkeys(part.tensors, f"[{part.start}:{part.stop}{where}]")
+        return {key: f"{parameter}.{key}{ending.get(key, '')}" for key in self.tensors}
 
 
 class ParameterGroup(Record):
@@ -46,6 +90,9 @@ def take_state(
 ) -> tuple[OptimizerState, dict[str, Tensor]]:
     """Return the state of `module`'s optimizer, and its tensors by `ParameterState.stored`; they are not copied.
 
+    Ranks that divide the module's weights all call it. The first of them has what they gather, and what they have
+    alike; of an optimizer that replicas divide, too, each has its own part.
+
     Args:
         optimizer: of `module`'s parameters.
         learning_rate_factor: learning rate relative to the user's.
@@ -56,24 +103,35 @@ def take_state(
     """
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     packed, division = optimizer.state_dict(), divided_weights(module)
-    numbered: dict[int, _Stepped] = {}
-    groups = []
-    for group in _groups(optimizer, packed, sharding):
-        numbered.update(group.stepped)
-        own = tuple(names[id(parameter)] for parameter in group.parameters)
-        groups.append(ParameterGroup(parameters=own, hyperparameters=_hyperparameters(group.packed)))
-    tensors: dict[str, Tensor] = {}
+    groups: list[ParameterGroup] = []
     states: dict[str, ParameterState] = {}
-    for number, state in packed["state"].items():
-        name, shard = names[id(numbered[number].parameter)], numbered[number].shard
-        kept = {key: value for key, value in state.items() if isinstance(value, Tensor)}
-        values = {k: to_json(v, f"the optimizer's '{k}' of '{name}'") for k, v in state.items() if k not in kept}
-        part = None if shard is None or shard.whole else part_of(state, shard)
-        if part is not None and division.group is not None and (cut := division.cuts.get(name)) is not None:
-            sliced = Slice(place=division.group.place, of=division.group.degree, **asdict(cut))
-            part = part.model_copy(update={"slice": sliced})
-        states[name] = ParameterState(tensors=tuple(kept), values=values, part=part)
-        tensors.update({stored: kept[key] for key, stored in states[name].stored(name).items()})
+    tensors: dict[str, Tensor] = {}
+    for group in _groups(optimizer, packed, sharding):
+        own = tuple(names[id(parameter)] for parameter in group.parameters)
+        hyperparameters = {
+            key: to_json(value, f"the optimizer's '{key}'")
+            for key, value in group.packed.items()
+            if key not in ("params", "param_names")
+        }
+        groups.append(ParameterGroup(parameters=own, hyperparameters=hyperparameters))
+        for number, (parameter, shard) in group.stepped.items():
+            if number not in packed["state"]:
+                continue
+            name, state = names[id(parameter)], packed["state"][number]
+            kept = {key: value for key, value in state.items() if isinstance(value, Tensor)}
+            values = {k: to_json(v, f"the optimizer's '{k}' of '{name}'") for k, v in state.items() if k not in kept}
+            part = None
+            if shard is None or shard.whole:
+                kept = {k: division.whole(name, v) if v.shape == parameter.shape else v for k, v in kept.items()}
+            else:
+                of_shard = tuple(key for key, value in kept.items() if value.shape == shard.stepped.shape)
+                part = StatePart(start=shard.start, stop=shard.stop, order=shard.order, tensors=of_shard)
+                if division.group is not None and (cut := division.cuts.get(name)) is not None:
+                    sliced = Slice(place=division.group.place, of=division.group.degree, **asdict(cut))
+                    part = part.model_copy(update={"slice": sliced})
+            if division.speaks or (part is not None and part.slice is not None):
+                states[name] = ParameterState(tensors=tuple(kept), values=values, part=part)
+                tensors.update({stored: kept[key] for key, stored in states[name].stored(name).items()})
     kind = type(optimizer).__name__
     state = OptimizerState(kind=kind, learning_rate_factor=learning_rate_factor, groups=tuple(groups), states=states)
     return state, tensors
@@ -124,19 +182,104 @@ def give_state(
     packed["state"] = {}
     for own in _groups(optimizer, packed, sharding):
         own.packed.update(_common([names[id(parameter)] for parameter in own.parameters], hyperparameters))
-        for number, stepped in own.stepped.items():
-            if parts := states.get(names[id(stepped.parameter)]):
-                name, parameter = names[id(stepped.parameter)], stepped.parameter
-                whole = torch.empty(division.whole_shape(name, parameter.shape), device="meta")
-                if name not in division.cuts:
-                    packed["state"][number] = joined(parts, tensors, whole, stepped.shard)
-                    continue
-                found = joined(parts, tensors, whole, None)
-                for key, value in found.items():
-                    if isinstance(value, Tensor) and value.shape == whole.shape:
-                        found[key] = division.part(name, value)
-                packed["state"][number] = found if stepped.shard is None else divided(found, stepped.shard)
+        for number, (parameter, shard) in own.stepped.items():
+            name = names[id(parameter)]
+            if name not in states:
+                continue
+            whole = torch.empty(division.whole_shape(name, parameter.shape), device="meta")
+            # A shard of a weight that ranks divide is a shard of this rank's part: first the part, then the shard.
+            of_whole = None if name in division.cuts else shard
+            found = joined(states[name], tensors, whole, of_whole)
+            for key, value in found.items():
+                if isinstance(value, Tensor) and value.shape == whole.shape:
+                    found[key] = division.part(name, value)
+            packed["state"][number] = found if shard is None or shard is of_whole else divided(found, shard)
     optimizer.load_state_dict(packed)
+
+
+def needs(state: ParameterState, parameter: nn.Parameter, shards: Mapping[nn.Parameter, Shard] | None) -> bool:
+    """Return whether this replica reads a state of `parameter`: it has elements that the replica steps.
+
+    Args:
+        shards: what this replica steps, by parameter; None where it steps all of every parameter.
+    """
+    if shards is None:
+        return True
+    shard, part = shards.get(parameter), state.part
+    if shard is None or part is None or part.order != shard.order or part.slice is not None:
+        return shard is not None
+    return part.start < shard.stop and shard.start < part.stop
+
+
+def joined(
+    parts: Sequence[tuple[str, ParameterState]],
+    tensors: Mapping[str, Tensor],
+    parameter: Tensor,
+    shard: Shard | None,
+) -> dict[str, Any]:
+    """Return the state of a parameter, or of a shard of it, from one that is whole or from several parts.
+
+    Args:
+        parts: each with the parameter's name when it was saved; of elements that several have, the last one's count.
+        tensors: by the names of `ParameterState.stored`.
+        parameter: whose shape counts.
+        shard: of it; None to step all of it.
+
+    Raises:
+        InputError: when elements are missing.
+    """
+    name, last = parts[-1]
+    stored = last.stored(name)
+    divided_keys = () if last.part is None else last.part.tensors
+    found = {key: tensors[stored[key]] for key in last.tensors if key not in divided_keys}
+    if last.part is not None:
+        cut, of = Cut(0), 1
+        if (sliced := last.part.slice) is not None:
+            cut, of = Cut(sliced.dimension, sliced.blocks), sliced.of
+        shape = [size // of if each == cut.dimension else size for each, size in enumerate(parameter.shape)]
+        slices = [_of_slice(parts, last.part, place) for place in range(of)]
+        needed = range(math.prod(shape))
+        if of == 1 and shard is not None and shard.order == last.part.order:
+            needed = range(shard.start, shard.stop)
+        for own in slices:
+            _check_complete(name, [part for part, _ in own], needed)
+        for key in divided_keys:
+            wholes = [_whole([(part, tensors[stored[key]]) for part, stored in own], shape) for own in slices]
+            found[key] = wholes[0] if of == 1 else cut.whole(wholes)
+    found |= {key: from_json(value) for key, value in last.values.items()}
+    return found if shard is None else divided(found, shard)
+
+
+def _of_slice(
+    parts: Sequence[tuple[str, ParameterState]], like: StatePart, place: int
+) -> list[tuple[StatePart, dict[str, str]]]:
+    """Return the parts in the order of `like` that are of one of its slices, each with the names of its tensors."""
+    found = [(state.part, state.stored(name)) for name, state in parts if state.part is not None]
+    wanted = None if like.slice is None else like.slice.model_copy(update={"place": place})
+    return [(part, stored) for part, stored in found if part.order == like.order and part.slice == wanted]
+
+
+def _check_complete(name: str, parts: Sequence[StatePart], needed: range) -> None:
+    end = needed.start
+    for part in sorted(parts, key=lambda part: part.start):
+        if part.start <= end:
+            end = max(end, part.stop)
+    if end < needed.stop:
+        raise InputError(
+            f"the checkpoint has the optimizer's state of only some elements of '{name}': element {end} is missing",
+            hint="resume from another checkpoint",
+        )
+
+
+def _whole(parts: Sequence[tuple[StatePart, Tensor]], shape: Sequence[int]) -> Tensor:
+    """Return a tensor of the shape; where no part has elements, it has no values."""
+    flat = torch.empty(math.prod(shape), dtype=parts[0][1].dtype)
+    order: tuple[int, ...] = ()
+    for part, elements in parts:
+        order = part.order
+        flat[part.start : part.stop] = elements
+    laid_out = flat.view([shape[dimension] for dimension in order])
+    return laid_out.permute([order.index(dimension) for dimension in range(len(order))])
 
 
 class _Stepped(NamedTuple):
@@ -175,14 +318,6 @@ def rescale_rates(state: dict[str, Any], ratio: float) -> dict[str, Any]:
         elif key == "_schedulers":  # SequentialLR and ChainedScheduler hold others
             scaled[key] = [rescale_rates(inner, ratio) for inner in value]
     return scaled
-
-
-def _hyperparameters(packed_group: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        key: to_json(value, f"the optimizer's '{key}'")
-        for key, value in packed_group.items()
-        if key not in ("params", "param_names")
-    }
 
 
 def _common(names: list[str], hyperparameters: Mapping[str, dict[str, Any]]) -> dict[str, Any]:

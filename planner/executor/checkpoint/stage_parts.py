@@ -18,10 +18,10 @@ from planner.executor.checkpoint.optimizer_state import (
     SAME_OPTIMIZER,
     OptimizerState,
     give_state,
+    needs,
     rescale_rates,
     take_state,
 )
-from planner.executor.checkpoint.state_parts import needs
 from planner.executor.checkpoint.tensor_file import TensorFile, read_tensors, write_tensors
 from planner.executor.communication.sharding import Sharding
 from planner.model.tensor.division import divided_weights, whole_state
@@ -68,40 +68,21 @@ class Content(NamedTuple):
     optimizer: OptimizerState | None
     optimizer_tensors: Mapping[str, Tensor]
 
-    @property
-    def is_any(self) -> bool:
-        """Whether there is anything to write."""
-        return bool(self.weights) or self.optimizer is not None
-
 
 def content_of(own: Restorable) -> Content:
     """Return what is saved of one stage replica; all ranks that divide its weights call it.
 
-    The first of these ranks has what they gather, and what they have alike; of an optimizer that replicas divide, too,
-    each has its own part.
-
     Raises:
         InputError: when the model or optimizer has state that no checkpoint can hold.
     """
-    first, division = own.replica == 0, divided_weights(own.module)
+    first, speaks = own.replica == 0, divided_weights(own.module).speaks
     weights = whole_state(own.module) if first else _buffers(own.module)
-    weights = weights if division.speaks else {}
-    if own.optimizer is None or not (first or own.sharding is not None):
-        return Content(weights, None, {})
-    optimizer, kept = take_state(own.optimizer, own.module, own.learning_rate_factor, own.sharding)
-    shapes = {name: parameter.shape for name, parameter in own.module.named_parameters()}
-    states = {}
-    for name, state in optimizer.states.items():
-        names = state.stored(name).values()
-        if state.part is None:
-            whole = {each: division.whole(name, kept[each]) for each in names if kept[each].shape == shapes[name]}
-            kept |= whole
-        if division.speaks or (state.part is not None and state.part.slice is not None):
-            states[name] = state
-    if not (states or division.speaks):
-        return Content({}, None, {})
-    kept = {each: kept[each] for name, state in states.items() for each in state.stored(name).values()}
-    return Content(weights, optimizer.model_copy(update={"states": states}), kept)
+    optimizer, tensors = None, dict[str, Tensor]()
+    if own.optimizer is not None and (first or own.sharding is not None):
+        optimizer, tensors = take_state(own.optimizer, own.module, own.learning_rate_factor, own.sharding)
+    if not speaks:  # the first rank has the weights, and where this one has no part of the optimizer, that too
+        weights, optimizer = {}, optimizer if tensors else None
+    return Content(weights, optimizer, tensors)
 
 
 def write_part(folder: Path, own: Restorable, content: Content | None = None) -> StagePart:

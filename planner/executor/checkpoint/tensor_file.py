@@ -196,7 +196,8 @@ def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
 
 
 @contextmanager
-def _opened(path: Path, expected: TensorFile | None = None) -> Iterator[Any]:  # whose methods the package does not annotate
+def _opened(path: Path, expected: TensorFile | None = None) -> Iterator[Any]:
+    """Open a file with the package, whose methods are not annotated; give its errors the place and a hint."""
     try:
         if expected is not None:
             _check(path, expected)
