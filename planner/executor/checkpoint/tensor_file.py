@@ -151,18 +151,6 @@ def byte_pieces(tensor: Tensor) -> Iterator[Tensor]:
         yield room[: len(piece)].copy_(piece)
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name by which `dtype_of` finds any dtype, also one that files cannot hold."""
-    return str(dtype).removeprefix("torch.")
-
-
-def dtype_of(name: str) -> torch.dtype:
-    """Return the dtype that `dtype_name` named."""
-    found = getattr(torch, name)
-    assert isinstance(found, torch.dtype), name
-    return found
-
-
 def read_tensors(
     path: Path, names: Collection[str] | None = None, expected: TensorFile | None = None
 ) -> dict[str, Tensor]:

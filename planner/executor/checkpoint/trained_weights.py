@@ -1,4 +1,9 @@
-"""Trained weights of the whole, unsplit model: written from those of all workers, or from a checkpoint; read again."""
+"""Trained weights of the whole, unsplit model: written from those of all workers, or from a checkpoint; read again.
+
+At the end of a run rank 0 writes them tensor by tensor, in bounded memory: it asks for each in the order in which it
+writes them, so that none but the current one is on its way. A safetensors file takes each at once. The format of
+`torch.save` cannot: for it, rank 0 holds the whole model.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +28,11 @@ from planner.executor.checkpoint.tensor_file import (
     SUFFIX,
     Fact,
     byte_pieces,
-    dtype_name,
-    dtype_of,
     read_tensors,
     write_pieces,
     write_tensors,
 )
-from planner.executor.communication.control import control_group, gather_bytes
+from planner.executor.communication.control import broadcast_bytes, control_group, gather_bytes
 from planner.formats.files import replacing
 
 
@@ -54,7 +57,7 @@ def save_gathered(state: Mapping[str, Tensor], path: Path) -> None:
         InputError: for a dtype that safetensors files cannot hold.
     """
     own, aliases = (dict(state), {}) if path.suffix == SUFFIX else distinct(state)
-    facts = [(name, dtype_name(tensor.dtype), list(tensor.shape)) for name, tensor in own.items()]
+    facts = [(name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for name, tensor in own.items()]
     parts = gather_bytes(json.dumps([facts, aliases]).encode())
     if dist.get_rank() != 0:
         _send_asked(own)
@@ -64,7 +67,7 @@ def save_gathered(state: Mapping[str, Tensor], path: Path) -> None:
     for rank, part in enumerate(parts):
         theirs, others = json.loads(part)
         # Stages that share a weight have equal copies: the last one's is taken.
-        held |= {name: _Held(rank, Fact(name, dtype_of(dtype), tuple(shape))) for name, dtype, shape in theirs}
+        held |= {name: _Held(rank, Fact(name, getattr(torch, dtype), tuple(shape))) for name, dtype, shape in theirs}
         names |= {name: name for name, _, _ in theirs} | others
     ordered = sorted(held.values(), key=lambda each: each.fact.order)
 
@@ -141,25 +144,17 @@ def _whole(held: _Held, own: Mapping[str, Tensor]) -> Tensor:
 
 def _ask(held: _Held | None) -> None:
     """Ask the worker that holds a tensor to send it; None tells all workers that there is nothing more to send."""
-    asked = [held.rank] if held is not None else range(1, dist.get_world_size())
-    name = (held.fact.name if held is not None else "").encode()
-    for rank in asked:
-        dist.send(torch.tensor([len(name)]), rank, control_group())
-        if name:
-            dist.send(torch.frombuffer(bytearray(name), dtype=torch.uint8), rank, control_group())
+    asked = [] if held is None else [held.rank, held.fact.name]
+    broadcast_bytes(json.dumps(asked).encode(), control_group())
 
 
 def _send_asked(own: Mapping[str, Tensor]) -> None:
     """Send what rank 0 asks for, until it has everything."""
-    size = torch.tensor([0])
-    while True:
-        dist.recv(size, 0, control_group())
-        if not int(size):
-            return
-        name = torch.empty(int(size), dtype=torch.uint8)
-        dist.recv(name, 0, control_group())
-        for piece in byte_pieces(own[name.numpy().tobytes().decode()]):
-            dist.send(piece, 0, control_group())
+    while asked := json.loads(broadcast_bytes(b"", control_group())):
+        rank, name = asked
+        if rank == dist.get_rank():
+            for piece in byte_pieces(own[name]):
+                dist.send(piece, 0, control_group())
 
 
 @dataclass(frozen=True)
