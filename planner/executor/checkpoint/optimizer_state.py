@@ -30,7 +30,7 @@ SAME_OPTIMIZER = "give the model file the optimizer() that the run began with"
 
 
 class Slice(GrownRecord):
-    """Which of several equal slices of a parameter a rank has; see `planner.selftest.split.Cut`."""
+    """Which of several equal slices of a parameter a rank has; see `planner.model.tensor.dimensions.Cut`."""
 
     later_fields: ClassVar[frozenset[str]] = frozenset({"blocks"})
 
