@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from planner.formats.timeline import save_timeline as save_timeline
     from planner.model.spec import in_memory as in_memory
     from planner.model.spec import load_model_file as load_model_file
-    from planner.simulator.plan import simulate as simulate
+    from planner.simulator.simulate_plan import simulate as simulate
     from planner.simulator.summary import Summary as Summary
     from planner.simulator.summary import summarize as summarize
     from planner.solver import solve as solve
@@ -93,7 +93,7 @@ _HOMES = {
     "save_timeline": "planner.formats.timeline",
     "in_memory": "planner.model.spec",
     "load_model_file": "planner.model.spec",
-    "simulate": "planner.simulator.plan",
+    "simulate": "planner.simulator.simulate_plan",
     "Summary": "planner.simulator.summary",
     "summarize": "planner.simulator.summary",
     "solve": "planner.solver",

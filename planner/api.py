@@ -14,13 +14,12 @@ from planner.executor.run.agreement import device_kind
 from planner.executor.run.stages import check_divided
 from planner.executor.run.synchronous_start import check_synchronous_start
 from planner.executor.worker import launch
-from planner.formats.device_names import Backend, DeviceType
 from planner.formats.files import check_writable
+from planner.formats.names import Backend, DeviceType
 from planner.formats.plan import Plan
-from planner.formats.plan_shape import check_accumulate
 from planner.formats.profile import MemoryFormat, Profile
-from planner.formats.synchronous_start import synchronous_part
 from planner.model.spec import TrainingSpec, load_model_file
+from planner.plan.shape import check_accumulate, synchronous_part
 from planner.profiler.defaults import BATCH_SIZE, REPEATS, SECONDS
 from planner.profiler.estimated.calibrate import load_calibration
 from planner.profiler.estimated.device_file import load_device
@@ -28,7 +27,7 @@ from planner.profiler.estimated.devices import parse_dtype
 from planner.profiler.estimated.estimate import EstimateOptions, estimate_profile
 from planner.profiler.measured.profile import ProfilingOptions, profile_model
 from planner.profiler.measured.steps import ProgressCallback
-from planner.simulator.plan import simulated_s
+from planner.simulator.simulate_plan import simulated_s
 from planner.workers.job import BaselineName, CheckpointOptions, Job, RunOptions, TrainingOptions, TrainResult
 
 

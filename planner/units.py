@@ -10,6 +10,13 @@ import re
 
 from planner.errors import UnitError
 
+# A search adds up running sums, the cost model adds up the layers of a stage: the same time may differ in the last
+# bits. Relative to a time (or in replicas and GPUs, which are small numbers) this is far above what rounding does in
+# sums of thousands of layers, and far below any difference between plans that matters. Where a search rounds with it,
+# it rounds towards too many plans, and the cost model itself decides.
+SLACK = 1e-9
+
+
 _DECIMAL = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _BINARY = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 _PREFIX = _DECIMAL | {"K": 10**3} | _BINARY

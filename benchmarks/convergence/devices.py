@@ -26,7 +26,7 @@ from benchmarks.testbed.measure import data_parallel_run, run_plan
 from benchmarks.testbed.predict import given_plan
 from planner.api import profile
 from planner.formats.cluster import flat_cluster
-from planner.formats.codecs import CodecName
+from planner.formats.names import CodecName
 from planner.formats.profile import Profile
 from planner.units import parse_bandwidth
 

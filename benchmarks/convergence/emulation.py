@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.data import DataLoader, Dataset
 
 from planner.executor.run.data import make_batches
-from planner.formats.codecs import CODECS, Codec, CodecName
+from planner.formats.names import CODECS, Codec, CodecName
 from planner.model.spec import TrainingSpec, load_model_file
 from planner.schedule.instructions import Unit
 from planner.workers.coding import coding_of

@@ -22,7 +22,7 @@ from tabulate import tabulate
 from benchmarks.convergence import residual, transformer
 from benchmarks.convergence.emulation import evaluate, lateness, train
 from benchmarks.convergence.recipes import Recipe, with_remedies
-from planner.formats.codecs import CodecName
+from planner.formats.names import CodecName
 
 HERE = Path(__file__).parent
 RESULTS, TABLE = HERE / "late.jsonl", HERE / "late.md"

@@ -24,7 +24,7 @@ from planner.formats.plan import Plan
 from planner.model.spec import load_model_file
 from planner.report.svg.timeline import timeline_svg
 from planner.schedule.instructions import Unit
-from planner.simulator.plan import simulate
+from planner.simulator.simulate_plan import simulate
 
 HERE = Path(__file__).parent
 MODEL = HERE / "model.py"

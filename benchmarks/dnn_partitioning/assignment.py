@@ -20,9 +20,8 @@ from collections.abc import Iterable
 import pulp
 
 from benchmarks.dnn_partitioning.objective import Host, LoadProblem, compute_s, held_bytes, value_load_s
-from planner.cost.candidate import Candidate
+from planner.cost.candidate import Candidate, StageOptions
 from planner.cost.network.link import link_of
-from planner.cost.stage_options import StageOptions
 from planner.schedule.instructions import POSTED
 from planner.solver.problem.budget import Deadline
 from planner.solver.problem.result import IlpAnswer

@@ -21,10 +21,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.dnn_partitioning.objective import Host, compute_s, held_bytes, value_load_s
-from planner.cost.candidate import Candidate
+from planner.cost.candidate import Candidate, StageOptions
 from planner.cost.layer_costs import LayerCosts
 from planner.cost.network.link import link_of
-from planner.cost.stage_options import StageOptions
 from planner.cost.work import Floats, Integers
 from planner.formats.cluster import Cluster, DeviceKind
 from planner.schedule.instructions import POSTED

@@ -11,9 +11,8 @@ from benchmarks.dnn_partitioning.assignment import Assignment
 from benchmarks.dnn_partitioning.cuts import LoadSearch
 from benchmarks.dnn_partitioning.free_layers import Reduced
 from benchmarks.dnn_partitioning.objective import LoadProblem
-from planner.cost.candidate import Candidate
+from planner.cost.candidate import Candidate, StageOptions
 from planner.cost.layer_costs import LayerCosts
-from planner.cost.stage_options import StageOptions
 from planner.cost.work import Integers
 from planner.formats.constraints import Constraints
 from planner.solver.problem.budget import NO_HURRY, Budget, Deadline

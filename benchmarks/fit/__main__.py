@@ -16,9 +16,8 @@ from tabulate import tabulate
 
 from benchmarks.kept import printed
 from planner.analysis.fit import Fit
-from planner.formats.config import short_config
 from planner.formats.plan import Plan
-from planner.formats.plan_parts import OtherWay
+from planner.formats.plan_parts import OtherWay, short_config
 from planner.units import format_seconds
 
 MODELS = ("gpt2-xl", "LlamaForCausalLM", "GPTNeoXForCausalLM")

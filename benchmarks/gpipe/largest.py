@@ -10,10 +10,9 @@ import numpy as np
 from tabulate import tabulate
 
 from benchmarks.gpipe.profiles import amoebanet_profile, parameters_of, transformer_profile
-from planner.cost.candidate import Candidate
+from planner.cost.candidate import Candidate, StageOptions, whole_stage
 from planner.cost.layer_costs import LayerCosts
-from planner.cost.price import stage_memory
-from planner.cost.stage_options import StageOptions, whole_stage
+from planner.cost.overheads import stage_memory
 from planner.cost.work import Integers
 from planner.formats.plan_parts import StageMemory
 from planner.formats.profile import Profile

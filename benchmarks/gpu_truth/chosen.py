@@ -21,8 +21,8 @@ from benchmarks.gpu_truth.gpt import Gpt
 from benchmarks.gpu_truth.rows import PCIE, Row, anchors, half_precision, reducing, servers, without_overlap
 from planner.errors import PlannerError
 from planner.formats.cluster import Cluster, flat_cluster
-from planner.formats.config import short_config
 from planner.formats.plan import Plan
+from planner.formats.plan_parts import short_config
 from planner.formats.profile import Profile
 from planner.profiler.estimated.devices import DeviceSpec
 from planner.schedule.flush import FLUSH

@@ -21,7 +21,7 @@ from planner.profiler.estimated.devices import DEVICES, DeviceSpec
 from planner.profiler.estimated.execution import Execution, Fusion
 from planner.schedule.flush import FLUSH
 from planner.schedule.interleaved import INTERLEAVED
-from planner.simulator.plan import simulated_s
+from planner.simulator.simulate_plan import simulated_s
 
 ANCHORS = Path(__file__).resolve().parents[3] / "shared" / "anchors" / "gpu"
 _PER_SERVER = 8

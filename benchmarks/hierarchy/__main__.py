@@ -15,8 +15,8 @@ from tabulate import tabulate
 
 from benchmarks.kept import printed
 from planner.formats.cluster import Cluster, flat_cluster, hierarchical_cluster
-from planner.formats.cost_model_names import CostModelName
 from planner.formats.importers import read_profile
+from planner.formats.names import CostModelName
 from planner.formats.plan import Plan
 from planner.formats.profile import Device, Edge, Layer, Profile, Provenance, Value, load_profile
 from planner.report.tables.plan import ranks_line

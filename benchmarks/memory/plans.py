@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from planner.cost.candidate import candidates
+from planner.cost.candidate import StageOptions, candidates, whole_stage
 from planner.cost.layer_costs import LayerCosts
 from planner.cost.setting import Setting
-from planner.cost.stage_options import StageOptions, whole_stage
 from planner.cost.weight_copies import price_with_copies
 from planner.formats.cluster import flat_cluster
 from planner.formats.plan import Plan

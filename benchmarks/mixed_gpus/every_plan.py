@@ -13,9 +13,8 @@ from dataclasses import dataclass, field, replace
 from itertools import chain, combinations, count, pairwise, product
 
 from benchmarks.stage_ways import Way, combined, options_of, unbeaten
-from planner.cost.candidate import Candidate
+from planner.cost.candidate import Candidate, StageOptions
 from planner.cost.kinds import kind_on
-from planner.cost.stage_options import StageOptions
 from planner.solver.evaluate.evaluation import evaluate, priced
 from planner.solver.problem.problem import Problem
 

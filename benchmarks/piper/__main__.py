@@ -17,16 +17,15 @@ from tabulate import tabulate
 from benchmarks.gpu_truth.rows import ANCHORS, anchors
 from benchmarks.piper.formulas import Formulas, PiperStage
 from benchmarks.piper.question import answered
-from planner.cost.candidate import Candidate
+from planner.cost.candidate import Candidate, StageOptions
 from planner.cost.pricing import price
 from planner.cost.setting import Setting
-from planner.cost.stage_options import StageOptions
 from planner.cost.tensor import layer_costs_on
 from planner.errors import InfeasibleError
 from planner.formats.cluster import Cluster, flat_cluster
-from planner.formats.config import config_of, short_config
 from planner.formats.importers import read_profile
 from planner.formats.plan import Plan
+from planner.formats.plan_parts import config_of, short_config
 from planner.formats.profile import Profile
 from planner.schedule.double_buffered import TWO_BW
 from planner.solver import solve

@@ -25,7 +25,7 @@ from planner.cost.models.registry import asynchronous_model
 from planner.cost.network.link import link_of
 from planner.errors import InfeasibleError
 from planner.formats.cluster import Cluster
-from planner.formats.cost_model_names import CostModelName
+from planner.formats.names import CostModelName
 from planner.formats.plan import Plan
 from planner.formats.profile import Profile
 from planner.model.spec import load_model_file

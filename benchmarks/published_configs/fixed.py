@@ -7,16 +7,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from planner.cost.candidate import Candidate
+from planner.cost.candidate import Candidate, StageOptions
 from planner.cost.layer_costs import LayerCosts
 from planner.cost.models.registry import asynchronous_model
 from planner.cost.network.link import link_of
-from planner.cost.price import Price
+from planner.cost.overheads import Price
 from planner.cost.pricing import price
 from planner.cost.setting import Setting
-from planner.cost.stage_options import StageOptions
 from planner.formats.cluster import Cluster
-from planner.formats.cost_model_names import CostModelName
+from planner.formats.names import CostModelName
 from planner.solver.evaluate.evaluation import simulated
 from planner.solver.problem.budget import Budget
 from planner.solver.problem.problem import Problem

@@ -18,7 +18,7 @@ from benchmarks.real_runs.__main__ import FOLDER, README, Case, Row, run, summar
 from benchmarks.real_runs.__main__ import draw as draw_plans
 from benchmarks.testbed.bed import Testbed, testbed
 from planner.formats.cluster import Cluster, flat_cluster
-from planner.formats.codecs import CODECS, CodecName
+from planner.formats.names import CODECS, CodecName
 from planner.profiler.measured.malloc import keep_freed_pages
 from planner.units import parse_bandwidth
 from planner.workers.job import Job, TrainResult

@@ -15,12 +15,12 @@ from benchmarks.kept import printed
 from benchmarks.scale.models import MODELS
 from planner.errors import PlannerError
 from planner.formats.cluster import hierarchical_cluster
-from planner.formats.config import short_config
 from planner.formats.link_names import link_bandwidth
 from planner.formats.plan import Plan
+from planner.formats.plan_parts import short_config
 from planner.formats.profile import Profile
 from planner.profiler.estimated.estimate import EstimateOptions, estimate_profile
-from planner.schedule.defaults import MICROBATCHES_PER_GPU
+from planner.schedule.instructions import MICROBATCHES_PER_GPU
 from planner.schedule.registry import find
 from planner.solver import solve
 from planner.units import format_seconds

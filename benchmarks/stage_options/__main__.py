@@ -28,11 +28,11 @@ from benchmarks.testbed.measure import train_s
 from planner.analysis.own_plan import price
 from planner.api import profile as measure
 from planner.executor.worker import launch
-from planner.formats.blocks import blocks_of
 from planner.formats.cluster import Cluster, flat_cluster
 from planner.formats.own_plan import OwnPlan, OwnStage
 from planner.formats.plan import Plan
 from planner.formats.profile import Profile
+from planner.plan.blocks import blocks_of
 from planner.profiler.links.measure_host import measure_host
 from planner.workers.job import Job
 

@@ -28,8 +28,8 @@ from planner.analysis.own_plan import price
 from planner.api import estimate
 from planner.errors import PlannerError, first_line
 from planner.formats.cluster import Cluster, hierarchical_cluster
-from planner.formats.config import config_of
 from planner.formats.own_plan import OwnPlan, OwnStage
+from planner.formats.plan_parts import config_of
 from planner.formats.profile import Profile
 from planner.schedule.registry import SCHEDULES, find
 from planner.units import parse_bandwidth

@@ -21,8 +21,8 @@ from benchmarks.testbed.predict import balanced_stages, given_plan
 from planner.cli.output import print_complaint
 from planner.errors import InputError, PlannerError
 from planner.formats.cluster import Cluster, hierarchical_cluster
-from planner.formats.codecs import CODEC_NAMES
 from planner.formats.importers import read_profile
+from planner.formats.names import CODEC_NAMES
 from planner.formats.plan import Plan
 from planner.formats.profile import Profile
 from planner.schedule.registry import NAMES

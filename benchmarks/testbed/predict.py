@@ -14,7 +14,7 @@ from planner.formats.cluster import Cluster
 from planner.formats.plan import Plan
 from planner.formats.profile import Profile
 from planner.schedule.registry import find
-from planner.simulator.plan import simulated_s
+from planner.simulator.simulate_plan import simulated_s
 from planner.solver.assemble import GIVEN, assemble
 from planner.solver.evaluate.evaluation import evaluate
 from planner.solver.problem.budget import Budget

@@ -26,9 +26,9 @@ from benchmarks.testbed.measure import Measured, described, run_plan
 from benchmarks.testbed.picture import scatter_svg
 from benchmarks.testbed.predict import balanced_stages, given_plan, in_proportion
 from planner.formats.cluster import Cluster, hierarchical_cluster
-from planner.formats.codecs import CodecName
 from planner.formats.constraints import Constraints
 from planner.formats.importers import read_profile
+from planner.formats.names import CodecName
 from planner.formats.plan import Plan
 from planner.formats.profile import Profile
 from planner.solver import solve

@@ -7,10 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from planner.cost.candidate import Candidate
+from planner.cost.candidate import Candidate, StageOptions
 from planner.cost.layer_costs import LayerCosts
 from planner.cost.setting import Setting
-from planner.cost.stage_options import StageOptions
 from planner.errors import PlannerError
 from planner.formats.cluster import Cluster, hierarchical_cluster
 from planner.formats.profile import Profile, load_profile

@@ -15,8 +15,8 @@ from planner.errors import InfeasibleError, InputError, PlannerError
 from planner.formats.cluster import Cluster
 from planner.formats.plan import Plan
 from planner.formats.profile import Profile
-from planner.schedule.defaults import MICROBATCHES_PER_GPU
 from planner.schedule.flush import FLUSH
+from planner.schedule.instructions import MICROBATCHES_PER_GPU
 from planner.schedule.registry import SCHEDULES
 from planner.schedule.schedule import Schedule
 

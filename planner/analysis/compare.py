@@ -16,8 +16,8 @@ from planner.formats.files import Record
 from planner.formats.plan import Plan
 from planner.formats.plan_parts import ScheduleField
 from planner.formats.profile import Profile
-from planner.schedule.defaults import MICROBATCHES_PER_GPU
 from planner.schedule.gpipe import GPIPE
+from planner.schedule.instructions import MICROBATCHES_PER_GPU
 from planner.schedule.schedule import Schedule
 from planner.solver.evaluate.evaluation import evaluate
 from planner.solver.problem.budget import Budget, Patience

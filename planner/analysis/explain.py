@@ -12,11 +12,10 @@ from planner.cost.candidate import Candidate
 from planner.cost.setting import Setting
 from planner.errors import InfeasibleError
 from planner.formats.cluster import Cluster
-from planner.formats.codecs import CODECS
-from planner.formats.config import config_of
 from planner.formats.files import Record
+from planner.formats.names import CODECS
 from planner.formats.plan import Plan
-from planner.formats.plan_parts import Bottleneck, SolverReport
+from planner.formats.plan_parts import Bottleneck, SolverReport, config_of
 from planner.formats.profile import Profile
 from planner.solver.candidates.kinds import counts_to_try, proposals
 from planner.solver.problem.budget import Budget, Patience

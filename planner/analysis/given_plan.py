@@ -6,19 +6,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from planner.analysis.solve_options import SolveOptions, check_workers
-from planner.cost.candidate import Candidate
+from planner.cost.candidate import Candidate, StageOptions
 from planner.cost.kinds import with_kinds
 from planner.cost.layer_costs import LayerCosts
 from planner.cost.network.placement import Busy
-from planner.cost.price import Price
+from planner.cost.overheads import Price
 from planner.cost.pricing import busy_resources
-from planner.cost.stage_options import StageOptions
 from planner.cost.tensor import layer_costs_on
 from planner.errors import PlanError
 from planner.formats.cluster import Cluster
-from planner.formats.groups import of_groups
 from planner.formats.plan import Plan
 from planner.formats.profile import Profile
+from planner.plan.rank_groups import of_groups
 from planner.solver.evaluate.evaluation import evaluate
 from planner.solver.problem.budget import Patience
 from planner.solver.problem.problem import Problem

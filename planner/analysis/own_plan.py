@@ -10,19 +10,18 @@ from functools import partial
 from itertools import accumulate, pairwise
 
 from planner.analysis.solve_options import SolveOptions, check_workers
-from planner.cost.candidate import Candidate
+from planner.cost.candidate import Candidate, Groups, StageOptions, whole_stage
 from planner.cost.layer_costs import LayerCosts
 from planner.cost.recomputation import units_of
-from planner.cost.stage_options import Groups, StageOptions, whole_stage
 from planner.cost.tensor import layer_costs_on
 from planner.errors import InputError
-from planner.formats.blocks import blocks_of
 from planner.formats.cluster import Cluster
 from planner.formats.device_kinds import cluster_for
 from planner.formats.own_plan import OwnPlan, OwnStage
 from planner.formats.plan import Plan
-from planner.formats.plan_shape import check_versions
 from planner.formats.profile import Profile
+from planner.plan.blocks import blocks_of
+from planner.plan.shape import check_versions
 from planner.schedule.schedule import gpus_after
 from planner.solver.reference.baselines import equal_counts, legal_ends
 from planner.units import format_bytes, format_memory

@@ -11,10 +11,10 @@ from planner.cost.setting import Setting
 from planner.errors import InputError
 from planner.formats.cluster import Cluster
 from planner.formats.constraints import Constraints
-from planner.formats.cost_model_names import CostModelName
+from planner.formats.names import CostModelName
 from planner.formats.plan import Plan
 from planner.formats.profile import Profile
-from planner.schedule.defaults import CHUNKS, MICROBATCHES_PER_GPU
+from planner.schedule.instructions import CHUNKS, MICROBATCHES_PER_GPU
 from planner.schedule.one_forward_one_backward import ONE_F_ONE_B
 from planner.schedule.schedule import Schedule
 from planner.solver import solve

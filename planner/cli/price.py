@@ -11,7 +11,7 @@ from planner.cli.arguments.numbers import at_least, is_count
 from planner.cli.arguments.verb import PLAN, PROFILE, Verbs, declare, refuse
 from planner.cli.output import print_answer, print_written
 from planner.errors import InfeasibleError, InputError
-from planner.schedule.defaults import CHUNKS, MICROBATCHES_PER_GPU
+from planner.schedule.instructions import CHUNKS, MICROBATCHES_PER_GPU
 from planner.schedule.registry import DEFAULT, NAMES, find
 
 if TYPE_CHECKING:

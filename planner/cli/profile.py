@@ -13,7 +13,7 @@ from planner.cli.arguments.numbers import batch_sizes, degrees
 from planner.cli.arguments.verb import PROFILE, Verbs, declare, profile_path
 from planner.cli.output import ProgressLine, print_answer, print_written
 from planner.errors import InputError
-from planner.formats.device_names import DeviceType
+from planner.formats.names import DeviceType
 from planner.profiler.defaults import BATCH_SIZE, REPEATS, SECONDS
 from planner.profiler.estimated.devices import DEVICES
 

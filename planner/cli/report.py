@@ -117,8 +117,8 @@ def run(args: argparse.Namespace) -> int:
 def _timelines(args: argparse.Namespace, plan: Plan) -> tuple[Timeline, Timeline | None]:
     """Return the simulation, and the run if there is one."""
     from planner.report.trace import load_run
-    from planner.simulator.plan import simulate
     from planner.simulator.recorded import simulate_recorded
+    from planner.simulator.simulate_plan import simulate
 
     if args.measured is None:
         return simulate(plan, args.minibatches, args.accumulate or 1), None

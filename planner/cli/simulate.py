@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
 def _alone(args: argparse.Namespace, plan: Plan) -> Timeline:
     """Simulate, and print the summary."""
     from planner.report.tables.run import run_report
-    from planner.simulator.plan import simulate
+    from planner.simulator.simulate_plan import simulate
     from planner.simulator.summary import summarize
 
     timeline = simulate(plan, args.minibatches, args.accumulate or 1)

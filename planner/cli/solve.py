@@ -17,8 +17,8 @@ from planner.cli.arguments.verb import PLAN, PROFILE, Verbs, declare, profile_pa
 from planner.cli.flags import as_flags
 from planner.cli.output import print_answer, print_complaint, print_written
 from planner.errors import InputError, PlannerError
-from planner.formats.cost_model_names import COST_MODEL_HELP, COST_MODEL_NAMES
-from planner.schedule.defaults import CHUNKS, MICROBATCHES_PER_GPU
+from planner.formats.names import COST_MODEL_HELP, COST_MODEL_NAMES
+from planner.schedule.instructions import CHUNKS, MICROBATCHES_PER_GPU
 from planner.schedule.registry import DEFAULT, NAMES, SCHEDULES
 
 if TYPE_CHECKING:
@@ -194,7 +194,7 @@ def replaced_plan(path: Path, plan: Plan) -> str:
 
 
 def _warn_of_shared_weights(plan: Plan, profile: Profile) -> None:
-    from planner.formats.shared_weights import obstacle, shared_weights, trained_parameters
+    from planner.plan.shared_weights import obstacle, shared_weights, trained_parameters
     from planner.units import format_bytes
 
     shared = list(shared_weights([stage.layers for stage in plan.stages], trained_parameters(profile)))

@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-from planner.cost.candidate import Candidate
+from planner.cost.candidate import Candidate, StageOptions
 from planner.cost.layer_costs import LayerCosts
 from planner.cost.network.placement import ranks_of
 from planner.cost.setting import Setting
-from planner.cost.stage_options import StageOptions
 from planner.formats.cluster import Cluster, DeviceKind
 
 

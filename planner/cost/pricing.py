@@ -10,7 +10,7 @@ from planner.cost.layer_costs import LayerCosts
 from planner.cost.models.cost_model import UnpricedPlan
 from planner.cost.models.registry import cost_model_of
 from planner.cost.network.placement import Busy
-from planner.cost.price import Price, stage_memory
+from planner.cost.overheads import Price, stage_memory
 from planner.cost.setting import Setting
 
 

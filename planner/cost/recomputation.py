@@ -26,8 +26,8 @@ from itertools import compress, groupby
 import numpy as np
 from numpy.typing import NDArray
 
+from planner.cost.candidate import Groups, RecomputeRule, whole_stage
 from planner.cost.layer_costs import LayerCosts
-from planner.cost.stage_options import Groups, RecomputeRule, whole_stage
 from planner.cost.work import Floats, Integers
 
 MOST_SUBSETS = 2**8  # of units that are all tried
@@ -243,7 +243,7 @@ class _Stage:
         return tried
 
     def _made(self, again: _Flags) -> Choices:
-        """Compute what choices of units cost, by the rule of `planner.cost.kept_activations`."""
+        """Compute what choices of units cost, by the rule of `planner.cost.layer_costs`."""
         entering = self._entering(again)
         kept = np.where(again, entering, self._saved)
         saved = kept.sum(axis=1)

@@ -21,7 +21,7 @@ from planner.cost.network.topology import Topology
 from planner.cost.work import Floats
 from planner.errors import ProfileError
 from planner.formats.cluster import Cluster
-from planner.formats.codecs import CODECS
+from planner.formats.names import CODECS
 from planner.formats.profile import DEGREE_COLUMNS, DegreeCosts, Profile, Value
 
 

@@ -8,12 +8,12 @@ from dataclasses import replace
 from planner.cost.candidate import Candidate
 from planner.cost.layer_costs import LayerCosts
 from planner.cost.network.buckets import Buckets, buckets_of
-from planner.cost.price import Price
+from planner.cost.overheads import Price
 from planner.cost.setting import Setting
 from planner.errors import InfeasibleError
 from planner.formats.profile import Layer, Profile
-from planner.formats.shared_weights import SharedWeight, copied_layers, shared_weights, trained_parameters
-from planner.schedule.shared import lag
+from planner.plan.shared_weights import SharedWeight, copied_layers, shared_weights, trained_parameters
+from planner.schedule.versions import lag
 from planner.units import format_bytes
 
 _OF_A_WEIGHT = ("update_s", "accumulate_s", "weight_bytes", "gradient_bytes", "optimizer_bytes")

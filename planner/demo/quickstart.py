@@ -8,8 +8,8 @@ from importlib import resources
 from pathlib import Path
 
 from planner.formats.cluster import flat_cluster
-from planner.formats.device_names import Backend, DeviceType
 from planner.formats.files import Record, write_text
+from planner.formats.names import Backend, DeviceType
 from planner.formats.plan import Plan, save_plan
 from planner.formats.profile import Profile, save_profile
 from planner.workers.job import Job, TrainResult

@@ -11,9 +11,8 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from planner.errors import ClusterError
-from planner.formats.codecs import CodecName
-from planner.formats.device_names import Backend
 from planner.formats.files import AlwaysTrue, GrownRecord, Record, load_record, save_record
+from planner.formats.names import Backend, CodecName
 
 MOST_GPUS = 2**17  # a plan names every rank
 

@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from planner.errors import InputError
 from planner.formats.files import Record, load_record
 from planner.formats.plan_parts import ScheduleField
-from planner.schedule.defaults import CHUNKS
+from planner.schedule.instructions import CHUNKS
 from planner.schedule.registry import DEFAULT
 
 _REMEDY = "see the file of plan price in the file formats"

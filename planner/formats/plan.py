@@ -13,9 +13,17 @@ from pydantic import Field, model_validator
 
 from planner.errors import PlanError
 from planner.formats.cluster import Cluster
-from planner.formats.config import config_of
 from planner.formats.files import AlwaysTrue, GrownRecord, load_record, save_record
-from planner.formats.plan_parts import OtherWay, Prediction, ScheduleField, Shared, SolverReport, Stage, Transfer
+from planner.formats.plan_parts import (
+    OtherWay,
+    Prediction,
+    ScheduleField,
+    Shared,
+    SolverReport,
+    Stage,
+    Transfer,
+    config_of,
+)
 from planner.formats.profile import Autocast, Device, LossMean, MemoryFormat
 from planner.schedule.one_forward_one_backward import ONE_F_ONE_B
 

@@ -12,8 +12,8 @@ from typing import Literal
 
 from planner.schedule.flush import FLUSH
 from planner.schedule.instructions import BackwardWeight, Instruction
+from planner.schedule.pieces import backward, finish_minibatch, forward
 from planner.schedule.schedule import Count, PipelineShape, Schedule, Synchronous
-from planner.schedule.streams.pieces import backward, finish_minibatch, forward
 
 # forward; backward; or the two parts of a backward, for the inputs' gradients and for the weights'.
 Work = Literal["F", "B", "I", "W"]

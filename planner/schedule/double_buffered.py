@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from planner.schedule.flush import FLUSH
 from planner.schedule.instructions import Instruction, Unit
+from planner.schedule.pieces import backward, finish_minibatch, forward, one_forward_one_backward
 from planner.schedule.schedule import Count, PipelineShape, Schedule, warm_up_depth
-from planner.schedule.streams.pieces import backward, finish_minibatch, forward, one_forward_one_backward
 
 
 class DoubleBuffered(Schedule):

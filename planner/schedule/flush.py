@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from planner.schedule.instructions import Instruction
+from planner.schedule.pieces import backward, finish_minibatch, forward, one_forward_one_backward
 from planner.schedule.schedule import Count, PipelineShape, Synchronous, warm_up_depth
-from planner.schedule.streams.pieces import backward, finish_minibatch, forward, one_forward_one_backward
 
 
 class Flush(Synchronous):

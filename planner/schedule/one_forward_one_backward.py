@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from planner.schedule.instructions import AllReduce, Instruction, Unit, Update
+from planner.schedule.pieces import backward, forward, one_forward_one_backward
 from planner.schedule.schedule import Count, PipelineShape, Schedule, warm_up_depth
-from planner.schedule.shared import add_shared, send_shared
-from planner.schedule.streams.pieces import backward, forward, one_forward_one_backward
+from planner.schedule.versions import add_shared, send_shared
 
 
 class OneForwardOneBackward(Schedule):

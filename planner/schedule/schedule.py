@@ -20,8 +20,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, ClassVar, Literal, TypeVar
 
 from planner.schedule.instructions import Instruction, Unit
-from planner.schedule.shared import lag, sharers
-from planner.schedule.vertical_sync import Entry, versions_held
+from planner.schedule.versions import Entry, lag, sharers, versions_held
 
 if TYPE_CHECKING:
     import numpy as np
@@ -209,7 +208,7 @@ class PipelineShape:
         microbatches: per minibatch; 1 for schedules that do not divide minibatches.
         depths: per stage, the most units between forward and backward on one replica; None for the schedule's own.
         vertical_sync: under 1f1b, a minibatch uses the same version of the weights at every stage.
-        shared: pairs of stages that hold the same weights (see `planner.schedule.shared`).
+        shared: pairs of stages that hold the same weights (see `planner.schedule.versions`).
         accumulate: minibatches per replica between two updates of 1f1b; the others divide minibatches for that.
     """
 

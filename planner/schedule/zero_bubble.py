@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 from planner.schedule.flush import FLUSH, Flush, share
 from planner.schedule.instructions import BackwardWeight, Instruction, Unit
+from planner.schedule.pieces import backward, finish_minibatch, forward, one_forward_one_backward
 from planner.schedule.schedule import PipelineShape, Schedule, warm_up_depths
-from planner.schedule.streams.pieces import backward, finish_minibatch, forward, one_forward_one_backward
 
 
 class ZeroBubble(Flush):

@@ -14,11 +14,11 @@ from planner.cost.candidate import candidates
 from planner.cost.layer_costs import LayerCosts
 from planner.cost.setting import Setting
 from planner.formats.cluster import flat_cluster
-from planner.formats.device_names import Backend
+from planner.formats.names import Backend
 from planner.formats.plan import Plan
 from planner.formats.profile import Profile
 from planner.model.spec import TrainingSpec, load_model_file
-from planner.schedule.defaults import CHUNKS
+from planner.schedule.instructions import CHUNKS
 from planner.schedule.schedule import Schedule
 from planner.solver.assemble import assemble
 from planner.solver.problem.problem import Problem

@@ -18,11 +18,11 @@ from torch.optim import Optimizer
 
 from planner.executor.run.data import EvaluationBatches, make_batches
 from planner.formats.plan import Plan
-from planner.formats.plan_shape import shape_of
 from planner.formats.profile import Profile
 from planner.model.batch import Batch
 from planner.model.loss import loss_of
 from planner.model.spec import TrainingSpec
+from planner.plan.shape import shape_of
 from planner.profiler.measured.device import thread_count
 from planner.schedule.instructions import Backward, BackwardWeight, Forward, Unit, Update
 from planner.schedule.schedule import PipelineShape, stream

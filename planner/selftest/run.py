@@ -11,8 +11,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from planner.errors import InputError, PlannerError, reason_of
-from planner.formats.device_names import DeviceType
 from planner.formats.files import Record
+from planner.formats.names import DeviceType
 from planner.profiler.measured.device import check_positive, parse_device
 from planner.selftest.lab import Lab
 from planner.selftest.registry import CHECKS

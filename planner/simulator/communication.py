@@ -4,19 +4,154 @@ Messages of one kind from one stage to another, on given workers, follow one ano
 receiver has posted a receive for it: `POSTED` receives are open from the first time that the receiver asks for one. The
 parts of a stage's all-reduce follow one another, too. Where the stage's optimizer is sharded, they are those of a
 reduce-scatter, with half of the bytes; the all-gather after the update has the other half.
+
+Links have two directions. A device has a link of its own, with the bandwidth of the innermost level. Beyond a group of
+devices lies the next level: one link that the devices of the group share, or one for each if the level says so. A
+message crosses the links of all levels up to the one where its ends meet: outwards from its sender, inwards to its
+receiver. An all-reduce ring crosses the own links of all its replicas and, once each way, those of every group that it
+passes through.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from planner.cost.network.topology import Topology
+from planner.formats.cluster import Cluster
+from planner.formats.timeline import LinkUse
 from planner.schedule.instructions import POSTED, Receive, ReceiveShared, Send, SendActivation, SendShared
-from planner.simulator.cluster_links import ClusterLinks
-from planner.simulator.fair_network import FairNetwork, LinkPath
+from planner.simulator.fair_network import FairNetwork, LinkDirection, LinkPath
 from planner.simulator.pipeline_costs import PipelineCosts
+
+
+@dataclass
+class Round:
+    """One all-reduce or all-gather of a stage.
+
+    Replicas join an all-gather after their update, and an all-reduce with the backward that completes their gradients,
+    or, without a backward in the round, when they come to the all-reduce itself.
+    """
+
+    number: int
+    joined: int = 0
+    passed: int = 0
+    backward_start_s: float = 0.0  # of the backward that ends last
+    backward_s: float = 0.0  # its length
+    arrived_s: float = 0.0  # the latest replica without a backward
+    parts_left: int = 0
+    carried: bool = False  # stays False if there are no gradients to send
+    start_s: float | None = None
+    end_s: float | None = None
+    waiting: list[int] = field(default_factory=list)  # ranks
+
+    def finish_part(self, start_s: float, end_s: float) -> bool:
+        """Note that a part has been carried, and return whether it was the last one."""
+        self.start_s = start_s if self.start_s is None else self.start_s
+        self.carried = self.carried or end_s > start_s
+        self.parts_left -= 1
+        if self.parts_left == 0:
+            self.end_s = end_s
+        return self.parts_left == 0
+
+
+class AllReduces:
+    """The rounds in progress, by stage and number, and how many rounds each replica of a stage has joined."""
+
+    def __init__(self, ranks: Sequence[Sequence[int]]) -> None:
+        self.rounds: dict[tuple[int, int], Round] = {}
+        self._replicas = [len(each) for each in ranks]
+        self.joined = {(rank, stage): 0 for stage, each in enumerate(ranks) for rank in each}
+
+    def join(self, rank: int, stage: int, start_s: float, backward_s: float, arrived_s: float = 0.0) -> Round | None:
+        """Join the replica's next round; return the round if all replicas have joined it.
+
+        Args:
+            start_s, backward_s: start and length of its backward; 0 without one.
+            arrived_s: when a replica without a backward came to the all-reduce.
+        """
+        number = self.joined[rank, stage]
+        self.joined[rank, stage] += 1
+        joined = self.rounds.setdefault((stage, number), Round(number))
+        joined.joined += 1
+        if start_s + backward_s >= joined.backward_start_s + joined.backward_s:
+            joined.backward_start_s, joined.backward_s = start_s, backward_s
+        joined.arrived_s = max(joined.arrived_s, arrived_s)
+        return joined if joined.joined == self._replicas[stage] else None
+
+    def leave(self, stage: int, number: int) -> None:
+        """Note that a replica has passed the all-reduce; the last one closes the round."""
+        left = self.rounds[stage, number]
+        left.passed += 1
+        if left.passed == self._replicas[stage]:
+            del self.rounds[stage, number]
+
+
+class ClusterLinks:
+    """The links of `cluster`, made when a path first needs them."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.topology = Topology(cluster)
+        self._bandwidths = [level.bandwidth_bytes_per_s for level in cluster.joined]
+        self._sharers = [1] * len(self._bandwidths)  # per level, the number of ranks that share a link
+        for number, size, _, _ in self.topology.shared:
+            self._sharers[number] = size
+        # By level, number among the level's links, and whether it leads away from the workers that share it.
+        self._links: dict[tuple[int, int, bool], LinkDirection] = {}
+
+    def message(self, rank: int, peer: int) -> tuple[LinkPath, float]:
+        """Return the path of a message between two ranks, and its latency."""
+        level = int(self.topology.level(rank, peer))
+        ends = ((rank, True), (peer, False))
+        links = tuple(self._link(number, at, sends) for number in range(level + 1) for at, sends in ends)
+        return LinkPath(links, min(link.bytes_per_s for link in links)), float(self.topology.latency_s[level])
+
+    def ring(self, ranks: Sequence[int]) -> tuple[LinkPath, float]:
+        """Return the path of an all-reduce, and the latency of all its steps."""
+        span = self.topology.span(range(min(ranks), max(ranks) + 1))
+        link = self.topology.link(span)
+        links = dict.fromkeys(
+            self._link(number, rank, sends) for number in range(span + 1) for rank in ranks for sends in (True, False)
+        )
+        return LinkPath(tuple(links), link.ring_bytes_per_s), 2 * (len(ranks) - 1) * link.latency_s
+
+    def uses(self, ranks: Sequence[int]) -> Iterator[LinkUse]:
+        """Yield what these ranks' own links carried, then the shared links that carried something."""
+        for rank in sorted(ranks):
+            for sends in (True, False):
+                name = f"worker {rank} {'sends' if sends else 'receives'}"
+                yield _use(name, rank, sends, self._link(0, rank, sends))
+        for (level, member, sends), link in sorted(self._links.items(), key=lambda item: item[0]):
+            if level > 0 and link.busy:
+                yield _use(self._name(level, member, sends), None, sends, link)
+
+    def _link(self, level: int, rank: int, sends: bool) -> LinkDirection:
+        key = level, rank // self._sharers[level], sends
+        if key not in self._links:
+            self._links[key] = LinkDirection(self._bandwidths[level])
+        return self._links[key]
+
+    def _name(self, level: int, member: int, sends: bool) -> str:
+        size, does = self._sharers[level], ("receive", "send")[sends]
+        if size == 1:
+            return f"worker {member} beyond its group {does}s"
+        return f"workers {member * size}-{(member + 1) * size - 1} together {does}"
+
+
+def _use(name: str, rank: int | None, sends: bool, link: LinkDirection) -> LinkUse:
+    start_s, end_s, share = zip(*link.busy, strict=True) if link.busy else ((), (), ())
+    return LinkUse(
+        name=name,
+        rank=rank,
+        sends=sends,
+        bandwidth_bytes_per_s=link.bytes_per_s,
+        start_s=start_s,
+        end_s=end_s,
+        share=share,
+    )
+
 
 # Told of a message: the sender's rank, the message, when it started and when it arrived.
 OnArrival = Callable[[int, Send, float, float], None]

@@ -8,7 +8,7 @@ from bisect import bisect_right
 from planner.errors import InputError
 from planner.formats.plan import Plan
 from planner.formats.timeline import LANES, Event, Events, LinkUse, MemoryCurve, Timeline
-from planner.simulator.plan import default_minibatches, simulate
+from planner.simulator.simulate_plan import default_minibatches, simulate
 
 ROUNDS = ("update", "all_reduce", "all_gather")  # events that happen once per round, not per minibatch
 

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator
 
 from typing_extensions import assert_never
 
-from planner.cost.rounding import SLACK
 from planner.formats.timeline import Event, EventKind
 from planner.schedule.instructions import (
     AddShared,
@@ -39,10 +38,10 @@ from planner.schedule.instructions import (
     Update,
 )
 from planner.schedule.schedule import stream
-from planner.simulator.all_reduces import AllReduces
-from planner.simulator.communication import Collective, Communication
+from planner.simulator.communication import AllReduces, Collective, Communication
 from planner.simulator.pipeline_costs import PipelineCosts
 from planner.simulator.steady import Completions
+from planner.units import SLACK
 
 # A message at its receiver: rank, kind, stage, minibatch, microbatch, and the sender's rank and stage.
 _Message = tuple[int, int, int, int, int, int, int]

@@ -6,20 +6,19 @@ from dataclasses import replace
 
 import numpy as np
 
-from planner.cost.candidate import Candidate
+from planner.cost.candidate import Candidate, whole_stage
 from planner.cost.communicators import with_overheads
 from planner.cost.kinds import everything_on, fastest_rank
 from planner.cost.layer_costs import LayerCosts
 from planner.cost.network.buckets import buckets_of
 from planner.cost.network.link import backward_and_reduce_s, ring_all_reduce_s
-from planner.cost.stage_options import whole_stage
 from planner.cost.utilisation import utilisation
 from planner.cost.weight_copies import price_with_copies
-from planner.formats.groups import on_ranks
 from planner.formats.plan import GIVEN as GIVEN_NAME
 from planner.formats.plan import Plan
 from planner.formats.plan_parts import Prediction, SolverReport, Stage
-from planner.simulator.plan import simulated_s
+from planner.plan.rank_groups import on_ranks
+from planner.simulator.simulate_plan import simulated_s
 from planner.solver.evaluate.evaluation import priced, simulated
 from planner.solver.evaluate.pipelines import shared_between, stage_costs, transfers
 from planner.solver.problem.budget import Budget

@@ -1,8 +1,8 @@
 """Plans whose stages divide their layers over ranks (tensor parallelism), beside replicas, sharding and recomputation.
 
 With groups of one size in all stages, a plan is a plan for a cluster of groups: for each size there is the whole search
-(`planner.formats.groups`). Stages with groups of several sizes are sought on clusters of one level, under asynchronous
-schedules (`planner.solver.search.chain.mixed_degrees`); elsewhere they only count for the bound.
+(`planner.plan.rank_groups`). Stages with groups of several sizes are sought on clusters of one level, under
+asynchronous schedules (`planner.solver.search.chain.mixed_degrees`); elsewhere they only count for the bound.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 
 from planner.cost.recomputation import exact_everywhere
 from planner.errors import InfeasibleError
-from planner.formats.repeated_blocks import block_ends
+from planner.plan.blocks import block_ends
 from planner.solver.evaluate.evaluation import fastest, priced
 from planner.solver.granularity import cut_after
 from planner.solver.problem.bounds import least_times

@@ -13,20 +13,19 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
+from planner.cost.candidate import RecomputeRule, ShardRule
 from planner.cost.models.registry import cost_model_of
-from planner.cost.rounding import SLACK
 from planner.cost.setting import Setting
-from planner.cost.stage_options import RecomputeRule, ShardRule
 from planner.cost.tensor import layer_costs_on
 from planner.errors import InfeasibleError, InputError, PlannerError, ProfileError
 from planner.formats.cluster import Cluster
 from planner.formats.constraints import Constraints
-from planner.formats.cost_model_names import CostModelName
 from planner.formats.device_kinds import cluster_for
+from planner.formats.names import CostModelName
 from planner.formats.plan import Plan
 from planner.formats.plan_parts import SolverReport
 from planner.formats.profile import REMEDY, Profile
-from planner.schedule.defaults import CHUNKS
+from planner.schedule.instructions import CHUNKS
 from planner.schedule.one_forward_one_backward import ONE_F_ONE_B
 from planner.schedule.registry import find
 from planner.schedule.schedule import Schedule
@@ -49,6 +48,7 @@ from planner.solver.search.integer.answer import SolverName, needs_program, solv
 from planner.solver.search.pipeline_search import PipelineSearch
 from planner.solver.searched import searched
 from planner.solver.tied import solve_tied
+from planner.units import SLACK
 
 MOST_COLUMNS = 40_000  # about: of an integer program that is tried beside a search
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from planner.errors import InfeasibleError, InputError
-from planner.formats.repeated_blocks import block_ends
+from planner.plan.blocks import block_ends
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import Evaluation, Found
 from planner.solver.search.pipeline_search import PipelineSearch

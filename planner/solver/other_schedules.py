@@ -15,12 +15,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from planner.cost.candidate import RecomputeRule
 from planner.cost.layer_costs import LayerCosts
 from planner.cost.network.placement import places_matter
-from planner.cost.price import stage_memory
-from planner.cost.stage_options import RecomputeRule
+from planner.cost.overheads import stage_memory
 from planner.errors import InfeasibleError, InputError
-from planner.schedule.vertical_sync import Entry, versions_held
+from planner.schedule.versions import Entry, versions_held
 from planner.solver.candidates.first_plans import FirstPlans
 from planner.solver.evaluate.evaluation import fastest, priced, simulated
 from planner.solver.problem.bounds import balanced_s

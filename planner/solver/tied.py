@@ -19,8 +19,8 @@ from planner.cost.candidate import Candidate
 from planner.cost.weight_copies import copies_fit, counted_with_copies, price_with_copies
 from planner.cost.work import IMPOSSIBLE, Integers
 from planner.errors import InfeasibleError, PlannerError
-from planner.formats.plan_shape import trainable_pairs
-from planner.formats.shared_weights import trained_parameters
+from planner.plan.shape import trainable_pairs
+from planner.plan.shared_weights import trained_parameters
 from planner.solver.candidates.kinds import counts_to_try
 from planner.solver.evaluate.evaluation import evaluate, priced
 from planner.solver.evaluate.pipelines import shared_between

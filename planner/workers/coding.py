@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from planner.formats.codecs import Codec
+from planner.formats.names import Codec
 
 _MOST = 127  # of an int8 whose negative exists, too
 _LEAST_SCALE = torch.finfo(torch.float32).tiny  # of a block of zeros

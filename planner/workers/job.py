@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from planner.formats.device_names import Backend, DeviceType
 from planner.formats.files import Record
+from planner.formats.names import Backend, DeviceType
 from planner.formats.plan import Plan
 from planner.workers.defaults import CHECKPOINT_FOLDER, CHECKPOINTS_KEPT, HANG_TIMEOUT_S, TRACE_MINIBATCHES
 

@@ -27,8 +27,8 @@ import torch.distributed as dist
 from pydantic import Field
 
 from planner.errors import InputError
-from planner.formats.device_names import Backend, DeviceType
 from planner.formats.files import Record
+from planner.formats.names import Backend, DeviceType
 
 CUDA_VARIABLES = {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "NCCL_RUNTIME_CONNECT": "0"}
 

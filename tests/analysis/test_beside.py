@@ -14,7 +14,7 @@ from planner.formats.cluster import flat_cluster
 from planner.formats.plan import load_plan, save_plan
 from planner.report.page.page import ReportContent, report_page
 from planner.report.tables.plan import plan_report
-from planner.simulator.plan import simulate
+from planner.simulator.simulate_plan import simulate
 from planner.solver import solve
 from planner.solver.problem.budget import Patience
 from tests.samples import layer, profile

@@ -9,11 +9,11 @@ import pytest
 from planner.analysis.given_plan import GivenPlan
 from planner.analysis.own_plan import equal_stages, missing_memory, price, stages_ending_at
 from planner.errors import InputError, PlanError
-from planner.formats.blocks import blocks_of
 from planner.formats.cluster import Cluster, DeviceKind, flat_cluster, hierarchical_cluster
 from planner.formats.own_plan import OwnPlan, OwnStage
 from planner.formats.plan import Plan
 from planner.formats.profile import Profile, load_profile
+from planner.plan.blocks import blocks_of
 from planner.schedule.double_buffered import TWO_BW
 from planner.schedule.registry import NAMES, find
 from planner.solver import solve

@@ -7,8 +7,8 @@ from xml.etree import ElementTree
 from benchmarks.compiled.__main__ import report as compiled_report
 from benchmarks.timeline.__main__ import DRAWN, EMULATED, REAL, picture, report, row
 from planner.analysis.compare_runs import compare_runs
-from planner.simulator.plan import simulate
 from planner.simulator.recorded import simulate_recorded
+from planner.simulator.simulate_plan import simulate
 from tests.simulator.plans import equal_layers, plan_of
 
 

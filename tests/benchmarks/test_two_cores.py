@@ -20,8 +20,8 @@ from benchmarks.two_cores.stashing import IN_FLIGHT, StashMemory, deep_plan
 from benchmarks.two_cores.table import DDP, ONE_PROCESS, Sample, Spread, markdown, ratios
 from benchmarks.two_cores.turns import Contender, take_turns
 from benchmarks.two_cores.unstashed import OneVersion
-from planner.formats.plan_shape import shape_of
-from planner.schedule.streams.check import check_streams
+from planner.plan.shape import shape_of
+from planner.schedule.check import check_streams
 from tests.samples import layer, profile
 
 MODELS = ("transformer", "vgg_like")

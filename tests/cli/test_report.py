@@ -14,7 +14,7 @@ from planner.formats.cluster import flat_cluster
 from planner.formats.plan import load_plan, save_plan
 from planner.formats.profile import save_profile
 from planner.report.trace import save_trace
-from planner.simulator.plan import simulate
+from planner.simulator.simulate_plan import simulate
 from planner.solver import solve
 from tests.cli.test_main import MODEL, plan
 from tests.report.page.test_page import Elements, slower

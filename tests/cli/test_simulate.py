@@ -11,7 +11,7 @@ from planner.cli.main import main
 from planner.formats.plan import load_plan, save_plan
 from planner.report.tables.run import run_report
 from planner.report.trace import load_run, save_trace
-from planner.simulator.plan import simulate
+from planner.simulator.simulate_plan import simulate
 from planner.simulator.summary import Summary, summarize
 from tests.cli.test_main import plan
 from tests.report.test_trace import check_trace

@@ -13,7 +13,7 @@ from planner.cli.main import build_parser, main
 from planner.formats.plan import load_plan
 from planner.formats.profile import save_profile
 from planner.solver.problem.budget import Patience, Progress
-from tests.formats.test_repeated_blocks import transformer
+from tests.plan.test_blocks import transformer
 
 
 def test_progress_says_what_is_known() -> None:

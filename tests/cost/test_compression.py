@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from planner.formats.cluster import Cluster, CodecTime, flat_cluster, load_cluster, save_cluster
-from planner.formats.codecs import CODECS, CodecName
+from planner.formats.names import CODECS, CodecName
 from planner.formats.plan import Plan, load_plan, save_plan
 from planner.formats.profile import Profile, Value
-from planner.simulator.plan import simulated_s
+from planner.simulator.simulate_plan import simulated_s
 from planner.solver import solve
 from tests.samples import layer, profile
 

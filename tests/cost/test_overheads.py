@@ -19,8 +19,8 @@ from planner.executor.communication.routes import lanes_of
 from planner.executor.run.assemble import all_streams
 from planner.formats.cluster import flat_cluster
 from planner.formats.plan import Plan
-from planner.formats.plan_shape import shape_of
 from planner.formats.profile import Device, Profile
+from planner.plan.shape import shape_of
 from planner.schedule.registry import find
 from planner.solver.assemble import assemble
 from planner.solver.problem.problem import Problem

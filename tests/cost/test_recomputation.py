@@ -10,10 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.cost import recomputation
-from planner.cost.candidate import Candidate
+from planner.cost.candidate import Candidate, Groups, StageOptions, whole_stage
 from planner.cost.layer_costs import LayerCosts
 from planner.cost.recomputation import Choices, Recomputation, units_of
-from planner.cost.stage_options import Groups, StageOptions, whole_stage
 from planner.cost.work import Footprint
 from planner.formats.profile import Layer, Profile
 from tests.samples import layer, profile

@@ -13,7 +13,7 @@ from planner.formats.cluster import flat_cluster
 from planner.formats.own_plan import OwnPlan, OwnStage
 from planner.formats.profile import Profile
 from planner.schedule.registry import find
-from planner.simulator.plan import costs_of, simulate
+from planner.simulator.simulate_plan import costs_of, simulate
 from planner.simulator.summary import summarize
 from planner.solver import solve
 from tests.samples import layer, profile

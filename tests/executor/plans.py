@@ -12,14 +12,14 @@ from planner.cost.candidate import candidates
 from planner.cost.layer_costs import LayerCosts
 from planner.cost.setting import Setting
 from planner.formats.cluster import flat_cluster
-from planner.formats.config import config_of
-from planner.formats.groups import on_ranks
 from planner.formats.plan import Plan
+from planner.formats.plan_parts import config_of
 from planner.formats.profile import Compiled, Device, Edge, Layer, Profile, Provenance, Value
 from planner.model.capture.capture import capture_file
 from planner.model.capture.graph import ValueSpec
 from planner.model.options import PLAIN, ModuleOptions, autocast_name
 from planner.model.spec import load_model_file
+from planner.plan.rank_groups import on_ranks
 from planner.schedule.registry import find
 from planner.solver.assemble import assemble
 from planner.solver.other_schedules import synced

@@ -9,9 +9,8 @@ import pytest
 
 from planner.errors import PlanError
 from planner.formats.cluster import flat_cluster
-from planner.formats.config import config_of, short_config
 from planner.formats.plan import Plan, load_plan, save_plan
-from planner.formats.plan_parts import Stage
+from planner.formats.plan_parts import Stage, config_of, short_config
 from planner.solver import solve
 from tests.formats.test_profile import set_at
 from tests.samples import layer, profile

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from planner.errors import InfeasibleError, InputError
 from planner.formats.cluster import flat_cluster
+from planner.schedule.check import ScheduleError, check_streams
 from planner.schedule.instructions import Forward, Update
 from planner.schedule.schedule import PipelineShape, stream, warm_up_depths
-from planner.schedule.streams.check import ScheduleError, check_streams
-from planner.schedule.vertical_sync import Entry, versions_held
+from planner.schedule.versions import Entry, versions_held
 from planner.solver import solve
 from tests.samples import layer, profile
 from tests.schedule.test_streams import make_shape
@@ -62,7 +62,7 @@ def test_the_checker_finds_a_version_that_is_gone(monkeypatch: pytest.MonkeyPatc
         instructions = stream(shape, stage, rank, minibatches)
         return [replace(i, kept=()) if isinstance(i, Update) else i for i in instructions]
 
-    monkeypatch.setattr("planner.schedule.streams.check.stream", lambda *args: iter(forgetful(*args)))
+    monkeypatch.setattr("planner.schedule.check.stream", lambda *args: iter(forgetful(*args)))
     with pytest.raises(ScheduleError, match="with \\(\\) kept"):
         check_streams(in_sync((1, 1)), 4)
 

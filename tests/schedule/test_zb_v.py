@@ -7,12 +7,12 @@ import pytest
 from planner.analysis.choose import COMPARED, choose
 from planner.analysis.solve_options import SolveOptions
 from planner.formats.cluster import flat_cluster
-from planner.formats.plan_shape import shape_of
+from planner.plan.shape import shape_of
+from planner.schedule.check import check_streams
 from planner.schedule.schedule import Channel, PipelineShape
-from planner.schedule.streams.check import check_streams
 from planner.schedule.zb_v import ZB_V
 from planner.simulator.pipeline_costs import StageCosts
-from planner.simulator.plan import simulate
+from planner.simulator.simulate_plan import simulate
 from planner.solver import solve
 from tests.samples import layer, profile
 from tests.schedule.draw import draw_order

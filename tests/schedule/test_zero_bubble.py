@@ -8,10 +8,10 @@ from collections.abc import Iterator
 import pytest
 
 from planner.formats.cluster import flat_cluster
-from planner.formats.plan_shape import shape_of
+from planner.plan.shape import shape_of
+from planner.schedule.check import ScheduleError, check_streams
 from planner.schedule.instructions import BackwardWeight, Instruction
 from planner.schedule.schedule import Channel, PipelineShape, stream
-from planner.schedule.streams.check import ScheduleError, check_streams
 from planner.schedule.zero_bubble import ZB_H1
 from planner.simulator.pipeline_costs import StageCosts
 from planner.solver import solve
@@ -75,7 +75,7 @@ def test_the_checker_finds_a_second_part_without_the_first(monkeypatch: pytest.M
         for instruction in stream(shape, stage, rank, minibatches):
             yield from [instruction] * (2 if isinstance(instruction, BackwardWeight) else 1)
 
-    monkeypatch.setattr("planner.schedule.streams.check.stream", doubled)
+    monkeypatch.setattr("planner.schedule.check.stream", doubled)
     with pytest.raises(ScheduleError, match="without the first part"):
         check_streams(make_shape((1, 1), "zb-h1", 2), 1)
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from planner.cost.candidate import candidates
+from planner.cost.candidate import StageOptions, candidates, whole_stage
 from planner.cost.layer_costs import LayerCosts
 from planner.cost.setting import Setting
-from planner.cost.stage_options import StageOptions, whole_stage
 from planner.formats.cluster import Cluster, flat_cluster
 from planner.formats.plan import Plan
 from planner.formats.profile import Layer

@@ -8,9 +8,9 @@ from planner.analysis.compare_runs import timing_error
 from planner.errors import InputError
 from planner.formats.cluster import flat_cluster
 from planner.formats.plan import Plan
-from planner.formats.plan_shape import check_accumulate
-from planner.simulator.plan import simulate, simulated_s
+from planner.plan.shape import check_accumulate
 from planner.simulator.recorded import only_minibatches, simulate_recorded
+from planner.simulator.simulate_plan import simulate, simulated_s
 from planner.simulator.summary import summarize
 from tests.samples import layer
 from tests.simulator.plans import equal_layers, plan_of

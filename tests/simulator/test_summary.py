@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from planner.formats.timeline import Event, Events
-from planner.simulator.plan import simulate
+from planner.simulator.simulate_plan import simulate
 from planner.simulator.summary import summarize
 from tests.samples import layer
 from tests.simulator.plans import equal_layers, plan_of

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from planner.cost.candidate import RecomputeRule, ShardRule
 from planner.cost.layer_costs import LayerCosts
 from planner.cost.setting import Setting
-from planner.cost.stage_options import RecomputeRule, ShardRule
 from planner.formats.cluster import Cluster
-from planner.formats.cost_model_names import CostModelName
+from planner.formats.names import CostModelName
 from planner.schedule.one_forward_one_backward import ONE_F_ONE_B
 from planner.schedule.schedule import Schedule
 from planner.solver.problem.problem import Problem

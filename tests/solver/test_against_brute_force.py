@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from planner.cost.candidate import RecomputeRule
 from planner.cost.layer_costs import LayerCosts
 from planner.cost.models.synchronous import SynchronousModel
 from planner.cost.network.link import link_of
-from planner.cost.stage_options import RecomputeRule
 from planner.formats.cluster import flat_cluster
-from planner.formats.cost_model_names import CostModelName
+from planner.formats.names import CostModelName
 from planner.formats.profile import Profile
 from planner.schedule.double_buffered import TWO_BW
 from planner.schedule.registry import find

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from planner.cost.candidate import RecomputeRule
 from planner.cost.layer_costs import LayerCosts
 from planner.cost.models.synchronous import SynchronousModel
 from planner.cost.network.link import link_of
 from planner.cost.setting import Setting
-from planner.cost.stage_options import RecomputeRule
 from planner.formats.cluster import Cluster, flat_cluster
 from planner.formats.profile import Profile
 from planner.schedule.interleaved import INTERLEAVED

@@ -15,13 +15,13 @@ from planner.cost.setting import Setting
 from planner.cost.tensor import layer_costs_on
 from planner.errors import ClusterError, PlanError, PlannerError
 from planner.formats.cluster import Cluster, flat_cluster, hierarchical_cluster
-from planner.formats.groups import groups_of, of_groups
 from planner.formats.own_plan import OwnPlan, OwnStage
 from planner.formats.plan import Plan
-from planner.formats.plan_shape import shape_of
 from planner.formats.profile import DEGREE_COLUMNS, DegreeCosts, Profile
+from planner.plan.rank_groups import groups_of, of_groups
+from planner.plan.shape import shape_of
 from planner.schedule.registry import find
-from planner.simulator.plan import simulate, simulated_s
+from planner.simulator.simulate_plan import simulate, simulated_s
 from planner.solver import solve
 from planner.solver.degrees import cuts_by_degree, relaxed_seconds
 from planner.solver.problem.problem import Problem

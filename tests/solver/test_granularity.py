@@ -8,12 +8,12 @@ from planner.errors import InputError
 from planner.formats.cluster import flat_cluster
 from planner.formats.plan import Plan
 from planner.formats.profile import Profile
-from planner.formats.repeated_blocks import block_ends
+from planner.plan.blocks import block_ends
 from planner.schedule.registry import find
 from planner.solver import solve
 from planner.solver.granularity import PAYS
 from planner.solver.problem.stage_rules import Granularity
-from tests.formats.test_repeated_blocks import transformer
+from tests.plan.test_blocks import transformer
 
 MODEL = transformer(6, "h.{block}.part{part}")
 

@@ -10,7 +10,7 @@ from planner.cost.pricing import price
 from planner.cost.setting import Setting
 from planner.errors import InfeasibleError, InputError
 from planner.formats.cluster import flat_cluster, hierarchical_cluster
-from planner.formats.codecs import CODECS
+from planner.formats.names import CODECS
 from planner.formats.profile import Profile
 from planner.schedule.registry import find
 from planner.solver import solve

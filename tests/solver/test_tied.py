@@ -14,7 +14,7 @@ from planner.formats.cluster import Cluster, flat_cluster
 from planner.formats.own_plan import OwnPlan, OwnStage
 from planner.formats.plan import Plan
 from planner.formats.profile import Profile
-from planner.formats.shared_weights import obstacle, shared_weights, trained_parameters
+from planner.plan.shared_weights import obstacle, shared_weights, trained_parameters
 from planner.schedule.registry import find
 from planner.solver import solve
 from tests.cost.test_overheads import on_cuda

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from planner.executor.communication.messages import layout_of, pack, unpack
-from planner.formats.codecs import CODEC_NAMES, CODECS, CodecName
+from planner.formats.names import CODEC_NAMES, CODECS, CodecName
 from planner.schedule.instructions import Unit
 from tests.executor.communication.test_messages import CPU, make_spec
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from planner.errors import InputError
-from planner.formats.device_names import Backend, DeviceType
+from planner.formats.names import Backend, DeviceType
 from planner.profiler.measured.profile import ProfilingOptions
 from planner.workers.place import (
     CPU,

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, TypeVar
 from planner.cli.arguments.numbers import is_count
 from planner.cli.arguments.verb import refuse
 from planner.errors import ClusterError
-from planner.formats.codecs import CODEC_NAMES, CODECS
 from planner.formats.link_names import ACHIEVED_BYTES_PER_S, link_bandwidth
+from planner.formats.names import CODEC_NAMES, CODECS
 from planner.units import parse_bytes, parse_seconds
 
 if TYPE_CHECKING:

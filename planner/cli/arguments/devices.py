@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import get_args
 
-from planner.formats.device_names import Backend, DeviceType
+from planner.formats.names import Backend, DeviceType
 
 
 def add_device_argument(parser: argparse.ArgumentParser, default: str) -> None:

@@ -13,8 +13,8 @@ from planner.cli.arguments.numbers import at_least
 from planner.cli.arguments.rules import RULES, add_rule_arguments, rules_of
 from planner.cli.arguments.time_limit import add_time_limit_argument, shown
 from planner.cli.arguments.verb import PLAN, PROFILE, given, refuse
-from planner.formats.cost_model_names import COST_MODEL_NAMES
-from planner.schedule.defaults import MICROBATCHES_PER_GPU
+from planner.formats.names import COST_MODEL_NAMES
+from planner.schedule.instructions import MICROBATCHES_PER_GPU
 from planner.schedule.registry import DEFAULT, NAMES, SCHEDULES, find
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from planner.cli.arguments.numbers import at_least, degrees
-from planner.schedule.defaults import LATE_UPDATES
+from planner.schedule.instructions import LATE_UPDATES
 
 if TYPE_CHECKING:
     from planner.solver.problem.stage_rules import StageRules

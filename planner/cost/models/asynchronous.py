@@ -9,10 +9,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike
 
-from planner.cost.models.cost_model import StageModel
+from planner.cost.models.cost_model import StageModel, finish_s, reduce_s
 from planner.cost.network.link import backward_and_reduce_s
 from planner.cost.network.placement import Busy, Placement
-from planner.cost.network.round_end import finish_s, reduce_s
 from planner.cost.work import Floats, Work
 
 
@@ -27,7 +26,7 @@ class AsynchronousModel(StageModel):
     (F + R + U + Bw + AR + bytes received and sent / 2B) / r.
 
     A stage whose optimizer is sharded has half of AR there, the reduce-scatter, and U/r + AR/2 in the place of U: its
-    part of the update, and the all-gather (`planner.cost.network.round_end`).
+    part of the update, and the all-gather (`planner.cost.models.cost_model`).
 
     A value that several later stages use travels along them, so each crosses every link at most once.
     """

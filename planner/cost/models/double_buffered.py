@@ -18,9 +18,9 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from planner.cost.models.asynchronous import AsynchronousModel
+from planner.cost.models.cost_model import finish_s, reduce_s
 from planner.cost.network.link import Link, backward_and_reduce_s, link_of
 from planner.cost.network.placement import Busy, Placement
-from planner.cost.network.round_end import finish_s, reduce_s
 from planner.cost.work import Floats, Work
 
 if TYPE_CHECKING:

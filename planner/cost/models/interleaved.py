@@ -24,11 +24,10 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from planner.cost.models.cost_model import CostModel, PlanTime, UnpricedPlan
+from planner.cost.models.cost_model import CostModel, PlanTime, UnpricedPlan, finish_s, reduce_s
 from planner.cost.models.synchronous import SynchronousModel
 from planner.cost.network.link import Link, backward_and_reduce_s, link_of
 from planner.cost.network.placement import Busy
-from planner.cost.network.round_end import finish_s, reduce_s
 from planner.cost.work import Floats, Integers, Work
 from planner.schedule.gpipe import GPIPE
 from planner.schedule.schedule import Schedule

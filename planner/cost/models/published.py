@@ -1,12 +1,17 @@
-"""What the published cost models share: they charge stages for their cuts, and know no places."""
+"""The published cost models, to compare against: PipeDream's paper and its optimizer.
+
+Both charge stages for their cuts, and know no places.
+"""
 
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from planner.cost.models.cost_model import PlanTime, StageModel, UnpricedPlan
 from planner.cost.network.placement import Busy, Placement
 from planner.cost.network.topology import Ranks, Topology
+from planner.cost.work import Floats, Work
 from planner.errors import InputError
 
 
@@ -52,3 +57,36 @@ def _farthest(topology: Topology, own: Ranks, others: Ranks) -> tuple[int, int]:
     levels = topology.level(np.asarray(own)[:, None], np.asarray(others)[None, :])
     one = int(levels.min(axis=1).argmax())
     return own[one], others[int(levels[one].argmin())]
+
+
+class PaperModel(PublishedModel):
+    """The equation of the SOSP 2019 paper (section 3.1): stage max(C, 2(r-1)·W/B) / r, boundary 2·a / B."""
+
+    def resources_s(self, work: Work, replicas: ArrayLike) -> Busy:
+        r = np.asarray(replicas, dtype=np.float64)
+        bandwidth = self.link.bandwidth_bytes_per_s
+        return {
+            "compute": np.maximum(work.compute_s, 2 * (r - 1) * work.trainable_bytes / bandwidth) / r,
+            "cut_before": 2 * work.cut_before_bytes / bandwidth + 0 * r,
+        }
+
+
+class PipedreamModel(PublishedModel):
+    """PipeDream's published optimizer (optimizer_graph_hierarchical.py, one level).
+
+    stage     (C + 4(r-1)·W / (B·r)) / r
+    boundary  2·a / (B·r), with the r of the stage after the cut; also of the stage before it, unless that is the
+              first, for which the optimizer leaves it out
+    """
+
+    def resources_s(self, work: Work, replicas: ArrayLike) -> Busy:
+        r = np.asarray(replicas, dtype=np.float64)
+        bandwidth = self.link.bandwidth_bytes_per_s
+        return {
+            "compute": (work.compute_s + 4 * (r - 1) * work.trainable_bytes / (bandwidth * r)) / r,
+            "cut_before": 2 * work.cut_before_bytes / (bandwidth * r),
+            "cut_after": 2 * self._charged_after(work) / (bandwidth * r),
+        }
+
+    def _charged_after(self, work: Work) -> Floats:
+        return np.where(work.is_first, 0.0, work.cut_after_bytes)

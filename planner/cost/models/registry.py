@@ -8,12 +8,11 @@ from planner.cost.models.asynchronous import AsynchronousModel
 from planner.cost.models.cost_model import CostModel, StageModel
 from planner.cost.models.double_buffered import DoubleBufferedModel
 from planner.cost.models.interleaved import InterleavedModel
-from planner.cost.models.paper import PaperModel
-from planner.cost.models.pipedream import PipedreamModel
+from planner.cost.models.published import PaperModel, PipedreamModel
 from planner.cost.models.synchronous import SynchronousModel
 from planner.cost.network.link import Link
 from planner.errors import InputError
-from planner.formats.cost_model_names import CostModelName
+from planner.formats.names import CostModelName
 from planner.schedule.registry import SCHEDULES
 from planner.schedule.schedule import Formula
 

@@ -8,10 +8,9 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from planner.cost.communicators import reserves_of
-from planner.cost.models.cost_model import CostModel, Held, PlanTime, UnpricedPlan
+from planner.cost.models.cost_model import CostModel, Held, PlanTime, UnpricedPlan, finish_s, reduce_s
 from planner.cost.network.link import Link, backward_and_reduce_s, link_of
 from planner.cost.network.placement import Busy, Placement
-from planner.cost.network.round_end import finish_s, reduce_s
 from planner.cost.work import WEIGHT_SHARE, Floats, Integers, Work, stacked
 from planner.schedule.schedule import Schedule
 

@@ -10,8 +10,8 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from planner.cost.network.link import BUCKETS
-from planner.cost.rounding import SLACK
 from planner.formats.profile import Layer
+from planner.units import SLACK
 
 # Smaller buckets would be dominated by latency. The largest are as large as DistributedDataParallel's.
 LEAST_BUCKET_BYTES, MOST_BUCKET_BYTES = 10**6, 25 * 10**6

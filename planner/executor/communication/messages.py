@@ -22,7 +22,7 @@ from torch import Tensor
 
 from planner.errors import WorkerError
 from planner.executor.communication.shared_gradients import SharedGradients
-from planner.formats.codecs import CODECS, Codec
+from planner.formats.names import CODECS, Codec
 from planner.model.capture.graph import ValueSpec
 from planner.schedule.instructions import (
     Receive,

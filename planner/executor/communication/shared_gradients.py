@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from planner.model.capture.graph import ValueSpec
-from planner.schedule.shared import sharers
+from planner.schedule.versions import sharers
 
 
 @dataclass(frozen=True)

@@ -21,11 +21,11 @@ import torch
 
 from planner.errors import PlanError
 from planner.executor.communication.control import message_timeout
-from planner.formats.device_names import DeviceType
-from planner.formats.groups import of_groups
+from planner.formats.names import DeviceType
 from planner.formats.plan import Plan
-from planner.formats.plan_shape import check_versions, deadlock, shape_of
-from planner.schedule.streams.check import ScheduleError, check_streams
+from planner.plan.rank_groups import of_groups
+from planner.plan.shape import check_versions, deadlock, shape_of
+from planner.schedule.check import ScheduleError, check_streams
 from planner.version import __version__
 from planner.workers.heartbeat import Heartbeat
 from planner.workers.job import Job

@@ -22,8 +22,8 @@ from planner.executor.run.context import PipelineContext
 from planner.executor.run.replica import StageReplica
 from planner.executor.run.worker import Observers, PipelineWorker
 from planner.executor.stage.optimizer import JointNorm
-from planner.formats.codecs import CODECS
-from planner.formats.groups import groups_of_ranks
+from planner.formats.names import CODECS
+from planner.plan.rank_groups import groups_of_ranks
 from planner.schedule.instructions import Instruction
 from planner.schedule.schedule import PipelineShape, stream
 from planner.workers.job import CheckpointOptions

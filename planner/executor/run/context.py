@@ -20,20 +20,20 @@ from planner.executor.run.reading_ahead import ReadAhead
 from planner.executor.run.stages import Modules, build_modules, check_sizes, tensor_group, transferred
 from planner.executor.run.synchronous_start import SynchronousStart, start_of, with_start
 from planner.executor.stage.optimizer import StageOptimizer
-from planner.formats.groups import of_lane, receivers
 from planner.formats.plan import Plan
 from planner.formats.plan_parts import Stage
-from planner.formats.plan_shape import shape_of
 from planner.model.capture.graph import ValueSpec
 from planner.model.randomness import random_state_kept
 from planner.model.spec import TrainingSpec
 from planner.model.stage.code import check_compiler
 from planner.model.stage.evaluation import EvaluationStages
 from planner.model.stage.stage import StageModule, warm_up
+from planner.plan.rank_groups import of_lane, receivers
+from planner.plan.shape import shape_of
 from planner.profiler.measured.malloc import return_free_pages
+from planner.schedule.derived import segment_stream, segments
 from planner.schedule.instructions import Instruction, Send
 from planner.schedule.schedule import PipelineShape
-from planner.schedule.streams.segments import segment_stream, segments
 from planner.workers.groups import DataGroups
 from planner.workers.heartbeat import Heartbeat
 from planner.workers.job import Job

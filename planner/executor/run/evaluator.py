@@ -37,6 +37,7 @@ from planner.model.loss import weight_function
 from planner.model.options import autocasting
 from planner.model.randomness import random_state_kept
 from planner.model.stage.evaluation import EvaluationStages, separate_buffers, share_buffers
+from planner.schedule.derived import evaluation_stream, group_size, segment_stream
 from planner.schedule.instructions import (
     Forward,
     Instruction,
@@ -49,8 +50,6 @@ from planner.schedule.instructions import (
     matching_receive,
 )
 from planner.schedule.schedule import Channel, PipelineShape
-from planner.schedule.streams.evaluation import evaluation_stream, group_size
-from planner.schedule.streams.segments import segment_stream
 from planner.workers.job import Evaluation
 
 

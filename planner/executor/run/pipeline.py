@@ -31,7 +31,7 @@ from planner.executor.run.feeding import AllowedInstructions, FedBatches, FedEva
 from planner.executor.run.lifecycle import connect_all, joined, start_worker
 from planner.executor.run.train import save_weights
 from planner.executor.run.worker import Observers
-from planner.formats.device_names import Backend, DeviceType
+from planner.formats.names import Backend, DeviceType
 from planner.formats.plan import Plan
 from planner.model.batch import make_batch
 from planner.model.loss import shares_function

@@ -14,7 +14,6 @@ from planner.executor.communication.shared_gradients import separate_copies, use
 from planner.executor.run.initial import initial_model
 from planner.formats.plan import Plan
 from planner.formats.plan_parts import Stage, Transfer
-from planner.formats.shared_weights import SharedWeight, obstacle, shared_weights
 from planner.model.capture.graph import LayerGraph, ValueSpec
 from planner.model.spec import TrainingSpec
 from planner.model.stage.evaluation import EvaluationStages, build_evaluation
@@ -22,6 +21,7 @@ from planner.model.stage.parts import Variant
 from planner.model.stage.stage import StageModule, build_stage
 from planner.model.tensor.division import UNDIVIDED, division_of, keep_parts
 from planner.model.tensor.parallel_plan import tensor_parallel_plan
+from planner.plan.shared_weights import SharedWeight, obstacle, shared_weights
 from planner.workers.job import Job
 
 if TYPE_CHECKING:

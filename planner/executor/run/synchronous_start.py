@@ -8,9 +8,8 @@ from dataclasses import dataclass, replace
 from planner.errors import InputError
 from planner.executor.run.data import BatchSource
 from planner.formats.plan import Plan
-from planner.formats.plan_shape import shape_of
-from planner.formats.synchronous_start import synchronous_minibatches, synchronous_part
 from planner.model.batch import Batch
+from planner.plan.shape import shape_of, synchronous_minibatches, synchronous_part
 from planner.schedule.instructions import Unit
 from planner.schedule.schedule import PipelineShape
 from planner.workers.job import Job, StartResult, TrainingOptions

@@ -32,8 +32,7 @@ from planner.executor.run.worker import Observers, PipelineWorker
 from planner.formats.timeline import Timeline
 from planner.model.spec import TrainingSpec
 from planner.model.tensor.division import whole_state
-from planner.schedule.defaults import MOMENTUM_UPDATES
-from planner.schedule.instructions import Forward, Instruction, Receive, Unit, Update
+from planner.schedule.instructions import MOMENTUM_UPDATES, Forward, Instruction, Receive, Unit, Update
 from planner.workers.heartbeat import Heartbeat
 from planner.workers.job import Evaluation, Job, StartResult, TrainResult
 from planner.workers.supervisor import Supervisor

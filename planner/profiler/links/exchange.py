@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 import torch
 import torch.distributed as dist
 
-from planner.formats.codecs import FLOAT_BYTES, Codec
+from planner.formats.names import FLOAT_BYTES, Codec
 from planner.schedule.instructions import POSTED
 from planner.workers.coding import coding_of
 from planner.workers.groups import DataGroups

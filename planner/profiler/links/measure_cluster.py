@@ -20,8 +20,7 @@ import torch.distributed as dist
 
 from planner.errors import InputError, WorkerError, first_line
 from planner.formats.cluster import Cluster, CodecTime, Level
-from planner.formats.codecs import CODECS, FLOAT_BYTES
-from planner.formats.device_names import Backend, DeviceType
+from planner.formats.names import CODECS, FLOAT_BYTES, Backend, DeviceType
 from planner.profiler.links.exchange import SHORT_BYTES, Endpoint
 from planner.profiler.measured.malloc import keep_freed_pages
 from planner.workers.groups import GLOO, DataGroups

@@ -12,7 +12,7 @@ from typing import cast
 
 from planner.errors import InputError, PlannerError, WorkerError
 from planner.formats.cluster import Cluster, load_cluster, save_cluster
-from planner.formats.device_names import Backend, DeviceType
+from planner.formats.names import Backend, DeviceType
 from planner.profiler.links.measure_cluster import measure_cluster
 
 _LIMIT_S = 300.0

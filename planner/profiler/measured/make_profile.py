@@ -9,7 +9,7 @@ from statistics import median, quantiles
 
 import torch
 
-from planner.formats.codecs import FLOAT_BYTES
+from planner.formats.names import FLOAT_BYTES
 from planner.formats.profile import Compiled, Device, Edge, Layer, Profile, Provenance, Value, WholeStep
 from planner.model.capture.graph import GraphLayer, LayerGraph
 from planner.model.options import autocast_name

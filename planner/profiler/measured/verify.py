@@ -12,7 +12,6 @@ from torch import Tensor
 
 from planner.errors import InputError, PlanError
 from planner.formats.profile import Profile
-from planner.formats.shared_weights import copied_layers
 from planner.model.batch import Batch
 from planner.model.capture.capture import capture_file
 from planner.model.capture.graph import LOSS
@@ -22,6 +21,7 @@ from planner.model.spec import TrainingSpec
 from planner.model.stage.code import check_compiler
 from planner.model.stage.parts import Variant
 from planner.model.stage.stage import StageModule, build_stage
+from planner.plan.shared_weights import copied_layers
 from planner.profiler.measured.clock import Clock, clock_for
 from planner.profiler.measured.contention import check_processes, contention
 from planner.profiler.measured.device import parse_device, thread_count

@@ -15,8 +15,8 @@ from planner.analysis.compare import Comparison
 from planner.analysis.compare_runs import compare_runs
 from planner.analysis.explain import Explanation
 from planner.analysis.sweep import Sweep
-from planner.formats.config import short_config
 from planner.formats.plan import Plan
+from planner.formats.plan_parts import short_config
 from planner.formats.timeline import Timeline
 from planner.report.page.data import chart_data
 from planner.report.page.elements import paragraph

@@ -24,7 +24,7 @@ from planner.report.tables.run import PEAK, bubble_of_run, legend, percent, work
 from planner.report.tables.sweep import sweep_table
 from planner.report.tables.table import Table
 from planner.report.tables.ways import best_baseline_line, over_data_parallel, over_one_gpu, synchronous_line
-from planner.schedule.defaults import LATE_UPDATES
+from planner.schedule.instructions import LATE_UPDATES
 from planner.simulator.summary import Summary
 from planner.units import format_bytes, format_memory, format_rate, format_seconds
 

@@ -7,7 +7,7 @@ from html import escape
 from itertools import groupby
 
 from planner.analysis.sweep import Quantity, Sweep, SweepPoint
-from planner.formats.config import short_config
+from planner.formats.plan_parts import short_config
 from planner.report.svg.shapes import Font, document, line, round_step, text
 from planner.report.tables.sweep import NONE_FITS, value_text
 from planner.units import format_rate

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from planner.analysis.choose import Choice, Option
 from planner.errors import InputError
-from planner.formats.config import short_config
+from planner.formats.plan_parts import short_config
 from planner.report.tables.table import Table
 from planner.solver.minibatch import MinibatchError
 from planner.units import format_bytes, format_seconds

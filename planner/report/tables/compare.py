@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from planner.analysis.compare import Comparison, ComparisonRow
 from planner.analysis.usual_ways import DATA_PARALLEL, EQUAL_STAGES
-from planner.formats.config import short_config
+from planner.formats.plan_parts import short_config
 from planner.report.tables.plan import cluster_line, less_or_more
 from planner.report.tables.table import Table, named_values
 from planner.report.tables.ways import speed_over

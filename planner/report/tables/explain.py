@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from planner.analysis.explain import Alternative, Explanation
-from planner.formats.config import short_config
 from planner.formats.plan import GIVEN
+from planner.formats.plan_parts import short_config
 from planner.report.tables.plan import bottleneck_place, simulated_words
 from planner.report.tables.table import Table
 from planner.units import format_bytes, format_change, format_seconds, times_words

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from planner.formats.cluster import Cluster, DeviceKind
-from planner.formats.config import short_config
 from planner.formats.plan import GIVEN, Plan
-from planner.formats.plan_parts import Bottleneck, SolverReport, Stage
+from planner.formats.plan_parts import Bottleneck, SolverReport, Stage, short_config
 from planner.formats.profile import Profile
 from planner.report.tables.memory import memory_table
 from planner.report.tables.repeats import layer_range
 from planner.report.tables.table import Table, named_values
 from planner.report.tables.ways import best_baseline_line, share_of_speed, speed_up_line, synchronous_line
-from planner.schedule.defaults import LATE_UPDATES, MOMENTUM_UPDATES
+from planner.schedule.instructions import LATE_UPDATES, MOMENTUM_UPDATES
 from planner.units import format_bandwidth, format_bytes, format_memory, format_rate, format_seconds, times_words
 
 MOST_RUNS = 4  # of consecutive ranks of a stage that are listed one by one

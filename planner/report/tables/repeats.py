@@ -6,9 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 from itertools import groupby, pairwise
 
-from planner.formats.blocks import BLOCK
 from planner.formats.profile import Layer, Profile
-from planner.formats.repeated_blocks import FEWEST_REPEATS, kind_of, repeated_blocks
+from planner.plan.blocks import BLOCK, FEWEST_REPEATS, kind_of, repeated_blocks
 
 SUMMED = ("forward_s", "backward_s", "update_s", "accumulate_s", "weight_bytes", "gradient_bytes", "saved_bytes")
 

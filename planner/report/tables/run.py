@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from planner.formats.config import short_config
 from planner.formats.plan import Plan
+from planner.formats.plan_parts import short_config
 from planner.report.tables.plan import pace
 from planner.report.tables.table import Table, named_values
 from planner.simulator.summary import Summary, WorkerUse

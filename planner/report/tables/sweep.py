@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from planner.analysis.sweep import ConfigChange, Quantity, Sweep, SweepPoint
-from planner.formats.config import short_config
+from planner.formats.plan_parts import short_config
 from planner.report.tables.plan import bottleneck_place
 from planner.report.tables.table import Table
 from planner.report.tables.ways import speed_over

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from planner.formats.config import short_config
+from planner.formats.plan_parts import short_config
 from planner.report.tables.table import Table, named_values
 from planner.units import format_bytes
 

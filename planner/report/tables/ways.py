@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from planner.analysis.usual_ways import DATA_PARALLEL, ONE_GPU
-from planner.formats.config import short_config
 from planner.formats.plan import Plan
-from planner.formats.plan_parts import OtherWay
+from planner.formats.plan_parts import OtherWay, short_config
 from planner.units import format_bytes, format_rate, format_seconds, format_times, times_words
 
 

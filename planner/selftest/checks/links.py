@@ -8,7 +8,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from planner.formats.device_names import Backend, DeviceType
+from planner.formats.names import Backend, DeviceType
 from planner.profiler.links.measure_host import measure_host
 from planner.selftest.lab import Lab
 from planner.selftest.rows import Case, Check, Outcome, judged, passed, skipped

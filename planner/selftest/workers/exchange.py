@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined]  # exported by a star import
 
-from planner.formats.device_names import Backend
 from planner.formats.files import Record, save_record
+from planner.formats.names import Backend
 from planner.selftest.workers.start import TIMEOUT_S
 
 SIZES = (1, 1_000, 1_000_000)  # elements of float32

@@ -13,7 +13,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from planner.cost.rounding import SLACK
 from planner.cost.weight_copies import counted_with_copies
 from planner.solver.candidates.kinds import (
     KINDS,
@@ -37,6 +36,7 @@ from planner.solver.search.chain.synchronous import SynchronousSearch
 from planner.solver.search.levels.levels import MOST_PLACED, PathPrices, local_search_for, search_levels
 from planner.solver.search.levels.local_search import LocalSearch
 from planner.solver.search.pipeline_search import MOST_SYNCHRONOUS_STATES, PipelineSearch
+from planner.units import SLACK
 
 SLOWER_LINKS = (1.0, 2.0)  # factors by which links are slower in the alternatives of synchronous schedules
 # Alternatives for faster links, on clusters of several levels: the factor between them, and how many.

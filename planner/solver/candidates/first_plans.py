@@ -17,10 +17,8 @@ from itertools import count, islice, takewhile
 
 import numpy as np
 
-from planner.cost.candidate import Candidate
+from planner.cost.candidate import Candidate, Groups, StageOptions
 from planner.cost.recomputation import Choices, Recomputation
-from planner.cost.rounding import SLACK
-from planner.cost.stage_options import Groups, StageOptions
 from planner.cost.work import Floats
 from planner.solver.candidates.kinds import counts_to_try
 from planner.solver.evaluate.evaluation import priced, simulated
@@ -30,6 +28,7 @@ from planner.solver.problem.result import Evaluation, Found
 from planner.solver.problem.states import Chain, Coarse
 from planner.solver.reference.baselines import equal_blocks, equal_time
 from planner.solver.search.pipeline_search import PipelineSearch
+from planner.units import SLACK
 
 GRACE_S = 1.0  # to simulate these plans after the time limit: otherwise nobody knows which is the fastest
 MOST_SIMULATED = 3  # of the best by the cost model, before the search begins

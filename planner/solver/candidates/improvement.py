@@ -12,7 +12,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from planner.cost.rounding import SLACK
 from planner.solver.candidates.allotment import allotted
 from planner.solver.evaluate.evaluation import SETTLED, priced_path, simulated
 from planner.solver.evaluate.orders import in_every_order
@@ -21,6 +20,7 @@ from planner.solver.problem.result import CutPath, Evaluation, Found, stages_alo
 from planner.solver.problem.states import Chain
 from planner.solver.search.chain.ways import BestWays
 from planner.solver.search.levels.local_search import Effort, LocalSearch
+from planner.units import SLACK
 
 STARTS = 4  # of the search, each at another number of stages
 FARTHER = 4  # times as many plans are priced on clusters of several levels, with half as many times the instructions

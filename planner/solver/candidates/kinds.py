@@ -18,10 +18,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from planner.cost.candidate import Candidate
+from planner.cost.candidate import Candidate, ShardRule
 from planner.cost.network.link import Link
-from planner.cost.rounding import SLACK
-from planner.cost.stage_options import ShardRule
 from planner.cost.work import Integers
 from planner.solver.evaluate.pipelines import MOST_WORKERS
 from planner.solver.problem.budget import OutOfTimeError
@@ -29,6 +27,7 @@ from planner.solver.problem.problem import Limits, Problem
 from planner.solver.problem.result import RESOLUTION, CutPath, stages_along
 from planner.solver.problem.states import StateSpace
 from planner.solver.search.chain.search import Search
+from planner.units import SLACK
 
 DENSE = 16  # every number of GPUs up to this is tried; larger pipelines take longer to simulate
 NEAR = 4  # above, this many numbers are tried from the cluster's down, and some below

@@ -25,11 +25,11 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from planner.cost.rounding import SLACK
 from planner.schedule.schedule import warm_up_depths
 from planner.simulator.pipeline_costs import PipelineCosts
 from planner.solver.evaluate.pipelines import wires_s
 from planner.solver.problem.budget import Budget
+from planner.units import SLACK
 
 Depths = tuple[int, ...]
 

@@ -16,8 +16,7 @@ from planner.cost.candidate import Candidate
 from planner.cost.communicators import reserves_of, with_overheads
 from planner.cost.kinds import with_kinds
 from planner.cost.network.link import backward_and_reduce_s, ring_all_reduce_s
-from planner.cost.price import stage_memory
-from planner.cost.rounding import SLACK
+from planner.cost.overheads import stage_memory
 from planner.formats.cluster import Level
 from planner.simulator.pipeline_costs import PipelineCosts
 from planner.solver.evaluate.depth import (
@@ -34,6 +33,7 @@ from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import CutPath, Evaluation, stages_along
 from planner.solver.problem.stage_rules import UNLIMITED
 from planner.solver.problem.states import StateSpace
+from planner.units import SLACK
 
 # Stages up to which a pipeline is deepened where memory does not allow all of them what hides their messages. Of longer
 # ones, none got faster, and many took twice as long, because the stages cut off keep the others waiting.

@@ -12,8 +12,8 @@ from planner.cost.layer_costs import LayerCosts, messages
 from planner.cost.network.topology import Topology
 from planner.cost.weight_copies import buckets_in, copied_in, shared_in
 from planner.formats.plan_parts import Shared, Transfer
-from planner.formats.plan_shape import trainable_pairs
-from planner.formats.shared_weights import SharedWeight
+from planner.plan.shape import trainable_pairs
+from planner.plan.shared_weights import SharedWeight
 from planner.schedule.schedule import Channel, PipelineShape
 from planner.simulator.pipeline_costs import PipelineCosts, StageCosts
 from planner.solver.problem.problem import Problem
@@ -34,7 +34,7 @@ def too_large(problem: Problem, stages: Sequence[Candidate]) -> bool:
 def pipeline_for(problem: Problem, candidate: Evaluation) -> PipelineCosts:
     """Return the pipeline of a candidate, with as many units in flight as its price says.
 
-    It equals what `planner.simulator.plan.costs_of` makes of the candidate's plan.
+    It equals what `planner.simulator.simulate_plan.costs_of` makes of the candidate's plan.
     """
     layer_costs, stages = problem.layer_costs, candidate.stages
     moved, shared = transfers(layer_costs, stages), shared_between(layer_costs, stages)

@@ -17,18 +17,17 @@ from planner.cost.layer_costs import LayerCosts
 from planner.cost.models.asynchronous import AsynchronousModel
 from planner.cost.models.cost_model import StageModel
 from planner.cost.models.double_buffered import DoubleBufferedModel
-from planner.cost.models.paper import PaperModel
-from planner.cost.models.pipedream import PipedreamModel
+from planner.cost.models.published import PaperModel, PipedreamModel
 from planner.cost.network.link import BUCKETS, Link, link_of
-from planner.cost.rounding import SLACK
 from planner.cost.setting import Setting
 from planner.cost.work import IMPOSSIBLE, Floats, Footprint, Integers, Work, fewest_to_hold
 from planner.formats.cluster import Cluster
-from planner.formats.cost_model_names import CostModelName
+from planner.formats.names import CostModelName
 from planner.formats.profile import KIND_COLUMNS, Profile
 from planner.schedule.double_buffered import TWO_BW
 from planner.schedule.one_forward_one_backward import ONE_F_ONE_B
 from planner.schedule.schedule import Schedule
+from planner.units import SLACK
 
 Least = Callable[[Work], Work]
 

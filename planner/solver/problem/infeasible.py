@@ -8,7 +8,7 @@ from contextlib import suppress
 
 from planner.errors import InfeasibleError, PlannerError
 from planner.formats.cluster import Cluster
-from planner.formats.config import short_config
+from planner.formats.plan_parts import short_config
 from planner.solver.problem.budget import Deadline, OutOfTimeError
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import Evaluation

@@ -7,21 +7,19 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
-from planner.cost.candidate import Candidate
+from planner.cost.candidate import Candidate, RecomputeRule
 from planner.cost.layer_costs import LayerCosts
 from planner.cost.models.synchronous import SynchronousModel
 from planner.cost.network.link import Link, link_of
 from planner.cost.network.placement import places_matter
 from planner.cost.network.topology import Topology
-from planner.cost.overheads import NO_RESERVE, Reserve
-from planner.cost.price import Price
+from planner.cost.overheads import NO_RESERVE, Price, Reserve
 from planner.cost.pricing import price
 from planner.cost.setting import Setting
-from planner.cost.stage_options import RecomputeRule
 from planner.formats.cluster import Cluster, DeviceKind
 from planner.formats.constraints import Constraints
-from planner.formats.groups import groups_of
 from planner.formats.profile import Profile
+from planner.plan.rank_groups import groups_of
 from planner.schedule.schedule import Schedule
 from planner.solver.problem.bounds import Bounds, bounds_for
 from planner.solver.problem.budget import NO_HURRY, Budget, Deadline

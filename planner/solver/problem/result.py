@@ -6,14 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from planner.cost.candidate import Candidate
+from planner.cost.candidate import Candidate, StageOptions
 from planner.cost.network.placement import ranks_of
-from planner.cost.price import Price
-from planner.cost.rounding import SLACK
-from planner.cost.stage_options import StageOptions
+from planner.cost.overheads import Price
 from planner.formats.cluster import Cluster
-from planner.formats.config import config_of
+from planner.formats.plan_parts import config_of
 from planner.solver.problem.states import StateSpace
+from planner.units import SLACK
 
 # An answer is proven optimal up to this relative difference in time: rounding, not search.
 RESOLUTION = 1e-12

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from planner.cost.candidate import RecomputeRule, ShardRule
 from planner.cost.setting import Setting
-from planner.cost.stage_options import RecomputeRule, ShardRule
 from planner.cost.tensor import costs_at
 from planner.errors import InputError
-from planner.formats.groups import groups_of
 from planner.formats.profile import Profile
+from planner.plan.rank_groups import groups_of
 from planner.schedule.schedule import Schedule
 
 # Where stages may begin and end: between blocks of the model, between any layers, or within blocks where that pays.

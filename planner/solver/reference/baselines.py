@@ -17,8 +17,8 @@ from planner.cost.layer_costs import LayerCosts
 from planner.cost.network.link import link_of
 from planner.cost.recomputation import units_of
 from planner.cost.work import Floats
-from planner.formats.blocks import blocks_of
 from planner.formats.cluster import Cluster
+from planner.plan.blocks import blocks_of
 from planner.solver.candidates.kinds import StraightSearch, counts_to_try
 from planner.solver.problem.bounds import bounds_for
 from planner.solver.problem.budget import NO_HURRY, Deadline, OutOfTimeError

@@ -29,8 +29,8 @@ from planner.cost.layer_costs import LayerCosts
 from planner.cost.network.buckets import bucket_bytes, buckets_of
 from planner.cost.network.link import BUCKETS, Link, ring_all_reduce_s
 from planner.cost.work import Work
-from planner.formats.blocks import blocks_of
 from planner.formats.plan_parts import StageMemory
+from planner.plan.blocks import blocks_of
 from planner.solver.evaluate.evaluation import priced
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import Evaluation

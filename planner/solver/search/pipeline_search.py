@@ -12,7 +12,6 @@ from functools import cached_property
 import numpy as np
 
 from planner.cost.recomputation import exact_everywhere
-from planner.cost.rounding import SLACK
 from planner.solver.evaluate.evaluation import priced_path
 from planner.solver.problem.bounds import balanced_s
 from planner.solver.problem.infeasible import Fits
@@ -34,6 +33,7 @@ from planner.solver.search.levels.levels import (
     search_all_cuts,
     search_levels,
 )
+from planner.units import SLACK
 
 MOST_SYNCHRONOUS_STATES = 600  # the search for synchronous schedules is slower
 MOST_SYNCHRONOUS_GPUS = 64  # beyond, no synchronous schedule is proposed where nothing fits

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from planner.cost.models.paper import PaperModel
-from planner.cost.models.pipedream import PipedreamModel
+from planner.cost.models.published import PaperModel, PipedreamModel
 from planner.cost.network.link import Link
 from tests.cost.works import EXAMPLE, work
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from planner.cost.candidate import Candidate, candidates
+from planner.cost.candidate import Candidate, StageOptions, candidates, whole_stage
 from planner.cost.layer_costs import LayerCosts
 from planner.cost.models.asynchronous import AsynchronousModel
 from planner.cost.models.double_buffered import DoubleBufferedModel
@@ -14,14 +14,13 @@ from planner.cost.models.synchronous import SynchronousModel
 from planner.cost.network.link import Link
 from planner.cost.pricing import price
 from planner.cost.setting import Setting
-from planner.cost.stage_options import StageOptions, whole_stage
 from planner.errors import InputError
 from planner.formats.cluster import Cluster, flat_cluster, hierarchical_cluster
 from planner.formats.plan import Plan
 from planner.formats.profile import Profile
 from planner.schedule.registry import find
 from planner.schedule.schedule import Schedule
-from planner.simulator.plan import costs_of, simulate, simulated_s
+from planner.simulator.simulate_plan import costs_of, simulate, simulated_s
 from planner.solver.assemble import assemble
 from planner.solver.evaluate.pipelines import pipeline_for
 from planner.solver.problem.problem import Problem

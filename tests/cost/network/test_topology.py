@@ -15,7 +15,7 @@ from planner.cost.network.topology import Loads, Topology, column_ranks, rank_ra
 from planner.cost.pricing import price
 from planner.cost.setting import Setting
 from planner.formats.cluster import Cluster, Level, flat_cluster, hierarchical_cluster
-from planner.formats.cost_model_names import CostModelName
+from planner.formats.names import CostModelName
 from planner.formats.profile import Profile
 from planner.schedule.registry import find
 from tests.solver.strategies import profiles

@@ -17,8 +17,8 @@ from planner.executor.stage.optimizer import StageOptimizer
 from planner.model.elementwise import ELEMENTWISE, kept_whole
 from planner.model.spec import TrainingSpec, in_memory
 from planner.optim import NewestMuon
+from planner.schedule.check import _Run
 from planner.schedule.instructions import Instruction, Update
-from planner.schedule.streams.check import _Run
 from tests.executor.communication.nccl_rules.cases import runs
 
 CPU = torch.device("cpu")

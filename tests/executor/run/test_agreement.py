@@ -22,7 +22,7 @@ from planner.executor.run.agreement import (
     take_place,
 )
 from planner.formats.cluster import Cluster, DeviceKind, flat_cluster, hierarchical_cluster
-from planner.formats.device_names import DeviceType
+from planner.formats.names import DeviceType
 from planner.formats.plan import Plan
 from planner.formats.profile import Device
 from planner.workers.heartbeat import Heartbeat

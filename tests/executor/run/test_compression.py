@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from planner.executor.run.data import make_batches
-from planner.formats.codecs import CodecName
+from planner.formats.names import CodecName
 from planner.formats.plan import Plan
 from planner.model.spec import TrainingSpec, load_model_file
 from planner.schedule.instructions import Unit

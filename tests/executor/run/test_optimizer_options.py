@@ -12,9 +12,9 @@ from torch.optim import Optimizer
 from planner.api import make_job
 from planner.errors import InputError, ModelFileError
 from planner.model.spec import load_model_file
+from planner.schedule.check import check_streams
 from planner.schedule.one_forward_one_backward import ONE_F_ONE_B
 from planner.schedule.schedule import Channel, PipelineShape
-from planner.schedule.streams.check import check_streams
 from planner.workers.job import TrainingOptions
 from tests.executor import eager
 from tests.executor.eager import Case

@@ -12,10 +12,9 @@ from benchmarks.convergence.emulation import LateWeights, lateness
 from planner.api import make_job
 from planner.errors import InputError, ModelFileError
 from planner.executor.run.stages import check_sizes
-from planner.formats.plan_shape import shape_of
-from planner.formats.synchronous_start import synchronous_minibatches, synchronous_part
 from planner.model.spec import load_model_file
-from planner.schedule.streams.check import check_streams
+from planner.plan.shape import shape_of, synchronous_minibatches, synchronous_part
+from planner.schedule.check import check_streams
 from planner.workers.job import TrainingOptions, TrainResult
 from tests.executor import eager
 from tests.executor.eager import Case

@@ -24,7 +24,7 @@ from planner.report.page.data import script_json
 from planner.report.page.page import ReportContent, report_page
 from planner.report.svg.lanes import MOST_WORKERS, opening, shown_workers
 from planner.report.svg.timeline import timeline_svg
-from planner.simulator.plan import simulate
+from planner.simulator.simulate_plan import simulate
 from planner.simulator.summary import summarize
 from planner.solver import solve
 from tests.samples import layer, profile

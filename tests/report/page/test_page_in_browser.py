@@ -15,7 +15,7 @@ from planner.analysis.bandwidths import bandwidth_sweep
 from planner.analysis.compare import compare
 from planner.formats.cluster import flat_cluster
 from planner.report.page.page import ReportContent, report_page
-from planner.simulator.plan import simulate
+from planner.simulator.simulate_plan import simulate
 from planner.solver import solve
 from tests.report.page.test_page import evil_plan, slower
 from tests.samples import layer, profile

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from planner.formats.config import LONGEST_CONFIG, short_config
+from planner.formats.plan_parts import LONGEST_CONFIG, short_config
 from planner.report.tables.profile import profile_report
 from planner.report.tables.repeats import collapsed, layer_range
 from planner.report.tables.table import Table
-from tests.formats.test_repeated_blocks import transformer
+from tests.plan.test_blocks import transformer
 
 MODEL = transformer(6, "h.{block}.part{part}")
 NAMES = [layer.name for layer in MODEL.layers]

@@ -18,7 +18,7 @@ from planner.solver.evaluate.evaluation import priced
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import Evaluation
 from planner.solver.reference.baselines import data_parallel, equal_blocks
-from tests.formats.test_repeated_blocks import transformer
+from tests.plan.test_blocks import transformer
 
 MODEL = transformer(8, "h.{block}.part{part}")
 FLAT, SERVERS = flat_cluster(16, 1e3), hierarchical_cluster([4, 4], [1e4, 1e3])

@@ -15,13 +15,13 @@ from planner.errors import PlannerError
 from planner.formats.cluster import Cluster, DeviceKind, flat_cluster, hierarchical_cluster
 from planner.formats.profile import Profile
 from planner.schedule.registry import find
-from planner.simulator.plan import simulated_s
+from planner.simulator.simulate_plan import simulated_s
 from planner.solver import solve
 from planner.solver.evaluate.evaluation import evaluate
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import Evaluation
 from planner.solver.reference.baselines import equal_blocks
-from tests.formats.test_repeated_blocks import transformer
+from tests.plan.test_blocks import transformer
 
 LIMITS_S = (1e-9, 1e-3, 2e-2)
 SCHEDULES = ("1f1b", "2bw", "1f1b-flush", "gpipe", "zb-h1")

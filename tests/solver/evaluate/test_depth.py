@@ -10,7 +10,7 @@ from planner.formats.cluster import Cluster, flat_cluster
 from planner.formats.plan import Plan
 from planner.schedule.schedule import PipelineShape, warm_up_depths
 from planner.simulator.pipeline_costs import StageCosts
-from planner.simulator.plan import simulated_s
+from planner.simulator.simulate_plan import simulated_s
 from planner.solver import solve
 from planner.solver.evaluate.depth import (
     DepthChoice,

@@ -23,7 +23,7 @@ from planner.formats.profile import Profile
 from planner.report.tables.explain import explanation_report
 from planner.report.tables.plan import plan_report
 from planner.schedule.registry import find
-from planner.simulator.plan import simulate
+from planner.simulator.simulate_plan import simulate
 from planner.simulator.summary import summarize
 from planner.solver import solve
 from planner.solver.evaluate.evaluation import evaluate, priced, simulated

@@ -14,8 +14,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.cost.rounding import SLACK
-from planner.cost.stage_options import StageOptions
+from planner.cost.candidate import StageOptions
 from planner.cost.work import IMPOSSIBLE, Integers, Work
 from planner.schedule.schedule import warm_up_depth
 from planner.solver.problem.bounds import Bounds
@@ -24,6 +23,7 @@ from planner.solver.problem.states import StateSpace
 from planner.solver.search.chain.least import QuickestThatFit, Stages
 from planner.solver.search.chain.tables import StageTables, closed_form, most_in_flight
 from planner.solver.search.chain.ways import WaysOf, taken
+from planner.units import SLACK
 
 FEW_STATES = 300  # up to which the replicas of all stages are tabulated
 # Replica counts that are tried one by one where more may be slower. Beyond, they are taken to be faster, as they are

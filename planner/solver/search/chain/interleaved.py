@@ -16,10 +16,10 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from planner.cost.candidate import Groups, StageOptions, whole_stage
 from planner.cost.models.interleaved import InterleavedShape, StageSeconds
 from planner.cost.network.link import Link, link_of
 from planner.cost.setting import Setting
-from planner.cost.stage_options import Groups, StageOptions, whole_stage
 from planner.cost.work import Floats, Footprint, Integers, Work
 from planner.solver.problem.problem import Limits
 from planner.solver.problem.result import RESOLUTION, CutPath

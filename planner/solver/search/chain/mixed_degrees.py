@@ -17,14 +17,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from planner.cost.rounding import SLACK
-from planner.cost.stage_options import StageOptions
+from planner.cost.candidate import StageOptions
 from planner.cost.work import Floats, Integers
 from planner.solver.problem.bounds import Bounds
 from planner.solver.problem.problem import Limits
 from planner.solver.problem.result import RESOLUTION, CutPath
 from planner.solver.problem.states import BySize, StateSpace
 from planner.solver.search.chain.fewest import FewestReplicas
+from planner.units import SLACK
 
 _FAR = 4.0  # ratio of the bounds from which on their geometric mean is between them
 _CLOSE = 2e-3  # relative distance of the bounds from which on each question is for anything better

@@ -32,8 +32,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.cost.rounding import SLACK
-from planner.cost.stage_options import StageOptions
+from planner.cost.candidate import StageOptions
 from planner.cost.work import IMPOSSIBLE, Integers
 from planner.solver.problem.bounds import Bounds
 from planner.solver.problem.numbering import Numbering
@@ -41,6 +40,7 @@ from planner.solver.problem.problem import Limits
 from planner.solver.problem.result import RESOLUTION, CutPath
 from planner.solver.problem.states import Coarse, StateSpace
 from planner.solver.search.chain.fewest import FEW_STATES, FewestReplicas
+from planner.units import SLACK
 
 # GPUs of the suffixes that begin with the stages from a state to others, given the GPUs after these; their replicas,
 # and whether they recompute.

@@ -26,8 +26,8 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from numpy.typing import NDArray
 
+from planner.cost.candidate import StageOptions
 from planner.cost.models.synchronous import SynchronousModel
-from planner.cost.stage_options import StageOptions
 from planner.cost.work import Floats, Integers
 from planner.solver.problem.budget import NO_HURRY, OutOfTimeError
 from planner.solver.problem.numbering import Numbering

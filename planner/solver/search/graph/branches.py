@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from planner.cost.rounding import SLACK
 from planner.cost.work import Integers
 from planner.solver.problem.bounds import Bounds
 from planner.solver.problem.problem import Limits
@@ -26,6 +25,7 @@ from planner.solver.search.graph.lattice import (
 )
 from planner.solver.search.graph.relaxation import OutOfWorkError, Relaxation, WorkLeft
 from planner.solver.search.graph.windows import Windows
+from planner.units import SLACK
 
 MOST_DOWNSETS = 300_000  # enumerated in a second
 MOST_STATES = 2_000  # searched pair by pair in a second

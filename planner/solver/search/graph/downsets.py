@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 
 from planner.cost.candidate import Traffic
 from planner.cost.layer_costs import LayerCosts
-from planner.cost.rounding import SLACK
 from planner.cost.work import Floats, Integers
 from planner.solver.problem.bounds import Bounds
 from planner.solver.problem.states import COUNTED, FRONTS, StateSpace, column
 from planner.solver.search.graph.lattice import Words, enumerate_covers, to_bits, to_words
+from planner.units import SLACK
 
 _BLOCK = 16_384
 _TICKS = 2.0**50  # units of time in a model's compute time: sums of whole numbers are exact

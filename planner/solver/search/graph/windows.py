@@ -18,12 +18,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.cost.layer_costs import LayerCosts
-from planner.cost.rounding import SLACK
 from planner.cost.work import IMPOSSIBLE, Floats, Footprint, Work
 from planner.solver.problem.bounds import Bounds
 from planner.solver.problem.problem import Limits
 from planner.solver.problem.states import column, uncut_groups
 from planner.solver.search.graph.lattice import to_bits, words_of_masks
+from planner.units import SLACK
 
 _WINDOWS = 500
 _TICKS = 2.0**50  # units of work in the whole model: sums of whole numbers are the same in any order

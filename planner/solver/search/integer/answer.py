@@ -11,7 +11,6 @@ from typing import Literal
 
 from planner.cost.candidate import Candidate
 from planner.cost.kinds import kind_on
-from planner.cost.rounding import SLACK
 from planner.errors import InfeasibleError, InputError, PlannerError
 from planner.solver.evaluate.evaluation import evaluate, priced
 from planner.solver.problem.bounds import balanced_s
@@ -22,7 +21,7 @@ from planner.solver.problem.result import Evaluation, Found, IlpAnswer
 from planner.solver.search.chain.ways import WaysOf
 from planner.solver.search.integer.ilp_columns import Columns
 from planner.solver.search.integer.ilp_flow import Flow, MilpName, installed
-from planner.units import format_bytes
+from planner.units import SLACK, format_bytes
 
 _MOST_STATES_FOR_A_BOUND = 300
 

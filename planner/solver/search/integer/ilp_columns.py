@@ -10,9 +10,8 @@ from itertools import combinations, product
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.cost.candidate import Candidate
+from planner.cost.candidate import Candidate, StageOptions, whole_stage
 from planner.cost.layer_costs import LayerCosts
-from planner.cost.stage_options import StageOptions, whole_stage
 from planner.cost.work import Floats, Footprint, Integers, Work
 from planner.errors import InputError
 from planner.formats.cluster import DeviceKind

@@ -43,11 +43,11 @@ from typing import Literal, get_args
 import numpy as np
 import pulp
 
-from planner.cost.rounding import SLACK
 from planner.errors import InputError
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import IlpAnswer
 from planner.solver.search.integer.ilp_columns import Column, Columns, sets_of
+from planner.units import SLACK
 
 MilpName = Literal["HiGHS", "CBC"]
 Status = Literal["optimal", "feasible", "infeasible", "unknown"]

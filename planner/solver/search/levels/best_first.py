@@ -13,9 +13,9 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from planner.cost.candidate import StageOptions
 from planner.cost.models.synchronous import SynchronousModel
 from planner.cost.network.topology import Loads
-from planner.cost.stage_options import StageOptions
 from planner.cost.work import Floats, Integers, Work
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import RESOLUTION, BoundedPath, CutPath

@@ -26,9 +26,8 @@ from planner.cost.models.synchronous import SynchronousModel
 from planner.cost.network.link import Link
 from planner.cost.network.placement import Resource
 from planner.cost.network.topology import Topology
-from planner.cost.rounding import SLACK
 from planner.cost.work import IMPOSSIBLE, Floats, Integers, Work
-from planner.formats.cost_model_names import CostModelName
+from planner.formats.names import CostModelName
 from planner.solver.evaluate import orders
 from planner.solver.evaluate.evaluation import priced, priced_path
 from planner.solver.problem.bounds import Bounds, bounds_for
@@ -42,6 +41,7 @@ from planner.solver.search.chain.ways import BestWays
 from planner.solver.search.graph.branches import search_beyond
 from planner.solver.search.levels.local_search import Effort, LocalSearch
 from planner.solver.search.levels.stage_bounds import objective_of
+from planner.units import SLACK
 
 
 class NearestModel(Bounds):

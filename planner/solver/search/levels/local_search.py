@@ -13,7 +13,7 @@ from itertools import cycle, pairwise
 
 import numpy as np
 
-from planner.cost.stage_options import StageOptions
+from planner.cost.candidate import StageOptions
 from planner.solver.problem.budget import NO_HURRY, Deadline
 from planner.solver.problem.result import RESOLUTION, CutPath
 from planner.solver.problem.states import StateSpace

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from planner.cost.candidate import StageOptions
 from planner.cost.models.synchronous import SynchronousModel
-from planner.cost.stage_options import StageOptions
 from planner.cost.work import Floats
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import RESOLUTION, CutPath

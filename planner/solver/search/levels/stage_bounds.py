@@ -19,7 +19,7 @@ from planner.cost.models.registry import asynchronous_model
 from planner.cost.models.synchronous import SynchronousModel
 from planner.cost.network.topology import Topology
 from planner.cost.work import Floats, Integers, Work
-from planner.formats.cost_model_names import CostModelName
+from planner.formats.names import CostModelName
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.states import StateSpace
 from planner.solver.search.chain.ways import Ways, WaysOf

@@ -22,18 +22,16 @@ from planner.executor.run.context import HeldStage, PipelineContext, sharding_of
 from planner.executor.run.data import BatchSource
 from planner.executor.stage.optimizer import StageOptimizer
 from planner.formats.cluster import flat_cluster
-from planner.formats.codecs import CodecName
-from planner.formats.config import config_of
-from planner.formats.device_names import Backend
-from planner.formats.groups import of_lane, on_ranks
+from planner.formats.names import Backend, CodecName
 from planner.formats.plan import Plan
-from planner.formats.plan_parts import Stage
+from planner.formats.plan_parts import Stage, config_of
 from planner.model.batch import Batch
 from planner.model.capture.graph import ValueSpec
 from planner.model.capture.size import BATCH
 from planner.model.stage.evaluation import EvaluationStages
 from planner.model.tensor.dimensions import Cut
 from planner.model.tensor.division import DividedWeights
+from planner.plan.rank_groups import of_lane, on_ranks
 from planner.schedule.instructions import Unit
 from planner.schedule.registry import find
 from planner.schedule.schedule import Channel, PipelineShape

@@ -9,14 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.cost.candidate import candidates
+from planner.cost.candidate import RecomputeRule, ShardRule, candidates
 from planner.cost.layer_costs import LayerCosts
 from planner.cost.models.interleaved import InterleavedShape
 from planner.cost.network.link import Link
-from planner.cost.price import Price
+from planner.cost.overheads import Price
 from planner.cost.pricing import price
 from planner.cost.setting import Setting
-from planner.cost.stage_options import RecomputeRule, ShardRule
 from planner.errors import InfeasibleError, InputError
 from planner.formats.cluster import flat_cluster
 from planner.formats.plan import Plan

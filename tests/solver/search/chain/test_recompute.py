@@ -6,11 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.cost.candidate import Candidate
+from planner.cost.candidate import Candidate, StageOptions, whole_stage
 from planner.cost.layer_costs import LayerCosts
 from planner.cost.pricing import price
 from planner.cost.setting import Setting
-from planner.cost.stage_options import StageOptions, whole_stage
 from planner.errors import InfeasibleError
 from planner.formats.cluster import flat_cluster
 from planner.formats.profile import Profile

@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from planner.cost.candidate import RecomputeRule
 from planner.cost.layer_costs import LayerCosts
 from planner.cost.network.link import Link, link_of
 from planner.cost.pricing import price
 from planner.cost.setting import Setting
-from planner.cost.stage_options import RecomputeRule
 from planner.errors import InfeasibleError
 from planner.formats.cluster import flat_cluster
-from planner.formats.cost_model_names import CostModelName
+from planner.formats.names import CostModelName
 from planner.formats.pipedream import load_graph_txt
 from planner.formats.profile import Profile
 from planner.schedule.registry import find

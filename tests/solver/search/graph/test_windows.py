@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.graphs import encoder_decoder_like, nasnet_like, unet_like
+from planner.cost.candidate import RecomputeRule
 from planner.cost.layer_costs import LayerCosts
 from planner.cost.network.link import Link, link_of
 from planner.cost.setting import Setting
-from planner.cost.stage_options import RecomputeRule
 from planner.formats.cluster import flat_cluster
-from planner.formats.cost_model_names import CostModelName
+from planner.formats.names import CostModelName
 from planner.formats.profile import Profile
 from planner.schedule.registry import find
 from planner.solver import solve

@@ -18,7 +18,7 @@ from planner.cost.setting import Setting
 from planner.errors import InputError
 from planner.formats.cluster import Cluster, DeviceKind, Level, flat_cluster
 from planner.formats.constraints import Constraints
-from planner.formats.cost_model_names import CostModelName
+from planner.formats.names import CostModelName
 from planner.formats.profile import Profile
 from planner.schedule.registry import find
 from planner.solver.problem.bounds import bounds_for

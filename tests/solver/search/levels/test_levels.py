@@ -9,13 +9,13 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from planner.cost.candidate import RecomputeRule
 from planner.cost.layer_costs import LayerCosts
 from planner.cost.setting import Setting
-from planner.cost.stage_options import RecomputeRule
 from planner.errors import InfeasibleError
 from planner.formats.cluster import Cluster, flat_cluster, hierarchical_cluster
-from planner.formats.cost_model_names import CostModelName
 from planner.formats.importers import read_profile
+from planner.formats.names import CostModelName
 from planner.formats.profile import Profile
 from planner.schedule.registry import find
 from planner.solver import solve

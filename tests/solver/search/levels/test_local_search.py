@@ -7,10 +7,10 @@ from pathlib import Path as File
 import numpy as np
 import pytest
 
+from planner.cost.candidate import StageOptions
 from planner.cost.layer_costs import LayerCosts
 from planner.cost.pricing import price
 from planner.cost.setting import Setting
-from planner.cost.stage_options import StageOptions
 from planner.formats.cluster import Cluster, flat_cluster, hierarchical_cluster
 from planner.formats.profile import Profile, load_profile
 from planner.solver import solve

@@ -1,13 +1,25 @@
-"""Codecs: what activations and their gradients become where they cross from stage to stage.
+"""Names that users give for devices, backends, cost models and codecs.
 
-Only values with gradients are coded: token ids and masks travel as they are. So do the gradients of weights, which all
-their holders must add up to the same sums.
+Codecs are what activations and their gradients become where they cross from stage to stage. Only values with gradients
+are coded: token ids and masks travel as they are. So do the gradients of weights, which all their holders must add up
+to the same sums. This module imports nothing else, because the command line's help reads it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal, get_args
+
+DeviceType = Literal["cpu", "cuda"]
+Backend = Literal["gloo", "nccl"]
+
+CostModelName = Literal["resource", "pipedream", "paper"]
+COST_MODEL_NAMES: tuple[str, ...] = get_args(CostModelName)
+COST_MODEL_HELP = (
+    "resource: what each processor and link does; pipedream: the optimizer PipeDream published; paper: the "
+    "equation of its SOSP 2019 paper"
+)
+
 
 CodecName = Literal["none", "bfloat16", "int8"]
 CODEC_NAMES: tuple[str, ...] = get_args(CodecName)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from planner.formats.groups import of_lane, on_ranks, receivers
+from planner.plan.rank_groups import of_lane, on_ranks, receivers
 from tests.executor.plans import in_groups, make_plan
 from tests.samples import layer, profile
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from planner.schedule.derived import segment_stream, segments
 from planner.schedule.instructions import AddShared, AllReduce, Forward, Unit, Update
 from planner.schedule.schedule import stream
-from planner.schedule.streams.segments import segment_stream, segments
 from tests.schedule.test_streams import make_shape
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from planner.formats.profile import Layer, Profile, load_profile
-from planner.formats.repeated_blocks import block_ends, repeated_blocks
+from planner.plan.blocks import block_ends, repeated_blocks
 from tests.samples import layer, profile
 
 PROFILES = Path(__file__).resolve().parents[2] / "profiles"

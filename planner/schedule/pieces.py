@@ -18,7 +18,7 @@ from planner.schedule.instructions import (
     Update,
 )
 from planner.schedule.schedule import PipelineShape
-from planner.schedule.shared import add_shared, send_shared
+from planner.schedule.versions import add_shared, send_shared
 
 
 def one_forward_one_backward(units: int, in_flight: int) -> Iterator[tuple[bool, int]]:

@@ -1,0 +1,92 @@
+"""Derive streams from a schedule: forward-only ones for evaluation, and segments between which the pipeline drains.
+
+In an evaluation, batch b runs on replica b mod r of every stage. A worker with several stages takes groups of batches
+through one stage after the other, as under interleaved. All workers go through groups, stages and batches in one
+order, and a stage waits for earlier ones only, so no two of them can wait for each other.
+
+At the end of a segment all stages are at one version, and a schedule's stream starts anew there. So a run that was
+stopped at the end of a segment and goes on later does, to the bit, what it had done without the stop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from planner.schedule.instructions import (
+    AddShared,
+    AllReduce,
+    Forward,
+    Instruction,
+    Message,
+    ReceiveActivation,
+    SendActivation,
+    Unit,
+    Update,
+)
+from planner.schedule.schedule import PipelineShape, stream
+
+
+def segments(first: int, last: int, *periods: int | None) -> Iterator[tuple[int, int]]:
+    """Yield the segments of the minibatches `first` to `last` (exclusive), cut at every multiple of each period.
+
+    A period of None never cuts.
+
+    Multiples count from the run's beginning, not from `first`: a run that goes on is cut where the whole one was.
+    """
+    wanted = [period for period in periods if period is not None]
+    while first < last:
+        end = min([last, *((first // period + 1) * period for period in wanted)])
+        yield first, end
+        first = end
+
+
+def segment_stream(shape: PipelineShape, stage: int, rank: int, first: int, last: int) -> Iterator[Instruction]:
+    """Yield the worker's stream for minibatches `first` to `last` (exclusive), starting with an empty pipeline.
+
+    As `stream`, with minibatch and round numbers `first` higher. Who runs a minibatch is counted from `first`, and so
+    are versions of the weights.
+    """
+    for instruction in stream(shape, stage, rank, last - first):
+        yield _later(instruction, first) if first else instruction
+
+
+def _later(instruction: Instruction, minibatches: int) -> Instruction:
+    if isinstance(instruction, (AllReduce, AddShared, Update)):
+        return replace(instruction, round=instruction.round + minibatches)
+    unit = Unit(instruction.unit.minibatch + minibatches, instruction.unit.microbatch)
+    if isinstance(instruction, Message):  # most of a stream, in a third of the time that `replace` takes
+        return type(instruction)(instruction.stage, unit, instruction.peer_stage, instruction.peer_rank)
+    return replace(instruction, unit=unit)
+
+
+def evaluation_stream(shape: PipelineShape, rank: int, batches: int) -> Iterator[Instruction]:
+    """Yield the instructions of worker `rank` for `batches` batches.
+
+    Args:
+        shape: of the pipeline, with the channels of evaluation.
+    """
+    own = [stage for stage, ranks in enumerate(shape.ranks) if rank in ranks]
+    for first in range(0, batches, group_size(shape)):
+        for stage in own:
+            for batch in range(first, min(first + group_size(shape), batches)):
+                if _rank_of(shape, stage, batch) == rank:
+                    yield from _forward(shape, stage, batch)
+
+
+def group_size(shape: PipelineShape) -> int:
+    """Return the batches in a group: enough to give every worker something to do."""
+    return sum(len(ranks) for ranks in set(shape.ranks))
+
+
+def _rank_of(shape: PipelineShape, stage: int, batch: int) -> int:
+    return shape.ranks[stage][batch % len(shape.ranks[stage])]
+
+
+def _forward(shape: PipelineShape, stage: int, batch: int) -> Iterator[Instruction]:
+    unit = Unit(batch)
+    for channel in shape.arriving(stage):
+        yield ReceiveActivation(stage, unit, channel.source, _rank_of(shape, channel.source, batch))
+    yield Forward(stage, unit)
+    for channel in shape.leaving(stage):
+        yield SendActivation(stage, unit, channel.target, _rank_of(shape, channel.target, batch))
