@@ -31,8 +31,8 @@ def of_groups(plan: Plan) -> Plan:
     return plan.model_copy(update={"stages": stages, "cluster": cluster})  # its config still says what the groups are
 
 
-def of_lane(plan: Plan, place: int) -> Plan:
-    """Return the plan as ranks that have this place in their groups see it: whom they receive from.
+def plan_of_tensor_rank(plan: Plan, place: int) -> Plan:
+    """Return the plan as the ranks see it that have this place in their tensor-parallel groups: whom they receive from.
 
     All ranks of a group have the same values. So a rank takes them from the one of its own place; where the sender's
     group has fewer ranks, the places begin again.
@@ -45,7 +45,7 @@ def of_lane(plan: Plan, place: int) -> Plan:
 
 
 def receivers(plan: Plan, stage: int, rank: int, peer_stage: int, peer_rank: int) -> list[int]:
-    """Return who takes what a rank of a stage sends to the group of `peer_rank`, of another stage: see `of_lane`."""
+    """Return who takes what a rank of a stage sends to the tensor-parallel group of `peer_rank`, of another stage."""
     own, peer = plan.stages[stage], plan.stages[peer_stage]
     first = peer.ranks.index(peer_rank) // peer.tensor * peer.tensor
     places = range(own.ranks.index(rank) % own.tensor, peer.tensor, own.tensor)

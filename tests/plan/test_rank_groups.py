@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from planner.plan.rank_groups import of_lane, on_ranks, receivers
+from planner.plan.rank_groups import on_ranks, plan_of_tensor_rank, receivers
 from tests.executor.plans import in_groups, make_plan
 from tests.samples import layer, profile
 
@@ -25,7 +25,7 @@ def test_every_rank_takes_each_value_from_one_rank_of_the_other_group() -> None:
     assert [receivers(plan, 2, rank, 1, 2) for rank in (6, 7)] == [[2, 4], [3, 5]]
     for rank in range(8):
         stage, own = next((number, each) for number, each in enumerate(plan.stages) if rank in each.ranks)
-        seen = of_lane(plan, own.ranks.index(rank) % own.tensor)
+        seen = plan_of_tensor_rank(plan, own.ranks.index(rank) % own.tensor)
         for peer in {stage - 1, stage + 1} & {0, 1, 2}:
             for sender in seen.stages[peer].ranks:
                 leaders = own.ranks[:: own.tensor]

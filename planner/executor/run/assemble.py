@@ -39,16 +39,16 @@ class Groups:
     @classmethod
     def create(cls, context: PipelineContext) -> Groups:
         """Make the groups. torch.distributed wants every worker to make every group, in the same order."""
-        lanes = list(zip(*map(context.in_lanes, context.shapes), strict=True))
-        streams = (dict(all_streams(*shapes)) for shapes in lanes)
+        by_tensor_rank = list(zip(*map(context.shapes_of_tensor_ranks, context.shapes), strict=True))
+        streams = (dict(all_streams(*shapes)) for shapes in by_tensor_rank)
         links = LinkGroups.create(context.groups, lambda: ChainMap(*streams), context.receivers)
         for ranks in groups_of_ranks(context.job.plan):
             group = context.groups.of(ranks)
             if context.tensor is not None and context.rank in ranks:
                 context.tensor.connect(group, context.place.compute)
         replicas = {}
-        # Stages whose groups are smaller than others are the same in several lanes.
-        for index, ranks in dict.fromkeys(each for shape, *_ in lanes for each in enumerate(shape.ranks)):
+        # Stages whose groups are smaller than others come several times, once for each place in larger groups.
+        for index, ranks in dict.fromkeys(each for shape, *_ in by_tensor_rank for each in enumerate(shape.ranks)):
             made = context.groups.of(ranks) if len(ranks) > 1 else None
             if made is not None and context.rank in ranks:
                 replicas[index] = made

@@ -28,7 +28,7 @@ from planner.model.spec import TrainingSpec
 from planner.model.stage.code import check_compiler
 from planner.model.stage.evaluation import EvaluationStages
 from planner.model.stage.stage import StageModule, warm_up
-from planner.plan.rank_groups import of_lane, receivers
+from planner.plan.rank_groups import plan_of_tensor_rank, receivers
 from planner.plan.shape import shape_of
 from planner.profiler.measured.malloc import return_free_pages
 from planner.schedule.derived import segment_stream, segments
@@ -59,8 +59,8 @@ class Context:
 
     @cached_property
     def plan(self) -> Plan:
-        """The plan of the job, as ranks of this one's place in their groups see it."""
-        return of_lane(self.job.plan, 0 if self.tensor is None else self.tensor.place)
+        """The plan of the job, as this rank sees it in its tensor-parallel group: see `plan_of_tensor_rank`."""
+        return plan_of_tensor_rank(self.job.plan, 0 if self.tensor is None else self.tensor.place)
 
     @property
     def speaks(self) -> bool:
@@ -108,9 +108,9 @@ class PipelineContext(Context):
         """Return the shape of the segment that begins with `minibatch`."""
         return self.start.shape if self.start is not None and minibatch < self.start.minibatches else self.shape
 
-    def in_lanes(self, shape: PipelineShape) -> list[PipelineShape]:
-        """Return a shape as the ranks of each place in their groups have it; a rank's own is the first that has it."""
-        plans = (of_lane(self.job.plan, place) for place in range(max(self.job.plan.degrees)))
+    def shapes_of_tensor_ranks(self, shape: PipelineShape) -> list[PipelineShape]:
+        """Return a shape for each place in the tensor-parallel groups; a rank's own is the first that has the rank."""
+        plans = (plan_of_tensor_rank(self.job.plan, place) for place in range(max(self.job.plan.degrees)))
         return [replace(shape, ranks=tuple(stage.ranks for stage in plan.stages)) for plan in plans]
 
     def receivers(self, rank: int, send: Send) -> Sequence[int]:
@@ -154,8 +154,8 @@ def pipeline_context(
     numbers = [number for number, stage in enumerate(job.plan.stages) if rank in stage.ranks]
     tensor = tensor_group(job.plan, rank)
     built = build_modules(job, numbers, spec, place.compute.type, tensor)
-    lane = job.model_copy(update={"plan": of_lane(job.plan, 0 if tensor is None else tensor.place)})
-    plan = lane.plan
+    seen = job.model_copy(update={"plan": plan_of_tensor_rank(job.plan, 0 if tensor is None else tensor.place)})
+    plan = seen.plan
     spec = spec.without_model()
     # The graphs are full of cycles; with them go the weights of other stages, if they were made.
     gc.collect()
@@ -174,7 +174,7 @@ def pipeline_context(
             made = make_batches(spec, *sizes, job.seed, drop_last=job.options.drop_last)
             return weighed(made, part.loss, spec, whole=has_loss)
 
-        data = ReadAhead(with_start(lane, make), pinned=place.compute.type == "cuda")
+        data = ReadAhead(with_start(seen, make), pinned=place.compute.type == "cuda")
     check_sizes(built.training.values(), data.last_sizes)
     check_sizes(built.training.values(), data.start_sizes, of_start=True)
     shape = replace(shape_of(plan), accumulate=job.options.accumulate, shared=tuple(sorted(built.shared)))
@@ -189,8 +189,8 @@ def pipeline_context(
         groups=data_groups(job, place),
         shape=shape,
         tensor=tensor,
-        start=start_of(lane, data, shape),
-        stages=_held_stages(lane, built, spec, shape, place),
+        start=start_of(seen, data, shape),
+        stages=_held_stages(seen, built, spec, shape, place),
         transfers=transfers,
         evaluation=built.evaluation,
         deferred=built.deferred,

@@ -188,8 +188,8 @@ class Evaluator:
     def _all_streams(self) -> Mapping[int, Iterator[Instruction]]:
         """Return all workers' streams of as many batches as it takes replicas to meet all those that they ever meet."""
         batches = math.lcm(*self._shape.replicas)
-        lanes = reversed(self._context.in_lanes(self._shape))
-        return {rank: evaluation_stream(shape, rank, batches) for shape in lanes for rank in shape.first_stages}
+        shapes = reversed(self._context.shapes_of_tensor_ranks(self._shape))
+        return {rank: evaluation_stream(shape, rank, batches) for shape in shapes for rank in shape.first_stages}
 
     def _batch(self, stage: int, unit: Unit) -> Batch | None:
         """Return the samples, if the stage's layers or metrics(output, target) read them."""

@@ -31,7 +31,7 @@ from planner.model.capture.size import BATCH
 from planner.model.stage.evaluation import EvaluationStages
 from planner.model.tensor.dimensions import Cut
 from planner.model.tensor.division import DividedWeights
-from planner.plan.rank_groups import of_lane, on_ranks
+from planner.plan.rank_groups import on_ranks, plan_of_tensor_rank
 from planner.schedule.instructions import Unit
 from planner.schedule.registry import find
 from planner.schedule.schedule import Channel, PipelineShape
@@ -264,8 +264,8 @@ def make_context(run: Run, rank: int, world: World) -> PipelineContext:
         compiled=False,
         cluster=flat_cluster(1, 1e9).model_copy(update={"compress": run.compress}),
     )
-    lane = of_lane(plan, place_within)
-    shape = run.shape_of(stage.ranks for stage in lane.stages)
+    seen = plan_of_tensor_rank(plan, place_within)
+    shape = run.shape_of(stage.ranks for stage in seen.stages)
     options = TrainingOptions(
         evaluate_every=run.evaluate_every, clip_grad_norm=1.0 if run.clipped else None, accumulate=run.accumulate
     )
@@ -279,7 +279,7 @@ def make_context(run: Run, rank: int, world: World) -> PipelineContext:
     shared = {pair: [_shared_name(pair)] for pair in run.tied}
     place = PretendedGPUs(CPU.compute, CPU.wire)
     held = {
-        number: _held(number, run, (transfers, shared), lane.stages[number], rank, tensor)
+        number: _held(number, run, (transfers, shared), seen.stages[number], rank, tensor)
         for number in shape.stages_of(rank)
     }
     evaluation = None
