@@ -20,13 +20,12 @@ from planner.formats.plan import Plan
 from planner.formats.profile import MemoryFormat, Profile
 from planner.model.spec import TrainingSpec, load_model_file
 from planner.plan.shape import check_accumulate, synchronous_part
-from planner.profiler.defaults import BATCH_SIZE, REPEATS, SECONDS
+from planner.profiler import BATCH_SIZE, REPEATS, SECONDS
 from planner.profiler.estimated.calibrate import load_calibration
-from planner.profiler.estimated.device_file import load_device
-from planner.profiler.estimated.devices import parse_dtype
+from planner.profiler.estimated.devices import load_device, parse_dtype
 from planner.profiler.estimated.estimate import EstimateOptions, estimate_profile
-from planner.profiler.measured.profile import ProfilingOptions, profile_model
-from planner.profiler.measured.steps import ProgressCallback
+from planner.profiler.measured.profiling import ProfilingOptions, profile_model
+from planner.profiler.step.timing import ProgressCallback
 from planner.simulator.simulate_plan import simulated_s
 from planner.workers.job import BaselineName, CheckpointOptions, Job, RunOptions, TrainingOptions, TrainResult
 

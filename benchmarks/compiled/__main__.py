@@ -21,9 +21,9 @@ from tabulate import tabulate
 from benchmarks.models.measure import cut_by_time
 from planner.formats.profile import Profile
 from planner.model.spec import load_model_file
-from planner.profiler.measured.malloc import keep_freed_pages
-from planner.profiler.measured.profile import ProfilingOptions, profile_model
+from planner.profiler.measured.profiling import ProfilingOptions, profile_model
 from planner.profiler.measured.verify import verify
+from planner.profiler.this_machine import keep_freed_pages
 
 PROFILES = Path(__file__).resolve().parents[2] / "profiles"
 README, RESULTS = (Path(__file__).with_name(name) for name in ("README.md", "results.json"))

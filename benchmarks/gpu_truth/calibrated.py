@@ -1,7 +1,7 @@
 """Calibrate a device on measured rows, and judge it by others.
 
 Both are of one source, for a card's clocks are those of whoever measured.
-The fit is that of `plan profile --estimate --calibrate steps.json` (`planner.profiler.estimated.known_steps`): one
+The fit is that of `plan profile --estimate --calibrate steps.json` (`planner.profiler.estimated.calibrate`): one
 factor of all shares of the arithmetic and one of all shares of the bandwidth, for each device. For the fit alone a
 row's time is taken to be a power of each factor, from two more predictions; calibrated predictions are exact.
 """
@@ -14,8 +14,8 @@ from dataclasses import replace
 from functools import partial
 
 from benchmarks.gpu_truth.rows import Row
+from planner.profiler.estimated.calibrate import Timed, fit_times, scaled
 from planner.profiler.estimated.devices import DeviceSpec
-from planner.profiler.estimated.known_steps import Timed, fit_times, scaled
 
 _FACTOR = 1.15  # of the predictions that tell the powers
 

@@ -15,9 +15,9 @@ from planner.model.capture.capture import capture_file
 from planner.model.capture.graph import LayerGraph
 from planner.model.spec import TrainingSpec, load_model_file
 from planner.model.stage.evaluation import matching_cut
-from planner.profiler.measured.malloc import keep_freed_pages
-from planner.profiler.measured.profile import ProfilingOptions, profile_model
+from planner.profiler.measured.profiling import ProfilingOptions, profile_model
 from planner.profiler.measured.verify import verify
+from planner.profiler.this_machine import keep_freed_pages
 from tests.model.splitting import assert_same, cut_evenly, run_model, run_split
 
 PROFILES = Path(__file__).resolve().parents[2] / "profiles"

@@ -12,7 +12,7 @@ from planner.executor.run.data import make_batches, weighed
 from planner.formats.plan import Plan
 from planner.model.loss import loss_of
 from planner.model.spec import TrainingSpec
-from planner.profiler.measured.device import thread_count
+from planner.profiler.this_machine import thread_count
 from planner.schedule.instructions import Unit
 
 

@@ -8,7 +8,7 @@ import torch
 
 from planner.model.loss import loss_of
 from planner.model.spec import load_model_file
-from planner.profiler.measured.malloc import keep_freed_pages
+from planner.profiler.this_machine import keep_freed_pages
 
 STEPS = 4
 

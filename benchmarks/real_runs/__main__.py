@@ -25,8 +25,8 @@ from planner.formats.cluster import Cluster
 from planner.formats.own_plan import OwnPlan, OwnStage
 from planner.formats.plan import Plan
 from planner.formats.profile import Profile
-from planner.profiler.links.measure_host import measure_host
-from planner.profiler.measured.malloc import keep_freed_pages
+from planner.profiler.links.measure_cluster import measure_host
+from planner.profiler.this_machine import keep_freed_pages
 from planner.report.tables.profile import disturbance_words
 from planner.schedule.registry import SCHEDULES, find
 from planner.workers.job import Job, TrainResult

@@ -19,7 +19,7 @@ from benchmarks.real_runs.__main__ import draw as draw_plans
 from benchmarks.testbed.bed import Testbed, testbed
 from planner.formats.cluster import Cluster, flat_cluster
 from planner.formats.names import CODECS, CodecName
-from planner.profiler.measured.malloc import keep_freed_pages
+from planner.profiler.this_machine import keep_freed_pages
 from planner.units import parse_bandwidth
 from planner.workers.job import Job, TrainResult
 

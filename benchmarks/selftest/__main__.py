@@ -14,7 +14,7 @@ from tabulate import tabulate
 from benchmarks.kept import between_marks, environment
 from planner.cli.selftest import selftest_report
 from planner.formats.files import write_text
-from planner.profiler.measured.malloc import keep_freed_pages
+from planner.profiler.this_machine import keep_freed_pages
 from planner.selftest.rows import Row, SelftestReport
 from planner.selftest.run import WORKERS, SelftestOptions, selftest
 

@@ -33,7 +33,7 @@ from planner.formats.own_plan import OwnPlan, OwnStage
 from planner.formats.plan import Plan
 from planner.formats.profile import Profile
 from planner.plan.blocks import blocks_of
-from planner.profiler.links.measure_host import measure_host
+from planner.profiler.links.measure_cluster import measure_host
 from planner.workers.job import Job
 
 HERE = Path(__file__).parent

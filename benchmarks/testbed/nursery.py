@@ -35,7 +35,7 @@ from planner.executor.data_parallel import train_data_parallel
 from planner.executor.run.train import train_worker
 from planner.formats.timeline import Timeline
 from planner.profiler.links.measure_cluster import measure_cluster
-from planner.profiler.measured.malloc import keep_freed_pages
+from planner.profiler.this_machine import keep_freed_pages
 from planner.report.trace import save_trace
 from planner.workers.job import Job
 

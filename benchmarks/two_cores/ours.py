@@ -18,7 +18,7 @@ from benchmarks.two_cores.turns import Contender
 from planner.formats.cluster import flat_cluster, load_cluster, save_cluster
 from planner.formats.plan import Plan, load_plan, save_plan
 from planner.formats.profile import Profile, load_profile
-from planner.profiler.links.measure_host import measure_host
+from planner.profiler.links.measure_cluster import measure_host
 from planner.units import parse_bandwidth
 
 FOR_EVER = 10**6  # minibatches, and seconds

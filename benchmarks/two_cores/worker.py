@@ -19,7 +19,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.two_cores.marks import Marker
-from planner.profiler.measured.malloc import keep_freed_pages
+from planner.profiler.this_machine import keep_freed_pages
 
 BATCHES = 8  # random minibatches, used in turn as in `plan train`, because making new ones would be timed, too
 Step = Callable[[], None]

@@ -91,7 +91,7 @@ class _Version(argparse.Action):
     """Print versions and devices, for which torch is imported, and end."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
-        from planner.profiler.measured.this_machine import describe_machine
+        from planner.profiler.this_machine import describe_machine
 
         print(describe_machine())
         parser.exit()

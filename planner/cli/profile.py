@@ -14,7 +14,7 @@ from planner.cli.arguments.verb import PROFILE, Verbs, declare, profile_path
 from planner.cli.output import ProgressLine, print_answer, print_written
 from planner.errors import InputError
 from planner.formats.names import DeviceType
-from planner.profiler.defaults import BATCH_SIZE, REPEATS, SECONDS
+from planner.profiler import BATCH_SIZE, REPEATS, SECONDS
 from planner.profiler.estimated.devices import DEVICES
 
 if TYPE_CHECKING:
@@ -227,7 +227,7 @@ def _run_links(args: argparse.Namespace) -> NoReturn:
 
 def _measured(args: argparse.Namespace, batch_size: int) -> Profile:
     from planner.api import profile
-    from planner.profiler.measured.malloc import keep_freed_pages
+    from planner.profiler.this_machine import keep_freed_pages
 
     for name in _ONLY_ESTIMATES:
         if getattr(args, name):

@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     """Profile, solve, train twice, and print the comparison."""
     from planner.demo.quickstart import Tour, quickstart
     from planner.errors import InputError
-    from planner.profiler.measured.malloc import keep_freed_pages
+    from planner.profiler.this_machine import keep_freed_pages
 
     for option, value in (("gpus", args.gpus), ("steps", args.steps)):
         if value is not None and value < 1:

@@ -61,7 +61,7 @@ def _names(text: str) -> tuple[str, ...]:
 
 def run(args: argparse.Namespace) -> int:
     """Run the checks, and print a table of them."""
-    from planner.profiler.measured.malloc import keep_freed_pages
+    from planner.profiler.this_machine import keep_freed_pages
     from planner.selftest.run import SelftestOptions, selftest
 
     keep_freed_pages()  # as the workers do

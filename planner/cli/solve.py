@@ -216,8 +216,8 @@ def _warn_of_company(plan: Plan, profile: Profile) -> None:
 
 def _verified(model: str, profile: Profile, plan: Plan) -> str:
     from planner.model.spec import load_model_file
-    from planner.profiler.measured.malloc import keep_freed_pages
     from planner.profiler.measured.verify import verify
+    from planner.profiler.this_machine import keep_freed_pages
     from planner.report.tables.verify import verify_report
 
     keep_freed_pages()  # as the workers do

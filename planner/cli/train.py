@@ -108,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
 def _run_as_worker(job: Job, as_json: bool) -> NoReturn:
     from planner.cli.worker.run import die_with_parent, end_process, run_worker
     from planner.executor.checkpoint.folders import torchrun_run_id
-    from planner.profiler.measured.malloc import keep_freed_pages
+    from planner.profiler.this_machine import keep_freed_pages
 
     die_with_parent()
     keep_freed_pages()

@@ -9,8 +9,7 @@ is of the precision trained in. On a CPU, and for a device that is not in the ta
 from __future__ import annotations
 
 from planner.formats.profile import TF32, Profile
-from planner.profiler.estimated.devices import DTYPES, DType
-from planner.profiler.estimated.names import find_device
+from planner.profiler.estimated.devices import DTYPES, DType, find_device
 
 
 def utilisation(profile: Profile, microbatches: int, seconds_per_minibatch: float, gpus: int) -> float | None:

@@ -52,7 +52,7 @@ class Tour:
 def quickstart(tour: Tour, show_progress: bool, on_phase: Callable[[str], None]) -> QuickstartResult:
     """Run the tour; raise PlannerError when the device or the backend is not there, or a run fails."""
     from planner.executor.worker import launch
-    from planner.profiler.links.measure_host import measure_host
+    from planner.profiler.links.measure_cluster import measure_host
     from planner.solver import solve
     from planner.workers.place import available_cores, check_backend, gpus_here, kind_here
 
@@ -95,7 +95,7 @@ def quickstart(tour: Tour, show_progress: bool, on_phase: Callable[[str], None])
 
 def _profile(model_path: Path, workers: int, kind: DeviceType, on_phase: Callable[[str], None]) -> Profile:
     from planner.model.spec import load_model_file
-    from planner.profiler.measured.profile import ProfilingOptions, profile_model
+    from planner.profiler.measured.profiling import ProfilingOptions, profile_model
     from planner.workers.place import available_cores
 
     # As many as will share caches and memory in training; a GPU has its own.

@@ -23,7 +23,7 @@ from planner.model.batch import Batch
 from planner.model.loss import loss_of
 from planner.model.spec import TrainingSpec
 from planner.plan.shape import shape_of
-from planner.profiler.measured.device import thread_count
+from planner.profiler.this_machine import thread_count
 from planner.schedule.instructions import Backward, BackwardWeight, Forward, Unit, Update
 from planner.schedule.schedule import PipelineShape, stream
 

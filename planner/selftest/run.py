@@ -13,7 +13,7 @@ from pathlib import Path
 from planner.errors import InputError, PlannerError, reason_of
 from planner.formats.files import Record
 from planner.formats.names import DeviceType
-from planner.profiler.measured.device import check_positive, parse_device
+from planner.profiler.this_machine import check_positive, parse_device
 from planner.selftest.lab import Lab
 from planner.selftest.registry import CHECKS
 from planner.selftest.rows import Case, Check, Outcome, Row, SelftestReport

@@ -7,8 +7,7 @@ import pytest
 from planner.cost.utilisation import peak_flops_per_s
 from planner.formats.cluster import flat_cluster
 from planner.formats.profile import Device, Profile
-from planner.profiler.estimated.devices import DEVICES
-from planner.profiler.estimated.names import find_device
+from planner.profiler.estimated.devices import DEVICES, find_device
 from planner.report.tables.plan import plan_report
 from planner.report.tables.profile import profile_report
 from planner.solver import solve

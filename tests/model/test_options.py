@@ -20,7 +20,7 @@ from planner.model.deferred_weights import DeferredModel
 from planner.model.options import ModuleOptions, autocast_dtype, autocast_name, channels_last, lay_out
 from planner.model.spec import load_model_file
 from planner.model.stage.stage import build_stage
-from planner.profiler.measured.profile import ProfilingOptions, profile_model
+from planner.profiler.measured.profiling import ProfilingOptions, profile_model
 from planner.profiler.measured.verify import verify
 from planner.solver import solve
 from tests.executor.models import MODELS, write_model

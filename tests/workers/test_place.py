@@ -7,7 +7,7 @@ import torch
 
 from planner.errors import InputError
 from planner.formats.names import Backend, DeviceType
-from planner.profiler.measured.profile import ProfilingOptions
+from planner.profiler.measured.profiling import ProfilingOptions
 from planner.workers.place import (
     CPU,
     Gpu,

@@ -9,7 +9,7 @@ from pathlib import Path
 from planner.cli.main import build_parser
 from planner.cli.worker.run import die_with_parent, end_process, run_worker
 from planner.formats.files import save_record
-from planner.profiler.measured.malloc import keep_freed_pages
+from planner.profiler.this_machine import keep_freed_pages
 from planner.workers.job import Job
 
 

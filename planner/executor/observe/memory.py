@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from planner.profiler.measured.malloc import return_free_pages
+from planner.profiler.this_machine import return_free_pages
 
 _STATUS = Path("/proc/self/status")
 _STATM = Path("/proc/self/statm")  # a tenth of the time that the status takes

@@ -30,7 +30,7 @@ from planner.model.stage.evaluation import EvaluationStages
 from planner.model.stage.stage import StageModule, warm_up
 from planner.plan.rank_groups import plan_of_tensor_rank, receivers
 from planner.plan.shape import shape_of
-from planner.profiler.measured.malloc import return_free_pages
+from planner.profiler.this_machine import return_free_pages
 from planner.schedule.derived import segment_stream, segments
 from planner.schedule.instructions import Instruction, Send
 from planner.schedule.schedule import PipelineShape

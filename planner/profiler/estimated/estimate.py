@@ -9,14 +9,13 @@ from planner.errors import InputError
 from planner.formats.profile import TF32, Compiled, Device, MemoryFormat, Profile
 from planner.model.elementwise import has_divisible_optimizer
 from planner.model.spec import TrainingSpec
-from planner.profiler.estimated.calibrate import Calibration, calibrated
+from planner.profiler.estimated.calibrate import Calibration, KnownTimes, calibrated
 from planner.profiler.estimated.devices import DeviceSpec, DType, device_spec
 from planner.profiler.estimated.execution import Execution, Fusion
-from planner.profiler.estimated.known_steps import KnownTimes
-from planner.profiler.estimated.operations import Costs
+from planner.profiler.estimated.roofline import Costs
 from planner.profiler.estimated.trace import StepTrace, trace_step
-from planner.profiler.measured.make_profile import make_profile
-from planner.profiler.measured.one_rank import degree_costs
+from planner.profiler.make_profile import make_profile
+from planner.profiler.step.counters import degree_costs
 
 
 @dataclass(frozen=True)

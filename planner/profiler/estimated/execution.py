@@ -1,9 +1,29 @@
-"""How the device of an estimate runs a training step."""
+"""Describe how the device of an estimate runs a training step: with CUDA's own operations, and with fused kernels.
+
+PyTorch chooses operations by device. On CUDA dropout and attention are one kernel each, softmax widens its input
+itself, and autocast keeps softmax, norms and powers in float32. Tensors that only pretend to be on CUDA would show
+that, but a build of PyTorch without CUDA cannot record a backward for them. So the choices are registered with
+PyTorch's dispatcher for tensors of the CPU, and taken back at the end.
+
+Operations are fused as compilers and libraries do: what one kernel passes to itself never reaches the memory. They keep
+their place in the list, so that layers keep theirs. A fused one loses the bytes that it reads from its own kernel, and
+those that it writes if nobody else reads them; only the first of a kernel is launched.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from planner.profiler.estimated.devices import OpClass
+from planner.profiler.estimated.operations import Operation
 
 Fusion = Literal["compiler", "apex"]
 """compiler: chains of operations without products, as torch.compile. apex: the fused kernels of Megatron and Apex."""
@@ -26,3 +46,262 @@ class Execution:
 
 
 EAGER_CPU = Execution()
+
+
+_CHAINED: frozenset[OpClass] = frozenset({"pointwise", "special", "random", "norm"})
+_AROUND_SOFTMAX = frozenset({"mul", "div", "masked_fill", "where", "add", "_to_copy"})
+
+Together = Callable[[int, int], bool]
+
+
+def fused(operations: Sequence[Operation], backward: int, fusion: Fusion | None) -> list[Operation]:
+    """Return the operations with their bytes and launches after fusion.
+
+    Args:
+        backward: number of the first operation of the backward, which is a program of its own.
+        fusion: what is fused; None for nothing.
+    """
+    if fusion is None:
+        return list(operations)
+    flow = _Flow(operations)
+    together = _compiled(operations) if fusion == "compiler" else _apex(operations, flow, backward)
+    groups = _groups(operations, backward, flow, together)
+    members: dict[int, list[int]] = {}
+    for number, group in enumerate(groups):
+        members.setdefault(group, []).append(number)
+    result = list(operations)
+    for numbers in members.values():
+        if len(numbers) > 1:
+            for number, operation in _kernel([(number, operations[number]) for number in numbers], flow):
+                result[number] = operation
+    return result
+
+
+@dataclass
+class _Flow:
+    """Who writes and who reads each value."""
+
+    operations: Sequence[Operation]
+    writer: dict[int, int] = field(default_factory=dict)
+    readers: dict[int, list[int]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for number, operation in enumerate(self.operations):
+            for value, _ in operation.reads:
+                self.readers.setdefault(value, []).append(number)
+            for value, _ in operation.writes:
+                self.writer[value] = number
+
+    def producers(self, number: int) -> list[int]:
+        """Return the operations whose results this one reads."""
+        return [self.writer[value] for value, _ in self.operations[number].reads if value in self.writer]
+
+    def users(self, number: int) -> list[int]:
+        """Return the operations that read a result of this one."""
+        return [user for value, _ in self.operations[number].writes for user in self.readers.get(value, ())]
+
+
+def _groups(operations: Sequence[Operation], backward: int, flow: _Flow, together: Together) -> list[int]:
+    """Return for each operation the number of the first one of its kernel."""
+    groups = list(range(len(operations)))
+    for number in range(len(operations)):
+        producers = flow.producers(number)
+        for producer in sorted(producers, reverse=True):
+            group = groups[producer]
+            if (producer < backward) != (number < backward) or not together(producer, number):
+                continue
+            # What it needs besides must be there before the kernel starts: it may itself need the kernel's results.
+            if all(other < group or groups[other] == group for other in producers):
+                groups[number] = group
+                break
+    return groups
+
+
+def _kernel(members: Sequence[tuple[int, Operation]], flow: _Flow) -> list[tuple[int, Operation]]:
+    inside = {number for number, _ in members}
+    made = {value for _, operation in members for value, _ in operation.writes}
+    seen: set[int] = set()
+    result = []
+    for position, (number, operation) in enumerate(members):
+        reads = [(value, size) for value, size in operation.reads if value not in made and value not in seen]
+        seen.update(value for value, _ in reads)
+        kept = [
+            size
+            for value, size in operation.writes
+            if not (readers := flow.readers.get(value)) or not inside.issuperset(readers)
+        ]
+        moved = float(sum(size for _, size in reads) + sum(kept))
+        launches = operation.launches if position == 0 else 0
+        result.append((number, replace(operation, bytes=min(operation.bytes, moved), launches=launches)))
+    return result
+
+
+def _compiled(operations: Sequence[Operation]) -> Together:
+    return lambda producer, number: (
+        operations[producer].op_class in _CHAINED and operations[number].op_class in _CHAINED
+    )
+
+
+def _apex(operations: Sequence[Operation], flow: _Flow, backward: int) -> Together:
+    """Fuse scaling and masks into softmax, the residual's addition into dropout, the gate into SiLU, and nothing else.
+
+    GELU with its bias, and layer norm, are one operation each already: products add the bias.
+    """
+    kernel: dict[int, str] = {}
+    for number in reversed(range(backward)):
+        name = operations[number].name
+        if name == "_softmax":
+            kernel[number] = "softmax"
+        elif name in _AROUND_SOFTMAX:
+            users = [user for user in flow.users(number) if user < backward]
+            if users and all(kernel.get(user) == "softmax" for user in users):
+                kernel[number] = "softmax"
+    for number, operation in enumerate(operations):
+        name, producers = operation.name, flow.producers(number)
+        names = {operations[each].name for each in producers}
+        backward_of_softmax = any(kernel.get(each) == "softmax backward" for each in producers)
+        if name == "native_dropout" or (name == "add" and "native_dropout" in names):
+            kernel[number] = "dropout"
+        elif name == "silu" or (name == "mul" and "silu" in names):
+            kernel[number] = "gate"
+        elif name == "_softmax_backward_data" or (name in _AROUND_SOFTMAX and backward_of_softmax):
+            kernel[number] = "softmax backward"
+    return lambda producer, number: kernel.get(producer) is not None and kernel.get(producer) == kernel.get(number)
+
+
+aten = torch.ops.aten
+
+_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+_HALVES = (torch.float16, torch.bfloat16)
+_FLASH_HEAD = 256  # largest head of the flash kernels
+# Operations that autocast runs in float32 on CUDA and not on a CPU (torch/aten/src/ATen/autocast_mode.h), as far as
+# models use them. Losses are in float32 on both.
+_SINGLE = (
+    "exp",
+    "expm1",
+    "log",
+    "log1p",
+    "log2",
+    "log10",
+    "pow.Tensor_Scalar",
+    "pow.Tensor_Tensor",
+    "pow.Scalar",
+    "reciprocal",
+    "rsqrt",
+    "softplus",
+    "layer_norm",
+    "native_layer_norm",
+    "group_norm",
+    "rms_norm",
+    "logsumexp",
+    "cosine_similarity",
+)
+
+
+@contextmanager
+def cuda_operations() -> Iterator[None]:
+    """Run CUDA's operations within this context; tensors must be fake, because a CPU cannot compute them all."""
+    library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+    with warnings.catch_warnings():
+        # PyTorch says that a kernel is replaced, which is what we want.
+        warnings.simplefilter("ignore")
+        for name, key, kernel in _substitutes():
+            library.impl(name, kernel, key)  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        library._destroy()  # type: ignore[no-untyped-call]
+
+
+def _substitutes() -> Iterator[tuple[str, str, Callable[..., Any]]]:
+    """Yield the operations to replace: their names, the dispatch keys, and what runs instead."""
+    yield "dropout", "AutogradCPU", _dropout
+    yield "scaled_dot_product_attention", "AutogradCPU", _attention
+    if hasattr(aten, "_fused_rms_norm"):  # of torch 2.9
+        yield "rms_norm", "AutogradCPU", _rms_norm
+    for name, kernel in (("softmax.int", aten._softmax.default), ("log_softmax.int", aten._log_softmax.default)):
+        yield name, "AutogradCPU", _normalised(kernel, autocast=False)
+        yield name, "AutocastCPU", _normalised(kernel, autocast=True)
+    for name in _SINGLE:
+        yield name, "AutocastCPU", _in_single(_overload(name))
+    for name in ("sum", "sum.dim_IntList"):
+        yield name, "AutocastCPU", _sum_in_single(_overload(name))
+
+
+def _overload(name: str) -> Any:
+    packet, _, overload = name.partition(".")
+    return getattr(getattr(aten, packet), overload or "default")
+
+
+def _dropout(x: Tensor, p: float, train: bool) -> Tensor:
+    result: Tensor = torch.native_dropout(x, p, True)[0] if train and p else x
+    return result
+
+
+def _rms_norm(x: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+    result: Tensor = aten._fused_rms_norm.default(x, shape, weight, eps)[0]
+    return result
+
+
+def _normalised(kernel: Any, *, autocast: bool) -> Callable[..., Tensor]:
+    """Return softmax or its logarithm: the kernel reads half precision and writes single, where that is asked for."""
+
+    def run(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+        with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
+            if autocast and dtype is None and x.dtype in _HALVES:
+                dtype = torch.float32
+            widens = x.dtype in _HALVES and dtype == torch.float32
+            result: Tensor = kernel(x if widens or dtype is None else x.to(dtype), dim, widens)
+            return result
+
+    return run
+
+
+def _in_single(operation: Any) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
+            return operation(*tree_map(_widened, args), **tree_map(_widened, kwargs))
+
+    return run
+
+
+def _widened(leaf: Any) -> Any:
+    return leaf.float() if isinstance(leaf, Tensor) and leaf.dtype in _HALVES else leaf
+
+
+def _sum_in_single(operation: Any) -> Callable[..., Tensor]:
+    def run(x: Tensor, *args: Any, dtype: torch.dtype | None = None) -> Tensor:
+        with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
+            result: Tensor = operation(x, *args, dtype=torch.float32 if x.dtype in _HALVES and dtype is None else dtype)
+            return result
+
+    return run
+
+
+def _attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Choose the kernel as CUDA does: flash in half precision without a mask, otherwise the memory-efficient one."""
+    if q.dtype in _HALVES and attn_mask is None and q.shape[-1] <= _FLASH_HEAD:
+        flash: Tensor = aten._scaled_dot_product_flash_attention.default(
+            q, k, v, dropout_p, is_causal, False, scale=scale
+        )[0]
+        return flash
+    if enable_gqa:  # the other kernels want as many keys as queries
+        k, v = (x.repeat_interleave(q.shape[-3] // x.shape[-3], -3) for x in (k, v))
+    if attn_mask is not None:
+        if attn_mask.dtype == torch.bool:
+            attn_mask = torch.zeros_like(attn_mask, dtype=q.dtype).masked_fill(attn_mask.logical_not(), -torch.inf)
+        attn_mask = attn_mask.expand(*q.shape[:-1], k.shape[-2])
+    efficient: Tensor = aten._scaled_dot_product_efficient_attention.default(
+        q, k, v, attn_mask, torch.is_grad_enabled(), dropout_p, is_causal, scale=scale
+    )[0]
+    return efficient

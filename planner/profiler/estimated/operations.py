@@ -7,18 +7,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from planner.profiler.estimated.allocations import Allocations
-from planner.profiler.estimated.devices import COMPUTE_CLASSES, MEMORY_CLASSES, OP_CLASSES, DeviceSpec, DType, OpClass
-from planner.profiler.estimated.products import shares_of_peak
-from planner.profiler.flops import GROUPED, model_flops, of_dtensors
-from planner.profiler.measured.one_rank import COLLECTIVES
+from planner.profiler.estimated.devices import COMPUTE_CLASSES, DType, OpClass
+from planner.profiler.step.allocation import Allocations
+from planner.profiler.step.counters import COLLECTIVES, GROUPED, model_flops, of_dtensors
 
 aten = torch.ops.aten
 
@@ -282,36 +278,3 @@ def _recurrent(name: str, args: tuple[Any, ...], dtype: DType) -> Iterator[Opera
     yield Operation(
         "recurrent", steps * step_flops, steps * (_bytes([w_hidden]) + hidden_bytes), dtype, launches=2 * steps
     )
-
-
-class Costs:
-    """Costs of operations as arrays, in the order in which they ran."""
-
-    def __init__(self, operations: Sequence[Operation]) -> None:
-        self._class = np.array([OP_CLASSES.index(op.op_class) for op in operations], dtype=np.int64)
-        self._flops = np.array([op.flops for op in operations], dtype=np.float64)
-        self._bytes = np.array([op.bytes for op in operations], dtype=np.float64)
-        self.launches = np.array([op.launches for op in operations], dtype=np.float64)
-        self._dtypes = [op.dtype for op in operations]
-        self._products = np.array([op.product or (0, 0, 0, 0) for op in operations], dtype=np.int64).reshape(-1, 4)
-
-    def seconds(self, spec: DeviceSpec) -> NDArray[np.float64]:
-        """Return each operation's roofline time (Williams et al. 2009): the slower of compute and memory, plus launch.
-
-        t = max(flops / (peak · achieved), bytes / (bandwidth · achieved)) + launches · launch_s
-        """
-        peaks = {dtype: spec.peak(dtype) for dtype in set(self._dtypes)}
-        peak = np.array([peaks[dtype] for dtype in self._dtypes], dtype=np.float64)
-        # Operations of the memory classes have no flops, so their share does not matter.
-        shares = [spec.achieved_arithmetic[name] for name in COMPUTE_CLASSES] + [1.0] * len(MEMORY_CLASSES)
-        arithmetic = np.array(shares)[self._class]
-        bandwidth = np.array([spec.achieved_bandwidth[name] for name in OP_CLASSES])[self._class]
-        if spec.processors is not None:
-            arithmetic = arithmetic * shares_of_peak(self._products, spec.processors)
-        compute_s = self._flops / (peak * arithmetic)
-        memory_s = self._bytes / (spec.bandwidth_bytes_per_s * bandwidth)
-        return np.asarray(np.maximum(compute_s, memory_s) + self.launches * spec.launch_s)
-
-    def classes(self) -> set[OpClass]:
-        """Return the classes that occur."""
-        return {OP_CLASSES[index] for index in set(self._class.tolist())}

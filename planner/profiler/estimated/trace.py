@@ -30,19 +30,15 @@ from planner.model.stage.stage import StageModule, build_stage
 from planner.model.tensor.division import UNDIVIDED, division_of, keep_parts
 from planner.model.tensor.parallel_plan import tensor_parallel_plan
 from planner.profiler.estimated.devices import DeviceSpec, DType
-from planner.profiler.estimated.execution import EAGER_CPU, Execution
-from planner.profiler.estimated.fusion import fused
-from planner.profiler.estimated.kernels import cuda_operations
-from planner.profiler.estimated.operations import Costs, OperationRecorder, RecurrentWorkspace
+from planner.profiler.estimated.execution import EAGER_CPU, Execution, cuda_operations, fused
+from planner.profiler.estimated.operations import OperationRecorder, RecurrentWorkspace
+from planner.profiler.estimated.roofline import Costs
 from planner.profiler.estimated.update import UpdateTrace, trace_updates, weights_by_layer
-from planner.profiler.flops import FlopCounter
-from planner.profiler.measured.clock import LayerMarks, layer_flops
-from planner.profiler.measured.device import check_positive
-from planner.profiler.measured.make_profile import LayerMeasurement, Measurement
-from planner.profiler.measured.one_rank import Collectives, Reduced, first_rank, reduced
-from planner.profiler.measured.saved import saved_bytes, tensors_of_batch
-from planner.profiler.measured.steps import StepTimes, drop_gradients, step_failure
-from planner.profiler.measured.workspace import beyond_held
+from planner.profiler.make_profile import LayerMeasurement, Measurement
+from planner.profiler.step.allocation import beyond_held, saved_bytes, tensors_of_batch
+from planner.profiler.step.counters import Collectives, FlopCounter, Reduced, first_rank, reduced
+from planner.profiler.step.timing import LayerMarks, StepTimes, drop_gradients, layer_flops, step_failure
+from planner.profiler.this_machine import check_positive
 
 if TYPE_CHECKING:
     from planner.model.tensor.group import TensorGroup

@@ -15,10 +15,10 @@ from planner.model.capture.graph import LayerGraph
 from planner.model.spec import TrainingSpec
 from planner.profiler.estimated.devices import DeviceSpec
 from planner.profiler.estimated.execution import Execution
-from planner.profiler.estimated.operations import Costs, Operation, OperationRecorder
-from planner.profiler.measured.accumulation import AccumulationTime
-from planner.profiler.measured.make_profile import first_uses
-from planner.profiler.measured.update import LayerUpdate, state_bytes_of, still
+from planner.profiler.estimated.operations import Operation, OperationRecorder
+from planner.profiler.estimated.roofline import Costs
+from planner.profiler.make_profile import first_uses
+from planner.profiler.step.update import AccumulationTime, LayerUpdate, state_bytes_of, still
 
 _NUMBERS = re.compile(r"\d+")
 

@@ -1,4 +1,4 @@
-"""Measure the links between the workers that torchrun started, level by level -> the Cluster that `plan solve` takes.
+"""Measure the links between workers, level by level -> the Cluster that `plan solve` takes.
 
 Within a host, neighbouring workers exchange messages, one pair at a time on each host. Between hosts, all workers of a
 host exchange with those of the next one at once, because they share the host's link. A level is as fast as its slowest
@@ -7,22 +7,28 @@ measurement. As in a pipeline, messages travel both ways at the same time, and f
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import pairwise
+from pathlib import Path
 from statistics import median
+from typing import cast
 
 import torch
 import torch.distributed as dist
 
-from planner.errors import InputError, WorkerError, first_line
-from planner.formats.cluster import Cluster, CodecTime, Level
+from planner.errors import InputError, PlannerError, WorkerError, first_line
+from planner.formats.cluster import Cluster, CodecTime, Level, load_cluster, save_cluster
 from planner.formats.names import CODECS, FLOAT_BYTES, Backend, DeviceType
 from planner.profiler.links.exchange import SHORT_BYTES, Endpoint
-from planner.profiler.measured.malloc import keep_freed_pages
+from planner.profiler.this_machine import keep_freed_pages
 from planner.workers.groups import GLOO, DataGroups
 from planner.workers.meeting import exchange, started_as_worker, worker_store
 from planner.workers.place import Place, choose_place, cores_to_send, own_seat, set_cuda_variables, take
@@ -257,3 +263,60 @@ class _LevelMeasurement:
         value = torch.tensor([seconds], dtype=torch.float64)
         dist.all_reduce(value, op=dist.ReduceOp.MAX)
         return float(value)
+
+
+_LIMIT_S = 300.0
+_DEFAULT = "default"
+
+
+def measure_host(workers: int, device: DeviceType, backend: Backend | None = None) -> Cluster:
+    """Return the cluster that so many workers of this host are.
+
+    Args:
+        workers: at least two.
+        backend: that they send with; None for what suits the device.
+
+    Raises:
+        InputError: when the device or the backend is not there.
+        WorkerError: when the links cannot be measured.
+    """
+    with tempfile.TemporaryDirectory(prefix="plan-links-") as folder:
+        torchrun = ["torch.distributed.run", f"--nproc-per-node={workers}", "--rdzv-backend=c10d"]
+        torchrun += ["--rdzv-endpoint=127.0.0.1:0", "--max-restarts=0", "-m", __name__]  # of torchrun
+        command = [sys.executable, "-m", *torchrun, folder, device, backend or _DEFAULT]
+        loopback = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo")
+        environment = {**loopback, "OMP_NUM_THREADS": "1", **os.environ}
+        pipe = subprocess.PIPE
+        with subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True) as launcher:
+            try:
+                _, complaints = launcher.communicate(timeout=_LIMIT_S)
+            except subprocess.TimeoutExpired:
+                # Not killed: torchrun then ends its workers, which have sessions of their own.
+                launcher.terminate()
+                raise WorkerError(f"the links were not measured within {_LIMIT_S:g} s") from None
+        reasons = sorted(Path(folder).glob("error-*"))
+        if reasons:
+            told = json.loads(reasons[0].read_text(encoding="utf-8"))
+            kind = InputError if told["exit_code"] == InputError.exit_code else WorkerError
+            raise kind(told["message"], hint=told["hint"])
+        if launcher.returncode:
+            last = (complaints.strip().splitlines() or [f"exit code {launcher.returncode}"])[-1]
+            raise WorkerError(f"the links cannot be measured: {last}")
+        return load_cluster(Path(folder) / "cluster.json")
+
+
+def _worker(folder: Path, device: DeviceType, backend: Backend | None) -> None:
+    try:
+        cluster = measure_cluster(device=device, backend=backend)
+    except PlannerError as error:
+        told = {"message": error.message, "hint": error.hint, "exit_code": error.exit_code}
+        (folder / f"error-{os.environ['RANK']}").write_text(json.dumps(told), encoding="utf-8")
+        sys.exit(error.exit_code)
+    if cluster is not None:  # rank 0
+        save_cluster(cluster, folder / "cluster.json")
+
+
+if __name__ == "__main__":
+    asked = None if sys.argv[3] == _DEFAULT else cast("Backend", sys.argv[3])
+    _worker(Path(sys.argv[1]), cast("DeviceType", sys.argv[2]), asked)
+    os._exit(0)  # torch's teardown at interpreter exit now and then never ends when gloo was used

@@ -19,13 +19,14 @@ from statistics import median
 
 from torch import Tensor
 
+from planner.formats.profile import Compiled
 from planner.model.batch import Batch
 from planner.model.capture.graph import LOSS, LayerGraph
 from planner.model.stage.block_stage import made_last
 from planner.model.stage.parts import COMPILED, LayerObserver
 from planner.model.stage.stage import StageModule, build_stage
-from planner.profiler.measured.saved import saved_by
-from planner.profiler.measured.steps import Effort, Steps, StepTimes, repeat
+from planner.profiler.step.allocation import saved_by
+from planner.profiler.step.timing import Effort, Steps, StepTimes, repeat
 
 RUNS = 8
 _LEAST_LEFT = 0.5  # of a run's time, however much it exchanges
@@ -65,6 +66,16 @@ class CompiledTimes:
     saved_bytes: list[int]
     exchanged_bytes: list[int]
     uncompiled: StepTimes
+
+    def summary(self, graph: LayerGraph) -> Compiled:
+        """Return what a profile says of them."""
+        return Compiled(
+            runs=tuple(graph.layers[start].name for start in self.starts),
+            runs_forward_s=sum(median(run.forward_s) for run in self.runs),
+            runs_backward_s=sum(median(run.backward_s) for run in self.runs),
+            uncompiled_forward_s=median(self.uncompiled.forward_s),
+            uncompiled_backward_s=median(self.uncompiled.backward_s),
+        )
 
 
 class CompiledRuns:

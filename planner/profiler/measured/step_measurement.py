@@ -1,4 +1,4 @@
-"""Time training steps of the unsplit model, as a whole and layer by layer in turn."""
+"""Time training steps of the unsplit model, or of a rank's part of it, as a whole and layer by layer in turn."""
 
 from __future__ import annotations
 
@@ -10,22 +10,35 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from planner.formats.profile import DegreeCosts
 from planner.model.batch import Batch
 from planner.model.capture.graph import LOSS, LayerGraph
 from planner.model.loss import unsplit_loss
 from planner.model.spec import TrainingSpec
-from planner.model.stage.parts import OBSERVABLE, LayerObserver
+from planner.model.stage.parts import OBSERVABLE, LayerObserver, Variant
 from planner.model.stage.stage import StageModule, build_stage
-from planner.profiler.flops import FlopCounter
-from planner.profiler.measured.accumulation import AccumulationTime, AccumulationTimer, bounded
-from planner.profiler.measured.clock import LayerMarks, MarkT, clock_for, layer_flops
+from planner.model.tensor.division import DividedWeights, division_of, keep_parts
+from planner.model.tensor.parallel_plan import tensor_parallel_plan
+from planner.profiler.make_profile import LayerMeasurement, Measurement, first_uses, make_profile
 from planner.profiler.measured.compiled import CompiledRuns, as_compiled, saved_as_compiled, starts_of_runs
-from planner.profiler.measured.disturbance import step_s
-from planner.profiler.measured.make_profile import LayerMeasurement, Measurement, first_uses
-from planner.profiler.measured.saved import saved_bytes
-from planner.profiler.measured.steps import Effort, HasBackward, Steps, StepTimes, drop_gradients, repeat, step_failure
-from planner.profiler.measured.update import layer_updates, still
-from planner.profiler.measured.workspace import workspace_bytes
+from planner.profiler.measured.other_processes import step_s
+from planner.profiler.step.allocation import saved_bytes, workspace_bytes
+from planner.profiler.step.counters import Collectives, FlopCounter, degree_costs, first_rank, reduced
+from planner.profiler.step.timing import (
+    Effort,
+    HasBackward,
+    LayerMarks,
+    MarkT,
+    Steps,
+    StepTimes,
+    clock_for,
+    drop_gradients,
+    layer_flops,
+    repeat,
+    step_failure,
+)
+from planner.profiler.step.update import AccumulationTime, AccumulationTimer, bounded, layer_updates, still
+from planner.profiler.this_machine import describe_device
 
 _SECOND = 0.2  # share of the time that a second measurement has
 _FASTER = 0.97  # it counts where its steps take this much of the first's: what disturbs only makes them longer
@@ -194,9 +207,56 @@ class StepMeasurement:
             strict=True,
         )
         layers = [replace(layer, times=each, saved_bytes=saved) for layer, each, saved in scaled]
-        return Measurement(layers, found.whole, found)
+        return Measurement(layers, found.whole, found.summary(self._graph))
 
     def _by_layer(self, parameters: dict[str, nn.Parameter]) -> list[dict[str, nn.Parameter]]:
         """Return each parameter in the first layer that uses it."""
         names = first_uses(layer.parameters for layer in self._graph.layers)[self._span.start : self._span.stop]
         return [{name: parameters[name] for name in layer if name in parameters} for layer in names]
+
+
+def measure_degrees(
+    spec: TrainingSpec, graph: LayerGraph, batch: Batch, effort: Effort, degrees: Sequence[int]
+) -> tuple[DegreeCosts, ...]:
+    """Measure the layers as ranks of groups of these sizes compute them, on the device where the model is.
+
+    Raises:
+        InputError: if the model does not say how it is divided, or this process has joined others.
+        PlanError: where so many ranks cannot divide it.
+    """
+    device = next(graph.model.parameters()).device
+    found = []
+    for degree in sorted(set(degrees)):
+        plan = tensor_parallel_plan(spec, graph, degree)
+        with first_rank(degree, device) as group:
+            measurement = _DividedMeasurement(spec, graph, batch, device, division_of(graph, plan, group))
+            found.append(measurement.costs(effort, degree))
+    return tuple(found)
+
+
+class _DividedMeasurement(StepMeasurement):
+    def __init__(
+        self, spec: TrainingSpec, graph: LayerGraph, batch: Batch, device: torch.device, division: DividedWeights
+    ) -> None:
+        self._division = division
+        super().__init__(spec, graph, batch, device)
+
+    def costs(self, effort: Effort, degree: int) -> DegreeCosts:
+        """Measure what the layers cost a rank."""
+        measured = self.measure_uncompiled(effort)
+        counter = Collectives()
+        marks = self._counted(counter, counter.mark)
+        part = make_profile("", self._graph, self._batch.size, measured, describe_device(self._device, 1, 1))
+        layers = self._by_layer(dict(self._stage.named_parameters()))
+        return degree_costs(part, degree, layers, reduced(marks, lambda mark: mark))
+
+    def _built(self, names: Sequence[str]) -> StageModule:
+        stage = build_stage(self._graph, names, variant=Variant(observable=True, division=self._division))
+        keep_parts(stage)
+        return stage
+
+    def _plain_forward(self) -> HasBackward:
+        return self._forward(None)
+
+    def _flops(self) -> list[tuple[int, int]]:
+        return [(0, 0)] * len(self._span)

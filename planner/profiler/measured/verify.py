@@ -22,11 +22,10 @@ from planner.model.stage.code import check_compiler
 from planner.model.stage.parts import Variant
 from planner.model.stage.stage import StageModule, build_stage
 from planner.plan.shared_weights import copied_layers
-from planner.profiler.measured.clock import Clock, clock_for
-from planner.profiler.measured.contention import check_processes, contention
-from planner.profiler.measured.device import parse_device, thread_count
-from planner.profiler.measured.steps import Effort, drop_gradients, repeat
-from planner.profiler.measured.update import still
+from planner.profiler.measured.other_processes import check_processes, contention
+from planner.profiler.step.timing import Clock, Effort, clock_for, drop_gradients, repeat
+from planner.profiler.step.update import still
+from planner.profiler.this_machine import parse_device, thread_count
 from planner.workers.numerics import computing, numerics_of
 
 DEFAULT_SECONDS = 10.0

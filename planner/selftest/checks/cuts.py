@@ -20,7 +20,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from planner.model.capture.capture import capture_file
 from planner.model.options import ModuleOptions, autocast_dtype
 from planner.model.spec import TrainingSpec
-from planner.profiler.measured.device import thread_count
+from planner.profiler.this_machine import thread_count
 from planner.selftest.lab import SEED, Lab, location, spec_of
 from planner.selftest.rows import Case, Check, Outcome, judged, skipped
 from planner.selftest.split import CutError, eager_step, split_step

@@ -14,7 +14,7 @@ from statistics import median
 import torch
 
 from planner.cost.overheads import Overheads
-from planner.profiler.measured.this_machine import describe_gpu, describe_processor, describe_software
+from planner.profiler.this_machine import describe_gpu, describe_processor, describe_software
 from planner.schedule.one_forward_one_backward import ONE_F_ONE_B
 from planner.selftest.lab import Lab, even_plan, location
 from planner.selftest.rows import Case, Check, Outcome, passed

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from planner.formats.names import Backend, DeviceType
-from planner.profiler.links.measure_host import measure_host
+from planner.profiler.links.measure_cluster import measure_host
 from planner.selftest.lab import Lab
 from planner.selftest.rows import Case, Check, Outcome, judged, passed, skipped
 from planner.selftest.workers.exchange import ROUNDS, SIZES, Exchanged, Task

@@ -21,7 +21,7 @@ from planner.formats.plan import Plan
 from planner.model.batch import Batch
 from planner.model.loss import loss_of
 from planner.model.spec import TrainingSpec, load_model_file
-from planner.profiler.measured.malloc import keep_freed_pages
+from planner.profiler.this_machine import keep_freed_pages
 from planner.selftest.lab import SEED, Lab
 from planner.selftest.workers.start import run_workers
 

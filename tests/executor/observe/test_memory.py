@@ -11,7 +11,7 @@ import torch
 
 from planner.executor.observe.memory import GpuMemory, PeakMemory
 from planner.executor.run.outcome import memory_fields
-from planner.profiler.measured.device import describe_device
+from planner.profiler.this_machine import describe_device
 from planner.report.tables.training import workers_table
 from planner.workers.job import WorkerReport
 

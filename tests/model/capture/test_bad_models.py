@@ -14,7 +14,7 @@ from planner.model.batch import Batch
 from planner.model.capture.capture import capture
 from planner.model.spec import load_model_file
 from planner.model.stage.stage import build_stage
-from planner.profiler.measured.profile import ProfilingOptions, profile_model
+from planner.profiler.measured.profiling import ProfilingOptions, profile_model
 from tests.model.splitting import assert_same, cut_evenly, run_model, run_split
 
 HEAD = "import torch\nfrom torch import nn\nfrom torch.nn import functional as F\n"

@@ -19,7 +19,7 @@ from planner.model.options import ModuleOptions
 from planner.model.spec import load_model_file
 from planner.model.stage.evaluation import matching_cut
 from planner.model.stage.stage import build_stage
-from planner.profiler.measured.profile import ProfilingOptions, profile_model
+from planner.profiler.measured.profiling import ProfilingOptions, profile_model
 from tests.model.splitting import assert_same, cut_evenly, run_model, run_split
 
 

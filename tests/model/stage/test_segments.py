@@ -22,7 +22,7 @@ from planner.model.options import PLAIN, ModuleOptions
 from planner.model.spec import load_model_file
 from planner.model.stage.parts import Variant
 from planner.model.stage.stage import StageModule, build_stage, warm_up
-from planner.profiler.measured.workspace import meter_for
+from planner.profiler.step.allocation import meter_for
 from tests.executor.models import write_model
 from tests.model.device_models import DEVICE_MODELS
 from tests.model.models import CASES

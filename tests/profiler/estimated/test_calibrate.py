@@ -12,13 +12,12 @@ import pytest
 from planner.errors import InputError
 from planner.formats.profile import Profile, save_profile
 from planner.model.spec import load_model_file
-from planner.profiler.estimated.calibrate import calibrated, fit, load_calibration
+from planner.profiler.estimated.calibrate import calibrated, fit, load_calibration, scaled
 from planner.profiler.estimated.devices import COMPUTE_CLASSES, DEVICES, DeviceSpec
 from planner.profiler.estimated.estimate import EstimateOptions, estimate_profile, profile_of_trace
 from planner.profiler.estimated.execution import Execution
-from planner.profiler.estimated.known_steps import scaled
 from planner.profiler.estimated.trace import trace_step
-from planner.profiler.measured.profile import ProfilingOptions, profile_model
+from planner.profiler.measured.profiling import ProfilingOptions, profile_model
 
 # Products of many sizes, so that each of arithmetic, memory and launches limits some of them.
 MODEL = """

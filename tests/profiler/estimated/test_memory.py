@@ -15,7 +15,7 @@ from planner.profiler.estimated.devices import DEVICES
 from planner.profiler.estimated.estimate import EstimateOptions, estimate_profile
 from planner.profiler.estimated.execution import Execution
 from planner.profiler.estimated.update import trace_updates
-from planner.profiler.measured.profile import ProfilingOptions, profile_model
+from planner.profiler.measured.profiling import ProfilingOptions, profile_model
 
 ATTENDING = """
 import torch

@@ -12,11 +12,11 @@ from planner.cli.main import main
 from planner.errors import InputError
 from planner.formats.cluster import flat_cluster
 from planner.model.spec import load_model_file
-from planner.profiler.measured import profile
+from planner.profiler.measured import profiling as profile
 from planner.profiler.measured.compiled import CompiledTimes, as_compiled, saved_as_compiled, starts_of_runs
-from planner.profiler.measured.profile import ProfilingOptions, profile_model
-from planner.profiler.measured.steps import StepTimes
+from planner.profiler.measured.profiling import ProfilingOptions, profile_model
 from planner.profiler.measured.verify import verify
+from planner.profiler.step.timing import StepTimes
 from planner.report.tables.profile import profile_report
 from planner.solver import solve
 from tests.executor.models import write_model

@@ -12,7 +12,7 @@ from planner.formats.profile import Profile
 from planner.model.capture.capture import capture_file
 from planner.model.spec import load_model_file
 from planner.profiler.measured import part_by_part
-from planner.profiler.measured.profile import ProfilingOptions, profile_model
+from planner.profiler.measured.profiling import ProfilingOptions, profile_model
 from tests.executor.models import write_model
 
 SAME = ("weight_bytes", "gradient_bytes", "optimizer_bytes", "buffer_bytes", "saved_bytes", "outputs", "parameters")

@@ -14,9 +14,9 @@ from planner.model.capture.capture import capture_file
 from planner.model.loss import loss_of
 from planner.model.spec import load_model_file
 from planner.model.stage.stage import build_stage
-from planner.profiler.measured.clock import clock_for
-from planner.profiler.measured.profile import ProfilingOptions, profile_model
+from planner.profiler.measured.profiling import ProfilingOptions, profile_model
 from planner.profiler.measured.verify import _return_gradients, _runs, verify
+from planner.profiler.step.timing import clock_for
 from planner.solver import solve
 from tests.executor.models import MODELS, write_model
 

@@ -13,10 +13,8 @@ from planner.formats.names import FLOAT_BYTES
 from planner.formats.profile import Compiled, Device, Edge, Layer, Profile, Provenance, Value, WholeStep
 from planner.model.capture.graph import GraphLayer, LayerGraph
 from planner.model.options import autocast_name
-from planner.profiler.measured.accumulation import AccumulationTime
-from planner.profiler.measured.compiled import CompiledTimes
-from planner.profiler.measured.steps import StepTimes
-from planner.profiler.measured.update import LayerUpdate
+from planner.profiler.step.timing import StepTimes
+from planner.profiler.step.update import AccumulationTime, LayerUpdate
 from planner.version import __version__
 
 
@@ -48,13 +46,13 @@ class Measurement:
     Attributes:
         layers: in their order.
         whole: steps of the user's model as it is, or of all layers compiled at once; None for estimates.
-        compiled: where stages will be compiled, what the layers' times were computed from.
+        compiled: what the layers' times were computed from, where stages will be compiled.
         passes: whole steps of a first measurement, and of a second one if there was one.
     """
 
     layers: Sequence[LayerMeasurement]
     whole: StepTimes | None = None
-    compiled: CompiledTimes | None = None
+    compiled: Compiled | None = None
     passes: Sequence[StepTimes] = ()
 
 
@@ -70,7 +68,7 @@ def make_profile(model: str, graph: LayerGraph, batch_size: int, measured: Measu
         graph_hash=graph.hash,
         autocast=autocast_name(graph.options.autocast),
         memory_format="channels-last" if graph.options.channels_last else None,
-        compiled=None if measured.compiled is None else _compiled(graph, measured.compiled),
+        compiled=measured.compiled,
         device=device,
         dtype=_dtype(graph),
         microbatch_size=batch_size,
@@ -153,16 +151,6 @@ def _whole_step(times: StepTimes) -> WholeStep:
         update_s=median(times.update_s),
         forward_thread_s=_median(times.forward_thread_s),
         backward_thread_s=_median(times.backward_thread_s),
-    )
-
-
-def _compiled(graph: LayerGraph, times: CompiledTimes) -> Compiled:
-    return Compiled(
-        runs=tuple(graph.layers[start].name for start in times.starts),
-        runs_forward_s=sum(median(run.forward_s) for run in times.runs),
-        runs_backward_s=sum(median(run.backward_s) for run in times.runs),
-        uncompiled_forward_s=median(times.uncompiled.forward_s),
-        uncompiled_backward_s=median(times.uncompiled.backward_s),
     )
 
 

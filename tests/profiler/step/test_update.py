@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from planner.formats.profile import load_profile, save_profile
 from planner.model.spec import load_model_file
 from planner.profiler.estimated.estimate import EstimateOptions, estimate_profile
-from planner.profiler.measured.accumulation import AccumulationTime, AccumulationTimer, bounded
-from planner.profiler.measured.clock import CpuClock
-from planner.profiler.measured.profile import ProfilingOptions, profile_model
+from planner.profiler.measured.profiling import ProfilingOptions, profile_model
+from planner.profiler.step.timing import CpuClock
+from planner.profiler.step.update import AccumulationTime, AccumulationTimer, bounded
 
 WIDTH = 2048
 MODEL = f"""

@@ -1,23 +1,96 @@
-"""Measure the peak of allocated memory within a training step, layer by layer."""
+"""Count the bytes that a training step saves for its backward and allocates at its peak, layer by layer."""
 
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.autograd.profiler import profile, record_function
+from torch.utils._pytree import tree_leaves
 
 from planner.model.batch import Batch
 from planner.model.capture.graph import LOSS
 from planner.model.stage.parts import LayerObserver
 from planner.model.stage.stage import StageModule
-from planner.profiler.measured.clock import LayerMarks
-from planner.profiler.measured.saved import tensors_of_batch
-from planner.profiler.measured.steps import HasBackward
+from planner.profiler.step.timing import HasBackward, LayerMarks
+
+
+def saved_bytes(stage: StageModule, batch: Batch) -> list[int]:
+    """Return the bytes of the distinct storages that autograd saves, by the layer that saves them first.
+
+    Weights and buffers do not count, because they exist anyway. Tensors of the batch that are saved do.
+
+    Args:
+        stage: the whole model, built with an observer; it runs once.
+        batch: on the stage's device.
+    """
+
+    def forward(observer: LayerObserver) -> object:
+        stage.set_observer(observer)
+        return stage(batch, {})
+
+    return saved_by([stage], forward, len(stage.layer_names))
+
+
+def saved_by(
+    modules: Sequence[nn.Module],
+    forward: Callable[[LayerObserver], object],
+    pieces: int | None = None,
+    known: set[int] | None = None,
+) -> list[int]:
+    """Return the same for any forward that tells an observer where each of its pieces ends.
+
+    Args:
+        forward: runs them; its result holds all that autograd saves.
+        pieces: how many; None for one per module.
+        known: addresses of storages that do not count; those that are saved are added.
+    """
+    storages = _SavedStorages(modules, len(modules) if pieces is None else pieces, set() if known is None else known)
+    with saved_tensors_hooks(storages.pack, storages.unpack):
+        results = forward(storages)
+    # Until here the graph held every storage, so that no two had the same address.
+    del results
+    return storages.bytes
+
+
+class _SavedStorages:
+    def __init__(self, modules: Sequence[nn.Module], pieces: int, known: set[int]) -> None:
+        self.bytes = [0] * pieces
+        self._piece = 0
+        self._weights = {address_of(tensor) for m in modules for tensor in (*m.parameters(), *m.buffers())}
+        self._seen = known
+
+    def after_layer(self, index: int, value: Tensor | None) -> None:
+        self._piece = index + 1
+
+    def pack(self, tensor: Tensor) -> Tensor:
+        own: Tensor = getattr(tensor, "_local_tensor", tensor)  # of a DTensor, this rank's part
+        address = address_of(own)
+        if address not in self._seen and address not in self._weights:
+            self._seen.add(address)
+            self.bytes[self._piece] += own.untyped_storage().nbytes()
+        # Detached, because an output saved by its own operation would be a cycle that is never freed.
+        return tensor.detach()
+
+    def unpack(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+
+def tensors_of_batch(batch: Batch) -> list[Tensor]:
+    """Return the tensors of a batch."""
+    return [leaf for leaf in tree_leaves((batch.args, batch.kwargs, batch.target)) if isinstance(leaf, Tensor)]
+
+
+def address_of(tensor: Tensor) -> int:
+    """Return what tells the tensor's storage from all others that exist."""
+    return int(tensor.untyped_storage()._cdata)
+
 
 _MARK = "planner: between layers"
 _MEMORY = "[memory]"
@@ -34,7 +107,7 @@ def workspace_bytes(
     Args:
         stage: the whole model, built with an observer; its weights must have no gradients.
         batch: on the stage's device.
-        saved_bytes: by layer, as `planner.profiler.measured.saved` counts them.
+        saved_bytes: by layer, as `planner.profiler.step.allocation` counts them.
         gradient_bytes: of the weights, by layer.
     """
     device = next((parameter.device for parameter in stage.parameters()), torch.device("cpu"))
@@ -155,3 +228,46 @@ class _CpuMeter:
                 now += event.nbytes()
                 most = max(most, now)
         return peaks
+
+
+class Allocations:
+    """Bytes of the storages that operations have made and that still exist, and the most of them between two marks.
+
+    It reads like the meters of `planner.profiler.step.allocation`: `mark` ends a span and returns its number, and
+    `peaks` are the most bytes in each span. Storages that were there before count nothing.
+    """
+
+    def __init__(self) -> None:
+        self._sizes: dict[int, int] = {}
+        self._now = self._most = 0
+        self._peaks: list[int] = []
+
+    def note(self, arguments: Any, results: Any) -> None:
+        """Count the new storages among the tensors that an operation returned; what it was given is none."""
+        given = {address_of(leaf) for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)}
+        for tensor in tree_leaves(results):
+            if not isinstance(tensor, Tensor):
+                continue
+            address = address_of(tensor)
+            if address not in given and address not in self._sizes:
+                self._made(address, tensor.untyped_storage())
+
+    def _made(self, address: int, storage: UntypedStorage) -> None:
+        self._sizes[address] = storage.nbytes()
+        self._now += self._sizes[address]
+        self._most = max(self._most, self._now)
+        # PyTorch keeps the Python object of a storage as long as the storage itself.
+        weakref.finalize(storage, self._free, address).atexit = False
+
+    def _free(self, address: int) -> None:
+        self._now -= self._sizes.pop(address)
+
+    def mark(self) -> int:
+        """End a span, and return its number."""
+        self._peaks.append(self._most)
+        self._most = self._now
+        return len(self._peaks) - 1
+
+    def peaks(self) -> list[int]:
+        """Return the most bytes in each span, relative to those at the beginning."""
+        return self._peaks

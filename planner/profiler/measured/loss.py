@@ -1,20 +1,75 @@
-"""Find what a loss is a mean over, by comparing the loss of a batch with the losses of its parts."""
+"""Check that a captured model computes the model's own loss, and find what that loss is a mean over."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
-from planner.errors import ModelFileError
+from planner.errors import CaptureError, ModelFileError
 from planner.formats.profile import LossMean
 from planner.model.batch import Batch
-from planner.model.capture.graph import LayerGraph
+from planner.model.capture.graph import LOSS, LayerGraph
 from planner.model.loss import labels_of, shares_function, unsplit_loss, with_labels
 from planner.model.options import ModuleOptions
+from planner.model.randomness import keep_state
 from planner.model.spec import TrainingSpec
+from planner.model.stage.stage import build_stage
+
+# Relative differences that are none: some kernels of GPUs add in another order each time.
+_ROUNDING, _EPSILONS = 1e-4, 4
+
+
+def check_captured(spec: TrainingSpec, graph: LayerGraph, batch: Batch, options: ModuleOptions) -> None:
+    """Compare losses of the model and of its captured layers, on one batch and with equal random numbers of torch.
+
+    The capture records one call. What the model takes from elsewhere (a count of its calls, random numbers of Python or
+    numpy) became a constant there, and training would go on with it in silence.
+
+    Args:
+        batch: on the model's device.
+        options: compilation is left out.
+
+    Raises:
+        CaptureError: when the losses differ.
+    """
+    options = replace(options, compiled=False)
+    stage = build_stage(graph, [layer.name for layer in graph.layers])
+
+    def model(seed: int) -> Tensor:
+        return _loss(graph, seed, lambda: unsplit_loss(graph.model, spec, batch, options))
+
+    one, again = model(0), model(0)
+    tolerance = max(_ROUNDING, _EPSILONS * torch.finfo(options.autocast or one.dtype).eps)
+
+    def equal(first: Tensor, second: Tensor) -> bool:
+        return torch.allclose(first, second, rtol=tolerance, atol=0.0, equal_nan=True)
+
+    if not equal(one, again):
+        raise _differ("two calls of the model with the same batch and the same random numbers of torch", one, again)
+    captured = _loss(graph, 0, lambda: stage(batch, {})[LOSS])
+    # Captured layers may draw random numbers in another order than the model does.
+    if not equal(one, captured) and equal(one, model(1)):
+        raise _differ("the model and its captured layers", one, captured)
+
+
+@torch.no_grad()
+def _loss(graph: LayerGraph, seed: int, run: Callable[[], Tensor]) -> Tensor:
+    with keep_state(graph.model):
+        torch.manual_seed(seed)
+        return run()
+
+
+def _differ(what: str, one: Tensor, other: Tensor) -> CaptureError:
+    return CaptureError(
+        f"{what} give losses of {float(one):.6g} and {float(other):.6g}",
+        hint="draw random numbers with torch alone, and keep counts of calls in buffers: all other numbers stay as "
+        "they were when the model was captured",
+    )
+
 
 _IGNORED = 4  # position of this argument of aten.cross_entropy_loss
 _PARTS = 4  # several, because two may have as many labels by chance

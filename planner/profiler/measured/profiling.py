@@ -20,17 +20,14 @@ from planner.model.options import ModuleOptions, autocast_dtype
 from planner.model.randomness import random_state_kept
 from planner.model.spec import TrainingSpec
 from planner.model.stage.code import check_compiler
-from planner.profiler.defaults import REPEATS, SECONDS
-from planner.profiler.measured.contention import check_processes, contention
-from planner.profiler.measured.device import check_positive, describe_device, parse_device, thread_count
-from planner.profiler.measured.disturbance import OtherProcesses, disturbance
-from planner.profiler.measured.divided import measure_degrees
-from planner.profiler.measured.faithful import check_captured
-from planner.profiler.measured.loss_mean import find_loss_mean
-from planner.profiler.measured.make_profile import Measurement, make_profile
+from planner.profiler import REPEATS, SECONDS
+from planner.profiler.make_profile import Measurement, make_profile
+from planner.profiler.measured.loss import check_captured, find_loss_mean
+from planner.profiler.measured.other_processes import OtherProcesses, check_processes, contention, disturbance
 from planner.profiler.measured.part_by_part import measure_in_parts
-from planner.profiler.measured.step_measurement import StepMeasurement
-from planner.profiler.measured.steps import Effort, ProgressCallback, step_failure
+from planner.profiler.measured.step_measurement import StepMeasurement, measure_degrees
+from planner.profiler.step.timing import Effort, ProgressCallback, step_failure
+from planner.profiler.this_machine import check_positive, describe_device, parse_device, thread_count
 from planner.workers.numerics import Numerics, computing
 from planner.workers.place import kind_here
 

@@ -12,7 +12,7 @@ from planner.model.batch import Batch
 from planner.model.capture.capture import capture
 from planner.model.stage.parts import OBSERVABLE
 from planner.model.stage.stage import build_stage
-from planner.profiler.measured.clock import CpuClock, LayerMarks
+from planner.profiler.step.timing import CpuClock, LayerMarks
 
 NAP_S = 0.02
 

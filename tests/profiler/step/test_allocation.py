@@ -17,9 +17,8 @@ from planner.model.capture.capture import capture
 from planner.model.spec import load_model_file
 from planner.model.stage.parts import OBSERVABLE
 from planner.model.stage.stage import build_stage
-from planner.profiler.measured.saved import saved_bytes
-from planner.profiler.measured.update import update_workspaces
-from planner.profiler.measured.workspace import workspace_bytes
+from planner.profiler.step.allocation import saved_bytes, workspace_bytes
+from planner.profiler.step.update import update_workspaces
 
 BATCH, WIDTH, MANY = 64, 256, 40
 ROWS = BATCH * WIDTH * 4  # bytes of a batch of activations

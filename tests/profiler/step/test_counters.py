@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from planner.api import estimate
 from planner.api import profile as measure
 from planner.model.spec import load_model_file
-from planner.profiler.flops import FlopCounter, model_flops
+from planner.profiler.step.counters import FlopCounter, model_flops
 
 CONVOLUTIONS = """
 import pytest

@@ -13,16 +13,13 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
-from planner import in_memory
 from planner.errors import InputError
-from planner.model.spec import TrainingSpec
+from planner.model.spec import TrainingSpec, in_memory
 from planner.profiler.estimated.devices import DEVICES
 from planner.profiler.estimated.estimate import EstimateOptions, estimate_profile
-from planner.profiler.estimated.execution import Execution, Fusion
-from planner.profiler.estimated.fusion import fused
-from planner.profiler.estimated.kernels import cuda_operations
+from planner.profiler.estimated.execution import Execution, Fusion, cuda_operations, fused
 from planner.profiler.estimated.operations import Operation, OperationRecorder
-from planner.profiler.estimated.products import shares_of_peak
+from planner.profiler.estimated.roofline import shares_of_peak
 from planner.profiler.estimated.trace import StepTrace, trace_step
 
 HALF = torch.float16

@@ -1,5 +1,0 @@
-"""Defaults of `plan profile`, apart from the code that imports torch: the command line's help shows them."""
-
-BATCH_SIZE = 32
-SECONDS = 20.0  # of measuring
-REPEATS = 50  # steps measured, at most

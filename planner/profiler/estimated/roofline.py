@@ -1,0 +1,81 @@
+"""Compute the seconds of operations on a device: the roofline, and on GPUs the tiles of products and convolutions.
+
+A product of (m, k) by (k, n) is computed in tiles of its result. A processor (SM) computes one tile at a time, so tiles
+run in waves of as many as there are processors, and the last wave may be nearly empty. Products of few tiles divide k
+among processors as well. Larger tiles read less per multiplication and reach more of the peak. See NVIDIA, "Matrix
+Multiplication Background User's Guide" (2023), sections 3 and 4: tile and wave quantization.
+
+    t = waves · 2·a·b·(k/s + k0) / (peak/processors · rate),    waves = ceil(batch·ceil(m/a)·ceil(n/b)·s / processors)
+
+is the least over the tiles (a, b) and divisions s; `rate` is of the tile, and the share of the peak is the class's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.profiler.estimated.devices import COMPUTE_CLASSES, MEMORY_CLASSES, OP_CLASSES, DeviceSpec, OpClass
+from planner.profiler.estimated.operations import Operation
+
+Floats = NDArray[np.float64]
+
+# Rows, columns, and the rate that a tile reaches relative to the largest. The sizes are cuBLAS's; the rates follow the
+# figure of the guide's section 4.1, where 64x64 reaches about two thirds of 256x128.
+_TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.95), (128, 64, 0.8), (64, 128, 0.8), (64, 64, 0.65))
+_DIVISIONS = (1, 2, 4, 8, 16)  # of k
+_DEPTH = 64  # k0: multiplications per element of a tile that filling and writing it cost
+
+
+def shares_of_peak(sizes: NDArray[np.int64], processors: int) -> Floats:
+    """Return the share of the peak of each product, before the share that the device reaches at all.
+
+    Args:
+        sizes: (products, 4): how many of equal size, m, n and k. Rows with a 0 compute nothing, as those
+            of an expert that no token chose, and give 1.
+    """
+    count, m, n, k = (sizes[:, column].astype(np.float64) for column in range(4))
+    useful = count * m * n * k
+    best = np.full(len(sizes), np.inf)
+    for rows, columns, rate in _TILES:
+        tiles = count * np.ceil(m / rows) * np.ceil(n / columns)
+        for division in _DIVISIONS:
+            waves = np.ceil(tiles * division / processors)
+            spent = waves * processors * rows * columns * (k / division + _DEPTH) / rate
+            best = np.minimum(best, spent)
+    return np.where(useful > 0, useful / np.maximum(best, 1.0), 1.0)
+
+
+class Costs:
+    """Costs of operations as arrays, in the order in which they ran."""
+
+    def __init__(self, operations: Sequence[Operation]) -> None:
+        self._class = np.array([OP_CLASSES.index(op.op_class) for op in operations], dtype=np.int64)
+        self._flops = np.array([op.flops for op in operations], dtype=np.float64)
+        self._bytes = np.array([op.bytes for op in operations], dtype=np.float64)
+        self.launches = np.array([op.launches for op in operations], dtype=np.float64)
+        self._dtypes = [op.dtype for op in operations]
+        self._products = np.array([op.product or (0, 0, 0, 0) for op in operations], dtype=np.int64).reshape(-1, 4)
+
+    def seconds(self, spec: DeviceSpec) -> NDArray[np.float64]:
+        """Return each operation's roofline time (Williams et al. 2009): the slower of compute and memory, plus launch.
+
+        t = max(flops / (peak · achieved), bytes / (bandwidth · achieved)) + launches · launch_s
+        """
+        peaks = {dtype: spec.peak(dtype) for dtype in set(self._dtypes)}
+        peak = np.array([peaks[dtype] for dtype in self._dtypes], dtype=np.float64)
+        # Operations of the memory classes have no flops, so their share does not matter.
+        shares = [spec.achieved_arithmetic[name] for name in COMPUTE_CLASSES] + [1.0] * len(MEMORY_CLASSES)
+        arithmetic = np.array(shares)[self._class]
+        bandwidth = np.array([spec.achieved_bandwidth[name] for name in OP_CLASSES])[self._class]
+        if spec.processors is not None:
+            arithmetic = arithmetic * shares_of_peak(self._products, spec.processors)
+        compute_s = self._flops / (peak * arithmetic)
+        memory_s = self._bytes / (spec.bandwidth_bytes_per_s * bandwidth)
+        return np.asarray(np.maximum(compute_s, memory_s) + self.launches * spec.launch_s)
+
+    def classes(self) -> set[OpClass]:
+        """Return the classes that occur."""
+        return {OP_CLASSES[index] for index in set(self._class.tolist())}

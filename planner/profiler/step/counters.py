@@ -1,0 +1,204 @@
+"""Count what the operations of a step compute, and what they exchange where ranks divide the layers.
+
+Model FLOPs are those of the model's definition, as utilisation counts them (Chowdhery et al. 2022, PaLM, appendix B):
+multiplications and additions of products, convolutions and attention. Causal attention counts whole, though kernels
+leave out half of it. Recomputation does not count, nor what is only moved or changed point by point.
+
+Layers that ranks divide run in one process, as the first rank of a group that is not there. It computes with its parts
+of the weights, as in training. Its collectives move nothing, through PyTorch's backend `fake`: their bytes are counted,
+because what they take depends on the links of a cluster and not on the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from planner.errors import InputError
+from planner.formats.profile import DEGREE_COLUMNS, DegreeCosts, Profile
+from planner.profiler.step.timing import LayerMarks, MarkT
+
+if TYPE_CHECKING:  # importing DTensor takes a second, which only groups are worth
+    from planner.model.tensor.group import TensorGroup
+from collections.abc import Callable
+from functools import cache
+
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+
+_VECTORS = ("mv", "addmv", "dot")
+_FUSED_RECURRENT = ("mkldnn_rnn_layer", "_cudnn_rnn")
+# Of mixtures of experts: each group of rows has its own matrix. The last is what Transformers does without the first.
+GROUPED = ("_grouped_mm", "_scaled_grouped_mm", "grouped_mm_fallback")
+_OTHERS = ("_scaled_dot_product", *_VECTORS, *_FUSED_RECURRENT, *GROUPED)  # beside those that PyTorch counts
+
+
+def of_dtensors(types: Sequence[type]) -> bool:
+    """Return whether an operation is of DTensors: they run those of their parts, which count, instead."""
+    return any(kind.__name__ == "DTensor" for kind in types)
+
+
+class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of a base class without types
+    """Counts the operations that run within its context, on tensors with data or without.
+
+    PyTorch's `FlopCounterMode` counts alike, but leaves out recurrent layers and products with vectors.
+
+    Attributes:
+        total: so far.
+        until: the total at each mark.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.total = 0
+        self.until: list[int] = []
+
+    def mark(self, number: int) -> int:
+        """End a span, and return its number: as many marks as this were made before."""
+        assert number == len(self.until)
+        self.until.append(self.total)
+        return number
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if of_dtensors(types):
+            return NotImplemented
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if _counts(func):
+            self.total += model_flops(func, args, kwargs, out)
+        return out
+
+
+@cache
+def _counts(func: Any) -> bool:
+    """Return whether calls of an operation may have FLOPs: most operations of a step have none."""
+    if not isinstance(func, torch._ops.OpOverload):
+        return False
+    return func._overloadpacket in flop_registry or func._schema.name.partition("::")[2].startswith(_OTHERS)
+
+
+def model_flops(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
+    """Return the number of multiplications and additions of one call, counted separately."""
+    name = func._schema.name.partition("::")[2]
+    if name.startswith("_scaled_dot_product"):
+        # The kernels of the backward compute the scores again, which is no part of the model.
+        backward = name.endswith("backward")
+        shapes = (tensor.shape for tensor in (args[1:4] if backward else args[:3]))
+        return int(sdpa_flop_count(*shapes)) * (2 if backward else 1)  # type: ignore[no-untyped-call]
+    registered: Callable[..., Any] | None = flop_registry.get(func._overloadpacket)
+    if registered is not None:
+        return int(registered(*args, **kwargs, out_val=out))
+    if name in _VECTORS:
+        return 2 * max(leaf.numel() for leaf in tree_leaves(args) if isinstance(leaf, Tensor))
+    if name.startswith(GROUPED):
+        # Every number of the one is multiplied with a row of its group's matrix. Where the groups divide the other's
+        # columns (3 and 2 dimensions), each number meets its own group's columns alone.
+        one, other = args[0], args[1]
+        groups = one.shape[0] if one.dim() == 3 and other.dim() == 2 else 1
+        return int(2 * one.numel() * other.shape[-1] // groups)
+    if name.startswith(_FUSED_RECURRENT) and "flatten" not in name and "init" not in name:
+        return _recurrent(name, args)
+    return 0
+
+
+def _recurrent(name: str, args: tuple[Any, ...]) -> int:
+    """Return those of a fused recurrent layer: every weight meets every step of every sample, in the backward twice."""
+    sequence = args[0]
+    weights = args[1] if isinstance(args[1], (list, tuple)) else args[1:3]
+    met = sum(weight.numel() for weight in weights if weight is not None and weight.dim() == 2)
+    products = 2 if name.endswith("backward") else 1
+    return int(2 * products * sequence.shape[0] * sequence.shape[1] * met)
+
+
+COLLECTIVES = "_c10d_functional"  # the namespace of their operations
+# A ring sends (t - 1)/t of the bytes for either, and an all-reduce is one after the other.
+_SHARES = {"all_reduce": 1.0, "all_gather_into_tensor": 0.5, "reduce_scatter_tensor": 0.5}
+
+
+@contextmanager
+def first_rank(degree: int, device: torch.device) -> Iterator[TensorGroup]:
+    """Make a group of which this process is the only rank that is there.
+
+    Raises:
+        InputError: if this process has joined others.
+    """
+    if dist.is_initialized():
+        raise InputError(
+            "what ranks divide is profiled by one process alone, and this one has joined others",
+            hint="start plan profile without torchrun; the times of all-reduces follow from the cluster's links",
+        )
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from planner.model.tensor.group import TensorGroup
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=degree)
+    try:
+        group = TensorGroup(degree, 0)
+        assert dist.group.WORLD is not None
+        group.connect(dist.group.WORLD, device)
+        yield group
+    finally:
+        dist.destroy_process_group()
+
+
+def degree_costs(part: Profile, degree: int, layers: Sequence[Mapping[str, Tensor]], reduced: Reduced) -> DegreeCosts:
+    """Return the costs of a rank's layers.
+
+    Args:
+        part: the profile of what the rank ran.
+        layers: its weights, each in the first layer that uses it.
+        reduced: what its collectives had to move.
+    """
+    columns = {name: tuple(getattr(layer, name) for layer in part.layers) for name in DEGREE_COLUMNS}
+    columns["weight_bytes"] = tuple(sum(p.nbytes for p in layer.values()) for layer in layers)
+    columns["gradient_bytes"] = tuple(sum(p.nbytes for p in layer.values() if p.requires_grad) for layer in layers)
+    return DegreeCosts(degree=degree, source=part.provenance.source, **reduced, **columns)
+
+
+Reduced = Mapping[str, tuple[int, ...]]  # columns of DegreeCosts
+
+
+class Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of a base class without types
+    """Counts the collectives that run within its context, as all-reduces."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.size_bytes, self.calls = 0.0, 0
+
+    def mark(self) -> tuple[float, int]:
+        """Return the bytes and the number so far."""
+        return self.size_bytes, self.calls
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if of_dtensors(types):
+            return NotImplemented
+        out = func(*args, **(kwargs or {}))
+        space, _, name = func._schema.name.partition("::") if hasattr(func, "_schema") else ("", "", "")
+        if space.startswith(COLLECTIVES) and name in _SHARES:
+            self.size_bytes += _SHARES[name] * max(args[0].nbytes, out.nbytes)
+            self.calls += 1
+        return out
+
+
+def reduced(marks: LayerMarks[MarkT], counted: Any) -> Reduced:
+    """Return the bytes and the number of each layer's collectives.
+
+    Args:
+        counted: returns what `Collectives.mark` returned at a mark.
+    """
+    found = {}
+    for place, name in enumerate(("reduced_bytes", "reduces")):
+        sums = marks.sums(lambda start, end, place=place: counted(end)[place] - counted(start)[place])  # type: ignore[misc]
+        for way, column in zip(("forward", "backward"), sums, strict=True):
+            found[f"{way}_{name}"] = tuple(map(round, column))
+    return found
