@@ -65,7 +65,7 @@ def compare(doc: str | None, name: str, draw: Callable[[int, int], list[Case]], 
     arguments, chosen = found
     drawn = draw(arguments.seed, arguments.cases)
     results, part = Results(FOLDER, save=arguments.save), f"{name}, seed {arguments.seed}"
-    for number, row in _measured(drawn, chosen, arguments.seconds):
+    for number, row in measured(drawn, chosen, arguments.seconds):
         results.add(part, str(number), row)
         print(f"{number + 1}/{len(drawn)}: {_cells(row)}", file=sys.stderr, flush=True)
     kept = results.records(part, Row)
@@ -129,7 +129,7 @@ def _config(rng: random.Random, gpus: int, most: int) -> tuple[int, ...]:
     return tuple(end - start for start, end in pairwise(ends))
 
 
-def _measured(cases: Sequence[Case], chosen: Iterable[int], seconds: float) -> Iterable[tuple[int, Row]]:
+def measured(cases: Sequence[Case], chosen: Iterable[int], seconds: float) -> Iterable[tuple[int, Row]]:
     """Run the cases of these numbers on one set of hosts; after a failure on a new one."""
     left = list(chosen)
     most = max((hierarchical_cluster(cases[n].sizes, [1.0] * len(cases[n].sizes)).gpus for n in left), default=0)

@@ -22,7 +22,7 @@ from benchmarks.two_cores.aims import aims_markdown
 from benchmarks.two_cores.launch import Place, places
 from benchmarks.two_cores.ours import UNSTASHED, Ours
 from benchmarks.two_cores.stashing import StashMemory, stash_memory
-from benchmarks.two_cores.table import Sample, markdown
+from benchmarks.two_cores.table import DDP, ONE_PROCESS, Sample, markdown
 from benchmarks.two_cores.turns import Contender, take_turns
 from planner.formats.plan import load_plan
 
@@ -86,6 +86,20 @@ def main() -> None:
         RESULTS.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
         head = README.read_text(encoding="utf-8").split(MARKER)[0]
         README.write_text(f"{head}{MARKER}\n\n{tables}\n", encoding="utf-8")
+
+
+def compare(
+    model: str, network_name: str, minutes: float, *, counts: Sequence[int], window_s: float = 0.5
+) -> list[Sample]:
+    """Let DDP, torch's 1F1B and ours take turns on one model, and return a sample per contender and cycle."""
+    names = (ONE_PROCESS, DDP, "ours 1f1b", "torch 1F1B", "ours 1f1b-flush")
+    samples: list[Sample] = []
+    with tempfile.TemporaryDirectory(prefix="two_cores-") as folder, places(network_name) as where:
+        ours = Ours(model, network_name, BATCH_SIZES[model], where, Path(folder))
+        groups = _chosen(_groups(ours, counts, whole=False, gpipe=False), names)
+        for group, end_s in _shares(groups, time.monotonic() + minutes * 60):
+            samples += _measure(ours, group, end_s, window_s)
+    return samples
 
 
 def _with_saved(

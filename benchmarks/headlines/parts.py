@@ -1,0 +1,291 @@
+"""Measure the headline numbers, a part at a time: each returns its numbers by name, or says why it cannot run here."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import venv
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.headlines.numbers import Number
+from benchmarks.kept import ROOT
+
+VGG16 = ROOT / "profiles" / "vgg16" / "cpu.json"
+LIMIT_S = 5.0
+QUESTIONS = ("fit", "llama-70b", "--gpu", "a100-80gb", "--gpus")
+SOURCES = ("vtrain", "mist", "aceso a100", "aceso a10g", "aceso l4", "calculon", "galvatron", "sailor")
+SCHEDULES = ("1f1b", "2bw", "1f1b-flush")
+TESTBED_CASES, TESTBED_S = 10, 8.0
+TWO_CORES_MINUTES = 4.0
+
+
+class NotHereError(Exception):
+    """A part that cannot run here, with the reason."""
+
+
+@dataclass(frozen=True)
+class Process:
+    """What a command took: wall seconds, processor seconds with its children, and its largest process in bytes."""
+
+    wall_s: float
+    cpu_s: float
+    peak_bytes: int
+    out: str
+
+
+def run(command: Sequence[str | Path], folder: Path | None = None, codes: Sequence[int] = (0,)) -> Process:
+    """Run a command to its end.
+
+    Raises:
+        RuntimeError: with what it wrote, where it ends with another code than `codes`.
+    """
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        began = time.perf_counter()
+        child = subprocess.Popen([*map(str, command)], cwd=folder or ROOT, stdout=out, stderr=err)
+        _, status, used = os.wait4(child.pid, 0)
+        wall_s = time.perf_counter() - began
+        child.returncode = os.waitstatus_to_exitcode(status)
+        out.seek(0)
+        err.seek(0)
+        if child.returncode not in codes:
+            raise RuntimeError(f"{' '.join(map(str, command))} ended with {child.returncode}: {err.read().decode()}")
+        return Process(wall_s, used.ru_utime + used.ru_stime, used.ru_maxrss * 1024, out.read().decode())
+
+
+def plan(*arguments: str | Path, folder: Path | None = None, codes: Sequence[int] = (0,)) -> Process:
+    """Run `plan` with these arguments, as a user does."""
+    return run([sys.executable, "-m", "planner", *arguments], folder, codes)
+
+
+def searches() -> dict[str, float]:
+    """Time searches as whole processes: a small one, one with a time limit, and 16,384 GPUs."""
+    from benchmarks.graphs import chain, nasnet_like
+    from planner.formats.profile import save_profile
+
+    found: dict[str, float] = {}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        small = ("solve", "--profile", VGG16, "--gpus", "4", "--bandwidth", "1Gbps", "-o", folder / "plan.json")
+        found["search.small"] = statistics.median(plan(*small).cpu_s for _ in range(3))
+        for graph in (chain(1000), nasnet_like()):
+            path = folder / f"{graph.model}.json"
+            save_profile(graph, path)
+            many = ("--gpus", "16384", "--bandwidth", "100Gbps", "-o", folder / "plan.json")
+            took = plan("solve", "--profile", path, *many)
+            found[f"search.{graph.model}"] = took.cpu_s
+            found[f"search.{graph.model}.bytes"] = took.peak_bytes
+        limited = ("--gpus", "64", "--bandwidth", "1Gbps", "--schedule", "1f1b-flush", "--time-limit", f"{LIMIT_S:g}")
+        took = plan(
+            "solve", "--profile", folder / "chain_1000.json", *limited, "-o", folder / "plan.json", codes=(0, 3)
+        )
+        found["search.limited"] = max(0.0, took.wall_s - LIMIT_S)
+    return found
+
+
+def large() -> dict[str, float]:
+    """Ask how 70 billion parameters fit 64 and 512 GPUs."""
+    found = {}
+    for gpus in ("64", "512"):
+        with tempfile.TemporaryDirectory() as folder:
+            found[f"large.{gpus}"] = plan(*QUESTIONS, gpus, folder=Path(folder)).wall_s
+    return found
+
+
+def start_up() -> dict[str, float]:
+    """Time the command's start, and its installation into a fresh environment from what pip has at hand."""
+    found = {
+        "start.help": statistics.median(plan("--help").wall_s for _ in range(5)),
+        "start.solve": statistics.median(plan("solve", "--help").wall_s for _ in range(5)),
+    }
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name) / "venv"
+        began = time.perf_counter()
+        venv.create(folder, with_pip=True)
+        constraints = ROOT / "constraints.txt"
+        try:
+            run([folder / "bin" / "pip", "install", "-q", "-c", constraints, f"{ROOT}[demo]"])
+        except RuntimeError as error:
+            raise NotHereError(f"nothing can be installed here: {str(error).splitlines()[-1]}") from None
+        found["start.install"] = time.perf_counter() - began
+    return found
+
+
+def host() -> dict[str, float]:
+    """Measure what a worker's host spends on a microbatch beyond its stage's operations."""
+    script = (
+        "import torch; torch.set_num_threads(1)\n"
+        "from benchmarks.overhead.__main__ import measure\nfrom benchmarks.overhead.cases import CASES\n"
+        "for case in CASES: print(case.name, measure(case, 40, 64).total_us, sep='\\t')"
+    )
+    lines = run([sys.executable, "-c", script]).out.strip().splitlines()
+    return {"host.overhead": float(lines[0].rpartition("\t")[2])}
+
+
+def testbed() -> dict[str, float]:
+    """Run ten plans of today's seed on emulated devices, and compare them with their predictions."""
+    from benchmarks.testbed.drawn import draw, measured
+
+    if os.geteuid() != 0:
+        raise NotHereError("network namespaces need root")
+    seed = int(time.strftime("%Y%m%d"))
+    rows = [row for _, row in measured(draw(seed, TESTBED_CASES), range(TESTBED_CASES), TESTBED_S)]
+    for row in rows:
+        said = row.failure or f"{row.error:+.1%}"
+        print(f"  seed {seed}: {row.model} on {row.devices}, {row.plan}: {said}", file=sys.stderr, flush=True)
+    errors = [abs(row.error) for row in rows if not row.failure]
+    if not errors:
+        raise NotHereError("no case ran")
+    return {"testbed.median": statistics.median(errors), "testbed.worst": max(errors), "testbed.ran": len(errors)}
+
+
+def two_cores() -> dict[str, float]:
+    """Let ways to train one model on two cores take turns, and compare their rates."""
+    from benchmarks.two_cores.__main__ import compare
+    from benchmarks.two_cores.aims import ASYNCHRONOUS
+    from benchmarks.two_cores.table import DDP, ONE_PROCESS, ratios
+
+    samples = compare("vgg_like", "loopback", TWO_CORES_MINUTES, counts=(8,))
+    pairs = {
+        "two_cores.one": (ASYNCHRONOUS, ONE_PROCESS),
+        "two_cores.ddp": (ASYNCHRONOUS, DDP),
+        "two_cores.torch": ("ours 1f1b-flush, 8 microbatches", "torch 1F1B, 8 microbatches"),
+    }
+    return {name: statistics.median(ratios(samples, *pair)) for name, pair in pairs.items()}
+
+
+def quickstart() -> dict[str, float]:
+    """Run `plan quickstart`: the speed-up over DistributedDataParallel, and how far it was predicted."""
+    from planner.demo.quickstart import QuickstartResult
+
+    with tempfile.TemporaryDirectory() as folder:
+        done = plan("quickstart", "--json", folder=Path(folder))
+    result = QuickstartResult.model_validate_json(done.out)
+    rate, other = result.pipeline.samples_per_s, result.data_parallel.samples_per_s
+    predicted, predicted_other = result.plan.predicted.samples_per_s, result.predicted_data_parallel_samples_per_s
+    if not (rate and other and predicted and predicted_other):
+        raise NotHereError("a run was too short to have a rate")
+    worst = max(abs(predicted / rate - 1), abs(predicted_other / other - 1))
+    return {
+        "quickstart.speedup": rate / other,
+        "quickstart.error": worst,
+        "quickstart.gbps": result.link_bytes_per_s * 8e-9,
+        "quickstart.wall": done.wall_s,
+    }
+
+
+def gpus() -> dict[str, float]:
+    """Compare estimates with published runs on GPUs."""
+    from benchmarks.gpu_truth.__main__ import SOURCES as ROWS
+    from benchmarks.gpu_truth.calibrated import calibrated
+    from benchmarks.gpu_truth.rows import ANCHORS
+    from benchmarks.gpu_truth.summary import summary
+
+    if not ANCHORS.is_dir():
+        raise NotHereError("the published measurements are not here")
+    rows = calibrated([row.now() for each in ROWS.values() for row in each()])
+    found: dict[str, float] = {}
+    for source in SOURCES:
+        said = summary([row for row in rows if row.source == source])
+        values = {
+            "rows": float(len(said.rows)),
+            "mean": said.mean_error,
+            "median": said.median_error,
+            "calibrated": said.calibrated,
+            "by_job": said.by_job,
+            "bias": said.bias,
+            "tau": said.tau,
+            "regret": said.regret,
+            "memory": said.memory_error,
+            "worst_memory": said.worst_memory,
+        }
+        found |= {f"gpu.{source}.{key}": value for key, value in values.items() if value is not None}
+    return found
+
+
+def convergence() -> dict[str, float]:
+    """Train the digits in four stages under three schedules, and compare their accuracy with one process's."""
+    from benchmarks.convergence import digits
+    from benchmarks.convergence.__main__ import in_pipeline, one_process
+
+    alone = one_process(digits).accuracy
+    assert alone is not None
+    found = {}
+    for schedule in SCHEDULES:
+        accuracy = in_pipeline(digits, schedule).accuracy
+        assert accuracy is not None
+        found[f"convergence.{schedule}"] = accuracy - alone
+    return found
+
+
+PARTS: Mapping[str, Callable[[], dict[str, float]]] = {
+    "search": searches,
+    "large": large,
+    "start": start_up,
+    "host": host,
+    "testbed": testbed,
+    "two_cores": two_cores,
+    "quickstart": quickstart,
+    "gpu": gpus,
+    "convergence": convergence,
+}
+
+
+def _of_gpus() -> list[Number]:
+    made = []
+    for source in SOURCES:
+        made += [
+            Number(f"gpu.{source}.{key}", f"{source}: {what}", "estimated", form, better, 0.02, least)  # type: ignore[arg-type]
+            for key, what, form, better, least in (
+                ("rows", "rows", ".0f", "higher", 0),
+                ("mean", "mean absolute error", ".1%", "lower", 0.001),
+                ("median", "median error", ".1%", "lower", 0.001),
+                ("calibrated", "calibrated on other rows", ".1%", "lower", 0.001),
+                ("by_job", "calibrated on other jobs", ".1%", "lower", 0.001),
+                ("tau", "rank correlation", ".2f", "higher", 0.005),
+                ("regret", "regret", "+.1%", "lower", 0.001),
+                ("memory", "memory of stages", ".1%", "lower", 0.001),
+                ("worst_memory", "memory, worst stage", ".1%", "lower", 0.001),
+            )
+        ]
+    return made
+
+
+# Spreads are what repeated runs of one tree showed on two shared cores; times vary more than ratios.
+NUMBERS: Sequence[Number] = (
+    Number("search.small", "plan solve, VGG-16 on 4 GPUs, CPU s", "measured", ".1f", spread=0.25, of_machine=True),
+    Number("search.limited", "wall s beyond a limit of 5 s", "measured", ".1f", least=1.5),
+    *(
+        Number(f"search.{name}{key}", f"{said} on 16,384 GPUs, {unit}", "measured", form, "lower", 0.25, 0, not key)
+        for name, said in (("chain_1000", "1,000 layers"), ("nasnet_like", "NASNet-like"))
+        for key, unit, form in (("", "CPU s", ".1f"), (".bytes", "peak bytes", ".2g"))
+    ),
+    Number("large.64", "plan fit, 70 billion on 64 A100, wall s", "measured", ".0f", spread=0.25, of_machine=True),
+    Number("large.512", "plan fit, 70 billion on 512 A100, wall s", "measured", ".0f", spread=0.25, of_machine=True),
+    Number("start.help", "plan --help, wall s", "measured", ".2f", spread=0.5, least=0.1, of_machine=True),
+    Number("start.solve", "plan solve --help, wall s", "measured", ".2f", spread=0.5, least=0.1, of_machine=True),
+    Number("start.install", "installation, wall s", "measured", ".0f", spread=1.0),
+    Number("host.overhead", "host's µs per microbatch", "measured", ".0f", spread=0.25, of_machine=True),
+    Number("testbed.median", "median error of ten drawn plans", "emulated", ".1%", least=0.01),
+    Number("testbed.worst", "worst error of ten drawn plans", "emulated", ".1%", least=0.03),
+    Number("testbed.ran", "of ten drawn plans, ran", "emulated", ".0f", "higher"),
+    Number("two_cores.one", "1f1b on two cores over one process", "measured", ".2f", "higher", 0.05),
+    Number("two_cores.ddp", "1f1b over DDP", "measured", ".2f", "higher", 0.1),
+    Number("two_cores.torch", "1f1b-flush over torch's 1F1B, 8 microbatches", "measured", ".2f", "higher", 0.05),
+    Number("quickstart.speedup", "plan quickstart over DDP", "measured", ".2f", "higher", 0.08),
+    Number("quickstart.error", "plan quickstart's worst prediction", "measured", ".0%", least=0.06),
+    Number("quickstart.gbps", "plan quickstart's link, Gbit/s", "measured", ".1f", "higher", 0.5),
+    Number("quickstart.wall", "plan quickstart, wall s", "measured", ".0f", spread=0.25, of_machine=True),
+    *_of_gpus(),
+    *(
+        Number(
+            f"convergence.{name}", f"digits, {name}: accuracy beside one process", "measured", "+.1%", "higher", 0, 0.01
+        )
+        for name in SCHEDULES
+    ),
+)
