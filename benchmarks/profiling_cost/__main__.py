@@ -85,7 +85,7 @@ def _measured(names: list[str], seconds: float) -> str:
 
 def _estimated() -> str:
     if find_spec("transformers") is None:
-        return "Llama 70B: needs `pip install pipeline-planner[hf]`."
+        return "Llama 70B: needs `pip install 'transformers>=4.50'`."
     options = ("--estimate", "--device", "h200", "--batch-size", "1")
     found = _profile("benchmarks/profiling_cost/llama70.py", *options)
     return (

@@ -19,7 +19,7 @@ from planner.formats.files import write_text
 LENGTH = 2048  # tokens of a sample, where the model takes as many
 _LENGTHS = ("max_position_embeddings", "n_positions")  # in configurations: tokens that a model takes
 _TEMPLATE = "transformers_model.py"
-_INSTALL = "pip install 'pipeline-planner[hf]'"
+_INSTALL = "pip install 'transformers>=4.50'"
 
 
 @dataclass(frozen=True)

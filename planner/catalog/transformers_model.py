@@ -1,6 +1,6 @@
 """A model of Hugging Face's transformers with random weights, as config.json beside this file describes it.
 
-Needs `transformers` (pip install pipeline-planner[hf]). Nothing is downloaded.
+Needs `transformers` (pip install 'transformers>=4.50'). Nothing is downloaded.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ class Digits(Dataset[tuple[Tensor, Tensor]]):
         except ImportError:
             raise PlannerError(
                 "the digits are part of scikit-learn, which is not installed",
-                hint="pip install 'pipeline-planner[demo]'",
+                hint="pip install 'scikit-learn>=1.4'",
             ) from None
         images, classes = load_digits(return_X_y=True)
         small = torch.tensor(images, dtype=torch.float32).view(-1, 1, 8, 8)

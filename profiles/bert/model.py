@@ -1,6 +1,6 @@
 """BERT-base for masked words (Devlin et al. 2019): 12 layers, 110 million parameters, 128 tokens.
 
-Needs `transformers` (pip install pipeline-planner[hf]); weights are random, nothing is downloaded.
+Needs `transformers` (pip install 'transformers>=4.50'); weights are random, nothing is downloaded.
 """
 
 from __future__ import annotations

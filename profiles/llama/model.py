@@ -1,6 +1,6 @@
 """A small Llama (Touvron et al. 2023): 12 layers of width 768, grouped key-value heads, 128 tokens.
 
-Needs `transformers` (pip install pipeline-planner[hf]); weights are random, nothing is downloaded.
+Needs `transformers` (pip install 'transformers>=4.50'); weights are random, nothing is downloaded.
 """
 
 from __future__ import annotations

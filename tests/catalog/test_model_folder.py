@@ -13,7 +13,7 @@ from planner.catalog.names import MODELS
 from planner.errors import InputError
 from planner.model.spec import load_model_file
 
-HF = "needs the extra 'hf': pip install pipeline-planner[hf]"
+HF = "needs the extra 'hf': pip install 'transformers>=4.50'"
 # Parameters as published, in the sources that planner/catalog/names.py lists.
 PUBLISHED = {
     "gpt2": 124e6,

@@ -40,7 +40,7 @@ def test_sizes_are_the_published_ones(name: str, weights: int) -> None:
 @pytest.mark.parametrize(("name", "weights"), [("bert", 109_514_298), ("t5", 60_506_624)])
 def test_sizes_of_transformers_models(name: str, weights: int) -> None:
     """Sizes of BERT-base with its head for masked words, and of T5-small."""
-    pytest.importorskip("transformers", reason="needs the extra 'hf': pip install pipeline-planner[hf]")
+    pytest.importorskip("transformers", reason="needs the extra 'hf': pip install 'transformers>=4.50'")
     test_sizes_are_the_published_ones(name, weights)
 
 

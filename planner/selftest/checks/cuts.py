@@ -34,7 +34,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 LIMITS_CPU = {"float32": 0.0, "bfloat16": 0.0, "float16": 0.0}
 LIMITS_CUDA = {"float32": 1e-4, "bfloat16": 2e-2, "float16": 5e-3}
 MOST_S = 2.0  # of the processor, for one eager step of two samples
-NEEDED = {"transformers": "pip install 'pipeline-planner[hf]'"}  # by models of `profiles/`, and not by the package
+NEEDED = {"transformers": "pip install 'transformers>=4.50'"}  # by models of `profiles/`, and not by the package
 
 
 def _cases(lab: Lab) -> Iterator[Case]:

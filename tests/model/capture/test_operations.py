@@ -55,7 +55,7 @@ def test_every_cut_of_architectures(name: str) -> None:
 def test_every_cut_of_the_models_in_profiles(name: str) -> None:
     path = PROFILES / name / "model.py"
     if "transformers" in path.read_text(encoding="utf-8"):
-        pytest.importorskip("transformers", reason="needs the extra 'hf': pip install pipeline-planner[hf]")
+        pytest.importorskip("transformers", reason="needs the extra 'hf': pip install 'transformers>=4.50'")
     builder = ":build_tiny" if "def build_tiny" in path.read_text(encoding="utf-8") else ""
     spec = load_model_file(f"{path}{builder}")
     torch.manual_seed(0)

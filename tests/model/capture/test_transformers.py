@@ -16,7 +16,7 @@ from planner.model.capture.graph import LayerGraph
 from planner.model.stage.evaluation import matching_cut
 from tests.model.splitting import assert_same, cut_evenly, run_model, run_split
 
-transformers = pytest.importorskip("transformers", reason="needs the extra 'hf': pip install pipeline-planner[hf]")
+transformers = pytest.importorskip("transformers", reason="needs the extra 'hf': pip install 'transformers>=4.50'")
 
 # The library picks another attention kernel when it is traced; this one is the same in both.
 SAME_KERNEL = {"attn_implementation": "eager"}
