@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from planner.executor.communication.messages import layout_of, pack, unpack
+from planner.executor.communication.messages import layout_of, unpack
 from planner.formats.names import CODEC_NAMES, CODECS, CodecName
 from planner.schedule.instructions import Unit
-from tests.executor.communication.test_messages import CPU, make_spec
+from tests.executor.communication.test_messages import make_spec, pack
 
 SPECS = [make_spec("h", torch.float32, (3, 50)), make_spec("ids", torch.int64, (7,)), make_spec("mask", torch.bool, ())]
 
@@ -22,7 +22,7 @@ def through(codec: CodecName, value: Tensor, **changes: Any) -> Tensor:
     """What arrives of a value."""
     spec = replace(make_spec("h", value.dtype, tuple(value.shape[1:])), **changes)
     layout = layout_of([spec], len(value), CODECS[codec])
-    return unpack(layout, pack(layout, Unit(0), {"h": value}, CPU))["h"]
+    return unpack(layout, pack(layout, Unit(0), {"h": value}))["h"]
 
 
 def as_int8(value: Tensor) -> Tensor:
@@ -67,7 +67,7 @@ def test_integers_masks_and_values_without_gradient_travel_as_they_are() -> None
     }
     for codec in CODECS.values():
         layout = layout_of([*SPECS, frozen], 5, codec)
-        got = unpack(layout, pack(layout, Unit(0), values, CPU))
+        got = unpack(layout, pack(layout, Unit(0), values))
         assert all(torch.equal(got[name], values[name]) for name in ("ids", "mask", "angles"))
         assert [got[name].dtype for name in values] == [value.dtype for value in values.values()]
 
@@ -82,7 +82,7 @@ def test_messages_are_as_large_as_plans_say(codec: CodecName, dtype: torch.dtype
         assert size <= elements * dtype.itemsize
         assert layout.size_bytes == 64 + -(-size // 64) * 64
         value = torch.randn(1, elements).to(dtype)
-        got = unpack(layout, pack(layout, Unit(0), {"h": value}, CPU))["h"]
+        got = unpack(layout, pack(layout, Unit(0), {"h": value}))["h"]
         torch.testing.assert_close(got, value, rtol=0.01, atol=0.05)
 
 

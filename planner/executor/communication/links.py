@@ -10,9 +10,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain
 
 import torch
@@ -57,10 +56,6 @@ class Posted:
         """Wait for the message."""
         wait_for(self.work, self.receive.peer_rank)
 
-    def check(self) -> None:
-        """Check the header of the message, whose buffer is in the CPU's memory."""
-        check(self.layout, self.receive.unit, header_here(self.buffer), f"rank {self.receive.peer_rank}")
-
     def later_check(self) -> Reader:
         """Return what checks a copy of the header; it holds no buffer, whose memory may be needed before."""
         layout, unit, sender = self.layout, self.receive.unit, f"rank {self.receive.peer_rank}"
@@ -75,11 +70,14 @@ class Links(ABC):
 
     Args:
         place: the device that messages are made on, and the device that computes with their values.
+        stream: the worker's instructions, as far as they are known in advance.
     """
 
     _rounds_more = 0  # sends of shared gradients that may be unfinished beyond the limit
 
-    def __init__(self, groups: LinkGroups, layout_of: LayoutOf, limits: SendLimits, place: Place) -> None:
+    def __init__(
+        self, groups: LinkGroups, layout_of: LayoutOf, limits: SendLimits, place: Place, stream: Segments
+    ) -> None:
         self._groups = groups
         self._layout_of = layout_of
         self._limits = limits
@@ -90,6 +88,7 @@ class Links(ABC):
         self._ends: dict[Route, tuple[dist.ProcessGroup, int]] = {}
         self._left: dict[Route, Outgoing] = {}  # the newest that has left, to be filled again
         self._within: dict[Receive, dict[str, Tensor]] = {}  # between two stages of this worker
+        self._follow(stream)
 
     def receive(self, receive: Receive) -> dict[str, Tensor]:
         """Return the values of `receive`, in tensors that computations may use at once.
@@ -129,13 +128,17 @@ class Links(ABC):
             self._finish(route, 0)
         self.settle()
 
-    @abstractmethod
     def expect(self, under_way: Callable[[], Iterable[Receive]]) -> None:
-        """Post the receives of messages that are sent before the worker goes on, if that was not done."""
+        """Post the receives of messages that are sent before the worker goes on, where a send waits for its receive."""
+        return  # over gloo a send holds up nothing but itself
 
-    @abstractmethod
     def settle(self) -> None:
         """Wait for the checks of all messages received so far; nothing may be on its way to this worker."""
+        return  # over gloo each message is checked as it is taken
+
+    @abstractmethod
+    def _follow(self, stream: Segments) -> None:
+        """Prepare to post the messages of the worker's stream."""
 
     @abstractmethod
     def _take(self, receive: Receive) -> Posted:
@@ -197,98 +200,49 @@ def wait_for(work: dist.Work, peer: int) -> None:
         ) from cause
 
 
-class _LookAhead:
-    """The receives of a worker's stream, by route: all routes share one iteration over the stream.
-
-    Args:
-        rank: of the worker; what it sends to itself travels nowhere.
-    """
-
-    def __init__(self, stream: Iterator[Instruction], rank: int) -> None:
-        self._receives = (each for each in stream if isinstance(each, Receive) and each.peer_rank != rank)
-        self._passed: defaultdict[Route, deque[Receive]] = defaultdict(deque)
-
-    def next_on(self, route: Route) -> Receive | None:
-        """Return the next receive on `route`; None at the end."""
-        passed = self._passed[route]
-        while not passed:
-            receive = next(self._receives, None)
-            if receive is None:
-                return None
-            self._passed[route_of(receive)].append(receive)
-        return passed.popleft()
-
-
-class _Inbox:
-    """The messages received on one route, in the order of the stream."""
-
-    def __init__(self, upcoming: Callable[[], Receive | None], ahead: int, post: Callable[[Receive], Posted]) -> None:
-        self._upcoming = upcoming
-        self._ahead = ahead
-        self._post = post
-        self._posted: deque[Posted] = deque()
-        for _ in range(ahead):
-            self._post_next()
-
-    def take(self, receive: Receive) -> Posted:
-        """Wait for `receive`."""
-        if not self._posted:
-            self._posted.append(self._post(receive))  # the stream was not known in advance
-        posted = self._posted.popleft()
-        assert posted.receive == receive, (posted.receive, receive)
-        # Posting takes time. Before the wait, it is hidden by it; after the wait, it would delay the computation.
-        if self._ahead > 1:
-            self._post_next()
-        posted.wait()
-        if self._ahead == 1:
-            self._post_next()
-        return posted
-
-    def _post_next(self) -> None:
-        receive = self._upcoming()
-        if receive is not None:
-            self._posted.append(self._post(receive))
-
-
 class GlooLinks(Links):
-    """Posts `POSTED` receives per route ahead, of the worker's stream as far as it is known.
+    """Posts `POSTED` receives per route ahead, of the worker's stream as far as it is known."""
 
-    Args:
-        groups, layout_of, limits, place: as of `Links`.
-        instructions: returns a new iterator over the worker's stream.
-    """
-
-    def __init__(
-        self,
-        groups: LinkGroups,
-        layout_of: LayoutOf,
-        limits: SendLimits,
-        place: Place,
-        instructions: Callable[[], Segments],
-    ) -> None:
-        super().__init__(groups, layout_of, limits, place)
-        self._ahead = _LookAhead(chain.from_iterable(instructions()), self._rank)
-        self._inboxes: dict[Route, _Inbox] = {}
-
-    def expect(self, under_way: Callable[[], Iterable[Receive]]) -> None:
-        pass  # a send holds up nothing but itself
-
-    def settle(self) -> None:
-        pass  # each message is checked as it is taken
+    def _follow(self, stream: Segments) -> None:
+        # All routes share one iteration over the stream, so each keeps what another has passed on its way.
+        each_one = chain.from_iterable(stream)
+        self._receives = (each for each in each_one if isinstance(each, Receive) and each.peer_rank != self._rank)
+        self._passed: defaultdict[Route, deque[Receive]] = defaultdict(deque)
+        self._posted: dict[Route, deque[Posted]] = {}
 
     def _take(self, receive: Receive) -> Posted:
         route = route_of(receive)
-        inbox = self._inboxes.get(route)
-        if inbox is None:
-            # Gradients of shared weights are as large as the weights: a second buffer is not worth its memory.
-            ahead = 1 if route.shared else POSTED
-            inbox = self._inboxes[route] = _Inbox(partial(self._ahead.next_on, route), ahead, self._post)
-        posted = inbox.take(receive)
-        posted.check()
+        # Gradients of shared weights are as large as the weights: a second buffer is not worth its memory.
+        ahead = 1 if route.shared else POSTED
+        queue = self._posted.get(route)
+        if queue is None:
+            queue = self._posted[route] = deque()
+            for _ in range(ahead):
+                self._post_next(route)
+        if not queue:
+            queue.append(self._post(receive))  # the stream was not known in advance
+        posted = queue.popleft()
+        assert posted.receive == receive, (posted.receive, receive)
+        # Posting takes time. Before the wait, it is hidden by it; after the wait, it would delay the computation.
+        if ahead > 1:
+            self._post_next(route)
+        posted.wait()
+        if ahead == 1:
+            self._post_next(route)
+        check(posted.layout, receive.unit, header_here(posted.buffer), f"rank {receive.peer_rank}")
         return posted
 
     def _start(self, send: Send, route: Route, values: dict[str, Tensor]) -> None:
         self._post_send(route, self._packed(send, route, values))
+
+    def _post_next(self, route: Route) -> None:
+        passed = self._passed[route]
+        while not passed:
+            receive = next(self._receives, None)
+            if receive is None:
+                return
+            self._passed[route_of(receive)].append(receive)
+        self._posted[route].append(self._post(passed.popleft()))
 
     def _post(self, receive: Receive) -> Posted:
         layout = self._layout_of(receive)

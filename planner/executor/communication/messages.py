@@ -117,13 +117,6 @@ class Outgoing:
             slot.coding.write(place, slot.spec.to_wire(value.detach()))
 
 
-def pack(layout: Layout, unit: Unit, values: Mapping[str, Tensor], wire: torch.device) -> Tensor:
-    """Copy `values` into a new uint8 buffer on device `wire`; raises as `Outgoing.fill`."""
-    message = Outgoing(layout, wire)
-    message.fill(unit, values)
-    return message.buffer
-
-
 def header(buffer: Tensor) -> Tensor:
     """Return the header of the message in `buffer`, as a view."""
     return buffer.view(torch.int64)[0]
@@ -194,7 +187,7 @@ class Layouts:
         self._codec = codec
         self._made: dict[tuple[type[Receive | Send], int, int, int], Layout] = {}
 
-    def of(self, message: Receive | Send) -> Layout:
+    def layout(self, message: Receive | Send) -> Layout:
         """Return the layout of `message`."""
         key = (type(message), message.stage, message.peer_stage, self._size_of(message.unit))
         layout = self._made.get(key)

@@ -27,13 +27,12 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from planner.executor.communication.later import Later
-from planner.executor.communication.links import GlooLinks, LayoutOf, Links, Posted, Segments, SendLimits
+from planner.executor.communication.links import GlooLinks, Links, Posted, Segments
 from planner.executor.communication.messages import Outgoing, header
-from planner.executor.communication.routes import LinkGroups, Route, route_of
+from planner.executor.communication.routes import Route, route_of
 from planner.schedule.instructions import Instruction, Message, Receive, Send
 from planner.workers.groups import GLOO
 from planner.workers.place import Place
@@ -48,36 +47,25 @@ class _Buffer:
 class NCCLLinks(Links):
     """Posts each run of consecutive messages as a whole.
 
-    Args:
-        groups, layout_of, limits, place: as of `Links`.
-        instructions: returns an iterator over the worker's stream. Where it is not known in advance (none), each
-            message is a run of its own.
+    Where the stream is not known in advance, each message is a run of its own.
     """
 
     # Over gloo the receiver has one more buffer, which is posted ahead. Here the sender has it. Otherwise its
     # computation would wait for a receive that may come after an evaluation, which in turn waits for that computation.
     _rounds_more = 1
 
-    def __init__(
-        self,
-        groups: LinkGroups,
-        layout_of: LayoutOf,
-        limits: SendLimits,
-        place: Place,
-        instructions: Callable[[], Segments],
-    ) -> None:
-        super().__init__(groups, layout_of, limits, place)
-        rank = dist.get_rank()
-        self._runs = (run for segment in instructions() for run in _runs(groups.copied(segment, rank), rank))
+    def _follow(self, stream: Segments) -> None:
+        groups, rank = self._groups, self._rank
+        self._runs = (run for segment in stream for run in _runs(groups.copied(segment, rank), rank))
         self._run: deque[Message] = deque()  # what is left of the present one
         self._waiting: list[tuple[Route, Outgoing]] = []  # its sends so far
         self._posted: deque[Posted] = deque()  # its receives
         self._early: dict[Receive, Posted] = {}  # posted before a pause
         self._spare: dict[Route, _Buffer] = {}
-        self._later = Later(place.wire)
+        self._later = Later(self._place.wire)
         self._side: torch.cuda.Stream | None = None
-        if place.wire.type == "cuda":
-            self._side = torch.cuda.Stream(place.wire)  # type: ignore[no-untyped-call]
+        if self._place.wire.type == "cuda":
+            self._side = torch.cuda.Stream(self._place.wire)  # type: ignore[no-untyped-call]
 
     def expect(self, under_way: Callable[[], Iterable[Receive]]) -> None:
         receives = [receive for receive in under_way() if receive not in self._early]
@@ -117,7 +105,8 @@ class NCCLLinks(Links):
         """Post the sends of the run, and its receives: `first` and those that follow."""
         receives = [each for each in (first, *self._run) if isinstance(each, Receive) and each not in self._early]
         prepared = [self._prepared(receive) for receive in receives]
-        # From here to the last call nothing may be allocated.
+        # From here to the last call nothing may be allocated: the allocator may wait for the whole device, and so for a
+        # send just posted, whose receiver waits for what this run has yet to post.
         for route, message in self._waiting:
             self._post_send(route, message)
         self._waiting.clear()
@@ -127,7 +116,7 @@ class NCCLLinks(Links):
     def _post_into(self, receive: Receive, buffer: _Buffer, spare: _Buffer | None) -> Posted:
         if spare is not None:
             self._spare[route_of(receive)] = spare
-        with self._beside(buffer):
+        with self._on_side_stream(buffer):
             return self._post_receive(receive, self._layout_of(receive), buffer.memory)
 
     def _prepared(self, receive: Receive) -> tuple[_Buffer, _Buffer | None]:
@@ -153,7 +142,7 @@ class NCCLLinks(Links):
         memory.record_stream(torch.cuda.current_stream(memory.device))
         return _Buffer(memory, None)
 
-    def _beside(self, buffer: _Buffer) -> AbstractContextManager[object]:
+    def _on_side_stream(self, buffer: _Buffer) -> AbstractContextManager[object]:
         """Return a context in which an operation waits for the buffer, and for nothing else on this device."""
         if self._side is None:
             return nullcontext()
@@ -179,18 +168,6 @@ def _runs(segment: Iterable[Instruction], rank: int) -> Iterator[list[Message]]:
         yield run
 
 
-def connect(
-    groups: LinkGroups,
-    layout_of: LayoutOf,
-    limits: SendLimits,
-    place: Place,
-    instructions: Callable[[], Segments],
-) -> Links:
-    """Return the worker's links.
-
-    Args:
-        place: the device that messages are made on, and the device that computes with their values.
-        instructions: returns a new iterator over the worker's stream by segments, as far as it is known.
-    """
-    kind = GlooLinks if place.backend == GLOO else NCCLLinks
-    return kind(groups, layout_of, limits, place, instructions)
+def links_over(place: Place) -> type[Links]:
+    """Return the links for the backend that sends from `place`: what a posted receive is there decides."""
+    return GlooLinks if place.backend == GLOO else NCCLLinks

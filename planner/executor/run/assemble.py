@@ -16,7 +16,7 @@ from planner.executor.checkpoint.stage_parts import Restorable
 from planner.executor.communication.control import control_group
 from planner.executor.communication.links import Segments, SendLimits
 from planner.executor.communication.messages import Layouts
-from planner.executor.communication.nccl_links import connect
+from planner.executor.communication.nccl_links import links_over
 from planner.executor.communication.routes import LinkGroups
 from planner.executor.run.context import PipelineContext
 from planner.executor.run.replica import StageReplica
@@ -81,7 +81,8 @@ def make_worker(
     codec = CODECS[context.plan.cluster.compress]
     layouts = Layouts(context.transfers, shared, context.data.size, with_scale=context.job.scales_loss, codec=codec)
     in_flight = max(shape.in_flight(stage) for shape in context.shapes for stage in range(len(context.plan.stages)))
-    links = connect(groups.links, layouts.of, SendLimits(in_flight, context.shape.lag), context.place, instructions)
+    limits = SendLimits(in_flight, context.shape.lag)
+    links = links_over(context.place)(groups.links, layouts.layout, limits, context.place, instructions())
     stages = {number: StageReplica(stage, context, groups.replicas.get(number)) for number, stage in held.items()}
     stop_on_nan = context.job.run_options.stop_on_nan
     return PipelineWorker(

@@ -27,7 +27,7 @@ from torch import Tensor
 from planner.executor.communication.control import gather_bytes
 from planner.executor.communication.links import SendLimits
 from planner.executor.communication.messages import Layouts
-from planner.executor.communication.nccl_links import connect
+from planner.executor.communication.nccl_links import links_over
 from planner.executor.communication.routes import LinkGroups
 from planner.executor.run.context import PipelineContext
 from planner.executor.run.data import EvaluationBatches, EvaluationData
@@ -157,13 +157,9 @@ class Evaluator:
         Yields, for each forward: its unit, its batch if the stage reads one, its results, and all values that its stage
         has received or made.
         """
-        links = connect(
-            self._groups,
-            self._layouts.of,
-            SendLimits(2 * group_size(self._shape)),
-            self._context.place,
-            lambda: [evaluation_stream(self._shape, self._context.rank, self._data.batches)],
-        )
+        place, limits = self._context.place, SendLimits(2 * group_size(self._shape))
+        stream = [evaluation_stream(self._shape, self._context.rank, self._data.batches)]
+        links = links_over(place)(self._groups, self._layouts.layout, limits, place, stream)
         known: dict[tuple[int, Unit], dict[str, Tensor]] = {}
         for instruction in evaluation_stream(self._shape, self._context.rank, self._data.batches):
             assert isinstance(instruction, (ReceiveActivation, Forward, SendActivation))

@@ -225,7 +225,7 @@ class World:
         return _Buffer(torch.empty(size_bytes, dtype=torch.uint8), computed)
 
     @contextmanager
-    def _beside(self, buffer: Any) -> Iterator[None]:
+    def _on_side_stream(self, buffer: Any) -> Iterator[None]:
         self._own.free = buffer.free
         yield
         self._own.free = None
@@ -248,7 +248,7 @@ class World:
             # Where a GPU's event and side stream let a receive begin before what was computed since.
             patch.object(NCCLLinks, "_allocated", lambda _, size: self._buffer(size, fresh=False)),
             patch.object(NCCLLinks, "_fresh", lambda _, size: self._buffer(size, fresh=True)),
-            patch.object(NCCLLinks, "_beside", lambda _, buffer: self._beside(buffer)),
+            patch.object(NCCLLinks, "_on_side_stream", lambda _, buffer: self._on_side_stream(buffer)),
             # What is read by event makes the host wait nowhere, unless all is asked for.
             patch.object(Later, "read", lambda _, value, reader: self._unseen(reader, value)),
             patch.object(Later, "flush", lambda _: self.note(HostWait())),
