@@ -141,7 +141,7 @@ def test_without_stashing_weights_change_under_a_forward_in_flight() -> None:
     versions = OneVersion([weight])
     before = weight.data_ptr()
     versions.stash("unit")
-    with versions.at("unit"):
+    with versions.stashed("unit"):
         result = weight**2
     versions.update(lambda: weight.data.mul_(3))
     with versions.restored("unit"):

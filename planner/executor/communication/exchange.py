@@ -17,8 +17,6 @@ from torch import Tensor
 
 from planner.workers.groups import GLOO
 
-_Work = dist.Work | None  # of an asynchronous operation: never None, which PyTorch's annotations do not know
-
 
 class Exchange(ABC):
     """Exchanges rows among the members of `group`.
@@ -31,17 +29,12 @@ class Exchange(ABC):
         self.own = dist.get_rank(group)  # this member's row
         self.members = dist.get_world_size(group)
 
-    @classmethod
-    def over(cls, group: dist.ProcessGroup) -> Exchange:
-        """Return the exchange that suits the group's backend."""
-        return (_Direct if dist.get_backend(group) == GLOO else _Collective)(group)
-
     @abstractmethod
     def places(self) -> Sequence[int]:
         """Return, by owner, where its row lies in a tensor of `members` rows."""
 
     @abstractmethod
-    def sum(self, rows: Tensor) -> Summing:
+    def reduce_scatter(self, rows: Tensor) -> ReduceScatter:
         """Begin to add up all members' rows, each at its owner, which has the sum in place of its own row.
 
         Args:
@@ -49,7 +42,7 @@ class Exchange(ABC):
         """
 
     @abstractmethod
-    def hand_on(self, rows: Tensor) -> Callable[[], object]:
+    def all_gather(self, rows: Tensor) -> Callable[[], object]:
         """Begin to give every member all owners' rows, and return what waits for it.
 
         Args:
@@ -57,16 +50,24 @@ class Exchange(ABC):
         """
 
 
-class Summing(ABC):
+def exchange_over(group: dist.ProcessGroup) -> Exchange:
+    """Return the exchange that suits the group's backend."""
+    return (_Direct if dist.get_backend(group) == GLOO else _Collective)(group)
+
+
+class ReduceScatter:
     """A sum of rows under way."""
 
-    @abstractmethod
-    def done(self) -> bool:
-        """Return whether `wait` would return at once."""
+    def __init__(self, work: dist.Work) -> None:
+        self._work = work
 
-    @abstractmethod
+    def done(self) -> bool:
+        """Return whether `wait` would return at once and free memory."""
+        return False  # NCCL sums in place: nothing is freed by asking
+
     def wait(self) -> None:
         """Wait for the sum; on a GPU the stream waits, and the host does not."""
+        self._work.wait()
 
 
 class _Collective(Exchange):
@@ -75,31 +76,14 @@ class _Collective(Exchange):
     def places(self) -> Sequence[int]:
         return range(self.members)
 
-    def sum(self, rows: Tensor) -> Summing:
-        return _Posted(_named("reduce_scatter_single", "reduce_scatter_tensor")(*self._parts(rows), **self._how))
+    def reduce_scatter(self, rows: Tensor) -> ReduceScatter:
+        post = _named("reduce_scatter_single", "reduce_scatter_tensor")
+        return ReduceScatter(post(rows[self.own], rows.view(-1), group=self.group, async_op=True))
 
-    def hand_on(self, rows: Tensor) -> Callable[[], object]:
-        work = _named("all_gather_single", "all_gather_into_tensor")(*reversed(self._parts(rows)), **self._how)
+    def all_gather(self, rows: Tensor) -> Callable[[], object]:
+        post = _named("all_gather_single", "all_gather_into_tensor")
+        work = post(rows.view(-1), rows[self.own], group=self.group, async_op=True)
         return lambda: work.wait()
-
-    @property
-    def _how(self) -> dict[str, Any]:
-        return {"group": self.group, "async_op": True}
-
-    def _parts(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the own row and all rows, flat."""
-        return rows[self.own], rows.view(-1)
-
-
-class _Posted(Summing):
-    def __init__(self, work: dist.Work) -> None:
-        self._work = work
-
-    def done(self) -> bool:
-        return False  # nothing is freed by asking
-
-    def wait(self) -> None:
-        self._work.wait()
 
 
 class _Direct(Exchange):
@@ -113,7 +97,7 @@ class _Direct(Exchange):
         last = self.members - 1
         return [last if owner == self.own else owner - (owner > self.own) for owner in range(self.members)]
 
-    def sum(self, rows: Tensor) -> Summing:
+    def reduce_scatter(self, rows: Tensor) -> ReduceScatter:
         elements = rows.shape[1]
         sizes = [0 if member == self.own else elements for member in range(self.members)]
         received = torch.empty_like(rows[:-1])
@@ -121,8 +105,8 @@ class _Direct(Exchange):
         assert work is not None
         return _DirectSum(work, received, rows[-1], self.own)
 
-    def hand_on(self, rows: Tensor) -> Callable[[], object]:
-        works: list[_Work] = []
+    def all_gather(self, rows: Tensor) -> Callable[[], object]:
+        works: list[dist.Work | None] = []  # PyTorch's annotations do not know that these are never None
         for owner, place in enumerate(self.places()):
             if owner != self.own:
                 peer = dist.get_global_rank(self.group, owner)
@@ -131,11 +115,11 @@ class _Direct(Exchange):
         return lambda: [work.wait() for work in works if work is not None]
 
 
-class _DirectSum(Summing):
+class _DirectSum(ReduceScatter):
     """Adds up in the order of the members, so that a sum does not depend on which of them has it."""
 
     def __init__(self, work: dist.Work, received: Tensor, own: Tensor, index: int) -> None:
-        self._work = work
+        super().__init__(work)
         self._received: Tensor | None = received
         self._own = own
         self._index = index

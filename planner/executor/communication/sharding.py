@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from planner.errors import ModelFileError
-from planner.executor.communication.exchange import Exchange, Summing
+from planner.executor.communication.exchange import Exchange, ReduceScatter, exchange_over
 from planner.executor.communication.gradients import Bucket, chunks, whole_buckets
 
 # Slices begin at multiples of so many elements. PyTorch computes the last few elements of a tensor one by one on a CPU,
@@ -39,7 +39,12 @@ class Piece(NamedTuple):
     owner: int
     start: int  # of the parameter's elements
     stop: int
-    at: int  # place of the first one in the owner's row
+    row_start: int  # place of the first one in the owner's row
+
+    @property
+    def in_row(self) -> slice:
+        """Where its elements are in the owner's row."""
+        return slice(self.row_start, self.row_start + self.stop - self.start)
 
 
 def divide(sizes: Sequence[int], replicas: int, whole: Collection[int] = ()) -> tuple[list[Piece], int]:
@@ -89,7 +94,7 @@ class Shard:
     stepped: nn.Parameter = field(init=False)  # what the optimizer steps, wherever the parameter's `data` is
 
     def __post_init__(self) -> None:
-        self.stepped = nn.Parameter(self.of(self.parameter.data))
+        self.stepped = nn.Parameter(self.cut_from(self.parameter.data))
 
     @property
     def order(self) -> tuple[int, ...]:
@@ -97,7 +102,7 @@ class Shard:
         strides = self.parameter.stride()
         return tuple(sorted(range(len(strides)), key=lambda dimension: -strides[dimension]))
 
-    def of(self, whole: Tensor) -> Tensor:
+    def cut_from(self, whole: Tensor) -> Tensor:
         """Return this part of a tensor of the parameter's shape."""
         return self.laid_out(elements(whole, self.parameter)[self.start : self.stop])
 
@@ -119,7 +124,7 @@ def divided(state: Mapping[str, Any], shard: Shard) -> dict[str, Any]:
         return found
     for key, value in state.items():
         if isinstance(value, Tensor) and value.shape == shard.parameter.shape:
-            found[key] = shard.of(value).clone()
+            found[key] = shard.cut_from(value).clone()
         elif isinstance(value, Tensor) and value.numel() != 1:
             raise ModelFileError(
                 f"the optimizer keeps for a parameter of shape {tuple(shard.parameter.shape)} a tensor '{key}' of "
@@ -127,11 +132,6 @@ def divided(state: Mapping[str, Any], shard: Shard) -> dict[str, Any]:
                 hint="solve again with `shard_optimizer=never`",
             )
     return found
-
-
-# Where parameters stay whole, rows are as long as the longest. A bucket takes more parameters until all rows together
-# are no longer than this many times its elements: what is beyond is sent for nothing.
-LONGEST = 1.25
 
 
 class DividedBucket(Bucket):
@@ -158,14 +158,10 @@ class DividedBucket(Bucket):
         }
         self._shape = replicas, self._elements + len(parameters)
         self._wire = wire
-        self._exchange: Exchange | None = None
+        self.exchange: Exchange  # with the other replicas; set when they have connected
         self._rows: Tensor | None = None  # from the first gradients to the end of the update
-        self._summing: Summing | None = None
+        self._summing: ReduceScatter | None = None
         self._missing: set[int] = set()  # parameters without a gradient here
-
-    def connect(self, exchange: Exchange) -> None:
-        """Exchange with the other replicas by `exchange`."""
-        self._exchange = exchange
 
     def post(self, group: dist.ProcessGroup) -> None:
         # Gaps and missing gradients must be numbers like others.
@@ -183,8 +179,7 @@ class DividedBucket(Bucket):
             self._rows[:, self._elements + index] = 0
         for parameter in self.parameters:
             parameter.grad = None
-        assert self._exchange is not None
-        self._summing = self._exchange.sum(self._rows)
+        self._summing = self.exchange.reduce_scatter(self._rows)
 
     def poll(self) -> None:
         if self._summing is not None and self._summing.done():
@@ -192,47 +187,43 @@ class DividedBucket(Bucket):
 
     def finish(self, divisor: int) -> None:
         assert self._summing is not None
+        assert self._rows is not None
         self._summing.wait()
         self._summing = None
-        values, had = self._row()[: self._elements], self._row()[self._elements :]
+        own = self._rows[self.exchange.places()[self.exchange.own]]
+        values, had = own[: self._elements], own[self._elements :]
         if divisor > 1:
             values.div_(divisor)
         # Others may have had one. Only then is it read, because that waits for the sums on a GPU.
         kept = had.tolist() if self._missing else []
         for piece, shard in self.shards.items():
             if piece.parameter not in self._missing or kept[piece.parameter]:
-                part = values[piece.at : piece.at + piece.stop - piece.start]
+                part = values[piece.in_row]
                 shard.stepped.grad = shard.laid_out(part.to(shard.stepped.device))
 
-    def hand_on(self) -> Callable[[], object]:
-        """Begin to give all replicas this one's new weights; its shards' gradients are lost."""
-        assert self._exchange is not None
+    def post_weights(self) -> Callable[[], object]:
+        """Begin to give all replicas this one's new weights, and return what waits for theirs.
+
+        The shards' gradients are lost: the rows that had them take the weights.
+        """
         if self._rows is None:  # the gradients were summed elsewhere
             self._rows = torch.empty(self._shape, dtype=self.parameters[0].dtype, device=self._wire)
         stepped = [shard.stepped.data for shard in self.shards.values()]
         _copy(self._views(self.shards), [elements(weights, weights) for weights in stepped])
-        return self._exchange.hand_on(self._rows)
+        return self.exchange.all_gather(self._rows)
 
-    def take(self) -> None:
+    def store_weights(self) -> None:
         """Put the others' new weights, which have come, into the parameters."""
         pieces = [piece for piece in self.pieces if piece not in self.shards]
         weights = {index: elements(parameter.data, parameter) for index, parameter in enumerate(self.parameters)}
         _copy([weights[piece.parameter][piece.start : piece.stop] for piece in pieces], self._views(pieces))
         self._rows = None
 
-    def _row(self) -> Tensor:
-        """Return this replica's own row."""
-        assert self._rows is not None
-        assert self._exchange is not None
-        return self._rows[self._exchange.places()[self._exchange.own]]
-
     def _views(self, pieces: Collection[Piece]) -> list[Tensor]:
         """Return the places of `pieces` in the rows."""
         assert self._rows is not None
-        assert self._exchange is not None
-        places = self._exchange.places()
-        rows = self._rows
-        return [rows[places[piece.owner], piece.at : piece.at + piece.stop - piece.start] for piece in pieces]
+        rows, places = self._rows, self.exchange.places()
+        return [rows[places[piece.owner], piece.in_row] for piece in pieces]
 
 
 class Sharding:
@@ -304,9 +295,9 @@ class Sharding:
     def connect(self, group: dist.ProcessGroup) -> None:
         """Exchange with the other replicas over `group`."""
         self._group = group
-        exchange = Exchange.over(group)
+        exchange = exchange_over(group)
         for bucket in self._divided:
-            bucket.connect(exchange)
+            bucket.exchange = exchange
 
     def sum(self, value: Tensor) -> Tensor:
         """Return the sum of all replicas' `value`, a number."""
@@ -320,19 +311,19 @@ class Sharding:
         """Give shards their part of gradients that are whole: those of shared weights, after they were added up."""
         for shard in self.shards.values():
             if shard.parameter.grad is not None:
-                shard.stepped.grad, shard.parameter.grad = shard.of(shard.parameter.grad), None
+                shard.stepped.grad, shard.parameter.grad = shard.cut_from(shard.parameter.grad), None
 
     def update(self, step: Callable[[], object]) -> None:
         """Run `step` on the shards where the parameters are now, then exchange the weights; gradients are lost."""
         for shard in self.shards.values():
-            shard.stepped.data = shard.of(shard.parameter.data)
+            shard.stepped.data = shard.cut_from(shard.parameter.data)
         step()
         self.note("waiting for its replicas' weights", True)
         # One after the other: the next bucket is on its way while this one is copied.
-        under_way = [(bucket, bucket.hand_on()) for bucket in self._divided]
+        under_way = [(bucket, bucket.post_weights()) for bucket in self._divided]
         for bucket, wait in under_way:
             wait()
-            bucket.take()
+            bucket.store_weights()
         self.note("finishing its update", False)
 
 
@@ -341,6 +332,11 @@ def _divided(
 ) -> tuple[list[Piece], int]:
     indices = [index for index, parameter in enumerate(parameters) if parameter in whole]
     return divide([parameter.numel() for parameter in parameters], replicas, indices)
+
+
+# Where parameters stay whole, rows are as long as the longest. A bucket takes more parameters until all rows together
+# are no longer than this many times its elements: what is beyond is sent for nothing.
+LONGEST = 1.25
 
 
 def _filled(

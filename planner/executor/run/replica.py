@@ -85,7 +85,7 @@ class StageReplica:
         # Updates of a stage without trained parameters make no versions.
         self.versions.stash(unit, version if self.optimizer.parameters else None)
         self.module.set_random_key(self._seed, unit.minibatch, unit.microbatch)
-        with self.versions.at(unit):
+        with self.versions.stashed(unit):
             record.outputs = self.module(batch, record.received)
         record.loss = record.outputs.pop(LOSS, None)
         # Once an output is sent, only its place in the graph is needed: its memory is freed, unless a layer saved it.

@@ -64,7 +64,7 @@ class WeightVersions:
         self._versions[number].users += 1
         self._used[unit] = number
 
-    def at(self, unit: object) -> AbstractContextManager[None]:
+    def stashed(self, unit: object) -> AbstractContextManager[None]:
         """Let the parameters hold the version stashed for `unit`, while its forward or backward runs."""
         return _Pointed(self, self._used[unit])
 

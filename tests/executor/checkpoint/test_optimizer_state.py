@@ -131,7 +131,7 @@ def test_parts_become_whole_and_other_parts(name: str, replicas: int) -> None:
                 if value.dim() == 0:
                     assert torch.equal(value, of_whole)
                 else:
-                    assert torch.equal(value, sharding.shards[mine].of(of_whole)), key
+                    assert torch.equal(value, sharding.shards[mine].cut_from(of_whole)), key
     # And on from the whole one, and from the parts, to as many parts as there were not.
     for source in ([take_state(joined, whole)], [take_state(o, first, 1.0, s) for o, s in parts]):
         again = convolutions(torch.contiguous_format)
@@ -142,7 +142,7 @@ def test_parts_become_whole_and_other_parts(name: str, replicas: int) -> None:
                     shard = sharding.shards[mine]
                     for key, value in optimizer.state[shard.stepped].items():
                         of_whole = joined.state[one][key]
-                        assert torch.equal(value, of_whole if value.dim() == 0 else shard.of(of_whole)), key
+                        assert torch.equal(value, of_whole if value.dim() == 0 else shard.cut_from(of_whole)), key
 
 
 def test_a_missing_part_is_refused() -> None:

@@ -35,7 +35,7 @@ def test_every_element_has_one_owner_and_rows_are_equal(replicas: int) -> None:
             assert [number for piece in own for number in range(piece.start, piece.stop)] == list(range(size))
             assert all(piece.start % ALIGNMENT == 0 for piece in own)
         for owner in range(replicas):
-            taken = [n for p in pieces if p.owner == owner for n in range(p.at, p.at + p.stop - p.start)]
+            taken = [n for p in pieces if p.owner == owner for n in range(p.in_row.start, p.in_row.stop)]
             assert len(taken) == len(set(taken))
             assert max(taken, default=-1) < row
         assert row * replicas <= sum(sizes) + ALIGNMENT * (len(sizes) + replicas)
@@ -106,7 +106,7 @@ def test_slices_step_as_they_would_inside_their_parameters(kind: Any, shapes: li
         for parameter, copy in zip(whole, copies, strict=True):
             if copy in sharding.shards:
                 shard = sharding.shards[copy]
-                assert torch.equal(shard.of(parameter.data), shard.stepped.data)
+                assert torch.equal(shard.cut_from(parameter.data), shard.stepped.data)
 
 
 @pytest.mark.parametrize("replicas", [2, 3])
@@ -136,7 +136,7 @@ def test_matrices_that_an_optimizer_must_see_whole_have_one_owner(replicas: int)
     for sharding, module in zip(shardings, modules[1:], strict=True):
         for index, (one, other) in enumerate(zip(modules[0].parameters(), module.parameters(), strict=True)):
             if shard := sharding.shards.get(other):
-                torch.testing.assert_close(shard.stepped.data, shard.of(one.data), rtol=1e-5, atol=1e-6)
+                torch.testing.assert_close(shard.stepped.data, shard.cut_from(one.data), rtol=1e-5, atol=1e-6)
                 steps[index] += shard.stop - shard.start
     assert steps == [parameter.numel() for parameter in modules[0].parameters()]
     owned = [sum(shard.stop - shard.start for shard in sharding.shards.values()) for sharding in shardings]

@@ -104,7 +104,7 @@ def test_a_forward_may_use_the_version_before_the_newest_and_two_are_enough() ->
     history = [layer.weight.detach().clone()]
     for minibatch in range(6):
         versions.stash(minibatch, max(0, minibatch - 1))
-        with versions.at(minibatch):
+        with versions.stashed(minibatch):
             assert torch.equal(layer.weight, history[max(0, minibatch - 1)])
             loss = layer(torch.ones(1, 3)).square().sum()
         assert torch.equal(layer.weight, history[-1]), "the newest weights are back after the forward"

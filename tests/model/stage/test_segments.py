@@ -64,7 +64,7 @@ def _train(stage: StageModule, batches: Sequence[Batch]) -> list[Tensor]:
         if number < len(batches):
             versions.stash(number)
             stage.set_random_key(7, number, 0)
-            with versions.at(number):
+            with versions.stashed(number):
                 loss = stage(batch, {})["loss"]
             losses.append(loss.detach().clone())
             in_flight.append((number, loss))
