@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import compress, product
 
-from planner.cost.candidate import Candidate, Groups, RecomputeRule, StageOptions, whole_stage
+from planner.cost.candidate import Candidate, Groups, StageOptions, whole_stage
 from planner.cost.recomputation import units_of
+from planner.options.solving import RecomputeRule
 from planner.solver.problem.problem import Problem
 
 Times = tuple[float, float]  # a stage's parts of the sum over the stages, and of the maximum

@@ -53,8 +53,6 @@ if TYPE_CHECKING:
     from planner.simulator.summary import Summary as Summary
     from planner.simulator.summary import summarize as summarize
     from planner.solver import solve as solve
-    from planner.workers.job import CheckpointOptions as CheckpointOptions
-    from planner.workers.job import TrainingOptions as TrainingOptions
 
     load_profile = read_profile
 
@@ -74,8 +72,8 @@ _HOMES = {
     "export_weights": "planner.executor.checkpoint.trained_weights",
     "load_weights": "planner.executor.checkpoint.trained_weights",
     "pipeline": "planner.executor.run.pipeline",
-    "CheckpointOptions": "planner.workers.job",
-    "TrainingOptions": "planner.workers.job",
+    "CheckpointOptions": "planner.options.training",
+    "TrainingOptions": "planner.options.training",
     "export": "planner.exports",
     "Cluster": "planner.formats.cluster",
     "flat_cluster": "planner.formats.cluster",

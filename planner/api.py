@@ -15,10 +15,11 @@ from planner.executor.run.stages import check_divided
 from planner.executor.run.synchronous_start import check_synchronous_start
 from planner.executor.worker import launch
 from planner.formats.files import check_writable
-from planner.formats.names import Backend, DeviceType
 from planner.formats.plan import Plan
 from planner.formats.profile import MemoryFormat, Profile
 from planner.model.spec import TrainingSpec, load_model_file
+from planner.options.option import keywords_of
+from planner.options.training import CheckpointOptions, RunOptions, TrainArguments, TrainingOptions
 from planner.plan.shape import check_accumulate, synchronous_part
 from planner.profiler import BATCH_SIZE, REPEATS, SECONDS
 from planner.profiler.estimated.calibrate import load_calibration
@@ -27,7 +28,7 @@ from planner.profiler.estimated.estimate import EstimateOptions, estimate_profil
 from planner.profiler.measured.profiling import ProfilingOptions, profile_model
 from planner.profiler.step.timing import ProgressCallback
 from planner.simulator.simulate_plan import simulated_s
-from planner.workers.job import BaselineName, CheckpointOptions, Job, RunOptions, TrainingOptions, TrainResult
+from planner.workers.job import Job, TrainResult
 
 
 def profile(
@@ -147,64 +148,18 @@ def estimate(
     return estimate_profile(spec, batch_size, options)
 
 
-def train(
-    model: str | Path,
-    plan: Plan,
-    *,
-    steps: int | None = None,
-    epochs: int | None = None,
-    seed: int | None = None,
-    device: DeviceType | None = None,
-    backend: Backend | None = None,
-    options: TrainingOptions | None = None,
-    checkpoints: CheckpointOptions | None = None,
-    baseline: BaselineName | None = None,
-    save_weights: str | Path | None = None,
-    defer_weights: bool | None = None,
-    show_progress: bool = False,
-    run_options: RunOptions | None = None,
-) -> TrainResult:
+@keywords_of(TrainArguments)
+def train(model: str | Path, plan: Plan, arguments: TrainArguments) -> TrainResult:
     """Train in worker processes on this host, as `plan` says.
 
     Args:
         model: the model file that the plan was made for.
         plan: from `solve` or `load_plan`.
-        steps: minibatches.
-        epochs: passes over dataset(); without steps and epochs one pass, or 100 minibatches without a dataset.
-        seed: of weights, data order and dropout; None for that of the checkpoint to continue from, or 0.
-        device: "cpu" or "cuda"; None for the kind that the plan was made for.
-        backend: of messages: "nccl", with a GPU for each worker, or "gloo"; None for what suits the device.
-        options: how to train, beside what the plan and the model file say.
-        checkpoints: which to write, and which to continue from.
-        baseline: "data-parallel" trains the unsplit model with DistributedDataParallel on as many workers instead;
-            if the plan divides minibatches, they share each one and reduce its gradients once.
-        save_weights: file for the trained weights, by original name.
-        defer_weights: let each worker make only its own stages' weights; None does so where the host has no room for a
-            whole model per worker. The weights are the same.
-        show_progress: whether the workers show a progress line on stderr.
-        run_options: how to watch the run: when to end or restart it, and what to record.
 
     Raises:
         PlannerError: for anything wrong with the model, the plan or the workers; no worker is left running.
     """
-    # Name by name, so that the type checker compares the two signatures.
-    job = make_job(
-        model,
-        plan,
-        steps=steps,
-        epochs=epochs,
-        seed=seed,
-        device=device,
-        backend=backend,
-        options=options,
-        checkpoints=checkpoints,
-        baseline=baseline,
-        save_weights=save_weights,
-        defer_weights=defer_weights,
-        show_progress=show_progress,
-        run_options=run_options,
-    )
-    return run_job(job)
+    return run_job(make_job(model, plan, arguments))
 
 
 def run_job(job: Job, on_restart: Callable[[str], None] | None = None) -> TrainResult:
@@ -239,33 +194,16 @@ def _used_kinds(plan: Plan) -> str:
     return f"solve for those that it uses: `kinds={','.join(f'{name}={count}' for name, count in counts if count)}`"
 
 
-def make_job(
-    model: str | Path,
-    plan: Plan,
-    *,
-    steps: int | None = None,
-    epochs: int | None = None,
-    seed: int | None = None,
-    device: DeviceType | None = None,
-    backend: Backend | None = None,
-    options: TrainingOptions | None = None,
-    checkpoints: CheckpointOptions | None = None,
-    baseline: BaselineName | None = None,
-    save_weights: str | Path | None = None,
-    defer_weights: bool | None = None,
-    show_progress: bool = False,
-    run_options: RunOptions | None = None,
-) -> Job:
+def make_job(model: str | Path, plan: Plan, arguments: TrainArguments) -> Job:
     """Check the arguments of `train`, and return its job.
 
     Raises:
         InputError: for arguments that contradict each other or train nothing.
         PlanError: for a plan that the executor cannot run.
     """
-    options = options or TrainingOptions()
-    checkpoints = checkpoints or CheckpointOptions()
-    run_options = run_options or RunOptions()
-    for name, value in (("steps", steps), ("epochs", epochs)):
+    options, baseline = arguments.options or TrainingOptions(), arguments.baseline
+    checkpoints, run_options = arguments.checkpoints or CheckpointOptions(), arguments.run_options or RunOptions()
+    for name, value in (("steps", arguments.steps), ("epochs", arguments.epochs)):
         if value is not None and value < 1:
             raise InputError(f"`{name}={value}` trains nothing", hint=f"give `{name}` 1 or more")
     only_for_plans = {
@@ -273,8 +211,8 @@ def make_job(
         "synchronous_start": options.synchronous_start > 0,
         "deferred_batch_norm": options.deferred_batch_norm,
         "evaluate_every": options.evaluate_every is not None,
-        "save_weights": save_weights is not None,
-        "defer_weights": defer_weights is not None,
+        "save_weights": arguments.save_weights is not None,
+        "defer_weights": arguments.defer_weights is not None,
     }
     refused = [name for name, given in only_for_plans.items() if given]
     if baseline is None:
@@ -291,21 +229,14 @@ def make_job(
         raise InputError(
             f"`max_restarts={run_options.max_restarts}` has no checkpoint to restart from", hint="add `every=N`"
         )
+    path = arguments.save_weights
+    made = {"options": options, "checkpoints": checkpoints, "run_options": run_options}
+    made |= {"save_weights": None if path is None else str(path)}
+    made |= {"seed": seed_of_run(checkpoints, plan, arguments.seed, baseline)}
     job = Job(
+        **vars(arguments) | made,
         model=str(model),
         plan=plan,
-        steps=steps,
-        epochs=epochs,
-        seed=seed_of_run(checkpoints, plan, seed, baseline),
-        device=device,
-        backend=backend,
-        options=options,
-        checkpoints=checkpoints,
-        baseline=baseline,
-        save_weights=None if save_weights is None else str(save_weights),
-        defer_weights=defer_weights,
-        show_progress=show_progress,
-        run_options=run_options,
         predicted_samples_per_s=_predicted_samples_per_s(plan, options.accumulate),
         predicted_start_samples_per_s=_predicted_start_samples_per_s(plan, options.synchronous_start),
     )

@@ -23,13 +23,13 @@ from planner.cost.setting import Setting
 from planner.formats.cluster import flat_cluster
 from planner.formats.plan import Plan
 from planner.formats.profile import Profile
+from planner.options.training import TrainingOptions
 from planner.schedule.registry import find
 from planner.solver.assemble import GIVEN, assemble
 from planner.solver.evaluate.evaluation import priced
 from planner.solver.other_schedules import synced
 from planner.solver.problem.problem import Problem
 from planner.solver.reference.baselines import equal_layers
-from planner.workers.job import TrainingOptions
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results.json"

@@ -31,9 +31,10 @@ from planner.api import estimate
 from planner.formats.cluster import Cluster, flat_cluster
 from planner.formats.plan import Plan
 from planner.formats.profile import Profile
+from planner.options.training import TrainingOptions
 from planner.schedule.registry import find
 from planner.units import parse_bandwidth
-from planner.workers.job import Job, TrainingOptions
+from planner.workers.job import Job
 
 HERE = Path(__file__).parent
 RESULTS, TABLE = HERE / "links.jsonl", HERE / "links.md"

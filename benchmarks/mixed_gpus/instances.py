@@ -10,7 +10,7 @@ from benchmarks.drawn_chain import chain, layer
 from planner.formats.cluster import Cluster, DeviceKind, Level
 from planner.formats.device_kinds import profile_of_kinds
 from planner.formats.profile import Profile
-from planner.solver.problem.stage_rules import StageRules
+from planner.options.solving import StageRules
 
 NAMES = ("one", "two", "three")
 MICROBATCHES = {"1f1b": (1,), "2bw": (4, 6, 8), "1f1b-flush": (3, 4, 8), "gpipe": (3, 4, 8)}

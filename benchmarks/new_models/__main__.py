@@ -24,10 +24,10 @@ from planner.formats.files import write_text
 from planner.formats.plan import Plan
 from planner.formats.profile import Profile
 from planner.model.spec import TrainingSpec, load_model_file
+from planner.options.training import CheckpointOptions, RunOptions
 from planner.schedule.registry import find
 from planner.selftest.lab import even_plan
 from planner.selftest.reference import Reference
-from planner.workers.job import CheckpointOptions, RunOptions
 
 HERE = Path(__file__).parent
 PACKAGES = ("transformers", "timm", "diffusers", "peft")

@@ -27,10 +27,10 @@ from planner.formats.importers import read_profile
 from planner.formats.plan import Plan
 from planner.formats.plan_parts import config_of, short_config
 from planner.formats.profile import Profile
+from planner.options.solving import StageRules
 from planner.schedule.double_buffered import TWO_BW
 from planner.solver import solve
 from planner.solver.problem.problem import Problem
-from planner.solver.problem.stage_rules import StageRules
 
 HEADERS = ["graph", "memory", "GPUs", "Piper's s", "ours", "memory", "plan", "Piper took s", "we took CPU s"]
 OWN_HEADERS = [*HEADERS[:5], "Piper's, by our cost", "ours, by our cost", "memory, by Piper's", *HEADERS[6:]]

@@ -15,10 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.piper.formulas import PiperStage, costs_of
-from planner.cost.candidate import RecomputeRule
 from planner.cost.layer_costs import LayerCosts
 from planner.cost.recomputation import MOST_CHOICES, Choices, Recomputation
 from planner.cost.work import Floats, Integers
+from planner.options.solving import RecomputeRule
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import stages_along
 from planner.solver.problem.states import FRONTS

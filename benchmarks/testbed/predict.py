@@ -13,12 +13,13 @@ from planner.cost.tensor import layer_costs_on
 from planner.formats.cluster import Cluster
 from planner.formats.plan import Plan
 from planner.formats.profile import Profile
+from planner.options.solving import DepthRule
 from planner.schedule.registry import find
 from planner.simulator.simulate_plan import simulated_s
 from planner.solver.assemble import GIVEN, assemble
 from planner.solver.evaluate.evaluation import evaluate
 from planner.solver.problem.budget import Budget
-from planner.solver.problem.problem import DepthRule, Problem
+from planner.solver.problem.problem import Problem
 from planner.solver.reference.baselines import equal_time
 
 __all__ = ["balanced_stages", "data_parallel_s", "given_plan", "in_proportion", "simulated_s"]

@@ -14,9 +14,10 @@ from planner.formats.cluster import flat_cluster
 from planner.formats.importers import read_profile
 from planner.formats.plan import Plan
 from planner.formats.timeline import Timeline
+from planner.options.training import RunOptions
 from planner.report.trace import load_run
 from planner.units import parse_bandwidth
-from planner.workers.job import Job, RunOptions
+from planner.workers.job import Job
 
 DEVICES = 4
 

@@ -7,14 +7,15 @@ from dataclasses import replace
 from planner.analysis.choose import Choice
 from planner.analysis.compare import OWN, Comparison
 from planner.analysis.given_plan import options_of
-from planner.analysis.solve_options import SolveOptions
 from planner.analysis.usual_ways import Way, usual_ways
 from planner.cost.tensor import layer_costs_on
 from planner.errors import PlannerError
 from planner.formats.plan import Plan
 from planner.formats.plan_parts import OtherWay
 from planner.formats.profile import Profile
+from planner.options.solving import SolveOptions
 from planner.schedule.flush import FLUSH
+from planner.solver.find_plan import find_plan
 from planner.solver.problem.budget import Budget, Patience
 
 SYNCHRONOUS = "best synchronous plan"
@@ -52,16 +53,14 @@ def with_synchronous(profile: Profile, plan: Plan, options: SolveOptions, patien
     Args:
         profile: that the plan was made from.
         plan: from `options`.
-        options: of the search.
+        options: of the search for it.
         patience: of the search for the other plan, which takes no longer than that for the plan or `LEAST_S`.
     """
     if not plan.schedule.asynchronous:
         return plan
-    rules = replace(options.rules, max_staleness=None)
-    allowed = patience.at_most(max(LEAST_S, plan.solver.seconds))
-    drained = replace(options, schedule=FLUSH, microbatches=None, rules=rules, patience=allowed)
+    drained = replace(options, schedule=FLUSH, microbatches=None, max_staleness=None)
     try:
-        found = drained.solve(profile, plan.cluster)
+        found = find_plan(profile, plan.cluster, drained, patience.at_most(max(LEAST_S, plan.solver.seconds)))
     except PlannerError as error:
         return plan.noting(f"there is no synchronous plan to compare it with: {error.message}")
     return plan.model_copy(update={"synchronous": described_plan(SYNCHRONOUS, found)})

@@ -10,15 +10,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from planner.analysis.solve_options import SolveOptions
 from planner.errors import InfeasibleError, InputError, PlannerError
 from planner.formats.cluster import Cluster
 from planner.formats.plan import Plan
 from planner.formats.profile import Profile
+from planner.options.solving import SolveOptions
 from planner.schedule.flush import FLUSH
 from planner.schedule.instructions import MICROBATCHES_PER_GPU
 from planner.schedule.registry import SCHEDULES
 from planner.schedule.schedule import Schedule
+from planner.solver.find_plan import find_plan
+from planner.solver.problem.budget import Patience
 
 COMPARED: tuple[Schedule, ...] = tuple(schedule for schedule in SCHEDULES if schedule.pipelined)
 
@@ -92,15 +94,17 @@ def choose(
     cluster: Cluster,
     options: SolveOptions | None = None,
     schedules: Sequence[Schedule] = COMPARED,
+    patience: Patience | None = None,
 ) -> Choice:
     """Find the plan with most samples per second over all schedules and profiles.
 
     Args:
         profiles: of one model, at different microbatch sizes.
         cluster: devices, memory and links.
-        options: of all searches, which take their time together. Their `microbatches` are those of the smallest
-            profile; larger microbatches make the same minibatch. What cannot make their `minibatch` is no candidate.
+        options: of all searches. Their `microbatches` are those of the smallest profile; larger microbatches make the
+            same minibatch. What cannot make their `minibatch` is no candidate.
         schedules: what to compare.
+        patience: how long all searches may take together, in place of the options' time limit.
 
     Raises:
         InfeasibleError: if nothing fits the memory.
@@ -108,16 +112,17 @@ def choose(
     """
     _check_alike(profiles)
     asked = options or SolveOptions()
+    patience = patience or Patience.of(asked.time_limit_s, asked.progress)
     found = list[Option]()
     for profile in sorted(profiles, key=lambda each: each.microbatch_size or 0):
         many = _microbatches(profile, profiles, cluster, asked.microbatches) if asked.minibatch is None else None
         for schedule in schedules:
             count = many if schedule.divides else None
-            part = asked.within(1 / (len(profiles) * len(schedules) - len(found)))
-            own = replace(part, schedule=schedule, microbatches=count)
+            part = patience.part(1 / (len(profiles) * len(schedules) - len(found)))
+            own = replace(asked, schedule=schedule, microbatches=count)
             try:
                 count = own.microbatches_on(cluster, profile)
-                found.append(Option(schedule, profile, count, own.solve(profile, cluster), None))
+                found.append(Option(schedule, profile, count, find_plan(profile, cluster, own, part), None))
             except (InfeasibleError, InputError) as error:
                 found.append(Option(schedule, profile, count or 1, None, error))
     eligible = [option for option in found if option.plan is not None]

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from planner.analysis.given_plan import GivenPlan
-from planner.analysis.solve_options import SolveOptions, fastest
+from planner.analysis.given_plan import GivenPlan, fastest, problem_of
 from planner.analysis.usual_ways import DATA_PARALLEL, Way, usual_ways
 from planner.cost.candidate import Candidate
 from planner.cost.layer_costs import LayerCosts
@@ -16,10 +15,12 @@ from planner.formats.files import Record
 from planner.formats.plan import Plan
 from planner.formats.plan_parts import ScheduleField
 from planner.formats.profile import Profile
+from planner.options.solving import SolveOptions
 from planner.schedule.gpipe import GPIPE
 from planner.schedule.instructions import MICROBATCHES_PER_GPU
 from planner.schedule.schedule import Schedule
 from planner.solver.evaluate.evaluation import evaluate
+from planner.solver.find_plan import find_plan
 from planner.solver.problem.budget import Budget, Patience
 from planner.solver.problem.result import Evaluation
 from planner.solver.reference import baselines
@@ -77,7 +78,8 @@ def compare(
         cluster: solved for, if there is no plan.
         plan: made from this profile; it brings its cluster and schedule.
         options: how to solve; by default as `solve` does.
-        patience: how long pricing beside a given plan may take. When the time is over, the cost model prices the rest.
+        patience: how long all of it may take, in place of the options' time limit. When the time is over, the cost
+            model prices the rest.
 
     Raises:
         PlanError: if the plan was made from another profile.
@@ -86,7 +88,8 @@ def compare(
     if plan is None:
         assert cluster is not None, "either a plan or a cluster"
         options = options or SolveOptions()
-        given = GivenPlan.of(profile, options.within(SOLVING).solve(profile, cluster), options)
+        patience = patience or Patience.of(options.time_limit_s, options.progress)
+        given = GivenPlan.of(profile, find_plan(profile, cluster, options, patience.part(SOLVING)), options, patience)
     else:
         given = GivenPlan.of(profile, plan, patience=patience)
     ways = _ways(given)
@@ -103,9 +106,9 @@ def _ways(given: GivenPlan) -> list[Way]:
     """List the chosen plan, then what people use, then other pipelines made by hand."""
     layer_costs, plan, cluster = given.layer_costs, given.plan, given.plan.cluster
     options = replace(given.options, schedule=plan.schedule.unchunked)  # the baselines have no chunks
-    problem = options.problem(layer_costs, cluster)
+    deadline = given.patience.deadline
+    problem = problem_of(options, layer_costs, cluster, Budget.unlimited(deadline))
     equal_time = baselines.equal_time(layer_costs, cluster.gpus)
-    deadline = options.patience.deadline
     straight = fastest(problem, [*baselines.straight(layer_costs, cluster, deadline.earlier(STRAIGHT)), equal_time])
     assert straight is not None  # there is equal_time at least
 
@@ -120,7 +123,7 @@ def _ways(given: GivenPlan) -> list[Way]:
     if plan.schedule is not GPIPE and not plan.schedule.chunked:
         microbatches = MICROBATCHES_PER_GPU * cluster.gpus
         drained = replace(options, schedule=GPIPE, microbatches=microbatches, minibatch=None, cost_model="resource")
-        gpipe = drained.problem(layer_costs, cluster)
+        gpipe = problem_of(drained, layer_costs, cluster, Budget.unlimited(deadline))
         ways.append(Way(SAME_CUT, gpipe, evaluate(gpipe, given.stages)))
     return ways
 

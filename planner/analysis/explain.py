@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from planner.analysis.bandwidths import at_bandwidth
 from planner.analysis.compare import STRAIGHT
-from planner.analysis.given_plan import GivenPlan
-from planner.analysis.solve_options import SolveOptions, fastest
+from planner.analysis.given_plan import GivenPlan, fastest
+from planner.analysis.sweep import at_bandwidth
 from planner.cost.candidate import Candidate
 from planner.cost.setting import Setting
 from planner.errors import InfeasibleError
@@ -17,7 +16,9 @@ from planner.formats.names import CODECS
 from planner.formats.plan import Plan
 from planner.formats.plan_parts import Bottleneck, SolverReport, config_of
 from planner.formats.profile import Profile
+from planner.options.solving import SolveOptions
 from planner.solver.candidates.kinds import counts_to_try, proposals
+from planner.solver.find_plan import find_plan
 from planner.solver.problem.budget import Budget, Patience
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.states import Chain
@@ -113,7 +114,7 @@ def explain(
         next_best=_next_best(given.within(LOOKING)),
         what_if=_what_if(given),
         solver=plan.solver,
-        out_of_time=given.options.patience.deadline.passed,
+        out_of_time=given.patience.deadline.passed,
     )
 
 
@@ -212,10 +213,10 @@ def _others(given: GivenPlan) -> list[Sequence[Candidate]]:
     found: list[Sequence[Candidate]] = [
         baselines.data_parallel(layer_costs, count) for count in counts_to_try(cluster.gpus)
     ]
-    deadline = given.options.patience.deadline.earlier(STRAIGHT)
+    deadline = given.patience.deadline.earlier(STRAIGHT)
     found += [*baselines.straight(layer_costs, cluster, deadline), baselines.equal_time(layer_costs, cluster.gpus)]
     # Proposals are those of 1f1b, whose search is the quickest; each is evaluated under the plan's own schedule.
-    budget = Budget(given.options.patience.deadline)
+    budget = Budget(given.patience.deadline)
     found += proposals(Problem(layer_costs, Setting(cluster), given.options.rules, budget=budget), Chain(layer_costs))
     return list(dict.fromkeys(tuple(stages) for stages in found))
 
@@ -257,7 +258,7 @@ def _one_more(cluster: Cluster) -> Iterator[tuple[str, Cluster]]:
 
 def _resolved(given: GivenPlan, what: str, cluster: Cluster) -> Alternative:
     try:
-        plan = given.options.solve(given.layer_costs.profile, cluster)
+        plan = find_plan(given.layer_costs.profile, cluster, given.options, given.patience)
     except InfeasibleError:
         return Alternative(what=what, config=None, seconds_per_minibatch=None, gain=None)
     config, seconds = plan.config, plan.predicted.seconds_per_minibatch

@@ -6,12 +6,14 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from planner.analysis.beside import with_baselines
-from planner.analysis.solve_options import SolveOptions
 from planner.errors import InputError, PlannerError
 from planner.formats.cluster import Cluster
 from planner.formats.files import Record
 from planner.formats.plan import Plan
 from planner.formats.profile import Profile
+from planner.options.solving import SolveOptions
+from planner.solver.find_plan import find_plan
+from planner.solver.problem.budget import Patience
 
 SOLVING = 0.6  # share of the time for the cluster that was asked about; other numbers of GPUs share the rest
 MOST_TIMES = 16  # as many GPUs as asked are tried where the model does not fit
@@ -37,28 +39,36 @@ class Fit(Record):
     others: tuple[FitRow, ...]
 
 
-def fit(profile: Profile, gpus: int, cluster_of: Callable[[int], Cluster], options: SolveOptions) -> Fit:
+def fit(
+    profile: Profile,
+    gpus: int,
+    cluster_of: Callable[[int], Cluster],
+    options: SolveOptions,
+    patience: Patience | None = None,
+) -> Fit:
     """Find the fastest plan for a number of GPUs and for others, each with the same minibatch.
 
     Args:
         profile: costs per layer.
         gpus: that were asked about.
         cluster_of: returns the cluster with a number of GPUs.
-        options: how to solve; their time limit is for all answers together.
+        options: how to solve.
+        patience: how long all answers may take together, in place of the options' time limit.
 
     Raises:
         InputError: as `solve`.
     """
+    patience = patience or Patience.of(options.time_limit_s, options.progress)
     options = replace(options, microbatches=options.microbatches_on(cluster_of(gpus), profile), minibatch=None)
 
     def row(count: int, share: float) -> FitRow:
         try:
-            plan = options.within(share).solve(profile, cluster_of(count))
+            plan = find_plan(profile, cluster_of(count), options, patience.part(share))
         except InputError:
             raise
         except PlannerError as error:  # none fits, or there was too little time
             return FitRow(gpus=count, plan=None, why_not=error.message)
-        return FitRow(gpus=count, plan=with_baselines(profile, plan, options.patience))
+        return FitRow(gpus=count, plan=with_baselines(profile, plan, patience))
 
     asked = row(gpus, SOLVING)
     others = list[FitRow]()

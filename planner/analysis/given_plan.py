@@ -1,11 +1,10 @@
-"""Price a given plan: the plan's stages and schedule in the terms of the cost model and the solver."""
+"""Price a given plan, and alternatives to it: its stages and schedule in the terms of the cost model and the solver."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 
-from planner.analysis.solve_options import SolveOptions, check_workers
 from planner.cost.candidate import Candidate, StageOptions
 from planner.cost.kinds import with_kinds
 from planner.cost.layer_costs import LayerCosts
@@ -13,16 +12,66 @@ from planner.cost.network.placement import Busy
 from planner.cost.overheads import Price
 from planner.cost.pricing import busy_resources
 from planner.cost.tensor import layer_costs_on
-from planner.errors import PlanError
+from planner.errors import InputError, PlanError
 from planner.formats.cluster import Cluster
 from planner.formats.plan import Plan
 from planner.formats.profile import Profile
+from planner.options.solving import SolveOptions
 from planner.plan.rank_groups import of_groups
-from planner.solver.evaluate.evaluation import evaluate
-from planner.solver.problem.budget import Patience
+from planner.solver.assemble import GIVEN, complete
+from planner.solver.evaluate.evaluation import evaluate, priced
+from planner.solver.find_plan import setting_of
+from planner.solver.problem.budget import Budget, Patience
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import Evaluation
-from planner.solver.problem.stage_rules import StageRules
+
+
+def problem_of(
+    options: SolveOptions, layer_costs: LayerCosts, cluster: Cluster, budget: Budget | None = None
+) -> Problem:
+    """Return the problem of pricing plans on this cluster, each of which takes what it takes without a `budget`."""
+    setting = setting_of(options, layer_costs.profile, cluster)
+    return Problem(layer_costs, setting, options.rules, options.depth, budget=budget or Budget.unlimited())
+
+
+def priced_plan(
+    options: SolveOptions,
+    layer_costs: LayerCosts,
+    cluster: Cluster,
+    stages: Sequence[Candidate],
+    patience: Patience | None = None,
+) -> Plan:
+    """Return the plan of these stages, priced and simulated, whether or not they fit the memory."""
+    budget = Budget.unlimited((patience or Patience()).deadline)
+    # A plan that does not fit has a price, too.
+    problem = problem_of(options, layer_costs, cluster.with_memory(lambda _: None), budget)
+    return complete(problem, evaluate(problem, stages), GIVEN).model_copy(update={"cluster": cluster})
+
+
+def check_workers(needed: int, cluster: Cluster) -> None:
+    """Check that the cluster has the GPUs that stages need.
+
+    Raises:
+        InputError: naming both numbers.
+    """
+    if needed > cluster.gpus:
+        raise InputError(
+            f"the stages need {needed} GPUs, and the cluster has {cluster.gpus}", hint=f"give `gpus={needed}` or more"
+        )
+
+
+def fastest(problem: Problem, plans: Iterable[Sequence[Candidate]], *, must_fit: bool = False) -> Evaluation | None:
+    """Return the fastest of several lists of stages; None if none fits."""
+    best: Evaluation | None = None
+    for candidate in sorted((priced(problem, stages) for stages in plans), key=lambda candidate: candidate.seconds):
+        if best is not None and candidate.seconds >= best.seconds:
+            break  # simulating can only add waiting time
+        evaluation = evaluate(problem, candidate.stages)
+        if must_fit and not evaluation.fits(problem.cluster):
+            continue
+        if best is None or evaluation.saves(best, 0.0):
+            best = evaluation
+    return best
 
 
 @dataclass(frozen=True)
@@ -34,12 +83,14 @@ class GivenPlan:
         plan: from `solve` or `load_plan`.
         options: under which it and its alternatives are priced.
         stages: of the plan, by the positions of their layers.
+        patience: of everything that is solved or simulated, together.
     """
 
     layer_costs: LayerCosts
     plan: Plan
     options: SolveOptions
     stages: tuple[Candidate, ...]
+    patience: Patience = field(default_factory=Patience)
 
     @classmethod
     def of(
@@ -73,9 +124,11 @@ class GivenPlan:
             how = StageOptions(stage.replicas, stage.sharded, tuple(groups), tensor=stage.tensor)
             stages.append(Candidate(before, layers, how, () if as_usual else own.ranks))
             before |= layers
-        recorded = options_of(plan).problem(layer_costs, plan.cluster)
+        recorded = problem_of(options_of(plan), layer_costs, plan.cluster)
         placed = with_kinds(layer_costs, stages, recorded.setting)
-        return cls(layer_costs, plan, options or options_of(plan, patience), placed)
+        options = options or options_of(plan)
+        patience = patience or Patience.of(options.time_limit_s, options.progress)
+        return cls(layer_costs, plan, options, placed, patience)
 
     @property
     def seconds(self) -> float:
@@ -89,7 +142,7 @@ class GivenPlan:
 
     def within(self, share: float) -> GivenPlan:
         """Return the same, with this share of the time that is left for what is solved."""
-        return replace(self, options=self.options.within(share))
+        return replace(self, patience=self.patience.part(share))
 
     def price(self) -> Price:
         """Price the plan, with the time and the memory that it states: it may have been solved for other depths."""
@@ -102,12 +155,12 @@ class GivenPlan:
     @property
     def problem(self) -> Problem:
         """The problem of pricing the plan and its alternatives."""
-        return self.options.problem(self.layer_costs, self.plan.cluster)
+        return self._problem_on(self.layer_costs, self.plan.cluster)
 
     @property
     def _as_recorded(self) -> Problem:
         """The problem that the plan itself records."""
-        return options_of(self.plan).problem(self.layer_costs, self.plan.cluster)
+        return problem_of(options_of(self.plan), self.layer_costs, self.plan.cluster)
 
     def evaluate(self, stages: Sequence[Candidate], cluster: Cluster | None = None) -> Evaluation:
         """Evaluate other stages under the same options, on the plan's cluster or on another one.
@@ -116,7 +169,7 @@ class GivenPlan:
         """
         if cluster is None:
             return evaluate(self.problem, stages)
-        return evaluate(self.options.problem(layer_costs_on(self.layer_costs.profile, cluster), cluster), stages)
+        return evaluate(self._problem_on(layer_costs_on(self.layer_costs.profile, cluster), cluster), stages)
 
     def on(self, cluster: Cluster) -> Plan:
         """Return the plan's stages on another cluster, priced and simulated there, whether or not they fit its memory.
@@ -125,7 +178,11 @@ class GivenPlan:
             InputError: if the cluster has fewer GPUs than the plan.
         """
         check_workers(self.plan.workers, cluster)
-        return self.options.price(layer_costs_on(self.layer_costs.profile, cluster), cluster, self.stages)
+        layer_costs = layer_costs_on(self.layer_costs.profile, cluster)
+        return priced_plan(self.options, layer_costs, cluster, self.stages, self.patience)
+
+    def _problem_on(self, layer_costs: LayerCosts, cluster: Cluster) -> Problem:
+        return problem_of(self.options, layer_costs, cluster, Budget.unlimited(self.patience.deadline))
 
     def busy_resources(self) -> Sequence[Busy]:
         """Compute the busy seconds per minibatch of each stage's resources."""
@@ -133,14 +190,13 @@ class GivenPlan:
         return busy_resources(within.layer_costs, groups, within.setting)
 
 
-def options_of(plan: Plan, patience: Patience | None = None) -> SolveOptions:
+def options_of(plan: Plan) -> SolveOptions:
     """Return the options that `plan` was solved with, as far as it records them."""
     return SolveOptions(
-        patience=patience or Patience(),
         cost_model=plan.solver.cost_model,
         schedule=plan.schedule,
         microbatches=plan.microbatches,
         depth=plan.solver.depth,
-        rules=StageRules(tensor=tuple(sorted({1, *plan.degrees}))),
+        tensor=sorted({1, *plan.degrees}),
         chunks=plan.chunks,
     )

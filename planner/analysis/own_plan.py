@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import accumulate, pairwise
 
-from planner.analysis.solve_options import SolveOptions, check_workers
+from planner.analysis.given_plan import check_workers, priced_plan
 from planner.cost.candidate import Candidate, Groups, StageOptions, whole_stage
 from planner.cost.layer_costs import LayerCosts
 from planner.cost.recomputation import units_of
@@ -20,6 +20,7 @@ from planner.formats.device_kinds import cluster_for
 from planner.formats.own_plan import OwnPlan, OwnStage
 from planner.formats.plan import Plan
 from planner.formats.profile import Profile
+from planner.options.solving import SolveOptions
 from planner.plan.blocks import blocks_of
 from planner.plan.shape import check_versions
 from planner.schedule.schedule import gpus_after
@@ -48,11 +49,11 @@ def price(profile: Profile, cluster: Cluster, own: OwnPlan) -> Plan:
     layer_costs = layer_costs_on(profile, cluster)
     options = SolveOptions(schedule=own.schedule, microbatches=own.microbatches, depth="published", chunks=own.chunks)
     _check_workers(own, options.chunks_per_gpu, cluster)
-    microbatches, replicas = options.problem(layer_costs, cluster).microbatches, [each.replicas for each in own.stages]
+    microbatches, replicas = options.microbatches_on(cluster, profile), [each.replicas for each in own.stages]
     if not own.schedule.chunked:  # whose depths are those of whole workers
         depths = map(partial(own.schedule.in_flight, microbatches=microbatches), replicas, gpus_after(replicas))
         check_versions(own.schedule, microbatches, replicas, list(depths))
-    return options.price(layer_costs, cluster, _candidates(layer_costs, own.stages))
+    return priced_plan(options, layer_costs, cluster, _candidates(layer_costs, own.stages))
 
 
 def equal_stages(profile: Profile, count: int) -> list[OwnStage]:

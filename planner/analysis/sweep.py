@@ -1,24 +1,66 @@
-"""Sweep one quantity of the cluster: how the plan changes with it, and where."""
+"""Sweep one quantity of the cluster: how the plan changes with it, and where.
+
+Sweep the bandwidth around that of a plan's cluster.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal
 
 from planner.analysis.beside import with_baselines
-from planner.analysis.given_plan import GivenPlan
+from planner.analysis.given_plan import GivenPlan, options_of
 from planner.analysis.own_plan import missing_memory
-from planner.analysis.solve_options import SolveOptions
 from planner.analysis.usual_ways import DATA_PARALLEL, ONE_GPU
 from planner.errors import InfeasibleError, InputError
-from planner.formats.cluster import Cluster
+from planner.formats.cluster import Cluster, Level
 from planner.formats.files import Record
 from planner.formats.plan import Plan
 from planner.formats.plan_parts import Bottleneck
 from planner.formats.profile import Profile
+from planner.options.solving import SolveOptions
+from planner.solver.find_plan import find_plan
 from planner.solver.problem.budget import Patience
+
+
+def bandwidth_sweep(
+    profile: Profile, plan: Plan, points: int, factor: float, patience: Patience | None = None
+) -> Sweep:
+    """Solve for bandwidths from a `factor`-th of the plan's to `factor` times as much.
+
+    Only the outermost level that joins more than one member changes.
+
+    Args:
+        profile: the plan's profile.
+        plan: with its cluster and schedule.
+        points: number of bandwidths.
+        factor: above 1.
+        patience: how long all searches for plans may take together.
+
+    Raises:
+        InputError: for a number of points that makes no sense.
+    """
+    levels = plan.cluster.levels
+    outermost = max((n for n, level in enumerate(levels) if level.size > 1), default=0)
+    now = levels[outermost].bandwidth_bytes_per_s
+
+    def at(bandwidth_bytes_per_s: float) -> Cluster:
+        changed = at_bandwidth(levels[outermost], bandwidth_bytes_per_s)
+        return plan.cluster.model_copy(update={"levels": (*levels[:outermost], changed, *levels[outermost + 1 :])})
+
+    values = spread(now / factor, now * factor, points, whole=False)
+    return sweep(profile, "bandwidth", values, at, options=options_of(plan), patience=patience)
+
+
+def at_bandwidth(level: Level, bandwidth_bytes_per_s: float) -> Level:
+    """Return the level with another bandwidth; those measured of all-reduces keep their ratios to it."""
+    factor = bandwidth_bytes_per_s / level.bandwidth_bytes_per_s
+    names = ("all_reduce_bandwidth_bytes_per_s", "sum_bandwidth_bytes_per_s")
+    scaled = {name: rate * factor for name in names if (rate := getattr(level, name)) is not None}
+    return level.model_copy(update={"bandwidth_bytes_per_s": bandwidth_bytes_per_s, **scaled})
+
 
 Quantity = Literal["bandwidth", "gpus", "memory"]
 ClusterAt = Callable[[float], Cluster]
@@ -83,6 +125,7 @@ def sweep(
     cluster_at: ClusterAt,
     *,
     options: SolveOptions | None = None,
+    patience: Patience | None = None,
 ) -> Sweep:
     """Solve for each value in ascending order, and bisect between adjacent values whose configs differ.
 
@@ -93,7 +136,9 @@ def sweep(
         quantity: what the values are: bytes/s, a number of GPUs, or bytes of memory per GPU.
         values: see `spread`.
         cluster_at: returns the cluster with a value.
-        options: how to solve; by default as `solve` does. When the time is over, changes are told less precisely.
+        options: how to solve; by default as `solve` does.
+        patience: how long all searches may take together, in place of the options' time limit. When the time is over,
+            changes are told less precisely.
 
     Raises:
         InputError: as `solve`.
@@ -101,9 +146,10 @@ def sweep(
             an answer, not an error.
     """
     options, places = options or SolveOptions(), sorted(set(values))
-    left_s = options.patience.deadline.left_s
+    patience = patience or Patience.of(options.time_limit_s, options.progress)
+    left_s = patience.deadline.left_s
     # All have the same time, so that no config changes because one had more; half of it is for these values.
-    points_of = _Points(profile, cluster_at, options, None if left_s is None else left_s / (2 * len(places)))
+    points_of = _Points(profile, cluster_at, options, patience, None if left_s is None else left_s / (2 * len(places)))
     for value in places:
         answer = points_of.solve(value)
     if isinstance(answer, InfeasibleError) and not any(isinstance(each, Plan) for each in points_of.solved.values()):
@@ -156,6 +202,7 @@ class _Points:
     profile: Profile
     cluster_at: ClusterAt
     options: SolveOptions
+    patience: Patience
     each_s: float | None  # for each value; None without a limit
     solved: dict[float, Plan | InfeasibleError] = field(default_factory=dict)
     last: dict[str, Plan] = field(default_factory=dict)
@@ -163,14 +210,14 @@ class _Points:
     @property
     def time_left(self) -> bool:
         """Whether there is time for one more value."""
-        return self.each_s is None or (self.options.patience.deadline.left_s or 0.0) > self.each_s
+        return self.each_s is None or (self.patience.deadline.left_s or 0.0) > self.each_s
 
     def solve(self, value: float) -> Plan | InfeasibleError:
         """Return the fastest plan for a value, or why there is none."""
         if value not in self.solved:
-            options = replace(self.options, patience=self.options.patience.at_most(self.each_s))
+            patience = self.patience.at_most(self.each_s)
             try:
-                self.solved[value] = options.solve(self.profile, self.cluster_at(value))
+                self.solved[value] = find_plan(self.profile, self.cluster_at(value), self.options, patience)
             except InfeasibleError as error:
                 self.solved[value] = error
         return self.solved[value]
@@ -189,7 +236,7 @@ class _Points:
         """Return the earlier plan on the cluster of the best one, or that one if it is worth a change."""
         if before.workers > best.cluster.gpus:
             return best
-        kept = GivenPlan.of(self.profile, before, self.options).on(best.cluster)
+        kept = GivenPlan.of(self.profile, before, self.options, self.patience).on(best.cluster)
         like = kept.predicted.by == best.predicted.by
         slower = kept.predicted.seconds_per_minibatch > best.predicted.seconds_per_minibatch * (1 + WORTH)
         return best if slower or not like or missing_memory(kept) else kept

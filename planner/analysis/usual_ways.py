@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from planner.analysis.solve_options import SolveOptions
+from planner.analysis.given_plan import problem_of
 from planner.cost.candidate import Candidate
 from planner.cost.kinds import everything_on, fastest_rank
 from planner.cost.layer_costs import LayerCosts
 from planner.formats.cluster import Cluster
+from planner.options.solving import SolveOptions
 from planner.schedule.flush import FLUSH
 from planner.solver.evaluate.evaluation import evaluate
 from planner.solver.problem.budget import Budget
@@ -57,8 +58,8 @@ def usual_ways(options: SolveOptions, layer_costs: LayerCosts, cluster: Cluster,
         cluster: with the GPUs; where they differ, data parallelism on those of each kind is one more way.
         budget: ends simulations at its deadline, and the cost model prices what is left.
     """
-    gpus, schedule, fastest = cluster.gpus, options.schedule.unchunked, fastest_rank(layer_costs, cluster)
-    problem = replace(replace(options, schedule=schedule).problem(layer_costs, cluster), budget=budget)
+    gpus, schedule, fastest = cluster.gpus, options.order.unchunked, fastest_rank(layer_costs, cluster)
+    problem = problem_of(replace(options, schedule=schedule), layer_costs, cluster, budget)
     alone = Way(ONE_GPU, problem, evaluate(problem, [everything_on(layer_costs, cluster, [fastest])]))
     if schedule.divides:
         # With fewer microbatches than GPUs some of the replicas would idle.
@@ -80,7 +81,7 @@ def usual_ways(options: SolveOptions, layer_costs: LayerCosts, cluster: Cluster,
         yield _way("ZeRO-3, FSDP", problem, [replicated], partial(sharded_data_parallel, zero=3))
     many = options.microbatches if schedule.divides else None
     drained = replace(options, schedule=FLUSH, microbatches=many, depth="published", cost_model="resource")
-    flushed = replace(drained.problem(layer_costs, cluster), budget=budget)
+    flushed = problem_of(drained, layer_costs, cluster, budget)
     for count in BLOCK_STAGES:
         stages = baselines.equal_blocks(layer_costs, count)
         if gpus % count == 0 and len(stages) == count:

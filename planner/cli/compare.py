@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from planner.cli.arguments.question import add_question_arguments, patience_of, plan_of
-from planner.cli.arguments.verb import Verbs, declare
+from planner.cli.arguments import Verbs, add_question_arguments, declare, patience_of, plan_of
 from planner.cli.output import print_answer
 
 DESCRIPTION = """\

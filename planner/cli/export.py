@@ -6,7 +6,7 @@ import argparse
 import json
 from pathlib import Path
 
-from planner.cli.arguments.verb import Verbs, add_plan_argument, declare
+from planner.cli.arguments import Verbs, add_plan_argument, declare
 from planner.cli.output import STDOUT, print_complaint, print_written
 
 DESCRIPTION = """\

@@ -6,7 +6,7 @@ import argparse
 import json
 from pathlib import Path
 
-from planner.cli.arguments.verb import Verbs, declare
+from planner.cli.arguments import Verbs, declare
 
 DESCRIPTION = """\
 Write the weights in a checkpoint to one safetensors file, under their names in the unsplit model, which loads them:

@@ -6,24 +6,32 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from planner.cli.arguments.cluster import add_compress_argument, each
-from planner.cli.arguments.numbers import at_least
-from planner.cli.arguments.question import add_minibatch_argument, options_of, patience_of
-from planner.cli.arguments.rules import add_rule_arguments
-from planner.cli.arguments.time_limit import add_time_limit_argument
-from planner.cli.arguments.verb import PLAN, PROFILE, Verbs, declare
+from planner.cli.arguments import (
+    PLAN,
+    PROFILE,
+    UNCHUNKED,
+    Verbs,
+    add_options,
+    add_rule_arguments,
+    declare,
+    options_of,
+    patience_of,
+)
+from planner.cli.cluster import add_compress_argument, each
 from planner.cli.output import print_answer, print_progress
 from planner.errors import ClusterError, InfeasibleError
 from planner.formats.link_names import BETWEEN_SERVERS, link_bandwidth, usual_link
+from planner.options.numbers import at_least
+from planner.options.solving import SolveOptions
 from planner.profiler.estimated.devices import DEVICES
 from planner.schedule.flush import FLUSH
-from planner.schedule.registry import SCHEDULES
 from planner.units import parse_bytes
 
 if TYPE_CHECKING:
     from planner.formats.cluster import Cluster
     from planner.formats.profile import Profile
 
+USUAL = f"{FLUSH}, whose gradients are never late"
 GPU, PER_SERVER = "a100-80gb", 8
 TOKENS, SAMPLES = 2048, 16  # of a microbatch: tokens where samples have many, else samples
 DESCRIPTION = """\
@@ -77,18 +85,12 @@ def add_parser(verbs: Verbs) -> None:
         metavar="N",
         help=f"samples of a microbatch (default: as many as have {TOKENS} tokens, or {SAMPLES})",
     )
-    add_minibatch_argument(parser)
+    add_options(parser, SolveOptions, "minibatch")
     parser.add_argument(
         "--dtype", default="bfloat16", help="of products, under autocast; weights are float32 (default: %(default)s)"
     )
-    parser.add_argument(
-        "--schedule",
-        choices=[schedule.name for schedule in SCHEDULES if not schedule.chunked],
-        default=FLUSH.name,
-        help="as for `plan solve` (default: %(default)s, whose gradients are never late)",
-    )
+    add_options(parser, SolveOptions, "schedule", choices=UNCHUNKED, default=FLUSH.name, told=USUAL)
     add_rule_arguments(parser)
-    add_time_limit_argument(parser)
     parser.add_argument(
         "-o",
         "--output",
@@ -124,7 +126,7 @@ def run(args: argparse.Namespace) -> int:
         def cluster_of(gpus: int) -> Cluster:
             return _cluster(args, profile, gpus, per_server).model_copy(update={"compress": args.compress or "none"})
 
-        answer = fit(profile, args.gpus, cluster_of, options_of(args, patience))
+        answer = fit(profile, args.gpus, cluster_of, options_of(args), patience)
     print_answer(answer, args.json, fit_report)
     if answer.asked.plan is None:
         return InfeasibleError.exit_code

@@ -4,30 +4,43 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Iterable
+
+from planner.errors import InputError
+from planner.options.option import flag_of, options_in
+from planner.options.solving import SolveOptions
+from planner.options.training import CheckpointOptions, RunOptions, TrainArguments, TrainingOptions
 
 _ARGUMENT = re.compile(r"`([a-z][a-z0-9_]*)(?:=([^`]*))?`")
 _PLAIN_NUMBER = re.compile(r"[0-9][0-9_.]*(e[+-]?[0-9]+)?")
-# Names in the Python API that differ from the flag's, and the unit that the flag wants after a plain number.
+# Flags that belong to no record of options: what a verb reads, writes and shows, and the cluster.
+_OWN = """
+    against bandwidth batch_size by calibrate cluster colocate compile compress constraints cuda_graph device_file dtype
+    estimate forbid_cut_after format fused given gpu gpus json kinds latency layer_by_layer length links master_weights
+    memory memory_format minibatches no_overlap only output own_links pin pin_gpu plan plot points processes profile
+    profiles repeats replicas seconds sequence_parallel servers skip stages threads to top topology verify workers
+"""
+# Names of Python parameters that differ from the flag's, and the unit that the flag wants after a plain number.
 _OTHER_NAMES = {
     "bandwidth_bytes_per_s": ("--bandwidth", "B/s"),
     "compiled": ("--compile", ""),
-    "every": ("--checkpoint-every", ""),
-    "folder": ("--checkpoint-folder", ""),
     "gpu_of": ("--pin-gpu", ""),
     "latency_s": ("--latency", "s"),
+    "measured": ("--run", ""),
     "memory_bytes": ("--memory", "B"),
     "no_cut_after": ("--forbid-cut-after", ""),
+    "place": ("--output", ""),
     "sizes": ("--topology", ""),
     "stage_of": ("--pin", ""),
     "system": ("--to", ""),
-    "time_limit_s": ("--time-limit", "s"),
     "together": ("--colocate", ""),
 }
-# Booleans of the Python API whose False is a flag.
-_NEGATIONS = {"defer_weights": "--no-defer-weights", "overlap": "--no-overlap", "shared": "--own-links"}
-# The flag of every argument of every verb. Learned, not imported: the verbs' files import this one.
-_options: dict[str, str] = {}
+_RECORDS = (SolveOptions, TrainArguments, TrainingOptions, CheckpointOptions, RunOptions)
+_OPTIONS = {each.name: option for record in _RECORDS for each, option in options_in(record)}
+FLAGS = {name: (f"--{name.replace('_', '-')}", "") for name in _OWN.split()} | _OTHER_NAMES
+FLAGS |= {name: (flag, option.unit) for name, option in _OPTIONS.items() if (flag := flag_of(name, option))}
+# What stands for False.
+NEGATIONS = {"overlap": "--no-overlap", "shared": "--own-links"}
+NEGATIONS |= {name: option.negation for name, option in _OPTIONS.items() if option.negation}
 
 
 def as_flags(text: str) -> str:
@@ -41,9 +54,9 @@ def as_flags(text: str) -> str:
 
 def _flag(argument: re.Match[str]) -> str:
     name, value = argument[1], argument[2]
-    if name in _NEGATIONS and value == "False":
-        return _NEGATIONS[name]
-    flag, unit = _OTHER_NAMES.get(name) or (_options.get(name, ""), "")
+    if name in NEGATIONS and value == "False":
+        return NEGATIONS[name]
+    flag, unit = FLAGS.get(name, ("", ""))
     if not flag:
         return argument[0]
     if value in (None, "True"):
@@ -51,11 +64,15 @@ def _flag(argument: re.Match[str]) -> str:
     return f"{flag} {value}{unit if _PLAIN_NUMBER.fullmatch(value) else ''}"
 
 
-def learn(verbs: Iterable[argparse.ArgumentParser]) -> None:
-    """Learn the flags of the verbs' arguments."""
-    for verb in verbs:
-        for action in verb._actions:
-            for option in action.option_strings:
-                if option.startswith("--"):
-                    # The first wins: --json, where it is short for --format json, comes after --format.
-                    _options.setdefault(action.dest, option)
+def given(args: argparse.Namespace, name: str) -> bool:
+    """Return whether the user gave the argument."""
+    return getattr(args, name) not in (None, False)
+
+
+def refuse(args: argparse.Namespace, chosen: str, *others: str, why: str = "") -> None:
+    """Refuse arguments that contradict the chosen one; raise InputError naming the first of them."""
+    for name in others:
+        if given(args, name):
+            raise InputError(
+                f"`{name}` has no meaning with `{chosen}`{why}", hint=f"leave out one of `{chosen}` and `{name}`"
+            )

@@ -32,7 +32,6 @@ from planner.cli import (
     sweep,
     train,
 )
-from planner.cli.flags import learn
 from planner.cli.output import print_complaint, print_failure, try_outputs
 from planner.errors import InputError, PlannerError
 
@@ -126,7 +125,6 @@ def build_parser() -> Parser:
             default=argparse.SUPPRESS,
             help="-vv shows tracebacks",
         )
-    learn(subparsers.choices.values())
     return parser
 
 

@@ -5,20 +5,27 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from planner.cli.flags import as_flags
 from planner.errors import PlannerError
+from planner.options.solving import Progress
+from planner.units import format_seconds
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
     Answer = TypeVar("Answer", bound=BaseModel)
 
-
 STDOUT = Path("-")  # in place of a file's name
+QUIET_S = 2.0  # before anything is shown
+EVERY_S = 0.5  # on a terminal, whose line is rewritten
+SELDOM_S = 10.0  # elsewhere, where every line stays
 
 
 def print_answer(answer: Answer, as_json: bool, table: Callable[[Answer], str]) -> None:
@@ -87,3 +94,45 @@ class ProgressLine:
         sys.stderr.write("\r" + " " * self._width + "\r")
         sys.stderr.flush()
         self._width = 0
+
+
+@contextmanager
+def searching() -> Iterator[Progress]:
+    """Show on stderr what the searches know that the progress is given to, from two seconds on."""
+    progress, done = Progress(), threading.Event()
+    watcher = threading.Thread(target=_watch, args=(progress, done), name="progress", daemon=True)
+    watcher.start()
+    try:
+        yield progress
+    finally:
+        done.set()
+        watcher.join()
+
+
+def _watch(progress: Progress, done: threading.Event) -> None:
+    line = ProgressLine() if sys.stderr.isatty() else None
+    wait_s = QUIET_S
+    while not done.wait(wait_s):
+        if line is None:
+            print_progress(progress_text(progress))
+        else:
+            line.show(progress_text(progress))
+        wait_s = SELDOM_S if line is None else EVERY_S
+    if line is not None:
+        line.clear()
+
+
+def progress_text(progress: Progress) -> str:
+    """Write the best plan so far, the bound, and how much time is left."""
+    from planner.formats.config import short_config
+
+    parts = []
+    if progress.config:
+        parts.append(f"best so far {short_config(progress.config)}, {format_seconds(progress.best_s)} per minibatch")
+    else:
+        parts.append("no plan so far")
+    if progress.bound_s > 0:
+        parts.append(f"no plan takes less than {format_seconds(progress.bound_s)}")
+    if progress.ends_at_s is not None:
+        parts.append(f"{max(progress.ends_at_s - time.monotonic(), 0):.0f} s left")
+    return "; ".join(parts)

@@ -6,13 +6,15 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from planner.cli.arguments.cluster import add_cluster_arguments, cluster_of
-from planner.cli.arguments.numbers import at_least, is_count
-from planner.cli.arguments.verb import PLAN, PROFILE, Verbs, declare, refuse
+from planner.cli.arguments import PLAN, PROFILE, Verbs, add_options, declare
+from planner.cli.cluster import add_cluster_arguments, cluster_of
+from planner.cli.flags import refuse
 from planner.cli.output import print_answer, print_written
 from planner.errors import InfeasibleError, InputError
-from planner.schedule.instructions import CHUNKS, MICROBATCHES_PER_GPU
-from planner.schedule.registry import DEFAULT, NAMES, find
+from planner.options.numbers import at_least, is_count
+from planner.options.solving import SolveOptions
+from planner.schedule.instructions import CHUNKS
+from planner.schedule.registry import DEFAULT, find
 
 if TYPE_CHECKING:
     from planner.formats.cluster import Cluster
@@ -69,16 +71,8 @@ def add_parser(verbs: Verbs) -> None:
         help="stages whose replicas divide the optimizer's state and its update; all: those that have two replicas or "
         "more (default: none)",
     )
-    stages.add_argument("--schedule", choices=NAMES, help=f"as for `plan solve` (default: {DEFAULT})")
-    stages.add_argument(
-        "--microbatches",
-        type=at_least(1),
-        metavar="M",
-        help=f"microbatches per minibatch, for schedules that divide it (default: {MICROBATCHES_PER_GPU} per GPU)",
-    )
-    stages.add_argument(
-        "--chunks", type=at_least(1), metavar="V", help=f"stages on each GPU, for interleaved (default: {CHUNKS})"
-    )
+    add_options(stages, SolveOptions, "schedule")
+    add_options(stages, SolveOptions, "microbatches", "chunks", type=at_least(1))
     stages.add_argument(
         "--given", type=Path, metavar="FILE", help="stages and schedule as JSON, in place of the arguments above"
     )

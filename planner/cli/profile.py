@@ -8,12 +8,12 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, get_args
 
-from planner.cli.arguments.devices import add_backend_argument
-from planner.cli.arguments.numbers import batch_sizes, degrees
-from planner.cli.arguments.verb import PROFILE, Verbs, declare, profile_path
+from planner.cli.arguments import PROFILE, Verbs, add_options, declare, profile_path
 from planner.cli.output import ProgressLine, print_answer, print_written
 from planner.errors import InputError
 from planner.formats.names import DeviceType
+from planner.options.numbers import batch_sizes, degrees
+from planner.options.training import TrainArguments
 from planner.profiler import BATCH_SIZE, REPEATS, SECONDS
 from planner.profiler.estimated.devices import DEVICES
 
@@ -120,7 +120,7 @@ def add_parser(verbs: Verbs) -> None:
         action="store_true",
         help="measure the links between the workers that torchrun started, instead of a model, and write cluster.json",
     )
-    add_backend_argument(links)
+    add_options(links, TrainArguments, "backend")
     parser.add_argument(
         "-o",
         "--output",

@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from planner.cli.arguments.devices import add_backend_argument, add_device_argument
-from planner.cli.arguments.verb import Verbs, declare
+from planner.cli.arguments import Verbs, add_options, declare
 from planner.cli.output import print_answer, print_progress
+from planner.options.training import TrainArguments
 
 if TYPE_CHECKING:
     from planner.demo.quickstart import QuickstartResult
@@ -43,8 +43,8 @@ def add_parser(verbs: Verbs) -> None:
     parser.add_argument(
         "--gpus", type=int, metavar="N", help="workers (default: the GPUs of this machine, or its cores, at most 8)"
     )
-    add_device_argument(parser, "GPUs where PyTorch sees any, else CPUs")
-    add_backend_argument(parser)
+    add_options(parser, TrainArguments, "device", told="GPUs where PyTorch sees any, else CPUs")
+    add_options(parser, TrainArguments, "backend")
     parser.add_argument(
         "--steps", type=int, default=240, metavar="N", help="train N minibatches (default: %(default)s)"
     )

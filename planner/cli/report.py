@@ -7,20 +7,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from planner.cli.arguments.question import patience_of
-from planner.cli.arguments.time_limit import add_time_limit_argument
-from planner.cli.arguments.verb import (
+from planner.cli.arguments import (
     PROFILE,
     Verbs,
-    add_accumulate_argument,
+    add_options,
     add_plan_argument,
+    add_simulation_arguments,
     declare,
-    refuse,
+    patience_of,
 )
-from planner.cli.flags import as_flags
+from planner.cli.flags import as_flags, refuse
 from planner.cli.output import print_written
 from planner.cli.sweep import POINTS
 from planner.errors import InputError, PlannerError
+from planner.options.solving import SolveOptions
 
 if TYPE_CHECKING:
     from planner.formats.plan import Plan
@@ -63,10 +63,7 @@ def add_parser(verbs: Verbs) -> None:
         metavar="FILE",
         help="a run of the plan, as a trace or a timeline, to show beside the simulation",
     )
-    parser.add_argument(
-        "--minibatches", type=int, metavar="N", help="simulate N minibatches (default: enough for a steady state)"
-    )
-    add_accumulate_argument(parser)
+    add_simulation_arguments(parser)
     parser.add_argument(
         "--points",
         type=int,
@@ -74,7 +71,7 @@ def add_parser(verbs: Verbs) -> None:
         metavar="N",
         help="solve for N bandwidths, from a tenth to ten times the plan's; 0 for none (default: %(default)s)",
     )
-    add_time_limit_argument(parser, default=TIME_LIMIT)
+    add_options(parser, SolveOptions, "time_limit_s", default=TIME_LIMIT)
     parser.add_argument(
         "--format",
         choices=FORMATS,
@@ -146,9 +143,9 @@ def _alternatives(args: argparse.Namespace, content: ReportContent, patience: Pa
     Raises:
         PlannerError: when the user named a profile, and it is not the plan's.
     """
-    from planner.analysis.bandwidths import bandwidth_sweep
     from planner.analysis.compare import compare
     from planner.analysis.explain import explain
+    from planner.analysis.sweep import bandwidth_sweep
     from planner.formats.importers import read_one_profile
 
     plan = content.plan

@@ -6,7 +6,7 @@ import argparse
 import textwrap
 from typing import TYPE_CHECKING
 
-from planner.cli.arguments.verb import Verbs, declare
+from planner.cli.arguments import Verbs, declare
 from planner.cli.output import print_answer, print_progress
 
 if TYPE_CHECKING:

@@ -6,10 +6,10 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from planner.cli.arguments.numbers import at_least
-from planner.cli.arguments.verb import PLAN, Verbs, declare
+from planner.cli.arguments import PLAN, Verbs, declare
 from planner.cli.flags import as_flags
 from planner.errors import InputError
+from planner.options.numbers import at_least
 
 if TYPE_CHECKING:
     from planner.formats.plan import Plan

@@ -7,7 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from planner.cli.arguments.verb import Verbs, add_accumulate_argument, add_plan_argument, declare, refuse
+from planner.cli.arguments import Verbs, add_plan_argument, add_simulation_arguments, declare
+from planner.cli.flags import refuse
 from planner.cli.output import print_answer, print_written
 
 if TYPE_CHECKING:
@@ -28,10 +29,7 @@ def add_parser(verbs: Verbs) -> None:
     """Declare the verb's arguments."""
     parser = declare(verbs, "simulate", "show what a plan's workers and links do over time", DESCRIPTION)
     add_plan_argument(parser)
-    parser.add_argument(
-        "--minibatches", type=int, metavar="N", help="simulate N minibatches (default: enough for a steady state)"
-    )
-    add_accumulate_argument(parser)
+    add_simulation_arguments(parser)
     parser.add_argument(
         "--trace", type=Path, metavar="FILE", help="write every event as a Chrome trace, which Perfetto opens"
     )

@@ -7,19 +7,24 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from planner.cli.arguments.cluster import add_cluster_arguments, cluster_of
-from planner.cli.arguments.constraints import add_constraint_arguments, constraints_of
-from planner.cli.arguments.numbers import batch_sizes
-from planner.cli.arguments.question import add_loss_argument, add_minibatch_argument, options_of, patience_of
-from planner.cli.arguments.rules import add_rule_arguments
-from planner.cli.arguments.time_limit import add_time_limit_argument
-from planner.cli.arguments.verb import PLAN, PROFILE, Verbs, declare, profile_path
+from planner.cli.arguments import (
+    PLAN,
+    PROFILE,
+    Verbs,
+    add_options,
+    add_rule_arguments,
+    declare,
+    patience_of,
+    profile_path,
+    read_options,
+)
+from planner.cli.cluster import add_cluster_arguments, add_constraint_arguments, cluster_of, constraints_of
 from planner.cli.flags import as_flags
 from planner.cli.output import print_answer, print_complaint, print_written
 from planner.errors import InputError, PlannerError
-from planner.formats.names import COST_MODEL_HELP, COST_MODEL_NAMES
-from planner.schedule.instructions import CHUNKS, MICROBATCHES_PER_GPU
-from planner.schedule.registry import DEFAULT, NAMES, SCHEDULES
+from planner.options.numbers import batch_sizes
+from planner.options.solving import SolveOptions
+from planner.schedule.registry import DEFAULT, NAMES
 
 if TYPE_CHECKING:
     from planner.formats.cluster import Cluster
@@ -29,6 +34,7 @@ if TYPE_CHECKING:
 
 # Shares of the time left: for the search, and then for the best synchronous plan; the rest is for what people use.
 SEARCHING, BESIDE = 0.9, 0.7
+ALL = ("auto", "all")  # in place of a schedule's name
 
 DESCRIPTION = """\
 Find the fastest plan: which layers form each stage, and how many GPUs run it. An exact search by the cost model finds
@@ -45,9 +51,13 @@ def add_parser(verbs: Verbs) -> None:
     add_cluster_arguments(parser)
     add_constraint_arguments(parser)
     _add_file_arguments(parser)
-    _add_plan_arguments(parser)
+    every = "; auto or all: compare all but naive, and take the fastest per sample"
+    add_options(parser, SolveOptions, "schedule", choices=[*NAMES, *ALL], more=every)
+    sizes = "; with several batch sizes, those of the smallest size, and the others make as large a minibatch"
+    add_options(parser, SolveOptions, "microbatches", more=sizes)
+    add_options(parser, SolveOptions, "minibatch", "chunks", "depth", "accept_divided_loss", "vertical_sync")
     add_rule_arguments(parser)
-    _add_search_arguments(parser)
+    add_options(parser, SolveOptions, "cost_model", "solver")
 
 
 def _add_file_arguments(parser: argparse.ArgumentParser) -> None:
@@ -77,65 +87,6 @@ def _add_file_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what the plan is for."""
-    parser.add_argument(
-        "--schedule",
-        choices=[*NAMES, "auto", "all"],
-        default=DEFAULT.name,
-        help="; ".join(f"{schedule}: {schedule.summary}" for schedule in SCHEDULES)
-        + "; auto or all: compare all but naive, and take the fastest per sample (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--microbatches",
-        type=int,
-        metavar="M",
-        help="microbatches per minibatch, for schedules that divide it; with several batch sizes, those of the "
-        f"smallest size, and the others make as large a minibatch (default: {MICROBATCHES_PER_GPU} per GPU)",
-    )
-    add_minibatch_argument(parser)
-    parser.add_argument(
-        "--chunks",
-        type=int,
-        default=CHUNKS,
-        metavar="V",
-        help="chunks of the model on each GPU, for interleaved (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--depth",
-        choices=["auto", "published"],
-        default="auto",
-        help="minibatches in flight under 1f1b and 2bw, and microbatches in flight under 1f1b-flush: as many as "
-        "published, or more (auto) where workers would otherwise wait for messages or for each other, as long as each "
-        "gains at least 2%% (default: %(default)s)",
-    )
-    add_loss_argument(parser)
-    parser.add_argument(
-        "--vertical-sync",
-        action="store_true",
-        help="under 1f1b, run each minibatch with one version of the weights in all stages, that of the first stage "
-        "when the minibatch enters; later stages keep more versions for it",
-    )
-
-
-def _add_search_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare how to search."""
-    parser.add_argument(
-        "--cost-model",
-        choices=COST_MODEL_NAMES,
-        default="resource",
-        help=f"{COST_MODEL_HELP} (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--solver",
-        choices=["auto", "search", "ilp"],
-        default="auto",
-        help="search: exact; ilp: an integer program (HiGHS or CBC), for constraints and GPUs that the search does not "
-        "take; auto: the search where it can, else ilp (default: %(default)s)",
-    )
-    add_time_limit_argument(parser)
-
-
 def run(args: argparse.Namespace) -> int:
     """Solve, save, and print the plan."""
     from planner.analysis.beside import with_baselines
@@ -150,10 +101,12 @@ def run(args: argparse.Namespace) -> int:
     with patience_of(args) as patience:
         profiles = read_profiles(_profile_paths(args.profile, args.batch_size))
         cluster = cluster_of(args, profiles[0])
-        if len(profiles) > 1 or args.schedule in ("auto", "all"):
-            plan = _chosen(args, profiles, cluster, patience)
+        schedule = {"schedule": DEFAULT} if args.schedule in ALL else {}
+        options = read_options(SolveOptions, args, constraints=constraints_of(args), **schedule)
+        if len(profiles) > 1 or schedule:
+            plan = _chosen(args, profiles, cluster, options, patience)
         else:
-            plan = _solved(args, profiles[0], cluster, patience)
+            plan = _solved(profiles[0], cluster, options, patience)
         profile = next(one for one in profiles if one.digest == plan.profile_digest)
         plan = with_baselines(profile, plan, patience)
     replaced = replaced_plan(args.output, plan)
@@ -224,36 +177,35 @@ def _verified(model: str, profile: Profile, plan: Plan) -> str:
     return verify_report(plan, verify(load_model_file(model), profile, [stage.layers for stage in plan.stages]))
 
 
-def _solved(args: argparse.Namespace, profile: Profile, cluster: Cluster, patience: Patience) -> Plan:
+def _solved(profile: Profile, cluster: Cluster, options: SolveOptions, patience: Patience) -> Plan:
     from planner.analysis.beside import with_synchronous
+    from planner.solver.find_plan import find_plan
 
-    options, constraints = options_of(args, patience.part(SEARCHING)), constraints_of(args)
-    plan = options.solve(
-        profile, cluster, vertical_sync=args.vertical_sync, solver=args.solver, constraints=constraints
-    )
-    if args.vertical_sync or args.solver != "auto" or not constraints.empty:
+    plan = find_plan(profile, cluster, options, patience.part(SEARCHING))
+    if options.alone:
         return plan  # whose alternative would have to respect the same
     return with_synchronous(profile, plan, options, patience.part(BESIDE))
 
 
-def _chosen(args: argparse.Namespace, profiles: list[Profile], cluster: Cluster, patience: Patience) -> Plan:
+def _chosen(
+    args: argparse.Namespace, profiles: list[Profile], cluster: Cluster, options: SolveOptions, patience: Patience
+) -> Plan:
     from planner.analysis.beside import with_best_synchronous
     from planner.analysis.choose import COMPARED, choose
     from planner.report.tables.choice import choice_report
 
-    if args.solver != "auto" or args.vertical_sync or not constraints_of(args).empty:
+    if options.alone:
         raise InputError(
             "--solver, --vertical-sync and constraints are for one schedule and one profile",
             hint="give one --schedule and one --profile",
         )
-    if args.cost_model != "resource":
+    if options.cost_model != "resource":
         raise InputError(
-            f"the cost model '{args.cost_model}' describes 1f1b at one batch size, so there is nothing to choose",
+            f"the cost model '{options.cost_model}' describes 1f1b at one batch size, so there is nothing to choose",
             hint="use --cost-model resource",
         )
-    options = options_of(args, patience.part(SEARCHING))
-    schedules = COMPARED if args.schedule in ("auto", "all") else [options.schedule]
-    choice = choose(profiles, cluster, options, schedules)
+    schedules = COMPARED if args.schedule in ALL else [options.order]
+    choice = choose(profiles, cluster, options, schedules, patience.part(SEARCHING))
     if not args.json:
         print(as_flags(choice_report(choice)), end="\n\n")
     return with_best_synchronous(choice)

@@ -7,12 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from planner.cli.arguments.cluster import cluster_of
-from planner.cli.arguments.numbers import is_count
-from planner.cli.arguments.question import add_question_arguments, options_of, patience_of
-from planner.cli.arguments.verb import Verbs, declare
+from planner.cli.arguments import Verbs, add_question_arguments, declare, options_of, patience_of
+from planner.cli.cluster import cluster_of
 from planner.cli.output import print_answer, print_written
 from planner.errors import ClusterError, InputError
+from planner.options.numbers import is_count
 from planner.units import parse_bandwidth, parse_bytes
 
 if TYPE_CHECKING:
@@ -69,8 +68,8 @@ def run(args: argparse.Namespace) -> int:
     values = spread(low, high, default if args.points is None else args.points, whole=quantity == "gpus")
     with patience_of(args) as patience:
         profile = read_one_profile(args.profile)
-        options = options_of(args, patience)
-        swept = sweep(profile, quantity, values, _clusters(args, quantity, profile), options=options)
+        clusters = _clusters(args, quantity, profile)
+        swept = sweep(profile, quantity, values, clusters, options=options_of(args), patience=patience)
     print_answer(swept, args.json, sweep_report)
     if args.plot is not None:
         write_text(args.plot, sweep_svg(swept))

@@ -6,22 +6,13 @@ import argparse
 import sys
 from typing import TYPE_CHECKING, NoReturn
 
-from planner.cli.arguments.devices import add_backend_argument, add_device_argument
-from planner.cli.arguments.numbers import at_least
-from planner.cli.arguments.training import (
-    add_checkpoint_arguments,
-    add_run_arguments,
-    add_training_arguments,
-    checkpoints_of,
-)
-from planner.cli.arguments.verb import Verbs, add_plan_argument, declare
+from planner.cli.arguments import Verbs, add_options, add_plan_argument, declare, read_options
 from planner.cli.output import print_answer, print_progress
-from planner.workers.defaults import STEPS
+from planner.options.training import CheckpointOptions, RunOptions, TrainArguments, TrainingOptions
 
 if TYPE_CHECKING:
     from planner.workers.job import Job, TrainResult
 
-_ASKED = ("steps", "epochs", "seed", "device", "backend", "baseline", "save_weights", "defer_weights")
 DESCRIPTION = """\
 Train the model as the plan says: one process per worker on this host, started through torchrun's own launcher.
 
@@ -43,40 +34,11 @@ def add_parser(verbs: Verbs) -> None:
     parser = declare(verbs, "train", "train the model as the plan says", DESCRIPTION)
     parser.add_argument("model", help="model file, or model.py:builder for another function than build_model")
     add_plan_argument(parser)
-    length = parser.add_mutually_exclusive_group()
-    length.add_argument("--steps", type=at_least(1), metavar="N", help="train N minibatches")
-    length.add_argument(
-        "--epochs",
-        type=at_least(1),
-        metavar="N",
-        help=f"train N passes over dataset() (default: 1, or {STEPS} minibatches without dataset())",
-    )
-    parser.add_argument(
-        "--seed", type=int, help="seed of weights, data order and dropout (default: 0, or that of the checkpoint)"
-    )
-    add_device_argument(parser, "the kind that the plan was made for")
-    add_backend_argument(parser)
-    parser.add_argument(
-        "--save-weights",
-        metavar="FILE",
-        help="write the trained weights under their names in the model: a .safetensors file, tensor by tensor, or one "
-        "for torch.load, for which worker 0 holds the whole model",
-    )
-    parser.add_argument(
-        "--defer-weights",
-        action=argparse.BooleanOptionalAction,
-        help="let each worker make only its own stages' weights, or all; the weights are the same (default: only its "
-        "own where the host has no room for a whole model per worker)",
-    )
-    parser.add_argument(
-        "--baseline",
-        choices=["data-parallel"],
-        help="train the unsplit model with DistributedDataParallel on as many workers, to compare with the plan; if "
-        "the plan divides minibatches, workers share the microbatches and all-reduce the sum of their gradients once",
-    )
-    add_training_arguments(parser)
-    add_checkpoint_arguments(parser)
-    add_run_arguments(parser)
+    add_options(parser.add_mutually_exclusive_group(), TrainArguments, "steps", "epochs")
+    add_options(parser, TrainArguments, "seed", "device", "backend", "save_weights", "defer_weights", "baseline")
+    add_options(parser.add_argument_group("how to train"), TrainingOptions)
+    add_options(parser.add_argument_group("checkpoints"), CheckpointOptions)
+    add_options(parser.add_argument_group("watching the run"), RunOptions)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -84,21 +46,21 @@ def run(args: argparse.Namespace) -> int:
     from planner.api import make_job, run_job
     from planner.executor.checkpoint.folders import after_torchrun_restart
     from planner.formats.plan import load_plan
-    from planner.workers.job import RunOptions, TrainingOptions
+    from planner.options.training import RunOptions, TrainingOptions
     from planner.workers.meeting import started_as_worker
 
-    checkpoints = checkpoints_of(args)
+    checkpoints = read_options(CheckpointOptions, args)
     as_worker = started_as_worker()
     continued = after_torchrun_restart(checkpoints) if as_worker else None
-    job = make_job(
-        args.model,
-        load_plan(args.plan),
-        options=TrainingOptions(**{name: getattr(args, name) for name in TrainingOptions.model_fields}),
-        run_options=RunOptions(**{name: getattr(args, name) for name in RunOptions.model_fields}),
+    arguments = read_options(
+        TrainArguments,
+        args,
+        options=read_options(TrainingOptions, args),
         checkpoints=continued or checkpoints,
+        run_options=read_options(RunOptions, args),
         show_progress=sys.stderr.isatty(),
-        **{name: getattr(args, name) for name in _ASKED},
     )
+    job = make_job(args.model, load_plan(args.plan), arguments)
     if as_worker:
         _run_as_worker(job.model_copy(update={"started_again": continued is not None}), args.json)
     _print_result(run_job(job, print_progress), args.json)

@@ -4,18 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 import numpy as np
 
 from planner.cost.work import Floats
 from planner.formats.cluster import DeviceKind
-
-# Which layers run their forward again, and do not keep what their backward needs: as few as memory demands, none, all
-# of every stage, or every unit of every stage by itself (`planner.cost.recomputation`).
-RecomputeRule = Literal["auto", "never", "always", "blocks"]
-# Whether a stage's replicas divide the optimizer's state: where that is better, never, always.
-ShardRule = Literal["auto", "never", "always"]
 
 Groups = tuple[frozenset[int], ...]  # positions of layers
 

@@ -26,9 +26,10 @@ from itertools import compress, groupby
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.cost.candidate import Groups, RecomputeRule, whole_stage
+from planner.cost.candidate import Groups, whole_stage
 from planner.cost.layer_costs import LayerCosts
 from planner.cost.work import Floats, Integers
+from planner.options.solving import RecomputeRule
 
 MOST_SUBSETS = 2**8  # of units that are all tried
 MOST_CHOICES = 2**9  # by kinds, beyond which units recompute in the order of seconds per byte

@@ -18,12 +18,13 @@ from planner.formats.names import Backend
 from planner.formats.plan import Plan
 from planner.formats.profile import Profile
 from planner.model.spec import TrainingSpec, load_model_file
+from planner.options.training import CheckpointOptions, RunOptions, TrainingOptions
 from planner.schedule.instructions import CHUNKS
 from planner.schedule.schedule import Schedule
 from planner.solver.assemble import assemble
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import Evaluation
-from planner.workers.job import CheckpointOptions, RunOptions, TrainingOptions, TrainResult
+from planner.workers.job import TrainResult
 
 SEED = 3
 MODELS = Path(__file__).parent / "models"

@@ -10,24 +10,21 @@ ilp      an integer program: all constraints, GPUs that differ; clusters of one 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 
-from planner.cost.candidate import RecomputeRule, ShardRule
 from planner.cost.models.registry import cost_model_of
 from planner.cost.setting import Setting
-from planner.cost.tensor import layer_costs_on
+from planner.cost.tensor import costs_at, layer_costs_on
 from planner.errors import InfeasibleError, InputError, PlannerError, ProfileError
 from planner.formats.cluster import Cluster
 from planner.formats.constraints import Constraints
 from planner.formats.device_kinds import cluster_for
-from planner.formats.names import CostModelName
 from planner.formats.plan import Plan
 from planner.formats.plan_parts import SolverReport
 from planner.formats.profile import REMEDY, Profile
-from planner.schedule.instructions import CHUNKS
-from planner.schedule.one_forward_one_backward import ONE_F_ONE_B
-from planner.schedule.registry import find
+from planner.options.option import keywords_of
+from planner.options.solving import Progress, SolveOptions, SolverName, StageRules
+from planner.plan.rank_groups import groups_of
 from planner.schedule.schedule import Schedule
 from planner.solver.assemble import complete
 from planner.solver.candidates.first_plans import FirstPlans
@@ -35,16 +32,14 @@ from planner.solver.degrees import solve_degrees
 from planner.solver.divided_loss import check_divided_loss
 from planner.solver.evaluate.depth import TOLERANCE
 from planner.solver.granularity import solve_blocks_first
-from planner.solver.minibatch import microbatches_in
 from planner.solver.mixed import solve_mixed
 from planner.solver.other_schedules import solve_interleaved, solve_synced, solve_zero_bubble
-from planner.solver.problem.budget import Budget, Deadline, Progress
+from planner.solver.problem.budget import Budget, Patience
 from planner.solver.problem.infeasible import UnexplainedError
-from planner.solver.problem.problem import DepthRule, Problem
+from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import Found
-from planner.solver.problem.stage_rules import Granularity, StageRules
 from planner.solver.room import solve_with_room
-from planner.solver.search.integer.answer import SolverName, needs_program, solve_by_program
+from planner.solver.search.integer.answer import needs_program, solve_by_program
 from planner.solver.search.pipeline_search import PipelineSearch
 from planner.solver.searched import searched
 from planner.solver.tied import solve_tied
@@ -53,90 +48,32 @@ from planner.units import SLACK
 MOST_COLUMNS = 40_000  # about: of an integer program that is tried beside a search
 
 
-def solve(
-    profile: Profile,
-    cluster: Cluster,
-    *,
-    cost_model: CostModelName = "resource",
-    schedule: Schedule | str = ONE_F_ONE_B,
-    microbatches: int = 1,
-    minibatch: int | None = None,
-    depth: DepthRule = "auto",
-    recompute: RecomputeRule = "auto",
-    shard_optimizer: ShardRule = "auto",
-    max_stages: int | None = None,
-    max_staleness: int | None = None,
-    granularity: Granularity = "auto",
-    tensor: Sequence[int] = (1,),
-    chunks: int = CHUNKS,
-    vertical_sync: bool = False,
-    solver: SolverName = "auto",
-    constraints: Constraints | None = None,
-    accept_divided_loss: bool = False,
-    time_limit_s: float | None = None,
-    progress: Progress | None = None,
-) -> Plan:
-    """Find the fastest plan for training the profiled model on the cluster.
+def find_plan(profile: Profile, cluster: Cluster, options: SolveOptions, patience: Patience | None = None) -> Plan:
+    """Find the fastest plan by the options.
 
-    Args:
-        profile: costs per layer, for one microbatch.
-        cluster: devices, memory and links.
-        cost_model: `resource`, or one of the two published ones, to compare against.
-        schedule: order of work, which decides what a plan costs and holds.
-        microbatches: per minibatch, for schedules that divide it.
-        minibatch: samples per minibatch, in place of `microbatches`.
-        depth: for 1f1b and 2bw under the resource model: "published" keeps as many minibatches in flight as PipeDream
-            does, "auto" more where workers would otherwise wait for messages or for each other.
-        recompute: whether stages run their forward again instead of keeping its activations: "auto" where memory
-            demands it, "never", or "always".
-        shard_optimizer: whether the replicas of a stage divide the optimizer's state: "auto" where that is better,
-            "never", or "always".
-        max_stages: at most so many stages.
-        max_staleness: gradients are at most so many updates late.
-        granularity: where a model of repeated blocks, as transformers are, is cut: "block" between blocks only, "layer"
-            anywhere, or "auto": between blocks first, and inside blocks where that makes it 2% faster.
-        tensor: how many ranks may divide the layers of a stage between them; the profile says what they cost then.
-        chunks: stages per GPU, for schedules that leave the choice: `interleaved`.
-        vertical_sync: for 1f1b: every stage runs a minibatch with the weight version that the first stage has when the
-            minibatch enters, and holds as many versions as the first stage's depth requires.
-        solver: "search", "ilp" (an integer program), or "auto": the search, unless the constraints or the cluster need
-            the integer program.
-        constraints: what the plan must respect beside memory.
-        accept_divided_loss: train on the mean of the microbatches' losses also where that is not the loss of the model
-            file, such as a contrastive one.
-        time_limit_s: after this time the best plan so far is the answer. Simulations end at once, searches after their
-            current step, which takes some seconds at most.
-        progress: is told the best plan and the best bound so far, and may be read from another thread.
-
-    Returns:
-        A plan on as few GPUs as its speed needs. Under the resource model its time is that of its simulation, by which
-        it was chosen among the best plans by the cost model. `solver.status` is `optimal` if the time is within
-        `TOLERANCE` of `lower_bound_s`, which by the cost model no plan over any legal cut can beat. Plans for trainable
-        models cut along the profile's order. Imported profiles cannot be trained, so for them other orders of the
-        branches count as well.
+    `patience` is for several searches that share their time, and takes the place of the options' time limit.
 
     Raises:
         InfeasibleError: if no plan fits the memory, with the smallest change that makes one fit.
         InputError: for a cost model or number of microbatches that make no sense under the schedule.
     """
     started = time.perf_counter()
-    schedule = find(schedule)
-    if minibatch is not None:
-        microbatches = microbatches_in(minibatch, profile, schedule)
+    patience = patience or Patience.of(options.time_limit_s, options.progress)
     cluster = cluster_for(profile, cluster)
-    setting = Setting(cluster, schedule, microbatches, schedule.fixed_chunks or chunks, cost_model)
-    check_divided_loss(profile, setting, accepted=accept_divided_loss)
+    setting = setting_of(options, profile, cluster)
+    check_divided_loss(profile, setting, accepted=options.accept_divided_loss)
     cost_model_of(setting)  # refuses what no cost model describes, before a search begins
     if all(layer.forward_s + layer.backward_s + layer.update_s <= 0 for layer in profile.layers):
         raise ProfileError(f"the layers of '{profile.model}' take no time, so there is nothing to divide", hint=REMEDY)
-    budget = Budget(Deadline.after(time_limit_s), progress=progress or Progress())
-    rules = StageRules(recompute, shard_optimizer, max_stages, max_staleness, granularity, tuple(tensor))
-    rules.check(profile, setting)
-    constraints = constraints or Constraints()
+    budget = Budget(patience.deadline, progress=patience.progress or Progress())
+    rules = options.rules
+    _check_rules(rules, profile, setting)
+    constraints = options.constraints or Constraints()
     constraints.check(profile, cluster)
-    problem = Problem(layer_costs_on(profile, cluster), setting, rules, depth, constraints, budget)
+    problem = Problem(layer_costs_on(profile, cluster), setting, rules, options.depth, constraints, budget)
+    vertical_sync, solver = options.vertical_sync, options.solver
     if vertical_sync:
-        _check_vertical_sync(schedule)
+        _check_vertical_sync(options.order)
     budget.progress.begin(budget.deadline.at_s, PipelineSearch(problem).relaxed_s())
 
     def answer_of(other: Problem) -> Found:
@@ -155,6 +92,78 @@ def solve(
         raise error.explanation() from None
     plan = complete(problem, found.best, _report(problem, found), vertical_sync=vertical_sync)
     return plan.model_copy(update={"solver": plan.solver.model_copy(update={"seconds": time.perf_counter() - started})})
+
+
+@keywords_of(SolveOptions)
+def solve(profile: Profile, cluster: Cluster, options: SolveOptions) -> Plan:
+    """Find the fastest plan for training the profiled model on the cluster.
+
+    Args:
+        profile: costs per layer, for one microbatch.
+        cluster: devices, memory and links.
+
+    Without `microbatches` and `minibatch`, a minibatch is one microbatch.
+
+    Returns:
+        A plan on as few GPUs as its speed needs. Under the resource model its time is that of its simulation, by which
+        it was chosen among the best plans by the cost model. `solver.status` is `optimal` if the time is within
+        `TOLERANCE` of `lower_bound_s`, which by the cost model no plan over any legal cut can beat. Plans for trainable
+        models cut along the profile's order. Imported profiles cannot be trained, so for them other orders of the
+        branches count as well. When the time limit ends, simulations end at once, searches after their current step,
+        which takes some seconds at most.
+
+    Raises:
+        InfeasibleError: if no plan fits the memory, with the smallest change that makes one fit.
+        InputError: for a cost model or number of microbatches that make no sense under the schedule.
+    """
+    if options.microbatches is None and options.minibatch is None:
+        options = replace(options, microbatches=1)
+    return find_plan(profile, cluster, options)
+
+
+def setting_of(options: SolveOptions, profile: Profile, cluster: Cluster) -> Setting:
+    """Return what plans under the options are priced for."""
+    microbatches = options.microbatches_on(cluster, profile)
+    return Setting(cluster, options.order, microbatches, options.chunks_per_gpu, options.cost_model)
+
+
+def _check_rules(rules: StageRules, profile: Profile, setting: Setting) -> None:
+    """Refuse what no plan keeps.
+
+    Raises:
+        InputError: naming the argument.
+        ProfileError, ClusterError: for degrees that the profile or the cluster's servers do not have.
+    """
+    schedule = setting.schedule
+    if rules.shard_optimizer == "always" and not profile.may_shard_optimizer:
+        raise InputError(
+            f"`shard_optimizer=always` needs an optimizer that replicas can divide, and the profile of "
+            f"'{profile.model}' does not say so of its own",
+            hint="profile the model again if its optimizer is one, such as Adam; or use `shard_optimizer=never`",
+        )
+    if rules.shard_optimizer == "always" and setting.cost_model != "resource":
+        raise InputError(
+            f"the cost model '{setting.cost_model}' was published before optimizers were sharded",
+            hint="use `cost_model=resource`, or `shard_optimizer=never`",
+        )
+    if not rules.tensor or min(rules.tensor) < 1 or list(rules.tensor) != sorted(set(rules.tensor)):
+        given = ",".join(map(str, rules.tensor))
+        raise InputError(f"`tensor={given}` are no ascending numbers of ranks", hint="write them as in 1,2,4,8")
+    for degree in rules.tensor[int(rules.tensor[0] == 1) :]:
+        costs_at(profile, degree)
+        groups_of(setting.cluster, degree)
+    if rules.max_stages is not None and rules.max_stages < 1:
+        raise InputError(f"`max_stages={rules.max_stages}` leaves no stage", hint="give 1 or more")
+    if rules.max_staleness is None:
+        return
+    if rules.max_staleness < 0:
+        raise InputError(f"`max_staleness={rules.max_staleness}` is no number of updates", hint="give 0 or more")
+    if (late := schedule.staleness(1)) > rules.max_staleness:
+        raise InputError(
+            f"`max_staleness={rules.max_staleness}` is less than the {late} update that gradients under {schedule} "
+            "are late in every plan",
+            hint="use a `schedule` that drains the pipeline, such as 1f1b-flush",
+        )
 
 
 def _report(problem: Problem, found: Found) -> SolverReport:

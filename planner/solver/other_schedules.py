@@ -15,17 +15,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from planner.cost.candidate import RecomputeRule
 from planner.cost.layer_costs import LayerCosts
 from planner.cost.network.placement import places_matter
 from planner.cost.overheads import stage_memory
 from planner.errors import InfeasibleError, InputError
+from planner.options.solving import DepthRule, RecomputeRule
 from planner.schedule.versions import Entry, versions_held
 from planner.solver.candidates.first_plans import FirstPlans
 from planner.solver.evaluate.evaluation import fastest, priced, simulated
 from planner.solver.problem.bounds import balanced_s
 from planner.solver.problem.infeasible import Fits, UnexplainedError, explain
-from planner.solver.problem.problem import DepthRule, Problem
+from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import Evaluation, Found, stages_along
 from planner.solver.problem.states import Chain
 from planner.solver.search.chain.interleaved import InterleavedSearch

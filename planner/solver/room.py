@@ -19,13 +19,13 @@ from dataclasses import replace
 from planner.cost.communicators import communicators, with_overheads
 from planner.cost.weight_copies import copies_fit
 from planner.errors import InfeasibleError
+from planner.options.solving import UNLIMITED
 from planner.solver.candidates.first_plans import Leaner
 from planner.solver.evaluate.depth import TOLERANCE
 from planner.solver.evaluate.evaluation import simulated
 from planner.solver.problem.infeasible import explained
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import Evaluation, Found
-from planner.solver.problem.stage_rules import UNLIMITED
 from planner.units import format_bytes
 
 _FEW = 5  # communicators beyond those that a search counts, up to which room is made for one at a time

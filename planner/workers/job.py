@@ -3,53 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import Field
 
 from planner.formats.files import Record
 from planner.formats.names import Backend, DeviceType
 from planner.formats.plan import Plan
-from planner.workers.defaults import CHECKPOINT_FOLDER, CHECKPOINTS_KEPT, HANG_TIMEOUT_S, TRACE_MINIBATCHES
+from planner.options.training import BaselineName, CheckpointOptions, RunOptions, TrainingOptions
 
 LAUNCHER_VARIABLE = "PLAN_LAUNCHER_PID"  # in the environment of the workers: the process that launched them
-BaselineName = Literal["data-parallel"]
-
-
-class TrainingOptions(Record):
-    """How to train; plan and model file say the rest."""
-
-    drop_last: bool = False  # leave out the last, smaller minibatch of an epoch
-    evaluate_every: Annotated[int, Field(ge=1)] | None = None  # minibatches; None does not evaluate
-    scale_lr: bool = False  # multiply a stage's learning rate by the minibatches that its updates average
-    late_lr: Annotated[float, Field(ge=0)] = 0.0  # divide a stage's learning rate by 1 + this times updates late
-    clip_grad_norm: Annotated[float, Field(gt=0)] | None = None  # of all gradients, or of each stage's under 1f1b, 2bw
-    tensorboard: str | None = None  # folder for TensorBoard
-    accumulate: Annotated[int, Field(ge=1)] = 1  # minibatches per replica between two updates, under 1f1b
-    # A share of the run's minibatches, or a number of them from 1 on, in which no gradient is late under 1f1b and 2bw.
-    synchronous_start: Annotated[float, Field(ge=0)] = 0.0
-    deterministic: bool = False  # deterministic algorithms only, also where the plan does not say so
-    deferred_batch_norm: bool = False  # update running statistics once per minibatch, not per microbatch
-
-
-class RunOptions(Record):
-    """How to supervise a run; nothing here changes what is trained."""
-
-    hang_timeout_s: Annotated[float, Field(gt=0)] = HANG_TIMEOUT_S  # on top of the slowest instruction so far
-    trace: str | None = None  # file for a Chrome trace of what the workers did
-    trace_minibatches: tuple[int, int] | int = TRACE_MINIBATCHES  # [first, end), or the last ones of the run
-    interface: str | None = None  # network interface to use; loopback on one host, else what torch finds
-    max_restarts: Annotated[int, Field(ge=0)] = 0  # after failures, from the last complete checkpoint
-    stop_on_nan: bool = False  # end when a loss is not finite
-
-
-class CheckpointOptions(Record):
-    """Which checkpoints to write, and which to resume from."""
-
-    every: Annotated[int, Field(ge=1)] | None = None  # minibatches; None writes none
-    folder: str = CHECKPOINT_FOLDER
-    keep: Annotated[int, Field(ge=1)] = CHECKPOINTS_KEPT
-    resume: str | None = None  # a checkpoint, or "auto" for the newest in the folder, if any
 
 
 class Job(Record):

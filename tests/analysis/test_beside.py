@@ -9,13 +9,14 @@ import pytest
 
 from planner.analysis.beside import with_baselines, with_rows, with_synchronous
 from planner.analysis.compare import compare
-from planner.analysis.solve_options import SolveOptions
 from planner.formats.cluster import flat_cluster
 from planner.formats.plan import load_plan, save_plan
+from planner.options.solving import SolveOptions
 from planner.report.page.page import ReportContent, report_page
 from planner.report.tables.plan import plan_report
 from planner.simulator.simulate_plan import simulate
 from planner.solver import solve
+from planner.solver.find_plan import find_plan
 from planner.solver.problem.budget import Patience
 from tests.samples import layer, profile
 
@@ -50,7 +51,7 @@ def test_what_does_not_fit_is_no_measure() -> None:
 
 def test_a_late_plan_says_what_a_synchronous_one_would_give() -> None:
     cluster, options = flat_cluster(4, 1e8), SolveOptions()
-    plan = with_synchronous(MODEL, options.solve(MODEL, cluster), options, Patience())
+    plan = with_synchronous(MODEL, find_plan(MODEL, cluster, options), options, Patience())
     drained = solve(MODEL, cluster, schedule="1f1b-flush", microbatches=16)
     assert plan.synchronous is not None
     assert plan.synchronous.config == drained.config

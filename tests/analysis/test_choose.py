@@ -5,15 +5,14 @@ from __future__ import annotations
 import pytest
 
 from planner.analysis.choose import COMPARED, choose
-from planner.analysis.solve_options import SolveOptions
 from planner.errors import InfeasibleError, InputError
 from planner.formats.cluster import flat_cluster
 from planner.formats.profile import Profile
+from planner.options.solving import SolveOptions
 from planner.report.tables.choice import choice_report
 from planner.schedule.flush import FLUSH
 from planner.schedule.one_forward_one_backward import ONE_F_ONE_B
 from planner.solver import solve
-from planner.solver.problem.stage_rules import StageRules
 from tests.samples import layer, profile
 
 
@@ -64,7 +63,7 @@ def test_idle_time_is_the_bubble_where_all_else_is_even() -> None:
 def test_memory_decides_and_the_table_says_what_does_not_fit() -> None:
     model = deep()
     # Neither all sixteen microbatches fit, nor two versions of the weights.
-    choice = choose([model], flat_cluster(4, 1e3, 2600), SolveOptions(rules=StageRules("never")))
+    choice = choose([model], flat_cluster(4, 1e3, 2600), SolveOptions(recompute="never"))
     assert choice.plan.schedule.name in ("1f1b-flush", "zb-h1", "zb-v")
     assert "does not fit the memory" in choice_report(choice)
     with pytest.raises(InfeasibleError, match="no plan fits"):
@@ -91,7 +90,7 @@ def test_larger_microbatches_win_until_memory_ends() -> None:
     best = min(roomy.options, key=lambda option: option.seconds_per_sample)
     assert roomy.plan.microbatch_size == best.profile.microbatch_size != 4
     assert roomy.plan.profile_digest == best.profile.digest
-    never = SolveOptions(microbatches=16, rules=StageRules("never"))
+    never = SolveOptions(microbatches=16, recompute="never")
     tight = choose(sizes, flat_cluster(4, 1e4, 2600), never, [FLUSH])
     assert tight.plan.microbatch_size == 4
     assert "batch size" in choice_report(roomy)

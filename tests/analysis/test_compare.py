@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from planner.analysis.compare import Comparison, ComparisonRow, compare
-from planner.analysis.solve_options import SolveOptions
 from planner.cost.layer_costs import LayerCosts
 from planner.cost.pricing import price
 from planner.cost.setting import Setting
 from planner.errors import PlanError
 from planner.formats.cluster import flat_cluster, hierarchical_cluster
 from planner.formats.profile import Profile, load_profile
+from planner.options.solving import SolveOptions
 from planner.report.tables.compare import comparison_report
 from planner.schedule.registry import find
 from planner.solver import solve

@@ -9,15 +9,16 @@ import pytest
 
 from planner.analysis.explain import explain
 from planner.analysis.given_plan import GivenPlan
-from planner.analysis.solve_options import SolveOptions
 from planner.formats.cluster import Cluster, flat_cluster, hierarchical_cluster
 from planner.formats.plan import Plan
 from planner.formats.profile import load_profile
+from planner.options.solving import SolveOptions
 from planner.report.tables.explain import explanation_report, sentences
 from planner.schedule.gpipe import GPIPE
 from planner.simulator.simulate_plan import simulate
 from planner.simulator.summary import summarize
 from planner.solver import solve
+from planner.solver.find_plan import find_plan
 from tests.samples import layer, profile
 
 PROFILES = Path(__file__).resolve().parents[2] / "profiles"
@@ -106,7 +107,7 @@ def test_a_plan_on_one_gpu_has_no_boundary() -> None:
 
 def test_schedules_that_drain_and_levels() -> None:
     options = SolveOptions(schedule=GPIPE, microbatches=4)
-    plan = options.solve(MODEL, flat_cluster(2, 10.0))
+    plan = find_plan(MODEL, flat_cluster(2, 10.0), options)
     explained = explain(MODEL, plan)
     assert explained.waiting_s == 0
     assert "per minibatch" in explanation_report(explained)

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from planner.analysis.fit import fit
-from planner.analysis.solve_options import SolveOptions
 from planner.formats.cluster import Cluster, flat_cluster
 from planner.formats.profile import Profile
+from planner.options.solving import SolveOptions
 from planner.report.tables.fit import fit_report
 from planner.schedule.flush import FLUSH
+from planner.solver.find_plan import find_plan
 from tests.samples import layer, profile
 
 MB = 10**6
@@ -32,7 +33,7 @@ def test_fewer_gpus_are_tried_down_to_the_first_that_do_not_fit() -> None:
     minibatch = replace(OPTIONS, microbatches=answer.asked.plan.microbatches)
     for row in (answer.asked, *answer.others[:2]):
         assert row.plan is not None
-        alone = minibatch.solve(model(), cluster_of(row.gpus))
+        alone = find_plan(model(), cluster_of(row.gpus), minibatch)
         assert row.plan.config == alone.config
         assert row.plan.predicted == alone.predicted
     assert answer.asked.plan.baselines

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from planner.analysis.given_plan import GivenPlan
-from planner.analysis.solve_options import SolveOptions
+from planner.analysis.given_plan import GivenPlan, priced_plan
 from planner.cost.candidate import candidates
 from planner.cost.layer_costs import LayerCosts
 from planner.formats.cluster import hierarchical_cluster
+from planner.options.solving import SolveOptions
 from tests.samples import layer, profile
 from tests.solver.search.levels.test_columns import in_all_orders
 
@@ -21,7 +21,7 @@ def test_the_ranks_of_a_plan_are_kept() -> None:
     options, stages = SolveOptions(), tuple(candidates([range(2), range(2, 4)], [2, 2]))
     prices = []
     for order in in_all_orders(stages):
-        plan = options.price(LayerCosts(MODEL), SERVERS, order)
+        plan = priced_plan(options, LayerCosts(MODEL), SERVERS, order)
         given = GivenPlan.of(MODEL, plan)
         assert given.evaluate(given.stages).seconds == pytest.approx(plan.predicted.seconds_per_minibatch)
         prices.append((plan.stages[0].ranks, plan.predicted.seconds_per_minibatch))

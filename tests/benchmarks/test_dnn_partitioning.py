@@ -21,8 +21,8 @@ from planner.errors import InputError, ProfileError
 from planner.formats.cluster import Cluster, DeviceKind, Level, flat_cluster
 from planner.formats.constraints import Constraints
 from planner.formats.profile import Profile
+from planner.options.solving import StageRules
 from planner.solver.problem.budget import NO_HURRY, Deadline
-from planner.solver.problem.stage_rules import StageRules
 from planner.solver.search.integer.ilp_flow import MilpName, Outcome, installed
 from tests.samples import layer, profile
 from tests.solver.brute import plans

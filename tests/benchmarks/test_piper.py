@@ -19,9 +19,9 @@ from planner.cost.setting import Setting
 from planner.cost.tensor import layer_costs_on
 from planner.formats.cluster import flat_cluster
 from planner.formats.importers import read_profile
+from planner.options.solving import StageRules
 from planner.schedule.double_buffered import TWO_BW
 from planner.solver.problem.problem import Problem
-from planner.solver.problem.stage_rules import StageRules
 
 
 @pytest.mark.skipif(not ANCHORS.exists(), reason="the published answers are not here")

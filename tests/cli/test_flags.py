@@ -5,11 +5,9 @@ from collections.abc import Iterable
 
 import pytest
 
-from planner.cli.flags import _NEGATIONS, _OTHER_NAMES, _options, as_flags
+from planner.cli.flags import FLAGS, NEGATIONS, as_flags
 from planner.cli.main import build_parser, main
 from planner.errors import InputError, PlannerError
-
-build_parser()  # which learns the flags
 
 
 @pytest.mark.parametrize(
@@ -37,12 +35,11 @@ def _verbs(parser: argparse.ArgumentParser) -> Iterable[argparse.ArgumentParser]
     return next(action for action in parser._actions if isinstance(action, argparse._SubParsersAction)).choices.values()
 
 
-def test_names_that_differ_are_flags_too() -> None:
+def test_the_names_are_those_of_all_flags() -> None:
     actions = [action for verb in _verbs(build_parser()) for action in verb._actions]
-    known = {option for action in actions for option in action.option_strings}
-    assert {flag for flag, _ in _OTHER_NAMES.values()} | set(_NEGATIONS.values()) <= known
-    assert not _OTHER_NAMES.keys() & _options.keys()
-    assert _options["format"] == "--format"
+    given = {option for action in actions for option in action.option_strings if option.startswith("--")}
+    assert {flag for flag, _ in FLAGS.values()} | set(NEGATIONS.values()) == given - {"--help"}
+    assert {action.dest for action in actions if action.option_strings} - {"help", "verbosity"} <= FLAGS.keys()
 
 
 def test_a_hint_is_part_of_the_text() -> None:

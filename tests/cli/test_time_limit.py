@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from planner.cli.arguments import time_limit
-from planner.cli.arguments.time_limit import TIME_LIMIT, progress_text, shown
+from planner.cli import output
+from planner.cli.arguments import TIME_LIMIT
 from planner.cli.main import build_parser, main
+from planner.cli.output import progress_text, searching
 from planner.formats.plan import load_plan
 from planner.formats.profile import save_profile
-from planner.solver.problem.budget import Patience, Progress
+from planner.options.solving import Progress
+from planner.solver.problem.budget import Patience
 from tests.plan.test_blocks import transformer
 
 
@@ -28,8 +30,8 @@ def test_progress_says_what_is_known() -> None:
 def test_progress_is_shown_while_the_search_runs(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(time_limit, "QUIET_S", 0.01)
-    with shown() as progress:
+    monkeypatch.setattr(output, "QUIET_S", 0.01)
+    with searching() as progress:
         progress.meet("7-1", 1.0)
         while not (text := capsys.readouterr().err):
             time.sleep(0.01)
@@ -41,9 +43,9 @@ def test_verbs_that_solve_have_a_limit(verb: str) -> None:
     parser = build_parser()
     default = float(TIME_LIMIT.removesuffix("s"))
     # A report is to be there within ten seconds.
-    assert parser.parse_args([verb]).time_limit == (7.0 if verb == "report" else default)
-    assert parser.parse_args([verb, "--time-limit", "none"]).time_limit is None
-    assert parser.parse_args([verb, "--time-limit", "250ms"]).time_limit == 0.25
+    assert parser.parse_args([verb]).time_limit_s == (7.0 if verb == "report" else default)
+    assert parser.parse_args([verb, "--time-limit", "none"]).time_limit_s is None
+    assert parser.parse_args([verb, "--time-limit", "250ms"]).time_limit_s == 0.25
 
 
 def test_an_answer_without_time_is_no_slower_than_data_parallelism(

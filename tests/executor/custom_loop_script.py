@@ -12,7 +12,7 @@ from torch import nn
 
 import planner
 from planner.executor.communication.control import join_group
-from planner.workers.job import TrainingOptions
+from planner.options.training import TrainingOptions
 from tests.executor import eager
 
 CHANGES = 3  # minibatches before a drain in the middle

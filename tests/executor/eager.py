@@ -14,7 +14,8 @@ from planner.formats.profile import Profile
 from planner.model.batch import Batch, collate
 from planner.model.loss import loss_of as loss_of_output
 from planner.model.spec import TrainingSpec
-from planner.workers.job import Job, TrainingOptions, TrainResult
+from planner.options.training import TrainingOptions
+from planner.workers.job import Job, TrainResult
 from tests.executor.processes import run_jobs
 from tests.executor.reference import Weights
 

@@ -13,8 +13,9 @@ import pytest
 import planner
 from planner.errors import InputError, PlanError
 from planner.formats.plan import Plan
+from planner.options.training import TrainingOptions
 from planner.schedule.registry import find
-from planner.workers.job import Job, TrainingOptions
+from planner.workers.job import Job
 from tests.executor.models import write_model
 from tests.executor.plans import make_plan, structural_profile
 from tests.executor.processes import TIMEOUT_S, run_jobs

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from planner.analysis.choose import COMPARED, choose
-from planner.analysis.solve_options import SolveOptions
 from planner.formats.cluster import flat_cluster
+from planner.options.solving import SolveOptions
 from planner.plan.shape import shape_of
 from planner.schedule.check import check_streams
 from planner.schedule.schedule import Channel, PipelineShape

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from planner.cost.candidate import RecomputeRule, ShardRule
 from planner.cost.layer_costs import LayerCosts
 from planner.cost.setting import Setting
 from planner.formats.cluster import Cluster
 from planner.formats.names import CostModelName
+from planner.options.solving import RecomputeRule, ShardRule, StageRules
 from planner.schedule.one_forward_one_backward import ONE_F_ONE_B
 from planner.schedule.schedule import Schedule
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import Evaluation
-from planner.solver.problem.stage_rules import StageRules
 from tests.solver import brute
 
 

@@ -6,18 +6,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.cost.candidate import RecomputeRule
 from planner.cost.layer_costs import LayerCosts
 from planner.cost.models.synchronous import SynchronousModel
 from planner.cost.network.link import link_of
 from planner.formats.cluster import flat_cluster
 from planner.formats.names import CostModelName
 from planner.formats.profile import Profile
+from planner.options.solving import RecomputeRule, StageRules
 from planner.schedule.double_buffered import TWO_BW
 from planner.schedule.registry import find
 from planner.solver.problem.bounds import bounds_for
 from planner.solver.problem.problem import Limits
-from planner.solver.problem.stage_rules import StageRules
 from planner.solver.problem.states import Chain
 from planner.solver.search.chain.search import Search
 from planner.solver.search.chain.synchronous import SynchronousSearch

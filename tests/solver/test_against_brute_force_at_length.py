@@ -5,19 +5,18 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from planner.cost.candidate import RecomputeRule
 from planner.cost.layer_costs import LayerCosts
 from planner.cost.models.synchronous import SynchronousModel
 from planner.cost.network.link import link_of
 from planner.cost.setting import Setting
 from planner.formats.cluster import Cluster, flat_cluster
 from planner.formats.profile import Profile
+from planner.options.solving import RecomputeRule, StageRules
 from planner.schedule.interleaved import INTERLEAVED
 from planner.schedule.registry import find
 from planner.solver.problem.bounds import bounds_for
 from planner.solver.problem.problem import Limits
 from planner.solver.problem.result import CutPath
-from planner.solver.problem.stage_rules import StageRules
 from planner.solver.problem.states import Chain
 from planner.solver.search.chain.interleaved import InterleavedSearch
 from planner.solver.search.chain.search import Search

@@ -18,6 +18,7 @@ from planner.formats.cluster import Cluster, flat_cluster, hierarchical_cluster
 from planner.formats.own_plan import OwnPlan, OwnStage
 from planner.formats.plan import Plan
 from planner.formats.profile import DEGREE_COLUMNS, DegreeCosts, Profile
+from planner.options.solving import StageRules
 from planner.plan.rank_groups import groups_of, of_groups
 from planner.plan.shape import shape_of
 from planner.schedule.registry import find
@@ -26,7 +27,6 @@ from planner.solver import solve
 from planner.solver.degrees import cuts_by_degree, relaxed_seconds
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import stages_along
-from planner.solver.problem.stage_rules import StageRules
 from planner.solver.problem.states import Chain
 from planner.solver.search.chain.mixed_degrees import MixedDegrees
 from tests.samples import layer, profile

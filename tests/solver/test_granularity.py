@@ -8,11 +8,11 @@ from planner.errors import InputError
 from planner.formats.cluster import flat_cluster
 from planner.formats.plan import Plan
 from planner.formats.profile import Profile
+from planner.options.solving import Granularity
 from planner.plan.blocks import block_ends
 from planner.schedule.registry import find
 from planner.solver import solve
 from planner.solver.granularity import PAYS
-from planner.solver.problem.stage_rules import Granularity
 from tests.plan.test_blocks import transformer
 
 MODEL = transformer(6, "h.{block}.part{part}")

@@ -5,14 +5,15 @@ from __future__ import annotations
 import pytest
 
 from planner.analysis.choose import choose
-from planner.analysis.solve_options import SolveOptions
 from planner.errors import InputError
 from planner.formats.cluster import flat_cluster
+from planner.options.solving import SolveOptions
 from planner.report.tables.choice import choice_report
 from planner.schedule.flush import FLUSH
 from planner.schedule.gpipe import GPIPE
 from planner.schedule.one_forward_one_backward import ONE_F_ONE_B
 from planner.solver import solve
+from planner.solver.find_plan import find_plan
 from tests.samples import layer, profile
 
 MODEL = profile(*(layer(f"l{n}", 1, 2, output_bytes=10, weight_bytes=100) for n in range(4)))  # microbatches of 4
@@ -22,7 +23,7 @@ CLUSTER = flat_cluster(2, 1e3)
 def test_a_minibatch_is_counted_in_microbatches() -> None:
     assert solve(MODEL, CLUSTER, schedule="1f1b-flush", minibatch=24).microbatches == 6
     assert solve(MODEL, CLUSTER, minibatch=4).microbatches == 1
-    assert SolveOptions(schedule=FLUSH, minibatch=24).solve(MODEL, CLUSTER).microbatches == 6
+    assert find_plan(MODEL, CLUSTER, SolveOptions(schedule=FLUSH, minibatch=24)).microbatches == 6
 
 
 @pytest.mark.parametrize(
@@ -58,6 +59,6 @@ def test_every_candidate_keeps_it() -> None:
 
 def test_samples_and_microbatches_are_not_both_given() -> None:
     with pytest.raises(InputError, match="say the same twice"):
-        SolveOptions(schedule=FLUSH, microbatches=2, minibatch=8).solve(MODEL, CLUSTER)
+        solve(MODEL, CLUSTER, schedule=FLUSH, microbatches=2, minibatch=8)
     with pytest.raises(InputError, match="say the same twice"):
         choose([MODEL], CLUSTER, SolveOptions(microbatches=2, minibatch=8))

@@ -12,11 +12,11 @@ from planner.errors import InfeasibleError, InputError
 from planner.formats.cluster import flat_cluster, hierarchical_cluster
 from planner.formats.names import CODECS
 from planner.formats.profile import Profile
+from planner.options.solving import StageRules
 from planner.schedule.registry import find
 from planner.solver import solve
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import stages_along
-from planner.solver.problem.stage_rules import StageRules
 from planner.solver.problem.states import Chain
 from planner.solver.search.levels.levels import nearest_search, search_levels
 from planner.solver.search.pipeline_search import PipelineSearch

@@ -10,10 +10,10 @@ from planner.cost.setting import Setting
 from planner.errors import InfeasibleError
 from planner.formats.cluster import flat_cluster
 from planner.formats.profile import Profile
+from planner.options.solving import StageRules
 from planner.schedule.registry import find
 from planner.solver.find_plan import solve
 from planner.solver.problem.problem import Problem
-from planner.solver.problem.stage_rules import StageRules
 from tests.cost.test_overheads import on_cuda
 from tests.samples import layer, profile
 from tests.solver.brute import brute_force as every_plan

@@ -6,7 +6,6 @@ import signal
 import sys
 from pathlib import Path
 
-from planner.cli.main import build_parser
 from planner.cli.worker.run import die_with_parent, end_process, run_worker
 from planner.formats.files import save_record
 from planner.profiler.this_machine import keep_freed_pages
@@ -19,7 +18,6 @@ def main() -> int:
     # The launcher reports Ctrl-C; a worker just ends.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     keep_freed_pages()
-    build_parser()  # so that messages show arguments as flags
     job = Job.model_validate_json(Path(sys.argv[1]).read_text(encoding="utf-8"))
     code, result = run_worker(job)
     if result is not None and job.result_path is not None:

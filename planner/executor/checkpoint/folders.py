@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -27,7 +27,8 @@ from planner.executor.checkpoint.tensor_file import TensorFile
 from planner.executor.observe.run_log import is_of
 from planner.formats.files import Record, load_record
 from planner.formats.plan import Plan
-from planner.workers.job import BaselineName, CheckpointOptions, Job
+from planner.options.training import BaselineName, CheckpointOptions
+from planner.workers.job import Job
 
 _NO_RUN_ID = "none"  # torchrun's id of every run that was started without --rdzv-id
 
@@ -79,7 +80,7 @@ def _resuming(options: CheckpointOptions) -> CheckpointOptions | None:
     """Return `options` that resume from the newest checkpoint in the run's folder; None if it has or writes none."""
     if options.every is None or not complete(Path(options.folder)):
         return None
-    return options.model_copy(update={"resume": AUTO})
+    return replace(options, resume=AUTO)
 
 
 def torchrun_run_id() -> str:

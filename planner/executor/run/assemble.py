@@ -23,10 +23,10 @@ from planner.executor.run.replica import StageReplica
 from planner.executor.run.worker import Observers, PipelineWorker
 from planner.executor.stage.optimizer import JointNorm
 from planner.formats.names import CODECS
+from planner.options.training import CheckpointOptions
 from planner.plan.rank_groups import groups_of_ranks
 from planner.schedule.instructions import Instruction
 from planner.schedule.schedule import PipelineShape, stream
-from planner.workers.job import CheckpointOptions
 
 
 @dataclass(frozen=True)

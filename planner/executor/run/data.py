@@ -18,8 +18,8 @@ from planner.formats.profile import LossMean
 from planner.model.batch import Batch, collate
 from planner.model.loss import Shares, shares_function
 from planner.model.spec import TrainingSpec
+from planner.options.training import STEPS
 from planner.schedule.instructions import Unit
-from planner.workers.defaults import STEPS
 
 KEPT = 3  # minibatches that a pipeline without weight stashing may have in flight, and one in the making
 

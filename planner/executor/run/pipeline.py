@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -36,7 +37,8 @@ from planner.formats.plan import Plan
 from planner.model.batch import make_batch
 from planner.model.loss import shares_function
 from planner.model.spec import TrainingSpec
-from planner.workers.job import CheckpointOptions, Evaluation, Job, TrainingOptions
+from planner.options.training import CheckpointOptions, TrainingOptions
+from planner.workers.job import Evaluation, Job
 from planner.workers.meeting import started_as_worker
 from planner.workers.supervisor import ScriptSupervisor
 
@@ -312,6 +314,6 @@ def pipeline(
             "`synchronous_start` is not for a loop of your own, which feeds the minibatches itself",
             hint="begin with a plan for a synchronous schedule, save a checkpoint, and load it with this plan",
         )
-    options = (options or TrainingOptions()).model_copy(update={"evaluate_every": 1 if evaluates else None})
+    options = replace(options or TrainingOptions(), evaluate_every=1 if evaluates else None)
     job = Job(model=spec.origin, plan=plan, seed=seed, device=device, backend=backend, options=options)
     return Pipeline(job, spec)

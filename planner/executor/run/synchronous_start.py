@@ -9,10 +9,11 @@ from planner.errors import InputError
 from planner.executor.run.data import BatchSource
 from planner.formats.plan import Plan
 from planner.model.batch import Batch
+from planner.options.training import TrainingOptions
 from planner.plan.shape import shape_of, synchronous_minibatches, synchronous_part
 from planner.schedule.instructions import Unit
 from planner.schedule.schedule import PipelineShape
-from planner.workers.job import Job, StartResult, TrainingOptions
+from planner.workers.job import Job, StartResult
 
 
 @dataclass(frozen=True)

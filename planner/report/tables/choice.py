@@ -5,8 +5,8 @@ from __future__ import annotations
 from planner.analysis.choose import Choice, Option
 from planner.errors import InputError
 from planner.formats.plan_parts import short_config
+from planner.options.solving import MinibatchError
 from planner.report.tables.table import Table
-from planner.solver.minibatch import MinibatchError
 from planner.units import format_bytes, format_seconds
 
 

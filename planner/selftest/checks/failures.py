@@ -9,11 +9,11 @@ from functools import partial
 from pathlib import Path
 
 from planner.errors import PlannerError
+from planner.options.training import RunOptions
 from planner.schedule.one_forward_one_backward import ONE_F_ONE_B
 from planner.selftest.lab import Lab, even_plan, location
 from planner.selftest.models.failing import FAULT, MARK
 from planner.selftest.rows import Case, Check, Outcome, judged
-from planner.workers.job import RunOptions
 from planner.workers.launch import environment
 
 LIMIT_S = 10.0

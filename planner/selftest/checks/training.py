@@ -12,13 +12,14 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 
 from planner.formats.plan import Plan
+from planner.options.training import CheckpointOptions, RunOptions, TrainingOptions
 from planner.schedule.flush import FLUSH
 from planner.schedule.registry import SCHEDULES
 from planner.schedule.schedule import Schedule
 from planner.selftest.lab import SEED, Lab, even_plan, location, spec_of
 from planner.selftest.reference import Reference
 from planner.selftest.rows import Case, Check, Outcome, judged, skipped
-from planner.workers.job import CheckpointOptions, RunOptions, TrainingOptions, TrainResult
+from planner.workers.job import TrainResult
 
 STEPS = 20
 BATCH_SIZE = 4  # samples of a microbatch

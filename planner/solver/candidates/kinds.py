@@ -18,9 +18,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from planner.cost.candidate import Candidate, ShardRule
+from planner.cost.candidate import Candidate
 from planner.cost.network.link import Link
 from planner.cost.work import Integers
+from planner.options.solving import ShardRule
 from planner.solver.evaluate.pipelines import MOST_WORKERS
 from planner.solver.problem.budget import OutOfTimeError
 from planner.solver.problem.problem import Limits, Problem

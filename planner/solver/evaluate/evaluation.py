@@ -18,6 +18,7 @@ from planner.cost.kinds import with_kinds
 from planner.cost.network.link import backward_and_reduce_s, ring_all_reduce_s
 from planner.cost.overheads import stage_memory
 from planner.formats.cluster import Level
+from planner.options.solving import UNLIMITED
 from planner.simulator.pipeline_costs import PipelineCosts
 from planner.solver.evaluate.depth import (
     FAR,
@@ -31,7 +32,6 @@ from planner.solver.evaluate.orders import in_every_order
 from planner.solver.evaluate.pipelines import pipeline_for, too_large, wires_s
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import CutPath, Evaluation, stages_along
-from planner.solver.problem.stage_rules import UNLIMITED
 from planner.solver.problem.states import StateSpace
 from planner.units import SLACK
 

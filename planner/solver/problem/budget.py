@@ -13,37 +13,12 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from planner.cost.candidate import Candidate
+from planner.options.solving import Progress
 from planner.simulator.pipeline_costs import PipelineCosts
 from planner.simulator.steady_time import steady_s
 
 if TYPE_CHECKING:
     from planner.solver.problem.result import Evaluation
-
-
-@dataclass
-class Progress:
-    """The best plan and the best bound so far. Searches write it; any thread may read it.
-
-    Attributes:
-        config: of the best plan so far; empty without one.
-        best_s: its seconds per minibatch.
-        bound_s: seconds per minibatch that no plan is below, as far as is known.
-        ends_at_s: when the search must answer, on the monotonic clock; None without a limit.
-    """
-
-    config: str = ""
-    best_s: float = math.inf
-    bound_s: float = 0.0
-    ends_at_s: float | None = None
-
-    def begin(self, ends_at_s: float | None, bound_s: float) -> None:
-        """Begin a search that knows nothing but a bound yet."""
-        self.config, self.best_s, self.bound_s, self.ends_at_s = "", math.inf, bound_s, ends_at_s
-
-    def meet(self, config: str, seconds: float) -> None:
-        """Take note of a plan."""
-        if seconds < self.best_s:
-            self.config, self.best_s = config, seconds
 
 
 SEARCHING = 0.8  # share of the time for searches; the rest is for simulating what they find

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal
 
-from planner.cost.candidate import Candidate, RecomputeRule
+from planner.cost.candidate import Candidate
 from planner.cost.layer_costs import LayerCosts
 from planner.cost.models.synchronous import SynchronousModel
 from planner.cost.network.link import Link, link_of
@@ -19,17 +18,14 @@ from planner.cost.setting import Setting
 from planner.formats.cluster import Cluster, DeviceKind
 from planner.formats.constraints import Constraints
 from planner.formats.profile import Profile
+from planner.options.solving import UNLIMITED, DepthRule, RecomputeRule, StageRules
 from planner.plan.rank_groups import groups_of
 from planner.schedule.schedule import Schedule
 from planner.solver.problem.bounds import Bounds, bounds_for
 from planner.solver.problem.budget import NO_HURRY, Budget, Deadline
 from planner.solver.problem.numbering import Numbering
 from planner.solver.problem.result import Evaluation
-from planner.solver.problem.stage_rules import UNLIMITED, StageRules
 from planner.solver.problem.states import is_linear, uncut_groups
-
-# How many minibatches are in flight: as many as the schedule's paper says, or more where workers would wait otherwise.
-DepthRule = Literal["auto", "published"]
 
 
 @dataclass(frozen=True)

@@ -23,10 +23,10 @@ from itertools import pairwise, starmap
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.cost.candidate import RecomputeRule
 from planner.cost.layer_costs import LayerCosts
 from planner.cost.recomputation import Recomputation
 from planner.cost.work import Floats, Footprint, Integers, Work, joined, working_bytes
+from planner.options.solving import RecomputeRule
 
 _TIMES = ("forward_s", "backward_s", "update_s", "accumulate_s")
 FRONTS = ("sent_bytes", "returned_bytes", "outputs", "gradients", "output_bytes", "gradient_bytes")

@@ -18,12 +18,12 @@ from planner.cost.network.link import link_of
 from planner.cost.recomputation import units_of
 from planner.cost.work import Floats
 from planner.formats.cluster import Cluster
+from planner.options.solving import StageRules
 from planner.plan.blocks import blocks_of
 from planner.solver.candidates.kinds import StraightSearch, counts_to_try
 from planner.solver.problem.bounds import bounds_for
 from planner.solver.problem.budget import NO_HURRY, Deadline, OutOfTimeError
 from planner.solver.problem.problem import Limits
-from planner.solver.problem.stage_rules import StageRules
 from planner.solver.problem.states import Chain, column
 
 

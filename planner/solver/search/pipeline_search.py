@@ -12,12 +12,12 @@ from functools import cached_property
 import numpy as np
 
 from planner.cost.recomputation import exact_everywhere
+from planner.options.solving import StageRules
 from planner.solver.evaluate.evaluation import priced_path
 from planner.solver.problem.bounds import balanced_s
 from planner.solver.problem.infeasible import Fits
 from planner.solver.problem.problem import Limits, Problem
 from planner.solver.problem.result import RESOLUTION, BoundedPath, CutPath, Evaluation
-from planner.solver.problem.stage_rules import StageRules
 from planner.solver.problem.states import Chain, StateSpace
 from planner.solver.search.chain.fewest import FEW_STATES
 from planner.solver.search.chain.search import Search

@@ -38,8 +38,9 @@ from planner.model.capture.capture import capture_file
 from planner.model.capture.graph import LayerGraph
 from planner.model.spec import TrainingSpec, load_model_file
 from planner.model.stage.stage import build_stage
+from planner.options.training import CheckpointOptions
 from planner.workers.heartbeat import Heartbeat
-from planner.workers.job import CheckpointOptions, Job
+from planner.workers.job import Job
 from tests.executor.models import write_model
 from tests.executor.plans import make_plan, structural_profile
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,8 @@ from planner.executor.checkpoint.json_values import from_json
 from planner.executor.stage.optimizer import FIRST_SCALE
 from planner.formats.plan import Plan
 from planner.model.options import PLAIN, ModuleOptions
-from planner.workers.job import CheckpointOptions, Job, TrainingOptions, TrainResult
+from planner.options.training import TrainingOptions
+from planner.workers.job import Job, TrainResult
 from tests.executor.models import write_model
 from tests.executor.plans import make_plan, structural_profile
 from tests.executor.processes import run_jobs
@@ -33,9 +34,7 @@ def job_of(path: Path, plan: Plan, folder: Path, name: str, steps: int, **option
         "steps": steps,
         "seed": SEED,
         "save_weights": str(folder / f"{path.stem}-{name}.pt"),
-        "checkpoints": CheckpointOptions.model_validate(
-            {"folder": str(folder / f"{path.stem}-{name}"), "every": 7} | options
-        ),
+        "checkpoints": {"folder": str(folder / f"{path.stem}-{name}"), "every": 7} | options,
     }
     return Job.model_validate(content)
 
@@ -122,7 +121,7 @@ class Kept:
         profile = structural_profile(path, BATCH_SIZE, ModuleOptions(torch.float16) if self.float16 else PLAIN)
         plan = make_plan(profile, (1, 1), self.schedule, self.microbatches, vertical_sync=self.vertical_sync)
         whole, stopped = (job_of(path, plan, folder, name, 13) for name in ("whole", "stopped"))
-        checkpoints = stopped.checkpoints.model_copy(update={"resume": "auto"})
+        checkpoints = replace(stopped.checkpoints, resume="auto")
         options = {"options": self.options}
         return (
             whole.model_copy(update=options),

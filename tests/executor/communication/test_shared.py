@@ -15,8 +15,9 @@ from planner.executor.run.data import BatchSource, make_batches
 from planner.formats.plan import Plan
 from planner.model.spec import TrainingSpec, load_model_file
 from planner.model.stage.stage import StageModule
+from planner.options.training import CheckpointOptions, TrainingOptions
 from planner.schedule.instructions import Unit
-from planner.workers.job import CheckpointOptions, Job, TrainingOptions
+from planner.workers.job import Job
 from planner.workers.place import CPU
 from tests.executor.models import write_model
 from tests.executor.plans import make_plan, structural_profile

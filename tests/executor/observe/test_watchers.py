@@ -11,7 +11,8 @@ import pytest
 from planner.errors import InputError
 from planner.executor.observe.measure import Progress
 from planner.executor.observe.watchers import all_of, check_tensorboard, tensorboard
-from planner.workers.job import Evaluation, TrainingOptions
+from planner.options.training import TrainingOptions
+from planner.workers.job import Evaluation
 from tests.executor import eager
 from tests.executor.models import EVALUATION, write_model
 from tests.executor.plans import make_plan, structural_profile

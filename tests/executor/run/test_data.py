@@ -14,8 +14,8 @@ from planner.errors import ModelFileError
 from planner.executor.run.data import RANDOM_BATCHES, DatasetBatches, RandomBatches, make_batches
 from planner.model.batch import Batch
 from planner.model.spec import load_model_file
+from planner.options.training import STEPS
 from planner.schedule.instructions import Unit
-from planner.workers.defaults import STEPS
 from tests.executor.models import write_model
 
 

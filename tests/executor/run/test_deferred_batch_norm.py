@@ -12,7 +12,7 @@ from planner.errors import InputError
 from planner.formats.plan import Plan
 from planner.model.options import ModuleOptions
 from planner.model.spec import load_model_file
-from planner.workers.job import TrainingOptions
+from planner.options.training import TrainArguments, TrainingOptions
 from tests.executor import eager
 from tests.executor.models import DATASET
 from tests.executor.plans import make_plan, structural_profile
@@ -157,4 +157,4 @@ def test_a_baseline_has_no_microbatches(tmp_path: Path) -> None:
 
     path = write(tmp_path)
     with pytest.raises(InputError, match="`deferred_batch_norm` is for plans, not for data-parallel"):
-        make_job(path, plan_of(path, "gpipe", (1, 1), ()), options=DEFERRED, baseline="data-parallel")
+        make_job(path, plan_of(path, "gpipe", (1, 1), ()), TrainArguments(options=DEFERRED, baseline="data-parallel"))

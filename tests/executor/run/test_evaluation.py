@@ -13,6 +13,7 @@ from planner.formats.plan import Plan
 from planner.model.batch import collate
 from planner.model.loss import loss_of
 from planner.model.spec import TrainingSpec, load_model_file
+from planner.options.training import TrainingOptions
 from planner.schedule.gpipe import GPIPE
 from planner.schedule.instructions import (
     ReceiveActivation,
@@ -24,7 +25,7 @@ from planner.schedule.instructions import (
 )
 from planner.schedule.one_forward_one_backward import ONE_F_ONE_B
 from planner.schedule.schedule import Channel, PipelineShape, stream
-from planner.workers.job import Evaluation, TrainingOptions
+from planner.workers.job import Evaluation
 from tests.executor import eager
 from tests.executor.eager import Case
 from tests.executor.models import EVALUATION, write_model

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from planner.executor.stage.optimizer import BACKOFF, FIRST_SCALE, LossScaler
 from planner.model.options import ModuleOptions, autocasting
 from planner.model.spec import load_model_file
-from planner.workers.job import TrainingOptions
+from planner.options.training import TrainingOptions
 from tests.executor import eager
 from tests.executor.eager import Case
 from tests.executor.models import write_model

@@ -19,7 +19,8 @@ from planner.executor.run.context import PipelineContext, pipeline_context
 from planner.executor.run.initial import defers
 from planner.formats.plan import Plan
 from planner.model.spec import TrainingSpec, in_memory, load_model_file
-from planner.workers.job import Job, TrainingOptions
+from planner.options.training import TrainingOptions
+from planner.workers.job import Job
 from planner.workers.place import CPU
 from tests.executor.models import EVALUATION, write_model
 from tests.executor.plans import make_plan, structural_profile

@@ -14,8 +14,8 @@ from planner.executor.run.stages import check_sizes
 from planner.model.capture.capture import capture_file
 from planner.model.spec import load_model_file
 from planner.model.stage.stage import build_stage
+from planner.options.training import TrainingOptions
 from planner.schedule.instructions import Unit
-from planner.workers.job import TrainingOptions
 from tests.executor import eager
 from tests.executor.models import write_model
 from tests.executor.plans import make_plan, structural_profile

@@ -12,10 +12,10 @@ from torch.optim import Optimizer
 from planner.api import make_job
 from planner.errors import InputError, ModelFileError
 from planner.model.spec import load_model_file
+from planner.options.training import TrainArguments, TrainingOptions
 from planner.schedule.check import check_streams
 from planner.schedule.one_forward_one_backward import ONE_F_ONE_B
 from planner.schedule.schedule import Channel, PipelineShape
-from planner.workers.job import TrainingOptions
 from tests.executor import eager
 from tests.executor.eager import Case
 from tests.executor.models import write_model
@@ -151,7 +151,7 @@ def test_only_1f1b_accumulates(tmp_path: Path) -> None:
     path = write_model(tmp_path, "language", "sgd")
     plan = make_plan(structural_profile(path, 4), (1, 1), "gpipe", 2)
     with pytest.raises(InputError, match=r"`accumulate=2` is for the schedule 1f1b .* is gpipe"):
-        make_job(path, plan, options=TrainingOptions(accumulate=2))
+        make_job(path, plan, TrainArguments(options=TrainingOptions(accumulate=2)))
 
 
 def test_a_scheduler_that_needs_the_loss_is_refused(tmp_path: Path) -> None:

@@ -16,8 +16,9 @@ from planner.formats.profile import LossMean
 from planner.model.batch import Batch
 from planner.model.loss import shares_function
 from planner.model.spec import TrainingSpec, load_model_file
+from planner.options.training import TrainingOptions
 from planner.schedule.instructions import Unit
-from planner.workers.job import Job, TrainingOptions
+from planner.workers.job import Job
 from tests.executor.plans import make_plan, structural_profile
 from tests.executor.processes import run_jobs
 

@@ -17,7 +17,8 @@ from planner.executor.checkpoint.folders import complete, load_checkpoint
 from planner.formats.plan import Plan
 from planner.formats.profile import Profile
 from planner.model.options import PLAIN, ModuleOptions
-from planner.workers.job import CheckpointOptions, Job, TrainingOptions
+from planner.options.training import CheckpointOptions, TrainingOptions
+from planner.workers.job import Job
 from tests.executor.models import write_model
 from tests.executor.plans import make_plan, sharded, structural_profile
 from tests.executor.processes import run_jobs

@@ -13,9 +13,10 @@ from planner.api import make_job
 from planner.errors import InputError, ModelFileError
 from planner.executor.run.stages import check_sizes
 from planner.model.spec import load_model_file
+from planner.options.training import TrainArguments, TrainingOptions
 from planner.plan.shape import shape_of, synchronous_minibatches, synchronous_part
 from planner.schedule.check import check_streams
-from planner.workers.job import TrainingOptions, TrainResult
+from planner.workers.job import TrainResult
 from tests.executor import eager
 from tests.executor.eager import Case
 from tests.executor.models import write_model
@@ -23,6 +24,7 @@ from tests.executor.plans import make_plan, structural_profile
 from tests.executor.reference import Weights
 
 MINIBATCHES = 11
+START = TrainingOptions(synchronous_start=0.2)
 NEWEST_MUON = """
 from planner.optim import NewestMuon
 
@@ -123,12 +125,12 @@ def test_what_a_start_does_not_go_with_is_said(tmp_path: Path) -> None:
         (TrainingOptions(synchronous_start=0.2, scale_lr=True), r"with `scale_lr` an update later has others"),
     ):
         with pytest.raises(InputError, match=words):
-            make_job(path, plan, options=options)
+            make_job(path, plan, TrainArguments(options=options))
     with pytest.raises(InputError, match=r"is for asynchronous schedules, and the plan's, 1f1b-flush, is synchronous"):
-        make_job(path, make_plan(profile, (1, 1), "1f1b-flush", 2), options=TrainingOptions(synchronous_start=0.2))
+        make_job(path, make_plan(profile, (1, 1), "1f1b-flush", 2), TrainArguments(options=START))
     with pytest.raises(InputError, match=r"`synchronous_start` is for plans, not for data-parallel"):
-        make_job(path, plan, options=TrainingOptions(synchronous_start=0.2), baseline="data-parallel")
-    assert make_job(path, plan, options=TrainingOptions(synchronous_start=0.2)).predicted_start_samples_per_s
+        make_job(path, plan, TrainArguments(options=START, baseline="data-parallel"))
+    assert make_job(path, plan, TrainArguments(options=START)).predicted_start_samples_per_s
 
 
 def test_models_of_one_batch_size_cannot_start_synchronously() -> None:

@@ -25,8 +25,9 @@ from planner.formats.profile import Profile
 from planner.model.capture.capture import capture_file
 from planner.model.spec import load_model_file
 from planner.model.stage.stage import StageModule, build_stage
+from planner.options.training import CheckpointOptions, TrainingOptions
 from planner.schedule.instructions import Unit
-from planner.workers.job import CheckpointOptions, Job, TrainingOptions
+from planner.workers.job import Job
 from tests.executor.models import write_model
 from tests.executor.plans import in_groups, make_plan, sharded, structural_profile
 from tests.executor.processes import run_jobs

@@ -14,8 +14,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from planner.analysis.bandwidths import bandwidth_sweep
 from planner.analysis.compare import compare
+from planner.analysis.sweep import bandwidth_sweep
 from planner.errors import InputError
 from planner.formats.cluster import hierarchical_cluster
 from planner.formats.plan import Plan

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from planner.analysis.bandwidths import bandwidth_sweep
 from planner.analysis.compare import compare
+from planner.analysis.sweep import bandwidth_sweep
 from planner.formats.cluster import flat_cluster
 from planner.report.page.page import ReportContent, report_page
 from planner.simulator.simulate_plan import simulate

@@ -8,13 +8,13 @@ from planner.cost.candidate import candidates
 from planner.cost.layer_costs import LayerCosts
 from planner.cost.setting import Setting
 from planner.formats.cluster import flat_cluster
+from planner.options.solving import StageRules
 from planner.schedule.registry import find
 from planner.solver.candidates.improvement import improved
 from planner.solver.evaluate.evaluation import evaluate, priced
 from planner.solver.problem.budget import Budget
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import Found
-from planner.solver.problem.stage_rules import StageRules
 from tests.samples import layer, profile
 from tests.solver.brute import plans
 

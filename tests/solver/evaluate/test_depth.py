@@ -8,6 +8,7 @@ import pytest
 
 from planner.formats.cluster import Cluster, flat_cluster
 from planner.formats.plan import Plan
+from planner.options.solving import DepthRule
 from planner.schedule.schedule import PipelineShape, warm_up_depths
 from planner.simulator.pipeline_costs import StageCosts
 from planner.simulator.simulate_plan import simulated_s
@@ -19,7 +20,6 @@ from planner.solver.evaluate.depth import (
     price_depths,
 )
 from planner.solver.evaluate.pipelines import wires_s
-from planner.solver.problem.problem import DepthRule
 from tests.samples import layer, profile
 from tests.schedule.test_streams import make_shape
 from tests.simulator.pipelines import TransferTimes, pipeline

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from planner.analysis.compare import compare
 from planner.analysis.explain import explain
-from planner.analysis.solve_options import SolveOptions
 from planner.analysis.usual_ways import DATA_PARALLEL
 from planner.cost.candidate import candidates
 from planner.cost.layer_costs import LayerCosts
@@ -20,6 +19,7 @@ from planner.cost.pricing import busy_resources
 from planner.cost.setting import Setting
 from planner.formats.cluster import Cluster, flat_cluster, hierarchical_cluster
 from planner.formats.profile import Profile
+from planner.options.solving import SolveOptions
 from planner.report.tables.explain import explanation_report
 from planner.report.tables.plan import plan_report
 from planner.schedule.registry import find
@@ -27,6 +27,7 @@ from planner.simulator.simulate_plan import simulate
 from planner.simulator.summary import summarize
 from planner.solver import solve
 from planner.solver.evaluate.evaluation import evaluate, priced, simulated
+from planner.solver.find_plan import find_plan
 from planner.solver.problem import budget
 from planner.solver.problem.budget import Budget
 from planner.solver.problem.problem import Problem
@@ -189,7 +190,7 @@ def test_the_speed_up_over_data_parallelism_is_over_its_simulation(
 def test_divided_minibatches_are_compared_with_data_parallelism_on_the_same(cluster: str, schedule: str) -> None:
     """Data parallelism may add gradients up, too: both answers say the same of it."""
     options = SolveOptions(schedule=find(schedule), microbatches=8)
-    plan = options.solve(MODEL, CLUSTERS[cluster])
+    plan = find_plan(MODEL, CLUSTERS[cluster], options)
     chosen, parallel = compare(MODEL, plan=plan).rows[:2]
     assert parallel.name == DATA_PARALLEL
     predicted = plan.predicted

@@ -7,11 +7,12 @@ from dataclasses import replace
 import pytest
 
 from planner.analysis.compare import compare
-from planner.analysis.solve_options import SolveOptions
+from planner.analysis.given_plan import problem_of
 from planner.analysis.usual_ways import usual_ways
 from planner.cost.layer_costs import LayerCosts
 from planner.formats.cluster import Cluster, flat_cluster
 from planner.formats.profile import Profile
+from planner.options.solving import SolveOptions
 from planner.report.tables.compare import comparison_report
 from planner.schedule.flush import FLUSH
 from planner.solver.evaluate.evaluation import priced
@@ -35,7 +36,7 @@ SLOW = flat_cluster(GPUS, 1e8)  # an all-reduce takes 6 s, beside 8 s of forward
 
 
 def problem(microbatches: int, cluster: Cluster = SLOW) -> Problem:
-    return SolveOptions(schedule=FLUSH, microbatches=microbatches).problem(LayerCosts(MODEL), cluster)
+    return problem_of(SolveOptions(schedule=FLUSH, microbatches=microbatches), LayerCosts(MODEL), cluster)
 
 
 def zero(stage: ZeroStage, microbatches: int) -> Evaluation:

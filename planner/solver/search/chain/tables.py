@@ -17,10 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.cost.work import IMPOSSIBLE, Floats, Footprint, Integers, fewest_to_hold, joined
+from planner.options.solving import UNLIMITED
 from planner.schedule.schedule import warm_up_depth
 from planner.solver.problem.bounds import Bounds
 from planner.solver.problem.problem import Limits
-from planner.solver.problem.stage_rules import UNLIMITED
 from planner.solver.problem.states import StateSpace
 from planner.solver.search.chain.ways import WaysOf, taken
 

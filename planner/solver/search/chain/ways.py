@@ -18,10 +18,11 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from planner.cost.candidate import Groups, RecomputeRule, StageOptions, whole_stage
+from planner.cost.candidate import Groups, StageOptions, whole_stage
 from planner.cost.layer_costs import LayerCosts
 from planner.cost.recomputation import Choices, Recomputation
 from planner.cost.work import Floats, Footprint, Integers, Record, Work
+from planner.options.solving import RecomputeRule
 from planner.solver.problem.problem import Limits, Problem
 from planner.solver.problem.states import StateSpace
 

@@ -7,11 +7,11 @@ pinned layers. Where there is no plan, the reason is found by leaving limits out
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal
 
 from planner.cost.candidate import Candidate
 from planner.cost.kinds import kind_on
 from planner.errors import InfeasibleError, InputError, PlannerError
+from planner.options.solving import SolverName
 from planner.solver.evaluate.evaluation import evaluate, priced
 from planner.solver.problem.bounds import balanced_s
 from planner.solver.problem.budget import Budget
@@ -122,9 +122,6 @@ def _ranked(problem: Problem, answer: IlpAnswer) -> tuple[Candidate, ...]:
         replace(stage, ranks=tuple(sorted(own)), options=replace(stage.options, kind=kind))
         for stage, own, kind in zip(stages, ranks, kinds, strict=True)
     )
-
-
-SolverName = Literal["auto", "search", "ilp"]
 
 
 def needs_program(problem: Problem, solver: SolverName) -> bool:

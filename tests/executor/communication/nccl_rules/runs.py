@@ -31,13 +31,14 @@ from planner.model.capture.size import BATCH
 from planner.model.stage.evaluation import EvaluationStages
 from planner.model.tensor.dimensions import Cut
 from planner.model.tensor.division import DividedWeights
+from planner.options.training import RunOptions, TrainingOptions
 from planner.plan.rank_groups import on_ranks, plan_of_tensor_rank
 from planner.schedule.instructions import Unit
 from planner.schedule.registry import find
 from planner.schedule.schedule import Channel, PipelineShape
 from planner.workers.groups import DataGroups
 from planner.workers.heartbeat import Heartbeat
-from planner.workers.job import Job, RunOptions, TrainingOptions
+from planner.workers.job import Job
 from planner.workers.place import CPU, Place
 from tests.executor.communication.nccl_rules.rules import Recording, Work
 from tests.executor.communication.nccl_rules.world import World

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.cost.candidate import RecomputeRule, ShardRule, candidates
+from planner.cost.candidate import candidates
 from planner.cost.layer_costs import LayerCosts
 from planner.cost.models.interleaved import InterleavedShape
 from planner.cost.network.link import Link
@@ -20,12 +20,12 @@ from planner.errors import InfeasibleError, InputError
 from planner.formats.cluster import flat_cluster
 from planner.formats.plan import Plan
 from planner.formats.profile import Profile
+from planner.options.solving import RecomputeRule, ShardRule, StageRules
 from planner.report.tables.plan import plan_report
 from planner.schedule.interleaved import INTERLEAVED
 from planner.simulator.pipeline_costs import StageCosts
 from planner.solver import solve
 from planner.solver.problem.problem import Limits
-from planner.solver.problem.stage_rules import StageRules
 from planner.solver.problem.states import Chain
 from planner.solver.search.chain.interleaved import InterleavedSearch
 from tests.samples import layer, profile

@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.cost.candidate import RecomputeRule
 from planner.cost.layer_costs import LayerCosts
 from planner.cost.network.link import Link, link_of
 from planner.cost.pricing import price
@@ -16,11 +15,11 @@ from planner.formats.cluster import flat_cluster
 from planner.formats.names import CostModelName
 from planner.formats.pipedream import load_graph_txt
 from planner.formats.profile import Profile
+from planner.options.solving import RecomputeRule, StageRules
 from planner.schedule.registry import find
 from planner.solver import solve
 from planner.solver.problem.bounds import AsynchronousBounds, bounds_for
 from planner.solver.problem.problem import Limits, Problem
-from planner.solver.problem.stage_rules import StageRules
 from planner.solver.problem.states import Chain
 from planner.solver.search.chain.search import Search
 from planner.solver.search.graph import branches

@@ -20,11 +20,11 @@ from planner.formats.cluster import Cluster, DeviceKind, Level, flat_cluster
 from planner.formats.constraints import Constraints
 from planner.formats.names import CostModelName
 from planner.formats.profile import Profile
+from planner.options.solving import StageRules
 from planner.schedule.registry import find
 from planner.solver.problem.bounds import bounds_for
 from planner.solver.problem.problem import Limits, Problem
 from planner.solver.problem.result import Evaluation
-from planner.solver.problem.stage_rules import StageRules
 from planner.solver.problem.states import Chain
 from planner.solver.search.chain.search import Search
 from planner.solver.search.chain.synchronous import SynchronousSearch

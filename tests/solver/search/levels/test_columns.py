@@ -16,13 +16,13 @@ from planner.cost.network.topology import column_ranks
 from planner.cost.setting import Setting
 from planner.formats.cluster import Cluster, hierarchical_cluster
 from planner.formats.profile import Profile, Value
+from planner.options.solving import StageRules
 from planner.schedule.registry import find
 from planner.solver import solve
 from planner.solver.assemble import simulated_plan
 from planner.solver.evaluate.orders import in_every_order
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import Evaluation
-from planner.solver.problem.stage_rules import StageRules
 from planner.solver.search.pipeline_search import PipelineSearch
 from tests import samples
 from tests.solver.brute import plans

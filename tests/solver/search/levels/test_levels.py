@@ -9,7 +9,6 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from planner.cost.candidate import RecomputeRule
 from planner.cost.layer_costs import LayerCosts
 from planner.cost.setting import Setting
 from planner.errors import InfeasibleError
@@ -17,10 +16,10 @@ from planner.formats.cluster import Cluster, flat_cluster, hierarchical_cluster
 from planner.formats.importers import read_profile
 from planner.formats.names import CostModelName
 from planner.formats.profile import Profile
+from planner.options.solving import RecomputeRule, StageRules
 from planner.schedule.registry import find
 from planner.solver import solve
 from planner.solver.problem.problem import Problem
-from planner.solver.problem.stage_rules import StageRules
 from planner.solver.problem.states import Chain, StateSpace
 from planner.solver.search.graph.downsets import Downsets, enumerate_downsets
 from planner.solver.search.levels.levels import nearest_search, search_levels

@@ -1,0 +1,131 @@
+"""One option of the product: a field of a record, whose metadata make its flag, its keyword and its documentation."""
+
+from __future__ import annotations
+
+import inspect
+import textwrap
+from collections.abc import Callable, Iterator
+from dataclasses import MISSING, Field, dataclass, field, fields
+from typing import Any, Concatenate, ParamSpec, TypeVar, overload
+
+from planner.errors import InputError
+
+WIDTH = 112  # columns of an entry under "Args:", which is indented
+KeywordsT = ParamSpec("KeywordsT")
+RecordT = TypeVar("RecordT")
+FirstT = TypeVar("FirstT")
+SecondT = TypeVar("SecondT")
+AnswerT = TypeVar("AnswerT")
+
+
+@dataclass(frozen=True)
+class Option:
+    """What is known of an option beside its name, type and default.
+
+    Attributes:
+        help: what it does, without its default, in which other options stand in backticks.
+        metavar: stands for its value in the help of the command line.
+        told: the default in words, where the value alone does not say it.
+        flag: of the command line; None for what only Python users can give.
+        unit: that the flag wants after a plain number.
+        negation: the flag that means False, for what is True by default.
+        least: the smallest value that is allowed.
+        positive: whether numbers are above 0.
+        parse: makes the value from the flag's text; None where its type says how.
+        choices: values that the flag takes, where its type does not say so.
+        const: the value of a flag without text, where the text may be left out.
+    """
+
+    help: str
+    metavar: str | None = None
+    told: str = ""
+    flag: str | None = ""
+    unit: str = ""
+    negation: str = ""
+    least: int | None = None
+    positive: bool = False
+    parse: Callable[[str], Any] | None = None
+    choices: tuple[str, ...] | None = None
+    const: str | None = None
+
+    def check(self, name: str, value: Any) -> None:
+        """Raise InputError for a value out of the option's bounds."""
+        if self.least is not None and value < self.least:
+            raise InputError(f"`{name}={value}` is too small", hint=f"give `{name}` {self.least} or more")
+        if self.positive and not 0 < value < float("inf"):
+            raise InputError(f"`{name}={value}` is not above 0", hint=f"give a larger `{name}`")
+
+
+def option(default: Any, help: str, metavar: str | None = None, **more: Any) -> Any:
+    """Return a field with this default and the metadata of an `Option`."""
+    return field(default=default, metadata={"option": Option(help, metavar, **more)})
+
+
+def options_in(record: type) -> Iterator[tuple[Field[Any], Option]]:
+    """Yield the fields of a record that are options."""
+    for each in fields(record):
+        if "option" in each.metadata:
+            yield each, each.metadata["option"]
+
+
+def flag_of(name: str, option: Option) -> str | None:
+    """Return the flag of an option; None where it has none."""
+    return option.flag if option.flag is None else option.flag or f"--{name.replace('_', '-')}"
+
+
+def check_bounds(record: Any) -> None:
+    """Raise InputError for the first field that was given a value out of its option's bounds."""
+    for each, option in options_in(type(record)):
+        if (value := getattr(record, each.name)) != each.default:
+            option.check(each.name, value)
+
+
+@overload
+def keywords_of(
+    record: Callable[KeywordsT, RecordT],
+) -> Callable[
+    [Callable[[FirstT, SecondT, RecordT], AnswerT]], Callable[Concatenate[FirstT, SecondT, KeywordsT], AnswerT]
+]: ...
+@overload
+def keywords_of(
+    record: Callable[KeywordsT, RecordT], *, arguments: int
+) -> Callable[[Callable[[FirstT, RecordT], AnswerT]], Callable[Concatenate[FirstT, KeywordsT], AnswerT]]: ...
+def keywords_of(record: Any, **_: Any) -> Any:
+    """Decorate a function whose last parameter is a record: callers give the record's fields as keywords.
+
+    A type checker sees the keywords with their types. The docstring gets a line for each of them under "Args:".
+    """
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(function)
+        *first, last = signature.parameters.values()
+
+        def called(*arguments: Any, **keywords: Any) -> Any:
+            own = {each.name: keywords.pop(each.name) for each in first if each.name in keywords}
+            return function(*arguments, **own, **{last.name: record(**keywords)})
+
+        keywords = inspect.signature(record).parameters.values()
+        parameters = [*first, *(each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in keywords)]
+        for name in ("__module__", "__name__", "__qualname__"):
+            setattr(called, name, getattr(function, name))
+        called.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        called.__doc__ = _documented(inspect.getdoc(function) or "", record)
+        return called
+
+    return decorate
+
+
+def _documented(text: str, record: type) -> str:
+    """Add the options of a record to the arguments that a docstring describes."""
+    entries = "\n".join(
+        textwrap.indent(textwrap.fill(f"{each.name}: {option.help}.", WIDTH, subsequent_indent="    "), "    ")
+        for each, option in options_in(record)
+    )
+    before, args, after = text.partition("Args:\n")
+    described, blank, rest = after.partition("\n\n")
+    return f"{before}{args}{described}\n{entries}{blank}{rest}"
+
+
+def default_of(each: Field[Any]) -> Any:
+    """Return the default of a field; None where it has none."""
+    return None if each.default is MISSING else each.default

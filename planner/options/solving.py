@@ -1,0 +1,232 @@
+"""Which plan to search for: the options of `solve`, from the command line to the search."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Literal
+
+from planner.errors import InputError
+from planner.formats.cost_model_names import COST_MODEL_HELP, CostModelName
+from planner.options.numbers import degrees
+from planner.options.option import option
+from planner.schedule.defaults import CHUNKS, LATE_UPDATES, MICROBATCHES_PER_GPU
+from planner.schedule.registry import DEFAULT, NAMES, SCHEDULES, find
+from planner.schedule.schedule import Schedule
+from planner.units import parse_seconds
+
+if TYPE_CHECKING:
+    from planner.formats.cluster import Cluster
+    from planner.formats.constraints import Constraints
+    from planner.formats.profile import Profile
+
+# Which layers run their forward again, and do not keep what their backward needs: as few as memory demands, none, all
+# of every stage, or every unit of every stage by itself (`planner.cost.recomputation`).
+RecomputeRule = Literal["auto", "never", "always", "blocks"]
+# Whether a stage's replicas divide the optimizer's state: where that is better, never, always.
+ShardRule = Literal["auto", "never", "always"]
+# Where stages may begin and end: between blocks of the model, between any layers, or within blocks where that pays.
+Granularity = Literal["auto", "block", "layer"]
+# How many minibatches are in flight: as many as the schedule's paper says, or more where workers would wait otherwise.
+DepthRule = Literal["auto", "published"]
+SolverName = Literal["auto", "search", "ilp"]
+
+UNLIMITED = 2**30  # units in flight
+
+
+@dataclass
+class Progress:
+    """The best plan and the best bound so far. Searches write it; any thread may read it.
+
+    Attributes:
+        config: of the best plan so far; empty without one.
+        best_s: its seconds per minibatch.
+        bound_s: seconds per minibatch that no plan is below, as far as is known.
+        ends_at_s: when the search must answer, on the monotonic clock; None without a limit.
+    """
+
+    config: str = ""
+    best_s: float = math.inf
+    bound_s: float = 0.0
+    ends_at_s: float | None = None
+
+    def begin(self, ends_at_s: float | None, bound_s: float) -> None:
+        """Begin a search that knows nothing but a bound yet."""
+        self.config, self.best_s, self.bound_s, self.ends_at_s = "", math.inf, bound_s, ends_at_s
+
+    def meet(self, config: str, seconds: float) -> None:
+        """Take note of a plan."""
+        if seconds < self.best_s:
+            self.config, self.best_s = config, seconds
+
+
+class MinibatchError(InputError):
+    """A minibatch that a profile's microbatches or a schedule cannot make."""
+
+
+def time_limit(text: str) -> float | None:
+    """Parse how long a search may take: "30s", or "none"."""
+    return None if text == "none" else parse_seconds(text)
+
+
+@dataclass(frozen=True)
+class StageRules:
+    """What the stages of a plan may be like."""
+
+    recompute: RecomputeRule = option(
+        "auto",
+        "run forwards again before their backward, instead of keeping the activations: as few layers as memory demands "
+        "(auto), none (never), whole stages (always), or every block by itself (blocks)",
+    )
+    shard_optimizer: ShardRule = option(
+        "auto",
+        "divide the optimizer's state over the replicas of a stage: where that is better (auto), never, or always",
+    )
+    max_stages: int | None = option(None, "at most N stages", "N", least=1, told="no limit")
+    max_staleness: int | None = option(
+        None,
+        "gradients at most N updates late: 0 as on one device, n - 1 or more of n stages under 1f1b, 1 under 2bw",
+        "N",
+        least=0,
+        told=f"no limit, and a warning above {LATE_UPDATES}",
+    )
+    granularity: Granularity = option(
+        "auto",
+        "where to cut a model of repeated blocks, as transformers are: between blocks only (block), anywhere (layer), "
+        "or inside blocks only where that makes the plan 2% faster (auto)",
+    )
+    tensor: Sequence[int] = option(
+        (1,),
+        "ranks that may divide the layers of a replica between them (tensor parallelism), as in 1,2,4,8; the profile "
+        "must say what layers cost then",
+        "T,T",
+        parse=degrees,
+        told="1",
+    )
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tensor", tuple(self.tensor))
+
+    def deepest(self, schedule: Schedule) -> int:
+        """Return the most units that a stage may have in flight, each with an older version of its weights."""
+        return self.max_staleness + 1 if schedule.stashes and self.max_staleness is not None else UNLIMITED
+
+
+@dataclass(frozen=True, kw_only=True)
+class SolveOptions(StageRules):
+    """What to search for, beside profile and cluster.
+
+    Raises:
+        InputError: for an unknown schedule, or for `microbatches` beside `minibatch`.
+    """
+
+    schedule: Schedule | str = option(
+        DEFAULT,
+        "; ".join(f"{schedule}: {schedule.summary}" for schedule in SCHEDULES),
+        choices=NAMES,
+    )
+    microbatches: int | None = option(
+        None,
+        "microbatches per minibatch, for schedules that divide it",
+        "M",
+        told=f"{MICROBATCHES_PER_GPU} per GPU",
+    )
+    minibatch: int | None = option(
+        None,
+        "samples per minibatch, a multiple of the profile's batch size, in place of `microbatches`; every candidate "
+        "keeps it",
+        "SIZE",
+        least=1,
+    )
+    chunks: int = option(CHUNKS, "chunks of the model on each GPU, for interleaved", "V")
+    depth: DepthRule = option(
+        "auto",
+        "minibatches in flight under 1f1b and 2bw, and microbatches in flight under 1f1b-flush: as many as published, "
+        "or more (auto) where workers would otherwise wait for messages or for each other, as long as each gains at "
+        "least 2%",
+    )
+    accept_divided_loss: bool = option(
+        False,
+        "plan schedules that divide minibatches also where the profile found that the loss is no mean over samples or "
+        "labels, such as a contrastive one: training then takes the mean of the microbatches' losses",
+    )
+    vertical_sync: bool = option(
+        False,
+        "under 1f1b, run each minibatch with one version of the weights in all stages, that of the first stage when "
+        "the minibatch enters; later stages keep more versions for it",
+    )
+    cost_model: CostModelName = option("resource", COST_MODEL_HELP)
+    solver: SolverName = option(
+        "auto",
+        "search: exact; ilp: an integer program (HiGHS or CBC), for constraints and GPUs that the search does not "
+        "take; auto: the search where it can, else ilp",
+    )
+    constraints: "Constraints | None" = option(None, "what the plan must respect beside memory", flag=None)
+    time_limit_s: float | None = option(
+        None,
+        "answer after a time such as 30s, which all searches share, with the best plans so far; none: however long it "
+        "takes",
+        "TIME",
+        flag="--time-limit",
+        unit="s",
+        parse=time_limit,
+    )
+    progress: Progress | None = option(
+        None, "is told the best plan and the best bound so far, and may be read from another thread", flag=None
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "schedule", find(self.schedule))
+        if self.microbatches is not None and self.minibatch is not None:
+            raise InputError("`microbatches` and `minibatch` say the same twice", hint="leave out one of them")
+
+    @property
+    def order(self) -> Schedule:
+        """The schedule itself, where `schedule` may have been given by its name."""
+        return find(self.schedule)
+
+    @property
+    def rules(self) -> StageRules:
+        """What stages may be like, alone."""
+        return StageRules(**{each.name: getattr(self, each.name) for each in fields(StageRules)})
+
+    @property
+    def chunks_per_gpu(self) -> int:
+        """Stages on each GPU."""
+        return self.order.fixed_chunks or self.chunks
+
+    @property
+    def alone(self) -> bool:
+        """Whether the question is about one schedule and one profile, and has no alternative to compare it with."""
+        return self.vertical_sync or self.solver != "auto" or not (self.constraints is None or self.constraints.empty)
+
+    def microbatches_on(self, cluster: "Cluster", profile: "Profile") -> int:
+        """Return the number of microbatches per minibatch on this cluster.
+
+        Raises:
+            InputError: where microbatches of the profile's size do not make the minibatch, or the schedule does not
+                divide minibatches.
+        """
+        if self.minibatch is None:
+            usual = MICROBATCHES_PER_GPU * cluster.gpus if self.order.divides else 1
+            return usual if self.microbatches is None else self.microbatches
+        size = profile.microbatch_size
+        if size is None:
+            raise InputError(
+                f"the profile of '{profile.model}' does not know its batch size, so `minibatch={self.minibatch}` is no "
+                "number of its microbatches",
+                hint="give `microbatches`",
+            )
+        count, rest = divmod(self.minibatch, size)
+        if rest or count < 1:
+            raise MinibatchError(
+                f"`minibatch={self.minibatch}` is no multiple of the {size} samples of a microbatch",
+                hint=f"give `minibatch={max(1, count) * size}`, or a profile with another `batch_size`",
+            )
+        if count > 1 and not self.order.divides:
+            raise MinibatchError(
+                f"under {self.schedule} a minibatch has the {size} samples that were profiled, not "
+                f"`minibatch={self.minibatch}`",
+                hint=f"profile with `batch_size={self.minibatch}`, or use a `schedule` that divides minibatches",
+            )
+        return count
