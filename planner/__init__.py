@@ -49,6 +49,8 @@ if TYPE_CHECKING:
     from planner.formats.timeline import save_timeline as save_timeline
     from planner.model.spec import in_memory as in_memory
     from planner.model.spec import load_model_file as load_model_file
+    from planner.options.training import CheckpointOptions as CheckpointOptions
+    from planner.options.training import TrainingOptions as TrainingOptions
     from planner.simulator.simulate_plan import simulate as simulate
     from planner.simulator.summary import Summary as Summary
     from planner.simulator.summary import summarize as summarize

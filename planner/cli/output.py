@@ -124,7 +124,7 @@ def _watch(progress: Progress, done: threading.Event) -> None:
 
 def progress_text(progress: Progress) -> str:
     """Write the best plan so far, the bound, and how much time is left."""
-    from planner.formats.config import short_config
+    from planner.formats.plan_parts import short_config
 
     parts = []
     if progress.config:

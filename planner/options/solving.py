@@ -6,10 +6,10 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Literal
 
 from planner.errors import InputError
-from planner.formats.cost_model_names import COST_MODEL_HELP, CostModelName
+from planner.formats.names import COST_MODEL_HELP, CostModelName
 from planner.options.numbers import degrees
 from planner.options.option import option
-from planner.schedule.defaults import CHUNKS, LATE_UPDATES, MICROBATCHES_PER_GPU
+from planner.schedule.instructions import CHUNKS, LATE_UPDATES, MICROBATCHES_PER_GPU
 from planner.schedule.registry import DEFAULT, NAMES, SCHEDULES, find
 from planner.schedule.schedule import Schedule
 from planner.units import parse_seconds

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from planner.formats.device_names import Backend, DeviceType
+from planner.formats.names import Backend, DeviceType
 from planner.options.numbers import window
 from planner.options.option import check_bounds, option
 
