@@ -1,200 +1,35 @@
 """Deferred weights, for models larger than memory: each stage makes its own weights and no others.
 
-The user's constructor runs twice. In the first run every parameter goes to the meta device as soon as a module
-registers it; that model is captured and cut. In the second run everything is made as if the model were built whole, so
-that the parameters of one stage get the values that they would have there, to the bit; but the memory of all others is
-taken away again while it runs. See `planner.model.deferred_weights`. Buffers are small and always made.
+The user's constructor runs as it is, but what it would compute for large tensors is put on a list instead. They have
+addresses, but no pages of memory, because nothing is written there. When it is known which weights are wanted, the
+operations that lead to these are taken from the list, and run with the random numbers that they would have had. So the
+weights of a stage are those of the model built whole, to the bit, and no other weights are ever made.
 
-Run a constructor as it is, but take the memory of most of its parameters away again while it runs.
-
-A mode sees every operation, and so knows which values still exist. The pages of parameters that were not used for the
-longest time are given back to the system; their values are then lost. Values made from lost ones are lost, too. An
-operation that overwrites a lost tensor brings it back. What Python would have to decide by a lost value is refused. So
-whatever exists at the end is what it would be with all memory, to the bit.
+The meta device alone would not do: constructors give weights their values in code of their own (loops over parameters,
+`self.apply(...)`, factors of the depth), which `reset_parameters` does not repeat, and some leave weights alone that
+say they are on the meta device.
 """
 
 from __future__ import annotations
 
-import ctypes
 import mmap
-import sys
-from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, NamedTuple, NoReturn
 from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map
 from typing_extensions import Self
 
 from planner.errors import ModelFileError, PlannerError
-from planner.model.randomness import generators_kept
 
-NEEDED = "meta tensor"  # in PyTorch's errors about values that are not there, and in those raised here
-LEFT_BYTES = 1 << 28  # of parameters that may be forgotten but are not; the newest one stays in any case
-_LEAST_BYTES = 1 << 16  # smaller parameters stay, because whole pages are given back
-# Operations that overwrite all of a tensor, and draw as many random numbers whatever it held.
-_OVERWRITES = frozenset(
-    "aten::" + name
-    for name in (
-        "cauchy_",
-        "copy_",
-        "exponential_",
-        "fill_",
-        "geometric_",
-        "log_normal_",
-        "normal_",
-        "random_",
-        "uniform_",
-        "zero_",
-    )
-)
+LEAST_BYTES = 1 << 16  # smaller tensors are made at once: constructors may look at their values
+_NEEDED = "meta tensor"  # in PyTorch's errors about values that are not there, and in those raised here
 _READ_DIRECTLY = ("numpy", "tolist")  # methods that no mode sees
-_DONT_NEED = 4  # MADV_DONTNEED of Linux: anonymous pages are freed at once, and read as zeros
-
-
-class Forgetting(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Mode that forgets parameters; see this module.
-
-    Args:
-        left_bytes: of parameters that may be forgotten, how much stays.
-    """
-
-    def __init__(self, left_bytes: int = LEFT_BYTES) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._left_bytes = left_bytes
-        self._kept: set[int] = set()
-        # By key of the storage. A weak reference also keeps another storage from getting the same key.
-        self._made: dict[int, StorageWeakRef] = {}  # by operations seen here: nobody outside can know them
-        self._lost: dict[int, StorageWeakRef] = {}
-        self._forgettable: dict[int, StorageWeakRef] = {}
-        self._in_memory: OrderedDict[int, int] = OrderedDict()  # bytes of those that have pages, oldest use first
-        self._patches = ExitStack()
-
-    def __enter__(self) -> Self:
-        for name in _READ_DIRECTLY:
-            self._patches.enter_context(mock.patch.object(Tensor, name, self._checked(getattr(Tensor, name))))
-        super().__enter__()  # type: ignore[no-untyped-call]
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
-        self._patches.close()
-
-    def keep(self, tensor: Tensor) -> None:
-        """Never forget `tensor`."""
-        key = _key(tensor)
-        self._kept.add(key)
-        self._forgettable.pop(key, None)
-        self._in_memory.pop(key, None)
-
-    def may_forget(self, tensor: Tensor) -> None:
-        """Forget `tensor` when others need its memory."""
-        key, size_bytes = _key(tensor), tensor.untyped_storage().nbytes()
-        if key in self._made and key not in self._kept and size_bytes >= _LEAST_BYTES:
-            self._forgettable[key] = self._made[key]
-            self._in_memory[key] = size_bytes
-
-    def forgot(self, tensor: Tensor) -> bool:
-        """Return whether the values of `tensor` are lost."""
-        return not tensor.is_meta and _key(tensor) in self._lost
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        used = _tensors((args, kwargs))
-        restores = func._schema.name in _OVERWRITES and not any(self.forgot(source) for source in used[1:])
-        lost = any(self.forgot(tensor) for tensor in used) and not restores
-        if lost and torch.Tag.nondeterministic_seeded in func.tags:
-            self._refuse(f"{func} draws random numbers by")
-        result = func(*args, **kwargs)
-        made = _tensors(result)
-        if lost:
-            written = _written(func, args, kwargs)
-            if not made and not written:
-                self._refuse(f"{func} reads")
-            for tensor in (*made, *written):
-                self._lost[_key(tensor)] = _reference(tensor)
-        elif restores and used and used[0].nbytes == used[0].untyped_storage().nbytes():
-            self._lost.pop(_key(used[0]), None)
-        keys = {_key(tensor) for tensor in used}
-        for tensor in made:
-            if (key := _key(tensor)) not in keys:
-                self._made[key] = _reference(tensor)
-        self._use(keys)
-        return result
-
-    def _use(self, keys: set[int]) -> None:
-        """Note that these storages have been used, and give the pages of others back."""
-        for key in keys & self._forgettable.keys():
-            self._in_memory[key] = self._in_memory.get(key) or _bytes_of(self._forgettable[key])
-            self._in_memory.move_to_end(key)
-        while len(self._in_memory) > 1 and sum(self._in_memory.values()) > self._left_bytes:
-            key, _ = self._in_memory.popitem(last=False)
-            if _give_back(self._forgettable[key]):
-                self._lost[key] = self._forgettable[key]
-
-    def _checked(self, method: Any) -> Any:
-        def read(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-            if self.forgot(tensor):
-                self._refuse(f"{method.__name__}() reads")
-            return method(tensor, *args, **kwargs)
-
-        return read
-
-    def _refuse(self, what: str) -> None:
-        raise RuntimeError(f"{what} the values of a {NEEDED}")
-
-
-def _key(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
-
-
-def _reference(tensor: Tensor) -> StorageWeakRef:
-    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and not leaf.is_meta]
-
-
-def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """Return the tensors that an operation changes in place."""
-    declared = func._schema.arguments
-    given = [*zip(declared, args, strict=False), *((each, kwargs.get(each.name)) for each in declared[len(args) :])]
-    return [t for each, value in given if each.alias_info and each.alias_info.is_write for t in _tensors(value)]
-
-
-def _storage(reference: StorageWeakRef) -> torch.UntypedStorage | None:
-    """Return the storage, if it still exists."""
-    found: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
-    return found
-
-
-def _bytes_of(reference: StorageWeakRef) -> int:
-    storage = _storage(reference)
-    return 0 if storage is None else storage.nbytes()
-
-
-def _give_back(reference: StorageWeakRef) -> bool:
-    """Give the whole pages of a storage back to the system; return whether its values are lost by that."""
-    storage = _storage(reference)
-    if storage is None or not sys.platform.startswith("linux"):
-        return False
-    first = -(-storage.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-    end = (storage.data_ptr() + storage.nbytes()) // mmap.PAGESIZE * mmap.PAGESIZE
-    libc = ctypes.CDLL(None)
-    return int(libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), _DONT_NEED)) == 0
-
-
-_NUMBER = "_planner_number"  # on a parameter: its number in the order of construction
-# On a deep copy, which nn.TransformerEncoder makes of its layer: the numbers of the originals, which it needs as well.
-_SOURCE = "_planner_source"
+_DRAW_BY_SHAPE = ("_like", "::bernoulli", "::normal")  # as many numbers whatever the values that they are given
 _HINT = "train without `defer_weights`"
 Build = Callable[[], nn.Module]
 
@@ -203,63 +38,49 @@ class DeferredModel:
     """A model that is built without memory for its weights, and then given those that are wanted.
 
     Args:
-        build: the constructor. All generators of random numbers are left as they were.
+        build: the constructor. It draws from the generators as it always does.
+        draw: whether weights may be wanted that have random values. Without, nothing is drawn.
 
     Attributes:
         model: its parameters are on the meta device until `materialize`.
-        makes_buffers: whether the constructor makes something else than a parameter by random numbers or of parameters.
+        draws_buffers: whether the constructor makes buffers by random numbers.
 
     Raises:
         ModelFileError: when the constructor reads the weights that it makes.
     """
 
-    def __init__(self, build: Build) -> None:
-        self._build = build
-        draws = _Draws()
-        with generators_kept(), _construction(_on_meta), draws:
+    def __init__(self, build: Build, *, draw: bool = True) -> None:
+        self._tape = _Tape(LEAST_BYTES if draw else 0, draw=draw)
+        with self._tape:
             self.model = _built(build)
-        self.makes_buffers = draws.found or any(buffer.is_meta for buffer in self.model.buffers())
+        self._values: dict[nn.Parameter, nn.Parameter] = {}
+        for parameter in self.model.parameters():
+            if parameter.device.type not in ("cpu", "meta"):
+                # Another device has another generator, and memory that is not the host's.
+                raise ModelFileError(f"build_model() makes weights on {parameter.device}, not on the CPU", hint=_HINT)
+            self._values[nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)] = parameter
+        _replace(self.model, {value: deferred for deferred, value in self._values.items()})
+        # Buffers are small, and captured with the model.
+        deferred = {id(buffer): buffer for buffer in self.model.buffers() if self._tape.puts_off(buffer)}
+        self._buffers = [(torch.zeros_like(buffer), buffer) for buffer in deferred.values()]
+        zeros = dict(zip(deferred, (zero for zero, _ in self._buffers), strict=True))
         for module in self.model.modules():
-            for name, buffer in module._buffers.items():
-                if buffer is not None and buffer.is_meta:
-                    module._buffers[name] = torch.zeros_like(buffer, device="cpu")  # small, and captured with the model
-        self._parameters = _outline(self.model)
+            module._buffers.update({name: zeros.get(id(buffer), buffer) for name, buffer in module._buffers.items()})
+        self.draws_buffers = self._tape.draws(deferred.values())
 
     def materialize(self, names: Collection[str]) -> None:
-        """Give the parameters and buffers called `names` the values that the constructor gives them.
+        """Give the parameters called `names`, and all buffers, the values that the constructor gives them.
 
-        It draws from the generators as building the whole model does.
+        Call it once. Parameters that the constructor itself made on the meta device stay there.
 
         Args:
             names: of a tied parameter any of its names.
-
-        Raises:
-            ModelFileError: when a value cannot be made without other stages' weights.
         """
-        wanted = _without_values(self.model, names)
-        keep = {_number(parameter) for parameter in wanted}
-        sources = keep.union(*(getattr(parameter, _SOURCE, ()) for parameter in wanted))
-        forgetting = Forgetting()
-
-        def made_whole(parameter: nn.Parameter, number: int) -> nn.Parameter:
-            (forgetting.keep if number in sources else forgetting.may_forget)(parameter)
-            return parameter
-
-        with _construction(made_whole), forgetting:
-            made = _built(self._build)
-        if _outline(made) != self._parameters:
-            raise ModelFileError("build_model() builds another model each time that it is called", hint=_HINT)
-        values = {_number(parameter): (name, parameter) for name, parameter in made.named_parameters()}
-        buffers = {name: buffer for name, buffer in made.named_buffers(remove_duplicate=False) if name in names}
-        for name, tensor in (*(values[number] for number in keep), *buffers.items()):
-            if tensor.is_meta or forgetting.forgot(tensor):
-                raise ModelFileError(
-                    f"'{name}' is made from parameters that may be in another stage",
-                    hint=f"give it its values without them, or {_HINT}",
-                )
-        _replace(self.model, {parameter: values[_number(parameter)][1] for parameter in wanted})
-        for name, buffer in buffers.items():
-            self.model.get_buffer(name).copy_(buffer)
+        values = {parameter: self._values[parameter] for parameter in _without_values(self.model, names)}
+        self._tape.replay([*values.values(), *(buffer for _, buffer in self._buffers)])
+        _replace(self.model, values)
+        for zero, buffer in self._buffers:
+            zero.copy_(buffer)
 
 
 def allocate(model: nn.Module, names: Collection[str]) -> None:
@@ -327,23 +148,11 @@ def _replace(model: nn.Module, others: dict[nn.Parameter, nn.Parameter]) -> None
                 setattr(module, name, new)  # in recurrent modules this updates a list of their weights as well
 
 
-def _number(parameter: nn.Parameter) -> int:
-    """Return the parameter's number; -1 if it was registered in another way, and so is always made."""
-    number: int = getattr(parameter, _NUMBER, -1)
-    return number
-
-
-def _outline(model: nn.Module) -> list[tuple[str, int, torch.Size, torch.dtype]]:
-    """Return what must be the same each time that the model is built, or its parameters would be mistaken."""
-    named = model.named_parameters(remove_duplicate=False)
-    return [(name, _number(parameter), parameter.shape, parameter.dtype) for name, parameter in named]
-
-
 def _built(build: Build) -> nn.Module:
     try:
         return build()
     except (PlannerError, RuntimeError) as error:  # NotImplementedError is a RuntimeError
-        if NEEDED not in str(error) and "Meta" not in str(error):
+        if _NEEDED not in str(error) and "Meta" not in str(error):
             raise
         reason = error.message if isinstance(error, PlannerError) else error
         raise ModelFileError(
@@ -351,59 +160,206 @@ def _built(build: Build) -> nn.Module:
         ) from error
 
 
-def _on_meta(parameter: nn.Parameter, _number: int) -> nn.Parameter:
-    return nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+class _Operation(NamedTuple):
+    """An operation that was put off; it writes into `written`, or its results are the values of `made`."""
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    written: list[Tensor]
+    made: list[Tensor]
+    generator: torch.Generator | None  # that it draws from
+    state: Tensor | None  # of the generator before
+
+    def storages(self) -> set[int]:
+        return {_key(tensor) for tensor in (*_tensors((self.args, self.kwargs)), *self.made)}
 
 
-@contextmanager
-def _construction(place: Callable[[nn.Parameter, int], nn.Parameter]) -> Iterator[None]:
-    """Number the parameters as modules register them, and let `place` replace them."""
-    # Patched for this time only: there is no other place that every parameter of a user's constructor passes through.
-    register, deep_copy = nn.Module.register_parameter, nn.Parameter.__deepcopy__
-    count = 0
+class _Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Mode that puts operations on large tensors off; what they write is put off, too.
 
-    def numbered(parameter: nn.Parameter) -> nn.Parameter:
-        nonlocal count
-        number, count = count, count + 1
-        if parameter.device.type not in ("cpu", "meta"):
-            # Another device has another generator, and memory that is not the host's.
-            raise ModelFileError(f"build_model() makes weights on {parameter.device}, not on the CPU", hint=_HINT)
-        parameter = place(parameter, number)
-        setattr(parameter, _NUMBER, number)
-        return parameter
+    Args:
+        least_bytes: of a tensor that is made from nothing, from which on it is put off.
+        draw: whether the generators go on as if the operations had run.
+    """
 
-    def register_numbered(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is not None and not hasattr(parameter, _NUMBER):
-            parameter = numbered(parameter)
-        register(module, name, parameter)
-
-    def deep_copy_numbered(original: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
-        if id(original) in memo:
-            known: nn.Parameter = memo[id(original)]
-            return known
-        copy = numbered(deep_copy(original, memo))  # type: ignore[no-untyped-call]
-        setattr(copy, _SOURCE, {_number(original), *getattr(original, _SOURCE, ())})
-        memo[id(original)] = copy
-        return copy
-
-    with (
-        mock.patch.object(nn.Module, "register_parameter", register_numbered),
-        mock.patch.object(nn.Parameter, "__deepcopy__", deep_copy_numbered),
-    ):
-        yield
-
-
-class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Mode that notes whether random numbers are drawn for a tensor that has memory."""
-
-    def __init__(self) -> None:
+    def __init__(self, least_bytes: int, *, draw: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.found = False
+        self._least_bytes, self._draw = least_bytes, draw
+        self._put_off: set[int] = set()  # keys of storages, which the operations keep alive
+        self._operations: list[_Operation] = []
+        self._patches = ExitStack()
+
+    def __enter__(self) -> Self:
+        for name in _READ_DIRECTLY:
+            self._patches.enter_context(mock.patch.object(Tensor, name, self._checked(getattr(Tensor, name))))
+        # It rejects samples by their values, and draws again: as one operation that can be put off like any other.
+        init = nn.init._no_grad_trunc_normal_
+        self._patches.enter_context(mock.patch.object(nn.init, init.__name__, self._as_one(init)))
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._patches.close()
+
+    def puts_off(self, tensor: Tensor) -> bool:
+        """Return whether the values of `tensor` are not there yet."""
+        return _has_storage(tensor) and _key(tensor) in self._put_off
+
+    def draws(self, tensors: Iterable[Tensor]) -> bool:
+        """Return whether the values of `tensors` depend on random numbers."""
+        return any(operation.generator is not None for operation in self._leading_to(tensors))
+
+    def replay(self, wanted: Iterable[Tensor]) -> None:
+        """Run the operations that lead to the values of `wanted`; all others are forgotten."""
+        operations = self._leading_to(wanted)
+        states = {each.generator: each.generator.get_state() for each in operations if each.generator is not None}
+        with torch.no_grad():
+            for func, args, kwargs, _, made, generator, state in operations:
+                if generator is not None:
+                    assert state is not None, "built without drawing"
+                    generator.set_state(state)
+                result = func(*args, **kwargs)
+                for tensor, value in zip(made, tree_leaves(result) if made else [], strict=True):
+                    tensor.copy_(value)
+        for generator, before in states.items():
+            generator.set_state(before)
+        self._operations.clear()
+
+    def _leading_to(self, wanted: Iterable[Tensor]) -> list[_Operation]:
+        needed = {_key(tensor) for tensor in wanted}
+        found = []
+        for operation in reversed(self._operations):
+            if any(_key(tensor) in needed for tensor in (*operation.written, *operation.made)):
+                needed |= operation.storages()
+                found.append(operation)
+        return found[::-1]
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            self.found |= not (isinstance(result, Tensor) and result.is_meta)
-        return result
+        kwargs = kwargs or {}
+        used = _tensors((args, kwargs))
+        put_off = [tensor for tensor in used if self.puts_off(tensor)]
+        if (put_off and _moves_no_values(func)) or not (put_off or (not used and self._is_large(func, args, kwargs))):
+            return func(*args, **kwargs)
+        random = torch.Tag.nondeterministic_seeded in func.tags
+        written = _written(func, args, kwargs)
+        if random and not written and put_off and not func._schema.name.endswith(_DRAW_BY_SHAPE):
+            self._refuse(f"{func} draws random numbers by")
+        return self._later(func, args, kwargs, written, random=random)
+
+    def _is_large(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Return whether an operation makes a large tensor on the CPU from nothing."""
+        device = kwargs.get("device")
+        if not _takes_device(func) or (device is not None and device.type != "cpu"):
+            return False
+        made = func(*args, **_on_meta(func, kwargs))
+        return _has_storage(made, meta=True) and made.nbytes >= self._least_bytes
+
+    def _later(self, func: Any, args: Any, kwargs: Any, written: list[Tensor], *, random: bool) -> Any:
+        """Put an operation off; return what it writes, or tensors that will have the values that it makes."""
+        generator = (kwargs.get("generator") or torch.default_generator) if random else None
+        state = generator.get_state() if generator is not None and self._draw else None
+        result: Any = None
+        if state is not None:
+            result = func(*tree_map(self._scratch, args), **tree_map(self._scratch, kwargs))
+        elif not written:
+            result = func(*tree_map(_meta, args), **_on_meta(func, tree_map(_meta, kwargs)))
+        result = None if written else tree_map(self._without_values, result)
+        made = [tensor.detach() for tensor in tree_leaves(result)] if result is not None else []
+        kept_args, kept_kwargs = tree_map(lambda leaf: self._kept(leaf, written), (args, kwargs))
+        self._put_off.update(_key(tensor) for tensor in (*written, *made))
+        self._operations.append(
+            _Operation(func, kept_args, kept_kwargs, [tensor.detach() for tensor in written], made, generator, state)
+        )
+        if not written:
+            return result
+        return written[0] if len(written) == 1 else tuple(written)
+
+    def _kept(self, leaf: Any, written: list[Tensor]) -> Any:
+        """Return an argument such that what happens to it later does not show, but for its put-off values."""
+        if not isinstance(leaf, Tensor):
+            return leaf
+        return leaf.detach() if self.puts_off(leaf) or any(leaf is each for each in written) else leaf.detach().clone()
+
+    def _scratch(self, leaf: Any) -> Any:
+        """Return other memory for a put-off tensor: as many random numbers are drawn for it."""
+        return _unwritten(leaf) if isinstance(leaf, Tensor) and self.puts_off(leaf) else leaf
+
+    def _without_values(self, leaf: Any) -> Tensor:
+        if not isinstance(leaf, Tensor):
+            self._refuse("the constructor reads")
+        return _unwritten(leaf)
+
+    def _checked(self, method: Any) -> Any:
+        def read(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if self.puts_off(tensor):
+                self._refuse(f"{method.__name__}() reads")
+            return method(tensor, *args, **kwargs)
+
+        return read
+
+    def _as_one(self, init: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def fill(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            if not self.puts_off(tensor):
+                return init(tensor, *args, **kwargs)
+            with _disable_current_modes():
+                self._later(init, (tensor, *args), kwargs, [tensor], random=True)
+            return tensor
+
+        return fill
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise RuntimeError(f"{what} the values of a {_NEEDED}")
+
+
+def _has_storage(value: Any, *, meta: bool = False) -> bool:
+    return isinstance(value, Tensor) and value.layout == torch.strided and (meta or not value.is_meta)
+
+
+def _unwritten(like: Tensor) -> Tensor:
+    """Return zeros that take no pages of memory before they are written."""
+    # Not by malloc, which gives pages that were written already, and puts small objects between large ones.
+    pages = mmap.mmap(-1, max(like.untyped_storage().nbytes(), 1), access=mmap.ACCESS_COPY)
+    storage = torch.frombuffer(pages, dtype=torch.uint8).untyped_storage()
+    return torch.empty(0, dtype=like.dtype).set_(storage, like.storage_offset(), like.shape, like.stride())
+
+
+def _key(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if _has_storage(leaf)]
+
+
+def _meta(leaf: Any) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
+
+
+def _takes_device(func: Any) -> bool:
+    return any(argument.name == "device" for argument in func._schema.arguments)
+
+
+def _on_meta(func: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of an operation such that it runs on the meta device, which has no generator."""
+    changed = {name: None if isinstance(value, torch.Generator) else value for name, value in kwargs.items()}
+    return changed | {"device": torch.device("meta")} if _takes_device(func) else changed
+
+
+def _moves_no_values(func: Any) -> bool:
+    """Return whether an operation makes views, or changes how its argument looks at memory."""
+    aliases = [returned.alias_info for returned in func._schema.returns]
+    views = bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)
+    return views or torch.Tag.inplace_view in func.tags
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """Return the tensors that an operation changes in place."""
+    declared = func._schema.arguments
+    given = [*zip(declared, args, strict=False), *((each, kwargs.get(each.name)) for each in declared[len(args) :])]
+    return [t for each, value in given if each.alias_info and each.alias_info.is_write for t in _tensors(value)]

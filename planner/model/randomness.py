@@ -61,17 +61,21 @@ def _mix(number: int) -> int:
 
 
 @contextmanager
-def generators_kept() -> Iterator[None]:
-    """Restore PyTorch's generator of the CPU, Python's, and NumPy's where it is in use."""
+def generators_kept(*, on_success: bool = True) -> Iterator[None]:
+    """Restore PyTorch's generator of the CPU, Python's, and NumPy's where it is in use; at least after an error."""
     numpy = sys.modules.get("numpy")
-    python_state, numpy_state = random.getstate(), None if numpy is None else numpy.random.get_state()
+    state, python_state = torch.get_rng_state(), random.getstate()
+    numpy_state = None if numpy is None else numpy.random.get_state()
+    succeeded = False
     try:
-        with torch.random.fork_rng(devices=[]):
-            yield
+        yield
+        succeeded = True
     finally:
-        random.setstate(python_state)
-        if numpy is not None:
-            numpy.random.set_state(numpy_state)
+        if on_success or not succeeded:
+            torch.set_rng_state(state)
+            random.setstate(python_state)
+            if numpy is not None:
+                numpy.random.set_state(numpy_state)
 
 
 def random_state_kept(device: torch.device) -> AbstractContextManager[None]:

@@ -57,7 +57,8 @@ def initial_model(job: Job, stages: Sequence[int], spec: TrainingSpec, kind: str
     if spec.path is None or not defers(job):
         return making.whole()
     try:
-        return making.deferred()
+        with generators_kept(on_success=False):
+            return making.deferred()
     except PlannerError:
         if job.defer_weights:
             raise
@@ -115,30 +116,34 @@ class _Making:
 
     def deferred(self) -> InitialModel:
         """Build this worker's weights alone."""
-        deferred = DeferredModel(self.spec.build_model)
-        with generators_kept():
-            made = self._captured(deferred.model, deferred=True)
+        deferred = self._built_from_files() or self._drawn()
+        made = self._captured(deferred.model, deferred=True)
         names = self._own(made.graph)
-        if not self._all_read(deferred):
-            self._seed()
-            read = set() if self.pretrained is None else self.pretrained.sources(deferred.model).keys()
-            buffers = {name for name, _ in deferred.model.named_buffers(remove_duplicate=False)}
-            deferred.materialize({*names, *buffers} - read)
-            self._example()  # the generator goes on as it does for a model that is built whole
+        read = set() if self.pretrained is None else self.pretrained.sources(deferred.model).keys()
+        deferred.materialize(names - read)
         self._read(deferred.model, names)
         return made
+
+    def _drawn(self) -> DeferredModel:
+        self._seed()
+        return DeferredModel(self.spec.build_model)
+
+    def _built_from_files(self) -> DeferredModel | None:
+        """Return the model without random numbers; None unless files have all that the constructor would draw."""
+        if self.pretrained is None:
+            return None
+        with generators_kept():
+            try:
+                deferred = DeferredModel(self.spec.build_model, draw=False)
+            except ModelFileError:  # it reads values that it makes, perhaps small ones, which are made for `_drawn`
+                return None
+        parameters = {name for name, _ in deferred.model.named_parameters(remove_duplicate=False)}
+        all_read = parameters <= self.pretrained.sources(deferred.model).keys() and not deferred.draws_buffers
+        return deferred if all_read else None
 
     def _seed(self) -> None:
         # All workers build from the same seed, so replicas of a stage begin with equal weights.
         torch.manual_seed(self.job.seed)
-
-    def _all_read(self, deferred: DeferredModel) -> bool:
-        """Return whether files have all that the constructor would draw, so that it need not."""
-        if self.pretrained is None:
-            return False
-        read = self.pretrained.sources(deferred.model)
-        parameters = {name for name, _ in deferred.model.named_parameters(remove_duplicate=False)}
-        return parameters <= read.keys() and not deferred.makes_buffers
 
     def _captured(self, model: nn.Module, *, deferred: bool) -> InitialModel:
         plan, spec = self.job.plan, self.spec
