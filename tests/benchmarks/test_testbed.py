@@ -7,22 +7,18 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from benchmarks.kept import between_marks
 from benchmarks.netns import shaped_network
 from benchmarks.testbed import compressed, layers
 from benchmarks.testbed.__main__ import main as run_command
 from benchmarks.testbed.bed import ROOT, testbed
 from benchmarks.testbed.emulate import Scale, as_chain, emulate, fitting_scale, joined
-from benchmarks.testbed.measure import Measured, data_parallel_run, described, run_plan
-from benchmarks.testbed.picture import scatter_svg
+from benchmarks.testbed.measure import data_parallel_run, described, run_plan
 from benchmarks.testbed.predict import balanced_stages, data_parallel_s, given_plan, simulated_s
-from benchmarks.testbed.predictions import MARKS, PAGE, report
 from benchmarks.testbed.ranking import different_plans, kendall_tau, stages_of
 from planner.executor.stage.split_backward import input_gradients
 from planner.formats.cluster import flat_cluster, hierarchical_cluster
@@ -112,25 +108,6 @@ def test_kendall_tau() -> None:
     assert kendall_tau([1, 2, 3], [10, 20, 30]) == 1
     assert kendall_tau([1, 2, 3], [30, 20, 10]) == -1
     assert kendall_tau([1, 2, 3, 4], [1, 2, 4, 3]) == pytest.approx(4 / 6)
-
-
-def test_the_table_and_the_picture_have_every_run() -> None:
-    runs = [
-        Measured("vgg16", "4, 46 Mbps", "2-1-1", "1f1b", 0.21, 0.2, 0.205),
-        Measured("vgg16", "4, 46 Mbps", "1-1", "gpipe x8", 2.0, 2.1, 1.9),
-    ]
-    text = report(runs)
-    assert "2-1-1 1f1b" in text
-    assert "predicted: median error 3.9%, worst 5.3% over 2 runs" in text
-    picture = ElementTree.fromstring(scatter_svg(runs))
-    assert len(picture.findall("{*}circle/{*}title")) == 2
-
-
-def test_the_page_in_the_docs_has_a_place_for_the_table() -> None:
-    page = PAGE.read_text(encoding="utf-8")
-    once = between_marks(page, MARKS, "| a table |")
-    assert f"{MARKS[0]}\n\n| a table |\n\n{MARKS[1]}" in once
-    assert between_marks(once, MARKS, "") == between_marks(page, MARKS, "")
 
 
 @pytest.mark.usefixtures("namespaces")

@@ -13,11 +13,10 @@ import pytest
 import torch
 
 from benchmarks.two_cores import turns
-from benchmarks.two_cores.aims import ASYNCHRONOUS, SHARED_NOTHING, UNSTASHED, aims_markdown
 from benchmarks.two_cores.launch import Loopback, RunError, last_object, places, run_workers
 from benchmarks.two_cores.marks import Mark, rate, read_marks
-from benchmarks.two_cores.stashing import IN_FLIGHT, StashMemory, deep_plan
-from benchmarks.two_cores.table import DDP, ONE_PROCESS, Sample, Spread, markdown, ratios
+from benchmarks.two_cores.stashing import IN_FLIGHT, deep_plan
+from benchmarks.two_cores.table import Sample, Spread, ratios
 from benchmarks.two_cores.turns import Contender, take_turns
 from benchmarks.two_cores.unstashed import OneVersion
 from planner.plan.shape import shape_of
@@ -44,56 +43,12 @@ def cycles(contender: str, *rates: float, first_stage_s: float = 0.1, predicted:
     ]
 
 
-def test_table_has_medians_quartiles_and_ratios() -> None:
-    samples = [*cycles(ONE_PROCESS, 90.0, 100.0, 120.0), *cycles(DDP, 45.0, 50.0, 60.0)]
-    samples += cycles("ours", 180.0, 190.0, 240.0, predicted=200.0)
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in markdown(samples).splitlines()[4:]]
-    assert rows == [
-        ["one process", "100.0", "95.0 to 110.0", "", "1.00", "2.00"],
-        ["DDP", "50.0", "47.5 to 55.0", "", "0.50", "1.00"],
-        ["ours", "190.0", "185.0 to 215.0", "200.0", "2.00", "4.00"],
-    ]
-
-
 def test_a_ratio_is_of_the_same_cycle_so_that_a_drift_cancels() -> None:
     samples = [*cycles("ours", 105.0, 210.0, 52.5), *cycles("theirs", 100.0, 200.0, 50.0, 70.0)]
     assert ratios(samples, "ours", "theirs") == pytest.approx([1.05, 1.05, 1.05])
     assert Spread.of(ratios(samples, "ours", "theirs")).text(".2f") == "1.05 (1.05 to 1.05)"
     elsewhere = [replace(sample, group="others") for sample in samples if sample.contender == "theirs"]
     assert ratios([*samples[:3], *elsewhere], "ours", "theirs") == []
-
-
-def test_each_model_and_network_has_a_table() -> None:
-    samples = [Sample(model, link, "all", "DDP", 0, 1.0) for model in MODELS for link in ("loopback", "1gbit")]
-    headings = [line for line in markdown(samples).splitlines() if line.startswith("###")]
-    assert headings == [
-        "### transformer, loopback",
-        "### transformer, 1gbit",
-        "### vgg_like, loopback",
-        "### vgg_like, 1gbit",
-    ]
-
-
-def test_every_aim_is_said_to_be_reached_or_missed() -> None:
-    rates = {ONE_PROCESS: 100.0, SHARED_NOTHING: 190.0, DDP: 50.0, "torch 1F1B, 4 microbatches": 120.0}
-    rates |= {"ours 1f1b-flush, 4 microbatches": 126.0, "ours zb-h1, 4 microbatches": 120.0}
-    samples = [sample for name, rate in rates.items() for sample in cycles(name, rate, rate)]
-    samples += cycles(ASYNCHRONOUS, 180.0, 180.0, first_stage_s=0.104)
-    samples += cycles(UNSTASHED, 185.0, 185.0)
-    lines = aims_markdown(samples, [StashMemory("vgg_like", 1000, 8, 17_500, 10_000)]).splitlines()[4:]
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
-    assert [(row[0], row[-1]) for row in rows] == [
-        ("1f1b at least 94% of twice one process", "missed"),
-        ("1f1b beside two processes that share nothing (no aim)", ""),
-        ("1f1b at least 4.3 times DDP", "missed"),
-        ("1f1b-flush at least 1.0 times torch's, 4 microbatches", "reached"),
-        ("zb-h1 ahead of 1f1b-flush, 4 microbatches", "missed"),
-        ("weight stashing at most 5% of the first stage's step", "reached"),
-        ("memory of 8 versions within 5% of (d - 1) W", "missed"),
-    ]
-    medians = [row[2].split(" (")[0] for row in rows[:6]]
-    assert medians == ["90.0%", "94.7%", "3.60", "1.05", "0.95", "+4.0%"]
-    assert "(+7.1%)" in rows[6][2]
 
 
 def test_marks_are_read_up_to_the_last_whole_line(tmp_path: Path) -> None:
