@@ -21,7 +21,7 @@ from tabulate import tabulate
 
 import planner
 from benchmarks.two_cores.straight import straight_plan
-from planner.executor.checkpoint.stage_parts import Restorable, write_part
+from planner.executor.checkpoint.stage_parts import Restorable, content_of, write_part
 from planner.formats.plan import Plan
 
 README = Path(__file__).with_name("README.md")
@@ -103,7 +103,10 @@ def _processor_s(model: Path) -> float:
     optimizer.step()
     with tempfile.TemporaryDirectory(prefix="checkpoints-", dir=Path.cwd()) as folder:
         began_s = time.process_time()
-        write_part(Path(folder), Restorable(0, 0, module, optimizer))
+        own = Restorable(0, 0, module, optimizer)
+        content = content_of(own)
+        assert content is not None
+        write_part(Path(folder), own, content)
         return time.process_time() - began_s
 
 

@@ -34,7 +34,7 @@ from planner.executor.checkpoint.folders import (
     resolve,
     sync_folder,
 )
-from planner.executor.checkpoint.stage_parts import Restorable, content_of, has_part, restore_stage, write_part
+from planner.executor.checkpoint.stage_parts import Restorable, content_of, restore_stage, write_part
 from planner.executor.communication.control import (
     broadcast_bytes,
     encode_losses,
@@ -146,15 +146,12 @@ class Checkpointer:
         self._heartbeat.enter("writing a checkpoint")
         parts: tuple[StagePart, ...] = ()
         # Before anything can fail, because ranks that divide a stage's weights gather them together.
-        found = [(own, content_of(own)) for own in self._stages if has_part(own)]
-        contents = [(own, content) for own, content in found if content.weights or content.optimizer is not None]
+        contents = [(own, content_of(own)) for own in self._stages]
         # A full disk is reported rather than raised: the others wait for this worker's part, and training can go on.
         problem = None
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            parts = tuple(
-                write_part(folder, own, content) for own, content in contents if content.weights or content.optimizer
-            )
+            parts = tuple(write_part(folder, own, content) for own, content in contents if content is not None)
         except OSError as cause:
             problem = f"worker {self._rank}: {cause.strerror or cause}"
         part = _WorkerPart(

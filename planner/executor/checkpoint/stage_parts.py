@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from planner.errors import InputError
 from planner.executor.checkpoint.folders import SavedCheckpoint, StagePart
@@ -24,19 +25,8 @@ from planner.executor.checkpoint.optimizer_state import (
 )
 from planner.executor.checkpoint.tensor_file import TensorFile, read_tensors, write_tensors
 from planner.executor.communication.sharding import Sharding
+from planner.executor.stage.optimizer import LossScaler
 from planner.model.tensor.division import divided_weights, whole_state
-
-
-class Stateful(Protocol):
-    """Anything that continues from a saved state, such as a learning rate scheduler."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return numbers, strings, and lists and dicts of them."""
-        ...
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> object:
-        """Continue from what `state_dict` returned."""
-        ...
 
 
 @dataclass
@@ -49,16 +39,7 @@ class Restorable:
     optimizer: Optimizer | None
     learning_rate_factor: float = 1.0  # learning rate relative to the user's
     sharding: Sharding | None = None  # how replicas divide the optimizer
-    extras: Mapping[str, Stateful] = field(default_factory=dict)
-
-
-def has_part(own: Restorable) -> bool:
-    """Return whether a stage replica has anything to write.
-
-    Replicas have equal parameters, which the first one writes, but each has buffers of its own, and may have its part
-    of the optimizer's state.
-    """
-    return own.replica == 0 or own.sharding is not None or bool(_buffers(own.module))
+    extras: Mapping[str, LRScheduler | LossScaler] = field(default_factory=dict)
 
 
 class Content(NamedTuple):
@@ -69,8 +50,11 @@ class Content(NamedTuple):
     optimizer_tensors: Mapping[str, Tensor]
 
 
-def content_of(own: Restorable) -> Content:
-    """Return what is saved of one stage replica; all ranks that divide its weights call it.
+def content_of(own: Restorable) -> Content | None:
+    """Return what is saved of one stage replica, if anything; all ranks that divide its weights call it.
+
+    Replicas have equal parameters, which the first one saves, but each has buffers of its own, and may have its part of
+    the optimizer's state.
 
     Raises:
         InputError: when the model or optimizer has state that no checkpoint can hold.
@@ -80,22 +64,18 @@ def content_of(own: Restorable) -> Content:
     optimizer, tensors = None, dict[str, Tensor]()
     if own.optimizer is not None and (first or own.sharding is not None):
         optimizer, tensors = take_state(own.optimizer, own.module, own.learning_rate_factor, own.sharding)
-    if not speaks:  # the first rank has the weights, and where this one has no part of the optimizer, that too
+    if not speaks:  # the first rank saves the weights, and all of the optimizer of which this one has no part
         weights, optimizer = {}, optimizer if tensors else None
-    return Content(weights, optimizer, tensors)
+    return Content(weights, optimizer, tensors) if weights or optimizer is not None else None
 
 
-def write_part(folder: Path, own: Restorable, content: Content | None = None) -> StagePart:
+def write_part(folder: Path, own: Restorable, content: Content) -> StagePart:
     """Write the files of one stage replica to `folder`, and return what is in them.
 
-    Args:
-        content: if that is known already.
-
     Raises:
-        InputError: when the model or optimizer has state that no checkpoint can hold.
+        InputError: when a scheduler has state that no checkpoint can hold.
         OSError: when the disk is full or the folder cannot be written.
     """
-    content = content or content_of(own)
     division = divided_weights(own.module)
     first = own.replica == 0 and division.speaks
     rank = "" if division.group is None or division.speaks else f"-rank-{division.group.place}"

@@ -30,7 +30,7 @@ from planner.executor.checkpoint.folders import (
     resolve,
 )
 from planner.executor.checkpoint.optimizer_state import take_state
-from planner.executor.checkpoint.stage_parts import Restorable, fill_optimizer, restore_stage, write_part
+from planner.executor.checkpoint.stage_parts import Restorable, content_of, fill_optimizer, restore_stage, write_part
 from planner.executor.communication.sharding import Sharding
 from planner.executor.observe.run_log import FILE, RunLog
 from planner.formats.files import save_record
@@ -138,7 +138,8 @@ class Split:
 
     def save(self, folder: Path) -> None:
         folder.mkdir()
-        parts = tuple(write_part(folder, own) for own in self.stages)
+        contents = [(own, content_of(own)) for own in self.stages]
+        parts = tuple(write_part(folder, own, content) for own, content in contents if content is not None)
         index = Checkpoint(
             tool="test", torch="any", model="any", graph_hash=self.graph.hash, config="any", schedule="1f1b", seed=0,
             minibatch=1, minibatch_size=1, minibatches_per_epoch=None, parts=parts,
