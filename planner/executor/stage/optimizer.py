@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -132,8 +132,7 @@ class StageOptimizer:
         self._prepare()
         if self._overflow is not None and bool(self._overflow):
             return math.inf
-        left_out = {*leave_out, *self._counted_elsewhere}
-        gradients = self._gradients(stepped for whole, stepped in self._stepped.items() if whole not in left_out)
+        gradients = self._counted_gradients(leave_out)
         # Squared in float64: its root is exactly the norm that float32 gave, as clip_grad_norm_ would use it.
         return float(get_total_norm(gradients)) ** 2 if gradients else 0.0
 
@@ -148,7 +147,9 @@ class StageOptimizer:
         """
         self._prepare()
         if self.scaler is not None:
-            squared_norm = self._own_squared_norm() if squared_norm is None else squared_norm
+            if squared_norm is None:
+                own = self.squared_norm()
+                squared_norm = own if self._is_whole else float(self._sum(self._number(own)))
             finite = math.isfinite(squared_norm)
             self._unscaled, self._overflow = False, None
             self.scaler.update(finite)
@@ -178,17 +179,11 @@ class StageOptimizer:
                     warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
                     self.scheduler.step()
 
-    def _own_squared_norm(self) -> float:
-        """Return the stage's squared norm."""
-        own = self.squared_norm()
-        return own if self._is_whole else float(self._sum(self._number(own)))
-
     def _norm(self, squared: float | None) -> Tensor:
         """Return the root of a squared norm; for None this stage's own norm, which stays on the device."""
         if squared is not None:
             return torch.tensor(math.sqrt(squared))
-        elsewhere = set(self._counted_elsewhere)
-        gradients = self._gradients(stepped for whole, stepped in self._stepped.items() if whole not in elsewhere)
+        gradients = self._counted_gradients()
         if self._is_whole:
             return get_total_norm(gradients)
         own = get_total_norm(gradients) if gradients else self._number(0.0)
@@ -199,10 +194,11 @@ class StageOptimizer:
         """Whether this worker has all gradients of the stage."""
         return not self.parameters or (self.sharding is None and self._division.group is None)
 
-    @property
-    def _counted_elsewhere(self) -> Sequence[nn.Parameter]:
-        """Parameters whose gradients another rank counts that has them, too."""
-        return () if self._division.speaks else self._alike
+    def _counted_gradients(self, leave_out: Iterable[nn.Parameter] = ()) -> list[Tensor]:
+        """Return the gradients that this rank counts in a norm: those that several ranks have, the first one counts."""
+        elsewhere = {*leave_out, *(() if self._division.speaks else self._alike)}
+        counted = (stepped for whole, stepped in self._stepped.items() if whole not in elsewhere)
+        return [stepped.grad for stepped in counted if stepped.grad is not None]
 
     def _sum(self, value: Tensor) -> Tensor:
         """Return the sum of all parts of a number."""
@@ -217,14 +213,10 @@ class StageOptimizer:
         """Make the gradients ready to step with: this replica's part of them, divided by the loss scale once."""
         if self.sharding is not None:
             self.sharding.take_gradients()
-        gradients = self._gradients(self._stepped.values())
+        gradients = [stepped.grad for stepped in self._stepped.values() if stepped.grad is not None]
         if self.scaler is not None and not self._unscaled and gradients:
             torch._foreach_mul_(gradients, 1 / self.scaler.scale)
             self._unscaled = True
-
-    @staticmethod
-    def _gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-        return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
 
 def _indivisible(optimizer: Optimizer, what: str, hint: str) -> PlanError:
