@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -255,7 +255,7 @@ def _resuming(options: CheckpointOptions) -> CheckpointOptions | None:
     """Return `options` that resume from the newest checkpoint in the run's folder; None if it has or writes none."""
     if options.every is None or not complete(Path(options.folder)):
         return None
-    return options.model_copy(update={"resume": AUTO})
+    return replace(options, resume=AUTO)
 
 
 def torchrun_run_id() -> str:
