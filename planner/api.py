@@ -17,6 +17,7 @@ from planner.executor.worker import launch
 from planner.formats.files import check_writable
 from planner.formats.plan import Plan
 from planner.formats.profile import MemoryFormat, Profile
+from planner.formats.timeline import Timeline
 from planner.model.spec import TrainingSpec, load_model_file
 from planner.options.option import keywords_of
 from planner.options.training import CheckpointOptions, RunOptions, TrainArguments, TrainingOptions
@@ -27,6 +28,7 @@ from planner.profiler.estimated.devices import load_device, parse_dtype
 from planner.profiler.estimated.estimate import EstimateOptions, estimate_profile
 from planner.profiler.measured.profiling import ProfilingOptions, profile_model
 from planner.profiler.step.timing import ProgressCallback
+from planner.report.trace import save_trace
 from planner.simulator.simulate_plan import simulated_s
 from planner.workers.job import Job, TrainResult
 
@@ -165,7 +167,17 @@ def train(model: str | Path, plan: Plan, arguments: TrainArguments) -> TrainResu
 def run_job(job: Job, on_restart: Callable[[str], None] | None = None) -> TrainResult:
     """Run `job` in worker processes on this host; `on_restart` is called with the reason of every restart."""
     load_model_file(job.model)  # so that a mistake in it shows before any process starts
-    return launch(job, on_restart)
+    return launch(job, on_restart, trace_writer(job))
+
+
+def trace_writer(job: Job) -> Callable[[Timeline], None]:
+    """Return a function that writes the trace that `job` asks for."""
+
+    def write(timeline: Timeline) -> None:
+        assert job.run_options.trace is not None
+        save_trace(timeline, job.run_options.trace)
+
+    return write
 
 
 def check_trainable(plan: Plan) -> None:

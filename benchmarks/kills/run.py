@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 from benchmarks.kills.plans import MODEL, write_plan
-from planner.workers.failures import read_beat
 from planner.workers.heartbeat import Beat
+from planner.workers.local_watch import read_beat
 
 ROOT = Path(__file__).parents[2]
 STEPS = 150

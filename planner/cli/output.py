@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from planner.cli.flags import as_flags
 from planner.errors import PlannerError
+from planner.terminal import ProgressLine
 from planner.options.solving import Progress
 from planner.units import format_seconds
 
@@ -69,31 +70,6 @@ def try_outputs(args: argparse.Namespace) -> None:
     for name in ("output", "trace", "plot"):
         if isinstance(path := getattr(args, name, None), Path) and path != STDOUT:
             check_writable(path)
-
-
-class ProgressLine:
-    """One line on stderr that is rewritten in place."""
-
-    def __init__(self) -> None:
-        self._width = 0
-
-    def show(self, text: str) -> None:
-        """Replace the line's text."""
-        sys.stderr.write("\r" + text.ljust(self._width))
-        sys.stderr.flush()
-        self._width = len(text)
-
-    def keep(self) -> None:
-        """Leave the text on the screen, and begin a new line."""
-        if self._width:
-            sys.stderr.write("\n")
-        self._width = 0
-
-    def clear(self) -> None:
-        """Remove the text from the screen."""
-        sys.stderr.write("\r" + " " * self._width + "\r")
-        sys.stderr.flush()
-        self._width = 0
 
 
 @contextmanager

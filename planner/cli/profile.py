@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, get_args
 
 from planner.cli.arguments import PROFILE, Verbs, add_options, declare, profile_path
-from planner.cli.output import ProgressLine, print_answer, print_written
+from planner.cli.output import print_answer, print_written
 from planner.errors import InputError
 from planner.formats.names import DeviceType
 from planner.options.numbers import batch_sizes, degrees
 from planner.options.training import TrainArguments
 from planner.profiler import BATCH_SIZE, REPEATS, SECONDS
 from planner.profiler.estimated.devices import DEVICES
+from planner.terminal import ProgressLine
 
 if TYPE_CHECKING:
     from planner.formats.profile import MemoryFormat, Profile
@@ -205,7 +206,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run_links(args: argparse.Namespace) -> NoReturn:
-    from planner.cli.worker.run import end_process
+    from planner.workers.ending import end_process
     from planner.formats.cluster import save_cluster
     from planner.profiler.links.measure_cluster import measure_cluster
     from planner.report.tables.cluster import cluster_report

@@ -7,7 +7,7 @@ import sys
 from typing import TYPE_CHECKING, NoReturn
 
 from planner.cli.arguments import Verbs, add_options, add_plan_argument, declare, read_options
-from planner.cli.output import print_answer, print_progress
+from planner.cli.output import print_answer, print_complaint, print_progress
 from planner.options.training import CheckpointOptions, RunOptions, TrainArguments, TrainingOptions
 
 if TYPE_CHECKING:
@@ -68,14 +68,15 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run_as_worker(job: Job, as_json: bool) -> NoReturn:
-    from planner.cli.worker.run import die_with_parent, end_process, run_worker
+    from planner.api import trace_writer
     from planner.executor.checkpoint.folders import torchrun_run_id
-    from planner.profiler.this_machine import keep_freed_pages
+    from planner.executor.worker import run_worker
+    from planner.workers.ending import end_process
 
-    die_with_parent()
-    keep_freed_pages()
     job = job.model_copy(update={"run": torchrun_run_id()})
-    code, result = run_worker(job)
+    code, result = run_worker(
+        job, trace_writer(job), tell=lambda error: print_complaint("error", error.message, error.hint)
+    )
     if result is not None:
         _print_result(result, as_json)
     end_process(code)

@@ -41,7 +41,7 @@ from planner.model.stage.code import compiled
 from planner.schedule.instructions import Backward, Forward, Instruction, Unit, Update
 from planner.workers.heartbeat import Heartbeat
 from planner.workers.job import Job, TrainResult, WorkerReport
-from planner.workers.supervisor import Supervisor
+from planner.workers.watch import Supervisor
 
 
 @dataclass(frozen=True)

@@ -1,23 +1,40 @@
-"""Start the workers of a job, and start them again after a failure."""
+"""Start a job's workers, each of which runs this module: `python -m planner.executor.worker JOB.json`."""
 
 from __future__ import annotations
 
+import atexit
+import logging
+import os
+import signal
+import sys
+import time
 import uuid
 from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
 
-from planner.executor.checkpoint.folders import after_failure
-from planner.workers.failures import WorkersFailedError
-from planner.workers.job import Job, TrainResult
-from planner.workers.launch import run_workers
+from planner.formats.files import save_record
+from planner.terminal import ProgressLine
+from planner.workers.job import RESULT_FILE, TIMELINE_FILE, Job, TrainResult
 
-WORKER_MODULE = "planner.cli.worker"
+if TYPE_CHECKING:
+    from planner.errors import PlannerError
+    from planner.executor.observe.measure import Progress
+    from planner.formats.timeline import Timeline
+
+    TimelineCallback = Callable[[Timeline], None]
+
+_SHOWN_EVERY_S = 0.2
 
 
-def launch(job: Job, on_restart: Callable[[str], None] | None = None) -> TrainResult:
+def launch(
+    job: Job, on_restart: Callable[[str], None] | None = None, on_timeline: TimelineCallback | None = None
+) -> TrainResult:
     """Run `job` on this host, one process per worker, and restart them after failures if `job` allows it.
 
     Args:
         on_restart: is told why, before each restart from the last complete checkpoint.
+        on_timeline: is given what all workers did, if the job asks for a trace.
 
     Returns:
         What the run measured since the last restart, with the losses of the whole run.
@@ -25,12 +42,16 @@ def launch(job: Job, on_restart: Callable[[str], None] | None = None) -> TrainRe
     Raises:
         PlannerError: why the first worker failed; all others have ended by then.
     """
+    from planner.executor.checkpoint.folders import after_failure
+    from planner.workers.failures import WorkersFailedError
+    from planner.workers.launch import run_workers
+
     allowed = job.run_options.max_restarts
     reasons: list[str] = []
     job = job.model_copy(update={"run": uuid.uuid4().hex})
     while True:
         try:
-            return run_workers(WORKER_MODULE, job).model_copy(update={"restarts": tuple(reasons)})
+            return run_workers(__name__, job, on_timeline).model_copy(update={"restarts": tuple(reasons)})
         except WorkersFailedError as error:  # noqa: PERF203 - a turn of this loop is a whole run
             if len(reasons) == allowed or not error.again:
                 raise
@@ -38,3 +59,129 @@ def launch(job: Job, on_restart: Callable[[str], None] | None = None) -> TrainRe
             if on_restart is not None:
                 on_restart(f"restart {len(reasons)} of {allowed}: {error.message}")
             job = after_failure(job)
+
+
+def main() -> int:
+    """Run one of the workers that `launch` starts; return its exit code."""
+    # The launcher reports Ctrl-C; a worker just ends.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    job = Job.model_validate_json(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    assert job.folder is not None
+    folder = Path(job.folder)
+    code, result = run_worker(job, lambda timeline: save_record(timeline, folder / TIMELINE_FILE))
+    if result is not None:
+        save_record(result, folder / RESULT_FILE)
+    return code
+
+
+def run_worker(
+    job: Job, on_timeline: TimelineCallback, tell: Callable[[PlannerError], None] | None = None
+) -> tuple[int, TrainResult | None]:
+    """Train as one worker; leave a failure to the launcher, or raise it here when torchrun launched this process.
+
+    Args:
+        on_timeline: is given what all workers did, on rank 0, if the job asks for a trace.
+        tell: prints an error, that of another worker, in a thread that then ends the process; for torchrun's workers.
+
+    Returns:
+        The exit code, and the result on rank 0.
+    """
+    from planner.profiler.this_machine import keep_freed_pages
+    from planner.workers.ending import GRACE_S, die_with_parent, end_process
+    from planner.workers.local_watch import start_heartbeat
+    from planner.workers.watch import Supervisor
+
+    die_with_parent()
+    keep_freed_pages()
+    _use_interface(job)
+    _show_warnings(job)
+    on_progress = ProgressShown() if job.show_progress else None
+    heartbeat = start_heartbeat(job)
+    supervisor = Supervisor(job, heartbeat, own_process=True)
+
+    def tell_and_end(error: PlannerError | None) -> NoReturn:
+        if error is not None and tell is not None:
+            sys.stderr.write("\n")  # leave the progress line
+            tell(error)
+        end_process(1 if error is None else error.exit_code)
+
+    try:
+        if job.folder is None and int(os.environ["WORLD_SIZE"]) == job.plan.workers:
+            supervisor.watch(tell_and_end)
+        if job.baseline == "data-parallel":
+            from planner.executor.data_parallel import train_data_parallel
+
+            return 0, train_data_parallel(job, on_progress, heartbeat, supervisor)
+        from planner.executor.run.train import train_worker
+
+        return 0, train_worker(job, on_progress, heartbeat, on_timeline, supervisor)
+    except Exception as error:
+        failure = supervisor.fail(error)
+        if job.folder is not None:
+            if failure.consequence:
+                time.sleep(GRACE_S)  # the launcher ends all workers with the first: let the cause report before
+            return failure.exit_code, None
+        first = supervisor.error()
+        # The message is printed first, and nothing after it may block: not the interpreter's shutdown either.
+        atexit.register(end_process, failure.exit_code)
+        if first is not None:
+            raise first from first.__cause__
+        return failure.exit_code, None
+    finally:
+        supervisor.stop()
+        if on_progress is not None:
+            on_progress.line.keep()
+
+
+def _use_interface(job: Job) -> None:
+    """Listen on the interface that the job names: torchrun, unlike our launcher, does not set this up."""
+    if (interface := job.run_options.interface) is not None:
+        from planner.workers.launch import VARIABLES, address_of
+
+        address_of(interface)  # or an error that lists the host's
+        os.environ.update(dict.fromkeys(VARIABLES, interface))
+
+
+def _show_warnings(job: Job) -> None:
+    """Print warnings of the library on lines of their own."""
+    over_progress = "\r\x1b[K" if job.show_progress else ""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter(f"{over_progress}warning: %(message)s"))
+    logger = logging.getLogger("planner")
+    logger.addHandler(handler)
+    logger.propagate = False
+
+
+class ProgressShown:
+    """Shows a run's progress on stderr, a few times a second."""
+
+    def __init__(self) -> None:
+        self.line = ProgressLine()
+        self._shown_s = 0.0
+
+    def __call__(self, progress: Progress) -> None:
+        if progress.evaluation is not None:
+            self.line.keep()
+            sys.stderr.write(f"evaluation after minibatch {progress.evaluation.minibatch}: {progress.evaluation}\n")
+            return
+        now = time.monotonic()
+        if now - self._shown_s < _SHOWN_EVERY_S and progress.minibatch < progress.minibatches:
+            return
+        self._shown_s = now
+        text = f"minibatch {progress.minibatch}/{progress.minibatches}  loss {progress.loss:.4f}"
+        if progress.samples_per_s is not None and progress.seconds_left is not None:
+            text += f"  {progress.samples_per_s:.1f} samples/s  {_clock(progress.seconds_left)} left"
+        self.line.show(text)
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+if __name__ == "__main__":
+    exit_code = main()
+    from planner.workers.ending import end_process
+
+    end_process(exit_code)

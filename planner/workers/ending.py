@@ -7,20 +7,30 @@ for a peer that may be gone; so may an abort, and the interpreter's shutdown. So
 from __future__ import annotations
 
 import atexit
+import ctypes
 import faulthandler
 import os
+import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from planner.workers.job import LAUNCHER_VARIABLE
+from planner.workers.meeting import hold_store
+
+# How long a worker that lost its peer waits before it ends: the launcher ends all workers as soon as one has ended, and
+# the peer, whose failure is the cause, must have reported it by then.
+GRACE_S = 3.0
 ABORT_S = 3.0  # how long an abort may take
 EXIT_S = 5.0  # how long the interpreter may take to shut down after a failure
 END_S = 20.0  # how long a failed worker may take in all, with each of its steps bounded
+_PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 # Each process group of NCCL reads these when it is made. By default its watchdog ends the process with SIGABRT when a
 # peer is lost or a kernel failed: that would hide the first cause behind another message, or a core dump.
 _NCCL_VARIABLES = {
@@ -88,3 +98,21 @@ def bound_exit() -> None:
     For processes that are not ours to end, which `os._exit` would do without the user's own clean-up.
     """
     atexit.register(end_within, EXIT_S)
+
+
+def end_process(code: int) -> NoReturn:
+    """End at once: torch's teardown at interpreter exit now and then never ends when gloo was used."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code:
+        hold_store(GRACE_S)
+    os._exit(code)
+
+
+def die_with_parent() -> None:
+    """End this process when the launcher dies, even by SIGKILL: no worker is left running."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    launcher = os.environ.get(LAUNCHER_VARIABLE)
+    if launcher is not None and os.getppid() != int(launcher):
+        os._exit(1)  # it died before we asked to be told

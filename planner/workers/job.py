@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Annotated
 
@@ -12,6 +13,7 @@ from planner.formats.names import Backend, DeviceType
 from planner.formats.plan import Plan
 from planner.options.training import BaselineName, CheckpointOptions, RunOptions, TrainingOptions
 
+RESULT_FILE, TIMELINE_FILE = "result.json", "timeline.json"  # in the job's folder, from rank 0
 LAUNCHER_VARIABLE = "PLAN_LAUNCHER_PID"  # in the environment of the workers: the process that launched them
 
 
@@ -40,8 +42,7 @@ class Job(Record):
     predicted_start_samples_per_s: float | None = None  # in a synchronous start
     run: str = ""  # identifies the run; the same for all its restarts
     started_again: bool = False  # after a failure
-    result_path: str | None = None  # where rank 0 leaves the result for the launching process
-    failure_folder: str | None = None  # for the launching process: why a worker failed, and what each one does
+    folder: str | None = None  # for the launching process: the result, why a worker failed, and what each one does
 
     @property
     def scales_loss(self) -> bool:
@@ -78,6 +79,11 @@ class Evaluation(Record):
     samples: int
     loss: float | None
     metrics: Mapping[str, float | None] = Field(default_factory=dict)  # from metrics(output, target)
+
+    def __str__(self) -> str:
+        """Write the loss and the metrics, each with its name."""
+        found = {"loss": self.loss, **self.metrics}
+        return ", ".join(f"{name} {math.nan if value is None else value:.4f}" for name, value in found.items())
 
 
 class StartResult(Record):

@@ -15,7 +15,7 @@ import struct
 import sys
 import tempfile
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -34,9 +34,9 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from planner.errors import InputError, WorkerError
 from planner.formats.files import save_record
-from planner.workers.failures import explain
-from planner.workers.job import LAUNCHER_VARIABLE, Job, TrainResult
-from planner.workers.local_watch import LocalWatch
+from planner.formats.timeline import Timeline, load_timeline
+from planner.workers.job import LAUNCHER_VARIABLE, RESULT_FILE, TIMELINE_FILE, Job, TrainResult
+from planner.workers.local_watch import LocalWatch, explain
 from planner.workers.place import CUDA_VARIABLES
 
 BACKEND = "plan-one-host"
@@ -140,12 +140,13 @@ def environment(variables: Mapping[str, str]) -> Iterator[None]:
 SHUTDOWN_S = "10"  # seconds from SIGTERM to SIGKILL, for the workers that are left when one has failed
 
 
-def run_workers(module: str, job: Job) -> TrainResult:
+def run_workers(module: str, job: Job, on_timeline: Callable[[Timeline], None] | None = None) -> TrainResult:
     """Start the workers of `job` on this host, one process each, and wait for their end.
 
     Args:
         module: what each process runs, with the path of the job as its argument.
-        job: the run; its `result_path` and `failure_folder` are set here.
+        job: the run; its `folder` is set here.
+        on_timeline: is given what all workers did, if the job asks for a trace.
 
     Raises:
         WorkersFailedError: why the first worker failed; all others have ended by then.
@@ -154,9 +155,8 @@ def run_workers(module: str, job: Job) -> TrainResult:
     address = address_of(interface)
     register()
     with tempfile.TemporaryDirectory(prefix="plan-train-") as folder:
-        result_path = Path(folder) / "result.json"
-        job = job.model_copy(update={"result_path": str(result_path), "failure_folder": folder})
-        job_path = Path(folder) / "job.json"
+        job = job.model_copy(update={"folder": folder})
+        job_path, result_path = Path(folder) / "job.json", Path(folder) / RESULT_FILE
         save_record(job, job_path)
         config = LaunchConfig(
             min_nodes=1,
@@ -188,6 +188,8 @@ def run_workers(module: str, job: Job) -> TrainResult:
                 watch.stop()
         if not result_path.exists():
             raise WorkerError("the workers ended without an error and without a result")
+        if on_timeline is not None and (timeline_path := Path(folder) / TIMELINE_FILE).exists():
+            on_timeline(load_timeline(timeline_path))
         return TrainResult.model_validate_json(result_path.read_text(encoding="utf-8"))
 
 

@@ -1,23 +1,67 @@
-"""Watch over the workers of one launcher: end the run when one hangs, and leave the reason."""
+"""Watch over the workers of one launcher: end the run when one hangs, and say why a run failed.
+
+The launcher reads what workers leave in the job's folder: a page of memory per worker, which says what its main thread
+does, and the reasons of failures. The watch in torchrun's store (`planner.workers.watch`) needs a thread of each worker
+that still runs. This one needs no help of theirs: it sees a worker that hangs with the interpreter's lock, one that is
+alone in its run, one that has not started yet, and what a killed one did last.
+"""
 
 from __future__ import annotations
 
+import faulthandler
 import os
+import re
 import signal
 import threading
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from planner.errors import WorkerError
 from planner.formats.files import save_record
-from planner.workers.failures import place_in_dump, read_beat
-from planner.workers.hangs import Hang, HangDetector, Sign
-from planner.workers.heartbeat import Beat
-from planner.workers.job import Job
+from planner.workers.failures import WorkersFailedError, error_of, innermost, stage_of, worker_name
+from planner.workers.hangs import Hang, HangDetector, look_at
+from planner.workers.heartbeat import Beat, Heartbeat
+from planner.workers.job import Failure, Job
 
 INTERVAL_S = 0.5
-DUMP_SIGNAL = signal.SIGUSR1  # makes a worker dump its stack
+_DUMP_SIGNAL = signal.SIGUSR1  # makes a worker dump its stack
 _DUMP_S = 2.0  # how long a worker has to do that
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>\S+)')
+
+
+def start_heartbeat(job: Job) -> Heartbeat:
+    """Start to note what this worker does: where the launcher reads it, or else in its own memory."""
+    rank = int(os.environ["RANK"])
+    stages = tuple(index for index, stage in enumerate(job.plan.stages) if rank in stage.ranks)
+    if job.folder is None:
+        return Heartbeat(stages=stages)
+    folder = Path(job.folder)
+    # Never closed: the handler writes to it for as long as the process lives.
+    faulthandler.register(_DUMP_SIGNAL, file=_dump_path(folder, rank).open("w"), all_threads=True)
+    heartbeat = Heartbeat(beat_path(folder, rank), stages)
+    heartbeat.enter("starting")
+    return heartbeat
+
+
+def beat_path(folder: Path, rank: int) -> Path:
+    """Return the path of the page on which worker `rank` writes what it does."""
+    return folder / f"heartbeat-{rank}"
+
+
+def read_beat(folder: Path, rank: int) -> Beat | None:
+    """Return what worker `rank` did last; None if it has not begun."""
+    try:
+        page = beat_path(folder, rank).read_bytes()
+    except FileNotFoundError:
+        return None
+    return Beat.read(page) if page else None
+
+
+def leave_failure(folder: Path, failure: Failure) -> None:
+    """Write `failure` for the launcher."""
+    save_record(failure, folder / f"failure-{failure.rank}.json")
 
 
 class LocalWatch(threading.Thread):
@@ -34,7 +78,8 @@ class LocalWatch(threading.Thread):
     def run(self) -> None:
         """Wait until a worker hangs, leave its failure and kill it. The launcher then ends the others."""
         while not self._ended.wait(min(INTERVAL_S, self._job.run_options.hang_timeout_s / 5)):
-            hang = self._detector.look(self._signs(), time.monotonic())
+            beats = {rank: beat for rank in range(self._job.plan.workers) if (beat := self._beat(rank)) is not None}
+            hang = self._detector.look({rank: look_at(beat) for rank, beat in beats.items()}, time.monotonic())
             if hang is not None:
                 self._end(hang)
                 return
@@ -43,14 +88,6 @@ class LocalWatch(threading.Thread):
         """Stop watching; no worker is killed after this."""
         self._ended.set()
         self.join()
-
-    def _signs(self) -> dict[int, Sign]:
-        signs = {}
-        for rank in range(self._job.plan.workers):
-            beat = self._beat(rank)
-            if beat is not None:
-                signs[rank] = look_at(beat)
-        return signs
 
     def _beat(self, rank: int) -> Beat | None:
         """Return what worker `rank` does; None before its process exists."""
@@ -66,16 +103,16 @@ class LocalWatch(threading.Thread):
         assert beat is not None
         place = self._place(hang.rank, beat.pid) if hang.busy else None
         # The reason comes before the kill, which wakes the launcher and makes it look for one.
-        save_record(hang.failure(place), self._folder / f"failure-{hang.rank}.json")
+        leave_failure(self._folder, hang.failure(place))
         with suppress(ProcessLookupError):
             os.kill(beat.pid, signal.SIGKILL)
 
     def _place(self, rank: int, pid: int) -> str | None:
-        path = dump_path(self._folder, rank)
+        path = _dump_path(self._folder, rank)
         if not path.exists():  # no handler yet: the signal would end the process
             return None
         with suppress(ProcessLookupError):
-            os.kill(pid, DUMP_SIGNAL)
+            os.kill(pid, _DUMP_SIGNAL)
         deadline, before, dump = time.monotonic() + _DUMP_S, "", ""
         # A worker that gets little of a core may still be writing.
         while (not dump or dump != before) and time.monotonic() < deadline:
@@ -84,7 +121,51 @@ class LocalWatch(threading.Thread):
         return place_in_dump(dump, self._job)
 
 
-def dump_path(folder: Path, rank: int) -> Path:
+def place_in_dump(dump: str, job: Job) -> str | None:
+    """Return where a worker is, from faulthandler's dump of all threads; None for an empty dump.
+
+    It has the main thread last, and each thread's innermost frame first.
+    """
+    threads = [_FRAME.finditer(thread) for thread in reversed(dump.split("most recent call first"))]
+    return innermost(
+        [[(frame["file"], int(frame["line"]), frame["function"]) for frame in frames][::-1] for frames in threads], job
+    )
+
+
+def explain(exit_codes: Mapping[int, int], folder: Path, job: Job) -> WorkersFailedError:
+    """Return the first cause of a failed run.
+
+    Candidates, in this order: the first worker's own error; a signal, except SIGTERM, with which the launcher itself
+    ends the remaining workers; a lost connection; an exit code alone.
+
+    Args:
+        exit_codes: by rank, of the workers that failed; negative for a signal.
+        folder: with the workers' failures and heartbeats.
+        job: that they ran.
+    """
+    paths = sorted(folder.glob("failure-*.json"), key=lambda path: path.stat().st_mtime_ns)
+    left = [Failure.model_validate_json(path.read_text("utf-8")) for path in paths]
+    for failure in left:
+        if not failure.consequence:
+            return error_of(failure)
+    hint = "look for the reason in its last messages"
+    killed = {rank: -code for rank, code in sorted(exit_codes.items()) if code < 0 and code != -signal.SIGTERM}
+    if killed:
+        rank, number = next(iter(killed.items()))
+        beat = read_beat(folder, rank)
+        ended = f"was killed by {signal.Signals(number).name}, {'while starting' if beat is None else beat.describe()}"
+        if number == signal.SIGKILL:
+            hint = "the system ends processes that exhaust its memory; see the kernel's log"
+    elif left:
+        return error_of(left[0])
+    else:
+        (rank, code), beat = min(exit_codes.items()), None
+        ended = f"ended with exit code {code} and left no reason"
+    message = f"{worker_name(rank, stage_of(job, rank, beat))} {ended}"
+    return WorkersFailedError(message, hint=hint, exit_code=WorkerError.exit_code, again=True)
+
+
+def _dump_path(folder: Path, rank: int) -> Path:
     """Return the path to which worker `rank` dumps its stack."""
     return folder / f"stack-{rank}.txt"
 
@@ -98,29 +179,3 @@ def _children() -> dict[int, int]:
                 variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
                 found |= {int(text[5:]): pid for text in variables if text.startswith(b"RANK=")}
     return found
-
-
-def look_at(beat: Beat) -> Sign:
-    """Return the beat with its process' times, and what has stopped the process, if anything; alone without /proc."""
-    process = Path(f"/proc/{beat.pid}")
-    try:
-        fields = (process / "stat").read_text().rsplit(")", 1)[1].split()
-    except OSError:
-        return Sign(beat)
-    # proc_pid_stat(5), after the name: the state is field 0, user and system time are fields 11 and 12.
-    cpu_s = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-    frozen = {"T": "is stopped by a signal (SIGSTOP)", "t": "is held by a debugger"}
-    ran_s, starved_s = times_of_main_thread(process)
-    return Sign(beat, max(cpu_s, ran_s), starved_s, frozen.get(fields[0]))
-
-
-def times_of_main_thread(process: Path = Path("/proc/self")) -> tuple[float, float]:
-    """Return the seconds that a process' main thread has had a core and waited for one; zeros if they cannot be read.
-
-    They are exact, where the times of the whole process come in ticks of 10 ms: a starved one runs less between looks.
-    """
-    try:
-        ran_ns, waited_ns, _ = map(int, (process / "schedstat").read_text().split())
-    except (OSError, ValueError):
-        return 0.0, 0.0
-    return ran_ns / 1e9, waited_ns / 1e9

@@ -54,7 +54,7 @@ def become_worker() -> None:
     os.environ.update(variables)
 
 
-def end_last(seconds: float) -> None:
+def hold_store(seconds: float) -> None:
     """Let the others read why this worker ends, if it holds the store that tells them; torchrun outlives its workers.
 
     Args:

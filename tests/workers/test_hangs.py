@@ -23,11 +23,10 @@ from planner.schedule.instructions import (
     Unit,
     Update,
 )
-from planner.workers.failures import beat_path, place_in_dump, read_beat
-from planner.workers.hangs import Hang, HangDetector, Sign
+from planner.workers.hangs import Hang, HangDetector, Sign, look_at
 from planner.workers.heartbeat import Beat, Heartbeat, State
 from planner.workers.job import Job
-from planner.workers.local_watch import look_at
+from planner.workers.local_watch import beat_path, place_in_dump, read_beat
 from tests.executor.models import write_model
 from tests.executor.plans import make_plan, structural_profile
 

@@ -40,7 +40,7 @@ from planner.model.spec import TrainingSpec
 from planner.options.training import CheckpointOptions, TrainingOptions
 from planner.workers.job import Evaluation, Job
 from planner.workers.meeting import started_as_worker
-from planner.workers.supervisor import ScriptSupervisor
+from planner.workers.watch import Supervisor
 
 
 class Pipeline:
@@ -72,7 +72,7 @@ class Pipeline:
 
     def __enter__(self) -> Pipeline:
         """Join the other workers, unless the script has already done so."""
-        supervisor = ScriptSupervisor(self._context.job, self._context.heartbeat)
+        supervisor = Supervisor(self._context.job, self._context.heartbeat, script=True)
         with ExitStack() as entering:  # an error in here leaves the others as one in the loop does
             entering.enter_context(joined(self._context, supervisor))
             groups, observers = Groups.create(self._context), Observers(self._context.heartbeat)

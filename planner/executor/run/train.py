@@ -35,7 +35,7 @@ from planner.model.tensor.division import whole_state
 from planner.schedule.instructions import MOMENTUM_UPDATES, Forward, Instruction, Receive, Unit, Update
 from planner.workers.heartbeat import Heartbeat
 from planner.workers.job import Evaluation, Job, StartResult, TrainResult
-from planner.workers.supervisor import Supervisor
+from planner.workers.watch import Supervisor
 
 _LARGE = 0.8
 

@@ -12,7 +12,7 @@ from planner.units import format_bytes
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from planner.workers.job import Evaluation, Loss, StartResult, TrainResult, WorkerReport
+    from planner.workers.job import Loss, StartResult, TrainResult, WorkerReport
 
 LOSS_WINDOW = 10  # minibatches averaged at either end, because single losses are noisy
 
@@ -127,17 +127,11 @@ def _loss(result: TrainResult) -> str:
     return f"loss {first:.4f} -> {last:.4f} (means of the first and the last {window} minibatches)"
 
 
-def evaluation_numbers(evaluation: Evaluation) -> str:
-    """Write the loss and the metrics, each with its name."""
-    found = {"loss": evaluation.loss, **evaluation.metrics}
-    return ", ".join(f"{name} {math.nan if value is None else value:.4f}" for name, value in found.items())
-
-
 def _evaluations(result: TrainResult) -> str:
     """Write the last evaluation, and the one with the smallest loss."""
     last = result.evaluations[-1]
     best = min(result.evaluations, key=lambda each: math.inf if each.loss is None else each.loss)
-    lines = [f"evaluation on {last.samples} samples: {evaluation_numbers(last)}"]
+    lines = [f"evaluation on {last.samples} samples: {last}"]
     if best is not last:
-        lines.append(f"best after minibatch {best.minibatch}: {evaluation_numbers(best)}")
+        lines.append(f"best after minibatch {best.minibatch}: {best}")
     return "\n".join(lines)

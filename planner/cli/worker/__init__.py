@@ -1,1 +1,0 @@
-"""Training processes as the command line starts them."""
