@@ -10,9 +10,8 @@ from typing import Literal
 from planner.errors import InputError, PlanError
 from planner.executor.checkpoint.folders import seed_of_run
 from planner.executor.observe.watchers import check_tensorboard
-from planner.executor.run.agreement import device_kind
+from planner.executor.run.agreement import check_synchronous_start, device_kind
 from planner.executor.run.stages import check_divided
-from planner.executor.run.synchronous_start import check_synchronous_start
 from planner.executor.worker import launch
 from planner.formats.files import check_writable
 from planner.formats.plan import Plan

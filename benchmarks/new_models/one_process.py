@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from planner.executor.run.data import make_batches, weighed
+from planner.executor.run.data import make_batches, weighted
 from planner.formats.plan import Plan
 from planner.model.loss import loss_of
 from planner.model.spec import TrainingSpec
@@ -62,7 +62,7 @@ def one_process(spec: TrainingSpec, plan: Plan, seed: int, minibatches: int, *, 
     optimizer = spec.optimizer({name: p for name, p in model.named_parameters() if p.requires_grad})
     parts = plan.microbatches if divided else 1
     batches = make_batches(spec, plan.microbatch_size * plan.microbatches // parts, parts, seed)
-    data = weighed(batches, plan.loss, spec)
+    data = weighted(batches, plan.loss, spec)
     losses = []
     with thread_count(1):
         for minibatch in range(minibatches):

@@ -20,7 +20,7 @@ from planner.executor.checkpoint.pretrained import fill_pretrained
 from planner.executor.observe.measure import ProgressCallback, progress_reporter, steady_state
 from planner.executor.run.agreement import take_place
 from planner.executor.run.context import Context, data_groups
-from planner.executor.run.data import RANDOM_BATCHES, BatchSource, make_batches, weighed
+from planner.executor.run.data import RANDOM_BATCHES, BatchSource, make_batches, weighted
 from planner.executor.run.lifecycle import (
     connect_all,
     joined,
@@ -144,7 +144,7 @@ def train_data_parallel(
     if module_options(plan).channels_last:
         lay_out(model)
     made = make_batches(spec, plan.microbatch_size, rounds.per_minibatch, job.seed, drop_last=job.options.drop_last)
-    data = ReadAhead(weighed(made, plan.loss, spec), pinned=place.compute.type == "cuda")
+    data = ReadAhead(weighted(made, plan.loss, spec), pinned=place.compute.type == "cuda")
     context = Context(
         job=job,
         spec=spec,

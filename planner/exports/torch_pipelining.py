@@ -37,7 +37,7 @@ from torch.distributed.pipelining.schedules import $schedule
 from planner.executor.checkpoint.pretrained import fill_pretrained
 from planner.executor.communication.shared_gradients import separate_copies
 from planner.executor.run.data import make_batches
-from planner.executor.run.data import weighed
+from planner.executor.run.data import weighted
 from planner.formats.profile import LossMean
 from planner.model.options import autocast_dtype
 from planner.model.spec import load_model_file
@@ -136,7 +136,7 @@ def main() -> None:
     optimizer = spec.optimizer(parameters) if parameters else None
     # The stages take microbatches of one size, so the last, smaller ones of an epoch are left out.
     made = make_batches(spec, MICROBATCH_SIZE, MICROBATCHES * PIPELINES, arguments.seed, drop_last=True)
-    data = weighed(made, LOSS, spec)
+    data = weighted(made, LOSS, spec)
 
     for minibatch in range(arguments.steps):
         numbers = range(pipeline, MICROBATCHES * PIPELINES, PIPELINES)

@@ -16,7 +16,7 @@ from planner.cost.layer_costs import LayerCosts
 from planner.cost.overheads import COMMUNICATOR_BYTES, CONTEXT_BYTES, FRAGMENTED, Overheads, Reserve
 from planner.cost.setting import Setting
 from planner.executor.communication.routes import lanes_of
-from planner.executor.run.assemble import all_streams
+from planner.executor.run.loop import all_streams
 from planner.formats.cluster import flat_cluster
 from planner.formats.plan import Plan
 from planner.formats.profile import Device, Profile

@@ -19,7 +19,7 @@ from typing import cast, get_args
 
 import torch
 
-from planner.errors import PlanError
+from planner.errors import InputError, PlanError
 from planner.executor.communication.control import message_timeout
 from planner.formats.names import DeviceType
 from planner.formats.plan import Plan
@@ -28,7 +28,7 @@ from planner.plan.shape import check_versions, deadlock, shape_of
 from planner.schedule.check import ScheduleError, check_streams
 from planner.version import __version__
 from planner.workers.heartbeat import Heartbeat
-from planner.workers.job import Job
+from planner.workers.job import Job, TrainingOptions
 from planner.workers.meeting import exchange, worker_store
 from planner.workers.numerics import numerics_of
 from planner.workers.place import Place, Seat, assign_gpus, choose_place, names_of, own_seat, take
@@ -217,3 +217,28 @@ def same_for_all(job: Job) -> dict[str, str]:
         fields = value if isinstance(value, dict) else {name: value}
         same |= {field: f"`{field}={content}`" for field, content in fields.items()}
     return same
+
+
+def check_synchronous_start(plan: Plan, options: TrainingOptions) -> None:
+    """Check that a run of `plan` can begin with a synchronous start; raise InputError with what to do instead."""
+    start = options.synchronous_start
+    if not start:
+        return
+    if start > 1 and start != int(start):
+        raise InputError(
+            f"`synchronous_start={start}` is neither a share of the minibatches nor a number of them",
+            hint="give a share from 0 to 1, as 0.2, or a whole number",
+        )
+    if not plan.schedule.asynchronous:
+        raise InputError(
+            f"`synchronous_start={start}` is for asynchronous schedules, and the plan's, {plan.schedule}, is "
+            "synchronous from the first minibatch to the last",
+            hint="leave `synchronous_start` out",
+        )
+    apart = {"accumulate": options.accumulate > 1, "scale_lr": options.scale_lr, "vertical_sync": plan.vertical_sync}
+    for name in (name for name, given in apart.items() if given):
+        raise InputError(
+            f"`synchronous_start={start}` trains minibatches one by one at first, and with `{name}` an update later "
+            "has others",
+            hint=f"leave out `{name}` or `synchronous_start`",
+        )

@@ -15,10 +15,9 @@ from torch import nn
 from planner.executor.communication.control import message_timeout
 from planner.executor.communication.sharding import Sharding
 from planner.executor.communication.shared_gradients import SharedGradients, SharedParameter, shared_parameters
-from planner.executor.run.data import BatchSource, make_batches, weighed
+from planner.executor.run.data import BatchSource, DividedStart, make_batches, weighted
 from planner.executor.run.reading_ahead import ReadAhead
 from planner.executor.run.stages import Modules, build_modules, check_sizes, tensor_group, transferred
-from planner.executor.run.synchronous_start import SynchronousStart, start_of, with_start
 from planner.executor.stage.optimizer import StageOptimizer
 from planner.formats.plan import Plan
 from planner.formats.plan_parts import Stage
@@ -29,14 +28,14 @@ from planner.model.stage.code import check_compiler
 from planner.model.stage.evaluation import EvaluationStages
 from planner.model.stage.stage import StageModule, warm_up
 from planner.plan.rank_groups import plan_of_tensor_rank, receivers
-from planner.plan.shape import shape_of
+from planner.plan.shape import shape_of, synchronous_minibatches, synchronous_part
 from planner.profiler.this_machine import return_free_pages
 from planner.schedule.derived import segment_stream, segments
 from planner.schedule.instructions import Instruction, Send
 from planner.schedule.schedule import PipelineShape
 from planner.workers.groups import DataGroups
 from planner.workers.heartbeat import Heartbeat
-from planner.workers.job import Job
+from planner.workers.job import Job, StartResult
 from planner.workers.place import Place
 
 if TYPE_CHECKING:
@@ -63,7 +62,7 @@ class Context:
         return plan_of_tensor_rank(self.job.plan, 0 if self.tensor is None else self.tensor.place)
 
     @property
-    def speaks(self) -> bool:
+    def leads_tensor_group(self) -> bool:
         """Whether this worker reports and saves what all ranks of its group have alike."""
         return self.tensor is None or self.tensor.place == 0
 
@@ -87,6 +86,24 @@ class HeldStage:
     module: StageModule
     optimizer: StageOptimizer
     shared: SharedGradients
+
+
+@dataclass(frozen=True)
+class SynchronousStart:
+    """The first minibatches of a run, and the shape of their streams."""
+
+    minibatches: int
+    shape: PipelineShape
+
+    def result(self, job: Job, samples: int, seconds: float) -> StartResult:
+        """Return what was measured: so many samples in so many seconds, checkpoints included."""
+        return StartResult(
+            minibatches=self.minibatches,
+            schedule=self.shape.schedule.name,
+            microbatches=self.shape.microbatches,
+            samples_per_s=samples / seconds,
+            predicted_samples_per_s=job.predicted_start_samples_per_s,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,8 +151,12 @@ class PipelineContext(Context):
             yield from segments(*part, self.job.checkpoints.every)
 
     def is_first_replica(self, stage: int) -> bool:
-        """Return whether this worker speaks for all replicas of `stage`, as far as it `speaks` for its group."""
+        """Return whether this worker, or its tensor-parallel group, is the first replica of `stage`."""
         return self.rank == self.plan.stages[stage].ranks[0]
+
+    def reports_for(self, stage: int) -> bool:
+        """Return whether this worker alone reports what all replicas of `stage` have alike."""
+        return self.is_first_replica(stage) and self.leads_tensor_group
 
 
 def pipeline_context(
@@ -172,12 +193,19 @@ def pipeline_context(
             assert part.microbatch_size is not None
             sizes = part.microbatch_size, part.microbatches
             made = make_batches(spec, *sizes, job.seed, drop_last=job.options.drop_last)
-            return weighed(made, part.loss, spec, whole=has_loss)
+            return weighted(made, part.loss, spec, whole=has_loss)
 
-        data = ReadAhead(with_start(seen, make), pinned=place.compute.type == "cuda")
+        made = make(plan)
+        if job.options.synchronous_start:
+            made = DividedStart(make(synchronous_part(plan)), made, _start_length(job, made))
+        data = ReadAhead(made, pinned=place.compute.type == "cuda")
     check_sizes(built.training.values(), data.last_sizes)
     check_sizes(built.training.values(), data.start_sizes, of_start=True)
     shape = replace(shape_of(plan), accumulate=job.options.accumulate, shared=tuple(sorted(built.shared)))
+    start = None
+    if job.options.synchronous_start:
+        start_shape = replace(shape_of(synchronous_part(plan)), shared=shape.shared)
+        start = SynchronousStart(_start_length(job, data), start_shape)
     context = PipelineContext(
         job=job,
         spec=spec,
@@ -189,7 +217,7 @@ def pipeline_context(
         groups=data_groups(job, place),
         shape=shape,
         tensor=tensor,
-        start=start_of(seen, data, shape),
+        start=start,
         stages=_held_stages(seen, built, spec, shape, place),
         transfers=transfers,
         evaluation=built.evaluation,
@@ -198,6 +226,11 @@ def pipeline_context(
     if (plan.compiled or place.compute.type == "cuda") and tensor is None:  # ranks of a group run together
         _warm_up(context)
     return context
+
+
+def _start_length(job: Job, data: BatchSource) -> int:
+    """Return the minibatches of the synchronous start."""
+    return synchronous_minibatches(job.options.synchronous_start, data.minibatches(job.steps, job.epochs))
 
 
 def data_groups(job: Job, place: Place) -> DataGroups:

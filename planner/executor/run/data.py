@@ -1,7 +1,4 @@
-"""Training data as a function of the minibatch's number: every worker computes the same, so no data is sent.
-
-Minibatches whose microbatches count by something else than their samples, such as labels that are not padded.
-"""
+"""Training data as a function of the minibatch's number: every worker computes the same, so no data is sent."""
 
 from __future__ import annotations
 
@@ -22,8 +19,7 @@ from planner.options.training import STEPS
 from planner.schedule.instructions import Unit
 
 KEPT = 3  # minibatches that a pipeline without weight stashing may have in flight, and one in the making
-
-
+ENDLESS = 2**40  # minibatches of a run whose end is not known
 RANDOM_BATCHES = 8  # distinct random minibatches, used in turn: making new ones would count as training time
 
 # Datasets are read by one thread at a time: those of training and of evaluation may share an open file.
@@ -222,14 +218,38 @@ class EvaluationBatches:
             return collate([self._dataset[index] for index in range(start, start + self.size(unit))])
 
 
-def weighed(source: BatchSource, mean: LossMean | None, spec: TrainingSpec, *, whole: bool = True) -> BatchSource:
+class ChangedBatches(BatchSource):
+    """The batches of `source`, of which a subclass changes something."""
+
+    def __init__(self, source: BatchSource) -> None:
+        super().__init__(source.microbatches)
+        self.random, self.last_sizes, self.start_sizes = source.random, source.last_sizes, source.start_sizes
+        self._source = source
+
+    def batch(self, unit: Unit) -> Batch:
+        return self._source.batch(unit)
+
+    def minibatch_size(self, minibatch: int) -> int:
+        return self._source.minibatch_size(minibatch)
+
+    def minibatches(self, steps: int | None, epochs: int | None) -> int:
+        return self._source.minibatches(steps, epochs)
+
+    def size(self, unit: Unit) -> int:
+        return self._source.size(unit)
+
+    def share(self, unit: Unit) -> float:
+        return self._source.share(unit)
+
+
+def weighted(source: BatchSource, mean: LossMean | None, spec: TrainingSpec, *, whole: bool = True) -> BatchSource:
     """Return the batches with the shares that the plan's loss asks for; as they are where these follow the samples."""
     shares = shares_function(mean, spec)
-    return source if shares is None or source.microbatches == 1 else WeighedBatches(source, shares, whole=whole)
+    return source if shares is None or source.microbatches == 1 else WeightedBatches(source, shares, whole=whole)
 
 
-class WeighedBatches(BatchSource):
-    """The batches of `source`, with shares of the loss that depend on what is in them.
+class WeightedBatches(ChangedBatches):
+    """Batches whose shares of the loss depend on what is in them, such as labels that are not padded.
 
     A worker that computes the loss reads whole minibatches, also where replicas of its stage divide them: what a
     microbatch counts depends on all others of its minibatch.
@@ -239,9 +259,8 @@ class WeighedBatches(BatchSource):
     """
 
     def __init__(self, source: BatchSource, shares: Shares, *, whole: bool) -> None:
-        super().__init__(source.microbatches)
-        self.random, self.last_sizes = source.random, source.last_sizes
-        self._source, self._shares, self._whole = source, shares, whole
+        super().__init__(source)
+        self._shares, self._whole = shares, whole
         self._read: dict[int, tuple[list[Batch], list[float]]] = {}
         self._lock = threading.Lock()  # a thread reads ahead while the training thread asks for shares
 
@@ -251,12 +270,6 @@ class WeighedBatches(BatchSource):
 
     def share(self, unit: Unit) -> float:
         return self._minibatch(unit.minibatch)[1][unit.microbatch] if self.size(unit) else 0.0
-
-    def minibatch_size(self, minibatch: int) -> int:
-        return self._source.minibatch_size(minibatch)
-
-    def minibatches(self, steps: int | None, epochs: int | None) -> int:
-        return self._source.minibatches(steps, epochs)
 
     def _minibatch(self, number: int) -> tuple[list[Batch], list[float]]:
         """Return the microbatches of a minibatch that have samples, and their shares."""
@@ -269,3 +282,29 @@ class WeighedBatches(BatchSource):
                     del self._read[min(self._read)]
                 self._read[number] = parts, self._shares(parts)
             return self._read[number]
+
+
+class DividedStart(ChangedBatches):
+    """The same minibatches, of which the first are divided as in `first`, and all others as in `later`."""
+
+    def __init__(self, first: BatchSource, later: BatchSource, start: int) -> None:
+        super().__init__(later)
+        self.last_sizes = (*first.last_sizes, *later.last_sizes)
+        self.start_sizes = tuple(first.size(Unit(0, number)) for number in range(first.microbatches))
+        self._first, self._start = first, start
+
+    def batch(self, unit: Unit) -> Batch:
+        batch = self._of(unit.minibatch).batch(unit)
+        return batch.pinned() if self.pinned else batch
+
+    def minibatch_size(self, minibatch: int) -> int:
+        return self._of(minibatch).minibatch_size(minibatch)
+
+    def size(self, unit: Unit) -> int:
+        return self._of(unit.minibatch).size(unit)
+
+    def share(self, unit: Unit) -> float:
+        return self._of(unit.minibatch).share(unit)
+
+    def _of(self, minibatch: int) -> BatchSource:
+        return self._first if minibatch < self._start else self._source

@@ -5,19 +5,17 @@ then continues where it stopped: units in flight stay in flight, and every minib
 used without evaluation. Messages have process groups of their own, because over gloo training has already posted
 receives on its groups.
 
-Messages that are under way while the pipeline evaluates.
-
 Under asynchronous schedules a stage is ahead of the next one when both evaluate: it has sent what the other takes only
 after the evaluation. Over NCCL such a send may stay on the sender's device until the receiver posts. If the sender's
 host then waits for its device, which it may at the first kernels of an evaluation, it sends no evaluation data, and the
-receiver waits for these. So the receiver posts what is under way before it evaluates.
+receiver waits for these. So the receiver posts what is under way before it evaluates: see `MessagesUnderWay`.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
 import torch
@@ -53,7 +51,7 @@ from planner.schedule.schedule import Channel, PipelineShape
 from planner.workers.job import Evaluation
 
 
-class UnderWay:
+class MessagesUnderWay:
     """Follows the streams of all workers from one evaluation to the next.
 
     Args:
@@ -69,12 +67,11 @@ class UnderWay:
         self._sent: dict[Receive, None] = {}  # in the order of sending, and not yet taken
         self._point = first
 
-    def at(self, point: int) -> list[Receive]:
+    def before(self, point: int) -> list[Receive]:
         """Return what the worker has yet to take of what is sent before the evaluation after minibatch `point`."""
         taken = []
         for rank, stream in self._streams.items():
-            stages = self._shape.stages_of(rank)
-            updates = {stage: self._rounds(stage, point) - self._rounds(stage, self._point) for stage in stages}
+            updates = updates_between(self._shape, self._shape.stages_of(rank), self._first, self._point, point)
             for instruction in until_updated(stream, updates):
                 if isinstance(instruction, Send) and instruction.peer_rank == self._rank != rank:
                     self._sent[matching_receive(instruction, rank)] = None
@@ -84,10 +81,6 @@ class UnderWay:
             self._sent.pop(receive, None)
         self._point = point
         return list(self._sent)
-
-    def _rounds(self, stage: int, point: int) -> int:
-        """Return the updates of a stage up to minibatch `point`."""
-        return -(-(point - self._first) // self._shape.minibatches_per_update(stage))
 
 
 _WEIGHT = "loss weight"  # among the sums: what the losses are means over
@@ -223,7 +216,7 @@ class Evaluator:
             return None
         content = json.dumps(totals).encode()
         parts = gather_bytes(content, ranks=self._last_ranks)
-        if not parts or not self._context.speaks:
+        if not parts or not self._context.leads_tensor_group:
             return None
         sums: dict[str, float] = {}
         for part in parts:
@@ -257,6 +250,15 @@ def evaluation_points(shape: PipelineShape, first: int, last: int, every: int) -
     period = math.lcm(*(shape.minibatches_per_update(stage) for stage in range(len(shape.ranks))))
     due = range((first // every + 1) * every, last + 1, every)
     return sorted({min(last, first + -(-(minibatch - first) // period) * period) for minibatch in due})
+
+
+def updates_between(shape: PipelineShape, stages: Iterable[int], first: int, start: int, end: int) -> dict[int, int]:
+    """Count by stage the updates from minibatch `start` to `end`, in a stream that began with minibatch `first`."""
+
+    def until(minibatch: int, stage: int) -> int:
+        return -(-(minibatch - first) // shape.minibatches_per_update(stage))
+
+    return {stage: until(end, stage) - until(start, stage) for stage in stages}
 
 
 def until_updated(instructions: Iterator[Instruction], updates: Mapping[int, int]) -> Iterator[Instruction]:

@@ -25,12 +25,10 @@ from planner.errors import InputError
 from planner.executor.checkpoint.checkpointer import Checkpointer
 from planner.executor.communication.control import broadcast_bytes, control_group, gather_bytes
 from planner.executor.run.agreement import check_schedule, take_place
-from planner.executor.run.assemble import Groups, make_checkpointer, make_worker
 from planner.executor.run.context import pipeline_context
-from planner.executor.run.evaluator import Evaluator
-from planner.executor.run.feeding import AllowedInstructions, FedBatches, FedEvaluation, SharedLosses
+from planner.executor.run.feeding import FedBatches, FedEvaluation, SharedLosses
 from planner.executor.run.lifecycle import connect_all, joined, start_worker
-from planner.executor.run.train import save_weights
+from planner.executor.run.loop import Groups, Loop, make_checkpointer, save_weights
 from planner.executor.run.worker import Observers
 from planner.formats.names import Backend, DeviceType
 from planner.formats.plan import Plan
@@ -67,6 +65,7 @@ class Pipeline:
         self._data = FedBatches(plan.microbatches, self._kept, shares_function(plan.loss, spec))
         self._context = pipeline_context(job, spec, take_place(job, heartbeat), heartbeat, self._data)
         self._group = ExitStack()
+        self._evaluated: FedEvaluation | None = None
         self._checkpoints: Checkpointer | None = None
         self._resumed: str | None = None  # the checkpoint that the state is from
 
@@ -76,12 +75,13 @@ class Pipeline:
         with ExitStack() as entering:  # an error in here leaves the others as one in the loop does
             entering.enter_context(joined(self._context, supervisor))
             groups, observers = Groups.create(self._context), Observers(self._context.heartbeat)
+            if (evaluation := self._context.evaluation) is not None:
+                fixed = evaluation.batch_size
+                self._evaluated = FedEvaluation(fixed or self._context.microbatch_size, fixed=fixed is not None)
             # Links cannot look ahead: nobody knows whether a minibatch will follow.
-            self._worker = make_worker(self._context, groups, observers, lambda: ())
-            self._evaluator = self._make_evaluator(groups)
+            self._loop = Loop(self._context, groups, observers, evaluation_data=self._evaluated)
             lag = self._depth if self.plan.schedule.asynchronous else 0
             self._losses = SharedLosses(control_group(), lag, self._kept, self._data.parts_of)
-            self._instructions = AllowedInstructions(self._context)
             connect_all(self._context)
             dist.barrier(control_group())
             self._group = entering.pop_all()
@@ -96,7 +96,7 @@ class Pipeline:
             return
         with self._group:  # which is told of a failure here as well
             self.drain()
-            self._worker.drain()
+            self._loop.worker.drain()
             dist.barrier(control_group())
 
     def step(self, batch: Any) -> float | None:
@@ -117,18 +117,18 @@ class Pipeline:
                 hint="give as many samples as the plan says, or fewer in a last one",
             )
         self._data.feed(minibatch)
-        self._worker.run(self._instructions.allowed(self._data.count))
+        self._loop.run_allowed(self._data.count)
         self._share_losses()
         self._context.heartbeat.enter("running the script's own code")
         return self._losses.newest
 
     def drain(self) -> float | None:
         """Finish all minibatches in flight, as at the end of a run; return the newest loss, as `step` does."""
-        if self._data.count > self._instructions.base:
-            self._worker.run(self._instructions.rest(self._data.count))
+        if self._data.count > self._loop.first:
+            self._loop.drain(self._data.count)
             self._share_losses()
             self._losses.settle()
-            self._begin_at(self._data.count)
+            self._loop.begin(self._data.count)
         return self._losses.newest
 
     def state_dict(self) -> dict[str, torch.Tensor]:
@@ -152,7 +152,7 @@ class Pipeline:
 
         It is known where `clip_grad_norm` asks for it, under synchronous schedules; None elsewhere.
         """
-        return self._worker.gradient_norm
+        return self._loop.worker.gradient_norm
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -191,14 +191,14 @@ class Pipeline:
         Raises:
             InputError: where the pipeline was made without `evaluates`.
         """
-        if self._evaluator is None:
+        if self._evaluated is None:
             raise InputError(
                 "this pipeline was made without stages for evaluation",
                 hint="make it with planner.pipeline(..., evaluates=True)",
             )
         self.drain()
         self._evaluated.feed(batches)
-        found = self._evaluator.run(self._data.count)
+        found = self._loop.evaluate(self._data.count)
         self._context.heartbeat.enter("sharing the evaluation", meeting=True)
         group = control_group()
         parts = gather_bytes(b"" if found is None else found.model_dump_json().encode(), group)
@@ -250,7 +250,7 @@ class Pipeline:
         first = found.restore()
         self._resumed = str(found.resumed_from)
         self._data.count = first
-        self._begin_at(first)
+        self._loop.begin(first)
         self._context.heartbeat.enter("running the script's own code")
         return first
 
@@ -263,25 +263,12 @@ class Pipeline:
         save_weights(self._context, Path(path))
         dist.barrier(control_group())
 
-    def _begin_at(self, minibatch: int) -> None:
-        """Begin the stream anew, with an empty pipeline."""
-        self._instructions.begin_at(minibatch)
-        self._worker.restart()
-
     def _share_losses(self) -> None:
         """Tell all workers what this one has seen of the losses."""
         self._context.heartbeat.enter("sharing the losses", meeting=True)
-        seen = list(self._worker.log.losses)
-        self._worker.log.losses.clear()
+        seen = list(self._loop.worker.log.losses)
+        self._loop.worker.log.losses.clear()
         self._losses.exchange(self._data.count, seen)
-
-    def _make_evaluator(self, groups: Groups) -> Evaluator | None:
-        evaluation = self._context.evaluation
-        if evaluation is None:
-            return None
-        fixed = evaluation.batch_size
-        self._evaluated = FedEvaluation(fixed or self._context.microbatch_size, fixed=fixed is not None)
-        return Evaluator(self._context, groups.replicas, self._evaluated)
 
 
 def pipeline(

@@ -58,7 +58,7 @@ class StageReplica:
         self._recomputes = context.plan.stages[stage.number].recomputes
         # Replicas have equal gradients, or each a part of them.
         self._counts_in_norm = context.is_first_replica(stage.number) or sharding is not None
-        self._tells_loss = context.speaks
+        self._tells_loss = context.leads_tensor_group
         self._statistics = MinibatchStatistics(stage.module, replicas)
         self._units: dict[Unit, _InFlight] = {}
         self._averaged = 1  # minibatches whose gradients the next update averages

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from planner.executor.communication.routes import LinkGroups, lanes_of, route_of
-from planner.executor.run.assemble import all_streams
+from planner.executor.run.loop import all_streams
 from planner.schedule.instructions import Instruction, ReceiveActivation, ReceiveGradient, Send, SendActivation, Unit
 from planner.schedule.interleaved import INTERLEAVED
 from planner.schedule.one_forward_one_backward import ONE_F_ONE_B

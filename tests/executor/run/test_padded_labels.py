@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from planner.api import train
-from planner.executor.run.data import BatchSource, WeighedBatches, even_sizes
+from planner.executor.run.data import BatchSource, WeightedBatches, even_sizes
 from planner.executor.run.feeding import FedBatches
 from planner.formats.plan import Plan
 from planner.formats.profile import LossMean
@@ -175,12 +175,12 @@ def test_a_worker_without_the_loss_reads_its_own_microbatches_alone(path: Path) 
     shares = shares_function(PADDED, load_model_file(path))
     assert shares is not None
     source = _Counted()
-    with_loss = WeighedBatches(source, shares, whole=True)
+    with_loss = WeightedBatches(source, shares, whole=True)
     with_loss.batch(Unit(0, 1))
     assert [with_loss.share(Unit(0, number)) for number in range(4)] == [0, 1 / 6, 2 / 6, 3 / 6]
     assert source.read == [Unit(0, number) for number in range(4)]  # each once
     source.read.clear()
-    WeighedBatches(source, shares, whole=False).batch(Unit(0, 1))
+    WeightedBatches(source, shares, whole=False).batch(Unit(0, 1))
     assert source.read == [Unit(0, 1)]
 
 

@@ -1,0 +1,236 @@
+"""The loop of one worker in the joined group, which `planner.train` and a user's own loop drive alike.
+
+A client says how far the worker's stream of instructions goes: as far as the minibatches that are known allow, to an
+evaluation, or to its end.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import ChainMap
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import chain, islice
+from pathlib import Path
+
+import torch.distributed as dist
+
+from planner.executor.checkpoint.checkpointer import Checkpointer, DataPosition
+from planner.executor.checkpoint.stage_parts import Restorable
+from planner.executor.checkpoint.trained_weights import save_gathered
+from planner.executor.communication.control import control_group
+from planner.executor.communication.links import Segments, SendLimits
+from planner.executor.communication.messages import Layouts
+from planner.executor.communication.nccl_links import links_over
+from planner.executor.communication.routes import LinkGroups
+from planner.executor.run.context import PipelineContext
+from planner.executor.run.data import ENDLESS, EvaluationData
+from planner.executor.run.evaluator import Evaluator, MessagesUnderWay, until_updated, updates_between
+from planner.executor.run.replica import StageReplica
+from planner.executor.run.worker import Observers, PipelineWorker
+from planner.executor.stage.optimizer import JointNorm
+from planner.formats.names import CODECS
+from planner.model.tensor.division import whole_state
+from planner.plan.rank_groups import groups_of_ranks
+from planner.schedule.instructions import AddShared, AllReduce, Instruction, ReceiveShared, SendShared, Update
+from planner.schedule.schedule import PipelineShape, stream
+from planner.options.training import CheckpointOptions
+from planner.workers.job import Evaluation
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The process groups that every pipeline needs; `replicas` has one for each replicated stage of this worker."""
+
+    links: LinkGroups
+    replicas: Mapping[int, dist.ProcessGroup]
+
+    @classmethod
+    def create(cls, context: PipelineContext) -> Groups:
+        """Make the groups. torch.distributed wants every worker to make every group, in the same order."""
+        by_tensor_rank = list(zip(*map(context.shapes_of_tensor_ranks, context.shapes), strict=True))
+        streams = (dict(all_streams(*shapes)) for shapes in by_tensor_rank)
+        links = LinkGroups.create(context.groups, lambda: ChainMap(*streams), context.receivers)
+        for ranks in groups_of_ranks(context.job.plan):
+            group = context.groups.of(ranks)
+            if context.tensor is not None and context.rank in ranks:
+                context.tensor.connect(group, context.place.compute)
+        replicas = {}
+        # Stages whose groups are smaller than others come several times, once for each place in larger groups.
+        for index, ranks in dict.fromkeys(each for shape, *_ in by_tensor_rank for each in enumerate(shape.ranks)):
+            made = context.groups.of(ranks) if len(ranks) > 1 else None
+            if made is not None and context.rank in ranks:
+                replicas[index] = made
+        return cls(links, replicas)
+
+
+def all_streams(*shapes: PipelineShape) -> Mapping[int, Iterable[Instruction]]:
+    """Return all workers' streams of as many minibatches as it takes replicas to meet all those that they ever meet.
+
+    Streams of several shapes, which have the same stages, follow one another.
+    """
+    minibatches = math.lcm(*shapes[0].replicas)
+    return {
+        # A list, because streams that were made later would all be of the last rank.
+        rank: chain(*[stream(shape, stage, rank, minibatches) for shape in shapes])
+        for rank, stage in shapes[0].first_stages.items()
+    }
+
+
+def make_worker(
+    context: PipelineContext, groups: Groups, observers: Observers, upcoming: Segments
+) -> PipelineWorker:
+    """Connect this worker's stages with their replicas and neighbours.
+
+    Args:
+        upcoming: a copy of the worker's stream by segments, as far as it is known: links look ahead in it.
+    """
+    held = context.stages
+    shared = {number: stage.shared for number, stage in held.items()}
+    codec = CODECS[context.plan.cluster.compress]
+    layouts = Layouts(context.transfers, shared, context.data.size, with_scale=context.job.scales_loss, codec=codec)
+    in_flight = max(shape.in_flight(stage) for shape in context.shapes for stage in range(len(context.plan.stages)))
+    limits = SendLimits(in_flight, context.shape.lag)
+    links = links_over(context.place)(groups.links, layouts.layout, limits, context.place, upcoming)
+    stages = {number: StageReplica(stage, context, groups.replicas.get(number)) for number, stage in held.items()}
+    stop_on_nan = context.job.run_options.stop_on_nan
+    return PipelineWorker(
+        stages, links, observers, context.place.compute, stop_on_nan=stop_on_nan, joint_norm=_joint_norm(context)
+    )
+
+
+def _joint_norm(context: PipelineContext) -> JointNorm | None:
+    """Make the norm over all stages, if they clip or scale; under asynchronous schedules each stage is by itself."""
+    needed = context.job.options.clip_grad_norm is not None or context.job.scales_loss
+    if not needed or context.shape.asynchronous:
+        return None
+    return JointNorm(control_group())
+
+
+class Loop:
+    """One worker's part of the training of a plan; all workers make theirs together, because it makes process groups.
+
+    Args:
+        upcoming: a copy of the worker's stream by segments, as far as it is known: links look ahead in it.
+        evaluation_data: to evaluate on; None for the model file's evaluation_dataset().
+
+    Attributes:
+        first: the minibatch that the stream began with, in an empty pipeline.
+    """
+
+    def __init__(
+        self,
+        context: PipelineContext,
+        groups: Groups,
+        observers: Observers,
+        upcoming: Segments = (),
+        evaluation_data: EvaluationData | None = None,
+    ) -> None:
+        self.worker = make_worker(context, groups, observers, upcoming)
+        self.evaluator = None
+        if context.evaluation is not None:
+            self.evaluator = Evaluator(context, groups.replicas, evaluation_data)
+        self._context = context
+        self.begin(0)
+
+    def begin(self, first: int, last: int = ENDLESS) -> None:
+        """Begin a stream of the minibatches from `first` to before `last`, with an empty pipeline."""
+        self.first, self._last = first, last
+        self._stream = self._context.stream(first, last)
+        self._next: Instruction | None = None
+        self._executed = 0
+        self._messages: MessagesUnderWay | None = None
+        self._point = first  # of the last evaluation
+        self.worker.restart()
+
+    def run_allowed(self, count: int) -> None:
+        """Execute the next instructions that the first `count` minibatches of the run allow."""
+        self.worker.run(self._allowed(count))
+
+    def drain(self, count: int | None = None) -> None:
+        """Finish all minibatches in flight.
+
+        Args:
+            count: minibatches of the run so far, where the stream was begun without its end.
+        """
+        rest = self._stream
+        if count is not None:
+            # A stream that ends there begins with what was executed of the endless one: they differ at the end only.
+            rest = islice(self._context.stream(self.first, count), self._executed, None)
+        self.worker.run(rest)
+
+    def run_to_evaluation(self, point: int) -> None:
+        """Execute until all stages have had their updates of the minibatches before `point`; others stay in flight."""
+        shape = self._context.shape_at(self.first)
+        if self._messages is None:
+            self._messages = MessagesUnderWay(shape, self._context.rank, self.first, self._last)
+        updates = updates_between(shape, self._context.stages, self.first, self._point, point)
+        self.worker.run(self._then_pause(point, updates))
+        self._point = point
+
+    def evaluate(self, minibatch: int) -> Evaluation | None:
+        """Evaluate after `minibatch` minibatches; return the result on the first replica of the last stage."""
+        assert self.evaluator is not None
+        began_s = time.perf_counter()
+        evaluation = self.evaluator.run(minibatch)
+        self.worker.log.paused_s += time.perf_counter() - began_s
+        return evaluation
+
+    def _then_pause(self, point: int, updates: Mapping[int, int]) -> Iterator[Instruction]:
+        """Yield instructions until so many updates, then prepare for a pause before the worker waits for its losses."""
+        yield from until_updated(self._stream, updates)
+        messages = self._messages
+        assert messages is not None
+        self.worker.expect(lambda: messages.before(point))
+
+    def _allowed(self, count: int) -> Iterator[Instruction]:
+        while True:
+            if self._next is None:
+                self._next = next(self._stream)
+            if not self._allows(self._next, count):
+                return
+            instruction, self._next = self._next, None
+            self._executed += 1
+            yield instruction
+
+    def _allows(self, instruction: Instruction, count: int) -> bool:
+        match instruction:
+            case AllReduce(round=round_) | AddShared(round=round_) | Update(round=round_):
+                pass
+            case SendShared(unit=unit) | ReceiveShared(unit=unit):
+                round_ = unit.minibatch
+            case _:
+                return instruction.unit.minibatch < count
+        per_round = self._context.shape.minibatches_per_update(instruction.stage)
+        return self.first + (round_ - self.first + 1) * per_round <= count
+
+
+def make_checkpointer(context: PipelineContext, options: CheckpointOptions, per_epoch: int | None) -> Checkpointer:
+    """Return what writes and reads checkpoints of this worker's stages; all workers call it.
+
+    Args:
+        per_epoch: minibatches; None without a dataset.
+    """
+    own = [
+        Restorable(
+            number,
+            context.plan.stages[number].ranks.index(context.rank),
+            stage.module,
+            stage.optimizer.optimizer,
+            stage.optimizer.learning_rate_factor,
+            stage.optimizer.sharding,
+            stage.optimizer.extras,
+        )
+        for number, stage in context.stages.items()
+    ]
+    job = context.job.model_copy(update={"checkpoints": options})
+    return Checkpointer(job, own, DataPosition(context.minibatch_size, per_epoch), context.heartbeat)
+
+
+def save_weights(context: PipelineContext, path: Path) -> None:
+    """Gather the whole model's weights on rank 0 and write them; all workers call it."""
+    mine = [stage.module for number, stage in context.stages.items() if context.is_first_replica(number)]
+    state = {name: tensor for module in mine for name, tensor in whole_state(module).items()}
+    context.heartbeat.enter("writing the weights", meeting=True)
+    save_gathered(state if context.leads_tensor_group else {}, path)
