@@ -98,5 +98,5 @@ def build(
     neighbours.expect(
         context.stream(0, minibatches), Layouts(context.transfers, shared, context.data.size, with_scale=False)
     )
-    worker = make_worker(context, groups, Observers(context.heartbeat), lambda: [context.stream(0, minibatches)])
+    worker = make_worker(context, groups, Observers(context.heartbeat), [context.stream(0, minibatches)])
     return context, worker, neighbours

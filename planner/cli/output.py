@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 from planner.cli.flags import as_flags
 from planner.errors import PlannerError
-from planner.terminal import ProgressLine
 from planner.options.solving import Progress
+from planner.terminal import ProgressLine
 from planner.units import format_seconds
 
 if TYPE_CHECKING:

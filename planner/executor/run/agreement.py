@@ -23,12 +23,13 @@ from planner.errors import InputError, PlanError
 from planner.executor.communication.control import message_timeout
 from planner.formats.names import DeviceType
 from planner.formats.plan import Plan
+from planner.options.training import TrainingOptions
 from planner.plan.rank_groups import of_groups
 from planner.plan.shape import check_versions, deadlock, shape_of
 from planner.schedule.check import ScheduleError, check_streams
 from planner.version import __version__
 from planner.workers.heartbeat import Heartbeat
-from planner.workers.job import Job, TrainingOptions
+from planner.workers.job import Job
 from planner.workers.meeting import exchange, worker_store
 from planner.workers.numerics import numerics_of
 from planner.workers.place import Place, Seat, assign_gpus, choose_place, names_of, own_seat, take

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections import ChainMap
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
@@ -32,10 +32,10 @@ from planner.executor.run.worker import Observers, PipelineWorker
 from planner.executor.stage.optimizer import JointNorm
 from planner.formats.names import CODECS
 from planner.model.tensor.division import whole_state
+from planner.options.training import CheckpointOptions
 from planner.plan.rank_groups import groups_of_ranks
 from planner.schedule.instructions import AddShared, AllReduce, Instruction, ReceiveShared, SendShared, Update
 from planner.schedule.schedule import PipelineShape, stream
-from planner.options.training import CheckpointOptions
 from planner.workers.job import Evaluation
 
 
@@ -78,9 +78,7 @@ def all_streams(*shapes: PipelineShape) -> Mapping[int, Iterable[Instruction]]:
     }
 
 
-def make_worker(
-    context: PipelineContext, groups: Groups, observers: Observers, upcoming: Segments
-) -> PipelineWorker:
+def make_worker(context: PipelineContext, groups: Groups, observers: Observers, upcoming: Segments) -> PipelineWorker:
     """Connect this worker's stages with their replicas and neighbours.
 
     Args:
