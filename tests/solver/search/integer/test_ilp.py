@@ -28,7 +28,7 @@ from planner.solver.problem.result import Evaluation
 from planner.solver.problem.states import Chain
 from planner.solver.search.chain.search import Search
 from planner.solver.search.chain.synchronous import SynchronousSearch
-from planner.solver.search.integer.answer import solve_ilp
+from planner.solver.search.integer.ilp import solve_ilp
 from planner.solver.search.integer.ilp_flow import MilpName, installed, run
 from tests.samples import layer, profile
 from tests.solver.brute import plans
