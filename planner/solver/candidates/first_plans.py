@@ -25,7 +25,7 @@ from planner.solver.evaluate.evaluation import priced, simulated
 from planner.solver.problem.budget import Budget
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import Evaluation, Found
-from planner.solver.problem.states import Chain, Coarse
+from planner.solver.problem.states import Chain
 from planner.solver.reference.baselines import equal_blocks, equal_time
 from planner.solver.search.pipeline_search import PipelineSearch
 from planner.units import SLACK
@@ -161,11 +161,10 @@ def _plan_of_large_stages(problem: Problem) -> Evaluation | None:
     cluster, chain = problem.cluster, Chain(problem.layer_costs)
     if cluster.memory_bytes is None:
         return None
-    states = np.unique(np.linspace(0, len(chain) - 1, MOST_CUTS).astype(np.int64))
     # This is what is left to do when the time is over, so it must not end with it, and has no time for choices.
     rules = replace(problem.rules, recompute="blocks") if problem.recompute == "auto" else problem.rules
     unhurried = replace(problem, budget=Budget(progress=problem.budget.progress), rules=rules)
-    return PipelineSearch(unhurried, Coarse(chain, states)).fits(cluster.gpus, cluster.memory_bytes)
+    return PipelineSearch(unhurried, chain.only(chain.spread(MOST_CUTS))).fits(cluster.gpus, cluster.memory_bytes)
 
 
 class Leaner:

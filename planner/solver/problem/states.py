@@ -39,19 +39,30 @@ class StateSpace(ABC):
 
     complete: bool  # whether no legal cut is missing
 
-    def __init__(self, layer_costs: LayerCosts, sums: dict[str, Floats], fronts: NDArray[np.float64]) -> None:
-        self.layer_costs = layer_costs
-        self._sums = sums  # sums of each quantity over the layers of each state
-        self._fronts = fronts  # live at each state, a row for each of `FRONTS`
-        self.outputs, self.gradients, self._output_count, self._gradient_count = fronts[:4]  # bytes, and how many
+    def __init__(
+        self, layer_costs: LayerCosts, sums: dict[str, Floats], fronts: Floats, some: Integers | None = None
+    ) -> None:
+        """Keep sums of each quantity over the layers of all states, and what is live at them, of `some` of them."""
+        outputs, gradients, output_count, gradient_count = fronts[:4]
+        # Bytes and messages, in both directions together, across the busiest cut. That of all states, so that a search
+        # over some of them starts with the same time.
+        self.largest_front = float((outputs + gradients).max()), float((output_count + gradient_count).max())
+        if some is not None:
+            sums, fronts = {name: values[some] for name, values in sums.items()}, fronts[:, some]
+        self.layer_costs, self._sums, self._fronts = layer_costs, sums, fronts
+        self.outputs, self.gradients = fronts[:2]
         self.compute_s = sums["forward_s"] + sums["backward_s"] + sums["update_s"]
 
     def __len__(self) -> int:
         return len(self.compute_s)
 
-    def largest_front(self) -> tuple[float, float]:
-        """Return bytes and messages, in both directions together, across the busiest cut."""
-        return float((self.outputs + self.gradients).max()), float((self._output_count + self._gradient_count).max())
+    def spread(self, most: int) -> Integers:
+        """Return about so many states at equal distances, with both ends."""
+        return np.unique(np.linspace(0, len(self) - 1, most).astype(np.int64))
+
+    @abstractmethod
+    def only(self, states: Integers, *, complete: bool = False) -> StateSpace:
+        """Return the space of these states, which must include both ends."""
 
     @property
     def sizes(self) -> Sequence[StateSpace]:
@@ -171,49 +182,6 @@ class StateSpace(ABC):
         return -np.minimum(saved, gradients), nothing, nothing
 
 
-class Coarse(StateSpace):
-    """Some states of another space, with both ends: a smaller search, whose answer is a start for the whole one."""
-
-    complete = False
-
-    def __init__(self, space: StateSpace, states: Integers) -> None:
-        self._space, self.states = space, states
-        self.layer_costs = space.layer_costs
-        self.compute_s = space.compute_s[states]
-
-    def largest_front(self) -> tuple[float, float]:
-        """Return that of the other space, which is an upper bound."""
-        return self._space.largest_front()
-
-    def among_later(self, state: int, others: Integers) -> Integers:
-        """Return what the other space does, whose order is kept."""
-        return np.searchsorted(self.states, self._space.among_later(int(self.states[state]), self.states[others]))
-
-    def holds(self, layer: int) -> NDArray[np.bool_]:
-        """Return what the other space does."""
-        return self._space.holds(layer)[self.states]
-
-    def passing(self, state: int, others: Integers) -> Floats | None:
-        """Return what the other space does."""
-        return self._space.passing(int(self.states[state]), self.states[others])
-
-    def sides(self, state: int, others: Integers) -> tuple[Floats, Floats]:
-        """Return what the other space does."""
-        return self._space.sides(int(self.states[state]), self.states[others])
-
-    def layers(self, state: int, other: int) -> tuple[int, ...]:
-        """Return what the other space does."""
-        return self._space.layers(int(self.states[state]), int(self.states[other]))
-
-    def work(self, state: int, others: Integers) -> Work:
-        """Return what the other space does."""
-        return self._space.work(int(self.states[state]), self.states[others])
-
-    def footprint(self, state: int, others: Integers, work: Work) -> Footprint:
-        """Return what the other space does."""
-        return self._space.footprint(int(self.states[state]), self.states[others], work)
-
-
 class BySize(StateSpace):
     """States that spaces for groups of several sizes have in common: where a stage ends says the size of its groups.
 
@@ -228,36 +196,32 @@ class BySize(StateSpace):
 
     @property
     def sizes(self) -> Sequence[StateSpace]:
-        """The spaces, in their order."""
         return self._spaces
 
     def among_later(self, state: int, others: Integers) -> Integers:
-        """Return what any of the spaces does."""
         later = np.zeros(len(self), dtype=bool)
         later[self._spaces[0].among_later(state, np.arange(state + 1, len(self)))] = True
         return others[later[others % len(self)]]
 
+    def only(self, states: Integers, *, complete: bool = False) -> StateSpace:
+        return BySize([space.only(states, complete=complete) for space in self._spaces])
+
     def holds(self, layer: int) -> NDArray[np.bool_]:
-        """Return what any of the spaces does."""
         return self._spaces[0].holds(layer)
 
     def passing(self, state: int, others: Integers) -> Floats | None:
-        """Return what the spaces do."""
         found = [space.passing(state, others[own] % len(self)) for space, own in self._parts(others)]
         return None if found[0] is None else np.concatenate([by for by in found if by is not None], axis=1)
 
     def layers(self, state: int, other: int) -> tuple[int, ...]:
-        """Return what any of the spaces does."""
         return self._spaces[0].layers(state, other % len(self))
 
     def work(self, state: int, others: Integers) -> Work:
-        """Return the work of groups of all sizes."""
         parts = self._parts(others)
         works = [space.work(state, others[own] % len(self)) for space, own in parts]
         return works[0] if len(works) == 1 else joined(works, [own.stop - own.start for _, own in parts])
 
     def footprint(self, state: int, others: Integers, work: Work) -> Footprint:
-        """Return the footprints of groups of all sizes."""
         parts = self._parts(others)
         if len(parts) == 1:
             return parts[0][0].footprint(state, others % len(self), work)
@@ -272,39 +236,47 @@ class BySize(StateSpace):
 
 
 class Chain(StateSpace):
-    """Prefixes of an order of the layers whose ends are legal cuts: `no_cut_after` does not forbid them."""
+    """Prefixes of an order of the layers whose ends are legal cuts: `no_cut_after` does not forbid them.
 
-    def __init__(self, layer_costs: LayerCosts, order: Sequence[tuple[int, ...]] | None = None) -> None:
-        """Sum up the prefixes; `order`: the uncut groups in a topological order other than the profile's."""
+    Args:
+        layer_costs: of the model.
+        order: the uncut groups in a topological order other than the profile's.
+        states: some of the prefixes, by their numbers, with both ends; by default all.
+    """
+
+    def __init__(
+        self,
+        layer_costs: LayerCosts,
+        order: Sequence[tuple[int, ...]] | None = None,
+        states: Integers | None = None,
+    ) -> None:
         groups = uncut_groups(layer_costs) if order is None else order
+        self._given, self._in_order = order, order is None
         self._order = np.array([layer for group in groups for layer in group])
-        self._ends = np.cumsum([0, *(len(group) for group in groups)])
-        self._in_order = order is None
+        ends = np.cumsum([0, *(len(group) for group in groups)])
+        self._states = np.arange(len(ends)) if states is None else states
+        self._ends = ends[self._states]
         rank = self._rank = np.argsort(self._order)
         self._values = [  # place of the producer, ascending places of the users, and what the value adds to a front
-            (
-                int(rank[value.producer]),
-                sorted(rank[list(value.users)].tolist()),
-                value.amounts,
-            )
+            (int(rank[value.producer]), sorted(rank[list(value.users)].tolist()), value.amounts)
             for value in layer_costs.traffic
         ]
         sums = {
-            name: np.concatenate(([0.0], np.cumsum(column(layer_costs, name)[self._order])))[self._ends]
-            for name in COUNTED
+            name: np.concatenate(([0.0], np.cumsum(column(layer_costs, name)[self._order])))[ends] for name in COUNTED
         }
         fronts = np.zeros((len(FRONTS), len(self._order) + 1))
         for producer, users, weights in self._values:
             fronts[:, producer + 1 : users[-1] + 1] += weights[:, None]  # produced, and needed by a later user
-        super().__init__(layer_costs, sums, fronts[:, self._ends])
-        self.complete = order is None and is_linear(layer_costs, uncut_groups(layer_costs))
+        super().__init__(layer_costs, sums, fronts[:, ends], states)
+        self.complete = order is None and states is None and is_linear(layer_costs, groups)
+
+    def only(self, states: Integers, *, complete: bool = False) -> Chain:
+        return Chain(self.layer_costs, self._given, self._states[states])
 
     def among_later(self, state: int, others: Integers) -> Integers:
-        """Return all of them, because each prefix contains the shorter ones."""
-        return others
+        return others  # each prefix contains the shorter ones
 
     def holds(self, layer: int) -> NDArray[np.bool_]:
-        """Return which prefixes are long enough."""
         return np.asarray(self._ends > self._rank[layer])
 
     def passing(self, state: int, others: Integers) -> Floats | None:
@@ -315,7 +287,6 @@ class Chain(StateSpace):
         return sums[:, np.searchsorted(uses, self._ends[others], side="left")]
 
     def layers(self, state: int, other: int) -> tuple[int, ...]:
-        """Return the layers between the ends of the two prefixes."""
         return tuple(sorted(self._order[self._ends[state] : self._ends[other]].tolist()))
 
     def _working(self, state: int, others: Integers) -> tuple[Floats, Floats, Floats]:
@@ -359,7 +330,7 @@ def uncut_groups(layer_costs: LayerCosts) -> list[tuple[int, ...]]:
     return groups
 
 
-def is_linear(layer_costs: LayerCosts, groups: list[tuple[int, ...]]) -> bool:
+def is_linear(layer_costs: LayerCosts, groups: Sequence[tuple[int, ...]]) -> bool:
     """Return whether each group feeds the next, so that the graph has only one order and its cuts are prefixes."""
     group_of = {layer: number for number, group in enumerate(groups) for layer in group}
     links = {(group_of[value.producer], group_of[user]) for value in layer_costs.traffic for user in value.users}

@@ -23,7 +23,7 @@ from planner.cost.setting import Setting
 from planner.cost.work import Floats, Footprint, Integers, Work
 from planner.solver.problem.problem import Limits
 from planner.solver.problem.result import RESOLUTION, CutPath
-from planner.solver.problem.states import Chain, Coarse, StateSpace
+from planner.solver.problem.states import Chain, StateSpace
 from planner.solver.search.chain.ways import WaysOf
 
 MOST_TRIED = 20_000  # ways to cut for one K
@@ -56,8 +56,8 @@ class InterleavedSearch:
         self.setting, self.limits, self.link = setting, limits, link or link_of(setting.cluster)
         # The tables of all stages grow with the square of the states.
         self.sampled = len(space) > MOST_STATES
-        self._states = np.unique(np.linspace(0, len(space) - 1, min(len(space), MOST_STATES)).astype(np.int64))
-        self._space: StateSpace = Coarse(space, self._states) if self.sampled else space
+        self._states = space.spread(min(len(space), MOST_STATES))
+        self._space = space.only(self._states) if self.sampled else space
         self._ways = WaysOf(self._space, limits)
         self._work, self._footprint = _matrices(self._space, self._ways)
 

@@ -21,12 +21,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.cost.candidate import Candidate
-from planner.cost.layer_costs import LayerCosts
 from planner.cost.network.link import Link
 from planner.cost.work import Floats, Integers
 from planner.formats.cluster import DeviceKind
 from planner.solver.problem.problem import Problem
-from planner.solver.problem.states import Chain, Coarse, StateSpace
+from planner.solver.problem.states import Chain
 from planner.solver.search.chain.ways import Ways, WaysOf
 
 Kinds = frozenset[int]  # numbers of kinds that a stage has GPUs of
@@ -75,7 +74,8 @@ class StagesOn:
     def __init__(self, problem: Problem, link: Link, kind: DeviceKind, most: int, most_states: int) -> None:
         self._problem, self._link = problem, link
         self._memory_bytes = problem.cluster.memory_of(kind)
-        self.space = _space(problem.layer_costs.on(kind), most_states)
+        chain = Chain(problem.layer_costs.on(kind))
+        self.space = chain if len(chain) <= most_states else chain.only(chain.spread(most_states))
         self._limits = replace(problem.limits, memory_bytes=self._memory_bytes)
         self._ways = WaysOf(self.space, self._limits, prices_shards=problem.simulates)
         most = most if problem.schedule.pipelined else 1
@@ -132,13 +132,6 @@ class StagesOn:
             most = np.minimum(most, fit)
         rows = [np.searchsorted(flying, row, side="right") for flying, row in zip(self._flying, most, strict=True)]
         return np.stack(rows) - 1
-
-
-def _space(layer_costs: LayerCosts, most: int) -> StateSpace:
-    chain = Chain(layer_costs)
-    if len(chain) <= most:
-        return chain
-    return Coarse(chain, np.unique(np.linspace(0, len(chain) - 1, most).astype(np.int64)))
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ from planner.solver.problem.bounds import Bounds
 from planner.solver.problem.numbering import Numbering
 from planner.solver.problem.problem import Limits
 from planner.solver.problem.result import RESOLUTION, CutPath
-from planner.solver.problem.states import Coarse, StateSpace
+from planner.solver.problem.states import StateSpace
 from planner.solver.search.chain.fewest import FEW_STATES, FewestReplicas
 from planner.units import SLACK
 
@@ -193,15 +193,15 @@ class Search:
         few = _ROUGH_STATES // 2 if chooses else _ROUGH_STATES
         if len(self.space) <= 2 * few:
             return None
-        coarse = Coarse(self.space, np.unique(np.linspace(0, len(self.space) - 1, few).astype(np.int64)))
-        path = type(self)(coarse, self.model, self._all_choices).best(below_s)
-        return path and replace(path, states=tuple(int(coarse.states[state]) for state in path.states))
+        states = self.space.spread(few)
+        path = type(self)(self.space.only(states), self.model, self._all_choices).best(below_s)
+        return path and replace(path, states=tuple(states[list(path.states)].tolist()))
 
     def any_time_s(self) -> float:
         """Return a time that every stage on any number of these GPUs meets."""
         everything = self.space.work(0, np.array([len(self.space) - 1])).recomputed()
         link = self.model.link
-        front_bytes, front_messages = self.space.largest_front()
+        front_bytes, front_messages = self.space.largest_front
         bytes_ = 4 * (float(everything.trainable_bytes[0]) + front_bytes)
         messages = 4 * (self.gpus + front_messages)
         # Generous factors: no model charges more than 4·W for an all-reduce, or more than 2(r - 1) latencies.

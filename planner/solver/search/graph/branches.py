@@ -188,7 +188,7 @@ class _Bracket:
             return None
         # The memory of a stage depends on all GPUs after it, so the exact search decides.
         states = np.array([*(state for state, _ in trail), last])
-        path = Search(space.only(states, complete=False), self.model, self.limits).within(target_s)
+        path = Search(space.only(states), self.model, self.limits).within(target_s)
         if path is None:
             return None
         return replace(path, states=tuple(int(states[state]) for state in path.states))
@@ -200,7 +200,7 @@ class _Bracket:
             if not cuts or self.limits.deadline.passed:
                 return
             states = self.space.nearest(self.space.worth(self.model, self.gpus, self.best.seconds), cuts, NEAR_STATES)
-            nearby = self.space.only(states, complete=False)
+            nearby = self.space.only(states)
             better = Search(nearby, self.model, self.limits).best(self.best.seconds * (1 - _PRECISION), _PRECISION)
             if better is None:
                 return

@@ -61,7 +61,6 @@ class Downsets(StateSpace):
         self._weights = [value.amounts for value in layer_costs.traffic]
 
     def among_later(self, state: int, others: Integers) -> Integers:
-        """Return the supersets, by their bits."""
         own = self._words[state]
         contains = np.ones(len(others), dtype=bool)
         for word in np.flatnonzero(own):
@@ -69,7 +68,6 @@ class Downsets(StateSpace):
         return others[contains]
 
     def holds(self, layer: int) -> NDArray[np.bool_]:
-        """Return the downsets with the layer, by their bits."""
         return np.asarray(self._columns[layer] > 0)
 
     def passing(self, state: int, others: Integers) -> Floats | None:
@@ -86,7 +84,6 @@ class Downsets(StateSpace):
         return by
 
     def layers(self, state: int, other: int) -> tuple[int, ...]:
-        """Return the layers by their bits."""
         return tuple(np.flatnonzero(self._columns[:, other] > self._columns[:, state]).tolist())
 
     def worth(self, model: Bounds, gpus: int, target_s: float) -> Integers:
@@ -117,8 +114,7 @@ class Downsets(StateSpace):
             chosen.update(states[np.argsort(distance, kind="stable")[: most // len(cuts)]].tolist())
         return np.array(sorted(chosen))
 
-    def only(self, states: Integers, complete: bool) -> Downsets:
-        """Return the space of these states, which must include both ends."""
+    def only(self, states: Integers, *, complete: bool = False) -> Downsets:
         return Downsets(self.layer_costs, self._words[states], complete)
 
     def _live(self, value: Traffic) -> NDArray[np.bool_]:

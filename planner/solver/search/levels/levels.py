@@ -18,7 +18,7 @@ from planner.solver.problem.bounds import bounds_for
 from planner.solver.problem.budget import OutOfTimeError
 from planner.solver.problem.problem import Limits, Problem
 from planner.solver.problem.result import RESOLUTION, BoundedPath, CutPath, stages_along, with_replicas
-from planner.solver.problem.states import Coarse, StateSpace
+from planner.solver.problem.states import StateSpace
 from planner.solver.search.chain.search import Search
 from planner.solver.search.chain.synchronous import SynchronousSearch
 from planner.solver.search.chain.ways import BestWays
@@ -203,7 +203,7 @@ def _refined(prices: PathPrices, best: CutPath | None) -> CutPath | None:
         if problem.deadline.passed:
             break
         states = _sample(space, HierarchySearch.states_that_fit(problem), best)
-        search = HierarchySearch(problem, Coarse(space, states))
+        search = HierarchySearch(problem, space.only(states))
         found = search.best(_priced_on(states, prices.seconds), None).path
         if found is None:
             return best
@@ -247,8 +247,8 @@ def _alike(problem: Problem, space: StateSpace, nearest: CutPath) -> Iterator[Cu
     topology, whole = problem.topology, space
     states = np.arange(len(space))
     if len(space) > 2 * MOST_ALIKE:  # these are only candidates, so some of the cuts will do
-        states = np.unique(np.linspace(0, len(space) - 1, MOST_ALIKE).astype(np.int64))
-        whole = Coarse(space, states)
+        states = space.spread(MOST_ALIKE)
+        whole = space.only(states)
     links = [topology.link(level) for level in range(len(topology))]
     links += [
         replace(topology.link(level), bandwidth_bytes_per_s=bandwidth / size)
