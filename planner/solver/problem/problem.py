@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+import numpy as np
+from numpy.typing import ArrayLike
+
 from planner.cost.candidate import Candidate
 from planner.cost.layer_costs import LayerCosts
 from planner.cost.models.synchronous import SynchronousModel
@@ -15,6 +18,7 @@ from planner.cost.network.topology import Topology
 from planner.cost.overheads import NO_RESERVE, Price, Reserve
 from planner.cost.pricing import price
 from planner.cost.setting import Setting
+from planner.cost.work import Floats, Work
 from planner.formats.cluster import Cluster, DeviceKind
 from planner.formats.constraints import Constraints
 from planner.formats.profile import Profile
@@ -201,8 +205,15 @@ class Problem:
         return bounds_for(setting.cost_model, link or self.link, setting.schedule, setting.microbatches)
 
     def synchronous(self, link: Link | None = None) -> SynchronousModel:
-        """Return the same under synchronous schedules."""
+        """Return the cost model of a stage under a synchronous schedule, for the cluster's slowest or another link."""
         return SynchronousModel(link or self.link, self.schedule, self.microbatches)
+
+    def parts_s(self, work: Work, replicas: ArrayLike, link: Link | None = None) -> tuple[Floats, Floats]:
+        """Return stages' parts of the sum over all stages and of the maximum over them, which make a plan's seconds."""
+        if self.schedule.asynchronous:
+            return np.asarray(0.0), self.asynchronous(link).stage_s(work, replicas)
+        model = self.synchronous(link)
+        return model.sum_s(work, replicas), model.max_s(work, replicas)
 
     def price(self, stages: Sequence[Candidate]) -> Price:
         """Price a plan by the cost model."""

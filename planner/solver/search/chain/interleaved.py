@@ -11,7 +11,6 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from itertools import combinations, islice, pairwise
-from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,14 +23,13 @@ from planner.cost.work import Floats, Footprint, Integers, Work
 from planner.solver.problem.problem import Limits
 from planner.solver.problem.result import RESOLUTION, CutPath
 from planner.solver.problem.states import Chain, StateSpace
-from planner.solver.search.chain.ways import WaysOf
+from planner.solver.search.chain.ways import WaysOf, taken
 
 MOST_TRIED = 20_000  # ways to cut for one K
 MOST_STATES = 192  # beyond, cuts at some of them only
 FEW_GPUS = 16  # up to which every number of workers and copies is tried
 _BATCH = 1024
 _MOVES = (1, -1, 2, -2, 5, -5)
-T = TypeVar("T", Work, Footprint)
 
 
 @dataclass(frozen=True)
@@ -176,8 +174,8 @@ class InterleavedSearch:
 
     def _evaluate(self, run: _Run, cuts: Integers) -> tuple[Floats, Floats, NDArray[np.bool_], bool]:
         """Return per row of cuts: bytes over the memory, seconds, recomputing stages, and if that choice is best."""
-        model, work = run.shape, _pick(self._work, cuts)
-        footprint = _pick(self._footprint, cuts).divided(model.microbatches)
+        model, stages = run.shape, (cuts[:, :-1], cuts[:, 1:])
+        work, footprint = taken(self._work, stages), taken(self._footprint, stages).divided(model.microbatches)
         footprint = self._space.layer_costs.replicated(footprint, model.replicas)
         if run.sharded:
             work, footprint = work.shared_out(), footprint.shared_out(model.replicas)
@@ -235,13 +233,6 @@ def _matrices(space: StateSpace, ways: WaysOf) -> tuple[Work, Footprint]:
         for name, values in footprint.items():
             values[state, others] = getattr(held, name)
     return Work(**{**work, "is_first": work["is_first"].astype(bool)}), Footprint(**footprint)
-
-
-def _pick(matrices: T, cuts: Integers) -> T:
-    """Return the stages between adjacent cuts."""
-    return type(matrices)(
-        **{each.name: getattr(matrices, each.name)[cuts[:, :-1], cuts[:, 1:]] for each in fields(matrices)}
-    )
 
 
 def _batches(tuples: Iterator[tuple[int, ...]]) -> Iterator[Integers]:

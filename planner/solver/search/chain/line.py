@@ -112,15 +112,10 @@ class StagesOn:
     def _priced(self, ways: Ways) -> _Stages:
         problem, replicas = self._problem, self._replicas[:, None]
         shape = (len(self._replicas), len(ways))
-        if problem.schedule.asynchronous:
-            sum_s, max_s = np.zeros(len(ways)), problem.asynchronous(self._link).stage_s(ways.work, replicas)
-        else:
-            model = problem.synchronous(self._link)
-            sum_s = np.array(np.broadcast_to(model.sum_s(ways.work), len(ways)))
-            max_s = model.max_s(ways.work, replicas)
+        sum_s, max_s = problem.parts_s(ways.work, replicas, self._link)
         after = self._most_after(ways, shape)
         allowed = ways.allowed(np.broadcast_to(replicas, shape)) & (after >= 0)
-        return _Stages(ways, sum_s, np.where(allowed, max_s, np.inf), after)
+        return _Stages(ways, np.broadcast_to(sum_s, (1, len(ways)))[0], np.where(allowed, max_s, np.inf), after)
 
     def _most_after(self, ways: Ways, shape: tuple[int, int]) -> Integers:
         """Return the most GPUs that may follow each way, by replicas - 1; -1 where not even none may."""

@@ -80,13 +80,8 @@ class BestWays:
             fits = fits & (footprint.total_bytes(flying, problem.schedule.versions(flying)) <= memory_bytes)
         if not fits.any():
             return None
-        return int(np.argmin(np.where(fits, self._seconds(ways, replicas), np.inf)))
-
-    def _seconds(self, ways: Ways, replicas: int) -> Floats:
-        if self.problem.schedule.asynchronous:
-            return self.problem.asynchronous().stage_s(ways.work, replicas)
-        model = self.problem.synchronous()
-        return model.sum_s(ways.work, replicas) + model.max_s(ways.work, replicas)
+        sum_s, max_s = problem.parts_s(ways.work, replicas)
+        return int(np.argmin(np.where(fits, sum_s + max_s, np.inf)))
 
 
 _KEPT = ("saved_bytes", "working_bytes", "accumulating_bytes")  # of a footprint, which choices decide
@@ -261,8 +256,8 @@ class WaysOf:
         return [self._known[state, other] for other in others]
 
 
-def taken(record: Record, rows: Integers | slice) -> Record:
-    """Return some rows of work or footprints; what has none is the same for all."""
+def taken(record: Record, rows: Integers | NDArray[np.bool_] | slice | tuple[Integers, ...]) -> Record:
+    """Return some rows of work or footprints, or entries of matrices; what has none is the same for all."""
     arrays = {each.name: np.asarray(getattr(record, each.name)) for each in fields(record)}
     return type(record)(**{name: array[rows] if array.ndim else array for name, array in arrays.items()})
 

@@ -225,15 +225,8 @@ def enumerate_covers(layer_costs: LayerCosts, most: int) -> Covers | None:
 
 
 def _covers(layer_costs: LayerCosts, most: int) -> Covers | None:
-    groups = uncut_groups(layer_costs)
-    group_of = {layer: number for number, group in enumerate(groups) for layer in group}
-    needs = [0] * len(groups)
-    feeds: list[set[int]] = [set() for _ in groups]
-    for value in layer_costs.traffic:
-        producer = group_of[value.producer]
-        for user in {group_of[user] for user in value.users} - {producer}:
-            needs[user] |= 1 << producer
-            feeds[producer].add(user)
+    graph = Groups(layer_costs)
+    needs, feeds = [sum(1 << other for other in needs) for needs in graph.needs], graph.feeds
     masks, lowers, uppers, admitted = [0], [], [], []
     level = {0: 0}  # downsets of equal size, with their numbers
     ready = {0: tuple(number for number, need in enumerate(needs) if not need)}  # groups that each can admit
@@ -256,7 +249,7 @@ def _covers(layer_costs: LayerCosts, most: int) -> Covers | None:
         if len(masks) > most:
             return None
         level, ready = larger, larger_ready
-    return Covers(words_of_groups(masks, groups), np.array(lowers), np.array(uppers), np.array(admitted))
+    return Covers(words_of_groups(masks, graph.layers), np.array(lowers), np.array(uppers), np.array(admitted))
 
 
 def words_of_groups(masks: Sequence[int], groups: Sequence[tuple[int, ...]]) -> Words:

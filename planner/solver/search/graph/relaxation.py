@@ -15,11 +15,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 import numpy as np
 
-from planner.cost.work import Floats, Footprint, Integers, Work
+from planner.cost.work import Floats, Integers
 from planner.schedule.instructions import POSTED
 from planner.schedule.schedule import warm_up_depth
 from planner.solver.problem.bounds import Bounds
@@ -31,9 +30,6 @@ from planner.solver.search.graph.lattice import Lattice
 NEVER = 2**30
 _SLACK = 1e-13  # of the whole compute time: times that are differences of running sums are known no better
 _PER_STEP = 50_000  # what a step costs besides its covers, in covers
-
-
-Record = TypeVar("Record", Work, Footprint)
 
 
 class OutOfWorkError(Exception):

@@ -10,9 +10,8 @@ bound is the optimum.
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from itertools import pairwise
-from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,8 +20,9 @@ from planner.cost.layer_costs import LayerCosts
 from planner.cost.work import IMPOSSIBLE, Floats, Footprint, Work
 from planner.solver.problem.bounds import Bounds
 from planner.solver.problem.problem import Limits
-from planner.solver.problem.states import column, uncut_groups
-from planner.solver.search.graph.lattice import to_bits, words_of_masks
+from planner.solver.problem.states import column
+from planner.solver.search.chain.ways import taken
+from planner.solver.search.graph.lattice import Groups, to_bits, words_of_masks
 from planner.units import SLACK
 
 _WINDOWS = 500
@@ -31,7 +31,6 @@ _EVERY = 2.0**-34  # share of the work that is added over all layers, so that no
 _PRECISION = 5e-4  # relative precision of the bound
 
 Flags = NDArray[np.bool_]
-Record = TypeVar("Record", Work, Footprint)
 
 
 class Windows:
@@ -47,10 +46,7 @@ class Windows:
         # Whole numbers: differences of sums must not depend on the order in which layers were added.
         ticks = np.rint(layers_s / self.total_s * _TICKS) + np.ceil(_TICKS * _EVERY / len(layers_s))
         before, after = _closures(layer_costs)
-        self._up_to, self._from = (
-            before @ ticks,
-            after @ ticks,
-        )  # ticks with all ancestors, with all descendants
+        self._up_to, self._from = before @ ticks, after @ ticks  # ticks with all ancestors, with all descendants
         self._everything = float(ticks.sum())
         low, high = self._edges(np.cumsum(ticks))
         for _ in range(2):  # layers that are surely before a cut make its window narrower, which makes more layers sure
@@ -91,7 +87,7 @@ class Windows:
         kept = np.flatnonzero(np.maximum(after, 1) + np.maximum(before, 1) <= gpus)
         kept = np.union1d(kept, [0, count - 1])
         pairs = np.ix_(kept, kept)
-        work, footprint = _taken(self._work, pairs), _taken(self._footprint, pairs)
+        work, footprint = taken(self._work, pairs), taken(self._footprint, pairs)
         if recompute in ("always", "blocks"):
             work = work.recomputed()
         if self._shards:
@@ -100,7 +96,7 @@ class Windows:
         if memory_bytes is not None:
             behind = np.maximum(after[kept], 0)[None, :]
             # What recomputes keeps all gradients at least.
-            least = replace(footprint, saved_bytes=np.zeros((1, 1)), working_bytes=np.zeros((1, 1)))
+            least = replace(footprint, saved_bytes=np.asarray(0.0), working_bytes=np.asarray(0.0))
             again = np.asarray(self.model.fewest_for_memory(least, behind, memory_bytes))
             plain = np.asarray(self.model.fewest_for_memory(footprint, behind, memory_bytes))
             at_least = plain if recompute == "never" else again if recompute != "auto" else np.minimum(plain, again)
@@ -128,7 +124,7 @@ class Windows:
 
     def _between(self) -> Work:
         """Return the least work of the stages from each window to each other; zero for impossible stages."""
-        zero = np.zeros((1, 1))
+        zero = np.asarray(0.0)
         alive = self._alive()
         outputs, received, sent = np.zeros(len(self._low)), *np.zeros((2, len(self._low), len(self._low)))
         for value, live in zip(self.layer_costs.traffic, alive, strict=True):
@@ -165,9 +161,9 @@ class Windows:
             optimizer_bytes=self._least("optimizer_bytes"),
             buffer_bytes=self._least("buffer_bytes"),
             saved_bytes=saved,
-            message_bytes=np.zeros((1, 1)),
+            message_bytes=np.asarray(0.0),
             # No peak is below all saved activations, or below all gradients.
-            working_bytes=np.zeros((1, 1)) if self.layer_costs.at_work is None else -np.minimum(saved, gradients),
+            working_bytes=np.asarray(0.0) if self.layer_costs.at_work is None else -np.minimum(saved, gradients),
         )
 
     def _alive(self) -> list[Flags]:
@@ -186,27 +182,18 @@ class Windows:
 
 def _closures(layer_costs: LayerCosts) -> tuple[Floats, Floats]:
     """Return, for each layer, its ancestors and its descendants as zeros and ones; itself is among both."""
-    groups = uncut_groups(layer_costs)
-    count = len(layer_costs.profile.layers)
-    own = [sum(1 << layer for layer in group) for group in groups]
-    group_of = {layer: number for number, group in enumerate(groups) for layer in group}
-    links = sorted(
-        {(group_of[value.producer], group_of[user]) for value in layer_costs.traffic for user in value.users}
-    )
-    before, after = list(own), list(own)
-    for source, target in sorted(links, key=lambda link: link[1]):
-        before[target] |= before[source]
-    for source, target in sorted(links, key=lambda link: -link[0]):
-        after[source] |= after[target]
+    graph, count = Groups(layer_costs), len(layer_costs.profile.layers)
+    before, after = ([sum(1 << layer for layer in group) for group in graph.layers] for _ in range(2))
+    # Groups are in a topological order, so all that a group needs comes before it, and all that it feeds behind it.
+    for group, needs in enumerate(graph.needs):
+        for other in needs:
+            before[group] |= before[other]
+    for group in reversed(range(len(graph.feeds))):
+        for other in graph.feeds[group]:
+            after[group] |= after[other]
 
     def per_layer(masks: list[int]) -> Floats:
-        words = words_of_masks([masks[group_of[layer]] for layer in range(count)], count)
+        words = words_of_masks([masks[graph.group_of[layer]] for layer in range(count)], count)
         return to_bits(words, count).astype(np.float64)
 
     return per_layer(before), per_layer(after)
-
-
-def _taken(record: Record, pairs: tuple[NDArray[np.int64], ...]) -> Record:
-    """Return the same quantities for some pairs of windows."""
-    arrays = {each.name: np.asarray(getattr(record, each.name)) for each in fields(record)}
-    return type(record)(**{name: array[pairs] if array.size > 1 else array for name, array in arrays.items()})

@@ -14,7 +14,6 @@ from planner.cost.candidate import Candidate, StageOptions, whole_stage
 from planner.cost.layer_costs import LayerCosts
 from planner.cost.work import Floats, Footprint, Integers, Work
 from planner.errors import InputError
-from planner.formats.cluster import DeviceKind
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.states import Chain, StateSpace
 from planner.solver.search.chain.ways import WaysOf, taken
@@ -45,19 +44,6 @@ class Column:
     def replicas(self) -> int:
         """Workers that run the stage."""
         return self.options.replicas
-
-
-@dataclass(frozen=True)
-class _Stages:
-    """Stages from one state to each of some others, on GPUs of some kinds, which one of them paces."""
-
-    state: int
-    others: Integers
-    kinds: frozenset[int]  # by their numbers
-    pace: DeviceKind | None  # with the memory of the smallest
-    recomputes: bool
-    work: Work
-    footprint: Footprint
 
 
 class Columns:
@@ -124,7 +110,10 @@ class Columns:
                     yield from self._paced(state, others[rows], kinds, number, taken(works[number], rows))
 
     def _paced(self, state: int, others: Integers, kinds: frozenset[int], number: int, work: Work) -> Iterator[Column]:
-        """Yield the stages on GPUs of these kinds, of which one is the slowest."""
+        """Yield the stages on GPUs of these kinds, of which one is the slowest, on every number of replicas of use.
+
+        A number is of no use if a smaller one is as fast and lets as many GPUs follow.
+        """
         problem, (space, same) = self.problem, self._of_kinds[number]
         rules = {"auto": (False, True), "never": (False,), "always": (True,), "blocks": ()}[problem.recompute]
         footprint = space.footprint(int(same[state]), same[others], work).divided(problem.microbatches)
@@ -139,28 +128,22 @@ class Columns:
             if again and limit is None and problem.recompute == "auto":
                 continue  # without a limit, recomputing gains nothing
             held, working = (footprint.recomputed(), work.recomputed()) if again else (footprint, work)
-            stages = _Stages(state, others, kinds, pace, again, working.shared_out(sharded), held)
-            yield from self._replicated(stages, always_shards=known.always_shards)
-
-    def _replicated(self, stages: _Stages, *, always_shards: bool) -> Iterator[Column]:
-        """Yield the stages on every number of replicas that is not dominated by a smaller one."""
-        sharded = bool(stages.work.sharded)
-        smaller: list[tuple[Floats, Integers]] = []  # times and followers of smaller replica counts
-        pinned = bool(self.problem.constraints.gpu_of)  # pins may need more replicas than are fastest
-        for r in range(len(stages.kinds), self._most_replicas(stages.kinds) + 1):
-            if (sharded and r == 1) or (always_shards and not sharded and r > 1):
-                continue
-            sum_s, max_s = self._seconds(stages, r)
-            after = self._most_after(stages, r)
-            useful = after >= 0
-            if not pinned:
-                for seconds, room in smaller:
-                    useful &= (sum_s + max_s < seconds) | (after > room)
-            smaller.append((sum_s + max_s, after))
-            for n in np.flatnonzero(useful):
-                end, options = int(stages.others[n]), StageOptions(r, sharded, kind=stages.pace)
-                parts = float(sum_s[n]), float(max_s[n])
-                yield Column(stages.state, end, options, stages.kinds, *parts, int(after[n]), stages.recomputes)
+            working = working.shared_out(sharded)
+            smaller: list[tuple[Floats, Integers]] = []  # times and followers of smaller replica counts
+            for r in range(len(kinds), self._most_replicas(kinds) + 1):
+                if (sharded and r == 1) or (known.always_shards and not sharded and r > 1):
+                    continue
+                sum_s, max_s = (np.broadcast_to(part, len(others)) for part in problem.parts_s(working, r))
+                replicated = problem.layer_costs.replicated(held, r)
+                after = self._most_after(replicated.shared_out(r) if sharded else replicated, r, limit, len(others))
+                useful = after >= 0
+                if not problem.constraints.gpu_of:  # pins may need more replicas than are fastest
+                    for seconds, room in smaller:
+                        useful &= (sum_s + max_s < seconds) | (after > room)
+                smaller.append((sum_s + max_s, after))
+                for n in np.flatnonzero(useful):
+                    options, parts = StageOptions(r, sharded, kind=pace), (float(sum_s[n]), float(max_s[n]))
+                    yield Column(state, int(others[n]), options, kinds, *parts, int(after[n]), again)
 
     def _most_replicas(self, kinds: frozenset[int]) -> int:
         problem = self.problem
@@ -169,21 +152,10 @@ class Columns:
         count = sum(problem.count(problem.kinds[number]) for number in kinds)
         return min(count, problem.microbatches) if problem.schedule.divides else count
 
-    def _seconds(self, stages: _Stages, replicas: int) -> tuple[Floats, Floats]:
-        """Return the stages' parts of the sum and of the maximum."""
-        problem, work, count = self.problem, stages.work, len(stages.others)
-        if problem.schedule.asynchronous:
-            return np.zeros(count), _spread(problem.asynchronous().stage_s(work, replicas), count)
-        model = problem.synchronous()
-        return _spread(model.sum_s(work, replicas), count), _spread(model.max_s(work, replicas), count)
-
-    def _most_after(self, stages: _Stages, replicas: int) -> Integers:
-        """Try how many GPUs may follow at most; -1 if none may, because not even a last stage fits."""
+    def _most_after(self, footprint: Footprint, replicas: int, limit: int | None, count: int) -> Integers:
+        """Try how many GPUs may follow stages at most; -1 if none may, because not even a last stage fits."""
         problem, schedule = self.problem, self.problem.schedule
-        limit = problem.cluster.memory_of(stages.pace)
-        footprint = problem.layer_costs.replicated(stages.footprint, replicas)
-        footprint = footprint.shared_out(replicas) if stages.work.sharded else footprint
-        most = np.full(len(stages.others), -1)
+        most = np.full(count, -1)
         # More GPUs after a stage mean more in flight, so the first number that does not fit is the last to try.
         for after in range(problem.cluster.gpus - replicas + 1):
             flying = int(schedule.in_flight(replicas, after, problem.microbatches))
@@ -217,7 +189,3 @@ def _states_in(space: StateSpace, known: StateSpace) -> Integers:
         return np.arange(len(known))
     numbers = {space.layers(0, state): state for state in range(len(space))}
     return np.array([numbers[known.layers(0, state)] for state in range(len(known))])
-
-
-def _spread(values: Floats, count: int) -> Floats:
-    return np.array(np.broadcast_to(values, count), dtype=np.float64)

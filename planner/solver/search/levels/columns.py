@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -37,7 +37,7 @@ from planner.solver.problem.result import RESOLUTION, BoundedPath, CutPath, Eval
 from planner.solver.problem.states import StateSpace
 from planner.solver.search.chain.search import Search
 from planner.solver.search.chain.synchronous import SynchronousSearch
-from planner.solver.search.chain.ways import BestWays
+from planner.solver.search.chain.ways import BestWays, taken
 from planner.solver.search.graph.branches import search_beyond
 from planner.solver.search.levels.local_search import Effort, LocalSearch
 from planner.solver.search.levels.stage_bounds import objective_of
@@ -81,11 +81,12 @@ class NearestModel(Bounds):
         for larger, model in zip(self._groups, self._levels, strict=True):
             open_ = (answer >= IMPOSSIBLE) & (least <= larger)
             if open_.any():
-                part = work if open_.ndim == 1 and open_.all() else work_of(work, open_)
+                part = work if open_.ndim == 1 and open_.all() else taken(work, open_)
                 from_ = np.maximum(floor[open_], smaller + 1)
                 if self.name != "resource":  # cuts use the nearest links
                     from_ = np.maximum(from_, self._near.fewest_replicas(part, target_s, from_, behind[open_]))
-                    part = _without_cuts(part)
+                    nothing = np.zeros_like(part.cut_before_bytes)
+                    part = replace(part.without_transfers(), cut_before_bytes=nothing, cut_after_bytes=nothing)
                 r = np.maximum(model.fewest_replicas(part, target_s, from_, behind[open_]), from_)
                 answer[open_] = np.where(r <= larger, r, IMPOSSIBLE)
             smaller = larger
@@ -103,19 +104,6 @@ class NearestModel(Bounds):
 
     def fewest_around_cut(self, output_bytes: Floats, gradient_bytes: Floats, target_s: float) -> tuple[Floats, Floats]:
         return self._near.fewest_around_cut(output_bytes, gradient_bytes, target_s)
-
-
-def work_of(work: Work, some: NDArray[np.bool_]) -> Work:
-    """Return the work of some of the stages, in one row."""
-    values = {field.name: np.asarray(getattr(work, field.name)) for field in fields(work)}
-    return Work(
-        **{name: np.broadcast_to(value, some.shape)[some] if value.ndim else value for name, value in values.items()}
-    )
-
-
-def _without_cuts(work: Work) -> Work:
-    nothing = np.zeros_like(work.cut_before_bytes)
-    return replace(work.without_transfers(), cut_before_bytes=nothing, cut_after_bytes=nothing)
 
 
 MOST_COLUMNED = 64  # GPUs up to which columns are searched; beyond, those of good plans are priced
