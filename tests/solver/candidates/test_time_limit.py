@@ -16,7 +16,7 @@ from planner.schedule.schedule import Channel, PipelineShape
 from planner.simulator.pipeline_costs import PipelineCosts, StageCosts
 from planner.solver import solve
 from planner.solver.problem.budget import Budget, Deadline
-from planner.solver.search.levels.best_first import BestFirst
+from planner.solver.search.levels.best_first import HierarchySearch
 from tests.samples import layer, profile
 
 CHAIN = profile(*(layer(f"l{n}", 1 + n * 37 % 11, 2, output_bytes=1 + n * 29 % 7, weight_bytes=n) for n in range(40)))
@@ -80,7 +80,7 @@ def test_without_time_only_plans_that_take_no_search_are_simulated(
     def never(*_: object) -> None:
         raise AssertionError
 
-    monkeypatch.setattr(BestFirst, "_next", never)
+    monkeypatch.setattr(HierarchySearch, "_next", never)
     assert solved(CHAIN, cluster, schedule, 0.0).config == hurried.config
 
 

@@ -80,50 +80,29 @@ def installed() -> tuple[MilpName, ...]:
 def run(problem: pulp.LpProblem, name: MilpName, time_limit_s: float | None = None) -> Outcome:
     """Minimise `problem`; its variables have values when the status is "optimal" or "feasible"."""
     limit_s = None if time_limit_s is None else max(time_limit_s, _LEAST_LIMIT_S)
-    return _run_highs(problem, limit_s) if name == "HiGHS" else _run_cbc(problem, limit_s)
-
-
-def _run_highs(problem: pulp.LpProblem, limit_s: float | None) -> Outcome:
-    solver = pulp.HiGHS(
-        msg=False,
-        threads=1,  # with more threads, the same program may have another of its best solutions
-        gapRel=0.0,
-        gapAbs=0.0,
-        timeLimit=limit_s,
-        mip_feasibility_tolerance=_FEASIBILITY,
-        primal_feasibility_tolerance=_FEASIBILITY,
-    )
-    problem.solve(solver)
-    return _outcome(problem, float(problem.solverModel.getInfo().mip_dual_bound))
-
-
-def _run_cbc(problem: pulp.LpProblem, limit_s: float | None) -> Outcome:
-    with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder) / "cbc.log"
-        solver = pulp.COIN_CMD(
-            path=_CBC,
-            msg=False,
-            threads=1,
-            gapRel=0.0,
-            gapAbs=0.0,
-            timeLimit=limit_s,
-            logPath=str(log),
-            options=[f"primalTolerance {_FEASIBILITY}", f"integerTolerance {_FEASIBILITY}"],
-        )
-        solver.tmpDir = folder
+    # With more threads, the same program may have another of its best solutions.
+    common = {"msg": False, "threads": 1, "gapRel": 0.0, "gapAbs": 0.0, "timeLimit": limit_s}
+    if name == "HiGHS":
+        solver = pulp.HiGHS(**common, mip_feasibility_tolerance=_FEASIBILITY, primal_feasibility_tolerance=_FEASIBILITY)
         problem.solve(solver)
-        said = re.findall(r"^Lower bound:\s+(\S+)$", log.read_text(), re.MULTILINE)
-    return _outcome(problem, float(said[-1]) - _PRINTED if said else -math.inf)
-
-
-def _outcome(problem: pulp.LpProblem, bound: float) -> Outcome:
+        bound = float(problem.solverModel.getInfo().mip_dual_bound)
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            log = Path(folder) / "cbc.log"
+            options = [f"primalTolerance {_FEASIBILITY}", f"integerTolerance {_FEASIBILITY}"]
+            solver = pulp.COIN_CMD(path=_CBC, **common, logPath=str(log), options=options)
+            solver.tmpDir = folder
+            problem.solve(solver)
+            said = re.findall(r"^Lower bound:\s+(\S+)$", log.read_text(), re.MULTILINE)
+        bound = float(said[-1]) - _PRINTED if said else -math.inf
+    bound = bound if math.isfinite(bound) else -math.inf
     if problem.sol_status == pulp.LpSolutionOptimal:
         return Outcome("optimal", float(problem.objective.value() or 0.0))
     if problem.sol_status == pulp.LpSolutionIntegerFeasible:
-        return Outcome("feasible", bound if math.isfinite(bound) else -math.inf)
+        return Outcome("feasible", bound)
     if pulp.LpStatusInfeasible in (problem.status, problem.sol_status):
         return Outcome("infeasible")
-    return Outcome("unknown", bound if math.isfinite(bound) else -math.inf)
+    return Outcome("unknown", bound)
 
 
 MOST_ARCS = 300_000
@@ -182,9 +161,7 @@ class Flow:
         Raises:
             TimeoutError: if time runs out before any plan is found.
         """
-        if self.problem.schedule.asynchronous:
-            return self._bisected()
-        return self._traded()
+        return self._bisected() if self.problem.schedule.asynchronous else self._traded()
 
     def _bisected(self) -> IlpAnswer | None:
         """Find the smallest time that all stages of some plan meet."""
@@ -217,7 +194,7 @@ class Flow:
         arcs, bound_s, optimal = self.arcs, 0.0, True
         while True:
             try:
-                found = self._with_least_sum(arcs)
+                found = self._cheapest(arcs, [arc.column.sum_s * self._scale for arc in arcs])
             except TimeoutError:
                 if best is None:
                     raise
@@ -253,9 +230,6 @@ class Flow:
         # One number that orders by GPUs, then stages, then recomputing stages.
         costs = [(arc.column.replicas * weight + 1) * weight + arc.column.recomputes for arc in arcs]
         return self._cheapest(arcs, costs, most_sum_s)
-
-    def _with_least_sum(self, arcs: Sequence[Arc]) -> _Chosen | None:
-        return self._cheapest(arcs, [arc.column.sum_s * self._scale for arc in arcs])
 
     def _cheapest(self, arcs: Sequence[Arc], costs: Sequence[float], most_sum_s: float = 0.0) -> _Chosen | None:
         """Return the plan of these arcs with the smallest cost; None if there is none.

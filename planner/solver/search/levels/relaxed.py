@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from planner.cost.candidate import StageOptions
 from planner.cost.models.synchronous import SynchronousModel
-from planner.cost.work import Floats
+from planner.cost.work import Floats, Integers
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import RESOLUTION, CutPath
 from planner.solver.problem.states import StateSpace
@@ -99,7 +99,7 @@ class Relaxed:
         if not np.isfinite(rest.max_s[0, 0]):
             return
         if not isinstance(self.objective, SynchronousModel):
-            yield self._traced(rest.gpus, rest.max_s, rest.max_s[0, 0])
+            yield self._within(rest, float(rest.max_s[0, 0]))
             return
         limit_s = np.inf
         for _ in range(MOST_TRADES):
@@ -110,23 +110,18 @@ class Relaxed:
             yield path
             limit_s = peak_s * (1 - RESOLUTION)
 
-    def _traced(self, gpus: int, max_s: Floats, limit_s: float) -> CutPath:
-        """Return a path within the limit, with few GPUs."""
-        states, rank = [0], 0
-        options: list[StageOptions] = []
-        while states[-1] < len(self.space) - 1:
-            bounds = self.bounds[states[-1]]
-            counts = self.places.replicas[: gpus - rank]
-            fits = self.fits(bounds, gpus, rank, len(counts))
+    def _within(self, rest: Rest, limit_s: float) -> CutPath:
+        """Return a path whose maximum is within the limit, by the bounds, with few GPUs."""
+
+        def pick(state: int, rank: int) -> Integers:
+            bounds, counts = self.bounds[state], self.places.replicas[: rest.gpus - rank]
             peaks = np.maximum(
                 bounds.max_s[rank % self.places.phases, : len(counts)],
-                max_s[bounds.others[None, :], (rank + counts)[:, None]],
+                rest.max_s[bounds.others[None, :], (rank + counts)[:, None]],
             )
-            row, column = np.argwhere(fits & (peaks <= limit_s))[0]
-            states.append(int(bounds.others[column]))
-            options.append(bounds.ways.options(int(column), int(counts[row])))
-            rank += int(counts[row])
-        return CutPath(tuple(states), tuple(options), float(limit_s))
+            return np.argwhere(self.fits(bounds, rest.gpus, rank, len(counts)) & (peaks <= limit_s))[0]
+
+        return self._path(pick, limit_s)[0]
 
     def _least_sum(self, gpus: int, limit_s: float) -> tuple[CutPath, float] | None:
         """Return the path of least sum whose stages are within the limit, by the bounds, and its maximum."""
@@ -146,12 +141,15 @@ class Relaxed:
                 choice[state, rank] = np.unravel_index(best, totals.shape)
         if not np.isfinite(sums[0, 0]):
             return None
-        states, rank, peak_s = [0], 0, 0.0
-        options: list[StageOptions] = []
-        while states[-1] < last:
-            bounds, (row, column) = self.bounds[states[-1]], choice[states[-1], rank]
+        return self._path(lambda state, rank: choice[state, rank], float(sums[0, 0]))
+
+    def _path(self, pick: Callable[[int, int], Integers], seconds: float) -> tuple[CutPath, float]:
+        """Return the path of the picked replicas - 1 and ways, by state and first rank, and its maximum."""
+        states, options, rank, peak_s = [0], list[StageOptions](), 0, 0.0
+        while (state := states[-1]) < len(self.space) - 1:
+            bounds, (row, column) = self.bounds[state], pick(state, rank).tolist()
             peak_s = max(peak_s, float(bounds.max_s[rank % self.places.phases, row, column]))
             states.append(int(bounds.others[column]))
-            options.append(bounds.ways.options(int(column), int(row) + 1))
-            rank += int(row) + 1
-        return CutPath(tuple(states), tuple(options), float(sums[0, 0])), peak_s
+            options.append(bounds.ways.options(column, row + 1))
+            rank += row + 1
+        return CutPath(tuple(states), tuple(options), seconds), peak_s
