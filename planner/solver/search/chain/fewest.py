@@ -4,26 +4,102 @@ A stage in its plainest way (nothing sharded; nothing recomputed, or all under t
 or recomputing some of its layers, may do with fewer replicas, where memory is limited or the optimizer takes long.
 Those counts are tried from a lower bound on, by the cost model itself: with r replicas and g GPUs after the stage, the
 units in flight are known, and a way either fits and meets the time or does not.
+
+What a stage holds depends on its layers, its units in flight and, where it is sharded, its replicas. It does not depend
+on the time to meet. So the least extra seconds of ways that fit are found once for each of these, and all walks of all
+searches over a space look them up.
 """
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import replace
 from functools import cached_property
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
 
 from planner.cost.candidate import StageOptions
-from planner.cost.work import IMPOSSIBLE, Integers, Work
+from planner.cost.work import IMPOSSIBLE, Floats, Integers, Work
 from planner.schedule.schedule import warm_up_depth
 from planner.solver.problem.bounds import Bounds
 from planner.solver.problem.problem import Limits
 from planner.solver.problem.states import StateSpace
-from planner.solver.search.chain.least import QuickestThatFit, Stages
 from planner.solver.search.chain.tables import StageTables, closed_form, most_in_flight
 from planner.solver.search.chain.ways import WaysOf, taken
 from planner.units import SLACK
+
+_BITS = 20  # of a key for the units in flight, and for the replicas
+
+
+# What is known of the stages that begin at a state: keys of last state, whether sharded, replicas and units in flight,
+# ascending; the quickest choice of recomputing layers that fits, or -1 where none does; and its seconds of recomputing.
+_Found = tuple[Integers, Integers, Floats]
+_NOTHING: _Found = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64), np.zeros(0)
+# By what the memory of stages depends on, and first state.
+_KNOWN: WeakKeyDictionary[StateSpace, dict[Hashable, dict[int, _Found]]] = WeakKeyDictionary()
+
+
+class QuickestThatFit:
+    """Finds the quickest ways to run stages whose memory fits.
+
+    Args:
+        space: of the stages.
+        ways: to run them.
+        model: that says what they hold.
+        memory_bytes: that they may hold.
+    """
+
+    def __init__(self, space: StateSpace, ways: WaysOf, model: Bounds, memory_bytes: int) -> None:
+        self._ways, self._model, self._memory_bytes = ways, model, memory_bytes
+        key = type(model), model.microbatches, memory_bytes, ways.rule, ways.whole_stages, ways.shards
+        self._told_apart = 2 if space.layer_costs.counts_replicas else 1  # replicas of stages that are not sharded
+        self._known = _KNOWN.setdefault(space, {}).setdefault(key, {})
+
+    def find(
+        self,
+        state: int,
+        others: Integers,
+        choosing: NDArray[np.bool_],
+        replicas: Integers,
+        sharded: NDArray[np.bool_],
+        flying: Integers,
+    ) -> tuple[Integers, Floats]:
+        """Return the choice of each stage that is quickest, and its seconds of recomputing; -1 where none fits.
+
+        Args:
+            state: at which the stages begin.
+            others: at which they end.
+            choosing: which may choose what to recompute; the others fit the memory where nothing is sharded, or have no
+                choice.
+            replicas: of each.
+            sharded: which divide the optimizer's state over their replicas; of others only one or several counts.
+            flying: units in flight.
+        """
+        replicas = np.where(sharded, replicas, np.minimum(replicas, self._told_apart))
+        wanted = (((((others << 1) + sharded) << _BITS) + replicas) << _BITS) + flying
+        found = self._known.get(state, _NOTHING)
+        at = np.searchsorted(found[0], wanted)
+        missing = np.append(found[0], -1)[at] != wanted
+        if missing.any():
+            unknown, first = np.unique(wanted[missing], return_index=True)
+            rows = np.flatnonzero(missing)[first]
+            ways = self._ways.all(state, others[rows], choosing[rows])
+            stage, r = ways.stage, replicas[rows][ways.stage]
+            held = self._model.held_bytes(ways.footprint_on(r), flying[rows][stage])
+            fits = (held <= self._memory_bytes) & (ways.sharded == sharded[rows][stage])
+            # The choices of a stage stand together, the quickest first.
+            place = np.where(fits, np.arange(len(ways)), len(ways))
+            quickest = np.minimum.reduceat(place, np.flatnonzero(np.diff(stage, prepend=-1)))
+            recompute_s = np.append(np.broadcast_to(ways.work.recompute_s, len(ways)), 0.0)
+            more = unknown, np.append(ways.choice, -1)[quickest], recompute_s[quickest]
+            keys, choice, seconds = map(np.concatenate, zip(found, more, strict=True))
+            order = np.argsort(keys, kind="stable")
+            found = self._known[state] = keys[order], choice[order], seconds[order]
+            at = np.searchsorted(found[0], wanted)
+        return found[1][at], found[2][at]
+
 
 FEW_STATES = 300  # up to which the replicas of all stages are tabulated
 # Replica counts that are tried one by one where more may be slower. Beyond, they are taken to be faster, as they are
@@ -35,7 +111,7 @@ class FewestReplicas:
     """Replicas of the stages of one space under one cost model."""
 
     def __init__(self, space: StateSpace, model: Bounds, limits: Limits) -> None:
-        self._space, self.model, self.limits = space, model, limits
+        self.space, self.model, self.limits = space, model, limits
         self.ways = WaysOf(space, limits, prices_shards=model.prices_shards)
         self.quickest_that_fit = (
             None if limits.memory_bytes is None else QuickestThatFit(space, self.ways, model, limits.memory_bytes)
@@ -46,12 +122,12 @@ class FewestReplicas:
     @cached_property
     def tables(self) -> StageTables | None:
         """The replicas of all stages, where those are few."""
-        few = len(self._space) <= FEW_STATES
-        return StageTables(self._space, self.model, self.limits, self.ways) if few else None
+        few = len(self.space) <= FEW_STATES
+        return StageTables(self.space, self.model, self.limits, self.ways) if few else None
 
     def least(self, state: int, others: Integers, target_s: float) -> Integers:
         """Return replicas that the stages need at least, by their computation alone."""
-        least_s = self.before_s[others] - self.before_s[others - others % len(self._space) + state]
+        least_s = self.before_s[others] - self.before_s[others - others % len(self.space) + state]
         return np.asarray(np.maximum(np.ceil(least_s / target_s - SLACK), 1), dtype=np.int64)
 
     def alone(self, state: int, others: Integers, target_s: float) -> Integers:
@@ -60,7 +136,7 @@ class FewestReplicas:
             return self.least(state, others, target_s)
         if self.tables is not None:
             return np.asarray(self.tables.fewest_alone(target_s)[state, others])
-        return self.model.fewest_replicas(self._space.work(state, others), target_s)
+        return self.model.fewest_replicas(self.space.work(state, others), target_s)
 
     def fewest(
         self, state: int, others: Integers, target_s: float, after: Integers, most: Integers
@@ -135,10 +211,6 @@ class FewestReplicas:
         allowed = self.ways.allowed(sharded, replicas) & (flying <= self.limits.deepest) & self.model.may_have(replicas)
         return allowed & self.model.enough_before(np.minimum(replicas, self.model.most_replicas), after), flying
 
-    def work(self, state: int, others: Integers) -> Work:
-        """Return the work of the stages from the state to each of others."""
-        return self._space.work(state, others)
-
     def _plainest(
         self, state: int, others: Integers, target_s: float, after: Integers, most: Integers
     ) -> tuple[Integers, NDArray[np.bool_]]:
@@ -146,19 +218,19 @@ class FewestReplicas:
         if self.tables is not None:
             r, _ = self.tables.fewest(state, others, target_s, after, most)
             return r, self.tables.tight(state, others, after) & self.ways.chooses
-        work, held = self._space.work(state, others), None
+        work, held = self.space.work(state, others), None
         if self.limits.memory_bytes is not None:
             footprint = self.ways.plainest_footprint(state, others, work)
-            held = most_in_flight(self._space, self.model, footprint, self.limits.memory_bytes)
+            held = most_in_flight(self.space, self.model, footprint, self.limits.memory_bytes)
         r, tight = self._closed_form(held, self.ways.plainest_work(work), target_s, after)
         return r, tight & self.ways.chooses
 
     def _recomputing(self, state: int, others: Integers, target_s: float, after: Integers) -> Integers:
         """Return the fewest replicas of stages that recompute all of their layers."""
         assert self.limits.memory_bytes is not None
-        work = self._space.work(state, others)
-        footprint = self._space.footprint(state, others, work).recomputed()
-        held = most_in_flight(self._space, self.model, footprint, self.limits.memory_bytes)
+        work = self.space.work(state, others)
+        footprint = self.space.footprint(state, others, work).recomputed()
+        held = most_in_flight(self.space, self.model, footprint, self.limits.memory_bytes)
         return self._closed_form(held, work.recomputed(), target_s, after)[0]
 
     def _closed_form(
@@ -185,7 +257,7 @@ class _Trial:
     ) -> None:
         self._parent, self._state = parent, state
         self._others, self._tight, self._after = others, tight, after
-        self._work = parent.ways.plainest_work(parent.work(state, others))
+        self._work = parent.ways.plainest_work(parent.space.work(state, others))
 
     def fewest(self, low: Integers, high: Integers, target_s: float) -> tuple[Integers, NDArray[np.bool_]]:
         """Return the fewest replicas of each stage within bounds, and whether all ways with so many recompute."""
@@ -228,8 +300,10 @@ class _Trial:
         plain = np.full(len(r), not parent.ways.recomputes)
         # What recomputes takes longer than what does not, so most stages need no choice to be found.
         if parent.quickest_that_fit is not None and len(rows := np.flatnonzero(meets)):
-            stages = Stages(self._state, self._others[stage[rows]], self._tight[stage[rows]])
-            choice, recompute_s = parent.quickest_that_fit.find(stages, r[rows], sharded[rows], flying[rows])
+            ends, tight = self._others[stage[rows]], self._tight[stage[rows]]
+            choice, recompute_s = parent.quickest_that_fit.find(
+                self._state, ends, tight, r[rows], sharded[rows], flying[rows]
+            )
             seconds = parent.model.stage_s(replace(taken(work, rows), recompute_s=recompute_s), r[rows])
             meets[rows] = (choice >= 0) & (seconds <= target_s)
             plain[rows] &= choice == 0

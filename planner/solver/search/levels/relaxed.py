@@ -119,7 +119,8 @@ class Relaxed:
                 bounds.max_s[rank % self.places.phases, : len(counts)],
                 rest.max_s[bounds.others[None, :], (rank + counts)[:, None]],
             )
-            return np.argwhere(self.fits(bounds, rest.gpus, rank, len(counts)) & (peaks <= limit_s))[0]
+            fits = self.fits(bounds, rest.gpus, rank, len(counts))
+            return np.asarray(np.argwhere(fits & (peaks <= limit_s))[0])
 
         return self._path(pick, limit_s)[0]
 
