@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from itertools import combinations, islice, pairwise
 
 import numpy as np
@@ -30,14 +30,6 @@ MOST_STATES = 192  # beyond, cuts at some of them only
 FEW_GPUS = 16  # up to which every number of workers and copies is tried
 _BATCH = 1024
 _MOVES = (1, -1, 2, -2, 5, -5)
-
-
-@dataclass(frozen=True)
-class _Run:
-    """A shape of plans, and whether its stages are sharded."""
-
-    shape: InterleavedShape
-    sharded: bool
 
 
 class InterleavedSearch:
@@ -107,58 +99,56 @@ class InterleavedSearch:
         """
         may = model.replicas > 1 and self._ways.shards
         tries = [True] if may and self._ways.always_shards else [False, True] if may else [False]
-        answers = [self._within(_Run(model, sharded)) for sharded in tries]
+        answers = [self._within(model, sharded) for sharded in tries]
         found = [path for path, _ in answers if path is not None]
         exact = all(exact for _, exact in answers) and len(tries) == 1
         return min(found, key=lambda path: path.seconds, default=None), exact
 
-    def _within(self, run: _Run) -> tuple[CutPath | None, bool]:
-        model = run.shape
+    def _within(self, model: InterleavedShape, sharded: bool) -> tuple[CutPath | None, bool]:
         stages, last = model.workers * model.chunks, len(self._space) - 1
         if math.comb(last - 1, stages - 1) <= MOST_TRIED:
-            cuts, exact = self._all(run, last)
+            cuts, exact = self._all(model, sharded, last)
         else:
-            cuts, exact = self._improved(run, self._equal_parts(stages, last)), False
-        over, seconds, again, _ = self._evaluate(run, cuts[None])
+            cuts, exact = self._improved(model, sharded, self._equal_parts(stages, last)), False
+        over, seconds, again, _ = self._evaluate(model, sharded, cuts[None])
         if over[0] > 0:
             return None, exact
         states = tuple(int(self._states[cut]) for cut in cuts)
         options = tuple(
-            StageOptions(model.replicas, run.sharded, self._groups(i, j, bool(each)))
+            StageOptions(model.replicas, sharded, self._groups(i, j, bool(each)))
             for (i, j), each in zip(pairwise(map(int, cuts)), again[0], strict=True)
         )
-        path = CutPath(states, options, float(seconds[0]))
-        return path, exact
+        return CutPath(states, options, float(seconds[0])), exact
 
     def _groups(self, state: int, other: int, again: bool) -> Groups:
         """Return the layers of a stage that recompute: all at once, unless the rule says otherwise."""
         by_rule = self._ways.groups(state, other, 0)
         return by_rule or whole_stage(self._space.layers(state, other), again)
 
-    def _all(self, run: _Run, last: int) -> tuple[Integers, bool]:
+    def _all(self, model: InterleavedShape, sharded: bool, last: int) -> tuple[Integers, bool]:
         """Return the best of all ways to cut, and whether the choice of recomputing stages was best in all of them."""
-        stages = run.shape.workers * run.shape.chunks
+        stages = model.workers * model.chunks
         # Equal parts win a tie: others wait less for stages that differ less, which the cost does not see.
-        best, exact = self._least(run, self._equal_parts(stages, last)[None]), True
+        best, exact = self._least(model, sharded, self._equal_parts(stages, last)[None]), True
         for inner in _batches(combinations(range(1, last), stages - 1)):
             ends = np.full((len(inner), 1), last)
             cuts = np.concatenate((np.zeros_like(ends), inner.reshape(len(inner), stages - 1), ends), axis=1)
-            best = min(best, found := self._least(run, cuts), key=lambda item: item[:2])
+            best = min(best, found := self._least(model, sharded, cuts), key=lambda item: item[:2])
             exact = exact and found[3]
         return best[2], exact
 
-    def _improved(self, run: _Run, cuts: Integers) -> Integers:
+    def _improved(self, model: InterleavedShape, sharded: bool, cuts: Integers) -> Integers:
         """Return cuts that no move improves."""
-        best = self._least(run, cuts[None])
+        best = self._least(model, sharded, cuts[None])
         while True:
             around = np.array(list(_moved(best[2])))
-            better = self._least(run, around)
+            better = self._least(model, sharded, around)
             if better[:2] >= best[:2]:
                 return best[2]
             best = better
 
-    def _least(self, run: _Run, cuts: Integers) -> tuple[float, float, Integers, bool]:
-        over, seconds, _, settled = self._evaluate(run, cuts)
+    def _least(self, model: InterleavedShape, sharded: bool, cuts: Integers) -> tuple[float, float, Integers, bool]:
+        over, seconds, _, settled = self._evaluate(model, sharded, cuts)
         choice = int(np.lexsort((seconds, over))[0])
         return float(over[choice]), float(seconds[choice]), cuts[choice], settled
 
@@ -172,12 +162,14 @@ class InterleavedSearch:
         cuts = np.maximum.accumulate(cuts - steps) + steps
         return np.asarray(np.minimum(cuts, last - steps[::-1]))
 
-    def _evaluate(self, run: _Run, cuts: Integers) -> tuple[Floats, Floats, NDArray[np.bool_], bool]:
+    def _evaluate(
+        self, model: InterleavedShape, sharded: bool, cuts: Integers
+    ) -> tuple[Floats, Floats, NDArray[np.bool_], bool]:
         """Return per row of cuts: bytes over the memory, seconds, recomputing stages, and if that choice is best."""
-        model, stages = run.shape, (cuts[:, :-1], cuts[:, 1:])
+        stages = cuts[:, :-1], cuts[:, 1:]
         work, footprint = taken(self._work, stages), taken(self._footprint, stages).divided(model.microbatches)
         footprint = self._space.layer_costs.replicated(footprint, model.replicas)
-        if run.sharded:
+        if sharded:
             work, footprint = work.shared_out(), footprint.shared_out(model.replicas)
         again = np.full(work.forward_s.shape, self._ways.recomputes)
         settled = True

@@ -13,7 +13,7 @@ those. O(runs of kinds · states² · GPUs) per walk.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations_with_replacement
 
@@ -176,45 +176,43 @@ class LineSearch:
     def _walk(self, limit_s: float, numbers: int) -> LinePlan | None:
         """Return the same for plans of so many stages at most, whose numbers are allowed; for 0, for any stages."""
         last, many = len(self._space) - 1, max(numbers, 1)
-        walk = _Walk.new(many, last, self.gpus)
+        walk, numbering = _Walk(many, last, self.gpus), self._problem.limits.numbering
+        rest = slice(1, many + 1) if numbers else slice(0, 1)
+        batch = max(1, _BATCH // ((self.gpus + 1) * many))
         for state in range(last - 1, -1, -1):
             if self._problem.deadline.passed:
                 return None
-            for totals, picked in self._steps(state, limit_s, walk, numbers):
-                for number in range(many):
-                    pick = totals[number].argmin(axis=0)
-                    least = totals[number][pick, self._gpus]
-                    better = least < walk.sums[number, state]
-                    walk.sums[number, state, better] = least[better]
-                    walk.choices[:, number, state, better] = picked(number, pick[better], self._gpus[better])
+            may = numbering.numbers(self._space, state, np.arange(state + 1, last + 1), many)
+            for run, (on, spans) in enumerate(self._runs):
+                stages = on.stages[state]
+                ways, replicas = stages.worth_a_try(limit_s)
+                possible = np.any(spans, axis=1)[replicas - 1]
+                ways, replicas = ways[possible], replicas[possible]
+                for start in range(0, len(ways), batch):
+                    way, r = ways[start : start + batch], replicas[start : start + batch]
+                    others, most = stages.ways.others[way, None], stages.after[r - 1, way][:, None]
+                    left = np.broadcast_to(np.maximum(self._gpus - r[:, None], 0), (many, len(way), self.gpus + 1))
+                    # GPUs that idle behind a stage do not count for its memory. Where too many would be at work, those
+                    # at the end of the line are.
+                    left = np.where(walk.used[rest][:, others, left[0]] <= most, left, np.minimum(left, most))
+                    at = np.arange(many)[:, None, None], others, left
+                    totals = stages.sum_s[way, None] + walk.sums[rest][at]
+                    totals[:, ~spans[r - 1]] = np.inf
+                    if numbers:
+                        totals[~may[:, stages.ways.stage[way]]] = np.inf
+                    used = walk.used[rest][at] + r[:, None]
+                    for number in range(many):
+                        pick = totals[number].argmin(axis=0)
+                        least = totals[number][pick, self._gpus]
+                        gpus = np.flatnonzero(least < walk.sums[number, state])
+                        step = pick[gpus]
+                        walk.sums[number, state, gpus] = least[gpus]
+                        walk.choices[:, number, state, gpus] = np.stack(
+                            [0 * step + run, way[step], r[step], left[number, step, gpus], used[number, step, gpus]]
+                        )
             for number in range(many):
                 walk.idle(number, state)
         return self._traced(walk) if np.isfinite(walk.sums[0, 0, self.gpus]) else None
-
-    def _steps(self, state: int, limit_s: float, walk: _Walk, numbers: int) -> Iterator[tuple[Floats, _Picked]]:
-        """Yield sums from the state on by number, step and GPU, and what gives the choices of some of them."""
-        many, numbering = max(numbers, 1), self._problem.limits.numbering
-        rest = slice(1, many + 1) if numbers else slice(0, 1)
-        for run, (on, spans) in enumerate(self._runs):
-            stages = on.stages[state]
-            ways, replicas = stages.worth_a_try(limit_s)
-            possible = np.any(spans, axis=1)[replicas - 1]
-            ways, replicas = ways[possible], replicas[possible]
-            may = numbering.numbers(self._space, state, np.arange(state + 1, len(self._space)), many)
-            batch = max(1, _BATCH // ((self.gpus + 1) * many))
-            for start in range(0, len(ways), batch):
-                way, r = ways[start : start + batch], replicas[start : start + batch]
-                others, most = stages.ways.others[way, None], stages.after[r - 1, way][:, None]
-                left = np.broadcast_to(np.maximum(self._gpus - r[:, None], 0), (many, len(way), self.gpus + 1))
-                # GPUs that idle behind a stage do not count for its memory. Where too many would be at work, those at
-                # the end of the line are.
-                left = np.where(walk.used[rest][:, others, left[0]] <= most, left, np.minimum(left, most))
-                at = np.arange(many)[:, None, None], others, left
-                totals = stages.sum_s[way, None] + walk.sums[rest][at]
-                totals[:, ~spans[r - 1]] = np.inf
-                if numbers:
-                    totals[~may[:, stages.ways.stage[way]]] = np.inf
-                yield totals, _Picked(run, way, r, left, walk.used[rest][at] + r[:, None])
 
     def _traced(self, walk: _Walk) -> LinePlan:
         state, gpus, sum_s, max_s = 0, self.gpus, 0.0, 0.0
@@ -233,23 +231,6 @@ class LineSearch:
         return LinePlan(tuple(found), sum_s, max_s)
 
 
-@dataclass(frozen=True)
-class _Picked:
-    """Steps of a walk along one run of kinds, to choose from."""
-
-    run: int
-    ways: Integers
-    replicas: Integers
-    left: Integers  # GPUs that the rest may use, by number, step and GPU
-    used: Integers  # GPUs at work, likewise
-
-    def __call__(self, number: int, steps: Integers, gpus: Integers) -> Integers:
-        """Return the choices of these steps at these GPUs."""
-        at = number, steps, gpus
-        return np.stack([0 * steps + self.run, self.ways[steps], self.replicas[steps], self.left[at], self.used[at]])
-
-
-@dataclass(frozen=True)
 class _Walk:
     """What a walk knows of every suffix of the layers on the last GPUs of the line.
 
@@ -260,18 +241,12 @@ class _Walk:
         begins: the GPU, counted from the line's end, at which that stage begins: those before it idle.
     """
 
-    sums: Floats
-    used: Integers
-    choices: Integers
-    begins: Integers
-
-    @classmethod
-    def new(cls, many: int, last: int, gpus: int) -> _Walk:
-        """Return a walk that knows the empty suffix."""
-        sums = np.full((many + 1, last + 1, gpus + 1), np.inf)
-        sums[:, last] = 0.0
-        choices = np.zeros((5, many, last, gpus + 1), dtype=np.int64)
-        return cls(sums, np.zeros(sums.shape, dtype=np.int64), choices, np.zeros(choices.shape[1:], dtype=np.int64))
+    def __init__(self, many: int, last: int, gpus: int) -> None:
+        self.sums = np.full((many + 1, last + 1, gpus + 1), np.inf)
+        self.sums[:, last] = 0.0
+        self.used = np.zeros(self.sums.shape, dtype=np.int64)
+        self.choices = np.zeros((5, many, last, gpus + 1), dtype=np.int64)
+        self.begins = np.zeros((many, last, gpus + 1), dtype=np.int64)
 
     def idle(self, number: int, state: int) -> None:
         """Let GPUs idle where the first stage does better on later ones."""

@@ -25,8 +25,8 @@ O(numbers · states²) per target, and only asked where the walk without numbers
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -35,74 +35,11 @@ from numpy.typing import NDArray
 from planner.cost.candidate import StageOptions
 from planner.cost.work import IMPOSSIBLE, Integers
 from planner.solver.problem.bounds import Bounds
-from planner.solver.problem.numbering import Numbering
 from planner.solver.problem.problem import Limits
 from planner.solver.problem.result import RESOLUTION, CutPath
 from planner.solver.problem.states import StateSpace
 from planner.solver.search.chain.fewest import FEW_STATES, FewestReplicas
 from planner.units import SLACK
-
-# GPUs of the suffixes that begin with the stages from a state to others, given the GPUs after these; their replicas,
-# and whether they recompute.
-Suffixes = Callable[[int, Integers, Integers], tuple[Integers, Integers, NDArray[np.bool_]]]
-
-
-@dataclass(frozen=True)
-class Unnumbered:
-    """What is known of the same walk without numbers.
-
-    Attributes:
-        after: GPUs after each state, at least.
-        room: GPUs from each state on, at most.
-        gpus: that there are.
-    """
-
-    after: Integers
-    room: Integers
-    gpus: int
-
-
-def numbered_walk(
-    space: StateSpace, numbering: Numbering, known: Unnumbered, suffixes: Suffixes
-) -> tuple[list[int], list[int]] | None:
-    """Return states and replicas of the plan with the fewest GPUs whose stages have numbers that they may have."""
-    last, most = len(space) - 1, numbering.most(space, known.gpus)
-    gpus = np.full((most + 1, last + 1), IMPOSSIBLE, dtype=np.int64)  # by the stages before, and the state
-    rest = np.zeros((2, most + 1, last + 1), dtype=np.int64)  # stages of the suffix, and those that recompute
-    choice = np.zeros((2, most + 1, last + 1), dtype=np.int64)  # next state and replicas
-    gpus[1:, last] = 0
-    useful = np.flatnonzero(known.after <= known.gpus)
-    for place in range(len(useful) - 2, -1, -1):
-        state = int(useful[place])
-        others = space.among_later(state, useful[place + 1 :])
-        numbers = np.arange(1) if state == 0 else np.arange(1, most)
-        if not len(others) or not len(numbers):
-            continue
-        may = numbering.numbers(space, state, others, most)[numbers]
-        room = np.minimum(known.room[state], known.gpus - numbers)
-        after = gpus[numbers + 1][:, others]
-        rows, columns = np.nonzero(may & (after < room[:, None]))
-        if not len(rows):
-            continue
-        ends = others[columns]
-        total, replicas, again = suffixes(state, ends, after[rows, columns])
-        stages, recomputing = rest[:, numbers[rows] + 1, ends] + np.stack((np.ones_like(ends), again))
-        order = np.lexsort((recomputing, stages, total, rows))
-        for pick in order[np.unique(rows[order], return_index=True)[1]]:  # the best of each number
-            number = numbers[rows[pick]]
-            if total[pick] <= room[rows[pick]]:
-                gpus[number, state] = total[pick]
-                rest[:, number, state] = stages[pick], recomputing[pick]
-                choice[:, number, state] = ends[pick], replicas[pick]
-    if gpus[0, 0] > known.gpus:
-        return None
-    states, chosen = [0], list[int]()
-    while states[-1] < last:
-        following, r = choice[:, len(chosen), states[-1]]
-        states.append(int(following))
-        chosen.append(int(r))
-    return states, chosen
-
 
 _ROUGH_STATES = 300  # at most this many states in the search for a start; twice as many have such a search
 _NEAR = 2e-3  # how far the best time may be below that of the start, as a first guess
@@ -218,21 +155,17 @@ class Search:
         path = self._walk(target_s)
         if path is None or self.limits.numbering.allows_path(self.space, path.states):
             return path
+        return self._numbered(target_s)
 
-        room = np.minimum(np.floor(self.gpus - self._before_s / target_s + SLACK).astype(np.int64), self._room)
-
-        def suffixes(state: int, others: Integers, after: Integers) -> tuple[Integers, Integers, NDArray[np.bool_]]:
-            return self.suffixes(state, others, target_s, after, int(room[state]))
-
-        known = Unnumbered(self._suffix, room, self.gpus)
-        found = numbered_walk(self.space, self.limits.numbering, known, suffixes)
-        return None if found is None else self._trace(*found, target_s)
+    def _room_at(self, target_s: float) -> Integers:
+        """Return the most GPUs that plans within the target have from each state on."""
+        return np.minimum(np.floor(self.gpus - self._before_s / target_s + SLACK).astype(np.int64), self._room)
 
     def _walk(self, target_s: float) -> CutPath | None:
         """Return such a plan with any number of stages."""
         space, last = self.space, len(self.space) - 1
         before_s = self._before_s
-        room = np.minimum(np.floor(self.gpus - before_s / target_s + SLACK).astype(np.int64), self._room)
+        room = self._room_at(target_s)
         gpus = np.full(last + 1, IMPOSSIBLE, dtype=np.int64)
         stages = np.zeros(last + 1, dtype=np.int64)
         follow = np.zeros(last + 1, dtype=np.int64)
@@ -276,6 +209,46 @@ class Search:
         while states[-1] < last:
             states.append(int(follow[states[-1]]))
         return self._trace(states, [int(replicas[state]) for state in states[:-1]], target_s)
+
+    def _numbered(self, target_s: float) -> CutPath | None:
+        """Return such a plan whose stages have numbers that they may have, after a walk without numbers."""
+        space, numbering, last = self.space, self.limits.numbering, len(self.space) - 1
+        most, room = numbering.most(space, self.gpus), self._room_at(target_s)
+        gpus = np.full((most + 1, last + 1), IMPOSSIBLE, dtype=np.int64)  # by the stages before, and the state
+        rest = np.zeros((2, most + 1, last + 1), dtype=np.int64)  # stages of the suffix, and those that recompute
+        choice = np.zeros((2, most + 1, last + 1), dtype=np.int64)  # next state and replicas
+        gpus[1:, last] = 0
+        useful = np.flatnonzero(self._suffix <= self.gpus)
+        for place in range(len(useful) - 2, -1, -1):
+            state = int(useful[place])
+            others = space.among_later(state, useful[place + 1 :])
+            numbers = np.arange(1) if state == 0 else np.arange(1, most)
+            if not len(others) or not len(numbers):
+                continue
+            may = numbering.numbers(space, state, others, most)[numbers]
+            room_of = np.minimum(room[state], self.gpus - numbers)
+            after = gpus[numbers + 1][:, others]
+            rows, columns = np.nonzero(may & (after < room_of[:, None]))
+            if not len(rows):
+                continue
+            ends = others[columns]
+            total, replicas, again = self.suffixes(state, ends, target_s, after[rows, columns], int(room[state]))
+            stages, recomputing = rest[:, numbers[rows] + 1, ends] + np.stack((np.ones_like(ends), again))
+            order = np.lexsort((recomputing, stages, total, rows))
+            for pick in order[np.unique(rows[order], return_index=True)[1]]:  # the best of each number
+                number = numbers[rows[pick]]
+                if total[pick] <= room_of[rows[pick]]:
+                    gpus[number, state] = total[pick]
+                    rest[:, number, state] = stages[pick], recomputing[pick]
+                    choice[:, number, state] = ends[pick], replicas[pick]
+        if gpus[0, 0] > self.gpus:
+            return None
+        states, chosen = [0], list[int]()
+        while states[-1] < last:
+            following, r = choice[:, len(chosen), states[-1]].tolist()
+            states.append(following)
+            chosen.append(r)
+        return self._trace(states, chosen, target_s)
 
     def _tighten(self, target_s: float) -> None:
         """Bound the GPUs before each state by a walk forward, after a walk back that met the target.
