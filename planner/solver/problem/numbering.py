@@ -38,7 +38,7 @@ class Numbering:
         return all(number < len(numbered) and layer in numbered[number] for layer, number in self.pins)
 
     def allows_path(self, space: StateSpace, states: Sequence[int]) -> bool:
-        """Return the same for a path over a space."""
+        """Return whether a path over a space keeps the limits."""
         return self == Numbering() or all(
             self.allows_stage(space, number, *ends) for number, ends in enumerate(pairwise(states))
         )

@@ -91,7 +91,7 @@ class StateSpace(ABC):
         """Return the positions of the layers in `other` but not in `state`, ascending."""
 
     def members(self, state: int, other: int) -> frozenset[int]:
-        """Return the same as a set, which is made once: plans have most of their stages in common."""
+        """Return the layers as a set, which is made once: plans have most of their stages in common."""
         if (state, other) not in self._members:
             self._members[state, other] = frozenset(self.layers(state, other))
         return self._members[state, other]
@@ -148,7 +148,7 @@ class StateSpace(ABC):
         return np.repeat(np.arange(len(later)), counts), np.concatenate(later), joined(works, counts)
 
     def footprint(self, state: int, others: Integers, work: Work) -> Footprint:
-        """Return the footprint of the same stages."""
+        """Return the footprint of the stages from the state to each of `others`, whose work is known."""
 
         def held(name: str) -> Floats:
             return np.asarray(self._sums[name][others] - self._sums[name][state])

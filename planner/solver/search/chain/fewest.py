@@ -214,7 +214,7 @@ class FewestReplicas:
     def _plainest(
         self, state: int, others: Integers, target_s: float, after: Integers, most: Integers
     ) -> tuple[Integers, NDArray[np.bool_]]:
-        """Return the same for the plainest way, and for which stages other ways may hold more."""
+        """Return the fewest replicas in the plainest way, and for which stages other ways may hold more."""
         if self.tables is not None:
             r, _ = self.tables.fewest(state, others, target_s, after, most)
             return r, self.tables.tight(state, others, after) & self.ways.chooses

@@ -15,7 +15,7 @@ from itertools import combinations, islice, pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.cost.candidate import Groups, StageOptions, whole_stage
+from planner.cost.candidate import StageOptions, whole_stage
 from planner.cost.models.interleaved import InterleavedShape, StageSeconds
 from planner.cost.network.link import Link, link_of
 from planner.cost.setting import Setting
@@ -114,25 +114,22 @@ class InterleavedSearch:
         if over[0] > 0:
             return None, exact
         states = tuple(int(self._states[cut]) for cut in cuts)
-        options = tuple(
-            StageOptions(model.replicas, sharded, self._groups(i, j, bool(each)))
-            for (i, j), each in zip(pairwise(map(int, cuts)), again[0], strict=True)
-        )
+        # All layers of a stage recompute at once, unless the rule says otherwise.
+        groups = [
+            self._ways.groups(i, j, 0) or whole_stage(self._space.layers(i, j), bool(each))
+            for (i, j), each in zip(pairwise(cuts.tolist()), again[0], strict=True)
+        ]
+        options = tuple(StageOptions(model.replicas, sharded, each) for each in groups)
         return CutPath(states, options, float(seconds[0])), exact
-
-    def _groups(self, state: int, other: int, again: bool) -> Groups:
-        """Return the layers of a stage that recompute: all at once, unless the rule says otherwise."""
-        by_rule = self._ways.groups(state, other, 0)
-        return by_rule or whole_stage(self._space.layers(state, other), again)
 
     def _all(self, model: InterleavedShape, sharded: bool, last: int) -> tuple[Integers, bool]:
         """Return the best of all ways to cut, and whether the choice of recomputing stages was best in all of them."""
         stages = model.workers * model.chunks
         # Equal parts win a tie: others wait less for stages that differ less, which the cost does not see.
         best, exact = self._least(model, sharded, self._equal_parts(stages, last)[None]), True
-        for inner in _batches(combinations(range(1, last), stages - 1)):
-            ends = np.full((len(inner), 1), last)
-            cuts = np.concatenate((np.zeros_like(ends), inner.reshape(len(inner), stages - 1), ends), axis=1)
+        ways = combinations(range(1, last), stages - 1)
+        while batch := list(islice(ways, _BATCH)):
+            cuts = np.array([(0, *inner, last) for inner in batch])
             best = min(best, found := self._least(model, sharded, cuts), key=lambda item: item[:2])
             exact = exact and found[3]
         return best[2], exact
@@ -225,11 +222,6 @@ def _matrices(space: StateSpace, ways: WaysOf) -> tuple[Work, Footprint]:
         for name, values in footprint.items():
             values[state, others] = getattr(held, name)
     return Work(**{**work, "is_first": work["is_first"].astype(bool)}), Footprint(**footprint)
-
-
-def _batches(tuples: Iterator[tuple[int, ...]]) -> Iterator[Integers]:
-    while batch := list(islice(tuples, _BATCH)):
-        yield np.array(batch, dtype=np.int64)
 
 
 def _moved(cuts: Integers) -> Iterator[Integers]:

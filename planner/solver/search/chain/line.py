@@ -174,7 +174,7 @@ class LineSearch:
         return self._walk(limit_s, numbering.most(self._space, self.gpus))
 
     def _walk(self, limit_s: float, numbers: int) -> LinePlan | None:
-        """Return the same for plans of so many stages at most, whose numbers are allowed; for 0, for any stages."""
+        """Return the plan of least sum within the limit, of at most `numbers` numbered stages; 0 for any stages."""
         last, many = len(self._space) - 1, max(numbers, 1)
         walk, numbering = _Walk(many, last, self.gpus), self._problem.limits.numbering
         rest = slice(1, many + 1) if numbers else slice(0, 1)

@@ -162,7 +162,7 @@ class Search:
         return np.minimum(np.floor(self.gpus - self._before_s / target_s + SLACK).astype(np.int64), self._room)
 
     def _walk(self, target_s: float) -> CutPath | None:
-        """Return such a plan with any number of stages."""
+        """Return a plan with the fewest GPUs that meets the target, with any number of stages."""
         space, last = self.space, len(self.space) - 1
         before_s = self._before_s
         room = self._room_at(target_s)
@@ -211,7 +211,10 @@ class Search:
         return self._trace(states, [int(replicas[state]) for state in states[:-1]], target_s)
 
     def _numbered(self, target_s: float) -> CutPath | None:
-        """Return such a plan whose stages have numbers that they may have, after a walk without numbers."""
+        """Return a plan with the fewest GPUs that meets the target and whose stages have numbers that they may have.
+
+        A walk without numbers came before: its suffixes bound the GPUs after each state.
+        """
         space, numbering, last = self.space, self.limits.numbering, len(self.space) - 1
         most, room = numbering.most(space, self.gpus), self._room_at(target_s)
         gpus = np.full((most + 1, last + 1), IMPOSSIBLE, dtype=np.int64)  # by the stages before, and the state

@@ -54,7 +54,7 @@ class Fitting:
     after: Integers
 
     def priced(self, model: SynchronousModel) -> Stages:
-        """Return what the ways take."""
+        """Add what each way takes by the model."""
         replicas = np.arange(1, len(self.fits) + 1)[:, None]
         max_s = np.where(self.fits, model.max_s(self.ways.work, replicas), np.nan)
         sum_s = np.array(np.broadcast_to(model.sum_s(self.ways.work), len(self.ways)))
@@ -63,7 +63,10 @@ class Fitting:
 
 @dataclass(frozen=True)
 class Stages:
-    """The same ways and what they take; `max_s` is by replicas - 1 and way, and not a number where they do not fit."""
+    """Ways to run the stages from one state, and what they take.
+
+    `max_s` is by replicas - 1 and way, and not a number where the way does not fit the memory.
+    """
 
     ways: Ways
     sum_s: Floats
@@ -71,7 +74,7 @@ class Stages:
     after: Integers
 
     def in_multiples(self, number: int) -> Stages:
-        """Return the same where replicas must be multiples of this number."""
+        """Rule out replicas that are no multiples of this number."""
         replicas = np.arange(1, len(self.max_s) + 1)[:, None]
         return self if number == 1 else replace(self, max_s=np.where(replicas % number, np.nan, self.max_s))
 
@@ -279,7 +282,12 @@ class SynchronousSearch:
         return self._walk(limit_s, numbering.most(self.space, self.gpus))
 
     def _walk(self, limit_s: float, numbers: int) -> tuple[CutPath, float, float] | None:
-        """Return the same for plans of so many stages at most, whose numbers are allowed; for 0, for any stages."""
+        """Return the path of least sum within the limit, its sum and its maximum.
+
+        Args:
+            limit_s: of the maximum.
+            numbers: stages of a plan, at most, whose numbers must be allowed; 0 for any number of stages.
+        """
         last, many = len(self.space) - 1, max(numbers, 1)
         self._cut_short = False
         # Least sum of the suffix, by the number of its first stage, state, and the GPUs it may use.

@@ -188,7 +188,7 @@ class WaysOf:
         return np.where(sharded, enough, ~several | (not self.always_shards))
 
     def least(self, work: Work) -> Work:
-        """Return work that no way to run the same stages is below."""
+        """Return work that no way to run the stages is below."""
         work = work.recomputed() if self.recomputes else work
         return replace(work, update_s=work.update_s / self._limits.gpus) if self.shards else work
 
@@ -197,7 +197,7 @@ class WaysOf:
         return work.recomputed() if self.recomputes else work
 
     def plainest_footprint(self, state: int, others: Integers, work: Work) -> Footprint:
-        """Return the footprint of the same."""
+        """Return the footprint of stages that recompute only what the rule says of all stages."""
         footprint = self._space.footprint(state, others, work)
         if self.rule == "always":
             return footprint.recomputed()

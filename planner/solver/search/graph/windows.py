@@ -125,9 +125,10 @@ class Windows:
     def _between(self) -> Work:
         """Return the least work of the stages from each window to each other; zero for impossible stages."""
         zero = np.asarray(0.0)
-        alive = self._alive()
         outputs, received, sent = np.zeros(len(self._low)), *np.zeros((2, len(self._low), len(self._low)))
-        for value, live in zip(self.layer_costs.traffic, alive, strict=True):
+        for value in self.layer_costs.traffic:
+            # In the windows whose cuts the value surely crosses.
+            live = self._must[value.producer] & ~self._may[list(value.users)].all(axis=0)
             outputs += live * value.sent_bytes
             # Made before and used up within: received, and its gradient sent back.
             used = self._must[list(value.users)].all(axis=0)
@@ -165,12 +166,6 @@ class Windows:
             # No peak is below all saved activations, or below all gradients.
             working_bytes=np.asarray(0.0) if self.layer_costs.at_work is None else -np.minimum(saved, gradients),
         )
-
-    def _alive(self) -> list[Flags]:
-        """Return, for each value, the windows whose cuts it surely crosses."""
-        return [
-            self._must[value.producer] & ~self._may[list(value.users)].all(axis=0) for value in self.layer_costs.traffic
-        ]
 
     def _least(self, name: str) -> Floats:
         """Return the least sum over the layers of a stage from each window to each other."""

@@ -29,7 +29,7 @@ Objective = CostModelName | SynchronousModel
 
 
 def objective_of(problem: Problem) -> Objective:
-    """Return what is minimised."""
+    """Return the cost model whose seconds are minimised."""
     return problem.setting.cost_model if problem.schedule.stashes else problem.synchronous()
 
 
@@ -219,7 +219,7 @@ class _Links:
         return np.broadcast_to(values, self._stage.shape)[self._first]
 
     def of_ways(self, values: Floats) -> Floats:
-        """Return what holds for each stage, along the last axis, for each of its ways."""
+        """Repeat values of each stage, along the last axis, for each of its ways."""
         if len(self._first) == len(self._stage):
             return values
         return np.asarray(np.broadcast_to(values, (*values.shape[:-1], len(self._first)))[..., self._stage])

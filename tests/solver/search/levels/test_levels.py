@@ -198,7 +198,7 @@ def test_without_sharing_no_answer_is_worse_than_on_a_flat_cluster_at_the_slowes
 
 @pytest.mark.parametrize(("name", "most_s"), [("vgg16", 0.0548), ("resnet50", 0.0333), ("gnmt", 0.01009)])
 def test_four_published_servers(name: str, most_s: float) -> None:
-    file = pathlib.Path(__file__).parents[3].parent / "shared" / "anchors" / "pipedream" / f"{name}.txt"
+    file = pathlib.Path(__file__).parents[4].parent / "shared" / "anchors" / "pipedream" / f"{name}.txt"
     if not file.exists():
         pytest.skip("the published profiles are not beside the project")
     plan = solve(read_profile(file), hierarchical_cluster((4, 4), (16e9, 1.25e9)), cost_model="pipedream")

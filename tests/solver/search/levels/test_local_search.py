@@ -19,7 +19,7 @@ from planner.solver.problem.states import Chain
 from planner.solver.search.levels.local_search import Effort, LocalSearch
 from tests.samples import layer, profile
 
-PROFILES = File(__file__).parents[3] / "profiles"
+PROFILES = File(__file__).parents[4] / "profiles"
 
 
 def seconds_on(profile: Profile, cluster: Cluster) -> tuple[Chain, dict[CutPath, float], LocalSearch]:
