@@ -13,6 +13,7 @@ from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import Evaluation, Found
 from planner.units import format_bytes
 
+
 def needs_program(problem: Problem, solver: SolverName) -> bool:
     """Return whether an integer program is to solve the problem, because the search cannot or because it was asked for.
 
