@@ -27,7 +27,7 @@ from planner.model.spec import TrainingSpec, load_model_file
 from planner.options.training import CheckpointOptions, RunOptions
 from planner.schedule.registry import find
 from planner.selftest.lab import even_plan
-from planner.selftest.reference import Reference
+from planner.selftest.training import Reference
 
 HERE = Path(__file__).parent
 PACKAGES = ("transformers", "timm", "diffusers", "peft")

@@ -15,8 +15,7 @@ from benchmarks.kept import between_marks, environment
 from planner.cli.selftest import selftest_report
 from planner.formats.files import write_text
 from planner.profiler.this_machine import keep_freed_pages
-from planner.selftest.rows import Row, SelftestReport
-from planner.selftest.run import WORKERS, SelftestOptions, selftest
+from planner.selftest.run import WORKERS, Row, SelftestReport, selftest
 
 README = Path(__file__).with_name("README.md")
 
@@ -29,7 +28,7 @@ def main() -> int:
     parser.add_argument("--save", action="store_true", help="write the table into the README")
     arguments = parser.parse_args()
     keep_freed_pages()
-    report = selftest(SelftestOptions(device=arguments.device, workers=arguments.workers), _show)
+    report = selftest(arguments.device, arguments.workers, on_row=_show)
     print(selftest_report(report))
     if arguments.save:
         page = README.read_text(encoding="utf-8")

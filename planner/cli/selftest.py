@@ -10,12 +10,12 @@ from planner.cli.arguments import Verbs, declare
 from planner.cli.output import print_answer, print_progress
 
 if TYPE_CHECKING:
-    from planner.selftest.rows import Row, SelftestReport
+    from planner.selftest.run import Row, SelftestReport
 
 DESCRIPTION = """\
-Check on this machine that what the other verbs promise holds: models cut at every layer compute what they compute
-whole, workers train as one process does under every schedule, predicted times and memory are those measured, and a
-failure is told with its cause. Run it first on a new machine, and put its table into a bug report.
+Check on this machine that what the other verbs promise holds: messages arrive, models cut at every layer compute what
+they compute whole, workers train as one process does under every schedule, predicted memory is that measured, and a
+killed worker is told with its cause. Run it first on a new machine, and put its table into a bug report.
 
     plan selftest                        # the CPU, or the GPUs where there are any
     plan selftest --only links,failures  # some of the checks
@@ -40,10 +40,12 @@ def add_parser(verbs: Verbs) -> None:
         "(default: %(default)s)",
     )
     parser.add_argument(
-        "--profiles",
-        metavar="FOLDER",
-        help="also check the models FOLDER/*/model.py:build_tiny at every cut (default: those in `profiles`, where "
-        "planner runs from its source)",
+        "--model",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="also cut this model after every layer: a model file, FILE:FUNCTION for another builder than build_model "
+        "(may be repeated)",
     )
     for argument, verb in (("--only", "run"), ("--skip", "leave out")):
         parser.add_argument(
@@ -62,13 +64,10 @@ def _names(text: str) -> tuple[str, ...]:
 def run(args: argparse.Namespace) -> int:
     """Run the checks, and print a table of them."""
     from planner.profiler.this_machine import keep_freed_pages
-    from planner.selftest.run import SelftestOptions, selftest
+    from planner.selftest.run import selftest
 
     keep_freed_pages()  # as the workers do
-    options = SelftestOptions(
-        device=args.device, workers=args.workers, profiles=args.profiles, only=args.only, skip=args.skip
-    )
-    report: SelftestReport = selftest(options, _show)
+    report = selftest(args.device, args.workers, models=args.model, only=args.only, skip=args.skip, on_row=_show)
     print_answer(report, args.json, selftest_report)
     return 0 if report.passed else 1
 

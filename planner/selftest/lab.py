@@ -1,34 +1,57 @@
-"""What the checks share: the device, the workers, a temporary folder, and the ways to a profile and to a run."""
+"""What the checks share: what a case finds, the device and its workers, profiles and plans of the built-in models."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
+from typing import Literal, TypeAlias
 
 import torch
 
+from planner.analysis.own_plan import price
 from planner.api import profile, train
-from planner.cost.candidate import candidates
-from planner.cost.layer_costs import LayerCosts
-from planner.cost.setting import Setting
 from planner.formats.cluster import flat_cluster
-from planner.formats.names import Backend
+from planner.formats.names import Backend, DeviceType
+from planner.formats.own_plan import OwnPlan, OwnStage
 from planner.formats.plan import Plan
 from planner.formats.profile import Profile
-from planner.model.spec import TrainingSpec, load_model_file
-from planner.options.training import CheckpointOptions, RunOptions, TrainingOptions
 from planner.schedule.instructions import CHUNKS
 from planner.schedule.schedule import Schedule
-from planner.solver.assemble import assemble
-from planner.solver.problem.problem import Problem
-from planner.solver.problem.result import Evaluation
 from planner.workers.job import TrainResult
 
 SEED = 3
-MODELS = Path(__file__).parent / "models"
+BATCH_SIZE = 4  # samples of a microbatch
 _ANY_BANDWIDTH = 1e9  # of plans whose speed does not matter
+
+
+Result = Literal["passed", "failed", "skipped"]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a case found.
+
+    Attributes:
+        result: whether it is as it should be; "skipped" where the case cannot run on this machine.
+        found: in words, with the numbers; why the case was skipped.
+        value: the number that was judged, if there is one.
+        limit: the most that it may be.
+    """
+
+    result: Result
+    found: str
+    value: float | None = None
+    limit: float | None = None
+
+
+Case: TypeAlias = tuple[str, Callable[[], Outcome]]  # its name, and what finds its outcome; an exception fails it
+
+
+def judged(good: bool, found: str, value: float | None = None, limit: float | None = None) -> Outcome:
+    """Return the outcome of a case that passes or fails."""
+    return Outcome("passed" if good else "failed", found, value, limit)
 
 
 @dataclass
@@ -39,97 +62,58 @@ class Lab:
         device: of all workers.
         workers: of the runs that have several.
         folder: for files; it goes when the self-test ends.
-        profiles: a folder with models of the user's, or None.
+        models: of the user's, to cut beside the built-in ones.
     """
 
     device: torch.device
     workers: int
     folder: Path
-    profiles: Path | None = None
-    _profiles: dict[tuple[str, int, float], Profile] = field(default_factory=dict)
+    models: tuple[str, ...] = ()
+    _profiles: dict[tuple[str, int], Profile] = field(default_factory=dict)
 
     @property
     def cuda(self) -> bool:
         """Whether the device is a GPU."""
         return self.device.type == "cuda"
 
-    def backend(self, workers: int) -> Backend | None:
-        """Return what so many workers send with: gloo where they share GPUs, since NCCL needs one for each."""
-        return "gloo" if self.cuda and workers > torch.cuda.device_count() else None
-
-    def profile(self, model: str, batch_size: int, seconds: float = 0.0) -> Profile:
-        """Profile a model, once; by default with as few steps as there can be."""
-        key = model, batch_size, seconds
+    def profile(self, model: str, batch_size: int = BATCH_SIZE) -> Profile:
+        """Profile a model with as few steps as there can be, once."""
+        key = model, batch_size
         if key not in self._profiles:
-            self._profiles[key] = profile(model, batch_size=batch_size, device=str(self.device), seconds=seconds)
+            self._profiles[key] = profile(model, batch_size=batch_size, device=str(self.device), seconds=0.0)
         return self._profiles[key]
 
-    def train(
-        self,
-        model: str,
-        plan: Plan,
-        steps: int,
-        *,
-        options: TrainingOptions | None = None,
-        checkpoints: CheckpointOptions | None = None,
-        run_options: RunOptions | None = None,
-    ) -> TrainResult:
-        """Train in workers of their own, as `plan train` does."""
-        return train(
-            model,
-            plan,
-            steps=steps,
-            seed=None if checkpoints is not None and checkpoints.resume else SEED,
-            device="cuda" if self.cuda else "cpu",
-            backend=self.backend(plan.workers),
-            options=options,
-            checkpoints=checkpoints,
-            run_options=run_options,
-        )
+    def train(self, model: str, plan: Plan, steps: int) -> TrainResult:
+        """Train in worker processes, as `plan train` does; over gloo where they share GPUs, which NCCL cannot."""
+        device: DeviceType = "cuda" if self.cuda else "cpu"
+        backend: Backend | None = "gloo" if self.cuda and plan.workers > torch.cuda.device_count() else None
+        return train(model, plan, steps=steps, seed=SEED, device=device, backend=backend)
 
 
-def location(model: str, builder: str = "build_model") -> str:
-    """Return the location of a built-in model."""
-    return f"{MODELS / model}.py:{builder}"
-
-
-def spec_of(model: str) -> TrainingSpec:
-    """Load the model file at a location."""
-    return load_model_file(model)
+def location(builder: str) -> str:
+    """Name a built-in model as the command line does."""
+    return f"{Path(__file__).with_name('models.py')}:{builder}"
 
 
 def even_plan(
-    profile: Profile,
-    schedule: Schedule,
-    replicas: Sequence[int],
-    *,
-    recompute: bool = False,
-    microbatches: int | None = None,
+    profile: Profile, schedule: Schedule, replicas: Sequence[int], *, microbatches: int | None = None
 ) -> Plan:
-    """Return a plan whose stages have equally many layers, whatever a solver would choose.
+    """Return a plan whose stages have equally many layers, whatever a search would choose.
 
     Args:
-        schedule: if it has several chunks per worker, each of the stages has as many.
-        replicas: of each stage; one for each worker's under schedules with chunks.
-        recompute: whether stages recompute: by turns the first half of their layers, and all of them at once.
+        schedule: where it has several chunks per worker, each of the stages has as many.
+        replicas: of each stage.
         microbatches: of a minibatch; None for two per worker, under schedules that divide minibatches.
     """
-    chunks = schedule.fixed_chunks or CHUNKS
     workers = sum(replicas)
-    replicas = [*replicas] * chunks
-    layers, stages = len(profile.layers), len(replicas)
-    cuts = [layers * stage // stages for stage in range(stages + 1)]
-    layer_costs = LayerCosts(profile)
-    chosen = candidates([list(range(start, end)) for start, end in pairwise(cuts)], replicas)
+    counts = [*replicas] * ((schedule.fixed_chunks or CHUNKS) if schedule.chunked else 1)
+    layers = [layer.name for layer in profile.layers]
+    ends = [end for end, name in enumerate(layers, 1) if name not in profile.no_cut_after]
+    cuts = [0, *(ends[len(ends) * stage // len(counts) - 1] for stage in range(1, len(counts) + 1))]
+    stages = tuple(
+        OwnStage(layers=tuple(layers[start:end]), replicas=count)
+        for (start, end), count in zip(pairwise(cuts), counts, strict=True)
+    )
     microbatches = microbatches or (2 * workers if schedule.divides else 1)
-    cluster = flat_cluster(workers, _ANY_BANDWIDTH)
-    problem = Problem(layer_costs, Setting(cluster, schedule, microbatches, chunks))
-    plan = assemble(problem, Evaluation(tuple(chosen), problem.price(chosen)))
-    if not recompute:
-        return plan
-    changes = [
-        {"recompute": True} if number % 2 else {"recompute": (s.layers[: -(-len(s.layers) // 2)],), "recompute_s": 0.0}
-        for number, s in enumerate(plan.stages)
-    ]
-    changed = [stage.model_copy(update=change) for stage, change in zip(plan.stages, changes, strict=True)]
-    return plan.model_copy(update={"stages": tuple(changed)})
+    own = OwnPlan(stages=stages, schedule=schedule, microbatches=microbatches)
+    return price(profile, flat_cluster(workers, _ANY_BANDWIDTH), own)

@@ -1,1 +1,0 @@
-"""One file per check: what it asks, and its cases."""

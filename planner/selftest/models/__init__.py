@@ -1,1 +1,0 @@
-"""Small models for the self-test, each in a file like a user's."""

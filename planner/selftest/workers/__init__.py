@@ -1,1 +1,0 @@
-"""What some cases run in processes of their own."""
