@@ -272,7 +272,7 @@ def _check_complete(name: str, parts: Sequence[StatePart], needed: range) -> Non
 
 
 def _whole(parts: Sequence[tuple[StatePart, Tensor]], shape: Sequence[int]) -> Tensor:
-    """Return a tensor of the shape; where no part has elements, it has no values."""
+    """Join parts into a tensor of the shape; the elements that no part has are undefined."""
     flat = torch.empty(math.prod(shape), dtype=parts[0][1].dtype)
     order: tuple[int, ...] = ()
     for part, elements in parts:
@@ -321,7 +321,7 @@ def rescale_rates(state: dict[str, Any], ratio: float) -> dict[str, Any]:
 
 
 def _common(names: list[str], hyperparameters: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-    """Return the hyperparameters that all of `names`, one group's parameters, were trained with."""
+    """Return the hyperparameters with which all of `names`, the parameters of one group, were trained."""
     for name in names:
         if name not in hyperparameters:
             raise InputError(

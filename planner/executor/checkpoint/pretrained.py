@@ -44,7 +44,7 @@ class Pretrained:
             self._files |= dict.fromkeys(shapes, file)
 
     @classmethod
-    def of(cls, spec: TrainingSpec) -> Pretrained | None:
+    def named_by(cls, spec: TrainingSpec) -> Pretrained | None:
         """Return what the model file names; None where it names nothing."""
         found = spec.pretrained()
         return None if found is None else cls(*found)
@@ -129,7 +129,7 @@ def fill_pretrained(spec: TrainingSpec, model: nn.Module, seed: int) -> None:
 
     Workers that read the weights of some stages only do not draw what the constructor does, so all begin from a seed.
     """
-    if (pretrained := Pretrained.of(spec)) is None:
+    if (pretrained := Pretrained.named_by(spec)) is None:
         return
     names = model.state_dict().keys()
     allocate(model, names)
@@ -138,7 +138,6 @@ def fill_pretrained(spec: TrainingSpec, model: nn.Module, seed: int) -> None:
 
 
 def _files(path: Path) -> list[Path]:
-    """Return the files that `path` means."""
     if path.is_dir():
         if (path / INDEX).exists():
             return _listed(path / INDEX)
@@ -159,7 +158,6 @@ _CONVERT = "weights are read from safetensors files alone; write one with: safet
 
 
 def _listed(index: Path) -> list[Path]:
-    """Return the files that an index lists."""
     try:
         listed = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
         return [index.parent / str(name) for name in dict.fromkeys(listed)]

@@ -149,7 +149,6 @@ def _ask(held: _Held | None) -> None:
 
 
 def _send_asked(own: Mapping[str, Tensor]) -> None:
-    """Send what rank 0 asks for, until it has everything."""
     while asked := json.loads(broadcast_bytes(b"", control_group())):
         rank, name = asked
         if rank == dist.get_rank():

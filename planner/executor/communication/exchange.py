@@ -142,6 +142,6 @@ class _DirectSum(ReduceScatter):
 
 
 def _named(new: str, old: str) -> Callable[..., Any]:
-    """Return a function of torch.distributed that PyTorch 2.13 renamed."""
+    # PyTorch 2.13 renamed some functions of torch.distributed.
     function: Callable[..., Any] = getattr(dist, new, None) or getattr(dist, old)
     return function

@@ -152,6 +152,7 @@ class GradientAverager:
         return move
 
     def _reduce_until(self, end: int) -> None:
+        # In the order of the buckets, whichever is full first: the other replicas' calls match by their order.
         posted, due = self._buckets[: self._next], self._buckets[self._next : end]
         for bucket in posted if due else ():
             bucket.poll()

@@ -146,7 +146,7 @@ class Links(ABC):
 
     @abstractmethod
     def _start(self, send: Send, route: Route, values: dict[str, Tensor]) -> None:
-        """Send `values`."""
+        """Begin to send `values`."""
 
     def _packed(self, send: Send, route: Route, values: dict[str, Tensor]) -> Outgoing:
         layout = self._layout_of(send)
@@ -160,6 +160,7 @@ class Links(ABC):
         group, tag = self._end(route)
         work = dist.isend(message.buffer, route.peer_rank, group, tag=tag)
         assert work is not None
+        # Over NCCL the transfer begins when this stream has filled the buffer: isend records that in an event.
         # The buffer must live until the transfer ends, and gloo reports the end only to a caller that waits for it.
         self._sent[route].append((work, message))
 
@@ -180,6 +181,7 @@ class Links(ABC):
         pending = self._sent[route]
         while len(pending) > keep:
             work, message = pending.popleft()
+            # Over NCCL the stream waits, not the host: what fills the buffer next does so after the transfer has ended.
             wait_for(work, route.peer_rank)
             if not route.shared:  # those are as large as the weights, and not worth their memory
                 self._left[route] = message

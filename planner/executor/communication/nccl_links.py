@@ -78,6 +78,7 @@ class NCCLLinks(Links):
 
     def _start(self, send: Send, route: Route, values: dict[str, Tensor]) -> None:
         self._reach(send)
+        # Packed now, because it may allocate memory; posted with the last send of the run, and the receives after it.
         self._waiting.append((route, self._packed(send, route, values)))
         if not (self._run and isinstance(self._run[0], Send)):
             self._post()
@@ -96,6 +97,7 @@ class NCCLLinks(Links):
 
     def _reach(self, message: Message) -> None:
         """Go on to `message`, the worker's next."""
+        # Messages on a communicator match by the order of the calls alone, so a worker may not leave its stream.
         if not self._run:
             self._run = deque(next(self._runs, (message,)))
         expected = self._run.popleft()
@@ -146,6 +148,7 @@ class NCCLLinks(Links):
         """Return a context in which an operation waits for the buffer, and for nothing else on this device."""
         if self._side is None:
             return nullcontext()
+        # An operation waits for all that its stream was given. On a stream of its own that is this event alone.
         if buffer.free is not None:
             self._side.wait_event(buffer.free)
         return torch.cuda.stream(self._side)
@@ -160,6 +163,7 @@ def _runs(segment: Iterable[Instruction], rank: int) -> Iterator[list[Message]]:
                 yield run
             run = []
         elif each.peer_rank != rank:
+            # A send may need what the receive before it brings, so it cannot be posted together with it.
             if run and isinstance(each, Send) and isinstance(run[-1], Receive):
                 yield run
                 run = []

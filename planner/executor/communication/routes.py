@@ -76,7 +76,7 @@ def lanes_of(streams: Mapping[int, Iterable[Instruction]]) -> list[Lane]:
     }
     taken: defaultdict[int, set[int]] = defaultdict(set)  # turns, by rank
     turns = {}
-    for lane in sorted(found):
+    for lane in sorted(found):  # sets have another order in every process
         turn = next(number for number in count() if number not in taken[lane.sender] | taken[lane.receiver])
         turns[lane] = turn
         taken[lane.sender].add(turn)
@@ -111,6 +111,7 @@ class LinkGroups:
         """
         if groups.tagged:
             return cls(groups.of(None), groups.of(None), receivers=receivers)
+        # Making a group is a call of all workers, and NCCL connects a lane at its first use: one order for all.
         links = cls(receivers=receivers)
         lanes = lanes_of({rank: links.copied(stream, rank) for rank, stream in streams().items()})
         return replace(links, by_lane={lane: groups.between(lane.sender, lane.receiver) for lane in lanes})

@@ -220,7 +220,6 @@ class DividedBucket(Bucket):
         self._rows = None
 
     def _views(self, pieces: Collection[Piece]) -> list[Tensor]:
-        """Return the places of `pieces` in the rows."""
         assert self._rows is not None
         rows, places = self._rows, self.exchange.places()
         return [rows[places[piece.owner], piece.in_row] for piece in pieces]
@@ -319,7 +318,8 @@ class Sharding:
             shard.stepped.data = shard.cut_from(shard.parameter.data)
         step()
         self.note("waiting for its replicas' weights", True)
-        # One after the other: the next bucket is on its way while this one is copied.
+        # All are posted before any is waited for, and in one order on all replicas: the next bucket is on its way while
+        # this one is copied.
         under_way = [(bucket, bucket.post_weights()) for bucket in self._divided]
         for bucket, wait in under_way:
             wait()

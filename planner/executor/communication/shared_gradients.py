@@ -83,12 +83,12 @@ class SharedGradients:
             for each in self._parameters:
                 gradient = each.parameter.grad
                 each.parameter.grad = None
-                own[each.name] = torch.zeros_like(each.parameter) if gradient is None else _alone(gradient.detach())
+                own[each.name] = torch.zeros_like(each.parameter) if gradient is None else _compact(gradient.detach())
             held[self._stage] = own
         return held[self._stage]
 
 
-def _alone(gradient: Tensor) -> Tensor:
+def _compact(gradient: Tensor) -> Tensor:
     """Return `gradient`, cloned if it is a view of a bucket: kept for later rounds, it would keep the whole bucket."""
     return gradient if gradient.untyped_storage().nbytes() == gradient.nbytes else gradient.clone()
 

@@ -52,7 +52,7 @@ def initial_model(job: Job, stages: Sequence[int], spec: TrainingSpec, kind: str
         ModelFileError, CaptureError: when the model cannot be built or captured.
         InputError: when the files that pretrained() names are not this model's.
     """
-    making = _Making(job, stages, spec, Pretrained.of(spec), kind)
+    making = _Making(job, stages, spec, Pretrained.named_by(spec), kind)
     # A model in memory is there already, whole or on the meta device.
     if spec.path is None or not defers(job):
         return making.whole()

@@ -201,12 +201,11 @@ class StageOptimizer:
         return [stepped.grad for stepped in counted if stepped.grad is not None]
 
     def _sum(self, value: Tensor) -> Tensor:
-        """Return the sum of all parts of a number."""
+        """Add up a number of which each replica, or each rank that divides the weights, has a part."""
         total = value if self.sharding is None else self.sharding.sum(value)
         return total if self._division.group is None else self._division.group.sum(total)
 
     def _number(self, value: float) -> Tensor:
-        """Return `value` on the device of the parameters."""
         return torch.tensor(value, dtype=torch.float64, device=self.parameters[0].device)
 
     def _prepare(self) -> None:
