@@ -11,7 +11,7 @@ that are as large as their memory allows.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 from itertools import count, islice, takewhile
 
@@ -25,8 +25,8 @@ from planner.solver.evaluate.evaluation import priced, simulated
 from planner.solver.problem.budget import Budget
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import Evaluation, Found
-from planner.solver.problem.states import Chain
-from planner.solver.reference.baselines import equal_blocks, equal_time
+from planner.solver.problem.states import Chain, column
+from planner.solver.reference.baselines import equal_blocks, equal_times
 from planner.solver.search.pipeline_search import PipelineSearch
 from planner.units import SLACK
 
@@ -59,7 +59,7 @@ class FirstPlans:
     def leanest(self) -> Evaluation | None:
         """Return the plan that needs least memory of those that a short search meets, whether it fits or not."""
         leaner, cluster = Leaner(self._problem), self._problem.cluster
-        plans = (leaner.leanest(stages) for stages in _all_stages(self._problem))
+        plans = (leaner.leanest(usual.stages) for usual in _usual_plans(self._problem))
         best = min(plans, key=_most_bytes, default=None)
         problem, low = self._hurried(), cluster.memory_bytes
         while best is not None and low is not None and _most_bytes(best) > low * CLOSE:
@@ -116,40 +116,71 @@ class FirstPlans:
             yield self._fitting[number]
 
     def _sought(self) -> Iterator[Evaluation]:
-        """Yield the same, and find what recomputes only for plans that may be the next: it adds to their time."""
-        leaner = Leaner(self._problem)
-        plans: list[tuple[float, int, list[Candidate], Evaluation | None]] = [
-            (priced(self._problem, stages).seconds, number, stages, None)
-            for number, stages in enumerate(_all_stages(self._problem))
+        """Yield the plans of `fitting` for the first time.
+
+        Pricing a plan of many stages takes time, and so does finding what recomputes, which adds to its time. So both
+        are done for those plans only that may be the next by what is known of their time.
+        """
+        problem, leaner = self._problem, Leaner(self._problem)
+        plans: list[tuple[float, int, _Usual, Evaluation | None]] = [
+            (usual.least_s(problem), number, usual, None) for number, usual in enumerate(_usual_plans(problem))
         ]
         heapify(plans)
+        known: dict[int, Evaluation] = {}
         while plans:
-            _, number, stages, plan = heappop(plans)
+            _, number, usual, plan = heappop(plans)
             if plan is not None:
                 yield plan
-            elif (plan := leaner.lean_enough(stages)) is not None:
-                heappush(plans, (plan.seconds, number, stages, plan))
+            elif number not in known:
+                known[number] = priced(problem, usual.stages)
+                heappush(plans, (known[number].seconds, number, usual, None))
+            elif (plan := leaner.lean_enough(usual.stages)) is not None:
+                heappush(plans, (plan.seconds, number, usual, plan))
 
 
-def _all_stages(problem: Problem) -> Iterator[list[Candidate]]:
-    """Yield the stages of each plan, which may not fit the memory, with a whole and with a sharded optimizer."""
+@dataclass(frozen=True)
+class _Usual:
+    """A plan that takes no search: the stages of a cut, which all run alike, and seconds that the slowest computes."""
+
+    cut: Sequence[Candidate]
+    options: StageOptions
+    slowest_s: float
+
+    @property
+    def stages(self) -> list[Candidate]:
+        """The stages with their options."""
+        return [replace(stage, options=self.options) for stage in self.cut]
+
+    def least_s(self, problem: Problem) -> float:
+        """Return seconds per minibatch that the plan is not below."""
+        if problem.cluster.kinds:
+            return 0.0  # the devices may be faster than the profiled one
+        return self.slowest_s * problem.microbatches / self.options.replicas * (1 - SLACK)
+
+
+def _usual_plans(problem: Problem) -> Iterator[_Usual]:
+    """Yield each plan, which may not fit the memory, with a whole and with a sharded optimizer."""
     gpus, rule = problem.cluster.gpus, problem.rules.shard_optimizer
     # The published cost models know no sharded optimizers.
     may_shard = rule != "never" and problem.layer_costs.profile.may_shard_optimizer and problem.simulates
     most_replicas = min(problem.most_replicas, problem.microbatches if problem.schedule.divides else gpus)
     most_stages = min(gpus, problem.rules.max_stages or gpus)
-    for stages in (2**power for power in range(most_stages.bit_length())):
-        cuts = [equal_time(problem.layer_costs, stages)]
+    layers_s = column(problem.layer_costs, "forward_s") + column(problem.layer_costs, "backward_s")
+    counts = [2**power for power in range(min(most_stages, len(layers_s)).bit_length())]
+    for stages, equal in zip(counts, equal_times(problem.layer_costs, counts), strict=True):
+        if len(equal) < stages:
+            return  # there are fewer cuts
+        cuts = [equal]
         if (blocks := equal_blocks(problem.layer_costs, stages)) not in cuts:
             cuts.append(blocks)
         for cut in (each for each in cuts if len(each) == stages):
+            slowest_s = max(float(layers_s[list(stage.layers)].sum()) for stage in cut)
             for used in counts_to_try(gpus) if stages == 1 else (gpus >> power for power in range(gpus.bit_length())):
                 replicas = used // stages
                 if not 1 <= replicas <= most_replicas:
                     continue
                 for sharded in {rule == "always" and replicas > 1, may_shard and replicas > 1}:
-                    options = StageOptions(replicas, sharded=sharded)
-                    yield [replace(stage, options=options) for stage in cut]
+                    yield _Usual(cut, StageOptions(replicas, sharded=sharded), slowest_s)
 
 
 def _most_bytes(plan: Evaluation) -> int:

@@ -6,17 +6,18 @@ cut is legal; a baseline that wants to cut elsewhere takes the nearest of them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 
 import numpy as np
+from numpy.typing import NDArray
 
 from planner.cost.candidate import Candidate, candidates
 from planner.cost.layer_costs import LayerCosts
 from planner.cost.network.link import link_of
 from planner.cost.recomputation import units_of
-from planner.cost.work import Floats
+from planner.cost.work import Floats, Integers
 from planner.formats.cluster import Cluster
 from planner.options.solving import StageRules
 from planner.plan.blocks import blocks_of
@@ -79,21 +80,56 @@ def equal_time(layer_costs: LayerCosts, gpus: int) -> list[Candidate]:
 
     This is the block partition by which torchgpipe balances (Bárány & Grinberg 2015). Communication does not count.
     """
+    return next(equal_times(layer_costs, [gpus]))
+
+
+def equal_times(layer_costs: LayerCosts, counts: Iterable[int]) -> Iterator[list[Candidate]]:
+    """Yield the partition of `equal_time` for each of some ascending numbers of stages. O(stages · L log L) for all."""
     chain = Chain(layer_costs)
-    sums = chain.compute_s
-    stages = min(gpus, len(chain) - 1)
+    sums, states = chain.compute_s, np.arange(len(chain))
     # least[i]: time of the slowest stage in the best partition of the first i groups into the stages so far
-    least = np.where(np.arange(len(chain)) == 0, 0.0, np.inf)
-    choices = []
-    for _ in range(stages):
-        table = np.maximum(least[:, None], sums[None, :] - sums[:, None])
-        table[np.tril_indices(len(chain))] = np.inf
-        choices.append(table.argmin(axis=0))
-        least = table.min(axis=0)
-    ends = [len(chain) - 1]
-    for choice in reversed(choices):
-        ends.append(int(choice[ends[-1]]))
-    return candidates([chain.layers(i, j) for i, j in pairwise(reversed(ends))], [1] * stages)
+    least = np.where(states == 0, 0.0, np.inf)
+    choices: list[Integers] = []
+    for stages in (min(count, len(chain) - 1) for count in counts):
+        while len(choices) < stages:
+            choices.append(_last_cuts(least, sums, len(choices)))
+            least = np.maximum(least[choices[-1]], sums - sums[choices[-1]])
+            least[: len(choices)] = np.inf
+        ends = [len(chain) - 1]
+        for choice in reversed(choices[:stages]):
+            ends.append(int(choice[ends[-1]]))
+        yield candidates([chain.layers(i, j) for i, j in pairwise(reversed(ends))], [1] * stages)
+
+
+def _last_cuts(least: Floats, sums: Floats, stages: int) -> Integers:
+    """Return, for each state, the first cut that makes the slower of the last stage and those before it fastest.
+
+    Args:
+        least: time of the slowest of so many stages before each state, which grows with the state.
+        sums: compute time before each state.
+        stages: before the cut.
+    """
+    states = np.arange(len(sums))
+    final = np.maximum(states - 1, stages)
+    if stages == 0:
+        return np.zeros(len(sums), dtype=np.int64)  # the first stage begins at the beginning
+    # The last stage gets shorter with a later cut, and those before it get longer: the best cut is where these cross.
+    cross = _first(lambda cut: least[cut] >= sums - sums[cut], np.full(len(sums), stages), final)
+    before = np.maximum(cross - 1, stages)
+    longer_s = np.maximum(least[before], sums - sums[before])
+    shorter_s = np.maximum(least[cross], sums - sums[cross])
+    # Cuts between layers that take no time are equally good.
+    earliest = _first(lambda cut: sums - sums[cut] <= longer_s, np.full(len(sums), stages), before)
+    return np.where(longer_s <= shorter_s, earliest, cross)
+
+
+def _first(holds: Callable[[Integers], NDArray[np.bool_]], low: Integers, high: Integers) -> Integers:
+    """Return the first number from `low` on for which a condition holds that holds from there on; `high` if none."""
+    while (low < high).any():
+        middle = (low + high) // 2
+        here = holds(middle)
+        low, high = np.where(here | (low >= high), low, middle + 1), np.where(here & (low < high), middle, high)
+    return low
 
 
 def recomputing(layer_costs: LayerCosts, stages: Sequence[Candidate]) -> list[Candidate]:

@@ -30,6 +30,7 @@ from planner.solver.search.graph.lattice import Lattice
 NEVER = 2**30
 _SLACK = 1e-13  # of the whole compute time: times that are differences of running sums are known no better
 _PER_STEP = 50_000  # what a step costs besides its covers, in covers
+_FIRST, _MARGIN = 16, 2  # numbers of GPUs whose work tells of the rest; how many times too much that must be
 
 
 class OutOfWorkError(Exception):
@@ -59,6 +60,7 @@ class Relaxation:
     def __init__(self, space: Downsets, lattice: Lattice, model: Bounds, limits: Limits, left: WorkLeft) -> None:
         """Prepare the sums of all states; `lattice` has the states of `space`, in its order."""
         self.space, self.lattice, self.model, self.left = space, lattice, model, left
+        self._deadline = limits.deadline
         self.gpus, self.memory_bytes, self.recompute = limits.gpus, limits.memory_bytes, limits.recompute
         ways = WaysOf(space, limits, prices_shards=model.prices_shards)
         self.shards = ways.shards
@@ -87,26 +89,28 @@ class Relaxation:
         after = np.full(last + 1, NEVER)
         after[last] = 0
         extent = {0: (last, last)}  # first and last state that has so many GPUs after it
+        given = self.left.left
         for k in range(1, gpus + 1):
+            self._check_worth(given, k)
             start, stop = self._range(least_s[-1] - k * target_s, (gpus - k) * target_s)
             open_ = (least_after[start:stop] <= k) & (least_before[start:stop] <= gpus - k) & (after[start:stop] > k)
             if start == 0:
                 open_[0] = False
-            for r in range(1, min(k, self.model.most_replicas) + 1):
-                if k - r not in extent or not open_.any():
-                    continue
+            for k_after, (first, final) in reversed(extent.items()):
                 # Stages that compute for at most r·T.
-                first, final = extent[k - r]
+                r = k - k_after
+                if r > self.model.most_replicas or not open_.any():
+                    break
                 begin = max(start + int(open_.argmax()), self._range(self._least_from_s[first] - r * target_s, 0.0)[0])
                 end = min(stop, final)
                 if begin >= end:
                     continue
                 final = min(final, self._range(0.0, self._most_up_to_s[end - 1] + r * target_s)[1] - 1)
                 span = slice(begin, final + 1)
-                there = (after[span] == k - r) & self.model.cut_within(self.space.outputs[span], r, target_s)
+                there = (after[span] == k_after) & self.model.cut_within(self.space.outputs[span], r, target_s)
                 meets = open_[begin - start : end - start].copy()
                 meets &= self.model.cut_within(self.space.outputs[begin:end], r, target_s)
-                for sums, limit in self._sums_within(span, r, k - r, target_s):
+                for sums, limit in self._sums_within(span, r, k_after, target_s):
                     if not meets.any():
                         break
                     least = np.where(there, sums, np.inf)
@@ -127,21 +131,23 @@ class Relaxation:
         before = np.full(last + 1, NEVER)
         before[0] = 0
         extent = {0: (0, 0)}
+        given = self.left.left
         for k in range(1, gpus + 1):
+            self._check_worth(given, k)
             start, stop = self._range(least_s[-1] - (gpus - k) * target_s, k * target_s)
             open_ = (after[start:stop] <= gpus - k) & (before[start:stop] > k)
             if start == 0:
                 open_[0] = False
-            for r in range(1, min(k, self.model.most_replicas) + 1):
-                if k - r not in extent or not open_.any():
-                    continue
-                first, final = extent[k - r]
+            for k_before, (first, final) in reversed(extent.items()):
+                r = k - k_before
+                if r > self.model.most_replicas or not open_.any():
+                    break
                 begin = max(first, self._range(self._least_from_s[start] - r * target_s, 0.0)[0])
                 end = min(stop, self._range(0.0, self._most_up_to_s[final] + r * target_s)[1])
                 if end <= max(begin, start):
                     continue
                 span = slice(begin, end)
-                there = before[span] == k - r
+                there = before[span] == k_before
                 there &= self.model.cut_within(self.space.outputs[span], r, target_s)
                 inner = max(begin, start)
                 meets = open_[inner - start : end - start].copy()
@@ -159,6 +165,18 @@ class Relaxation:
             if len(found):
                 extent[k] = (start + int(found[0]), start + int(found[-1]))
         return before
+
+    def _check_worth(self, given: int, k: int) -> None:
+        """Check that a walk over the numbers of GPUs can end with the work that it was given, and in time.
+
+        The numbers of GPUs take more and more work each, so what the first ones took tells when the rest is too much.
+
+        Raises:
+            OutOfWorkError: if it cannot.
+        """
+        hopeless = k > _FIRST and (given - self.left.left) * self.gpus > _MARGIN * given * k
+        if hopeless or self._deadline.passed:
+            raise OutOfWorkError
 
     def _around(self, target_s: float) -> tuple[Floats, Floats]:
         """Return the GPUs that the bytes across each cut need before and after it."""

@@ -111,7 +111,17 @@ class LocalSearch:
         """Return the stages of these shapes in all ways, each once."""
         # On spaces of downsets, neighbouring numbers need not contain each other.
         nested = (shape for shape in shapes if _nested(self._space, shape[0]))
-        return dict.fromkeys((shape[0], options(*shape)) for shape in nested for options in self._ways)
+        stages = ((shape[0], options(*shape)) for shape in nested for options in self._ways)
+        # A stage of thousands of replicas has as many neighbours, of which no more are priced than the effort allows.
+        return dict.fromkeys(self._as_allowed(stages))
+
+    def _as_allowed(self, found: Iterable[_Stages]) -> Iterator[_Stages]:
+        """Yield the stages, and compute their bounds, until no more plans may be priced."""
+        for stages in found:
+            yield stages
+            self._bound(stages)
+            if self.over:
+                break
 
     def _stages_split(self, path: CutPath) -> Iterator[_Shape]:
         """Yield plans with a stage split in two, which have its replicas, or one more if a GPU is left."""
