@@ -26,6 +26,8 @@ def searched(problem: Problem) -> Found:
     try:
         found = _by_search(problem)
     except OutOfTimeError:
+        if not problem.deadline.passed:
+            first.evaluate()
         last_resort = first.last_resort()
         if last_resort is None:
             raise out_of_time(problem, first.leanest()) from None

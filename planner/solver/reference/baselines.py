@@ -25,7 +25,7 @@ from planner.solver.candidates.kinds import StraightSearch, counts_to_try
 from planner.solver.problem.bounds import bounds_for
 from planner.solver.problem.budget import NO_HURRY, Deadline, OutOfTimeError
 from planner.solver.problem.problem import Limits
-from planner.solver.problem.states import Chain, column
+from planner.solver.problem.states import Chain, column, uncut_groups
 
 
 def data_parallel(layer_costs: LayerCosts, gpus: int) -> list[Candidate]:
@@ -149,8 +149,7 @@ def equal_counts(blocks: int, stages: int) -> list[int]:
 
 def legal_ends(layer_costs: LayerCosts) -> list[int]:
     """Return how many layers are before each legal cut, 0 and all of them included."""
-    chain = Chain(layer_costs)
-    return [0, *(len(chain.layers(0, state)) for state in range(1, len(chain)))]
+    return [0, *accumulate(map(len, uncut_groups(layer_costs)))]
 
 
 def _equal_shares(layer_costs: LayerCosts, gpus: int, amounts: Floats) -> list[Candidate]:

@@ -15,6 +15,7 @@ from planner.cost.recomputation import exact_everywhere
 from planner.options.solving import StageRules
 from planner.solver.evaluate.evaluation import priced_path
 from planner.solver.problem.bounds import balanced_s
+from planner.solver.problem.budget import OutOfTimeError
 from planner.solver.problem.infeasible import Fits
 from planner.solver.problem.problem import Limits, Problem
 from planner.solver.problem.result import RESOLUTION, BoundedPath, CutPath, Evaluation
@@ -37,6 +38,8 @@ from planner.units import SLACK
 
 MOST_SYNCHRONOUS_STATES = 600  # the search for synchronous schedules is slower
 MOST_SYNCHRONOUS_GPUS = 64  # beyond, no synchronous schedule is proposed where nothing fits
+# On more GPUs, cuts are sought among some of more states only, and under synchronous schedules not at all.
+MANY_GPUS, MOST_EXACT_STATES = 1024, 1024
 
 
 class PipelineSearch:
@@ -47,13 +50,24 @@ class PipelineSearch:
         self.interrupted = False  # by the deadline: the last search may have missed faster plans
 
     def best(self) -> CutPath | None:
-        """Return the best path by the cost model; on clusters of several levels, for the nearest flat one."""
+        """Return the best path by the cost model; on clusters of several levels, for the nearest flat one.
+
+        Raises:
+            OutOfTimeError: if no path is found in time, or states and GPUs are too many for any search.
+        """
         if self.problem.placed:
             path, self.interrupted = nearest_path(self.problem, self.space)
             return path
+        many = self.problem.cluster.gpus > MANY_GPUS
+        if many and not self.problem.schedule.asynchronous and len(self.space) > MOST_SYNCHRONOUS_STATES:
+            raise OutOfTimeError
         search = self._search(self.problem.limits)
-        precision = max(self.problem.precision, RESOLUTION)
-        path = search.best(precision) if isinstance(search, SynchronousSearch) else search.best()
+        if isinstance(search, SynchronousSearch):
+            path = search.best(max(self.problem.precision, RESOLUTION))
+        elif many and len(self.space) > MOST_EXACT_STATES:
+            path, search.interrupted = search.rough() or search.best(), True
+        else:
+            path = search.best()
         self.interrupted = search.interrupted
         return path
 

@@ -77,7 +77,7 @@ class Search:
             OutOfTimeError: if the deadline passes before there is any plan, and all plans are looked for.
         """
         start_s = self.any_time_s() if below_s is None else below_s * (1 - RESOLUTION)
-        if (rough := self._rough(below_s)) is not None:
+        if (rough := self.rough(below_s)) is not None:
             start_s = rough.seconds
         self._must_hurry = below_s is None
         best = self.within(start_s)
@@ -124,8 +124,8 @@ class Search:
         assert tidy is not None
         return tidy
 
-    def _rough(self, below_s: float | None) -> CutPath | None:
-        """Return the best plan that cuts at a few of many states only: the time to beat from the start."""
+    def rough(self, below_s: float | None = None) -> CutPath | None:
+        """Return the best plan that cuts at a few of many states only, which is near the best; None without many."""
         chooses = self._fewest.ways.chooses and self.limits != self._all_choices
         few = _ROUGH_STATES // 2 if chooses else _ROUGH_STATES
         if len(self.space) <= 2 * few:

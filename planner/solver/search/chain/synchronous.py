@@ -12,6 +12,9 @@ the fewest.
 A stage that is sharded or recomputes layers is one more choice each; the latter only where the stage without
 recomputation does not always fit. The number of a stage is one more axis only where a limit on numbers binds.
 
+In a cluster of thousands of GPUs, all counts are multiples of a unit: replicas, and GPUs after a stage. The tables over
+pairs of states and GPUs would fill the memory otherwise. What is found then may not be the best (`interrupted`).
+
 What a stage holds does not depend on the links, so it is found once for all searches over a space. What a stage takes
 is found once for every link.
 """
@@ -45,17 +48,17 @@ class Fitting:
 
     Attributes:
         ways: the ways.
-        fits: by replicas - 1 and way, whether the memory suffices, and no way that recomputes less does as well.
-        after: likewise, most GPUs that may follow.
+        fits: by replicas - 1, in units, and way: whether the memory suffices, and no way that recomputes less does.
+        after: likewise, most units of GPUs that may follow.
     """
 
     ways: Ways
     fits: NDArray[np.bool_]
     after: Integers
 
-    def priced(self, model: SynchronousModel) -> Stages:
+    def priced(self, model: SynchronousModel, unit: int) -> Stages:
         """Add what each way takes by the model."""
-        replicas = np.arange(1, len(self.fits) + 1)[:, None]
+        replicas = _replicas(len(self.fits), unit)[:, None]
         max_s = np.where(self.fits, model.max_s(self.ways.work, replicas), np.nan)
         sum_s = np.array(np.broadcast_to(model.sum_s(self.ways.work), len(self.ways)))
         return Stages(self.ways, sum_s, max_s, self.after)
@@ -65,7 +68,7 @@ class Fitting:
 class Stages:
     """Ways to run the stages from one state, and what they take.
 
-    `max_s` is by replicas - 1 and way, and not a number where the way does not fit the memory.
+    `max_s` is by replicas - 1, in units, and way, and not a number where the way does not fit the memory.
     """
 
     ways: Ways
@@ -73,9 +76,9 @@ class Stages:
     max_s: Floats
     after: Integers
 
-    def in_multiples(self, number: int) -> Stages:
+    def in_multiples(self, number: int, unit: int) -> Stages:
         """Rule out replicas that are no multiples of this number."""
-        replicas = np.arange(1, len(self.max_s) + 1)[:, None]
+        replicas = _replicas(len(self.max_s), unit)[:, None]
         return self if number == 1 else replace(self, max_s=np.where(replicas % number, np.nan, self.max_s))
 
     @cached_property
@@ -100,20 +103,25 @@ class Table:
     answers: dict[Hashable, tuple[CutPath | None, list[CutPath]]] = field(default_factory=dict)
 
 
-def tabulated(space: StateSpace, model: SynchronousModel, limits: Limits, most_replicas: int) -> Table:
-    """Return the table of the stages between the states of a space.
+def _replicas(units: int, unit: int) -> Integers:
+    """Return the replicas of one unit, of two units and so on."""
+    return np.arange(1, units + 1) * unit
+
+
+def tabulated(space: StateSpace, model: SynchronousModel, limits: Limits, most_replicas: int, unit: int) -> Table:
+    """Return the table of the stages between the states of a space, on replicas that are multiples of a unit.
 
     Raises:
         OutOfTimeError: if the deadline passes before they are known.
     """
     alike = replace(limits, deadline=NO_HURRY, numbering=Numbering())
-    holds = model.schedule.name, model.microbatches, alike, most_replicas
+    holds = model.schedule.name, model.microbatches, alike, most_replicas, unit
     tables, fitting = _KNOWN.setdefault(space, {}), _FITTING.setdefault(space, {})
     if (key := (holds, model.link.alike)) not in tables:
         if holds not in fitting:
-            room = _Room(space, model, limits, most_replicas)
+            room = _Room(space, model, limits, most_replicas, unit)
             fitting[holds] = [room.fitting(state) for state in range(len(space) - 1)]
-        tables[key] = Table([each.priced(model) for each in fitting[holds]])
+        tables[key] = Table([each.priced(model, unit) for each in fitting[holds]])
     table = tables[key]
     if sum(each.after.size for kept in tables.values() for each in kept.stages) > _MOST_KEPT:
         tables.clear()
@@ -124,10 +132,12 @@ def tabulated(space: StateSpace, model: SynchronousModel, limits: Limits, most_r
 class _Room:
     """Finds the ways to run stages that fit the memory."""
 
-    def __init__(self, space: StateSpace, model: SynchronousModel, limits: Limits, most_replicas: int) -> None:
+    def __init__(
+        self, space: StateSpace, model: SynchronousModel, limits: Limits, most_replicas: int, unit: int
+    ) -> None:
         self._space, self._model, self._limits, self._memory_bytes = space, model, limits, limits.memory_bytes
         self._ways = WaysOf(space, limits)
-        self._replicas = np.arange(1, most_replicas + 1)
+        self._replicas, self._unit = _replicas(most_replicas // unit, unit), unit
         self._gpus = min(limits.gpus, most_replicas * (len(space) - 1))
 
     def fitting(self, state: int) -> Fitting:
@@ -138,7 +148,7 @@ class _Room:
         if not self._ways.chooses:
             return plainest
         # Recomputing costs time, so it is a choice only where some number of GPUs after the stage does not fit.
-        limited = (~plainest.fits | (plainest.after < self._gpus)).any(axis=0)
+        limited = (~plainest.fits | (plainest.after < self._gpus // self._unit)).any(axis=0)
         roomy = plainest.ways.stage[~limited & ~plainest.ways.sharded]
         tight = ~np.isin(np.arange(len(others)), roomy)
         return self._of_use(self._ways.all(state, others, tight)) if tight.any() else plainest
@@ -160,7 +170,7 @@ class _Room:
         """Return those of the ways that fit the memory, and allow more GPUs after them than those recomputing less."""
         replicas, shape = self._replicas[:, None], (len(self._replicas), len(ways))
         fits = np.array(ways.allowed(np.broadcast_to(replicas, shape)))
-        after = np.full(shape, self._gpus, dtype=np.int64)
+        after = np.full(shape, self._gpus // self._unit, dtype=np.int64)
         if self._memory_bytes is not None:
             footprint = ways.footprint_on(replicas).divided(self._model.microbatches)
             # With nothing after it a stage holds least, with everything most.
@@ -168,7 +178,7 @@ class _Room:
             fits &= held <= self._memory_bytes
             most = footprint.most_in_flight(self._memory_bytes, stashing=False)
             least_room = self._model.in_flight(self._replicas, self._gpus)[:, None] > most
-            after = np.where(least_room, np.maximum(most - 1, 0) * replicas, after)
+            after = np.where(least_room, np.maximum(most - 1, 0) * replicas // self._unit, after)
             fits &= ~_of_no_use(ways, fits, after)
         rows = np.flatnonzero(fits.any(axis=0))
         return Fitting(ways[rows], fits[:, rows], after[:, rows])
@@ -186,8 +196,19 @@ def _of_no_use(ways: Ways, fits: NDArray[np.bool_], after: Integers) -> NDArray[
     return useless
 
 
+_MOST_SINGLE_GPUS = 1024  # in larger clusters, GPUs are counted in units where tables would have more entries than:
+_MOST_ENTRIES = 2**23
+COARSE = 1e-2
 _STEP = 1.25  # from one limit to the next, on the way to a plan that is balanced well
 _BATCH = 2**20  # entries of an array over stages and GPUs
+
+
+def _unit_of(states: int, replicas: int) -> int:
+    """Return a power of two, by which so many replicas are counted: twice the GPUs have twice the unit."""
+    unit = 1
+    while unit < replicas and states**2 // 2 * replicas // unit > _MOST_ENTRIES:
+        unit *= 2
+    return unit
 
 
 class SynchronousSearch:
@@ -207,23 +228,26 @@ class SynchronousSearch:
         # Replicas beyond the number of microbatches would idle, and naive runs one microbatch at a time.
         most = min(limits.gpus, model.microbatches, limits.most_replicas) if model.schedule.pipelined else 1
         self.space, self.model, self.limits, self.memory_bytes = space, model, limits, limits.memory_bytes
-        self.gpus = min(limits.gpus, most * (len(space) - 1))
-        self._replicas = np.arange(1, most + 1)
+        self._unit = _unit_of(len(space), most) if limits.gpus > _MOST_SINGLE_GPUS else 1
+        self.gpus = min(limits.gpus, most * (len(space) - 1)) // self._unit  # in units, and so are those of all stages
+        self._replicas = np.arange(1, most // self._unit + 1)
         self._ways = WaysOf(space, limits)
-        table = tabulated(space, model, limits, most)
-        self._stages, self._answers = [stages.in_multiples(multiple) for stages in table.stages], table.answers
+        table = tabulated(space, model, limits, most, self._unit)
+        self._stages = [stages.in_multiples(multiple, self._unit) for stages in table.stages]
+        self._answers = table.answers
         self._asked = multiple, limits.numbering
 
     def best(self, precision: float = RESOLUTION, below_s: float = np.inf) -> CutPath | None:
         """Return the fastest plan, with few GPUs among equally fast ones; None if no plan fits the memory.
 
         Args:
-            precision: how much faster, relatively, other plans may be.
+            precision: how much faster, relatively, other plans may be; at least `COARSE` where GPUs come in units.
             below_s: plans that are no faster than this are of no use, and may be missed.
 
         Raises:
             OutOfTimeError: if the deadline passes before there is any plan.
         """
+        precision = max(precision, COARSE) if self._unit > 1 else precision
         asked = (*self._asked, precision, below_s)
         if asked not in self._answers:
             best = self._best(precision, below_s)
@@ -252,7 +276,7 @@ class SynchronousSearch:
             if self.deadline.passed:
                 self.interrupted = True
                 break
-        self.interrupted |= self._cut_short
+        self.interrupted |= self._cut_short or self._unit > 1
         return best
 
     def _promising_s(self) -> float:
@@ -261,7 +285,7 @@ class SynchronousSearch:
         The way from no limit at all to a balanced plan is long, and plans on it are of no use.
         """
         everything = self.space.work(0, np.array([len(self.space) - 1]))
-        limit_s = float(self.model.microbatches * everything.compute_s[0]) / self.gpus
+        limit_s = float(self.model.microbatches * everything.compute_s[0]) / (self.gpus * self._unit)
         if not self.model.schedule.pipelined or limit_s <= 0 or self.within(np.inf) is None:
             return np.inf
         while (answer := self.within(limit_s)) is None:
@@ -383,7 +407,7 @@ class SynchronousSearch:
             way, r = (int(each) for each in choices[:, number, state, gpus])
             stages = self._stages[state]
             states.append(int(stages.ways.others[way]))
-            options.append(stages.ways.options(way, r))
+            options.append(stages.ways.options(way, r * self._unit))
             sums += float(stages.sum_s[way])
             most_s = max(most_s, float(stages.max_s[r - 1, way]))
             gpus = min(gpus - r, int(stages.after[r - 1, way]))

@@ -27,9 +27,12 @@ from planner.solver.search.graph.relaxation import OutOfWorkError, Relaxation, W
 from planner.solver.search.graph.windows import Windows
 from planner.units import SLACK
 
-MOST_DOWNSETS = 300_000  # enumerated in a second
+MOST_DOWNSETS, FEW_DOWNSETS = 300_000, 30_000  # enumerated in a second, and where there are many GPUs
 MOST_STATES = 2_000  # searched pair by pair in a second
 WORK = 9 * 10**8  # covers to look at: some seconds, and always the same ones for the same problem
+# GPUs beyond which it is a quarter, because the relaxation walks over their numbers and hardly ever ends. Graphs of
+# many cuts are bounded only, by windows.
+_MANY_GPUS = 1024
 _CLOSE = 0.02  # relative distance of the bounds from which on to ask for anything strictly better, too
 _PRECISION = 1e-3  # gains below this are not worth another look around a plan's cuts
 _SETTLED = 4e-10  # plans that are faster by less than this are not looked for
@@ -56,12 +59,15 @@ def search_beyond(
         bound_only: where the cuts are too many to list, do not look for faster plans.
     """
     start = BoundedPath(known, 0.0, space)
-    covers = enumerate_covers(space.layer_costs, MOST_DOWNSETS)
+    many = limits.gpus > _MANY_GPUS
+    covers = enumerate_covers(space.layer_costs, FEW_DOWNSETS if many else MOST_DOWNSETS)
     if covers is not None:
         return _Bracket(model, limits, covers, start).narrowed()
     shards = WaysOf(space, limits, prices_shards=model.prices_shards).shards
     bound_s = Windows(space.layer_costs, model, shards=shards).bound_s(limits, known.seconds)
-    return replace(start, bound_s=bound_s) if bound_only else _along_orders(model, limits, known, space, bound_s)
+    if bound_only or many:
+        return replace(start, bound_s=bound_s)
+    return _along_orders(model, limits, known, space, bound_s)
 
 
 def _along_orders(model: Bounds, limits: Limits, best: CutPath, space: StateSpace, bound_s: float) -> BoundedPath:
@@ -91,7 +97,9 @@ class _Bracket:
         self.model, self.limits, self.gpus = model, limits, limits.gpus
         self.space = Downsets(start.space.layer_costs, covers.words, complete=True)
         lattice = Lattice(covers, self.space.order)
-        self.relaxation = Relaxation(self.space, lattice, model, limits, WorkLeft(WORK))
+        self.relaxation = Relaxation(
+            self.space, lattice, model, limits, WorkLeft(WORK if limits.gpus <= _MANY_GPUS else WORK // 4)
+        )
         self.pairs = Search(self.space, model, limits)
         self.best, self.best_space = start.path, start.space
         self.low_s = float(self.relaxation.least_s[-1]) / self.gpus * (1 - RESOLUTION)
