@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
 
 from planner.errors import InputError, PlanError
 from planner.executor.checkpoint.folders import seed_of_run
@@ -15,138 +14,67 @@ from planner.executor.run.stages import check_divided
 from planner.executor.worker import launch
 from planner.formats.files import check_writable
 from planner.formats.plan import Plan
-from planner.formats.profile import MemoryFormat, Profile
+from planner.formats.profile import Profile
 from planner.formats.timeline import Timeline
 from planner.model.spec import TrainingSpec, load_model_file
 from planner.options.option import keywords_of
+from planner.options.profiling import EstimateArguments
 from planner.options.training import CheckpointOptions, RunOptions, TrainArguments, TrainingOptions
 from planner.plan.shape import check_accumulate, synchronous_part
-from planner.profiler import BATCH_SIZE, REPEATS, SECONDS
 from planner.profiler.estimated.calibrate import load_calibration
 from planner.profiler.estimated.devices import load_device, parse_dtype
 from planner.profiler.estimated.estimate import EstimateOptions, estimate_profile
 from planner.profiler.measured.profiling import ProfilingOptions, profile_model
-from planner.profiler.step.timing import ProgressCallback
 from planner.report.trace import save_trace
 from planner.simulator.simulate_plan import simulated_s
 from planner.workers.job import Job, TrainResult
 
 
-def profile(
-    model: str | Path | TrainingSpec,
-    *,
-    batch_size: int = BATCH_SIZE,
-    device: str | None = None,
-    threads: int = 1,
-    seconds: float = SECONDS,
-    repeats: int = REPEATS,
-    dtype: str = "float32",
-    memory_format: MemoryFormat | None = None,
-    compiled: bool = False,
-    deterministic: bool = False,
-    processes: int = 1,
-    layer_by_layer: bool = False,
-    tensor: Sequence[int] = (),
-    progress: ProgressCallback | None = None,
-) -> Profile:
+@keywords_of(ProfilingOptions, arguments=1)
+def profile(model: str | Path | TrainingSpec, options: ProfilingOptions) -> Profile:
     """Measure what each layer of a model costs in training on this device.
 
     Args:
         model: "model.py", or "model.py:builder" for another function than build_model; or what `in_memory` gives.
-        batch_size: samples per minibatch, or per microbatch for schedules that divide minibatches.
-        device: "cpu", "cuda" or "cuda:N"; None for a GPU if there is one.
-        threads: intra-op threads on a CPU: the cores of one worker.
-        seconds: time to measure for, without capture and warm-up.
-        repeats: steps to measure, at most.
-        dtype: "float32", or "bfloat16" or "float16" to run under torch.autocast, or on a GPU "tf32" for products in
-            TF32; `train` then does the same.
-        memory_format: "channels-last" to store weights and images so, as `train` then does.
-        compiled: run through torch.compile, as `train` then does.
-        deterministic: use deterministic algorithms only, as `train` then does.
-        processes: on a CPU, workers of this machine: one is measured while the others train at the same time.
-        layer_by_layer: have only some layers at a time on the device. What does not fit a GPU is measured so in any
-            case.
-        tensor: numbers of ranks, for each of which layers are measured as ranks that divide them compute them.
-        progress: called with the phase and how much of it is done, 0 to 1.
 
     Raises:
         ModelFileError, CaptureError: when the model file or the model cannot be used.
         InputError: when there is no such device, or a number makes no sense.
     """
     spec = model if isinstance(model, TrainingSpec) else load_model_file(model)
-    options = ProfilingOptions(
-        device,
-        threads,
-        processes,
-        dtype,
-        memory_format,
-        compiled,
-        deterministic,
-        seconds,
-        repeats,
-        layer_by_layer,
-        tensor,
-    )
-    return profile_model(spec, batch_size, options, progress)
+    return profile_model(spec, options.batch_size, options, options.progress)
 
 
-def estimate(
-    model: str | Path,
-    *,
-    device: str | None = None,
-    device_file: str | Path | None = None,
-    batch_size: int = BATCH_SIZE,
-    dtype: str = "float32",
-    memory_format: MemoryFormat | None = None,
-    compiled: bool = False,
-    fused: Literal["apex"] | None = None,
-    master_weights: bool = False,
-    cuda_graph: bool = False,
-    calibrate: Sequence[str | Path] = (),
-    tensor: Sequence[int] = (),
-) -> Profile:
+@keywords_of(EstimateArguments, arguments=1)
+def estimate(model: str | Path, asked: EstimateArguments) -> Profile:
     """Estimate what each layer of a model costs in training on a device that need not be there.
 
     Args:
         model: "model.py", or "model.py:builder" for another function than build_model.
-        device: name in the table of `planner.profiler.estimated.devices`: "v100", "h100", "cpu" and others.
-        device_file: describes the device instead; `planner.profiler.estimated.device_file` has its fields.
-        batch_size: samples of the (micro)batch.
-        dtype: "float32", "tf32", or "bfloat16" or "float16" for autocast, which `train` then uses.
-        memory_format: "channels-last" if `train` is to store weights and images so; the times are the same.
-        compiled: chains of operations are fused as torch.compile fuses them, and `train` compiles.
-        fused: "apex" for the fused kernels of Megatron and Apex: softmax with its scale and mask, dropout with the
-            residual, the gate with its SiLU, and the optimizer.
-        master_weights: weights and gradients are in `dtype`, and the optimizer updates copies of them in float32; such
-            a profile describes another program's run, and cannot be trained here.
-        cuda_graph: the kernels are captured as graphs, so that none waits for the host; another program's run, too.
-        calibrate: profiles measured on such a device, each beside its model.py, or files of steps whose times are
-            known, to which the table is fitted.
-        tensor: numbers of ranks that may divide layers between them, whose costs are estimated, too.
 
     Raises:
         ModelFileError, CaptureError: when the model file or the model cannot be used.
         InputError: for a device or data type that is not in the table, and for unsuitable profiles.
     """
-    if (device is None) == (device_file is None):
+    if (asked.device is None) == (asked.device_file is None):
         raise InputError("an estimate is for one device", hint="give `device` or `device_file`")
-    if compiled and fused is not None:
+    if asked.compiled and asked.fused is not None:
         raise InputError(
-            f"`compiled` fuses operations already, so `fused={fused}` adds nothing", hint="give one of them"
+            f"`compiled` fuses operations already, so `fused={asked.fused}` adds nothing", hint="give one of them"
         )
     spec = load_model_file(model)
-    parsed = parse_dtype(dtype)
+    dtype = parse_dtype(asked.dtype)
     options = EstimateOptions(
-        device=device or load_device(device_file or "", parsed),
-        dtype=parsed,
-        memory_format=memory_format,
-        calibration=[load_calibration(path) for path in calibrate],
-        fusion="compiler" if compiled else fused,
-        master_weights=master_weights,
-        cuda_graph=cuda_graph,
-        tensor=tensor,
+        device=asked.device or load_device(asked.device_file or "", dtype),
+        dtype=dtype,
+        memory_format=asked.memory_format,
+        calibration=[load_calibration(path) for path in asked.calibrate],
+        fusion="compiler" if asked.compiled else asked.fused,
+        master_weights=asked.master_weights,
+        cuda_graph=asked.cuda_graph,
+        tensor=asked.tensor,
     )
-    return estimate_profile(spec, batch_size, options)
+    return estimate_profile(spec, asked.batch_size, options)
 
 
 @keywords_of(TrainArguments)

@@ -60,7 +60,7 @@ def main() -> None:
 def row(name: str, seconds: float) -> dict[str, Any]:
     """Profile one model, and measure it in 2, 3 and 4 stages."""
     file = load_model_file(PROFILES / name / "model.py")
-    profile = profile_model(file, BATCH_SIZES[name], ProfilingOptions("cpu", compiled=True, seconds=seconds))
+    profile = profile_model(file, BATCH_SIZES[name], ProfilingOptions(device="cpu", compiled=True, seconds=seconds))
     found = {
         str(count): [time.error for time in verify(file, profile, cut_by_time(profile, count), seconds=seconds)]
         for count in STAGES

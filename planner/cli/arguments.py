@@ -63,15 +63,20 @@ def add_options(
 
 def _written(default: Any) -> str:
     """Write a default for people; "" where there is none to tell of."""
-    if default is None or default is False:
+    if default in (None, ()) or default is False:
         return ""
     return f"{default:g}" if isinstance(default, float) else str(default)
 
 
+def given_options(record: type, args: argparse.Namespace) -> dict[str, Any]:
+    """Return the fields of a record that the user gave."""
+    values = {each.name: getattr(args, each.name, None) for each, _ in options_in(record)}
+    return {name: value for name, value in values.items() if value is not None}
+
+
 def read_options(record: Callable[..., RecordT], args: argparse.Namespace, **others: Any) -> RecordT:
     """Return the record of what the user gave, and its defaults for the rest."""
-    given = {each.name: getattr(args, each.name, None) for each, _ in options_in(record)}  # type: ignore[arg-type]
-    return record(**{name: value for name, value in given.items() if value is not None} | others)
+    return record(**given_options(record, args) | others)  # type: ignore[arg-type]
 
 
 def _by_type(kind: Any, option: Option) -> dict[str, Any]:

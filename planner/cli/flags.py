@@ -7,6 +7,7 @@ import re
 
 from planner.errors import InputError
 from planner.options.option import flag_of, options_in
+from planner.options.profiling import EstimateArguments, ProfileOptions
 from planner.options.solving import SolveOptions
 from planner.options.training import CheckpointOptions, RunOptions, TrainArguments, TrainingOptions
 
@@ -14,15 +15,13 @@ _ARGUMENT = re.compile(r"`([a-z][a-z0-9_]*)(?:=([^`]*))?`")
 _PLAIN_NUMBER = re.compile(r"[0-9][0-9_.]*(e[+-]?[0-9]+)?")
 # Flags that belong to no record of options: what a verb reads, writes and shows, and the cluster.
 _OWN = """
-    against bandwidth batch_size by calibrate cluster colocate compile compress constraints cuda_graph device_file dtype
-    estimate forbid_cut_after format fused given gpu gpus json kinds latency layer_by_layer length links master_weights
-    memory memory_format minibatches no_overlap only output own_links pin pin_gpu plan plot points processes profile
-    profiles repeats replicas seconds sequence_parallel servers skip stages threads to top topology verify workers
+    against bandwidth by cluster colocate compress constraints estimate forbid_cut_after format given gpu gpus json
+    kinds latency length links memory minibatches no_overlap only output own_links pin pin_gpu plan plot points
+    profile profiles replicas sequence_parallel servers skip stages to top topology verify workers
 """
 # Names of Python parameters that differ from the flag's, and the unit that the flag wants after a plain number.
 _OTHER_NAMES = {
     "bandwidth_bytes_per_s": ("--bandwidth", "B/s"),
-    "compiled": ("--compile", ""),
     "gpu_of": ("--pin-gpu", ""),
     "latency_s": ("--latency", "s"),
     "measured": ("--run", ""),
@@ -34,7 +33,15 @@ _OTHER_NAMES = {
     "system": ("--to", ""),
     "together": ("--colocate", ""),
 }
-_RECORDS = (SolveOptions, TrainArguments, TrainingOptions, CheckpointOptions, RunOptions)
+_RECORDS = (
+    SolveOptions,
+    ProfileOptions,
+    EstimateArguments,
+    TrainArguments,
+    TrainingOptions,
+    CheckpointOptions,
+    RunOptions,
+)
 _OPTIONS = {each.name: option for record in _RECORDS for each, option in options_in(record)}
 FLAGS = {name: (f"--{name.replace('_', '-')}", "") for name in _OWN.split()} | _OTHER_NAMES
 FLAGS |= {name: (flag, option.unit) for name, option in _OPTIONS.items() if (flag := flag_of(name, option))}

@@ -6,20 +6,20 @@ import argparse
 import sys
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn, get_args
+from typing import TYPE_CHECKING, Any, NoReturn, get_args
 
-from planner.cli.arguments import PROFILE, Verbs, add_options, declare, profile_path
+from planner.cli.arguments import PROFILE, Verbs, add_options, declare, given_options, profile_path
 from planner.cli.output import print_answer, print_written
 from planner.errors import InputError
 from planner.formats.names import DeviceType
-from planner.options.numbers import batch_sizes, degrees
+from planner.options.numbers import batch_sizes
+from planner.options.profiling import BATCH_SIZE, EstimateArguments, ProfileOptions
 from planner.options.training import TrainArguments
-from planner.profiler import BATCH_SIZE, REPEATS, SECONDS
 from planner.profiler.estimated.devices import DEVICES
 from planner.terminal import ProgressLine
 
 if TYPE_CHECKING:
-    from planner.formats.profile import MemoryFormat, Profile
+    from planner.formats.profile import Profile
 
 DESCRIPTION = """\
 Measure what each layer of the model costs in training on this device: the times of forward, backward and update, the
@@ -38,6 +38,7 @@ to a cluster.json for `plan solve --cluster`. Start it on each host with torchru
     torchrun --nnodes 2 --nproc-per-node 4 --rdzv-backend c10d --rdzv-endpoint HOST:29500 -m planner profile --links
 """
 
+CONTIGUOUS = "contiguous"  # the usual memory format, which has no name in a profile
 _ONLY_ESTIMATES = ("calibrate", "device_file", "fused", "master_weights", "cuda_graph")
 
 
@@ -47,74 +48,24 @@ def add_parser(verbs: Verbs) -> None:
     parser.add_argument(
         "model", nargs="?", help="model file, or model.py:builder for another function than build_model"
     )
-    parser.add_argument(
-        "--batch-size",
-        type=batch_sizes,
-        default=[BATCH_SIZE],
-        metavar="N",
-        help="samples per minibatch, or per microbatch for schedules that divide minibatches. Several, such as "
-        "8,16,32, write profile-b8.json and so on, for `plan solve --batch-size 8,16,32` to choose among "
-        f"(default: {BATCH_SIZE})",
+    several = (
+        "; several, such as 8,16,32, write profile-b8.json and so on, for `plan solve --batch-size` to choose among"
     )
-    parser.add_argument(
-        "--tensor",
-        type=degrees,
-        metavar="T,T",
-        help="also profile layers that so many ranks divide between them, as in 2,4,8, for `plan solve --tensor`; the "
-        "model file or the model says which are divided. One device does, as the first of these ranks; what ranks "
-        "all-reduce is counted, and takes what the links of a cluster take",
-    )
-    _add_device_arguments(parser)
+    add_options(parser, ProfileOptions, "batch_size", more=several, type=batch_sizes)
+    estimated = f"; with --estimate {', '.join(DEVICES)}, where cpu is one core, or several with commas between: "
+    estimated += "v100,t4 writes profile-v100.json and profile-t4.json"
+    told = "cuda where PyTorch sees a GPU, else cpu; with --estimate cpu"
+    add_options(parser, ProfileOptions, "device", more=estimated, told=told)
+    add_options(parser, ProfileOptions, "threads", "processes", "dtype")
+    add_options(parser, ProfileOptions, "memory_format", choices=[CONTIGUOUS, "channels-last"])
+    add_options(parser, ProfileOptions, "compiled", "deterministic", "tensor")
     estimates = parser.add_argument_group("estimates")
     estimates.add_argument(
         "--estimate", action="store_true", help="estimate instead of measuring; the model is run without data"
     )
-    estimates.add_argument(
-        "--calibrate",
-        action="append",
-        type=Path,
-        metavar="FILE",
-        help="fit the table to this profile, measured on such a device, with its model.py beside it; or to whole steps "
-        "whose times are known, as a JSON file lists them; may be repeated",
-    )
-    estimates.add_argument(
-        "--device-file", type=Path, metavar="FILE", help="estimate for the device that this JSON file describes"
-    )
-    estimates.add_argument(
-        "--fused",
-        choices=["apex"],
-        help="the model runs with the fused kernels of Megatron and Apex: softmax with its scale and mask, dropout "
-        "with the residual, and the optimizer",
-    )
-    estimates.add_argument(
-        "--master-weights",
-        action="store_true",
-        help="weights and gradients are in --dtype, and the optimizer updates copies in float32, as in Megatron: 16 "
-        "bytes per parameter with Adam. Such a profile can be solved and priced, but not trained here",
-    )
-    estimates.add_argument(
-        "--cuda-graph",
-        action="store_true",
-        help="forward and backward are captured as CUDA graphs, so that small kernels do not wait for the host. `plan "
-        "train` runs them one by one",
-    )
-    effort = parser.add_argument_group("measuring")
-    effort.add_argument(
-        "--seconds",
-        type=float,
-        default=SECONDS,
-        metavar="S",
-        help="measure for S seconds after capture and warm-up, but at least three steps (default: %(default)g)",
-    )
-    effort.add_argument(
-        "--repeats", type=int, default=REPEATS, metavar="N", help="measure at most N steps (default: %(default)s)"
-    )
-    effort.add_argument(
-        "--layer-by-layer",
-        action="store_true",
-        help="have only some layers at a time on the device, and the rest of the model in the host's memory; a model "
-        "that does not fit a GPU is measured so in any case",
-    )
+    add_options(estimates, EstimateArguments, "calibrate", action="append", type=Path)
+    add_options(estimates, EstimateArguments, *_ONLY_ESTIMATES[1:])
+    add_options(parser.add_argument_group("measuring"), ProfileOptions, "seconds", "repeats", "layer_by_layer")
     links = parser.add_argument_group("links")
     links.add_argument(
         "--links",
@@ -131,53 +82,6 @@ def add_parser(verbs: Verbs) -> None:
     )
 
 
-def _add_device_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare on what, and how, the model is run."""
-    parser.add_argument(
-        "--device",
-        help="cpu, cuda or cuda:1 (default: cuda where PyTorch sees a GPU, else cpu); with --estimate "
-        f"{', '.join(DEVICES)}, where cpu is one core (default: cpu), or several with commas between: v100,t4 writes "
-        "profile-v100.json and profile-t4.json",
-    )
-    parser.add_argument(
-        "--threads", type=int, default=1, metavar="N", help="CPU cores per worker (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--processes",
-        type=int,
-        default=1,
-        metavar="N",
-        help="workers that will train on this machine's CPU cores. One is measured while the others train beside it, "
-        "because they compete for caches and memory bandwidth (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--dtype",
-        default="float32",
-        metavar="TYPE",
-        help="float32, bfloat16 or float16 under autocast, or on GPUs tf32 for matrix products in TF32. `plan train` "
-        "will use the same "
-        "(default: %(default)s)",
-    )
-    parser.add_argument(
-        "--memory-format",
-        choices=["contiguous", "channels-last"],
-        default="contiguous",
-        help="channels-last stores weights and images pixel by pixel, which many convolution kernels prefer. "
-        "`plan train` will do the same (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--compile",
-        action="store_true",
-        help="run through torch.compile, which needs a C++ compiler on a CPU; estimates, of GPUs, fuse chains of "
-        "operations as it does. `plan train` will do the same",
-    )
-    parser.add_argument(
-        "--deterministic",
-        action="store_true",
-        help="use only algorithms that give the same bits in every run. `plan train` will do the same",
-    )
-
-
 def run(args: argparse.Namespace) -> int:
     """Measure, save, and print the profile."""
     from planner.formats.profile import save_profile
@@ -189,11 +93,12 @@ def run(args: argparse.Namespace) -> int:
         raise InputError("there is no model file to profile", hint="name one: plan profile model.py")
     output = args.output or PROFILE
     devices = args.device.split(",") if args.estimate and args.device else [args.device]
-    several = len(args.batch_size) * len(devices) > 1
+    sizes = args.batch_size or [BATCH_SIZE]
+    several = len(sizes) * len(devices) > 1
     profiles = []
-    for device, size in product(devices, args.batch_size):
+    for device, size in product(devices, sizes):
         profiles.append(_estimated(args, device, size) if args.estimate else _measured(args, size))
-        path = profile_path(output, size) if len(args.batch_size) > 1 else output
+        path = profile_path(output, size) if len(sizes) > 1 else output
         path = path.with_name(f"{path.stem}-{device}{path.suffix}") if len(devices) > 1 else path
         save_profile(profiles[-1], path)
         print_written(path)
@@ -228,30 +133,16 @@ def _run_links(args: argparse.Namespace) -> NoReturn:
 
 def _measured(args: argparse.Namespace, batch_size: int) -> Profile:
     from planner.api import profile
-    from planner.profiler.this_machine import keep_freed_pages
+    from planner.profiler.measured.malloc import keep_freed_pages
 
     for name in _ONLY_ESTIMATES:
         if getattr(args, name):
             raise InputError(f"`{name}` is for estimates", hint=f"add `estimate`, or leave out `{name}`")
     keep_freed_pages()  # as the workers do
     line = ProgressLine() if sys.stderr.isatty() else None
+    progress = None if line is None else lambda phase, done: line.show(f"{phase} {done:.0%}")
     try:
-        return profile(
-            args.model,
-            batch_size=batch_size,
-            device=args.device,
-            threads=args.threads,
-            seconds=args.seconds,
-            repeats=args.repeats,
-            dtype=args.dtype,
-            memory_format=_memory_format(args),
-            compiled=args.compile,
-            deterministic=args.deterministic,
-            processes=args.processes,
-            layer_by_layer=args.layer_by_layer,
-            tensor=args.tensor or (),
-            progress=None if line is None else lambda phase, done: line.show(f"{phase} {done:.0%}"),
-        )
+        return profile(args.model, **_options(ProfileOptions, args, batch_size) | {"progress": progress})
     finally:
         if line is not None:
             line.clear()
@@ -261,25 +152,17 @@ def _estimated(args: argparse.Namespace, device: str | None, batch_size: int) ->
     from planner.api import estimate
 
     for option, number in (("--threads", args.threads), ("--processes", args.processes)):
-        if number != 1:
+        if number not in (None, 1):
             raise InputError(f"{option} {number} cannot be estimated", hint="a CPU is estimated as one core")
     if args.deterministic:
         raise InputError("--deterministic cannot be estimated", hint="measure on the device")
-    return estimate(
-        args.model,
-        device=device or (None if args.device_file is not None else "cpu"),
-        device_file=args.device_file,
-        batch_size=batch_size,
-        dtype=args.dtype,
-        memory_format=_memory_format(args),
-        compiled=args.compile,
-        fused=args.fused,
-        master_weights=args.master_weights,
-        cuda_graph=args.cuda_graph,
-        calibrate=args.calibrate or (),
-        tensor=args.tensor or (),
-    )
+    device = device or (None if args.device_file is not None else "cpu")
+    return estimate(args.model, **_options(EstimateArguments, args, batch_size) | {"device": device})
 
 
-def _memory_format(args: argparse.Namespace) -> MemoryFormat | None:
-    return "channels-last" if args.memory_format == "channels-last" else None
+def _options(record: type, args: argparse.Namespace, batch_size: int) -> dict[str, Any]:
+    """Return what the user gave of a record's fields, with one of the batch sizes."""
+    given = given_options(record, args) | {"batch_size": batch_size}
+    if given.get("memory_format") == CONTIGUOUS:
+        del given["memory_format"]
+    return given

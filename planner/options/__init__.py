@@ -7,6 +7,7 @@ docstring; messages of the library name it in backticks, which the command line 
     solving    which plan to search for
     training   how to train, which checkpoints to write, how to watch the run
     profiling  how to measure or estimate a model
+    numbers    what the texts of flags are parsed with
 
 No module here imports torch, pydantic or numpy, so that the help shows at once.
 """

@@ -60,7 +60,7 @@ def check_divided(plan: Plan) -> None:
     elif plan.cluster.sequence_parallel:
         problem = "sequence parallelism", "it is priced alone: solve without `sequence_parallel`"
     elif plan.compiled:
-        problem = "divided layers that are compiled", "profile without `compile`, or solve with `tensor=1`"
+        problem = "divided layers that are compiled", "profile without `compiled`, or solve with `tensor=1`"
     if problem is not None:
         raise PlanError(f"the executor does not run {problem[0]}, as '{plan.config}' has them", hint=problem[1])
 

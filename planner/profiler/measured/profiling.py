@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import torch
 
 from planner.errors import InputError
-from planner.formats.profile import TF32, LossMean, MemoryFormat, Profile
+from planner.formats.profile import TF32, LossMean, Profile
 from planner.model.batch import Batch
 from planner.model.capture.capture import capture_file
 from planner.model.capture.graph import LayerGraph
@@ -20,7 +19,7 @@ from planner.model.options import ModuleOptions, autocast_dtype
 from planner.model.randomness import random_state_kept
 from planner.model.spec import TrainingSpec
 from planner.model.stage.code import check_compiler
-from planner.profiler import REPEATS, SECONDS
+from planner.options.profiling import SECONDS, ProfileOptions
 from planner.profiler.make_profile import Measurement, make_profile
 from planner.profiler.measured.loss import check_captured, find_loss_mean
 from planner.profiler.measured.other_processes import OtherProcesses, check_processes, contention, disturbance
@@ -35,37 +34,9 @@ LEAST_REPEATS = 3
 WARMUP_CPU, WARMUP_CUDA = 2, 10  # a GPU raises its clock, and CUDA loads and chooses kernels, over several steps
 
 
-@dataclass(frozen=True)
-class ProfilingOptions:
-    """How a model is measured, and so how its plans will train it.
-
-    Attributes:
-        device: "cpu", "cuda" or "cuda:N"; None for a GPU if there is one.
-        threads: intra-op threads on a CPU: the cores that one worker will have.
-        processes: on a CPU, workers that this machine will have. All but the measured one take training steps beside
-            it, so that caches and memory are as busy as they will be.
-        dtype: "float32", or "bfloat16" or "float16" to run under torch.autocast; "tf32" for products in TF32.
-        memory_format: "channels-last" to lay out images and weights so.
-        compiled: whether to run through torch.compile.
-        deterministic: whether to use deterministic algorithms only.
-        seconds: time to measure for, without warm-up and capture; at least three steps are measured.
-        repeats: at most so many steps.
-        layer_by_layer: whether only some layers at a time are on the device. What does not fit a GPU is measured so in
-            any case.
-        tensor: numbers of ranks, for each of which layers are measured as ranks that divide them compute them.
-    """
-
-    device: str | None = None
-    threads: int = 1
-    processes: int = 1
-    dtype: str = "float32"
-    memory_format: MemoryFormat | None = None
-    compiled: bool = False
-    deterministic: bool = False
-    seconds: float = SECONDS
-    repeats: int = REPEATS
-    layer_by_layer: bool = False
-    tensor: Sequence[int] = ()
+@dataclass(frozen=True, kw_only=True)
+class ProfilingOptions(ProfileOptions):
+    """How a model is measured, and what that says of the modules and the device."""
 
     @property
     def stage(self) -> ModuleOptions:
