@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from planner.analysis.usual_ways import SYNCHRONOUS, described_plan
 from planner.errors import InfeasibleError, InputError, PlannerError
 from planner.formats.cluster import Cluster
 from planner.formats.plan import Plan
@@ -130,6 +131,20 @@ def choose(
         raise _least_demanding(found).obstacle or InfeasibleError("no schedule has a plan")
     # The first of equals wins: smaller microbatches before larger ones, schedules in the order given.
     return Choice(min(eligible, key=lambda option: option.seconds_per_sample), tuple(found))
+
+
+def with_best_synchronous(choice: Choice) -> Plan:
+    """Return the chosen plan; where it is asynchronous, with the best synchronous one of the same microbatches."""
+    plan = choice.plan
+    others = [
+        option.plan
+        for option in choice.options
+        if option.plan is not None and option.profile is choice.best.profile and not option.schedule.asynchronous
+    ]
+    if not plan.schedule.asynchronous or not others:
+        return plan
+    best = min(others, key=lambda other: other.predicted.seconds_per_minibatch / other.microbatches)
+    return plan.model_copy(update={"synchronous": described_plan(SYNCHRONOUS, best)})
 
 
 def _least_demanding(options: Sequence[Option]) -> Option:

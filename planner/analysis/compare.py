@@ -13,7 +13,7 @@ from planner.cost.utilisation import utilisation
 from planner.formats.cluster import Cluster
 from planner.formats.files import Record
 from planner.formats.plan import Plan
-from planner.formats.plan_parts import ScheduleField
+from planner.formats.plan_parts import OtherWay, ScheduleField
 from planner.formats.profile import Profile
 from planner.options.solving import SolveOptions
 from planner.schedule.gpipe import GPIPE
@@ -100,6 +100,18 @@ def compare(
     return Comparison(
         model=profile.model, cluster=given.plan.cluster, rows=relative, over=None if over is None else over.name
     )
+
+
+def with_rows(plan: Plan, comparison: Comparison) -> Plan:
+    """Return a plan without baselines with those of its comparison."""
+    if plan.baselines:
+        return plan
+    ways = tuple(
+        OtherWay(**{name: getattr(row, name) for name in OtherWay.model_fields})
+        for row in comparison.rows
+        if row.name not in OWN
+    )
+    return plan.model_copy(update={"baselines": ways})
 
 
 def _ways(given: GivenPlan) -> list[Way]:

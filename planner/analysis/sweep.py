@@ -10,10 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from planner.analysis.beside import with_baselines
 from planner.analysis.given_plan import GivenPlan, options_of
 from planner.analysis.own_plan import missing_memory
-from planner.analysis.usual_ways import DATA_PARALLEL, ONE_GPU
+from planner.analysis.usual_ways import DATA_PARALLEL, ONE_GPU, with_baselines
 from planner.errors import InfeasibleError, InputError
 from planner.formats.cluster import Cluster, Level
 from planner.formats.files import Record

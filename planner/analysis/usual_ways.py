@@ -1,4 +1,4 @@
-"""The ways to train that people use without a planner, priced on the same cluster."""
+"""What to read beside a plan: the ways that people train without a planner, and the best synchronous plan."""
 
 from __future__ import annotations
 
@@ -6,15 +6,21 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from planner.analysis.given_plan import problem_of
+from planner.analysis.given_plan import options_of, problem_of
 from planner.cost.candidate import Candidate
 from planner.cost.kinds import everything_on, fastest_rank
 from planner.cost.layer_costs import LayerCosts
+from planner.cost.tensor import layer_costs_on
+from planner.errors import PlannerError
 from planner.formats.cluster import Cluster
+from planner.formats.plan import Plan
+from planner.formats.plan_parts import OtherWay
+from planner.formats.profile import Profile
 from planner.options.solving import SolveOptions
 from planner.schedule.flush import FLUSH
 from planner.solver.evaluate.evaluation import evaluate
-from planner.solver.problem.budget import Budget
+from planner.solver.find_plan import find_plan
+from planner.solver.problem.budget import Budget, Patience
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import Evaluation
 from planner.solver.reference import baselines
@@ -23,6 +29,8 @@ from planner.solver.reference.sharded_data_parallel import sharded_data_parallel
 ONE_GPU, DATA_PARALLEL = "one GPU", "data parallel"
 EQUAL_STAGES = "equal stages"  # of equally many blocks
 BLOCK_STAGES = (2, 4, 8)  # pipelines of equal blocks, with replicas on the other GPUs, as users of Megatron choose them
+SYNCHRONOUS = "best synchronous plan"
+LEAST_S = 2.0  # that may be spent beside a search, however quick it was
 Pricing = Callable[[Problem, Sequence[Candidate]], Evaluation]
 
 
@@ -103,3 +111,61 @@ def _way(name: str, problem: Problem, stages: Sequence[Candidate], price: Pricin
 def _recomputing(way: Way, price: Pricing = evaluate) -> Way:
     stages = baselines.recomputing(way.problem.layer_costs, way.plan.stages)
     return Way(f"{way.name}, recomputing", way.problem, price(way.problem, stages))
+
+
+def with_baselines(profile: Profile, plan: Plan, patience: Patience) -> Plan:
+    """Return the plan with the ways that people use without a planner, priced on its cluster under its schedule.
+
+    When the time is over, or after `LEAST_S`, what is left is priced by the cost model alone.
+    """
+    budget = Budget(patience.at_most(LEAST_S).deadline)
+    try:
+        ways = tuple(usual_ways(options_of(plan), layer_costs_on(profile, plan.cluster), plan.cluster, budget))
+    except PlannerError as error:
+        return plan.noting(f"the baselines were not priced: {error.message}")
+    return plan.model_copy(update={"baselines": tuple(map(_described, ways))})
+
+
+def with_synchronous(profile: Profile, plan: Plan, options: SolveOptions, patience: Patience) -> Plan:
+    """Return an asynchronous plan with the best one found under 1F1B with a flush; others as they are.
+
+    Args:
+        profile: that the plan was made from.
+        plan: from `options`.
+        options: of the search for it.
+        patience: of the search for the other plan, which takes no longer than that for the plan or `LEAST_S`.
+    """
+    if not plan.schedule.asynchronous:
+        return plan
+    drained = replace(options, schedule=FLUSH, microbatches=None, max_staleness=None)
+    try:
+        found = find_plan(profile, plan.cluster, drained, patience.at_most(max(LEAST_S, plan.solver.seconds)))
+    except PlannerError as error:
+        return plan.noting(f"there is no synchronous plan to compare it with: {error.message}")
+    return plan.model_copy(update={"synchronous": described_plan(SYNCHRONOUS, found)})
+
+
+def described_plan(name: str, plan: Plan) -> OtherWay:
+    """Describe a whole plan as another way to train."""
+    stages = range(len(plan.stages))
+    return OtherWay(
+        name=name,
+        config=plan.config,
+        schedule=plan.schedule,
+        microbatches=plan.microbatches,
+        seconds_per_microbatch=plan.predicted.seconds_per_minibatch / plan.microbatches,
+        memory_bytes=max(map(plan.memory_bytes, stages)),
+        over_memory_bytes=max(map(plan.lacking_bytes, stages)),
+    )
+
+
+def _described(way: Way) -> OtherWay:
+    return OtherWay(
+        name=way.name,
+        config=way.plan.config,
+        schedule=way.problem.schedule,
+        microbatches=way.problem.microbatches,
+        seconds_per_microbatch=way.seconds_per_microbatch,
+        memory_bytes=max(way.plan.price.gpu_bytes),
+        over_memory_bytes=way.over_memory_bytes,
+    )

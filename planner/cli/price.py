@@ -80,8 +80,8 @@ def add_parser(verbs: Verbs) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Price, save, and print the plan; raise InfeasibleError if it does not fit the memory."""
-    from planner.analysis.beside import with_baselines
     from planner.analysis.own_plan import missing_memory, price
+    from planner.analysis.usual_ways import with_baselines
     from planner.formats.importers import read_one_profile
     from planner.formats.plan import save_plan
     from planner.report.tables.plan import plan_report

@@ -133,7 +133,7 @@ def _run_links(args: argparse.Namespace) -> NoReturn:
 
 def _measured(args: argparse.Namespace, batch_size: int) -> Profile:
     from planner.api import profile
-    from planner.profiler.measured.malloc import keep_freed_pages
+    from planner.profiler.this_machine import keep_freed_pages
 
     for name in _ONLY_ESTIMATES:
         if getattr(args, name):

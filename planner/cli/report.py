@@ -82,7 +82,7 @@ def add_parser(verbs: Verbs) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Gather, and write the file."""
-    from planner.analysis.beside import with_rows
+    from planner.analysis.compare import with_rows
     from planner.analysis.sweep import MOST_POINTS
     from planner.formats.files import write_text
     from planner.formats.plan import load_plan

@@ -89,7 +89,7 @@ def _add_file_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Solve, save, and print the plan."""
-    from planner.analysis.beside import with_baselines
+    from planner.analysis.usual_ways import with_baselines
     from planner.formats.importers import read_profiles
     from planner.formats.plan import save_plan
     from planner.report.tables.plan import plan_report, staleness_warning
@@ -178,7 +178,7 @@ def _verified(model: str, profile: Profile, plan: Plan) -> str:
 
 
 def _solved(profile: Profile, cluster: Cluster, options: SolveOptions, patience: Patience) -> Plan:
-    from planner.analysis.beside import with_synchronous
+    from planner.analysis.usual_ways import with_synchronous
     from planner.solver.find_plan import find_plan
 
     plan = find_plan(profile, cluster, options, patience.part(SEARCHING))
@@ -190,8 +190,7 @@ def _solved(profile: Profile, cluster: Cluster, options: SolveOptions, patience:
 def _chosen(
     args: argparse.Namespace, profiles: list[Profile], cluster: Cluster, options: SolveOptions, patience: Patience
 ) -> Plan:
-    from planner.analysis.beside import with_best_synchronous
-    from planner.analysis.choose import COMPARED, choose
+    from planner.analysis.choose import COMPARED, choose, with_best_synchronous
     from planner.report.tables.choice import choice_report
 
     if options.alone:

@@ -70,7 +70,7 @@ class ProfileOptions(ModelOptions):
         "have only some layers at a time on the device, and the rest of the model in the host's memory; a model that "
         "does not fit a GPU is measured so in any case",
     )
-    progress: Callable[[str, float], object] | None = option(
+    progress: Callable[[str, float], None] | None = option(
         None, "called with the phase and how much of it is done, 0 to 1", flag=None
     )
 

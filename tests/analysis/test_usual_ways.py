@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from planner.analysis.beside import with_baselines, with_rows, with_synchronous
-from planner.analysis.compare import compare
+from planner.analysis.compare import compare, with_rows
+from planner.analysis.usual_ways import with_baselines, with_synchronous
 from planner.formats.cluster import flat_cluster
 from planner.formats.plan import load_plan, save_plan
 from planner.options.solving import SolveOptions
