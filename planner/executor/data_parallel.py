@@ -29,7 +29,7 @@ from planner.executor.run.lifecycle import (
     start_worker,
     train_together,
 )
-from planner.executor.run.outcome import Course, gather_result, memory_fields
+from planner.executor.run.outcome import gather_result, memory_fields
 from planner.executor.run.reading_ahead import ReadAhead, reading_ahead
 from planner.executor.run.worker import Observers, Worker
 from planner.executor.stage.optimizer import StageOptimizer
@@ -187,7 +187,7 @@ def _train(
         weight_versions=1,
         **memory_fields(peak),
     )
-    result = gather_result(context, mine, Course(worker.log, seconds))
+    result = gather_result(context, mine, worker.log, seconds)
     if result is None:
         return None
     own = {

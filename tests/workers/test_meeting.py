@@ -1,4 +1,7 @@
-"""How workers meet."""
+"""How workers meet.
+
+Slurm's variables as torchrun's.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,80 @@ import pytest
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # exported by a star import
 
 from planner.errors import WorkerError
-from planner.workers.meeting import exchange
+from planner.workers.meeting import exchange, first_node, worker_variables
 from planner.workers.place import own_seat
+
+# As srun sets them for the second task on the second of three nodes: 2, 2 and 1 tasks, in a job of 8.
+TASK = {
+    "ENVIRONMENT": "BATCH",
+    "SLURM_JOB_ID": "4711",
+    "SLURM_STEP_ID": "2",
+    "SLURM_NTASKS": "8",
+    "SLURM_STEP_NUM_TASKS": "5",
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_TASKS_PER_NODE": "4(x2)",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2),1",
+    "SLURM_JOB_NODELIST": "gpu[01-08]",
+    "SLURM_STEP_NODELIST": "gpu[04,06-07]",
+}
+
+
+def test_a_task_is_a_worker() -> None:
+    assert worker_variables(TASK) == {
+        "RANK": "3",
+        "WORLD_SIZE": "5",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "2",
+        "GROUP_RANK": "1",
+        "MASTER_ADDR": "gpu04",
+        "MASTER_PORT": str(12000 + (4711 * 7 + 2) % 20000),
+        "TORCHELASTIC_RUN_ID": "slurm-4711",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    last = worker_variables({**TASK, "SLURM_PROCID": "4", "SLURM_LOCALID": "0", "SLURM_NODEID": "2"})
+    assert last["LOCAL_WORLD_SIZE"] == "1"
+
+
+def test_without_a_step_the_jobs_variables_count() -> None:
+    job = {name: value for name, value in TASK.items() if "STEP" not in name and name != "ENVIRONMENT"}
+    variables = worker_variables({**job, "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500", "SLURM_RESTART_COUNT": "1"})
+    assert variables["WORLD_SIZE"] == "8"
+    assert variables["LOCAL_WORLD_SIZE"] == "4"
+    assert (variables["MASTER_ADDR"], variables["MASTER_PORT"]) == ("10.0.0.1", "29500")
+    assert variables["TORCHELASTIC_RESTART_COUNT"] == "1"  # requeued: it resumes
+    del job["SLURM_TASKS_PER_NODE"]
+    assert worker_variables(job)["LOCAL_WORLD_SIZE"] == "8"
+    assert worker_variables({**job, "SLURM_NTASKS_PER_NODE": "4"})["LOCAL_WORLD_SIZE"] == "4"
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {},
+        {**TASK, "SLURM_STEP_NUM_TASKS": "1"},  # srun -n 1
+        {name: value for name, value in TASK.items() if "STEP" not in name},  # the batch script itself
+        {name: value for name, value in TASK.items() if name != "SLURM_PROCID"},  # the shell of salloc
+    ],
+)
+def test_what_is_no_task_among_others_is_no_worker(environment: dict[str, str]) -> None:
+    assert worker_variables(environment) == {}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("gpu1", "gpu1"),
+        ("gpu1,gpu2", "gpu1"),
+        ("gpu[03-05,7],cpu1", "gpu03"),
+        ("rack[1-2]node[3,9]-ib,x", "rack1node3-ib"),
+        ("gpu[7]", "gpu7"),
+    ],
+)
+def test_the_first_node_of_a_list(nodes: str, first: str) -> None:
+    assert first_node(nodes) == first
 
 
 def test_a_worker_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

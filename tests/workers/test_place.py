@@ -1,6 +1,11 @@
-"""The choice of devices and backends, for workers whose GPUs are made up: machines with several are not there."""
+"""The choice of devices and backends, for workers whose GPUs are made up: machines with several are not there.
+
+What CUDA and NCCL find in a worker's environment.
+"""
 
 from __future__ import annotations
+
+import os
 
 import pytest
 import torch
@@ -10,6 +15,7 @@ from planner.formats.names import Backend, DeviceType
 from planner.profiler.measured.profiling import ProfilingOptions
 from planner.workers.place import (
     CPU,
+    CUDA_VARIABLES,
     Gpu,
     Place,
     Seat,
@@ -18,10 +24,21 @@ from planner.workers.place import (
     gpus_here,
     kind_here,
     names_of,
+    set_cuda_variables,
     take,
     visible_gpus,
 )
 from tests.workers.fake_gpus import fake_gpus
+
+
+def test_what_the_user_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    monkeypatch.setenv("NCCL_RUNTIME_CONNECT", "")  # so that it is put back afterwards
+    monkeypatch.delenv("NCCL_RUNTIME_CONNECT")
+    set_cuda_variables()
+    found = {name: os.environ[name] for name in CUDA_VARIABLES}
+    assert found == {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "NCCL_RUNTIME_CONNECT": "0"}
+
 
 CUDA0, CUDA1 = torch.device("cuda", 0), torch.device("cuda", 1)
 

@@ -1,66 +1,42 @@
-"""When instructions began and ended: on a CPU by the host's clock, on a GPU by events on its stream.
+"""Time what a worker does: by the host's clock on a CPU, by events on the device's stream on a GPU.
 
-A GPU works long after the host has launched something. To wait for it after each instruction would change what is
-measured, and would keep the host from posting what other workers wait for. An event is a mark in the device's stream,
-whose time is read at the end of the run.
-
-Time what a worker computes, on the clock of the device that computes it.
-
-A host that launches work on a GPU is back long before the work is done, or waits for something else meanwhile. So on a
-GPU an event is recorded before and after each computation, and read once the GPU has passed it: the time between them
-has no waiting for messages in it, and reading it waits for nothing.
+A host that launches work on a GPU is back long before the work is done. To wait for it after each instruction would
+change what is measured, and would keep the host from posting what other workers wait for. So events are recorded before
+and after, as marks in the device's stream, and read once the device has passed them: the time between them has no
+waiting for messages in it, and reading it waits for nothing.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
 from planner.executor.observe.measure import Completion, WorkerLog
 
 
-class BusyTime(Protocol):
-    """Protocol of what adds up computing time in a worker's log."""
-
-    def begin(self) -> None:
-        """Note that a computation begins."""
-        ...
-
-    def end(self, *, completes: bool) -> None:
-        """Note that it ended; `completes` a unit's backward."""
-        ...
-
-    def flush(self) -> None:
-        """Bring the log up to date, waiting for the device."""
-        ...
-
-
-def busy_time(device: torch.device, log: WorkerLog) -> BusyTime:
-    """Return what times computations on `device`, and writes them to `log`."""
-    return DeviceTime(log) if device.type == "cuda" else HostTime(log)
-
-
-class HostTime:
-    """Times computations that have ended when their call returns."""
+class BusyTime:
+    """Adds up computing time in a worker's log; here, of computations that have ended when their call returns."""
 
     def __init__(self, log: WorkerLog) -> None:
         self._log = log
         self._began_s = 0.0
 
     def begin(self) -> None:
+        """Note that a computation begins."""
         self._began_s = time.perf_counter()
 
     def end(self, *, completes: bool) -> None:
+        """Note that it ended; `completes` a unit's backward."""
         log, ended_s = self._log, time.perf_counter()
         log.busy_s += ended_s - self._began_s
         if completes:
             log.completions.append(Completion(ended_s - log.paused_s, log.busy_s))
 
     def flush(self) -> None:
-        """Do nothing: the log is up to date."""
+        """Bring the log up to date, waiting for the device."""
 
 
 class _Span(NamedTuple):
@@ -70,23 +46,23 @@ class _Span(NamedTuple):
     paused_s: float
 
 
-class DeviceTime:
+class DeviceTime(BusyTime):
     """Times computations on a GPU by events."""
 
     def __init__(self, log: WorkerLog) -> None:
-        self._log = log
+        super().__init__(log)
         self._coming: deque[_Span] = deque()
         self._free: list[torch.cuda.Event] = []
         self._last: torch.cuda.Event | None = None  # end of the newest computation that was read
         self._ended_s = 0.0  # its time; times have no common zero, because the log's differences alone mean something
-        self._began: torch.cuda.Event | None = None
+        self._start: torch.cuda.Event | None = None
 
     def begin(self) -> None:
-        self._began = self._recorded()
+        self._start = self._recorded()
 
     def end(self, *, completes: bool) -> None:
-        assert self._began is not None
-        self._coming.append(_Span(self._began, self._recorded(), completes, self._log.paused_s))
+        assert self._start is not None
+        self._coming.append(_Span(self._start, self._recorded(), completes, self._log.paused_s))
         while self._coming and self._coming[0].ended.query():  # type: ignore[no-untyped-call]
             self._read()
 
@@ -111,6 +87,11 @@ class DeviceTime:
         if self._last is not None:
             self._free.append(self._last)
         self._last = span.ended
+
+
+def busy_time(device: torch.device, log: WorkerLog) -> BusyTime:
+    """Return what times computations on `device`, and writes them to `log`."""
+    return DeviceTime(log) if device.type == "cuda" else BusyTime(log)
 
 
 Mark = float | torch.cuda.Event  # seconds on `time.perf_counter`'s clock, or an event whose time is not yet known

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.utils.data import Dataset
@@ -166,29 +166,22 @@ class RandomBatches(BatchSource):
         return steps if steps is not None else STEPS
 
 
-class EvaluationData(Protocol):
-    """The batches of an evaluation."""
+class EvaluationData(ABC):
+    """The batches of an evaluation; the minibatch of a unit is the number of its batch."""
 
-    @property
-    def batches(self) -> int:
-        """Number of batches."""
-        ...
+    samples: int  # of all batches
+    batches: int
 
-    @property
-    def samples(self) -> int:
-        """Samples of all batches."""
-        ...
-
+    @abstractmethod
     def size(self, unit: Unit) -> int:
-        """Return the number of samples of batch `unit.minibatch`."""
-        ...
+        """Return the number of samples of one batch."""
 
+    @abstractmethod
     def batch(self, unit: Unit) -> Batch:
-        """Return batch `unit.minibatch`."""
-        ...
+        """Return the samples of one batch."""
 
 
-class EvaluationBatches:
+class EvaluationBatches(EvaluationData):
     """A map-style dataset in its own order, in batches of `size` samples; the last one has the remaining samples.
 
     Args:
@@ -208,11 +201,9 @@ class EvaluationBatches:
             )
 
     def size(self, unit: Unit) -> int:
-        """Return the number of samples of batch `unit.minibatch`."""
         return min(self._size, self.samples - unit.minibatch * self._size)
 
     def batch(self, unit: Unit) -> Batch:
-        """Return batch `unit.minibatch`."""
         start = unit.minibatch * self._size
         with _ONE_READER:
             return collate([self._dataset[index] for index in range(start, start + self.size(unit))])

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from planner.errors import InputError
-from planner.executor.run.data import ENDLESS, BatchSource
+from planner.executor.run.data import ENDLESS, BatchSource, EvaluationData
 from planner.model.batch import Batch, make_batch
 from planner.model.loss import Shares, shares_by_samples
 from planner.schedule.instructions import Unit
@@ -125,7 +125,7 @@ class FedBatches(BatchSource):
         return ENDLESS
 
 
-class FedEvaluation:
+class FedEvaluation(EvaluationData):
     """The batches of one evaluation."""
 
     def __init__(self, size: int, *, fixed: bool) -> None:
@@ -148,22 +148,10 @@ class FedEvaluation:
                     f"a batch of {batch.size} samples was given to evaluate(), and stages take {most} {self._size}",
                     hint="make the batches of the evaluation as large as the plan's microbatches",
                 )
-        self._batches = taken
-
-    @property
-    def batches(self) -> int:
-        """Number of batches."""
-        return len(self._batches)
-
-    @property
-    def samples(self) -> int:
-        """Samples of all batches."""
-        return sum(batch.size for batch in self._batches)
+        self._batches, self.batches, self.samples = taken, len(taken), sum(batch.size for batch in taken)
 
     def size(self, unit: Unit) -> int:
-        """Return the number of samples of batch `unit.minibatch`."""
         return self._batches[unit.minibatch].size
 
     def batch(self, unit: Unit) -> Batch:
-        """Return batch `unit.minibatch`."""
         return self._batches[unit.minibatch]

@@ -1,14 +1,10 @@
-"""Summarise a run: each worker's report, and the result of all of them on rank 0.
-
-Say why a run was slower than its plan predicts, as far as what the workers measured tells.
-"""
+"""Summarise a run: each worker's report, the result of all of them on rank 0, and why it was slower than predicted."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TypedDict
+from typing import Any
 
 from planner.executor.checkpoint.checkpointer import Checkpointer
 from planner.executor.communication.control import encode_losses, gather_bytes, merge_losses
@@ -22,6 +18,97 @@ from planner.workers.job import Evaluation, StartResult, TrainResult, WorkerRepo
 
 WORTH_SAYING = 0.15  # a run this much slower than predicted wants a reason
 _SLOWER = 1.1  # computing this much slower than profiled is a reason
+
+
+def report_of(context: PipelineContext, worker: PipelineWorker, peak: PeakMemory) -> WorkerReport:
+    """Summarise what this worker measured of its stages."""
+    plan, shape, stages = context.plan, context.shape, worker.stages
+    depth, first = shape.in_flight(0), min(stages)
+    steady = steady_state(
+        worker.log.completions,
+        start_up=2 * depth * len(stages),
+        drain=depth * len(stages) if shape.asynchronous else 0,
+        per_round=shape.units_per_update(context.rank),
+    )
+    return WorkerReport(
+        rank=context.rank,
+        stage=first,
+        busy_share=steady.busy_share,
+        # Backwards of all the worker's stages are counted, and each unit has one in every stage.
+        samples_per_s=steady.units_per_s * context.microbatch_size / len(stages),
+        predicted_memory_bytes=plan.tensor_bytes(first),
+        **memory_fields(peak),
+        weight_versions=max(replica.versions.most_versions for replica in stages.values()),
+        deferred_weights=context.deferred,
+    )
+
+
+def memory_fields(peak: PeakMemory) -> dict[str, Any]:
+    """Return what a worker reports of its memory."""
+    gpu = peak.on_gpu()
+    return {
+        "peak_memory_bytes": peak.bytes(),
+        "reserved_memory_bytes": None if gpu is None else gpu.reserved_bytes,
+        "used_memory_bytes": None if gpu is None else gpu.used_bytes,
+    }
+
+
+def gather_result(
+    context: Context,
+    report: WorkerReport,
+    log: WorkerLog,
+    seconds: float,
+    *,
+    first: int = 0,
+    evaluations: Sequence[Evaluation] = (),
+    checkpointer: Checkpointer | None = None,
+    start: StartResult | None = None,
+) -> TrainResult | None:
+    """Gather what all workers report on rank 0, which returns the result; None elsewhere. All workers call it.
+
+    Args:
+        seconds: of the whole run.
+        first: minibatch that the run began at.
+        evaluations: those whose results this worker has.
+    """
+    reports = [WorkerReport.model_validate_json(text) for text in gather_bytes(report.model_dump_json().encode())]
+    losses = merge_losses(gather_bytes(encode_losses(log.losses)))
+    lines = "\n".join(evaluation.model_dump_json() for evaluation in evaluations)
+    evaluated = [line for part in gather_bytes(lines.encode()) for line in part.splitlines()]
+    if context.rank != 0:
+        return None
+    job, plan, data, place = context.job, context.plan, context.data, context.place
+    past = Past() if checkpointer is None else checkpointer.past
+    # Every sample passes the last stage once.
+    samples_per_s = sum(reports[rank].samples_per_s for rank in plan.stages[-1].ranks)
+    predicted = job.predicted_samples_per_s or plan.predicted.samples_per_s
+    return TrainResult(
+        config=plan.config,
+        device=place.kind,
+        device_name=place.device_name,
+        backend=place.backend,
+        schedule=plan.schedule.name,
+        workers=len(reports),
+        minibatches=context.minibatches - first,
+        first_minibatch=first,
+        minibatch_size=context.minibatch_size,
+        samples=sum(data.minibatch_size(minibatch) for minibatch in range(first, context.minibatches)),
+        seconds=seconds,
+        samples_per_s=samples_per_s,
+        predicted_samples_per_s=predicted,
+        synchronous_start=start,
+        likely_cause=likely_cause(job.plan, reports, predicted, samples_per_s)
+        if predicted and job.baseline is None
+        else None,
+        random_data=data.random,
+        losses=(*past.losses, *losses),
+        evaluations=(*past.evaluations, *map(Evaluation.model_validate_json, evaluated)),
+        reports=tuple(reports),
+        saved_weights=job.save_weights,
+        resumed_from=_text(checkpointer.resumed_from) if checkpointer is not None else None,
+        checkpoint=_text(checkpointer.newest) if checkpointer is not None else None,
+        checkpoint_s=checkpointer.seconds if checkpointer is not None else 0.0,
+    )
 
 
 def likely_cause(
@@ -51,102 +138,6 @@ def likely_cause(
 def _compute_s(plan: Plan, rank: int) -> float:
     """Return the seconds that a worker computes per minibatch by the profile."""
     return sum(plan.computing_s(stage) / len(stage.ranks) for stage in plan.stages if rank in stage.ranks)
-
-
-def report_of(context: PipelineContext, worker: PipelineWorker, peak: PeakMemory) -> WorkerReport:
-    """Summarise what this worker measured of its stages."""
-    plan, shape, stages = context.plan, context.shape, worker.stages
-    depth, first = shape.in_flight(0), min(stages)
-    steady = steady_state(
-        worker.log.completions,
-        start_up=2 * depth * len(stages),
-        drain=depth * len(stages) if shape.asynchronous else 0,
-        per_round=shape.units_per_update(context.rank),
-    )
-    return WorkerReport(
-        rank=context.rank,
-        stage=first,
-        busy_share=steady.busy_share,
-        # Backwards of all the worker's stages are counted, and each unit has one in every stage.
-        samples_per_s=steady.units_per_s * context.microbatch_size / len(stages),
-        predicted_memory_bytes=plan.tensor_bytes(first),
-        **memory_fields(peak),
-        weight_versions=max(replica.versions.most_versions for replica in stages.values()),
-        deferred_weights=context.deferred,
-    )
-
-
-class MemoryFields(TypedDict):
-    """The fields of a worker's report that say what memory it took."""
-
-    peak_memory_bytes: int
-    reserved_memory_bytes: int | None
-    used_memory_bytes: int | None
-
-
-def memory_fields(peak: PeakMemory) -> MemoryFields:
-    """Return what a worker reports of its memory."""
-    gpu = peak.on_gpu()
-    return {
-        "peak_memory_bytes": peak.bytes(),
-        "reserved_memory_bytes": None if gpu is None else gpu.reserved_bytes,
-        "used_memory_bytes": None if gpu is None else gpu.used_bytes,
-    }
-
-
-@dataclass(frozen=True)
-class Course:
-    """How a run went on one worker."""
-
-    log: WorkerLog
-    seconds: float  # of the whole run
-    first: int = 0  # minibatch that it began at
-    evaluations: Sequence[Evaluation] = ()
-    checkpointer: Checkpointer | None = None
-    start: StartResult | None = None
-
-
-def gather_result(context: Context, report: WorkerReport, course: Course) -> TrainResult | None:
-    """Gather what all workers report on rank 0, which returns the result; None elsewhere. All workers call it."""
-    checkpointer = course.checkpointer
-    reports = [WorkerReport.model_validate_json(text) for text in gather_bytes(report.model_dump_json().encode())]
-    losses = merge_losses(gather_bytes(encode_losses(course.log.losses)))
-    lines = "\n".join(evaluation.model_dump_json() for evaluation in course.evaluations)
-    evaluated = [line for part in gather_bytes(lines.encode()) for line in part.splitlines()]
-    if context.rank != 0:
-        return None
-    job, plan, data, place = context.job, context.plan, context.data, context.place
-    past = Past() if checkpointer is None else checkpointer.past
-    # Every sample passes the last stage once.
-    samples_per_s = sum(reports[rank].samples_per_s for rank in plan.stages[-1].ranks)
-    predicted = job.predicted_samples_per_s or plan.predicted.samples_per_s
-    return TrainResult(
-        config=plan.config,
-        device=place.kind,
-        device_name=place.device_name,
-        backend=place.backend,
-        schedule=plan.schedule.name,
-        workers=len(reports),
-        minibatches=context.minibatches - course.first,
-        first_minibatch=course.first,
-        minibatch_size=context.minibatch_size,
-        samples=sum(data.minibatch_size(minibatch) for minibatch in range(course.first, context.minibatches)),
-        seconds=course.seconds,
-        samples_per_s=samples_per_s,
-        predicted_samples_per_s=predicted,
-        synchronous_start=course.start,
-        likely_cause=likely_cause(job.plan, reports, predicted, samples_per_s)
-        if predicted and job.baseline is None
-        else None,
-        random_data=data.random,
-        losses=(*past.losses, *losses),
-        evaluations=(*past.evaluations, *map(Evaluation.model_validate_json, evaluated)),
-        reports=tuple(reports),
-        saved_weights=job.save_weights,
-        resumed_from=_text(checkpointer.resumed_from) if checkpointer is not None else None,
-        checkpoint=_text(checkpointer.newest) if checkpointer is not None else None,
-        checkpoint_s=checkpointer.seconds if checkpointer is not None else 0.0,
-    )
 
 
 def _text(path: Path | None) -> str | None:

@@ -3,6 +3,10 @@
 What is trained stays what it is without the thread. The order is that of the worker's instructions. A dataset that
 draws random numbers from a global generator is read by the training thread, which draws from it as well. So is one that
 fails in the thread: the training thread meets the error where it always did, or goes on without the thread.
+
+A DataLoader's worker processes cannot promise that. They draw from generators of their own, so that the data would
+depend on their number and change after a restart; an error of the dataset arrives as text without its frames; and a
+model file's dataset can be neither forked beside the threads of gloo and NCCL nor always be pickled.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from planner.executor.run.data import BatchSource
+from planner.executor.run.data import BatchSource, ChangedBatches
 from planner.model.batch import Batch
 from planner.schedule.instructions import Unit
 
@@ -29,7 +33,7 @@ TRIALS = 3  # batches that the training thread reads first, to see what the data
 WORTH_S = 0.5e-3  # for what is read faster, handing it from thread to thread takes about as long
 
 
-class ReadAhead(BatchSource):
+class ReadAhead(ChangedBatches):
     """Batches of `source`, which a thread reads ahead between `begin` and `end` if that helps and changes nothing.
 
     Args:
@@ -38,10 +42,8 @@ class ReadAhead(BatchSource):
     """
 
     def __init__(self, source: BatchSource, *, pinned: bool = False, worth_s: float = WORTH_S) -> None:
-        super().__init__(source.microbatches)
-        self.random, self.last_sizes, self.start_sizes = source.random, source.last_sizes, source.start_sizes
+        super().__init__(source)
         source.pinned = pinned
-        self._source = source
         self._worth_s = worth_s
         self._upcoming: Iterator[Unit] = iter(())
         self._times_s: list[float] = []  # of the trials
@@ -74,18 +76,6 @@ class ReadAhead(BatchSource):
             return found[1]
         self.end()
         return self._source.batch(unit)
-
-    def size(self, unit: Unit) -> int:
-        return self._source.size(unit)
-
-    def share(self, unit: Unit) -> float:
-        return self._source.share(unit)
-
-    def minibatch_size(self, minibatch: int) -> int:
-        return self._source.minibatch_size(minibatch)
-
-    def minibatches(self, steps: int | None, epochs: int | None) -> int:
-        return self._source.minibatches(steps, epochs)
 
     @property
     def reading(self) -> bool:

@@ -21,7 +21,7 @@ from planner.executor.run.data import RANDOM_BATCHES
 from planner.executor.run.evaluator import evaluation_points
 from planner.executor.run.lifecycle import joined, make_random_batches, peak_memory, start_worker, train_together
 from planner.executor.run.loop import Groups, Loop, make_checkpointer, save_weights
-from planner.executor.run.outcome import Course, gather_result, report_of
+from planner.executor.run.outcome import gather_result, report_of
 from planner.executor.run.reading_ahead import reading_ahead
 from planner.executor.run.worker import Observers
 from planner.formats.timeline import Timeline
@@ -87,7 +87,14 @@ def train(
         seconds = train_together(context, lambda: run.train(first))
     report = report_of(context, loop.worker, peak)
     result = gather_result(
-        context, report, Course(loop.worker.log, seconds, first, run.evaluations, checkpointer, run.start_result)
+        context,
+        report,
+        loop.worker.log,
+        seconds,
+        first=first,
+        evaluations=run.evaluations,
+        checkpointer=checkpointer,
+        start=run.start_result,
     )
     if context.job.save_weights is not None:
         save_weights(context, Path(context.job.save_weights))

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from planner.executor.observe import clock as module
-from planner.executor.observe.clock import DeviceTime, HostTime, busy_time
+from planner.executor.observe.clock import BusyTime, DeviceTime, busy_time
 from planner.executor.observe.measure import Completion, WorkerLog
 
 
@@ -102,7 +102,7 @@ def test_pauses_do_not_count(device: type[Device]) -> None:
 def test_a_cpus_computations_have_ended_when_their_call_returns(monkeypatch: pytest.MonkeyPatch) -> None:
     log = WorkerLog()
     times = busy_time(torch.device("cpu"), log)
-    assert isinstance(times, HostTime)
+    assert isinstance(times, BusyTime)
     moments = iter([1.0, 3.0, 10.0, 11.0])
     monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: next(moments)))
     for completes in (False, True):

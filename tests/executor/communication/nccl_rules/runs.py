@@ -236,7 +236,7 @@ def record(run: Run) -> Recording:
         return world.run(lambda rank: train.train(make_context(run, rank, world)))
 
 
-def gather_nothing(*_: object) -> None:
+def gather_nothing(*_: object, **__: object) -> None:
     """Stand for the gathering of results."""
     gather_bytes(b"nothing")
 
