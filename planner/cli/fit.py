@@ -104,7 +104,7 @@ def add_parser(verbs: Verbs) -> None:
 def run(args: argparse.Namespace) -> int:
     """Estimate, solve, save, and print the answer."""
     from planner.analysis.fit import fit
-    from planner.catalog.model_folder import find_model
+    from planner.catalog.models import find_model
     from planner.formats.plan import save_plan
     from planner.formats.profile import save_profile
     from planner.report.tables.fit import fit_report

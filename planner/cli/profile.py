@@ -113,7 +113,7 @@ def run(args: argparse.Namespace) -> int:
 def _run_links(args: argparse.Namespace) -> NoReturn:
     from planner.formats.cluster import save_cluster
     from planner.profiler.links.measure_cluster import measure_cluster
-    from planner.report.tables.cluster import cluster_report
+    from planner.report.tables.plan import cluster_report
     from planner.workers.ending import end_process
 
     if args.model is not None:

@@ -70,7 +70,7 @@ def quickstart_report(result: QuickstartResult) -> str:
     """Return the plan's run beside data parallelism's, and what to do next."""
     from tabulate import tabulate
 
-    from planner.report.tables.training import loss_ends, percent_error
+    from planner.report.tables.runs import loss_ends, percent_error
     from planner.units import format_bandwidth
 
     rows, misses = [], ""

@@ -87,8 +87,8 @@ def run(args: argparse.Namespace) -> int:
     from planner.formats.files import write_text
     from planner.formats.plan import load_plan
     from planner.report.page.page import ReportContent, report_page
-    from planner.report.svg.lanes import opening
     from planner.report.svg.timeline import timeline_svg
+    from planner.report.timeline import opening
     from planner.simulator.summary import summarize
 
     style, output = _style(args)

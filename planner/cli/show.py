@@ -72,7 +72,7 @@ def _plan(plan: Plan, args: argparse.Namespace) -> str:
 
 def _profile(profile: Profile, args: argparse.Namespace) -> str:
     from planner.formats.pipedream import graph_txt
-    from planner.report.svg.profile import profile_svg
+    from planner.report.svg.charts import profile_svg
     from planner.report.tables.profile import profile_report
 
     match args.format:

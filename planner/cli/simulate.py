@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _alone(args: argparse.Namespace, plan: Plan) -> Timeline:
     """Simulate, and print the summary."""
-    from planner.report.tables.run import run_report
+    from planner.report.tables.runs import run_report
     from planner.simulator.simulate_plan import simulate
     from planner.simulator.summary import summarize
 
@@ -69,7 +69,7 @@ def _alone(args: argparse.Namespace, plan: Plan) -> Timeline:
 def _beside_run(args: argparse.Namespace, plan: Plan) -> Timeline:
     """Simulate a run's minibatches, and print the comparison."""
     from planner.analysis.compare_runs import compare_runs
-    from planner.report.tables.compare_runs import run_comparison_report
+    from planner.report.tables.runs import run_comparison_report
     from planner.report.trace import load_run
     from planner.simulator.recorded import simulate_recorded
 

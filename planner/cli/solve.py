@@ -161,9 +161,9 @@ def _warn_of_shared_weights(plan: Plan, profile: Profile) -> None:
 
 
 def _warn_of_company(plan: Plan, profile: Profile) -> None:
-    from planner.report.tables.company import company_notes
+    from planner.report.tables.profile import shared_host_notes
 
-    for text, hint in company_notes(plan, profile):
+    for text, hint in shared_host_notes(plan, profile):
         print_complaint("note", text, hint)
 
 
@@ -171,7 +171,7 @@ def _verified(model: str, profile: Profile, plan: Plan) -> str:
     from planner.model.spec import load_model_file
     from planner.profiler.measured.verify import verify
     from planner.profiler.this_machine import keep_freed_pages
-    from planner.report.tables.verify import verify_report
+    from planner.report.tables.stages import verify_report
 
     keep_freed_pages()  # as the workers do
     return verify_report(plan, verify(load_model_file(model), profile, [stage.layers for stage in plan.stages]))
@@ -191,7 +191,7 @@ def _chosen(
     args: argparse.Namespace, profiles: list[Profile], cluster: Cluster, options: SolveOptions, patience: Patience
 ) -> Plan:
     from planner.analysis.choose import COMPARED, choose, with_best_synchronous
-    from planner.report.tables.choice import choice_report
+    from planner.report.tables.compare import choice_report
 
     if options.alone:
         raise InputError(

@@ -58,8 +58,8 @@ def run(args: argparse.Namespace) -> int:
     from planner.analysis.sweep import spread, sweep
     from planner.formats.files import write_text
     from planner.formats.importers import read_one_profile
-    from planner.report.svg.sweep import sweep_svg
-    from planner.report.tables.sweep import sweep_report
+    from planner.report.svg.charts import sweep_svg
+    from planner.report.tables.compare import sweep_report
 
     if args.plot is not None and args.plot.suffix != ".svg":
         raise InputError(f"`plot={args.plot}` is not an SVG file", hint="name it FILE.svg")

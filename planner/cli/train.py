@@ -83,6 +83,6 @@ def _run_as_worker(job: Job, as_json: bool) -> NoReturn:
 
 
 def _print_result(result: TrainResult, as_json: bool) -> None:
-    from planner.report.tables.training import training_report
+    from planner.report.tables.runs import training_report
 
     print_answer(result, as_json, training_report)

@@ -9,7 +9,7 @@ from planner.errors import InfeasibleError, InputError
 from planner.formats.cluster import flat_cluster
 from planner.formats.profile import Profile
 from planner.options.solving import SolveOptions
-from planner.report.tables.choice import choice_report
+from planner.report.tables.compare import choice_report
 from planner.schedule.flush import FLUSH
 from planner.schedule.one_forward_one_backward import ONE_F_ONE_B
 from planner.solver import solve

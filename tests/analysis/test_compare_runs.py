@@ -16,7 +16,7 @@ from planner.errors import InputError
 from planner.formats.cluster import Level, flat_cluster
 from planner.formats.plan import Plan
 from planner.formats.timeline import Event, Events, Timeline
-from planner.report.tables.compare_runs import run_comparison_report
+from planner.report.tables.runs import run_comparison_report
 from planner.simulator.recorded import simulate_recorded
 from planner.simulator.simulate_plan import costs_of, simulate
 from tests.samples import layer

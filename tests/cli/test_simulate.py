@@ -9,7 +9,7 @@ import pytest
 from planner.analysis.compare_runs import RunComparison
 from planner.cli.main import main
 from planner.formats.plan import load_plan, save_plan
-from planner.report.tables.run import run_report
+from planner.report.tables.runs import run_report
 from planner.report.trace import load_run, save_trace
 from planner.simulator.simulate_plan import simulate
 from planner.simulator.summary import Summary, summarize

@@ -8,7 +8,7 @@ from planner.analysis.choose import choose
 from planner.errors import InputError
 from planner.formats.cluster import flat_cluster
 from planner.options.solving import SolveOptions
-from planner.report.tables.choice import choice_report
+from planner.report.tables.compare import choice_report
 from planner.schedule.flush import FLUSH
 from planner.schedule.gpipe import GPIPE
 from planner.schedule.one_forward_one_backward import ONE_F_ONE_B

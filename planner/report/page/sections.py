@@ -1,8 +1,8 @@
-"""The sections of the report as HTML. Whatever comes from files is escaped."""
+"""The sections of the report as HTML, and the elements that they share. Whatever comes from files is escaped."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
 from itertools import groupby
 
@@ -12,21 +12,82 @@ from planner.analysis.explain import Explanation
 from planner.analysis.sweep import Sweep
 from planner.formats.plan import Plan
 from planner.formats.timeline import EventKind, Timeline
-from planner.report.page.elements import bar, folded, paragraph, swatch, table_html
-from planner.report.svg.lanes import COLOURS, TEXTS, colour_legend
-from planner.report.svg.sweep import sweep_svg
-from planner.report.tables.compare import comparison_legend, comparison_table
-from planner.report.tables.compare_runs import pace_table, stage_times_table, timing_notes, timing_table
+from planner.report.svg.charts import sweep_svg
+from planner.report.tables.compare import comparison_legend, comparison_table, sweep_table
 from planner.report.tables.explain import explanation_tables, sentences
-from planner.report.tables.memory import memory_table
-from planner.report.tables.plan import bottleneck_place, gpus, less_or_more, stage_table
-from planner.report.tables.run import PEAK, bubble_of_run, legend, percent, worker_table
-from planner.report.tables.sweep import sweep_table
+from planner.report.tables.plan import (
+    best_baseline_line,
+    bottleneck_place,
+    gpus,
+    less_or_more,
+    over_data_parallel,
+    over_one_gpu,
+    synchronous_line,
+)
+from planner.report.tables.runs import (
+    PEAK,
+    bubble_of_run,
+    legend,
+    pace_table,
+    percent,
+    stage_times_table,
+    timing_notes,
+    timing_table,
+    worker_table,
+)
+from planner.report.tables.stages import memory_table, stage_table
 from planner.report.tables.table import Table
-from planner.report.tables.ways import best_baseline_line, over_data_parallel, over_one_gpu, synchronous_line
+from planner.report.timeline import COLOURS, TEXTS, colour_legend
 from planner.schedule.instructions import LATE_UPDATES
 from planner.simulator.summary import Summary
 from planner.units import format_bytes, format_memory, format_rate, format_seconds
+
+Part = tuple[str, float, str]  # what a piece of a bar stands for, its share of the bar's length, its colour
+_NUMBER, _CHOSEN = ' class="number"', ' class="chosen"'
+
+
+def paragraph(text: str, css: str = "") -> str:
+    """Write a paragraph, with a class if there is one."""
+    attribute = f' class="{css}"' if css else ""
+    return f"<p{attribute}>{escape(text)}</p>"
+
+
+def swatch(text: str, colour: str = "", css: str = "") -> str:
+    """Write a legend's item, with its colour or the class that has it."""
+    look = f'class="{css}"' if css else f'style="background:{colour}"'
+    return f"<li><i {look}></i>{escape(text)}</li>"
+
+
+def bar(parts: Iterable[Part]) -> str:
+    """Draw a bar of parts, grey without a colour; their names show when they are pointed at."""
+    pieces = "".join(
+        f'<i title="{escape(name)}" style="width:{share:.2%}{colour and f";background:{colour}"}"></i>'
+        for name, share, colour in parts
+    )
+    return f'<div class="bar">{pieces}</div>'
+
+
+def folded(title: str, content: str, is_open: bool = False) -> str:
+    """Put content behind its title, which opens it."""
+    return f"<details{' open' if is_open else ''}><summary>{escape(title)}</summary>{content}</details>"
+
+
+def table_html(label: str, table: Table, chosen: int | None = None) -> str:
+    """Draw a table, which scrolls sideways if it is too wide; the row `chosen` stands out."""
+
+    def cells(row: Sequence[object], tag: str, attributes: str = "") -> str:
+        return "".join(
+            f"<{tag}{attributes}{_NUMBER if align == 'r' else ''}>{escape(str(cell))}</{tag}>"
+            for cell, align in zip(row, table.align or "l" * len(table.headers), strict=True)
+        )
+
+    body = "".join(
+        f"<tr{_CHOSEN if number == chosen else ''}>{cells(row, 'td')}</tr>" for number, row in enumerate(table.rows)
+    )
+    region = f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(label)}">'
+    head = cells(table.headers, "th", ' scope="col"')
+    return f"{region}<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+
 
 MOST_STAGES = 12  # whose table is open from the start
 

@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterator, Sequence
 
 from planner.formats.timeline import Event, Lane, Timeline
-from planner.report.svg.lanes import COLOURS, TEXTS, colour_legend, rows_of, shown_workers
 from planner.report.svg.shapes import Font, Point, box, document, ink_on, line, round_step, text
+from planner.report.timeline import COLOURS, TEXTS, colour_legend, rows_of, shown_workers
 from planner.units import format_seconds
 
 WIDTH, LEFT, RIGHT, TOP = 1200, 100, 16, 60

@@ -5,9 +5,18 @@ from __future__ import annotations
 from planner.analysis.fit import Fit, FitRow
 from planner.formats.plan import Plan
 from planner.formats.plan_parts import OtherWay, short_config
-from planner.report.tables.plan import cluster_line, options_words, pace, recomputing, schedule_line, staleness_line
+from planner.report.tables.plan import (
+    best_baseline_line,
+    cluster_line,
+    options_words,
+    pace,
+    schedule_line,
+    share_of_speed,
+    speed_over,
+    staleness_line,
+)
+from planner.report.tables.stages import recomputing
 from planner.report.tables.table import Table, named_values
-from planner.report.tables.ways import best_baseline_line, share_of_speed, speed_over
 from planner.units import format_bytes, format_rate, format_share_of_memory
 
 

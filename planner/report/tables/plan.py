@@ -1,19 +1,112 @@
-"""The tables of a plan: its stages, and what to expect of it."""
+"""The report of a plan: what it runs on, what to expect of it, and how it compares with other ways to train.
+
+A way that does not fit the memory has no ratio to the plan.
+"""
 
 from __future__ import annotations
 
+from planner.analysis.usual_ways import DATA_PARALLEL, ONE_GPU
 from planner.formats.cluster import Cluster, DeviceKind
 from planner.formats.plan import GIVEN, Plan
-from planner.formats.plan_parts import Bottleneck, SolverReport, Stage, short_config
+from planner.formats.plan_parts import Bottleneck, OtherWay, SolverReport, short_config
 from planner.formats.profile import Profile
-from planner.report.tables.memory import memory_table
-from planner.report.tables.repeats import layer_range
+from planner.report.tables.stages import memory_table, stage_table
 from planner.report.tables.table import Table, named_values
-from planner.report.tables.ways import best_baseline_line, share_of_speed, speed_up_line, synchronous_line
 from planner.schedule.instructions import LATE_UPDATES, MOMENTUM_UPDATES
-from planner.units import format_bandwidth, format_bytes, format_memory, format_rate, format_seconds, times_words
+from planner.units import (
+    format_bandwidth,
+    format_bytes,
+    format_memory,
+    format_rate,
+    format_seconds,
+    format_times,
+    times_words,
+)
 
-MOST_RUNS = 4  # of consecutive ranks of a stage that are listed one by one
+NO_OVERLAP = "The workers compute on every core, so messages take time from the computation and do not overlap with it."
+
+
+def cluster_report(cluster: Cluster) -> str:
+    """List the levels, inner to outer."""
+    rows = [
+        [
+            index,
+            level.size,
+            format_bandwidth(level.bandwidth_bytes_per_s),
+            format_seconds(level.latency_s),
+            format_bandwidth(level.all_reduce_bandwidth_bytes_per_s or level.bandwidth_bytes_per_s),
+        ]
+        for index, level in enumerate(cluster.levels)
+    ]
+    table = Table(["level", "members", "bandwidth", "latency", "all-reduce"], rows).text()
+    return table if cluster.overlap else f"{table}\n\n{NO_OVERLAP}"
+
+
+def over_one_gpu(plan: Plan) -> str:
+    """Write the speed-up over one GPU: "1.86x"; or that the model does not fit one."""
+    return speed_over(plan.predicted.speedup_over_one_gpu, plan.over_memory_bytes(ONE_GPU))
+
+
+def over_data_parallel(plan: Plan) -> str:
+    """Write the speed-up over data parallelism, or that it does not fit."""
+    return speed_over(plan.predicted.speedup_over_data_parallel, plan.over_memory_bytes(DATA_PARALLEL))
+
+
+def speed_over(ratio: float | None, over_memory_bytes: int) -> str:
+    """Write a speed-up: "1.86x"; nothing where it is None; or that one of the two ways does not fit the memory."""
+    if over_memory_bytes:
+        return f"does not fit ({format_bytes(over_memory_bytes)} too many)"
+    return "" if ratio is None else format_times(ratio)
+
+
+def speed_up_line(plan: Plan, gpus: str) -> str:
+    """Write both; `gpus`: on how many GPUs data parallelism runs."""
+    if over := max(map(plan.lacking_bytes, range(len(plan.stages)))):
+        return f"none: the plan {speed_over(None, over)}"
+    one, parallel = over_one_gpu(plan), over_data_parallel(plan)
+    over_one = f"{one} over one GPU" if one.endswith("x") else f"one GPU {one}"
+    over_parallel = (
+        f"{parallel} over data parallel on {gpus}" if parallel.endswith("x") else f"data parallel {parallel}"
+    )
+    return f"{over_one}, {over_parallel}"
+
+
+def best_baseline_line(plan: Plan) -> str | None:
+    """Compare the plan with the fastest baseline that fits; None where data parallelism is that, or none is known."""
+    fitting = [way for way in plan.baselines if not way.over_memory_bytes]
+    best = min(fitting, key=lambda way: way.seconds_per_microbatch, default=None)
+    if best is None:
+        return "none of them fits the memory" if plan.baselines else None
+    if best.name == DATA_PARALLEL:
+        return None
+    ratio, name = _ratio(plan, best), f"{best.name} ({short_config(best.config)})"
+    if ratio < 1:
+        return f"{name} fits and is faster: the plan is {times_words(ratio)} as fast"
+    times = format_times(ratio)
+    return f"{'as fast as' if times == '1.00x' else f'{times} over'} the fastest other way that fits, {name}"
+
+
+def synchronous_line(plan: Plan) -> str | None:
+    """Say what the best synchronous plan would give; None where that was not searched for."""
+    way = plan.synchronous
+    if way is None:
+        return None
+    each_s, size = way.seconds_per_microbatch, plan.microbatch_size
+    pace = f"{format_seconds(each_s)} per microbatch" if size is None else f"{format_rate(size / each_s)} samples/s"
+    name, share = f"{way.schedule} {short_config(way.config)}", share_of_speed(plan, way)
+    return f"{name}, whose gradients are never late: {pace}, {times_words(share)} as fast"
+
+
+def share_of_speed(plan: Plan, way: OtherWay) -> float:
+    """Return how many times as fast as the plan another way is."""
+    return 1 / _ratio(plan, way)
+
+
+def _ratio(plan: Plan, way: OtherWay) -> float:
+    """Return how many times as fast as another way the plan is."""
+    return way.seconds_per_microbatch / (plan.predicted.seconds_per_minibatch / plan.microbatches)
+
+
 _RESOURCES = {
     "compute": "the computation of stage {stage}",
     "link": "the link of stage {stage}",
@@ -67,12 +160,6 @@ def staleness_line(plan: Plan) -> str:
     return f"{updates}, at the first stage" + ("; train with little momentum" if late >= MOMENTUM_UPDATES else "")
 
 
-def late_updates(plan: Plan) -> list[int]:
-    """List how many updates late each stage's gradients are."""
-    late = plan.staleness
-    return [late if plan.vertical_sync else plan.schedule.staleness(stage.in_flight) for stage in plan.stages]
-
-
 def staleness_warning(plan: Plan) -> tuple[str, str] | None:
     """Return a warning and a hint for a plan whose gradients are late for nothing, or many updates; None for others."""
     hint = f"bound it with `max_staleness={LATE_UPDATES}`, or choose a synchronous `schedule`"
@@ -114,85 +201,6 @@ def _memory(limit: int | None) -> str:
     return "no memory limit" if limit is None else f"{format_memory(limit)} each"
 
 
-def stage_table(plan: Plan) -> Table:
-    """Tabulate the stages; columns in which nothing is to be said are left out."""
-    headers = [
-        "stage",
-        "layers",
-        "replicas",
-        "of ranks",
-        "ranks",
-        "GPU",
-        "in flight",
-        "late",
-        "compute",
-        "accumulation",
-        "sends",
-    ]
-    headers += ["optimizer", "recomputes"]
-    late = late_updates(plan)
-    model = [name for stage in plan.stages for name in stage.layers]
-    rows = [
-        [
-            number,
-            layer_range(stage.layers, model),
-            stage.replicas,
-            stage.tensor,
-            ranks_line(stage),
-            plan.cluster.kinds_on(stage.ranks),
-            stage.in_flight,
-            late[number],
-            format_seconds(stage.compute_s),
-            format_seconds(stage.accumulate_s),
-            format_bytes(sum(sent_bytes(plan, number))),
-            f"1/{stage.replicas}" if stage.sharded else "whole",
-            recomputing(stage) or "nothing",
-        ]
-        for number, stage in enumerate(plan.stages)
-    ]
-    table = Table(headers, rows)
-    if not any(late):
-        table = table.without("late")
-    # A replica's first backward after an update has no gradients to accumulate into, so one microbatch never does.
-    if plan.microbatches == 1 or not any(stage.accumulate_s for stage in plan.stages):
-        table = table.without("accumulation")
-    if not any(stage.sharded for stage in plan.stages):
-        table = table.without("optimizer")
-    if not plan.cluster.kinds:
-        table = table.without("GPU")
-    if max(plan.degrees) == 1:
-        table = table.without("of ranks")
-    return table if any(stage.recomputes for stage in plan.stages) else table.without("recomputes")
-
-
-def recomputing(stage: Stage) -> str:
-    """Return what of a stage recomputes, in words; empty for nothing."""
-    if stage.recompute is True:
-        return "all layers"
-    groups, again = len(stage.recompute_groups), sum(map(len, stage.recompute_groups))
-    if again <= groups:
-        return f"{again} layer{'s' * (again > 1)}" if again else ""
-    return f"{groups} block{'s' * (groups > 1)}, {again} layers"
-
-
-def ranks_line(stage: Stage) -> str:
-    """Write the ranks in ascending order: "0-3", "0, 2", or of many runs the first and the last: "0-1, 4-5, ...".
-
-    Two consecutive ranks are a run among several of the same length only: "0, 1" alone.
-    """
-    runs: list[list[int]] = []
-    for rank in sorted(stage.ranks):
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    least = 2 if len(runs) > 1 else 3
-    words = [f"{run[0]}-{run[-1]}" if len(run) >= least else ", ".join(map(str, run)) for run in runs]
-    if len(words) > MOST_RUNS:
-        words = [*words[:2], "...", words[-1]]
-    return ", ".join(words)
-
-
 def options_words(record: Profile | Plan) -> str:
     """List the options that are set: "autocast to bfloat16, channels-last, compiled"; empty without any."""
     autocast = f"autocast to {record.autocast}" if record.autocast else None
@@ -205,13 +213,6 @@ def gpus(plan: Plan) -> str:
     """Write how many GPUs the cluster has: "1 GPU"."""
     count = plan.cluster.gpus
     return f"{count} GPU{'s' * (count > 1)}"
-
-
-def sent_bytes(plan: Plan, stage: int) -> tuple[int, int]:
-    """Sum what a stage sends per microbatch: activations forward and gradients back."""
-    forward = sum(transfer.output_bytes for transfer in plan.transfers if transfer.source == stage)
-    back = sum(transfer.gradient_bytes for transfer in plan.transfers if transfer.target == stage)
-    return forward, back
 
 
 def _prediction(plan: Plan) -> str:

@@ -1,15 +1,49 @@
-"""The tables of a profile: its totals and its layers."""
+"""The tables of a profile: its totals and its layers; and how the machine it was measured on disturbs a plan."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby, pairwise
 from typing import Literal
 
+from planner.formats.plan import Plan
 from planner.formats.profile import Compiled, Layer, LossMean, Profile, Provenance
+from planner.plan.blocks import FEWEST_REPEATS, kind_of, repeated_blocks
 from planner.report.tables.plan import options_words
-from planner.report.tables.repeats import collapsed
+from planner.report.tables.stages import block_of
 from planner.report.tables.table import Table, named_values
 from planner.units import format_bytes, format_flops, format_seconds
+
+CORES_NOT_MODELLED = (
+    "the workers compute on all cores of their host, which also move the messages: the prediction counts the time of "
+    "the messages, and not what else this may cost, such as waiting for a core, which takes up to a fifth of the speed "
+    "where microbatches compute for a few milliseconds only"
+)
+
+
+def shared_host_notes(plan: Plan, profile: Profile) -> Iterator[tuple[str, str]]:
+    """Yield why workers may be slower or faster than a plan says, each with a hint, or ""."""
+    if words := disturbance_words(profile):
+        hint = "profile again while nothing else runs"
+        yield f"the profile was taken on a busy machine ({words}): its times may be too long", hint
+    device, measured = profile.device, profile.provenance.source == "measured"
+    if device.kind != "cpu" or not measured or plan.workers == 1:
+        return
+    if (device.processes or 1) == 1:
+        yield (
+            f"the profile is of one process that had its host for itself; where workers share a host's cores and "
+            f"memory, all {plan.workers} are slower than the plan says",
+            f"for workers on one host, profile with: plan profile MODEL `processes={plan.workers}`",
+        )
+    elif plan.cluster.overlap:
+        yield (
+            f"the profile is of {device.processes} workers that share a host, and the plan takes messages to need "
+            "none of its cores",
+            "where workers compute on all of them, give `overlap=False`, or measure the links: plan profile `links`",
+        )
+    else:
+        yield CORES_NOT_MODELLED, ""
+
 
 Order = Literal["order", "time", "output", "weights", "saved"]
 _MOST = 3  # layers named in the head
@@ -179,3 +213,46 @@ def _row(count: int, layer: Layer, total_s: float) -> list[str]:
         format_bytes(layer.weight_bytes),
         format_bytes(layer.saved_bytes),
     ]
+
+
+SUMMED = ("forward_s", "backward_s", "update_s", "accumulate_s", "weight_bytes", "gradient_bytes", "saved_bytes")
+
+
+def collapsed(profile: Profile) -> list[tuple[int, Layer]]:
+    """Return the layers in order, those of adjacent equal blocks once, with how often each occurs.
+
+    Costs of a layer that stands for several are their means.
+    """
+    layers = profile.layers
+    blocks = [block for block in repeated_blocks(profile) if block_of(layers[block.start].name)]
+    rows: list[tuple[int, Layer]] = []
+    end = 0
+    for run in _runs(profile, blocks):
+        rows += [(1, layer) for layer in layers[end : run[0].start]]
+        rows += [
+            (len(run), _mean_layer([layers[block.start + place] for block in run])) for place in range(len(run[0]))
+        ]
+        end = run[-1].stop
+    return rows + [(1, layer) for layer in layers[end:]]
+
+
+def _runs(profile: Profile, blocks: Sequence[range]) -> list[list[range]]:
+    """Return the runs of adjacent equal blocks that are long enough to be worth it."""
+    breaks = {block.start for before, block in pairwise(blocks) if before.stop != block.start}
+
+    def key(block: range) -> tuple[int, object]:
+        segment = sum(start <= block.start for start in breaks)
+        return segment, tuple(map(kind_of, profile.layers[block.start : block.stop]))
+
+    runs = [list(group) for _, group in groupby(blocks, key)]
+    return [run for run in runs if len(run) >= FEWEST_REPEATS]
+
+
+def _mean_layer(layers: Sequence[Layer]) -> Layer:
+    """Return a layer that stands for equal ones: its name has a star for the block's number, its costs are means."""
+    first, last = block_of(layers[0].name), block_of(layers[-1].name)
+    stem = first[: len(first) - len(first.rsplit(".", 1)[-1])]
+    name = f"{stem}*{layers[0].name[len(first) :]}" if last.startswith(stem) else layers[0].name
+    means = {each: sum(getattr(layer, each) for layer in layers) / len(layers) for each in SUMMED}
+    whole = {each: round(value) if each.endswith("_bytes") else value for each, value in means.items()}
+    return layers[0].model_copy(update={"name": name, **whole})

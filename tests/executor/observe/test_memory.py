@@ -12,7 +12,7 @@ import torch
 from planner.executor.observe.memory import GpuMemory, PeakMemory
 from planner.executor.run.outcome import memory_fields
 from planner.profiler.this_machine import describe_device
-from planner.report.tables.training import workers_table
+from planner.report.tables.runs import workers_table
 from planner.workers.job import WorkerReport
 
 GB = 10**9

@@ -16,7 +16,7 @@ from planner.cli.main import main
 from planner.errors import InputError, WorkerError
 from planner.formats.cluster import Cluster, Level, load_cluster
 from planner.profiler.links.measure_cluster import exchanges, measure_cluster, measure_host
-from planner.report.tables.cluster import NO_OVERLAP, cluster_report
+from planner.report.tables.plan import NO_OVERLAP, cluster_report
 from planner.workers.place import cores_to_send
 
 

@@ -20,10 +20,9 @@ from planner.errors import InputError
 from planner.formats.cluster import hierarchical_cluster
 from planner.formats.plan import Plan
 from planner.formats.timeline import Events, Timeline
-from planner.report.page.data import script_json
-from planner.report.page.page import ReportContent, report_page
-from planner.report.svg.lanes import MOST_WORKERS, opening, shown_workers
+from planner.report.page.page import ReportContent, report_page, script_json
 from planner.report.svg.timeline import timeline_svg
+from planner.report.timeline import MOST_WORKERS, opening, shown_workers
 from planner.simulator.simulate_plan import simulate
 from planner.simulator.summary import summarize
 from planner.solver import solve

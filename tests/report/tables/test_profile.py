@@ -1,4 +1,4 @@
-"""Profiles for people: tables and the plot."""
+"""Profiles for people: tables, which write repeated blocks once, notes on how they were measured, and the plot."""
 
 from __future__ import annotations
 
@@ -8,9 +8,108 @@ from xml.etree import ElementTree
 import pytest
 
 from planner.cli.main import main
-from planner.formats.profile import load_profile
-from planner.report.svg.profile import profile_svg
-from planner.report.tables.profile import profile_report
+from planner.formats.cluster import flat_cluster
+from planner.formats.plan_parts import LONGEST_CONFIG, short_config
+from planner.formats.profile import Disturbance, Profile, load_profile
+from planner.report.svg.charts import profile_svg
+from planner.report.tables.profile import CORES_NOT_MODELLED, collapsed, profile_report, shared_host_notes
+from planner.report.tables.stages import layer_range
+from planner.report.tables.table import Table
+from planner.solver import solve
+from tests.plan.test_blocks import transformer
+
+MODEL = transformer(6, "h.{block}.part{part}")
+NAMES = [layer.name for layer in MODEL.layers]
+
+
+def test_whole_blocks_are_counted() -> None:
+    assert layer_range(NAMES[1:9], NAMES) == "h.0 .. h.1 (2 blocks)"
+    assert layer_range(NAMES[:9], NAMES) == "embed .. h.1 (2 blocks, 1 layer)"
+    assert layer_range(NAMES[1:11], NAMES) == "h.0 .. h.2.part1 (2 blocks, 2 layers)"
+    assert layer_range(NAMES[1:5], NAMES) == "h.0.part0 .. h.0.part3 (4)"
+
+
+def test_equal_blocks_are_one_row_per_layer() -> None:
+    rows = collapsed(MODEL)
+    assert [(count, layer.name) for count, layer in rows] == [
+        (1, "embed"),
+        *((6, f"h.*.part{part}") for part in range(4)),
+        (1, "head"),
+    ]
+    assert sum(count * layer.forward_s for count, layer in rows) == pytest.approx(
+        sum(layer.forward_s for layer in MODEL.layers)
+    )
+    text = profile_report(MODEL)
+    assert "6 x h.*.part2" in text
+    assert "h.3.part2" not in text
+    assert "h.3.part2" in profile_report(MODEL, by="time")
+
+
+@pytest.mark.parametrize(
+    ("config", "shown"),
+    [
+        ("7-1", "7-1"),
+        ("-".join("1" * 20), "-".join("1" * 20)),
+        ("-".join("1" * 56), "1-1-1-1-1-1-1-1-1-1-1-...-1 (56 stages)"),
+        ("-".join(["16"] * 32), "16-16-16-16-16-16-16-...-16 (32 stages)"),
+    ],
+)
+def test_configs_of_many_stages_are_short(config: str, shown: str) -> None:
+    assert short_config(config) == shown
+    assert len(shown) <= LONGEST_CONFIG
+
+
+def test_tables_fit_the_terminal() -> None:
+    table = Table(["stage", "layers"], [["0", "a.very.long.name.of.a.layer .. another.very.long.name (12)"]])
+    assert max(map(len, table.text(50).splitlines())) <= 50
+    assert "a.very.lo" in table.text(50)
+    assert "(12)" in table.text(50)
+    assert table.text(200) == table.text()
+
+
+LSTM_PROFILE = Path(__file__).parents[3] / "profiles" / "lstm_lm" / "cpu.json"
+
+
+def notes(profile: Profile, *, workers: int = 2, overlap: bool = True) -> list[str]:
+    plan = solve(profile, flat_cluster(workers, 1e9, overlap=overlap))
+    return [f"{note} {hint or ''}" for note, hint in shared_host_notes(plan, profile)]
+
+
+def profiled(processes: int | None, disturbance: Disturbance | None = None) -> Profile:
+    profile = load_profile(LSTM_PROFILE)
+    device = profile.device.model_copy(update={"processes": processes})
+    provenance = profile.provenance.model_copy(update={"disturbance": disturbance})
+    return profile.model_copy(update={"device": device, "provenance": provenance})
+
+
+@pytest.mark.parametrize(
+    ("processes", "overlap", "words"),
+    [
+        (None, True, "profile with: plan profile MODEL `processes=2`"),
+        (2, True, "give `overlap=False`, or measure the links"),
+        (2, False, CORES_NOT_MODELLED),
+    ],
+)
+def test_workers_that_share_a_host(processes: int | None, overlap: bool, words: str) -> None:
+    (note,) = notes(profiled(processes), overlap=overlap)
+    assert words in note
+
+
+def test_one_worker_has_no_company() -> None:
+    assert notes(profiled(None), workers=1) == []
+
+
+def test_a_busy_machine() -> None:
+    (note,) = notes(profiled(None, Disturbance(waited_share=0.2, others_cores=1.5, drift=-0.1)), workers=1)
+    for words in ("other processes used 1.5 cores", "waited 20% of their time", "a second measurement took 10% less"):
+        assert words in note
+
+
+def test_other_devices_share_no_cores() -> None:
+    profile = profiled(None)
+    cuda = profile.device.model_copy(update={"kind": "cuda"})
+    assert notes(profile.model_copy(update={"device": cuda})) == []
+
 
 PROFILES = Path(__file__).parents[3] / "profiles"
 

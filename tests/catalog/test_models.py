@@ -8,13 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from planner.catalog.model_folder import NamedModel, find_model
-from planner.catalog.names import MODELS
+from planner.catalog.models import MODELS, NamedModel, find_model
 from planner.errors import InputError
 from planner.model.spec import load_model_file
 
 HF = "needs the extra 'hf': pip install 'transformers>=4.50'"
-# Parameters as published, in the sources that planner/catalog/names.py lists.
+# Parameters as published, in the sources that planner/catalog/models.py lists.
 PUBLISHED = {
     "gpt2": 124e6,
     "gpt2-xl": 1.56e9,
