@@ -163,7 +163,7 @@ class FewestReplicas:
         low = np.where(tight, low, np.maximum(low, 2))  # without limits of memory, only sharding may help
         some = np.flatnonzero((tight | self.ways.shards) & (low < r) & (low <= most))
         if len(some) and self.ways.whole_stages and not self.ways.shards:
-            fewer = self._recomputing(state, others[some], target_s, after[some])
+            fewer, _ = self._closed_form(state, others[some], target_s, after[some], recomputing=True)
             again[some] |= fewer < r[some]
             r[some] = np.minimum(r[some], fewer)
         elif len(some):
@@ -218,24 +218,20 @@ class FewestReplicas:
         if self.tables is not None:
             r, _ = self.tables.fewest(state, others, target_s, after, most)
             return r, self.tables.tight(state, others, after) & self.ways.chooses
-        work, held = self.space.work(state, others), None
-        if self.limits.memory_bytes is not None:
-            footprint = self.ways.plainest_footprint(state, others, work)
-            held = most_in_flight(self.space, self.model, footprint, self.limits.memory_bytes)
-        r, tight = self._closed_form(held, self.ways.plainest_work(work), target_s, after)
+        r, tight = self._closed_form(state, others, target_s, after, recomputing=False)
         return r, tight & self.ways.chooses
 
-    def _recomputing(self, state: int, others: Integers, target_s: float, after: Integers) -> Integers:
-        """Return the fewest replicas of stages that recompute all of their layers."""
-        assert self.limits.memory_bytes is not None
-        work = self.space.work(state, others)
-        footprint = self.space.footprint(state, others, work).recomputed()
-        held = most_in_flight(self.space, self.model, footprint, self.limits.memory_bytes)
-        return self._closed_form(held, work.recomputed(), target_s, after)[0]
-
     def _closed_form(
-        self, held: list[Integers] | None, work: Work, target_s: float, after: Integers
+        self, state: int, others: Integers, target_s: float, after: Integers, *, recomputing: bool
     ) -> tuple[Integers, NDArray[np.bool_]]:
+        """Return the fewest replicas in the plainest way, or with all layers recomputing, and which need several."""
+        work, held = self.space.work(state, others), None
+        if (memory_bytes := self.limits.memory_bytes) is not None:
+            plainest = self.space.footprint if recomputing else self.ways.plainest_footprint
+            footprint = plainest(state, others, work)
+            footprint = footprint.recomputed() if recomputing else footprint
+            held = most_in_flight(self.space, self.model, footprint, memory_bytes)
+        work = work.recomputed() if recomputing else self.ways.plainest_work(work)
         return closed_form(
             held, after, self.limits.deepest, lambda r: self.model.fewest_replicas(work, target_s, r, after)
         )
