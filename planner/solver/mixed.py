@@ -22,14 +22,13 @@ from planner.solver.candidates.first_plans import Leaner
 from planner.solver.candidates.improvement import improved
 from planner.solver.candidates.kinds import slowed
 from planner.solver.evaluate.evaluation import fastest, priced
-from planner.solver.problem.bounds import balanced_s
 from planner.solver.problem.budget import OutOfTimeError
 from planner.solver.problem.infeasible import against_constraints
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import Evaluation, Found
 from planner.solver.problem.states import Chain
 from planner.solver.search.chain.line import Kinds, LinePlan, LineSearch, StagesOn
-from planner.solver.search.chain.ways import WaysOf
+from planner.solver.search.chain.ways import relaxed_s
 
 MOST_KINDS = 4  # whose orders are tried
 MOST_STATES, MOST_ENTRIES = 160, 4_000_000  # beyond, cuts at some of them only: so many, or states² · GPUs
@@ -62,8 +61,7 @@ def solve_mixed(problem: Problem) -> Found:
     if not fitting:
         raise _infeasible(problem)
     best = fastest(problem, fitting) if problem.simulates else min(fitting, key=lambda plan: plan.seconds)
-    ways = WaysOf(Chain(problem.layer_costs), problem.limits, prices_shards=problem.simulates)
-    found_best = Found(best, min(balanced_s(problem.layer_costs, problem.setting, ways.least), best.seconds))
+    found_best = Found(best, min(relaxed_s(problem, Chain(problem.layer_costs)), best.seconds))
     return improved(problem, found_best, _unlike(fitting)) if problem.simulates else found_best
 
 

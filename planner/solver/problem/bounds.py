@@ -112,6 +112,23 @@ class Bounds(StageModel):
         return answer.astype(np.int64)
 
 
+class BoundsLike(Bounds):
+    """A cost model that differs from another one in its replicas alone: what cuts cost is the same."""
+
+    def __init__(self, like: Bounds) -> None:
+        super().__init__(like.link)
+        self.like, self.prices_shards = like, like.prices_shards
+
+    def _lower_bounds(self, work: Work, target_s: float) -> list[Floats]:
+        return self.like._lower_bounds(work, target_s)
+
+    def cut_within(self, output_bytes: Floats, replicas: int, target_s: float) -> NDArray[np.bool_]:
+        return self.like.cut_within(output_bytes, replicas, target_s)
+
+    def fewest_around_cut(self, output_bytes: Floats, gradient_bytes: Floats, target_s: float) -> tuple[Floats, Floats]:
+        return self.like.fewest_around_cut(output_bytes, gradient_bytes, target_s)
+
+
 def larger_root(a: ArrayLike, b: Floats, c: Floats) -> Floats:
     """Return the larger root of a·r² - b·r + c; 0 where there is none, or where `a` is not positive."""
     a, usable = np.asarray(a, dtype=np.float64), np.asarray(a) > 0

@@ -14,7 +14,6 @@ import numpy as np
 from planner.cost.recomputation import exact_everywhere
 from planner.options.solving import StageRules
 from planner.solver.evaluate.evaluation import priced_path
-from planner.solver.problem.bounds import balanced_s
 from planner.solver.problem.budget import OutOfTimeError
 from planner.solver.problem.infeasible import Fits
 from planner.solver.problem.problem import Limits, Problem
@@ -23,7 +22,7 @@ from planner.solver.problem.states import Chain, StateSpace
 from planner.solver.search.chain.fewest import FEW_STATES
 from planner.solver.search.chain.search import Search
 from planner.solver.search.chain.synchronous import SynchronousSearch
-from planner.solver.search.chain.ways import WaysOf
+from planner.solver.search.chain.ways import relaxed_s
 from planner.solver.search.graph.branches import MOST_STATES, search_beyond
 from planner.solver.search.graph.downsets import Downsets, enumerate_downsets
 from planner.solver.search.levels.columns import Columned, bound_beyond, search_columns
@@ -201,8 +200,7 @@ class PipelineSearch:
 
     def relaxed_s(self) -> float:
         """Return a time that no plan is below, whatever its cuts: perfect balance and no communication."""
-        ways = WaysOf(self.space, self.problem.limits, prices_shards=self.problem.simulates)
-        return balanced_s(self.space.layer_costs, self.problem.setting, ways.least)
+        return relaxed_s(self.problem, self.space)
 
     def _search(self, limits: Limits) -> Search | SynchronousSearch:
         problem = self.problem

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.cost.candidate import StageOptions
-from planner.cost.work import IMPOSSIBLE, Floats, Integers, Work
+from planner.cost.work import IMPOSSIBLE, Floats, Integers
 from planner.schedule.schedule import warm_up_depth
 from planner.solver.problem.bounds import Bounds
 from planner.solver.problem.problem import Limits

@@ -33,8 +33,7 @@ from planner.cost.candidate import StageOptions
 from planner.cost.models.synchronous import SynchronousModel
 from planner.cost.work import Floats, Integers
 from planner.solver.problem.budget import NO_HURRY, OutOfTimeError
-from planner.solver.problem.numbering import Numbering
-from planner.solver.problem.problem import Limits
+from planner.solver.problem.problem import Limits, Numbering
 from planner.solver.problem.result import RESOLUTION, CutPath
 from planner.solver.problem.states import StateSpace
 from planner.solver.search.chain.ways import Ways, WaysOf

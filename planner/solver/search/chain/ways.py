@@ -23,6 +23,7 @@ from planner.cost.layer_costs import LayerCosts
 from planner.cost.recomputation import Choices, Recomputation
 from planner.cost.work import Floats, Footprint, Integers, Record, Work
 from planner.options.solving import RecomputeRule
+from planner.solver.problem.bounds import balanced_s
 from planner.solver.problem.problem import Limits, Problem
 from planner.solver.problem.states import StateSpace
 
@@ -254,6 +255,12 @@ class WaysOf:
                 by_layers.update(zip(new, recomputation.several(new), strict=True))
             self._known.update({(state, other): by_layers[each] for other, each in layers.items()})
         return [self._known[state, other] for other in others]
+
+
+def relaxed_s(problem: Problem, space: StateSpace) -> float:
+    """Return seconds that no plan is below, whatever its cuts: perfect balance, no communication, the leanest ways."""
+    ways = WaysOf(space, problem.limits, prices_shards=problem.simulates)
+    return balanced_s(problem.layer_costs, problem.setting, ways.least)
 
 
 def taken(record: Record, rows: Integers | NDArray[np.bool_] | slice | tuple[Integers, ...]) -> Record:

@@ -11,10 +11,9 @@ from dataclasses import replace
 from planner.cost.candidate import Candidate
 from planner.cost.kinds import kind_on
 from planner.errors import InputError
-from planner.solver.problem.bounds import balanced_s
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import IlpAnswer
-from planner.solver.search.chain.ways import WaysOf
+from planner.solver.search.chain.ways import relaxed_s
 from planner.solver.search.integer.ilp_columns import Columns
 from planner.solver.search.integer.ilp_flow import Flow, MilpName, installed
 from planner.units import SLACK
@@ -49,18 +48,13 @@ def _over_all_cuts_s(problem: Problem, solver: MilpName) -> float:
     """Return seconds that no plan over any cuts of the graph is below."""
     columns = Columns(problem, all_cuts=True)
     if not columns.space.complete or len(columns.states) > _MOST_STATES_FOR_A_BOUND:
-        return _balanced_s(problem, columns)
+        return relaxed_s(problem, columns.space)
     try:
         answer = Flow(problem, columns, solver).solve()
     except TimeoutError:
-        return _balanced_s(problem, columns)
+        return relaxed_s(problem, columns.space)
     assert answer is not None  # the plans along the order are among them
     return answer.bound_s
-
-
-def _balanced_s(problem: Problem, columns: Columns) -> float:
-    ways = WaysOf(columns.space, problem.limits, prices_shards=problem.simulates)
-    return balanced_s(problem.layer_costs, problem.setting, ways.least)
 
 
 def refuse(problem: Problem) -> None:

@@ -30,7 +30,7 @@ from planner.cost.work import IMPOSSIBLE, Floats, Integers, Work
 from planner.formats.names import CostModelName
 from planner.solver.evaluate import orders
 from planner.solver.evaluate.evaluation import priced, priced_path
-from planner.solver.problem.bounds import Bounds, bounds_for
+from planner.solver.problem.bounds import Bounds, BoundsLike, bounds_for
 from planner.solver.problem.budget import OutOfTimeError
 from planner.solver.problem.problem import Limits, Problem
 from planner.solver.problem.result import RESOLUTION, BoundedPath, CutPath, Evaluation
@@ -44,13 +44,12 @@ from planner.solver.search.levels.stage_bounds import objective_of
 from planner.units import SLACK
 
 
-class NearestModel(Bounds):
+class NearestModel(BoundsLike):
     """A cost model whose stages span as few groups as their replicas need, next to the stages they talk to."""
 
     def __init__(self, name: CostModelName, topology: Topology) -> None:
         near = topology.link(0)
-        super().__init__(near)
-        self.name, self.prices_shards = name, name == "resource"
+        self.name = name
         self._groups = [*(int(size) for size in topology.groups[:-1]), IMPOSSIBLE]  # the last group holds all ranks
         # The published models know one bandwidth, which here is that of the all-reduce: cuts are priced by `_near`.
         links = [
@@ -58,11 +57,12 @@ class NearestModel(Bounds):
             for level, ring in enumerate(topology.ring_bytes_per_s)
         ]
         self._levels = [bounds_for(name, link) for link in links]
-        self._near = self._levels[0]
+        super().__init__(self._levels[0])
+        self.link = near
 
     def resources_s(self, work: Work, replicas: ArrayLike) -> dict[Resource, Floats]:
         r = np.asarray(replicas)
-        busy = self._near.resources_s(work, r)
+        busy = self.like.resources_s(work, r)
         for smaller, model in zip(self._groups, self._levels[1:], strict=False):
             farther = model.resources_s(work, r)
             for resource in busy:
@@ -84,7 +84,7 @@ class NearestModel(Bounds):
                 part = work if open_.ndim == 1 and open_.all() else taken(work, open_)
                 from_ = np.maximum(floor[open_], smaller + 1)
                 if self.name != "resource":  # cuts use the nearest links
-                    from_ = np.maximum(from_, self._near.fewest_replicas(part, target_s, from_, behind[open_]))
+                    from_ = np.maximum(from_, self.like.fewest_replicas(part, target_s, from_, behind[open_]))
                     nothing = np.zeros_like(part.cut_before_bytes)
                     part = replace(part.without_transfers(), cut_before_bytes=nothing, cut_after_bytes=nothing)
                 r = np.maximum(model.fewest_replicas(part, target_s, from_, behind[open_]), from_)
@@ -92,18 +92,9 @@ class NearestModel(Bounds):
             smaller = larger
         return answer
 
-    def _lower_bounds(self, work: Work, target_s: float) -> list[Floats]:
-        return self._near._lower_bounds(work, target_s)
-
     def additive_s(self, work: Work, replicas: int) -> list[Floats]:
         level = sum(replicas > size for size in self._groups[:-1])
         return self._levels[level].additive_s(work, replicas)
-
-    def cut_within(self, output_bytes: Floats, replicas: int, target_s: float) -> NDArray[np.bool_]:
-        return self._near.cut_within(output_bytes, replicas, target_s)
-
-    def fewest_around_cut(self, output_bytes: Floats, gradient_bytes: Floats, target_s: float) -> tuple[Floats, Floats]:
-        return self._near.fewest_around_cut(output_bytes, gradient_bytes, target_s)
 
 
 MOST_COLUMNED = 64  # GPUs up to which columns are searched; beyond, those of good plans are priced
@@ -114,41 +105,32 @@ MOST_PLANS = 4  # to propose
 PRECISION = 1e-3  # of the flat searches: their plans are candidates, and their times bounds
 
 
-class MultiplesModel(Bounds):
+class MultiplesModel(BoundsLike):
     """A cost model in which all replica counts are multiples of a number."""
 
     def __init__(self, model: Bounds, multiple: int) -> None:
-        super().__init__(model.link)
-        self.model, self.multiple, self.prices_shards = model, multiple, model.prices_shards
+        super().__init__(model)
+        self.multiple = multiple
 
     def may_have(self, replicas: Integers) -> NDArray[np.bool_]:
         return np.asarray(replicas % self.multiple == 0)
 
     def resources_s(self, work: Work, replicas: ArrayLike) -> dict[Resource, Floats]:
-        return self.model.resources_s(work, replicas)
+        return self.like.resources_s(work, replicas)
 
     def fewest_replicas(self, work: Work, target_s: float, at_least: ArrayLike = 1, after: ArrayLike = 0) -> Integers:
         """Return the fewest that meet the target and are a multiple; else `IMPOSSIBLE`."""
-        fewest = np.asarray(self.model.fewest_replicas(work, target_s, at_least, after), dtype=np.int64)
+        fewest = np.asarray(self.like.fewest_replicas(work, target_s, at_least, after), dtype=np.int64)
         while True:
             # Rounding up may cross into another server, where more replicas are needed.
             rounded = np.where(fewest < IMPOSSIBLE, -(-fewest // self.multiple) * self.multiple, IMPOSSIBLE)
-            again = self.model.fewest_replicas(work, target_s, rounded, after)
+            again = self.like.fewest_replicas(work, target_s, rounded, after)
             if np.array_equal(again, rounded):
                 return rounded
             fewest = np.asarray(again, dtype=np.int64)
 
-    def _lower_bounds(self, work: Work, target_s: float) -> list[Floats]:
-        return self.model._lower_bounds(work, target_s)
-
     def additive_s(self, work: Work, replicas: int) -> list[Floats]:
-        return self.model.additive_s(work, replicas)
-
-    def cut_within(self, output_bytes: Floats, replicas: int, target_s: float) -> NDArray[np.bool_]:
-        return self.model.cut_within(output_bytes, replicas, target_s)
-
-    def fewest_around_cut(self, output_bytes: Floats, gradient_bytes: Floats, target_s: float) -> tuple[Floats, Floats]:
-        return self.model.fewest_around_cut(output_bytes, gradient_bytes, target_s)
+        return self.like.additive_s(work, replicas)
 
 
 class _Multiples(Search):
