@@ -20,7 +20,6 @@ from planner.cost.network.link import Link
 from planner.errors import InfeasibleError, InputError
 from planner.solver.candidates.first_plans import Leaner
 from planner.solver.candidates.improvement import improved
-from planner.solver.candidates.kinds import slowed
 from planner.solver.evaluate.evaluation import fastest, priced
 from planner.solver.problem.budget import OutOfTimeError
 from planner.solver.problem.infeasible import against_constraints
@@ -29,6 +28,7 @@ from planner.solver.problem.result import Evaluation, Found
 from planner.solver.problem.states import Chain
 from planner.solver.search.chain.line import Kinds, LinePlan, LineSearch, StagesOn
 from planner.solver.search.chain.ways import relaxed_s
+from planner.solver.search.kinds import slowed
 
 MOST_KINDS = 4  # whose orders are tried
 MOST_STATES, MOST_ENTRIES = 160, 4_000_000  # beyond, cuts at some of them only: so many, or states² · GPUs

@@ -21,7 +21,6 @@ from planner.cost.work import IMPOSSIBLE, Integers
 from planner.errors import InfeasibleError, PlannerError
 from planner.plan.shape import trainable_pairs
 from planner.plan.shared_weights import trained_parameters
-from planner.solver.candidates.kinds import counts_to_try
 from planner.solver.evaluate.evaluation import evaluate, priced
 from planner.solver.evaluate.pipelines import shared_between
 from planner.solver.problem.bounds import Bounds
@@ -29,6 +28,7 @@ from planner.solver.problem.problem import Limits, Problem
 from planner.solver.problem.result import CutPath, Evaluation, Found, stages_along
 from planner.solver.problem.states import Chain, StateSpace
 from planner.solver.search.chain.search import Search
+from planner.solver.search.kinds import counts_to_try
 
 Answer = Callable[[Problem], Found]
 

@@ -1,6 +1,6 @@
 """Choose the fastest plan by simulation, among the best plan by the cost model and alternatives that may wait less.
 
-Under asynchronous schedules the alternatives are the kinds of plans of `planner.solver.candidates.kinds`. On clusters
+Under asynchronous schedules the alternatives are the kinds of plans of `planner.solver.search.kinds`. On clusters
 of several levels each is found for links that are all alike, and local search adapts it to the cluster's links. Under
 synchronous schedules the alternatives are the plans that the search meets on its way to the best one.
 """
@@ -14,16 +14,6 @@ from dataclasses import replace
 import numpy as np
 
 from planner.cost.weight_copies import counted_with_copies
-from planner.solver.candidates.kinds import (
-    KINDS,
-    DataParallelSearch,
-    Kind,
-    counts_to_try,
-    families,
-    kinds_of_plans,
-    slowed,
-    steps_below,
-)
 from planner.solver.evaluate.evaluation import SETTLED, fastest, simulated
 from planner.solver.evaluate.orders import in_every_order
 from planner.solver.evaluate.pipelines import MOST_WORKERS, too_large
@@ -33,6 +23,16 @@ from planner.solver.problem.states import Chain, StateSpace
 from planner.solver.search.chain.fewest import FEW_STATES
 from planner.solver.search.chain.search import Search
 from planner.solver.search.chain.synchronous import SynchronousSearch
+from planner.solver.search.kinds import (
+    KINDS,
+    DataParallelSearch,
+    Kind,
+    counts_to_try,
+    families,
+    kinds_of_plans,
+    slowed,
+    steps_below,
+)
 from planner.solver.search.levels.levels import MOST_PLACED, PathPrices, local_search_for, search_levels
 from planner.solver.search.levels.local_search import LocalSearch
 from planner.solver.search.pipeline_search import MOST_SYNCHRONOUS_STATES, PipelineSearch
