@@ -22,7 +22,7 @@ from planner.solver.problem.budget import Budget, Patience
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.states import Chain
 from planner.solver.reference import baselines
-from planner.solver.search.kinds import counts_to_try, proposals
+from planner.solver.search.restricted import counts_to_try, proposals
 
 MORE_BANDWIDTH = 1.1
 MORE_MEMORY = 1.5

@@ -28,7 +28,7 @@ from planner.solver.problem.result import Evaluation, Found
 from planner.solver.problem.states import Chain
 from planner.solver.search.chain.line import Kinds, LinePlan, LineSearch, StagesOn
 from planner.solver.search.chain.ways import relaxed_s
-from planner.solver.search.kinds import slowed
+from planner.solver.search.restricted import slowed
 
 MOST_KINDS = 4  # whose orders are tried
 MOST_STATES, MOST_ENTRIES = 160, 4_000_000  # beyond, cuts at some of them only: so many, or states² · GPUs

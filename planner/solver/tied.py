@@ -28,7 +28,7 @@ from planner.solver.problem.problem import Limits, Problem
 from planner.solver.problem.result import CutPath, Evaluation, Found, stages_along
 from planner.solver.problem.states import Chain, StateSpace
 from planner.solver.search.chain.search import Search
-from planner.solver.search.kinds import counts_to_try
+from planner.solver.search.restricted import counts_to_try
 
 Answer = Callable[[Problem], Found]
 

@@ -1,6 +1,6 @@
 """Choose the fastest plan by simulation, among the best plan by the cost model and alternatives that may wait less.
 
-Under asynchronous schedules the alternatives are the kinds of plans of `planner.solver.search.kinds`. On clusters
+Under asynchronous schedules the alternatives are the kinds of plans of `planner.solver.search.restricted`. On clusters
 of several levels each is found for links that are all alike, and local search adapts it to the cluster's links. Under
 synchronous schedules the alternatives are the plans that the search meets on its way to the best one.
 """
@@ -23,7 +23,10 @@ from planner.solver.problem.states import Chain, StateSpace
 from planner.solver.search.chain.fewest import FEW_STATES
 from planner.solver.search.chain.search import Search
 from planner.solver.search.chain.synchronous import SynchronousSearch
-from planner.solver.search.kinds import (
+from planner.solver.search.levels.levels import MOST_PLACED, PathPrices, local_search_for, search_levels
+from planner.solver.search.levels.local_search import LocalSearch
+from planner.solver.search.pipeline_search import MOST_SYNCHRONOUS_STATES, PipelineSearch
+from planner.solver.search.restricted import (
     KINDS,
     DataParallelSearch,
     Kind,
@@ -33,9 +36,6 @@ from planner.solver.search.kinds import (
     slowed,
     steps_below,
 )
-from planner.solver.search.levels.levels import MOST_PLACED, PathPrices, local_search_for, search_levels
-from planner.solver.search.levels.local_search import LocalSearch
-from planner.solver.search.pipeline_search import MOST_SYNCHRONOUS_STATES, PipelineSearch
 from planner.units import SLACK
 
 SLOWER_LINKS = (1.0, 2.0)  # factors by which links are slower in the alternatives of synchronous schedules

@@ -26,8 +26,8 @@ from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import Evaluation, Found
 from planner.solver.problem.states import Chain, column
 from planner.solver.reference.baselines import equal_blocks, equal_times
-from planner.solver.search.kinds import counts_to_try
 from planner.solver.search.pipeline_search import PipelineSearch
+from planner.solver.search.restricted import counts_to_try
 from planner.units import SLACK
 
 GRACE_S = 1.0  # to simulate these plans after the time limit: otherwise nobody knows which is the fastest

@@ -25,7 +25,7 @@ from planner.solver.problem.bounds import bounds_for
 from planner.solver.problem.budget import NO_HURRY, Deadline, OutOfTimeError
 from planner.solver.problem.problem import Limits
 from planner.solver.problem.states import Chain, column, uncut_groups
-from planner.solver.search.kinds import StraightSearch, counts_to_try
+from planner.solver.search.restricted import StraightSearch, counts_to_try
 
 
 def data_parallel(layer_costs: LayerCosts, gpus: int) -> list[Candidate]:

@@ -28,6 +28,7 @@ from planner.solver.search.graph.downsets import Downsets, enumerate_downsets
 from planner.solver.search.levels.columns import Columned, bound_beyond, search_columns
 from planner.solver.search.levels.levels import (
     beyond_the_order,
+    flat_search,
     nearest_path,
     nearest_search,
     search_all_cuts,
@@ -203,9 +204,4 @@ class PipelineSearch:
         return relaxed_s(self.problem, self.space)
 
     def _search(self, limits: Limits) -> Search | SynchronousSearch:
-        problem = self.problem
-        if problem.placed:
-            return nearest_search(problem, self.space, limits)
-        if problem.schedule.asynchronous:
-            return Search(self.space, problem.asynchronous(), limits)
-        return SynchronousSearch(self.space, problem.synchronous(), limits)
+        return (nearest_search if self.problem.placed else flat_search)(self.problem, self.space, limits)

@@ -14,7 +14,6 @@ from planner.cost.pricing import busy_resources
 from planner.cost.setting import Setting
 from planner.cost.work import Integers
 from planner.solver.evaluate.evaluation import priced_path
-from planner.solver.problem.bounds import bounds_for
 from planner.solver.problem.budget import OutOfTimeError
 from planner.solver.problem.problem import Limits, Problem
 from planner.solver.problem.result import RESOLUTION, BoundedPath, CutPath, stages_along, with_replicas
@@ -188,7 +187,7 @@ def nearest_path(problem: Problem, space: StateSpace) -> tuple[CutPath | None, b
 def nearest_search(problem: Problem, space: StateSpace, limits: Limits) -> Search | SynchronousSearch:
     """Return the search for a flat cluster that is never worse."""
     if isinstance(objective_of(problem), SynchronousModel):
-        return _flat(problem, space, problem.topology.link(0), limits)
+        return flat_search(problem, space, limits, problem.topology.link(0))
     return Search(space, _nearest_model(problem), limits)
 
 
@@ -260,7 +259,7 @@ def _alike(problem: Problem, space: StateSpace, nearest: CutPath) -> Iterator[Cu
         if link == links[0] and whole is space and isinstance(objective_of(problem), SynchronousModel):
             coarse: CutPath | None = nearest  # which is the best for these links
         else:
-            coarse = _best(problem, _flat(problem, whole, link, problem.limits))
+            coarse = _best(problem, flat_search(problem, whole, problem.limits, link))
         if coarse is not None:
             yield (path := _on(coarse, states))
             for _, size, _, _ in topology.shared:
@@ -277,9 +276,10 @@ def _best(problem: Problem, search: Search | SynchronousSearch) -> CutPath | Non
         return None
 
 
-def _flat(problem: Problem, space: StateSpace, link: Link, limits: Limits) -> Search | SynchronousSearch:
-    """Return the search for a flat cluster of these links."""
-    objective = objective_of(problem)
-    if isinstance(objective, SynchronousModel):
-        return SynchronousSearch(space, problem.synchronous(link), limits)
-    return Search(space, bounds_for(objective, link), limits)
+def flat_search(
+    problem: Problem, space: StateSpace, limits: Limits, link: Link | None = None
+) -> Search | SynchronousSearch:
+    """Return the search for a flat cluster: of the slowest links of the problem's, or of other ones."""
+    if problem.schedule.asynchronous:
+        return Search(space, problem.asynchronous(link), limits)
+    return SynchronousSearch(space, problem.synchronous(link), limits)

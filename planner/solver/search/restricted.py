@@ -1,4 +1,4 @@
-"""Kinds of plans that may wait less than the best plan by the cost model, and the searches for them.
+"""Searches for plans of restricted kinds, which may wait less than the best plan by the cost model.
 
 The exact search minimises the busy time of the busiest resource. Waiting for messages and for other replicas shows only
 in the simulation, and then a plan on fewer GPUs, or one without replicas behind its first stage, can be faster. The
