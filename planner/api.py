@@ -8,7 +8,7 @@ from pathlib import Path
 
 from planner.errors import InputError, PlanError
 from planner.executor.checkpoint.folders import seed_of_run
-from planner.executor.observe.watchers import check_tensorboard
+from planner.executor.observe.progress import check_tensorboard
 from planner.executor.run.agreement import check_synchronous_start, device_kind
 from planner.executor.run.stages import check_divided
 from planner.executor.worker import launch

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from planner.errors import PlanError
 from planner.executor.checkpoint.pretrained import fill_pretrained
-from planner.executor.observe.measure import ProgressCallback, progress_reporter, steady_state
+from planner.executor.observe.progress import ProgressCallback, progress_reporter, steady_state
 from planner.executor.run.agreement import take_place
 from planner.executor.run.context import Context, data_groups
 from planner.executor.run.data import RANDOM_BATCHES, BatchSource, make_batches, weighted
@@ -41,7 +41,7 @@ from planner.model.stage.code import compiled
 from planner.schedule.instructions import Backward, Forward, Instruction, Unit, Update
 from planner.workers.heartbeat import Heartbeat
 from planner.workers.job import Job, TrainResult, WorkerReport
-from planner.workers.watch import Supervisor
+from planner.workers.supervisor import Supervisor
 
 
 @dataclass(frozen=True)

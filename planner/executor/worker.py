@@ -19,7 +19,7 @@ from planner.workers.job import RESULT_FILE, TIMELINE_FILE, Job, TrainResult
 
 if TYPE_CHECKING:
     from planner.errors import PlannerError
-    from planner.executor.observe.measure import Progress
+    from planner.executor.observe.progress import Progress
     from planner.formats.timeline import Timeline
 
     TimelineCallback = Callable[[Timeline], None]
@@ -89,7 +89,7 @@ def run_worker(
     from planner.profiler.this_machine import keep_freed_pages
     from planner.workers.ending import GRACE_S, die_with_parent, end_process
     from planner.workers.local_watch import start_heartbeat
-    from planner.workers.watch import Supervisor
+    from planner.workers.supervisor import Supervisor
 
     die_with_parent()
     keep_freed_pages()

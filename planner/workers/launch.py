@@ -43,6 +43,7 @@ BACKEND = "plan-one-host"
 LOOPBACK = "lo"
 VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # by which torch's backends choose an interface
 _TIMEOUT = timedelta(minutes=5)
+SHUTDOWN_S = "10"  # seconds from SIGTERM to SIGKILL, for the workers that are left when one has failed
 _SIOCGIFADDR = 0x8915  # <linux/sockios.h>: get an interface's IPv4 address
 
 
@@ -135,9 +136,6 @@ def environment(variables: Mapping[str, str]) -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
-
-
-SHUTDOWN_S = "10"  # seconds from SIGTERM to SIGKILL, for the workers that are left when one has failed
 
 
 def run_workers(module: str, job: Job, on_timeline: Callable[[Timeline], None] | None = None) -> TrainResult:

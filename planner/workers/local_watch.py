@@ -166,7 +166,6 @@ def explain(exit_codes: Mapping[int, int], folder: Path, job: Job) -> WorkersFai
 
 
 def _dump_path(folder: Path, rank: int) -> Path:
-    """Return the path to which worker `rank` dumps its stack."""
     return folder / f"stack-{rank}.txt"
 
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from planner.executor.observe.measure import Completion, WorkerLog
+from planner.executor.observe.progress import Completion, WorkerLog
 
 
 class BusyTime:

@@ -229,7 +229,6 @@ def pipeline_context(
 
 
 def _start_length(job: Job, data: BatchSource) -> int:
-    """Return the minibatches of the synchronous start."""
     return synchronous_minibatches(job.options.synchronous_start, data.minibatches(job.steps, job.epochs))
 
 

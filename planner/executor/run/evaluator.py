@@ -175,7 +175,7 @@ class Evaluator:
         links.drain()
 
     def _all_streams(self) -> Mapping[int, Iterator[Instruction]]:
-        """Return all workers' streams of as many batches as it takes replicas to meet all those that they ever meet."""
+        """Return all workers' streams, long enough that each replica exchanges messages with all that it ever does."""
         batches = math.lcm(*self._shape.replicas)
         shapes = reversed(self._context.shapes_of_tensor_ranks(self._shape))
         return {rank: evaluation_stream(shape, rank, batches) for shape in shapes for rank in shape.first_stages}

@@ -23,7 +23,7 @@ from planner.workers.ending import abort_groups, keep_failures_ours
 from planner.workers.heartbeat import Heartbeat
 from planner.workers.job import Job
 from planner.workers.place import set_cuda_variables
-from planner.workers.watch import Supervisor
+from planner.workers.supervisor import Supervisor
 
 _NICER = 5  # the thread that computes than those that move messages
 

@@ -66,7 +66,7 @@ class Groups:
 
 
 def all_streams(*shapes: PipelineShape) -> Mapping[int, Iterable[Instruction]]:
-    """Return all workers' streams of as many minibatches as it takes replicas to meet all those that they ever meet.
+    """Return all workers' streams, long enough that each replica exchanges messages with all that it ever does.
 
     Streams of several shapes, which have the same stages, follow one another.
     """

@@ -8,8 +8,8 @@ from typing import Any
 
 from planner.executor.checkpoint.checkpointer import Checkpointer
 from planner.executor.communication.control import encode_losses, gather_bytes, merge_losses
-from planner.executor.observe.measure import WorkerLog, steady_state
 from planner.executor.observe.memory import PeakMemory
+from planner.executor.observe.progress import WorkerLog, steady_state
 from planner.executor.observe.run_log import Past
 from planner.executor.run.context import Context, PipelineContext
 from planner.executor.run.worker import PipelineWorker

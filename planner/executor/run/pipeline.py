@@ -38,7 +38,7 @@ from planner.model.spec import TrainingSpec
 from planner.options.training import CheckpointOptions, TrainingOptions
 from planner.workers.job import Evaluation, Job
 from planner.workers.meeting import started_as_worker
-from planner.workers.watch import Supervisor
+from planner.workers.supervisor import Supervisor
 
 
 class Pipeline:

@@ -12,9 +12,16 @@ from torch.optim import Optimizer
 
 from planner.errors import InputError
 from planner.executor.checkpoint.checkpointer import Checkpointer
-from planner.executor.observe.measure import ProgressCallback, WorkerLog, evaluated, progress_reporter
+from planner.executor.observe.progress import (
+    ProgressCallback,
+    WorkerLog,
+    all_of,
+    evaluated,
+    hook,
+    progress_reporter,
+    tensorboard,
+)
 from planner.executor.observe.recording import TraceRecorder, Window, gather_timeline
-from planner.executor.observe.watchers import all_of, hook, tensorboard
 from planner.executor.run.agreement import check_schedule, take_place
 from planner.executor.run.context import PipelineContext, pipeline_context
 from planner.executor.run.data import RANDOM_BATCHES
@@ -29,7 +36,7 @@ from planner.model.spec import TrainingSpec
 from planner.schedule.instructions import MOMENTUM_UPDATES, Forward, Instruction, Unit, Update
 from planner.workers.heartbeat import Heartbeat
 from planner.workers.job import Job, StartResult, TrainResult
-from planner.workers.watch import Supervisor
+from planner.workers.supervisor import Supervisor
 
 TimelineCallback = Callable[[Timeline], None]
 

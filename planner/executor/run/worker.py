@@ -15,7 +15,7 @@ from typing_extensions import assert_never
 from planner.executor.communication.later import Later
 from planner.executor.communication.links import Links
 from planner.executor.observe.clock import busy_time
-from planner.executor.observe.measure import WorkerLog
+from planner.executor.observe.progress import WorkerLog
 from planner.executor.observe.recording import TraceRecorder
 from planner.executor.run.replica import StageReplica
 from planner.executor.stage.optimizer import JointNorm

@@ -9,7 +9,7 @@ import torch
 
 from planner.executor.observe import clock as module
 from planner.executor.observe.clock import BusyTime, DeviceTime, busy_time
-from planner.executor.observe.measure import Completion, WorkerLog
+from planner.executor.observe.progress import Completion, WorkerLog
 
 
 class Device:

@@ -1,4 +1,4 @@
-"""The user's hook and TensorBoard follow a run."""
+"""Steady-state rates from completions made by hand; the user's hook and TensorBoard follow a run."""
 
 from __future__ import annotations
 
@@ -9,8 +9,17 @@ from pathlib import Path
 import pytest
 
 from planner.errors import InputError
-from planner.executor.observe.measure import Progress
-from planner.executor.observe.watchers import all_of, check_tensorboard, tensorboard
+from planner.executor.observe.progress import (
+    Completion,
+    Progress,
+    WorkerLog,
+    all_of,
+    check_tensorboard,
+    latest_loss,
+    progress_reporter,
+    steady_state,
+    tensorboard,
+)
 from planner.options.training import TrainingOptions
 from planner.workers.job import Evaluation
 from tests.executor import eager
@@ -61,3 +70,37 @@ def test_tensorboard_gets_losses_and_evaluations(tmp_path: Path) -> None:
     )
     assert [event.step for event in events.Scalars("training/loss")] == [1, 11, 20]
     assert events.Scalars("evaluation/accuracy")[0].value == 0.75
+
+
+def test_start_up_and_drain_do_not_count() -> None:
+    slow = [Completion(10.0 * i, 1.0 * i) for i in range(5)]  # start-up: a unit every 10 s
+    steady = [Completion(40.0 + i, 4.0 + 0.75 * i) for i in range(1, 41)]  # then one every second, 75% busy
+    fast = [Completion(80.0 + 0.1 * i, 34.0 + 0.1 * i) for i in range(1, 4)]  # drain
+    result = steady_state([*slow, *steady, *fast], start_up=6, drain=3, per_round=1)
+    assert result.units_per_s == pytest.approx(1.0)
+    assert result.busy_share == pytest.approx(0.75)
+
+
+def test_the_window_of_a_synchronous_schedule_holds_whole_minibatches() -> None:
+    """Four backwards in a burst, then a pause: only whole periods give the rate."""
+    completions = [Completion(10.0 * (i // 4) + i % 4, 0.0) for i in range(40)]
+    for start_up in (1, 2, 3, 4, 5):
+        assert steady_state(completions, start_up, drain=0, per_round=4).units_per_s == pytest.approx(0.4)
+
+
+def test_too_short_a_run_measures_nothing() -> None:
+    assert steady_state([Completion(1.0, 0.5)], 2, 2, 1).units_per_s == 0.0
+    assert steady_state([], 2, 2, 0).units_per_s == 0.0
+
+
+def test_progress_tells_the_loss_of_the_newest_minibatch_summed_over_its_parts() -> None:
+    log = WorkerLog(losses=[(0, 1.0), (0, 2.0), (1, 0.25), (1, 0.5)])
+    assert latest_loss(log) == 0.75
+    reports: list[Progress] = []
+    report = progress_reporter(reports.append, minibatches=5, minibatches_per_update=2, minibatch_size=8)
+    for newest in (0, 2, 4):
+        log.losses[:] = [(newest - 1, 9.0), (newest, 0.25), (newest, 0.5)]
+        report(log)
+    assert [r.minibatch for r in reports] == [2, 4, 5]
+    assert reports[0].samples_per_s is None
+    assert reports[-1].seconds_left == 0.0
