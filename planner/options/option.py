@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Any, Concatenate, ParamSpec, TypeVar, overload
 
@@ -61,6 +61,14 @@ def option(default: Any, help: str, metavar: str | None = None, **more: Any) -> 
     return field(default=default, metadata={"option": Option(help, metavar, **more)})
 
 
+class Options:
+    """Base of the records of options, whose help becomes part of the docstring."""
+
+    def __init_subclass__(cls) -> None:
+        own = {name: each.metadata["option"] for name, each in vars(cls).items() if isinstance(each, Field)}
+        cls.__doc__ = _documented(inspect.getdoc(cls) or "", "Attributes:", own)
+
+
 def options_in(record: type) -> Iterator[tuple[Field[Any], Option]]:
     """Yield the fields of a record that are options."""
     for each in fields(record):
@@ -104,26 +112,32 @@ def keywords_of(record: Any, **_: Any) -> Any:
             own = {each.name: keywords.pop(each.name) for each in first if each.name in keywords}
             return function(*arguments, **own, **{last.name: record(**keywords)})
 
-        keywords = inspect.signature(record).parameters.values()
-        parameters = [*first, *(each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in keywords)]
+        parameters = first + [
+            each.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=inspect.formatannotation(each.annotation))
+            for each in inspect.signature(record).parameters.values()
+        ]
         for name in ("__module__", "__name__", "__qualname__"):
             setattr(called, name, getattr(function, name))
         called.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-        called.__doc__ = _documented(inspect.getdoc(function) or "", record)
+        own = {each.name: option for each, option in options_in(record)}
+        called.__doc__ = _documented(inspect.getdoc(function) or "", "Args:", own)
         return called
 
     return decorate
 
 
-def _documented(text: str, record: type) -> str:
-    """Add the options of a record to the arguments that a docstring describes."""
+def _documented(text: str, section: str, own: Mapping[str, Option]) -> str:
+    """Add options to a section of a docstring, which follows the first paragraph where there is none."""
     entries = "\n".join(
-        textwrap.indent(textwrap.fill(f"{each.name}: {option.help}.", WIDTH, subsequent_indent="    "), "    ")
-        for each, option in options_in(record)
+        textwrap.indent(textwrap.fill(f"{name}: {option.help}.", WIDTH, subsequent_indent="    "), "    ")
+        for name, option in own.items()
     )
-    before, args, after = text.partition("Args:\n")
-    described, blank, rest = after.partition("\n\n")
-    return f"{before}{args}{described}\n{entries}{blank}{rest}"
+    if f"\n{section}\n" in text:
+        before, _, after = text.partition(f"{section}\n")
+        described, blank, rest = after.partition("\n\n")
+        return f"{before}{section}\n{described}\n{entries}{blank}{rest}"
+    summary, blank, rest = text.partition("\n\n")
+    return f"{summary}\n\n{section}\n{entries}{blank}{rest}"
 
 
 def default_of(each: Field[Any]) -> Any:

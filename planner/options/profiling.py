@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from planner.options.numbers import degrees
-from planner.options.option import option
+from planner.options.option import Options, option
 
 BATCH_SIZE = 32
 SECONDS = 20.0  # of measuring
@@ -14,7 +14,7 @@ REPEATS = 50  # steps measured, at most
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelOptions:
+class ModelOptions(Options):
     """How a model is run, and so how its plans will train it."""
 
     batch_size: int = option(

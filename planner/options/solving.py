@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from planner.errors import InputError
 from planner.formats.names import COST_MODEL_HELP, CostModelName
 from planner.options.numbers import degrees
-from planner.options.option import option
+from planner.options.option import Options, option
 from planner.schedule.instructions import CHUNKS, LATE_UPDATES, MICROBATCHES_PER_GPU
 from planner.schedule.registry import DEFAULT, NAMES, SCHEDULES, find
 from planner.schedule.schedule import Schedule
@@ -69,7 +69,7 @@ def time_limit(text: str) -> float | None:
 
 
 @dataclass(frozen=True)
-class StageRules:
+class StageRules(Options):
     """What the stages of a plan may be like."""
 
     recompute: RecomputeRule = option(

@@ -6,14 +6,14 @@ from typing import Literal
 
 from planner.formats.names import Backend, DeviceType
 from planner.options.numbers import window
-from planner.options.option import check_bounds, option
+from planner.options.option import Options, check_bounds, option
 
 BaselineName = Literal["data-parallel"]
 STEPS = 100  # where the model file has no dataset(), and so no epoch to go by
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingOptions:
+class TrainingOptions(Options):
     """How to train; plan and model file say the rest.
 
     Raises:
@@ -78,7 +78,7 @@ class TrainingOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckpointOptions:
+class CheckpointOptions(Options):
     """Which checkpoints to write, and which to resume from.
 
     Raises:
@@ -114,7 +114,7 @@ class CheckpointOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunOptions:
+class RunOptions(Options):
     """How to supervise a run; nothing here changes what is trained.
 
     Raises:
@@ -159,7 +159,7 @@ class RunOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainArguments:
+class TrainArguments(Options):
     """What `train` takes beside the model and its plan."""
 
     steps: int | None = option(None, "train N minibatches", "N", least=1)
