@@ -35,11 +35,15 @@ _SOLVING = ("schedule", "microbatches", "minibatch", "cost_model", "accept_divid
 _RULES = tuple(each.name for each, _ in options_in(StageRules))
 
 
-def declare(verbs: Verbs, name: str, summary: str, description: str) -> argparse.ArgumentParser:
-    """Return the parser of a new verb; `plan --help` lists it with its summary."""
-    return verbs.add_parser(
+def declare(
+    verbs: Verbs, name: str, summary: str, description: str, run: Callable[[argparse.Namespace], int]
+) -> argparse.ArgumentParser:
+    """Return the parser of a new verb, which `run` runs; `plan --help` lists it with its summary."""
+    parser = verbs.add_parser(
         name, help=summary, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.set_defaults(run=run)
+    return parser
 
 
 def add_options(

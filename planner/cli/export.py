@@ -1,4 +1,4 @@
-"""`plan export`: the plan for another system."""
+"""`plan export` and `plan export-weights`: a plan for another system, and a checkpoint's weights for other programs."""
 
 from __future__ import annotations
 
@@ -9,6 +9,13 @@ from pathlib import Path
 from planner.cli.arguments import Verbs, add_plan_argument, declare
 from planner.cli.output import STDOUT, print_complaint, print_written
 
+WEIGHTS = """\
+Write the weights in a checkpoint to one safetensors file, under their names in the unsplit model, which loads them:
+
+    plan export-weights checkpoints -o model.safetensors
+
+    model.load_state_dict(safetensors.torch.load_file("model.safetensors"))
+"""
 DESCRIPTION = """\
 Write the plan's stage boundaries in the form that another pipeline system takes.
 
@@ -30,8 +37,20 @@ FILES = {
 
 def add_parser(verbs: Verbs) -> None:
     """Declare the verb's arguments."""
+    weights = declare(
+        verbs, "export-weights", "write a checkpoint's weights to one safetensors file", WEIGHTS, run_weights
+    )
+    weights.add_argument("checkpoint", help="a checkpoint of `plan train`, or a folder whose newest one is meant")
+    weights.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        default=Path("model.safetensors"),
+        metavar="FILE",
+        help="file to write (default: %(default)s)",
+    )
     parser = declare(
-        verbs, "export", "write the plan for PyTorch's pipelining, DeepSpeed, Megatron or torchtitan", DESCRIPTION
+        verbs, "export", "write the plan for PyTorch's pipelining, DeepSpeed, Megatron or torchtitan", DESCRIPTION, run
     )
     parser.add_argument("model", nargs="?", help="model file, for torch-pipelining")
     parser.add_argument("--to", choices=list(FILES), required=True, help="the other system")
@@ -65,4 +84,21 @@ def run(args: argparse.Namespace) -> int:
     else:
         write_text(output, text)
         print_written(output, as_json=args.json)
+    return 0
+
+
+def run_weights(args: argparse.Namespace) -> int:
+    """Write the file, and print what is in it."""
+    from planner.executor.checkpoint.trained_weights import export_weights
+    from planner.units import format_bytes
+
+    done = export_weights(args.checkpoint, args.output)
+    if args.json:
+        content = {"checkpoint": str(done.checkpoint), "path": str(done.path), "tensors": done.tensors}
+        print(json.dumps(content | {"size_bytes": done.size_bytes, "minibatch": done.minibatch}, indent=1))
+        return 0
+    print(
+        f"{done.path}: {done.tensors} parameters and buffers, {format_bytes(done.size_bytes)}, "
+        f"after {done.minibatch} minibatches ({done.checkpoint})"
+    )
     return 0

@@ -55,7 +55,9 @@ NEXT = """\
 
 def add_parser(verbs: Verbs) -> None:
     """Declare the verb's arguments."""
-    parser = declare(verbs, "fit", "from a model's name: does it fit, how to split it, how fast is it", DESCRIPTION)
+    parser = declare(
+        verbs, "fit", "from a model's name: does it fit, how to split it, how fast is it", DESCRIPTION, run
+    )
     parser.add_argument(
         "model", help="llama-7b, gpt2-xl, ...; a class of transformers; its config.json; or a model file"
     )

@@ -16,8 +16,8 @@ _PLAIN_NUMBER = re.compile(r"[0-9][0-9_.]*(e[+-]?[0-9]+)?")
 # Flags that belong to no record of options: what a verb reads, writes and shows, and the cluster.
 _OWN = """
     against bandwidth by cluster colocate compress constraints estimate forbid_cut_after format given gpu gpus json
-    kinds latency length links memory minibatches no_overlap only output own_links pin pin_gpu plan plot points
-    profile profiles replicas sequence_parallel servers skip stages to top topology verify workers
+    kinds latency length links memory minibatches model no_overlap only output own_links pin pin_gpu plan plot
+    points profile replicas sequence_parallel servers skip stages to top topology verify workers
 """
 # Names of Python parameters that differ from the flag's, and the unit that the flag wants after a plain number.
 _OTHER_NAMES = {

@@ -16,10 +16,8 @@ from difflib import get_close_matches
 from typing import NoReturn
 
 from planner.cli import (
-    compare,
-    explain,
+    alternatives,
     export,
-    export_weights,
     fit,
     price,
     profile,
@@ -29,29 +27,13 @@ from planner.cli import (
     show,
     simulate,
     solve,
-    sweep,
     train,
 )
 from planner.cli.output import print_complaint, print_failure, try_outputs
 from planner.errors import InputError, PlannerError
 
-VERBS = (
-    profile,
-    solve,
-    fit,
-    price,
-    show,
-    compare,
-    sweep,
-    explain,
-    simulate,
-    report,
-    train,
-    export_weights,
-    export,
-    quickstart,
-    selftest,
-)
+# In the order in which help lists them.
+VERBS = (profile, solve, fit, price, show, alternatives, simulate, report, train, export, quickstart, selftest)
 
 DESCRIPTION = """\
 Automatic pipeline-parallel training in PyTorch: measure a model, find its fastest split into stages and replicas over
@@ -111,8 +93,7 @@ def build_parser() -> Parser:
     subparsers = parser.add_subparsers(title="verbs", metavar="VERB", dest="verb", required=True)
     for verb in VERBS:
         verb.add_parser(subparsers)
-    for verb, each in zip(VERBS, subparsers.choices.values(), strict=True):
-        each.set_defaults(run=verb.run)
+    for each in subparsers.choices.values():
         if "--json" not in each._option_string_actions:
             each.add_argument("--json", action="store_true", help="print the answer as JSON, files by their names")
     # On each verb, so that it stands where people add it: at the end.

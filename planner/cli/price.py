@@ -34,7 +34,7 @@ _STAGES = ("stages", "replicas", "recompute", "shard_optimizer", "schedule", "mi
 
 def add_parser(verbs: Verbs) -> None:
     """Declare the verb's arguments."""
-    parser = declare(verbs, "price", "price stages that you chose yourself", DESCRIPTION)
+    parser = declare(verbs, "price", "price stages that you chose yourself", DESCRIPTION, run)
     add_cluster_arguments(parser)
     parser.add_argument(
         "--profile",

@@ -44,7 +44,7 @@ _ONLY_ESTIMATES = ("calibrate", "device_file", "fused", "master_weights", "cuda_
 
 def add_parser(verbs: Verbs) -> None:
     """Declare the verb's arguments."""
-    parser = declare(verbs, "profile", "measure what each layer of a model costs on this device", DESCRIPTION)
+    parser = declare(verbs, "profile", "measure what each layer of a model costs on this device", DESCRIPTION, run)
     parser.add_argument(
         "model", nargs="?", help="model file, or model.py:builder for another function than build_model"
     )

@@ -30,7 +30,7 @@ NEXT = """\
 
 def add_parser(verbs: Verbs) -> None:
     """Declare the verb's arguments."""
-    parser = declare(verbs, "quickstart", "try profile, solve and train on this machine", DESCRIPTION)
+    parser = declare(verbs, "quickstart", "try profile, solve and train on this machine", DESCRIPTION, run)
     parser.add_argument(
         "-o",
         "--output",

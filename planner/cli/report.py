@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from planner.cli.alternatives import POINTS
 from planner.cli.arguments import (
     PROFILE,
     Verbs,
@@ -18,7 +19,6 @@ from planner.cli.arguments import (
 )
 from planner.cli.flags import as_flags, refuse
 from planner.cli.output import print_written
-from planner.cli.sweep import POINTS
 from planner.errors import InputError, PlannerError
 from planner.options.solving import SolveOptions
 
@@ -48,7 +48,7 @@ it shows a training run and its simulation on the same axes.
 
 def add_parser(verbs: Verbs) -> None:
     """Declare the verb's arguments."""
-    parser = declare(verbs, "report", "write all about a plan to one HTML file", DESCRIPTION)
+    parser = declare(verbs, "report", "write all about a plan to one HTML file", DESCRIPTION, run)
     add_plan_argument(parser)
     parser.add_argument(
         "--profile",

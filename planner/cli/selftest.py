@@ -29,7 +29,7 @@ FOUND_WIDTH = 96  # columns
 
 def add_parser(verbs: Verbs) -> None:
     """Declare the verb's arguments."""
-    parser = declare(verbs, "selftest", "check that planning and training work on this machine", DESCRIPTION)
+    parser = declare(verbs, "selftest", "check that planning and training work on this machine", DESCRIPTION, run)
     parser.add_argument("--device", choices=["cpu", "cuda"], help="what to check (default: cuda where there is a GPU)")
     parser.add_argument(
         "--workers",

@@ -26,7 +26,7 @@ Show a plan or a profile: the files that the other verbs write, or a graph.txt t
 
 def add_parser(verbs: Verbs) -> None:
     """Declare the verb's arguments."""
-    parser = declare(verbs, "show", "show a plan or a profile as tables", DESCRIPTION)
+    parser = declare(verbs, "show", "show a plan or a profile as tables", DESCRIPTION, run)
     parser.add_argument("file", type=Path, nargs="?", default=PLAN, help="plan or profile (default: %(default)s)")
     parser.add_argument(
         "--by",

@@ -27,7 +27,7 @@ links. Prints samples per second, the bubble, how busy each worker and link is, 
 
 def add_parser(verbs: Verbs) -> None:
     """Declare the verb's arguments."""
-    parser = declare(verbs, "simulate", "show what a plan's workers and links do over time", DESCRIPTION)
+    parser = declare(verbs, "simulate", "show what a plan's workers and links do over time", DESCRIPTION, run)
     add_plan_argument(parser)
     add_simulation_arguments(parser)
     parser.add_argument(

@@ -47,7 +47,7 @@ from the bound. A plan uses no more GPUs than its speed needs.
 
 def add_parser(verbs: Verbs) -> None:
     """Declare the verb's arguments."""
-    parser = declare(verbs, "solve", "find the fastest plan for a profile and a cluster", DESCRIPTION)
+    parser = declare(verbs, "solve", "find the fastest plan for a profile and a cluster", DESCRIPTION, run)
     add_cluster_arguments(parser)
     add_constraint_arguments(parser)
     _add_file_arguments(parser)

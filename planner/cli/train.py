@@ -31,7 +31,7 @@ Data comes from dataset() in the model file; without one, from random batches sh
 
 def add_parser(verbs: Verbs) -> None:
     """Declare the verb's arguments."""
-    parser = declare(verbs, "train", "train the model as the plan says", DESCRIPTION)
+    parser = declare(verbs, "train", "train the model as the plan says", DESCRIPTION, run)
     parser.add_argument("model", help="model file, or model.py:builder for another function than build_model")
     add_plan_argument(parser)
     add_options(parser.add_mutually_exclusive_group(), TrainArguments, "steps", "epochs")

@@ -1,4 +1,4 @@
-"""`plan sweep`: how the plan changes with the cluster."""
+"""`plan compare`, `plan sweep` and `plan explain`: alternatives to a plan, and what limits it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from planner.cli.arguments import Verbs, add_question_arguments, declare, options_of, patience_of
+from planner.cli.arguments import Verbs, add_question_arguments, declare, options_of, patience_of, plan_of
 from planner.cli.cluster import cluster_of
 from planner.cli.output import print_answer, print_written
 from planner.errors import ClusterError, InputError
@@ -19,20 +19,42 @@ if TYPE_CHECKING:
     from planner.formats.cluster import Cluster
     from planner.formats.profile import Profile
 
-DESCRIPTION = """\
+COMPARE = """\
+Compare the fastest plan, or --plan, with what one would do without a planner: data parallelism, the best pipeline
+without replicas, stages of equal numbers of layers, equal parameters or equal time, and GPipe with the plan's own
+stages. All are priced on the same cluster by the same cost model and, with the default one, by simulation.
+
+    plan compare --gpus 8 --bandwidth 10Gbps
+    plan compare --plan plan.json
+    plan compare --plan plan.json --topology 4x2 --bandwidth 128Gbps,10Gbps     its stages on another cluster
+"""
+SWEEP = """\
 Solve for a range of clusters, and show how the plan changes and where. One of --bandwidth, --gpus and --memory is a
 range LOW:HIGH; all other arguments are those of `plan solve`.
 
     plan sweep --gpus 8 --bandwidth 1Gbps:100Gbps --plot sweep.svg
     plan sweep --gpus 2:16 --bandwidth 10Gbps
 """
+EXPLAIN = """\
+Explain what limits the fastest plan, or --plan: the busiest resource and the slack of all others, what it would cost
+to move each stage boundary by one layer, the best plan with another config, and what more bandwidth, one more GPU or
+more memory would gain.
+
+    plan explain --gpus 8 --bandwidth 10Gbps
+    plan explain --plan plan.json
+    plan explain --plan plan.json --gpus 8 --bandwidth 1Gbps     its stages on another cluster
+"""
 POINTS, GPU_POINTS = 9, 16
 Range = tuple[float, float]
 
 
 def add_parser(verbs: Verbs) -> None:
-    """Declare the verb's arguments."""
-    parser = declare(verbs, "sweep", "show how the plan changes with bandwidth, GPUs or memory", DESCRIPTION)
+    """Declare the verbs' arguments."""
+    compared = declare(
+        verbs, "compare", "compare a plan with data parallelism and hand-made pipelines", COMPARE, run_compare
+    )
+    add_question_arguments(compared, plan=True)
+    parser = declare(verbs, "sweep", "show how the plan changes with bandwidth, GPUs or memory", SWEEP, run_sweep)
     parser.conflict_handler = "resolve"  # three of the cluster's arguments may be ranges here
     add_question_arguments(parser, plan=False)
     swept = parser.add_argument_group("swept", "one of these is a range LOW:HIGH")
@@ -51,9 +73,39 @@ def add_parser(verbs: Verbs) -> None:
         "--points", type=int, metavar="N", help=f"solve for N values (default: {POINTS}; {GPU_POINTS} for GPUs)"
     )
     parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="write a plot of the speed-ups")
+    explained = declare(
+        verbs, "explain", "explain what limits a plan, and what would make it faster", EXPLAIN, run_explain
+    )
+    add_question_arguments(explained, plan=True)
 
 
-def run(args: argparse.Namespace) -> int:
+def run_compare(args: argparse.Namespace) -> int:
+    """Compare and print."""
+    from planner.analysis.compare import compare
+    from planner.formats.importers import read_one_profile
+    from planner.report.tables.compare import comparison_report
+
+    with patience_of(args) as patience:
+        profile = read_one_profile(args.profile)
+        comparison = compare(profile, plan=plan_of(args, profile, patience), patience=patience)
+    print_answer(comparison, args.json, comparison_report)
+    return 0
+
+
+def run_explain(args: argparse.Namespace) -> int:
+    """Explain and print."""
+    from planner.analysis.explain import explain
+    from planner.formats.importers import read_one_profile
+    from planner.report.tables.explain import explanation_report
+
+    with patience_of(args) as patience:
+        profile = read_one_profile(args.profile)
+        explanation = explain(profile, plan_of(args, profile, patience), patience=patience)
+    print_answer(explanation, args.json, explanation_report)
+    return 0
+
+
+def run_sweep(args: argparse.Namespace) -> int:
     """Sweep, print, and write the picture."""
     from planner.analysis.sweep import spread, sweep
     from planner.formats.files import write_text
