@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from planner.errors import InputError, PlanError
 from planner.executor.checkpoint.folders import seed_of_run
@@ -169,7 +170,7 @@ def make_job(model: str | Path, plan: Plan, arguments: TrainArguments) -> Job:
             f"`max_restarts={run_options.max_restarts}` has no checkpoint to restart from", hint="add `every=N`"
         )
     path = arguments.save_weights
-    made = {"options": options, "checkpoints": checkpoints, "run_options": run_options}
+    made: dict[str, Any] = {"options": options, "checkpoints": checkpoints, "run_options": run_options}
     made |= {"save_weights": None if path is None else str(path)}
     made |= {"seed": seed_of_run(checkpoints, plan, arguments.seed, baseline)}
     job = Job(
