@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -70,7 +71,7 @@ def _run(task: str, way: str, folder: str, workers: int) -> list[dict[str, float
     command += ["-m", "benchmarks.checkpoints.dcp", task, way, folder]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=300)
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return [json.loads(found) for found in re.findall(r"\{.*?\}", done.stdout)]  # lines of workers may be joined
 
 
 class _Measured:

@@ -7,6 +7,7 @@ writes the index, and renames the folder.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import shutil
@@ -37,7 +38,6 @@ from planner.executor.checkpoint.folders import (
 from planner.executor.checkpoint.stage_parts import Restorable, content_of, restore_stage, write_part
 from planner.executor.communication.control import (
     broadcast_bytes,
-    encode_losses,
     gather_bytes,
     merge_losses,
     message_timeout,
@@ -70,7 +70,7 @@ class _WorkerPart(Record):
     """What a worker wrote, or why it could not."""
 
     parts: tuple[StagePart, ...]
-    losses: str  # since the last checkpoint; see `encode_losses`
+    losses: str  # since the last checkpoint; see `merge_losses`
     evaluations: tuple[Evaluation, ...]
     problem: str | None = None
 
@@ -156,7 +156,7 @@ class Checkpointer:
             problem = f"worker {self._rank}: {cause.strerror or cause}"
         part = _WorkerPart(
             parts=parts,
-            losses=encode_losses(losses[self._reported[0] :]).decode(),
+            losses=json.dumps(losses[self._reported[0] :]),
             evaluations=tuple(evaluations[self._reported[1] :]),
             problem=problem,
         )
@@ -222,7 +222,7 @@ class Checkpointer:
         self._problem = next((reply.problem for reply in replies if reply.problem is not None), None)
         assert self._log is not None
         self._log.note(
-            merge_losses(reply.losses.encode() for reply in replies),
+            merge_losses(reply.losses for reply in replies),
             [evaluation for reply in replies for evaluation in reply.evaluations],
         )
         if self._problem is None:

@@ -95,13 +95,12 @@ def broadcast_bytes(content: bytes, group: dist.ProcessGroup) -> bytes:
     return buffer.numpy().tobytes()[: int(size)]
 
 
-def encode_losses(losses: Iterable[tuple[int, float]]) -> bytes:
-    """Encode (minibatch, part of its loss) pairs as JSON."""
-    return json.dumps(list(losses)).encode()
+def merge_losses(parts: Iterable[str | bytes]) -> tuple[Loss, ...]:
+    """Sum the parts of each minibatch's loss; the result is in order of the minibatches.
 
-
-def merge_losses(parts: Iterable[bytes]) -> tuple[Loss, ...]:
-    """Sum the parts of each minibatch's loss; the result is in order of the minibatches."""
+    Args:
+        parts: of each worker, as JSON: a list of minibatches, each with a part of its loss.
+    """
     total: defaultdict[int, float] = defaultdict(float)
     for part in parts:
         for minibatch, loss in json.loads(part):

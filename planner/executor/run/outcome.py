@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from planner.executor.checkpoint.checkpointer import Checkpointer
-from planner.executor.communication.control import encode_losses, gather_bytes, merge_losses
+from planner.executor.communication.control import gather_bytes, merge_losses
 from planner.executor.observe.memory import PeakMemory
 from planner.executor.observe.progress import WorkerLog, steady_state
 from planner.executor.observe.run_log import Past
@@ -72,7 +73,7 @@ def gather_result(
         evaluations: those whose results this worker has.
     """
     reports = [WorkerReport.model_validate_json(text) for text in gather_bytes(report.model_dump_json().encode())]
-    losses = merge_losses(gather_bytes(encode_losses(log.losses)))
+    losses = merge_losses(gather_bytes(json.dumps(log.losses).encode()))
     lines = "\n".join(evaluation.model_dump_json() for evaluation in evaluations)
     evaluated = [line for part in gather_bytes(lines.encode()) for line in part.splitlines()]
     if context.rank != 0:
