@@ -126,7 +126,7 @@ def restore_stage(own: Restorable, saved: SavedCheckpoint) -> None:
     Raises:
         InputError: when the checkpoint does not fit the stage, or a file is not the one that was written.
     """
-    fill_module(own.module, saved, stage=own.stage, replica=own.replica)
+    fill_module(own, saved)
     if own.optimizer is None:
         return
     fill_optimizer(own, saved)
@@ -135,8 +135,8 @@ def restore_stage(own: Restorable, saved: SavedCheckpoint) -> None:
         stateful.load_state_dict(rescale_rates(state, own.learning_rate_factor / before))
 
 
-def fill_module(module: nn.Module, saved: SavedCheckpoint, *, stage: int = 0, replica: int = 0) -> None:
-    """Overwrite the parameters and buffers of `module`, a stage or the whole model, with the saved ones.
+def fill_module(own: Restorable, saved: SavedCheckpoint) -> None:
+    """Overwrite the parameters and buffers of a stage with the saved ones.
 
     Several parts may have the same buffer: each replica has BatchNorm statistics of its own. The same replica's is
     taken, or else the first replica's; among stages, the same stage's, or else the last one's.
@@ -146,9 +146,9 @@ def fill_module(module: nn.Module, saved: SavedCheckpoint, *, stage: int = 0, re
     """
     # `read_weights` lets later parts win, so the preferred ones come last.
     parts = sorted(
-        saved.index.parts, key=lambda part: (part.replica == replica, part.replica == 0, part.stage == stage)
+        saved.index.parts, key=lambda part: (part.replica == own.replica, part.replica == 0, part.stage == own.stage)
     )
-    state, division = module.state_dict(keep_vars=True), divided_weights(module)
+    state, division = own.module.state_dict(keep_vars=True), divided_weights(own.module)
     found = read_weights(saved.path, parts, set(state))
     with torch.no_grad():
         for name, tensor in state.items():

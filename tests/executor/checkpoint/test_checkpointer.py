@@ -223,7 +223,6 @@ def test_twenty_checkpoints_each_written_under_another_cut_than_it_was_read(
 
 def test_torchs_own_reader_of_safetensors_reads_a_checkpoint(tmp_path: Path) -> None:
     storage = pytest.importorskip("torch.distributed.checkpoint.hf_storage", reason="this torch has no such reader")
-    pytest.importorskip("safetensors", reason="which that reader needs")
     spec = load_model_file(write_model(tmp_path, "convolutional", "momentum"))
     split = Split(spec, [capture_file(spec, spec.example_batch(4))], [3])
     split.train()
