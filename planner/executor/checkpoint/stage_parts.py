@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,7 +23,7 @@ from planner.executor.checkpoint.optimizer_state import (
     rescale_rates,
     take_state,
 )
-from planner.executor.checkpoint.tensor_file import TensorFile, read_tensors, write_tensors
+from planner.executor.checkpoint.tensor_file import TensorFile, each_tensor, read_tensors, write_tensors
 from planner.executor.communication.sharding import Sharding
 from planner.executor.stage.optimizer import LossScaler
 from planner.model.tensor.division import divided_weights, whole_state
@@ -144,20 +144,16 @@ def fill_module(own: Restorable, saved: SavedCheckpoint) -> None:
     Raises:
         InputError: when a tensor is missing or has another shape, or a file is not the one that was written.
     """
-    # `read_weights` lets later parts win, so the preferred ones come last.
+    # Later parts win, so the preferred ones come last.
     parts = sorted(
         saved.index.parts, key=lambda part: (part.replica == own.replica, part.replica == 0, part.stage == own.stage)
     )
     state, division = own.module.state_dict(keep_vars=True), divided_weights(own.module)
-    found = read_weights(saved.path, parts, set(state))
+    missing = set(state)
     with torch.no_grad():
-        for name, tensor in state.items():
-            if name not in found:
-                raise InputError(
-                    f"the checkpoint '{saved.path}' has no '{name}', which the model has",
-                    hint="is it a checkpoint of this model?",
-                )
-            value, shape = found[name], division.whole_shape(name, tensor.shape)
+        for name, value in each_weight(saved.path, parts, set(state)):
+            tensor = state[name]
+            shape = division.whole_shape(name, tensor.shape)
             if value.shape != shape or value.dtype != tensor.dtype:
                 raise InputError(
                     f"'{name}' is {value.dtype} of shape {tuple(value.shape)} in the checkpoint '{saved.path}', and "
@@ -165,12 +161,18 @@ def fill_module(own: Restorable, saved: SavedCheckpoint) -> None:
                     hint="is it a checkpoint of this model?",
                 )
             tensor.copy_(division.part(name, value))
+            missing.remove(name)
+    if missing:
+        raise InputError(
+            f"the checkpoint '{saved.path}' has no '{min(missing)}', which the model has",
+            hint="is it a checkpoint of this model?",
+        )
 
 
-def read_weights(path: Path, parts: Sequence[StagePart], names: set[str] | None = None) -> dict[str, Tensor]:
-    """Read those of the tensors `names` that `parts` have, or all; later parts win.
+def each_weight(path: Path, parts: Sequence[StagePart], names: set[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+    """Read those of the tensors `names` that `parts` have, or all, one at a time; later parts win.
 
-    Tied parameters are returned under each of their names, as one tensor.
+    Tied parameters come under each of their names, as one tensor.
 
     Raises:
         InputError: when a file is not the one that was written.
@@ -179,13 +181,14 @@ def read_weights(path: Path, parts: Sequence[StagePart], names: set[str] | None 
     for part in parts:
         stored = {name: name for name in part.weights.tensors} | part.aliases
         source |= {name: (part.weights, first) for name, first in stored.items() if names is None or name in names}
-    tensors: dict[str, Tensor] = {}
     # File by file: each is hashed as a whole before anything is taken from it.
     for file in dict.fromkeys(file for file, _ in source.values()):
-        own = {name: first for name, (its, first) in source.items() if its is file}
-        read = read_tensors(path / file.name, set(own.values()), file)
-        tensors |= {name: read[first] for name, first in own.items()}
-    return tensors
+        called: dict[str, list[str]] = {}
+        for name, (its, first) in source.items():
+            if its is file:
+                called.setdefault(first, []).append(name)
+        for first, tensor in each_tensor(path / file.name, called, file):
+            yield from ((name, tensor) for name in called[first])
 
 
 def fill_optimizer(own: Restorable, saved: SavedCheckpoint) -> None:

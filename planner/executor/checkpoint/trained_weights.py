@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from planner.errors import InputError, PlannerError
 from planner.executor.checkpoint.folders import find, load_checkpoint
-from planner.executor.checkpoint.stage_parts import distinct, read_weights
+from planner.executor.checkpoint.stage_parts import distinct, each_weight
 from planner.executor.checkpoint.tensor_file import (
     SUFFIX,
     Fact,
@@ -181,7 +181,7 @@ def export_weights(checkpoint: str | Path, path: str | Path) -> Exported:
         PlannerError: when the file cannot be written; an existing one is left as it was.
     """
     saved, path = load_checkpoint(find(Path(checkpoint))), Path(path)
-    weights = read_weights(saved.path, saved.first_replicas)
+    weights = dict(each_weight(saved.path, saved.first_replicas))
     try:
         with replacing(path) as temporary:
             written = write_tensors(temporary, weights)
@@ -206,7 +206,7 @@ def read_trained(path: str | Path) -> dict[str, Tensor]:
     path = Path(path)
     if path.is_dir() or not path.exists():
         saved = load_checkpoint(find(path))
-        return read_weights(saved.path, saved.first_replicas)
+        return dict(each_weight(saved.path, saved.first_replicas))
     if path.suffix == SUFFIX:
         return read_tensors(path)
     try:
