@@ -23,7 +23,8 @@ _SCRIPT = Template('''\
 
     torchrun --nproc-per-node $workers $name
 
-On several hosts, start it on each with torchrun's --nnodes and --rdzv-endpoint.
+Needs planner beside PyTorch: it captures the model file, cuts it as `plan train` does and reads its data. PyTorch's
+schedule runs the stages. On several hosts, start it on each with torchrun's --nnodes and --rdzv-endpoint.
 """
 $remarks
 import argparse

@@ -1,8 +1,12 @@
-"""How timelines are drawn: which workers, in which rows, in which colours and words."""
+"""What a picture of a timeline shows: which workers, in which rows, in which colours and words.
+
+The SVG, the page and the trace each draw this description in their own way.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 from planner.formats.timeline import LANES, Event, EventKind, Lane, Timeline
 from planner.simulator.summary import Summary
@@ -73,12 +77,24 @@ def colour_legend(kinds: Iterable[EventKind]) -> list[tuple[str, str]]:
     return [(colour, ", ".join(texts)) for colour, texts in found.items()]
 
 
-def rows_of(events: Iterable[Event]) -> list[tuple[Lane, list[Event]]]:
-    """Arrange one worker's events, given by their start, in rows from top to bottom."""
-    rows: dict[tuple[int, int], list[Event]] = {}
-    for event, row in side_by_side(events):
-        rows.setdefault((LANE_ORDER.index(event.lane), row), []).append(event)
-    return [(LANE_ORDER[lane], own) for (lane, _), own in sorted(rows.items(), key=lambda item: item[0])]
+class Row(NamedTuple):
+    """A row of a picture: one lane of one worker, in a real run several with what overlaps in it."""
+
+    run: int  # its place among the runs of the picture
+    lane: Lane
+    events: list[Event]
+
+
+def rows_of(runs: Sequence[Timeline], workers: Sequence[int]) -> dict[int, list[Row]]:
+    """Arrange the events of each of these workers in rows from top to bottom, those of the first run above."""
+    found: dict[int, list[Row]] = {rank: [] for rank in workers}
+    for number, run in enumerate(runs):
+        rows: dict[tuple[int, int, int], list[Event]] = {}
+        for event, row in side_by_side(event for event in run.events.rows() if event.rank in found):
+            rows.setdefault((event.rank, LANE_ORDER.index(event.lane), row), []).append(event)
+        for (rank, lane, _), events in sorted(rows.items(), key=lambda item: item[0]):
+            found[rank].append(Row(number, LANE_ORDER[lane], events))
+    return found
 
 
 def side_by_side(events: Iterable[Event]) -> Iterator[tuple[Event, int]]:

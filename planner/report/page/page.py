@@ -22,7 +22,7 @@ from planner.analysis.explain import Explanation
 from planner.analysis.sweep import Sweep
 from planner.formats.plan import Plan
 from planner.formats.plan_parts import short_config
-from planner.formats.timeline import LANES, LETTERS, Event, EventKind, Timeline
+from planner.formats.timeline import LANES, LETTERS, EventKind, Timeline
 from planner.report.page.sections import (
     comparison_section,
     figures,
@@ -36,7 +36,7 @@ from planner.report.page.sections import (
 )
 from planner.report.svg.shapes import ink_on
 from planner.report.tables.plan import cluster_line, schedule_line
-from planner.report.timeline import COLOURS, TEXTS, opening, rows_of, shown_workers
+from planner.report.timeline import COLOURS, TEXTS, Row, opening, rows_of, shown_workers
 from planner.simulator.recorded import ROUNDS
 from planner.simulator.summary import Summary, summarize
 from planner.version import __version__
@@ -60,14 +60,7 @@ def chart_data(runs: Sequence[Timeline], summary: Summary) -> str:
     stages = {worker.rank: ", ".join(map(str, worker.stages)) for worker in summary.workers}
     span = max(run.span_s for run in runs)
     digits = max(0, _DIGITS - math.floor(math.log10(span))) if span > 0 else 0
-    rows: dict[int, list[dict[str, Any]]] = {rank: [] for rank in workers}
-    for run in runs:
-        events: dict[int, list[Event]] = {rank: [] for rank in workers}
-        for event in run.events.rows():
-            if event.rank in events:
-                events[event.rank].append(event)
-        for rank in workers:
-            rows[rank] += _rows(run.source, events[rank], digits)
+    rows = rows_of(runs, workers)
     content = {
         "span_s": span,
         "tick_s": 10.0**-digits,
@@ -86,7 +79,14 @@ def chart_data(runs: Sequence[Timeline], summary: Summary) -> str:
             }
             for kind in KINDS
         ],
-        "workers": [{"rank": rank, "stages": stages[rank], "rows": rows[rank]} for rank in workers],
+        "workers": [
+            {
+                "rank": rank,
+                "stages": stages[rank],
+                "rows": [_columns(row, runs[row.run].source, digits) for row in rows[rank]],
+            }
+            for rank in workers
+        ],
         "memory": _memory(runs, workers, digits),
     }
     return script_json(content)
@@ -100,26 +100,21 @@ def script_json(content: object) -> str:
     return text
 
 
-def _rows(source: str, own: Sequence[Event], digits: int) -> list[dict[str, Any]]:
-    """Write a worker's rows of events, each as columns."""
-    scale = 10.0**digits
-    rows = []
-    for lane, events in rows_of(own):
-        starts = [round(event.start_s * scale) for event in events]
-        rows.append(
-            {
-                "lane": lane,
-                "source": source,
-                "step": [start - before for before, start in pairwise((0, *starts))],
-                "length": [round(event.end_s * scale) - start for event, start in zip(events, starts, strict=True)],
-                "kind": _column(KINDS.index(event.kind) for event in events),
-                "stage": _column(event.stage for event in events),
-                "minibatch": _column(event.minibatch for event in events),
-                "microbatch": _column(event.microbatch for event in events),
-                "peer": _column(-1 if event.peer_rank is None else event.peer_rank for event in events),
-            }
-        )
-    return rows
+def _columns(row: Row, source: str, digits: int) -> dict[str, Any]:
+    """Write a row's events as columns."""
+    scale, events = 10.0**digits, row.events
+    starts = [round(event.start_s * scale) for event in events]
+    return {
+        "lane": row.lane,
+        "source": source,
+        "step": [start - before for before, start in pairwise((0, *starts))],
+        "length": [round(event.end_s * scale) - start for event, start in zip(events, starts, strict=True)],
+        "kind": _column(KINDS.index(event.kind) for event in events),
+        "stage": _column(event.stage for event in events),
+        "minibatch": _column(event.minibatch for event in events),
+        "microbatch": _column(event.microbatch for event in events),
+        "peer": _column(-1 if event.peer_rank is None else event.peer_rank for event in events),
+    }
 
 
 def _column(values: Iterable[int]) -> list[int] | int:

@@ -32,19 +32,19 @@ def timeline_svg(runs: Sequence[Timeline], window: tuple[float, float] | None = 
     least_s = 0.25 / scale if window or sum(len(run.events) for run in runs) > _MOST else 0.0
     begun = [_begun_s(run) for run in runs]
     from_ = min((n for n, s in begun[0].items() if window and s >= first and n in begun[-1]), default=None)
+    lefts = [first if from_ is None else first + starts[from_] - begun[0][from_] for starts in begun]
     parts, y = [], float(TOP)
-    for rank in shown_workers(runs[0]):
+    for rank, rows in rows_of(runs, shown_workers(runs[0])).items():
         parts.append(text(8, y + 15, f"worker {rank}"))
-        for run, starts in zip(runs, begun, strict=True):
-            left = first if from_ is None else first + starts[from_] - begun[0][from_]
-            for lane, events in rows_of(e for e in run.events.rows() if e.rank == rank):
-                if lane == "compute" and run is not runs[0]:
-                    parts.append(text(8, y + 15, run.source, _SMALL))
-                for event in events:
-                    start, end = max(event.start_s - left, 0.0), min(event.end_s - left, last - first)
-                    if end - start >= least_s:
-                        parts.append(_event(run, event, (LEFT + start * scale, y), (end - start) * scale))
-                y += _HEIGHTS[lane] + 1
+        for row in rows:
+            run, left = runs[row.run], lefts[row.run]
+            if row.lane == "compute" and row.run > 0:
+                parts.append(text(8, y + 15, run.source, _SMALL))
+            for event in row.events:
+                start, end = max(event.start_s - left, 0.0), min(event.end_s - left, last - first)
+                if end - start >= least_s:
+                    parts.append(_event(run, event, (LEFT + start * scale, y), (end - start) * scale))
+            y += _HEIGHTS[row.lane] + 1
         y += _GAP
     title = text(8, 20, f"{runs[0].model}: {runs[0].config}, {runs[0].schedule}", Font(15))
     return document(WIDTH, y, [title, *_legend(runs), *_axis(first, last, y), *parts])
