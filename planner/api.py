@@ -25,6 +25,7 @@ from planner.plan.shape import check_accumulate, synchronous_part
 from planner.profiler.estimated.calibrate import load_calibration
 from planner.profiler.estimated.devices import load_device, parse_dtype
 from planner.profiler.estimated.estimate import EstimateOptions, estimate_profile
+from planner.profiler.estimated.execution import compiler
 from planner.profiler.measured.profiling import ProfilingOptions, profile_model
 from planner.report.trace import save_trace
 from planner.simulator.simulate_plan import simulated_s
@@ -59,10 +60,6 @@ def estimate(model: str | Path, asked: EstimateArguments) -> Profile:
     """
     if (asked.device is None) == (asked.device_file is None):
         raise InputError("an estimate is for one device", hint="give `device` or `device_file`")
-    if asked.compiled and asked.fused is not None:
-        raise InputError(
-            f"`compiled` fuses operations already, so `fused={asked.fused}` adds nothing", hint="give one of them"
-        )
     spec = load_model_file(model)
     dtype = parse_dtype(asked.dtype)
     options = EstimateOptions(
@@ -70,7 +67,7 @@ def estimate(model: str | Path, asked: EstimateArguments) -> Profile:
         dtype=dtype,
         memory_format=asked.memory_format,
         calibration=[load_calibration(path) for path in asked.calibrate],
-        fusion="compiler" if asked.compiled else asked.fused,
+        fusion=compiler if asked.compiled else None,
         master_weights=asked.master_weights,
         cuda_graph=asked.cuda_graph,
         tensor=asked.tensor,

@@ -122,7 +122,7 @@ def _predict(run: Mapping[str, Any], spec: DeviceSpec) -> Prediction:
     own, ranks = list(_own_operators(gpt, stages)), [_ranks(stage) for stage in stages]
     degrees = sorted({1, *ranks})
     whole, *parts = (
-        _profile(gpt, own, parts_of(replace(gpt, tensor=degree), micro, half_precision("apex"), spec), ranks)
+        _profile(gpt, own, parts_of(replace(gpt, tensor=degree), micro, half_precision(), spec), ranks)
         for degree in degrees
     )
     profile = divided(whole, dict(zip(degrees[1:], parts, strict=True)), _reduces(own))

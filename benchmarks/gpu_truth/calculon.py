@@ -54,7 +54,7 @@ def _predict(model: Mapping[str, Any], entry: Mapping[str, Any], spec: DeviceSpe
     run, full = entry["execution"], entry["mode"] == "full"
     tp, chunks, micro = run["tensor_par"], run["pipeline_interleaving"], run["microbatch_size"]
     gpt = Gpt("gpt", **{name: model[name] for name in _SIZES}, vocab=_VOCABULARY, dropout=0.1)
-    one, rank = (parts_of(replace(gpt, tensor=ranks), micro, half_precision("apex"), spec) for ranks in (1, tp))
+    one, rank = (parts_of(replace(gpt, tensor=ranks), micro, half_precision(), spec) for ranks in (1, tp))
     rank = rank if full else in_sequence(one, rank, tp)
     whole, part = (transformer(gpt.name, each, [_again(each, full)] * gpt.layers) for each in (one, rank))
     profile = divided(whole, {tp: part}, layer_reduces(model["layers"], again=full))

@@ -65,7 +65,7 @@ class Job:
         )
 
     def _profile(self, degrees: Sequence[int], spec: DeviceSpec) -> Profile:
-        run, gpt = half_precision("apex"), self.gpt
+        run, gpt = half_precision(), self.gpt
         ranks = [parts_of(replace(gpt, tensor=degree), self.microbatch_size, run, spec) for degree in degrees]
         if self.by_tokens:
             ranks[1:] = [in_sequence(ranks[0], rank, t) for rank, t in zip(ranks[1:], degrees[1:], strict=True)]

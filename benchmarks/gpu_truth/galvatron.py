@@ -24,4 +24,4 @@ def rows() -> Iterator[Row]:
 
 
 def _forward(batch: int, spec: DeviceSpec) -> Prediction:
-    return Prediction(parts_of(_GPT, batch, half_precision("apex"), spec, "bfloat16").layer.forward_s)
+    return Prediction(parts_of(_GPT, batch, half_precision(), spec, "bfloat16").layer.forward_s)

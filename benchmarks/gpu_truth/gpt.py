@@ -69,7 +69,7 @@ def _half_loss(output: Tensor, target: Tensor) -> Tensor:
 
 
 def _optimizer(parameters: Iterable[nn.Parameter]) -> AdamW:
-    return AdamW(parameters, lr=1e-4)
+    return AdamW(parameters, lr=1e-4, fused=True)
 
 
 def _norm(gpt: Gpt) -> nn.Module:

@@ -59,7 +59,7 @@ def _profile_of(config: Mapping[str, Any], microbatch_size: int, spec: DeviceSpe
     model = config["model"]
     sizes = {name: model[name] for name in ("name", "layers", "hidden", "heads", "ffn", "vocab", "seq", "biases")}
     gpt = Gpt(**sizes, gated=model["gated_mlp"], flash=model["flash_attention"], half_loss=True, tensor=tensor)
-    costs = parts_of(gpt, microbatch_size, half_precision("apex"), spec)
+    costs = parts_of(gpt, microbatch_size, half_precision(), spec)
     return transformer(gpt.name, costs, [costs.layer] * gpt.layers)
 
 

@@ -12,13 +12,14 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.gpu_truth.fused_kernels import megatron
 from planner.analysis import own_plan
 from planner.formats.cluster import Cluster, hierarchical_cluster
 from planner.formats.own_plan import OwnPlan, OwnStage
 from planner.formats.plan import Plan
 from planner.formats.profile import Profile
 from planner.profiler.estimated.devices import DEVICES, DeviceSpec
-from planner.profiler.estimated.execution import Execution, Fusion
+from planner.profiler.estimated.execution import Execution
 from planner.schedule.flush import FLUSH
 from planner.schedule.interleaved import INTERLEAVED
 from planner.simulator.simulate_plan import simulated_s
@@ -141,9 +142,9 @@ def device(name: str) -> DeviceSpec:
     return DEVICES[name].at_clock(_CLOCKS.get(name, 1.0))
 
 
-def half_precision(fusion: Fusion | None = None) -> Execution:
-    """Return how GPUs run in half precision with master weights."""
-    return Execution("cuda", fusion, master_weights=True)
+def half_precision() -> Execution:
+    """Return how GPUs run in half precision with master weights and Megatron's fused kernels."""
+    return Execution("cuda", megatron, master_weights=True)
 
 
 def anchors(name: str) -> Any:

@@ -59,6 +59,6 @@ def _predict(record: dict[str, float], spec: DeviceSpec) -> Prediction:
 def _profile(record: dict[str, float], spec: DeviceSpec, tensor: int = 1) -> Profile:
     micro, hidden, layers = (int(record[name]) for name in ("micro_batch", "hidden", "layers"))
     gpt = Gpt("gpt", layers, hidden, int(record["heads"]), 4 * hidden, 51200, 2048, dropout=0.1, tensor=tensor)
-    costs = parts_of(gpt, micro, half_precision("apex"), spec)
+    costs = parts_of(gpt, micro, half_precision(), spec)
     # Not as units of stages, because the head, which belongs to the last one, does not run again.
     return transformer(gpt.name, costs, [costs.recomputed(costs.layer)] * layers)

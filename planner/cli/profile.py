@@ -39,7 +39,7 @@ to a cluster.json for `plan solve --cluster`. Start it on each host with torchru
 """
 
 CONTIGUOUS = "contiguous"  # the usual memory format, which has no name in a profile
-_ONLY_ESTIMATES = ("calibrate", "device_file", "fused", "master_weights", "cuda_graph")
+_ONLY_ESTIMATES = ("calibrate", "device_file", "master_weights", "cuda_graph")
 
 
 def add_parser(verbs: Verbs) -> None:

@@ -81,11 +81,6 @@ class EstimateArguments(ModelOptions):
 
     device: str | None = option(None, "name in the table of devices, such as v100, h100 or cpu", flag=None)
     device_file: str | Path | None = option(None, "estimate for the device that this JSON file describes", "FILE")
-    fused: Literal["apex"] | None = option(
-        None,
-        "the model runs with the fused kernels of Megatron and Apex: softmax with its scale and mask, dropout with the "
-        "residual, and the optimizer",
-    )
     master_weights: bool = option(
         False,
         "weights and gradients are in `dtype`, and the optimizer updates copies in float32, as in Megatron: 16 bytes "

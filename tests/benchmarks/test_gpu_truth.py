@@ -77,7 +77,7 @@ def test_summary_of_rows_without_prediction() -> None:
 def test_saved_bytes_are_those_of_the_paper() -> None:
     """Korthikanti et al. 2022, equations 2 and 4: 10 + 24/t + 5as/(ht), or a t-th of 34 + 5as/h, bytes per value."""
     gpt, ranks, samples = Gpt("gpt", 2, 512, 8, 2048, 1024, 256, dropout=0.1), 4, 2
-    spec, run = device("a100-80gb"), half_precision("apex")
+    spec, run = device("a100-80gb"), half_precision()
     whole, part = (parts_of(replace(gpt, tensor=each), samples, run, spec) for each in (1, ranks))
     values, attention = samples * gpt.seq * gpt.hidden, 5 * gpt.heads * gpt.seq / gpt.hidden
     assert part.layer.saved_bytes / values == pytest.approx(10 + 24 / ranks + attention / ranks, rel=0.01)

@@ -49,7 +49,7 @@ def test_it_is_calibrated(folder: Path) -> None:
     assert "calibrated on" in json.loads(made.stdout)["device"]["name"]
 
 
-def test_a_device_of_ones_own_with_fused_kernels_and_master_weights(folder: Path) -> None:
+def test_a_device_of_ones_own_with_master_weights(folder: Path) -> None:
     device = {
         "schema_version": 1,
         "name": "My GPU",
@@ -60,7 +60,7 @@ def test_a_device_of_ones_own_with_fused_kernels_and_master_weights(folder: Path
         "clock": 0.5,
     }
     (folder / "my.json").write_text(json.dumps(device))
-    arguments = ("--estimate", "--device-file", "my.json", "--dtype", "fp16", "--fused", "apex", "--master-weights")
+    arguments = ("--estimate", "--device-file", "my.json", "--dtype", "fp16", "--master-weights")
     made = plan("profile", "model.py", *arguments, "--json", cwd=folder)
     assert made.returncode == 0, made.stderr
     content = json.loads(made.stdout)
@@ -80,7 +80,7 @@ def test_a_device_of_ones_own_with_fused_kernels_and_master_weights(folder: Path
         (("model.py", "--estimate", "--batch-size", "0"), "--batch-size 0"),
         (("model.py", "--estimate", "--calibrate", "none.json"), "none.json"),
         (("model.py", "--calibrate", "cpu.json"), "--calibrate is for estimates"),
-        (("model.py", "--fused", "apex"), "--fused is for estimates"),
+        (("model.py", "--master-weights"), "--master-weights is for estimates"),
         (("model.py", "--estimate", "--master-weights"), "--master-weights cannot be estimated for a CPU"),
         (("model.py", "--estimate", "--device", "a100", "--device-file", "my.json"), "an estimate is for one device"),
         (("model.py", "--estimate", "--device-file", "none.json"), "there is no file 'none.json'"),

@@ -28,7 +28,7 @@ from planner.formats.files import Record, load_record
 from planner.formats.profile import Profile, load_profile
 from planner.model.spec import TrainingSpec, load_model_file
 from planner.profiler.estimated.devices import COMPUTE_CLASSES, OP_CLASSES, DeviceSpec, DType
-from planner.profiler.estimated.execution import Execution, Fusion
+from planner.profiler.estimated.execution import Execution, compiler
 from planner.profiler.estimated.trace import StepTrace, trace_step
 
 Floats = NDArray[np.float64]
@@ -74,7 +74,7 @@ class KnownStep(Record):
     model: str  # model file, relative to this file
     batch_size: Annotated[int, Field(ge=1)]
     dtype: DType = "float32"
-    fusion: Fusion | None = None
+    fusion: Literal["compiler"] | None = None
     master_weights: bool = False
     step_s: _Seconds | None = None  # forward, backward and update
     forward_s: _Seconds | None = None
@@ -98,7 +98,7 @@ class KnownSteps(Record):
     """Steps on one type of device.
 
     {"schema_version": 1,
-     "steps": [{"model": "gpt.py", "batch_size": 4, "dtype": "float16", "fusion": "apex", "master_weights": true,
+     "steps": [{"model": "gpt.py", "batch_size": 4, "dtype": "float16", "fusion": "compiler", "master_weights": true,
                 "forward_s": 0.131, "backward_s": 0.274}]}
     """
 
@@ -132,9 +132,9 @@ class KnownTimes:
             if kind == "cpu" and (step.fusion is not None or step.master_weights):
                 raise InputError(
                     f"the step of '{step.model}' ran on a GPU, and the estimate is for a CPU",
-                    hint="leave out `fused` and `master_weights`, or name a GPU",
+                    hint="leave out `fusion` and `master_weights`, or name a GPU",
                 )
-            execution = Execution(kind, step.fusion, step.master_weights)
+            execution = Execution(kind, None if step.fusion is None else compiler, step.master_weights)
             trace = trace_step(training_spec, step.batch_size, step.dtype, execution=execution)
             for parts, seconds in step.times.items():
                 yield Timed(seconds, partial(_sum, trace, parts))
@@ -252,7 +252,7 @@ def _trace_of(calibration: Calibration, dtype: DType) -> StepTrace:
         profile.microbatch_size or 1,
         of_profile,
         profile.memory_format,
-        Execution("cuda" if profile.device.kind == "cuda" else "cpu", "compiler" if profile.compiled else None),
+        Execution("cuda" if profile.device.kind == "cuda" else "cpu", compiler if profile.compiled else None),
     )
     if trace.graph.hash != profile.graph_hash:
         raise InputError(

@@ -27,7 +27,7 @@ class EstimateOptions:
         dtype: of products and convolutions; "bfloat16" and "float16" stand for autocast.
         memory_format: that the plan's stages will have; it does not change the estimate.
         calibration: what was measured on such a device, to fit the achieved shares to first.
-        fusion: which operations are fused into one kernel; None as PyTorch runs them.
+        fusion: which operations are fused into one kernel, as by `compiler`; None as PyTorch runs them.
         master_weights: weights and gradients are in `dtype`, and the optimizer updates copies in float32.
         cuda_graph: forward and backward are captured once as graphs, which the host launches whole: kernels do not wait
             for it.
@@ -69,15 +69,14 @@ def estimate_profile(training_spec: TrainingSpec, batch_size: int, options: Esti
         costs = []
         for degree in degrees:
             part = trace_step(training_spec, batch_size, dtype, options.memory_format, execution, degree)
-            costs.append(degree_costs(profile_of_trace(part, spec), degree, part.weights, part.reduced))
+            costs.append(degree_costs(profile_of_trace(part, spec), degree, part.weights, part.counts))
         known["tensor"] = tuple(costs)
     return profile.model_copy(update=known)
 
 
 def _check_kind(device: DeviceSpec, options: EstimateOptions) -> None:
     given = {
-        "`compiled`": options.fusion == "compiler",
-        "`fused=apex`": options.fusion == "apex",
+        "`compiled`": options.fusion is not None,
         "`master_weights`": options.master_weights,
         "`cuda_graph`": options.cuda_graph,
     }

@@ -25,63 +25,20 @@ from torch.utils._pytree import tree_map
 from planner.profiler.estimated.devices import OpClass
 from planner.profiler.estimated.operations import Operation
 
-Fusion = Literal["compiler", "apex"]
-"""compiler: chains of operations without products, as torch.compile. apex: the fused kernels of Megatron and Apex."""
-
-
-@dataclass(frozen=True)
-class Execution:
-    """How a device runs a step.
-
-    Attributes:
-        kind: whose operations run: "cpu" or "cuda".
-        fusion: which operations are fused into one kernel.
-        master_weights: weights and gradients are in half precision, and the optimizer updates copies in float32;
-            otherwise half precision means autocast.
-    """
-
-    kind: Literal["cpu", "cuda"] = "cpu"
-    fusion: Fusion | None = None
-    master_weights: bool = False
-
-
-EAGER_CPU = Execution()
-
-
 _CHAINED: frozenset[OpClass] = frozenset({"pointwise", "special", "random", "norm"})
-_AROUND_SOFTMAX = frozenset({"mul", "div", "masked_fill", "where", "add", "_to_copy"})
-
-Together = Callable[[int, int], bool]
-
-
-def fused(operations: Sequence[Operation], backward: int, fusion: Fusion | None) -> list[Operation]:
-    """Return the operations with their bytes and launches after fusion.
-
-    Args:
-        backward: number of the first operation of the backward, which is a program of its own.
-        fusion: what is fused; None for nothing.
-    """
-    if fusion is None:
-        return list(operations)
-    flow = _Flow(operations)
-    together = _compiled(operations) if fusion == "compiler" else _apex(operations, flow, backward)
-    groups = _groups(operations, backward, flow, together)
-    members: dict[int, list[int]] = {}
-    for number, group in enumerate(groups):
-        members.setdefault(group, []).append(number)
-    result = list(operations)
-    for numbers in members.values():
-        if len(numbers) > 1:
-            for number, operation in _kernel([(number, operations[number]) for number in numbers], flow):
-                result[number] = operation
-    return result
 
 
 @dataclass
-class _Flow:
-    """Who writes and who reads each value."""
+class Flow:
+    """Who writes and who reads each value of a step.
+
+    Attributes:
+        operations: of the forward and the backward.
+        backward: number of the first operation of the backward, which is a program of its own.
+    """
 
     operations: Sequence[Operation]
+    backward: int
     writer: dict[int, int] = field(default_factory=dict)
     readers: dict[int, list[int]] = field(default_factory=dict)
 
@@ -101,23 +58,73 @@ class _Flow:
         return [user for value, _ in self.operations[number].writes for user in self.readers.get(value, ())]
 
 
-def _groups(operations: Sequence[Operation], backward: int, flow: _Flow, together: Together) -> list[int]:
+Fusion = Callable[[Flow], Sequence[str | None]]
+"""Name the kernel that each operation may be part of. Where one reads what another of this kernel writes, they join."""
+
+
+def compiler(flow: Flow) -> list[str | None]:
+    """Fuse chains of operations without products, as torch.compile does."""
+    return ["chain" if operation.op_class in _CHAINED else None for operation in flow.operations]
+
+
+@dataclass(frozen=True)
+class Execution:
+    """How a device runs a step.
+
+    Attributes:
+        kind: whose operations run: "cpu" or "cuda".
+        fusion: which operations are fused into one kernel: `compiler`, or the kernels of another program.
+        master_weights: weights and gradients are in half precision, and the optimizer updates copies in float32;
+            otherwise half precision means autocast.
+    """
+
+    kind: Literal["cpu", "cuda"] = "cpu"
+    fusion: Fusion | None = None
+    master_weights: bool = False
+
+
+EAGER_CPU = Execution()
+
+
+def fused(operations: Sequence[Operation], backward: int, fusion: Fusion | None) -> list[Operation]:
+    """Return the operations with their bytes and launches after fusion.
+
+    Args:
+        backward: number of the first operation of the backward.
+        fusion: what is fused; None for nothing.
+    """
+    result = list(operations)
+    if fusion is None:
+        return result
+    flow = Flow(operations, backward)
+    members: dict[int, list[int]] = {}
+    for number, first in enumerate(_first_of_kernel(flow, fusion(flow))):
+        members.setdefault(first, []).append(number)
+    for numbers in members.values():
+        if len(numbers) > 1:
+            for number, operation in _kernel([(number, operations[number]) for number in numbers], flow):
+                result[number] = operation
+    return result
+
+
+def _first_of_kernel(flow: Flow, kernels: Sequence[str | None]) -> list[int]:
     """Return for each operation the number of the first one of its kernel."""
-    groups = list(range(len(operations)))
-    for number in range(len(operations)):
+    first = list(range(len(flow.operations)))
+    for number, kernel in enumerate(kernels):
         producers = flow.producers(number)
         for producer in sorted(producers, reverse=True):
-            group = groups[producer]
-            if (producer < backward) != (number < backward) or not together(producer, number):
+            joined = first[producer]
+            crosses = (producer < flow.backward) != (number < flow.backward)
+            if crosses or kernel is None or kernels[producer] != kernel:
                 continue
             # What it needs besides must be there before the kernel starts: it may itself need the kernel's results.
-            if all(other < group or groups[other] == group for other in producers):
-                groups[number] = group
+            if all(other < joined or first[other] == joined for other in producers):
+                first[number] = joined
                 break
-    return groups
+    return first
 
 
-def _kernel(members: Sequence[tuple[int, Operation]], flow: _Flow) -> list[tuple[int, Operation]]:
+def _kernel(members: Sequence[tuple[int, Operation]], flow: Flow) -> list[tuple[int, Operation]]:
     inside = {number for number, _ in members}
     made = {value for _, operation in members for value, _ in operation.writes}
     seen: set[int] = set()
@@ -134,39 +141,6 @@ def _kernel(members: Sequence[tuple[int, Operation]], flow: _Flow) -> list[tuple
         launches = operation.launches if position == 0 else 0
         result.append((number, replace(operation, bytes=min(operation.bytes, moved), launches=launches)))
     return result
-
-
-def _compiled(operations: Sequence[Operation]) -> Together:
-    return lambda producer, number: (
-        operations[producer].op_class in _CHAINED and operations[number].op_class in _CHAINED
-    )
-
-
-def _apex(operations: Sequence[Operation], flow: _Flow, backward: int) -> Together:
-    """Fuse scaling and masks into softmax, the residual's addition into dropout, the gate into SiLU, and nothing else.
-
-    GELU with its bias, and layer norm, are one operation each already: products add the bias.
-    """
-    kernel: dict[int, str] = {}
-    for number in reversed(range(backward)):
-        name = operations[number].name
-        if name == "_softmax":
-            kernel[number] = "softmax"
-        elif name in _AROUND_SOFTMAX:
-            users = [user for user in flow.users(number) if user < backward]
-            if users and all(kernel.get(user) == "softmax" for user in users):
-                kernel[number] = "softmax"
-    for number, operation in enumerate(operations):
-        name, producers = operation.name, flow.producers(number)
-        names = {operations[each].name for each in producers}
-        backward_of_softmax = any(kernel.get(each) == "softmax backward" for each in producers)
-        if name == "native_dropout" or (name == "add" and "native_dropout" in names):
-            kernel[number] = "dropout"
-        elif name == "silu" or (name == "mul" and "silu" in names):
-            kernel[number] = "gate"
-        elif name == "_softmax_backward_data" or (name in _AROUND_SOFTMAX and backward_of_softmax):
-            kernel[number] = "softmax backward"
-    return lambda producer, number: kernel.get(producer) is not None and kernel.get(producer) == kernel.get(number)
 
 
 aten = torch.ops.aten

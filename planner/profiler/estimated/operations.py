@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from planner.profiler.estimated.devices import COMPUTE_CLASSES, DType, OpClass
 from planner.profiler.step.allocation import Allocations
-from planner.profiler.step.counters import COLLECTIVES, GROUPED, model_flops, of_dtensors
+from planner.profiler.step.counters import COLLECTIVES, GROUPED, OperationWatcher, model_flops
 
 aten = torch.ops.aten
 
@@ -64,8 +64,8 @@ class Operation:
     writes: tuple[tuple[int, int], ...] = ()
 
 
-class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of a base class without types
-    """Collects the operations that run within its context, on tensors with data or without.
+class OperationRecorder(OperationWatcher):  # type: ignore[no-untyped-call]  # of a base class without types
+    """Collects the operations that run within its context.
 
     Args:
         single: the type of float32 products: "tf32" on devices that use it, or "float32".
@@ -74,7 +74,7 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # 
     """
 
     def __init__(self, single: DType = "float32", op_class: OpClass | None = None, *, gpu: bool = False) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._gpu = gpu
         self.operations: list[Operation] = []
         self._single = single
@@ -84,19 +84,12 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # 
         self._values: dict[int, int] = {}  # number of the value that a storage has now
         self._last = -1
 
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if of_dtensors(types):
-            return NotImplemented
-        kwargs = kwargs or {}
-        out = func(*args, **kwargs)
+    def saw(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         self.allocated.note((args, kwargs), out)
-        if isinstance(func, torch._ops.OpOverload) and func.namespace not in ("prim", COLLECTIVES):
+        if func.namespace not in ("prim", COLLECTIVES):
             for operation in operations_of(func, args, kwargs, out, self._single, gpu=self._gpu):
                 named = replace(operation, op_class=self._op_class or operation.op_class, **self._flow(operation))
                 self.operations.append(named)
-        return out
 
     def mark(self) -> int:
         """End a span of operations and of allocations, and return its number."""

@@ -25,19 +25,19 @@ from planner.model.capture.fake import fake_batch, fake_modules, make_fake, on_m
 from planner.model.capture.graph import LOSS, LayerGraph
 from planner.model.options import ModuleOptions, lay_out
 from planner.model.spec import TrainingSpec
-from planner.model.stage.parts import OBSERVABLE
+from planner.model.stage.parts import OBSERVABLE, LayerObserver
 from planner.model.stage.stage import StageModule, build_stage
 from planner.model.tensor.division import UNDIVIDED, division_of, keep_parts
 from planner.model.tensor.parallel_plan import tensor_parallel_plan
 from planner.profiler.estimated.devices import DeviceSpec, DType
-from planner.profiler.estimated.execution import EAGER_CPU, Execution, cuda_operations, fused
+from planner.profiler.estimated.execution import EAGER_CPU, Execution, compiler, cuda_operations, fused
 from planner.profiler.estimated.operations import OperationRecorder, RecurrentWorkspace
 from planner.profiler.estimated.roofline import Costs
 from planner.profiler.estimated.update import UpdateTrace, trace_updates, weights_by_layer
 from planner.profiler.make_profile import LayerMeasurement, Measurement
 from planner.profiler.step.allocation import beyond_held, saved_bytes, tensors_of_batch
-from planner.profiler.step.counters import Collectives, FlopCounter, Reduced, first_rank, reduced
-from planner.profiler.step.timing import LayerMarks, StepTimes, drop_gradients, layer_flops, step_failure
+from planner.profiler.step.counters import Counter, LayerCounts, first_rank, layer_counts
+from planner.profiler.step.timing import LayerMarks, StepTimes, drop_gradients
 from planner.profiler.this_machine import check_positive
 
 if TYPE_CHECKING:
@@ -58,14 +58,13 @@ class StepTrace:
         graph: the captured model, with fake weights.
         costs: of the operations of forward and backward.
         until: number of operations before each mark.
-        flops_until: model FLOPs before each mark.
         layers: marks between their operations.
         saved_bytes: from forward to backward, by layer.
         workspace_bytes: what forward or backward allocates beyond what the step holds anyway, by layer.
         updates: by layer.
         unfused: the costs without fusion, where a compiler fuses; None otherwise.
         weights: of the stage, by the first layer that uses them; a rank's parts, where ranks divide them.
-        reduced: what the collectives of these ranks move.
+        counts: model FLOPs of the layers, and what the collectives of ranks that divide them move.
         tokens_per_sample: of the batch; None where it is not of token ids.
         with_data: the step ran with data, because its sizes depend on values.
     """
@@ -76,13 +75,12 @@ class StepTrace:
     graph: LayerGraph
     costs: Costs
     until: Sequence[int]
-    flops_until: Sequence[int]
     layers: LayerMarks[int]
     saved_bytes: list[int]
     workspace_bytes: list[int]
     updates: list[UpdateTrace]
     weights: list[dict[str, nn.Parameter]]
-    reduced: Reduced
+    counts: LayerCounts
     unfused: Costs | None = None
     tokens_per_sample: int | None = None
     with_data: bool = False
@@ -104,13 +102,11 @@ class StepTrace:
         """Return what the layers cost on such a device."""
         forward, backward, _ = self.layer_seconds(spec)
         times = [StepTimes([forward_s], [backward_s]) for forward_s, backward_s in zip(forward, backward, strict=True)]
-        flops = layer_flops(self.layers, self.flops_until.__getitem__)
+        columns = zip(times, self.updates, self.saved_bytes, self.workspace_bytes, self.counts.flops, strict=True)
         return Measurement(
             [
-                LayerMeasurement(each, update.estimate(spec), saved, workspace, update.accumulation(spec), both)
-                for each, update, saved, workspace, both in zip(
-                    times, self.updates, self.saved_bytes, self.workspace_bytes, flops, strict=True
-                )
+                LayerMeasurement(each, update.estimate(spec), saved, workspace, update.accumulation(spec), flops)
+                for each, update, saved, workspace, flops in columns
             ]
         )
 
@@ -273,58 +269,48 @@ class _Tracer:
 
     def trace(self, graph: LayerGraph, stage: StageModule, batch: Batch) -> StepTrace:
         """Run forward, backward and updates of `stage`, which has all layers of `graph`."""
+
+        def run(observer: LayerObserver) -> dict[str, Tensor]:
+            stage.set_observer(observer)
+            results: dict[str, Tensor] = stage(batch, {})
+            return results
+
         with RecurrentWorkspace():  # type: ignore[no-untyped-call]
-            saved = saved_bytes(stage, batch)
+            saved = saved_bytes([stage], run, len(graph.layers))
             if self.group is not None:
                 # DTensor runs an operation that it has not met yet on tensors without data first, which would count.
                 stage(batch, {})[LOSS].backward()
                 drop_gradients(stage.parameters())
         recorder = OperationRecorder("tf32" if self.dtype == "tf32" else "float32", gpu=self.execution.kind == "cuda")
-        counter, collectives = FlopCounter(), Collectives()
-        counted: list[tuple[float, int]] = []
+        counter, totals = Counter(), []
 
         def mark() -> int:
-            counted.append(collectives.mark())
-            return counter.mark(recorder.mark())
+            totals.append(counter.mark())
+            return recorder.mark()
 
         marks = LayerMarks(mark, len(graph.layers))
-        stage.set_observer(marks)
-        with recorder, counter, collectives:
-            marks.start()
-            loss = stage(batch, {})[LOSS]
-            backward = len(recorder.operations)
-            marks.start_backward()
-            try:
-                loss.backward()
-            except RuntimeError as cause:
-                raise step_failure(cause) from cause
-            marks.end()
+        with recorder, counter:
+            marks.run(lambda observer: run(observer)[LOSS])
         weights = weights_by_layer(graph, stage)
         trained = [{name: each for name, each in own.items() if each.grad is not None} for own in weights]
+        gradients = [sum(weight.nbytes for weight in own.values()) for own in trained]
+        # The batch was there before, but in training it comes with the step.
         batch_bytes = sum(tensor.nbytes for tensor in tensors_of_batch(batch))
-        workspaces = beyond_held(
-            marks,
-            recorder.allocated.peaks(),
-            saved,
-            [sum(weight.nbytes for weight in own.values()) for own in trained],
-            # It was there before, but in training it comes with the step.
-            lambda _layer, _backward: batch_bytes,
-        )
+        peaks = recorder.allocated.peaks
         fusion = self.execution.fusion
         return StepTrace(
-            self.training_spec.name,
-            self.dtype,
-            self.batch_size,
-            graph,
-            Costs(fused(recorder.operations, backward, fusion)),
-            recorder.until,
-            counter.until,
-            marks,
-            saved,
-            workspaces,
-            trace_updates(trained, self.training_spec, self.execution),
-            weights,
-            reduced(marks, counted.__getitem__),
-            Costs(recorder.operations) if fusion == "compiler" else None,
-            batch.tokens_per_sample,
+            model=self.training_spec.name,
+            dtype=self.dtype,
+            batch_size=self.batch_size,
+            graph=graph,
+            costs=Costs(fused(recorder.operations, recorder.until[marks.backward_start], fusion)),
+            until=recorder.until,
+            layers=marks,
+            saved_bytes=saved,
+            workspace_bytes=beyond_held(marks, peaks, saved, gradients, (batch_bytes, batch_bytes)),
+            updates=trace_updates(trained, self.training_spec, self.execution),
+            weights=weights,
+            counts=layer_counts(marks, totals.__getitem__),
+            unfused=Costs(recorder.operations) if fusion is compiler else None,
+            tokens_per_sample=batch.tokens_per_sample,
         )

@@ -93,16 +93,10 @@ def _trace_update(
             f"{first_line(cause)}",
             hint="measure it on the device, or estimate with another optimizer",
         ) from cause
-    state_bytes, workspace_bytes = state_bytes_of(optimizer), recorder.allocated.peaks()[1]
-    if execution.fusion == "apex":
-        workspace_bytes = 0
-        # One kernel reads gradients, weights and state, and writes weights and state.
-        sizes = sum(parameter.nbytes for parameter in masters)
-        step = [_moving(3 * sizes + 2 * state_bytes)]
-    else:
-        # Step counters are on no device, and their arithmetic takes no time worth counting.
-        least = min(parameter.nbytes for parameter in masters)
-        step = [operation for operation in recorder.operations if operation.bytes >= least]
+    state_bytes, workspace_bytes = state_bytes_of(optimizer), recorder.allocated.peaks[1]
+    # Step counters are on no device, and their arithmetic takes no time worth counting.
+    least = min(parameter.nbytes for parameter in masters)
+    step = [operation for operation in recorder.operations if operation.bytes >= least]
     if execution.master_weights:
         # Gradients become float32 before the step, and weights become half again after it.
         step += [

@@ -13,7 +13,7 @@ its large early activations came out 13% too slow and the others as much too fas
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from statistics import median
 
@@ -25,12 +25,109 @@ from planner.model.capture.graph import LOSS, LayerGraph
 from planner.model.stage.block_stage import made_last
 from planner.model.stage.parts import COMPILED, LayerObserver
 from planner.model.stage.stage import StageModule, build_stage
-from planner.profiler.step.allocation import saved_by
+from planner.profiler.make_profile import Measurement
+from planner.profiler.step.allocation import saved_bytes
 from planner.profiler.step.timing import Effort, Steps, StepTimes, repeat
 
 RUNS = 8
 _LEAST_LEFT = 0.5  # of a run's time, however much it exchanges
 _PARTS = ("forward_s", "backward_s", "forward_thread_s", "backward_thread_s")
+
+
+@dataclass(frozen=True)
+class CompiledTimes:
+    """Measurements of compiled code.
+
+    Attributes:
+        starts: first layer of each run.
+        runs: times of each run.
+        whole: times of the model compiled at once.
+        saved_bytes: of each run.
+        exchanged_bytes: of each run.
+    """
+
+    starts: Sequence[int]
+    runs: list[StepTimes]
+    whole: StepTimes
+    saved_bytes: list[int]
+    exchanged_bytes: list[int]
+
+
+def measure_compiled(graph: LayerGraph, batch: Batch, plain: Measurement, steps: Steps, effort: Effort) -> Measurement:
+    """Time runs of layers and the whole model, compiled, in turn, and scale the uncompiled layers to that.
+
+    Args:
+        graph: its model is on the device.
+        batch: on the model's device.
+        plain: measured uncompiled.
+        effort: how long; it also reports the compilation, which takes up to minutes.
+    """
+    assert plain.whole is not None
+    layers = [layer.times for layer in plain.layers]
+    if graph.blocks is not None:
+        starts = list(range(len(layers)))  # the blocks of a chain are compiled one by one in any stage
+    else:
+        starts = starts_of_runs([median(each.forward_s) + median(each.backward_s) for each in layers])
+    found = _measure_runs(graph, batch, starts, steps, effort)
+    saved = saved_as_compiled([layer.saved_bytes for layer in plain.layers], found)
+    return Measurement(
+        [
+            replace(layer, times=times, saved_bytes=size)
+            for layer, times, size in zip(plain.layers, as_compiled(layers, found), saved, strict=True)
+        ],
+        found.whole,
+        Compiled(
+            runs=tuple(graph.layers[start].name for start in starts),
+            runs_forward_s=sum(median(run.forward_s) for run in found.runs),
+            runs_backward_s=sum(median(run.backward_s) for run in found.runs),
+            uncompiled_forward_s=median(plain.whole.forward_s),
+            uncompiled_backward_s=median(plain.whole.backward_s),
+        ),
+    )
+
+
+def _measure_runs(
+    graph: LayerGraph, batch: Batch, starts: Sequence[int], steps: Steps, effort: Effort
+) -> CompiledTimes:
+    names = [layer.name for layer in graph.layers]
+    # The weights are there already; a stage's constants are its own.
+    device = next(graph.model.parameters()).device
+    stages: list[StageModule] = [
+        build_stage(graph, [names[index] for index in span], variant=COMPILED).to(device)
+        for span in _spans(starts, len(names))
+    ]
+
+    def forward(observer: LayerObserver) -> Tensor:
+        """Return the loss; `observer` is told of the end of each run."""
+        known: dict[str, Tensor] = {}
+        for index, stage in enumerate(stages):
+            received = {spec.name: known[spec.name] for spec in stage.received}
+            results = stage(batch if stage.needs_batch else None, received)
+            known.update(results)
+            observer.after_layer(index, made_last([value for name, value in results.items() if name not in received]))
+        return known[LOSS]
+
+    everything = build_stage(graph, names, variant=COMPILED).to(device)
+    times = CompiledTimes(
+        starts=starts,
+        runs=[StepTimes() for _ in starts],
+        whole=StepTimes(),
+        # Fewer bytes than uncompiled: compiled code recomputes some values instead of saving them.
+        saved_bytes=saved_bytes(stages, forward),
+        exchanged_bytes=[
+            sum(spec.size_bytes(batch.size) for spec in (*stage.received, *stage.sent)) for stage in stages
+        ],
+    )
+
+    def whole(into: StepTimes) -> None:
+        steps.whole(lambda: everything(batch, {})[LOSS], into)
+
+    for done in range(effort.warmup):
+        effort.progress("compiling", done / effort.warmup)
+        whole(StepTimes())
+        steps.marked(forward, [StepTimes() for _ in starts])
+    repeat(effort, "measuring compiled", [lambda: whole(times.whole), lambda: steps.marked(forward, times.runs)])
+    return times
 
 
 def starts_of_runs(layer_seconds: Sequence[float], most: int = RUNS) -> list[int]:
@@ -45,100 +142,6 @@ def starts_of_runs(layer_seconds: Sequence[float], most: int = RUNS) -> list[int
             starts.append(index)
         done += seconds
     return starts
-
-
-@dataclass(frozen=True)
-class CompiledTimes:
-    """Measurements of compiled code, and of the uncompiled model before.
-
-    Attributes:
-        starts: first layer of each run.
-        runs: times of each run.
-        whole: times of the model compiled at once.
-        saved_bytes: of each run.
-        exchanged_bytes: of each run.
-        uncompiled: times of the whole model.
-    """
-
-    starts: Sequence[int]
-    runs: list[StepTimes]
-    whole: StepTimes
-    saved_bytes: list[int]
-    exchanged_bytes: list[int]
-    uncompiled: StepTimes
-
-    def summary(self, graph: LayerGraph) -> Compiled:
-        """Return what a profile says of them."""
-        return Compiled(
-            runs=tuple(graph.layers[start].name for start in self.starts),
-            runs_forward_s=sum(median(run.forward_s) for run in self.runs),
-            runs_backward_s=sum(median(run.backward_s) for run in self.runs),
-            uncompiled_forward_s=median(self.uncompiled.forward_s),
-            uncompiled_backward_s=median(self.uncompiled.backward_s),
-        )
-
-
-class CompiledRuns:
-    """A model as runs of layers, each compiled on its own.
-
-    Args:
-        starts: first layer of each run.
-    """
-
-    def __init__(self, graph: LayerGraph, starts: Sequence[int]) -> None:
-        self._graph = graph
-        self._starts = starts
-        names = [layer.name for layer in graph.layers]
-        # The weights are there already; a stage's constants are its own.
-        self._device = next(graph.model.parameters()).device
-        self._stages: list[StageModule] = [
-            build_stage(graph, [names[index] for index in span], variant=COMPILED).to(self._device)
-            for span in _spans(starts, len(names))
-        ]
-
-    def measure(self, batch: Batch, uncompiled: StepTimes, steps: Steps, effort: Effort) -> CompiledTimes:
-        """Time the runs and the whole model compiled at once, in turn.
-
-        Args:
-            batch: on the model's device.
-            effort: how long; it also reports the compilation, which takes up to minutes.
-        """
-        names = [layer.name for layer in self._graph.layers]
-        everything = build_stage(self._graph, names, variant=COMPILED).to(self._device)
-        times = CompiledTimes(
-            starts=self._starts,
-            runs=[StepTimes() for _ in self._starts],
-            whole=StepTimes(),
-            # Fewer bytes than uncompiled: compiled code recomputes some values instead of saving them.
-            saved_bytes=saved_by(self._stages, lambda observer: self._forward(batch, observer)),
-            exchanged_bytes=[
-                sum(spec.size_bytes(batch.size) for spec in (*stage.received, *stage.sent)) for stage in self._stages
-            ],
-            uncompiled=uncompiled,
-        )
-
-        def whole(into: StepTimes) -> None:
-            steps.whole(lambda: everything(batch, {})[LOSS], into)
-
-        def marked(into: Sequence[StepTimes]) -> None:
-            steps.marked(lambda observer: self._forward(batch, observer), into)
-
-        for done in range(effort.warmup):
-            effort.progress("compiling", done / effort.warmup)
-            whole(StepTimes())
-            marked([StepTimes() for _ in self._starts])
-        repeat(effort, "measuring compiled", [lambda: whole(times.whole), lambda: marked(times.runs)])
-        return times
-
-    def _forward(self, batch: Batch, observer: LayerObserver) -> Tensor:
-        """Return the loss; `observer` is told of the end of each run."""
-        known: dict[str, Tensor] = {}
-        for index, stage in enumerate(self._stages):
-            received = {spec.name: known[spec.name] for spec in stage.received}
-            results = stage(batch if stage.needs_batch else None, received)
-            known.update(results)
-            observer.after_layer(index, made_last([value for name, value in results.items() if name not in received]))
-        return known[LOSS]
 
 
 def as_compiled(layers: Sequence[StepTimes], measured: CompiledTimes) -> list[StepTimes]:

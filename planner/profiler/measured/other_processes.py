@@ -14,8 +14,8 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import count
 from pathlib import Path
-from statistics import median
 
 import torch
 
@@ -29,6 +29,8 @@ from planner.profiler.step.update import still
 from planner.profiler.this_machine import check_positive, keep_freed_pages
 from planner.workers.place import available_cores
 
+_START_S = 600.0  # to build the model and take one step; a very large model needs minutes
+_READY = "ready"
 _STAT = Path("/proc/stat")
 _RESTING = (3, 4)  # columns of /proc/stat: idle, and idle while the disk works
 
@@ -54,11 +56,6 @@ class OtherProcesses:
         return max(0.0, (now_s - busy_s - (time.process_time() - used_s)) / elapsed_s - self._own)
 
 
-def step_s(times: StepTimes) -> float:
-    """Return the median seconds of the steps, without their update."""
-    return median(map(sum, zip(times.forward_s, times.backward_s, strict=True)))
-
-
 def disturbance(whole: Sequence[StepTimes], others_cores: float | None, threads: int) -> Disturbance:
     """Say what disturbed the measurement of the whole step.
 
@@ -68,7 +65,7 @@ def disturbance(whole: Sequence[StepTimes], others_cores: float | None, threads:
     """
     wall_s = sum(sum(times.forward_s) + sum(times.backward_s) for times in whole)
     thread_s = sum(sum(times.forward_thread_s) + sum(times.backward_thread_s) for times in whole)
-    drift = step_s(whole[1]) / step_s(whole[0]) - 1 if len(whole) > 1 else None
+    drift = whole[1].median_s() / whole[0].median_s() - 1 if len(whole) > 1 else None
     alone = threads == 1 and thread_s > 0
     return Disturbance(
         waited_share=max(0.0, 1 - thread_s / wall_s) if alone else None, others_cores=others_cores, drift=drift
@@ -82,10 +79,6 @@ def _busy_s() -> float | None:
     except (OSError, ValueError):
         return None
     return sum(count for column, count in enumerate(ticks) if column not in _RESTING) / os.sysconf("SC_CLK_TCK")
-
-
-_START_S = 600.0  # to build the model and take one step; a very large model needs minutes
-_READY = "ready"
 
 
 def check_processes(processes: int, threads: int, device: torch.device, spec: TrainingSpec) -> None:
@@ -138,58 +131,46 @@ def contention(
         "channels_last": options.channels_last,
     }
     with ExitStack() as stack:
-        workers = [stack.enter_context(_Worker(json.dumps(order), number)) for number in range(others)]
-        for worker in workers:
-            worker.wait_until_ready()
+        workers = [stack.enter_context(_worker(json.dumps(order))) for _ in range(others)]
+        for number, worker in enumerate(workers, start=1):
+            _wait_until_ready(worker, number)
         yield
-        for worker in workers:
-            worker.check()
+        for number, worker in enumerate(workers, start=1):
+            if worker.poll() is not None:  # the measurement then was partly without it
+                raise _failure(worker, number)
 
 
-class _Worker:
-    """One process, which ends when its standard input is closed."""
-
-    def __init__(self, order: str, number: int) -> None:
-        self._number = number
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", f"import sys, {__name__} as it; sys.exit(it.main(sys.argv[1]))", order],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-
-    def __enter__(self) -> _Worker:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._process.kill()  # it has nothing to lose
-        self._process.communicate()
-
-    def wait_until_ready(self) -> None:
-        """Wait until the process has taken its first step: before, it builds the model and contends for little."""
-        assert self._process.stdout is not None
-        alarm = threading.Timer(_START_S, self._process.kill)
-        alarm.start()
+@contextmanager
+def _worker(order: str) -> Iterator[subprocess.Popen[str]]:
+    """Run one process, which also ends when its standard input is closed."""
+    command = [sys.executable, "-c", f"import sys, {__name__} as it; sys.exit(it.main(sys.argv[1]))", order]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
         try:
-            if self._process.stdout.readline().strip() != _READY:
-                self._fail()
+            yield process
         finally:
-            alarm.cancel()
+            process.kill()  # it has nothing to lose
 
-    def check(self) -> None:
-        """Raise when the process has ended, since the measurement then was partly without it."""
-        if self._process.poll() is not None:
-            self._fail()
 
-    def _fail(self) -> None:
-        _, error = self._process.communicate()
-        code = self._process.returncode
-        reason = (error.strip().splitlines() or [f"it ended with exit code {code}"])[-1]
-        raise WorkerError(
-            f"process {self._number + 1}, which was to train beside the measured one, failed: {reason}",
-            hint="is there memory for as many copies of the model? Otherwise give fewer `processes`",
-        )
+def _wait_until_ready(worker: subprocess.Popen[str], number: int) -> None:
+    """Wait until the process has taken its first step: before, it builds the model and contends for little."""
+    assert worker.stdout is not None
+    alarm = threading.Timer(_START_S, worker.kill)
+    alarm.start()
+    try:
+        if worker.stdout.readline().strip() != _READY:
+            raise _failure(worker, number)
+    finally:
+        alarm.cancel()
+
+
+def _failure(worker: subprocess.Popen[str], number: int) -> WorkerError:
+    _, error = worker.communicate()
+    reason = (error.strip().splitlines() or [f"it ended with exit code {worker.returncode}"])[-1]
+    return WorkerError(
+        f"process {number}, which was to train beside the measured one, failed: {reason}",
+        hint="is there memory for as many copies of the model? Otherwise give fewer `processes`",
+    )
 
 
 def _train(order: str) -> None:
@@ -204,27 +185,25 @@ def _train(order: str) -> None:
         lay_out(model)
     parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     optimizer = still(spec.optimizer(parameters))
-    ready = False
-    while True:
+    for step in count():
         optimizer.zero_grad()
         unsplit_loss(model, spec, batch, options).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
-        if not ready:
+        if step == 0:
             sys.stdout.write(f"{_READY}\n")
             sys.stdout.flush()
-            ready = True
-
-
-def _end_with_parent() -> None:
-    # Standard input ends when the parent closes it, and also when the parent is killed.
-    sys.stdin.read()
-    os._exit(0)
 
 
 def main(order: str) -> int:
     """Run one of the other processes."""
+
+    def end_with_parent() -> None:
+        # Standard input ends when the parent closes it, and also when the parent is killed.
+        sys.stdin.read()
+        os._exit(0)
+
     keep_freed_pages()  # as the workers do
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=end_with_parent, daemon=True).start()
     try:
         _train(order)
     except PlannerError as error:

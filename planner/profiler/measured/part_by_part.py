@@ -4,15 +4,13 @@ A part is a run of layers. It is measured as the whole model is: whole steps of 
 it takes from earlier parts comes from their forward; the gradients of what it gives are made up, because times do not
 depend on them. Bytes count as in the whole step: what an earlier part has saved already is not counted again, and what
 lies on the device between the parts in a whole step is added.
-
-The values that cross from part to part of a model that is measured part by part: copied to the host.
 """
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,101 +22,13 @@ from planner.model.spec import TrainingSpec
 from planner.model.stage.parts import LayerObserver
 from planner.profiler.make_profile import LayerMeasurement, Measurement, first_uses
 from planner.profiler.measured.step_measurement import StepMeasurement
-from planner.profiler.step.allocation import address_of, saved_by, tensors_of_batch, workspaces
-from planner.profiler.step.timing import Effort, HasBackward, StepTimes, clock_for, step_failure
+from planner.profiler.step.allocation import address_of, saved_bytes, tensors_of_batch, workspace_bytes
+from planner.profiler.step.timing import Clock, Effort, HasBackward, StepTimes, step_failure
 from planner.profiler.step.update import layer_updates
-
-
-@dataclass
-class StoredMemory:
-    """A storage that values between parts lie in, copied to the host."""
-
-    content: Tensor  # bytes
-    saved: bool  # for a backward, by a layer of an earlier part
-
-    @property
-    def size_bytes(self) -> int:
-        return self.content.nbytes
-
-
-@dataclass(frozen=True)
-class StoredValue:
-    """A value that crosses from part to part: where it lies in its memory."""
-
-    memory: StoredMemory
-    like: Tensor  # on the meta device: dtype, shape, strides
-    offset: int
-
-    def at(self, content: Tensor) -> Tensor:
-        """Return the value, given its memory's bytes on a device."""
-        empty = torch.empty(0, dtype=self.like.dtype, device=content.device)
-        return empty.set_(content.untyped_storage(), self.offset, self.like.shape, self.like.stride())
-
-
-@dataclass(frozen=True)
-class PartResults:
-    """What a part has made, and what it has saved of what it was given."""
-
-    values: dict[str, StoredValue]
-    saved: tuple[StoredMemory, ...]
-    batch_saved: set[int]
-
-
-class Between:
-    """The values that cross from part to part, on the host.
-
-    Args:
-        batch: on the device, where it stays.
-    """
-
-    def __init__(self, graph: LayerGraph, batch: Batch) -> None:
-        self.batch_bytes = {address_of(t): t.nbytes for t in tensors_of_batch(batch)}
-        self.batch_saved: set[int] = set()  # addresses
-        self._values: dict[str, StoredValue] = {}
-        self._specs = [
-            (graph.owner[node], graph.last_use(node), graph.specs[node], node.name) for node in graph.crossing
-        ]
-        self._samples = batch.size
-        users: dict[str, list[int]] = {}
-        for index, layer in enumerate(graph.layers):
-            for name in layer.parameters:
-                users.setdefault(name, []).append(index)
-        trained = {name: p.nbytes for name, p in graph.model.named_parameters() if p.requires_grad}
-        self._weights = [(users[name], size) for name, size in trained.items() if name in users]
-
-    def commit(self, results: PartResults) -> None:
-        """Take what a part has made."""
-        self._values |= results.values
-        for memory in results.saved:
-            memory.saved = True
-        self.batch_saved |= results.batch_saved
-
-    def value(self, name: str) -> StoredValue:
-        """Return a value that an earlier part has made."""
-        return self._values[name]
-
-    def unsaved_bytes(self, first: int) -> int:
-        """Return the bytes that layers before `first` have made for it and later ones, and nobody has saved."""
-        alive = {name for owner, last, _, name in self._specs if owner < first <= last}
-        memories = {id(each.memory): each.memory for name, each in self._values.items() if name in alive}
-        return sum(memory.size_bytes for memory in memories.values() if not memory.saved)
-
-    def gradient_bytes(self, first: int, end: int) -> int:
-        """Return the bytes of gradients that layers from `end` on have made.
-
-        They are of values from before `first`, and of weights that layers before `end` use, too.
-        """
-        values = (
-            spec.of_gradient.size_bytes(self._samples)
-            for owner, last, spec, _ in self._specs
-            if spec.requires_grad and owner < first and last >= end
-        )
-        weights = (size for users, size in self._weights if users[0] < end <= users[-1])
-        return sum(values) + sum(weights)
-
 
 # Of the device's free memory, the weights of a part: its gradients, its optimizer's state and what it saves need more.
 _WEIGHTS_SHARE = 1 / 8
+_HOST = torch.device("cpu")
 
 
 def measure_in_parts(
@@ -133,7 +43,7 @@ def measure_in_parts(
     """
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
     batch = batch.to(device)
-    between = Between(graph, batch)
+    between = _Between(graph, batch)
     pending = list(_parts(graph, int(free * _WEIGHTS_SHARE)))[::-1]
     layers: list[LayerMeasurement] = []
     wholes: list[StepTimes] = []
@@ -165,7 +75,7 @@ def _measure_part(
     graph: LayerGraph,
     batch: Batch,
     device: torch.device,
-    between: Between,
+    between: _Between,
     span: range,
     effort: Effort,
 ) -> Measurement:
@@ -174,7 +84,7 @@ def _measure_part(
         measured = part.measure_uncompiled(effort)
     finally:
         part.leave()
-    between.commit(part.results)
+    part.commit()
     return measured
 
 
@@ -198,7 +108,7 @@ def _update_overhead_s(spec: TrainingSpec, graph: LayerGraph, device: torch.devi
     name = next(name for name, parameter in graph.model.named_parameters() if parameter.requires_grad)
     number = nn.Parameter(torch.zeros(1, device=device))
     number.grad = torch.zeros_like(number)
-    (update,) = layer_updates(spec, [{name: number}], clock_for(device), device)
+    (update,) = layer_updates(spec, [{name: number}], Clock(device), device)
     return update.seconds
 
 
@@ -209,47 +119,94 @@ def _sum(parts: Sequence[StepTimes], overhead_s: float) -> StepTimes:
     """
     parts = [replace(part, update_s=[max(0.0, each - overhead_s) for each in part.update_s]) for part in parts]
     parts[-1].update_s = [each + overhead_s for each in parts[-1].update_s]
-
-    def sums(columns: Sequence[Sequence[float]]) -> list[float]:
-        return [sum(each) for each in zip(*columns, strict=False)]
-
     names = ("forward_s", "backward_s", "update_s", "forward_thread_s", "backward_thread_s")
-    return StepTimes(*(sums([getattr(part, name) for part in parts]) for name in names))
+    columns = ([getattr(part, name) for part in parts] for name in names)
+    return StepTimes(*([sum(each) for each in zip(*column, strict=False)] for column in columns))
+
+
+class _Between:
+    """The values that cross from part to part, on the host; those that share memory in a whole step share it here.
+
+    Args:
+        batch: on the device, where it stays.
+
+    Attributes:
+        values: by name.
+        saved: addresses of their storages that an earlier part has saved for its backward.
+        batch_bytes: by the address of the batch's storages.
+        batch_saved: addresses of those that an earlier part has saved.
+    """
+
+    def __init__(self, graph: LayerGraph, batch: Batch) -> None:
+        self.values: dict[str, Tensor] = {}
+        self.saved: set[int] = set()
+        self.batch_bytes = {address_of(t): t.nbytes for t in tensors_of_batch(batch)}
+        self.batch_saved: set[int] = set()
+        self._specs = [
+            (graph.owner[node], graph.last_use(node), graph.specs[node], node.name) for node in graph.crossing
+        ]
+        self._samples = batch.size
+        users: dict[str, list[int]] = {}
+        for index, layer in enumerate(graph.layers):
+            for name in layer.parameters:
+                users.setdefault(name, []).append(index)
+        trained = {name: p.nbytes for name, p in graph.model.named_parameters() if p.requires_grad}
+        self._weights = [(users[name], size) for name, size in trained.items() if name in users]
+
+    def unsaved_bytes(self, first: int) -> int:
+        """Return the bytes that layers before `first` have made for it and later ones, and nobody has saved."""
+        alive = {name for owner, last, _, name in self._specs if owner < first <= last}
+        sizes = {address_of(t): t.untyped_storage().nbytes() for name, t in self.values.items() if name in alive}
+        return sum(size for address, size in sizes.items() if address not in self.saved)
+
+    def gradient_bytes(self, first: int, end: int) -> int:
+        """Return the bytes of gradients that layers from `end` on have made.
+
+        They are of values from before `first`, and of weights that layers before `end` use, too.
+        """
+        values = (
+            spec.of_gradient.size_bytes(self._samples)
+            for owner, last, spec, _ in self._specs
+            if spec.requires_grad and owner < first and last >= end
+        )
+        weights = (size for users, size in self._weights if users[0] < end <= users[-1])
+        return sum(values) + sum(weights)
+
+
+def _copied(tensors: Mapping[str, Tensor], device: torch.device, copies: dict[int, Tensor]) -> dict[str, Tensor]:
+    """Copy tensors to a device, where those that share a storage share its copy.
+
+    Args:
+        copies: as bytes, by the address of the storage that they are of; new ones are added.
+    """
+    found = {}
+    for name, tensor in tensors.items():
+        address = address_of(tensor)
+        if address not in copies:
+            copies[address] = _content(tensor).to(device, copy=True)
+        empty = torch.empty(0, dtype=tensor.dtype, device=device)
+        place = int(tensor.storage_offset()), tensor.shape, tensor.stride()
+        found[name] = empty.set_(copies[address].untyped_storage(), *place)
+    return found
+
+
+def _content(tensor: Tensor) -> Tensor:
+    """Return the bytes of a tensor's whole storage, without a copy."""
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
 class _Give(torch.autograd.Function):
     """What later parts do: its backward gives every output of a part a gradient, and keeps no output."""
 
     @staticmethod
-    def forward(ctx: Any, gradients: _Gradients, *outputs: Tensor) -> Tensor:
-        ctx.gradients = gradients
+    def forward(ctx: Any, part: _PartMeasurement, *outputs: Tensor) -> Tensor:
+        ctx.part = part
         ctx.likes = [output.to("meta") for output in outputs]
         return outputs[0].new_zeros(())
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *(ctx.gradients.of(index, like) for index, like in enumerate(ctx.likes))
-
-
-class _Gradients:
-    """Gradients of a part's outputs; any will do.
-
-    Args:
-        kept: whether they are made once, as times want it, or in every backward, as the memory of a whole step does.
-    """
-
-    def __init__(self, device: torch.device, *, kept: bool) -> None:
-        self._device = device
-        self._kept: dict[int, Tensor] | None = {} if kept else None
-
-    def of(self, index: int, like: Tensor) -> Tensor:
-        """Return the gradient of output `index`, which is like a tensor on the meta device."""
-        if self._kept is not None and index in self._kept:
-            return self._kept[index]
-        made = torch.full_like(like, 1e-3, device=self._device)
-        if self._kept is not None:
-            self._kept[index] = made
-        return made
+        return None, *(ctx.part.gradient(index, like) for index, like in enumerate(ctx.likes))
 
 
 class _Nothing:
@@ -270,13 +227,7 @@ class _Shifted:
 
 
 class _PartMeasurement(StepMeasurement):
-    """Measures steps of some layers.
-
-    Attributes:
-        results: what the forward made, once it was run.
-    """
-
-    results: PartResults
+    """Measures steps of some layers."""
 
     def __init__(
         self,
@@ -285,38 +236,52 @@ class _PartMeasurement(StepMeasurement):
         batch: Batch,
         device: torch.device,
         span: range,
-        between: Between,
+        between: _Between,
     ) -> None:
         super().__init__(spec, graph, batch, device, span)
         self._between = between
-        self._given = {each.name: (each, between.value(each.name)) for each in self._stage.received}
-        memories = {id(value.memory): value.memory for _, value in self._given.values()}
-        # What shares memory in a whole step shares it here.
-        self._there = {key: memory.content.to(device, copy=True) for key, memory in memories.items()}
-        self._memories = memories
-        self._received = {name: value.at(self._there[id(value.memory)]) for name, (_, value) in self._given.items()}
-        self._gradients = _Gradients(device, kept=True)
+        self._grads = {value.name: value.requires_grad for value in self._stage.received}
+        self._given = {name: between.values[name] for name in self._grads}
+        self._received = _copied(self._given, device, {})
+        self._gradients: dict[int, Tensor] | None = {}
+        # What the forward made, the addresses of what has been saved since, and those of the batch.
+        self._made: tuple[dict[str, Tensor], set[int], set[int]] = {}, set(), set()
 
     def leave(self) -> None:
         """Bring the weights back to the host."""
         for parameter in self._parameters.values():
             parameter.grad = None
-        self._stage.to("cpu")
+        self._stage.to(_HOST)
+
+    def commit(self) -> None:
+        """Leave what the forward made to later parts."""
+        values, saved, batch_saved = self._made
+        self._between.values |= values
+        self._between.saved |= saved
+        self._between.batch_saved |= batch_saved
+
+    def gradient(self, index: int, like: Tensor) -> Tensor:
+        """Return a gradient of output `index`, which is like a tensor on the meta device; any number will do.
+
+        It is made once, as times want it, or in every backward, as the memory of a whole step does.
+        """
+        if self._gradients is None:
+            return torch.full_like(like, 1e-3, device=self._device)
+        if index not in self._gradients:
+            self._gradients[index] = torch.full_like(like, 1e-3, device=self._device)
+        return self._gradients[index]
 
     def _forward(self, observer: LayerObserver | None) -> HasBackward:
         results = self._run(observer)
         outputs = [value for name, value in results.items() if name not in self._given and value.requires_grad]
         if LOSS in results and len(outputs) == 1:
             return results[LOSS]
-        given: Tensor | None = _Give.apply(self._gradients, *outputs) if outputs else None  # type: ignore[no-untyped-call]
+        given: Tensor | None = _Give.apply(self, *outputs) if outputs else None  # type: ignore[no-untyped-call]
         return _Nothing() if given is None else given
 
-    def _run(self, observer: LayerObserver | None) -> dict[str, Tensor]:
+    def _run(self, observer: LayerObserver | None) -> Mapping[str, Tensor]:
         self._stage.set_observer(None if observer is None else _Shifted(observer, self._span.start))
-        given = {
-            name: value.detach().requires_grad_(self._given[name][0].requires_grad)
-            for name, value in self._received.items()
-        }
+        given = {name: value.detach().requires_grad_(self._grads[name]) for name, value in self._received.items()}
         results: dict[str, Tensor] = self._stage(self._batch, given)
         return results
 
@@ -324,40 +289,25 @@ class _PartMeasurement(StepMeasurement):
         return self._forward(None)
 
     def _saved(self) -> list[int]:
-        known = {address_of(self._there[key]) for key, memory in self._memories.items() if memory.saved}
-        known |= self._between.batch_saved
+        between = self._between
+        # By the address on the device: on the host, the storages of what was given.
+        hosts = {address_of(self._received[name]): _content(value) for name, value in self._given.items()}
+        known = {address for address, host in hosts.items() if address_of(host) in between.saved} | between.batch_saved
 
         def forward(observer: LayerObserver) -> object:
             results = self._run(observer)
-            self.results = self._results(results, known)
+            sent = {value.name: results[value.name].detach() for value in self._stage.sent}
+            values = _copied({name: value for name, value in sent.items() if name not in self._given}, _HOST, hosts)
+            saved = {address_of(host) for address, host in hosts.items() if address in known}
+            self._made = values, saved, between.batch_bytes.keys() & known
             return results
 
-        return saved_by([self._stage], forward, len(self._span), known)
+        return saved_bytes([self._stage], forward, len(self._span), known)
 
-    def _results(self, made: Mapping[str, Tensor], known: set[int]) -> PartResults:
-        """Copy what was made to the host; `known` are the addresses of what has been saved by now."""
-        addresses = {address_of(self._there[key]): memory for key, memory in self._memories.items()}
-        values: dict[str, StoredValue] = {}
-        for each in self._stage.sent:
-            tensor, address = made[each.name].detach(), address_of(made[each.name])
-            if each.name in self._given:
-                continue
-            if address not in addresses:
-                content = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
-                addresses[address] = StoredMemory(content.to("cpu", copy=True), address in known)
-            values[each.name] = StoredValue(addresses[address], tensor.to("meta"), int(tensor.storage_offset()))
-        saved = tuple(memory for address, memory in addresses.items() if address in known)
-        return PartResults(values, saved, self._between.batch_bytes.keys() & known)
-
-    def _workspaces(self, saved: list[int]) -> list[int]:
-        gradients = self._gradient_bytes()
-        self._gradients = _Gradients(self._device, kept=False)
+    def _workspaces(self, saved: Sequence[int], gradients: Sequence[int]) -> list[int]:
+        self._gradients = None
         between, first, end = self._between, self._span.start, self._span.stop
-        before = sum(between.batch_bytes.values()) - sum(between.batch_bytes[each] for each in between.batch_saved)
+        before = sum(size for address, size in between.batch_bytes.items() if address not in between.batch_saved)
         before += between.unsaved_bytes(first)
         passing = between.gradient_bytes(first, end)
-
-        def beside(layer: int, backward: bool) -> int:
-            return before + (passing if backward else 0)
-
-        return workspaces(self._forward, self._device, saved, gradients, beside)
+        return workspace_bytes(self._forward, self._device, saved, gradients, (before, before + passing))

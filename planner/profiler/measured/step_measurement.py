@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from statistics import median
 
 import torch
-from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch import Tensor, nn
 
 from planner.formats.profile import DegreeCosts
 from planner.model.batch import Batch
@@ -20,20 +18,17 @@ from planner.model.stage.stage import StageModule, build_stage
 from planner.model.tensor.division import DividedWeights, division_of, keep_parts
 from planner.model.tensor.parallel_plan import tensor_parallel_plan
 from planner.profiler.make_profile import LayerMeasurement, Measurement, first_uses, make_profile
-from planner.profiler.measured.compiled import CompiledRuns, as_compiled, saved_as_compiled, starts_of_runs
-from planner.profiler.measured.other_processes import step_s
-from planner.profiler.step.allocation import saved_bytes, workspace_bytes
-from planner.profiler.step.counters import Collectives, FlopCounter, degree_costs, first_rank, reduced
+from planner.profiler.measured.compiled import measure_compiled
+from planner.profiler.step.allocation import saved_bytes, tensors_of_batch, workspace_bytes
+from planner.profiler.step.counters import Counter, LayerCounts, degree_costs, first_rank, layer_counts
 from planner.profiler.step.timing import (
+    Clock,
     Effort,
     HasBackward,
     LayerMarks,
-    MarkT,
     Steps,
     StepTimes,
-    clock_for,
     drop_gradients,
-    layer_flops,
     repeat,
     step_failure,
 )
@@ -55,6 +50,8 @@ class StepMeasurement:
         span: layers to measure; None for all, for which the whole model moves to the device.
     """
 
+    counts: LayerCounts  # once measured
+
     def __init__(
         self, spec: TrainingSpec, graph: LayerGraph, batch: Batch, device: torch.device, span: range | None = None
     ) -> None:
@@ -66,10 +63,9 @@ class StepMeasurement:
         self._graph = graph
         self._batch = batch.to(device)
         self._device = device
-        names = [graph.layers[index].name for index in span]
-        self._stage = self._built(names).to(device)
+        self._stage = self._built([graph.layers[index].name for index in span]).to(device)
         self._parameters = {name: p for name, p in self._stage.named_parameters() if p.requires_grad}
-        self._clock = clock_for(device)
+        self._clock = Clock(device)
         self._accumulation = AccumulationTimer(self._clock, self._by_layer(self._parameters))
         self._room_to_accumulate = True
 
@@ -87,7 +83,8 @@ class StepMeasurement:
             if not compiled:
                 return self._measure_twice(effort)
             half = replace(effort, seconds=effort.seconds / 2)
-            return self._compiled(self.measure_uncompiled(half), half)
+            plain = self.measure_uncompiled(half)
+            return measure_compiled(self._graph, self._batch, plain, self._steps(), half)
         except torch.OutOfMemoryError:
             raise  # the caller may measure part by part
         except RuntimeError as cause:
@@ -100,24 +97,28 @@ class StepMeasurement:
         shorter = replace(effort, seconds=_SECOND * effort.seconds, least_repeats=min(2, effort.repeats), warmup=1)
         layers, whole = self._measure_steps(shorter, "measuring again")
         passes = first.whole, whole
-        if step_s(whole) > _FASTER * step_s(first.whole):
+        if whole.median_s() > _FASTER * first.whole.median_s():
             return replace(first, passes=passes)
         quieter = [replace(layer, times=times) for layer, times in zip(first.layers, layers, strict=True)]
         return replace(first, layers=quieter, whole=whole, passes=passes)
 
     def measure_uncompiled(self, effort: Effort) -> Measurement:
         """Measure the model as it is captured; raise RuntimeError when a step fails."""
-        saved, flops = self._saved(), self._flops()
+        saved = self._saved()
+        self.counts = self._counted()
         layers, whole = self._measure_steps(effort)
         effort.progress("measuring updates", 1.0)
         # The last step has left gradients, which updates need.
         trained = self._by_layer({name: p for name, p in self._parameters.items() if p.grad is not None})
         updates = layer_updates(self._spec, trained, self._clock, self._device)
+        drop_gradients(self._parameters.values())
+        own = self._by_layer(self._parameters)
+        gradients = [sum(parameter.nbytes for parameter in layer.values()) for layer in own]
         # Last, because what libraries allocate once in the first steps would count.
-        workspaces = self._workspaces(saved)
+        workspaces = self._workspaces(saved, gradients)
         adding = self._accumulation.times() or [AccumulationTime()] * len(layers)
-        accumulation = bounded(adding, self._by_layer(self._parameters), self._clock)
-        columns = zip(layers, updates, saved, workspaces, accumulation, flops, strict=True)
+        accumulation = bounded(adding, own, self._clock)
+        columns = zip(layers, updates, saved, workspaces, accumulation, self.counts.flops, strict=True)
         return Measurement([LayerMeasurement(*column) for column in columns], whole)
 
     def _measure_steps(self, effort: Effort, phase: str = "measuring") -> tuple[list[StepTimes], StepTimes]:
@@ -141,73 +142,44 @@ class StepMeasurement:
         # Made anew for each measurement and dropped after it, because the optimizer's state takes memory.
         if not self._parameters:
             return Steps(self._clock, [], lambda: None)
-        optimizer = still(self._spec.optimizer(self._parameters))
-        return Steps(self._clock, list(self._parameters.values()), optimizer.step)
+        return Steps(self._clock, self._parameters.values(), still(self._spec.optimizer(self._parameters)).step)
 
     def _accumulate(self, most: int) -> None:
         """Time one more step that accumulates gradients, unless there were `most` already."""
         if self._accumulation.steps < most and self._room_to_accumulate:
             try:
-                self._accumulation.time(self._unmarked_step)
+                self._accumulation.time(lambda: self._forward(None).backward())
             except torch.OutOfMemoryError:
                 # The largest gradient exists twice here, as in training, so nobody can train this way.
                 self._room_to_accumulate = False
 
-    def _unmarked_step(self) -> None:
-        self._forward(None).backward()
-
     def _saved(self) -> list[int]:
-        return saved_bytes(self._stage, self._batch)
+        return saved_bytes([self._stage], self._run, len(self._span))
 
-    def _flops(self) -> list[tuple[int, int]]:
-        """Count the model FLOPs of each layer, in a step of their own: counting takes time."""
-        counter = FlopCounter()
-        marks = self._counted(counter, lambda: counter.total)
-        return layer_flops(marks, lambda total: total)
-
-    def _counted(self, counter: TorchDispatchMode, mark: Callable[[], MarkT]) -> LayerMarks[MarkT]:
-        """Return the marks between the layers of a step that runs within `counter`."""
-        marks = LayerMarks(mark, len(self._span))
+    def _counted(self) -> LayerCounts:
+        """Count what layers compute and exchange, in a step of their own: counting takes time."""
+        counter = Counter()
+        marks = LayerMarks(counter.mark, len(self._span))
         with counter:
-            marks.start()
-            loss = self._forward(marks)
-            marks.start_backward()
-            loss.backward()
-            marks.end()
+            marks.run(self._forward)
         drop_gradients(self._parameters.values())
-        return marks
+        return layer_counts(marks, lambda total: total)
+
+    def _workspaces(self, saved: Sequence[int], gradients: Sequence[int]) -> list[int]:
+        # The batch was there before this step, but in training it comes with the step.
+        batch_bytes = sum(tensor.nbytes for tensor in tensors_of_batch(self._batch))
+        return workspace_bytes(self._forward, self._device, saved, gradients, (batch_bytes, batch_bytes))
 
     def _plain_forward(self) -> HasBackward:
         return unsplit_loss(self._graph.model, self._spec, self._batch, self._graph.options)
 
     def _forward(self, observer: LayerObserver | None) -> HasBackward:
+        return self._run(observer)[LOSS]
+
+    def _run(self, observer: LayerObserver | None) -> Mapping[str, Tensor]:
         self._stage.set_observer(observer)
-        return self._stage(self._batch, {})[LOSS]  # type: ignore[no-any-return]
-
-    def _workspaces(self, saved: list[int]) -> list[int]:
-        return workspace_bytes(self._stage, self._batch, saved, self._gradient_bytes())
-
-    def _gradient_bytes(self) -> list[int]:
-        """Drop all gradients, and return how many bytes they have by layer."""
-        drop_gradients(self._parameters.values())
-        return [sum(parameter.nbytes for parameter in layer.values()) for layer in self._by_layer(self._parameters)]
-
-    def _compiled(self, plain: Measurement, effort: Effort) -> Measurement:
-        assert plain.whole is not None
-        times = [layer.times for layer in plain.layers]
-        if self._graph.blocks is not None:
-            starts = list(range(len(times)))  # the blocks of a chain are compiled one by one in any stage
-        else:
-            starts = starts_of_runs([median(each.forward_s) + median(each.backward_s) for each in times])
-        found = CompiledRuns(self._graph, starts).measure(self._batch, plain.whole, self._steps(), effort)
-        scaled = zip(
-            plain.layers,
-            as_compiled(times, found),
-            saved_as_compiled([layer.saved_bytes for layer in plain.layers], found),
-            strict=True,
-        )
-        layers = [replace(layer, times=each, saved_bytes=saved) for layer, each, saved in scaled]
-        return Measurement(layers, found.whole, found.summary(self._graph))
+        results: dict[str, Tensor] = self._stage(self._batch, {})
+        return results
 
     def _by_layer(self, parameters: dict[str, nn.Parameter]) -> list[dict[str, nn.Parameter]]:
         """Return each parameter in the first layer that uses it."""
@@ -226,7 +198,7 @@ def measure_degrees(
     """
     device = next(graph.model.parameters()).device
     found = []
-    for degree in sorted(set(degrees)):
+    for degree in degrees:
         plan = tensor_parallel_plan(spec, graph, degree)
         with first_rank(degree, device) as group:
             measurement = _DividedMeasurement(spec, graph, batch, device, division_of(graph, plan, group))
@@ -235,6 +207,8 @@ def measure_degrees(
 
 
 class _DividedMeasurement(StepMeasurement):
+    """Measures steps of the first of the ranks that divide the layers."""
+
     def __init__(
         self, spec: TrainingSpec, graph: LayerGraph, batch: Batch, device: torch.device, division: DividedWeights
     ) -> None:
@@ -244,11 +218,9 @@ class _DividedMeasurement(StepMeasurement):
     def costs(self, effort: Effort, degree: int) -> DegreeCosts:
         """Measure what the layers cost a rank."""
         measured = self.measure_uncompiled(effort)
-        counter = Collectives()
-        marks = self._counted(counter, counter.mark)
         part = make_profile("", self._graph, self._batch.size, measured, describe_device(self._device, 1, 1))
         layers = self._by_layer(dict(self._stage.named_parameters()))
-        return degree_costs(part, degree, layers, reduced(marks, lambda mark: mark))
+        return degree_costs(part, degree, layers, self.counts)
 
     def _built(self, names: Sequence[str]) -> StageModule:
         stage = build_stage(self._graph, names, variant=Variant(observable=True, division=self._division))
@@ -257,6 +229,3 @@ class _DividedMeasurement(StepMeasurement):
 
     def _plain_forward(self) -> HasBackward:
         return self._forward(None)
-
-    def _flops(self) -> list[tuple[int, int]]:
-        return [(0, 0)] * len(self._span)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import median
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from planner.model.stage.parts import Variant
 from planner.model.stage.stage import StageModule, build_stage
 from planner.plan.shared_weights import copied_layers
 from planner.profiler.measured.other_processes import check_processes, contention
-from planner.profiler.step.timing import Clock, Effort, clock_for, drop_gradients, repeat
+from planner.profiler.step.timing import Clock, Effort, HasBackward, Steps, StepTimes, repeat
 from planner.profiler.step.update import still
 from planner.profiler.this_machine import parse_device, thread_count
 from planner.workers.numerics import computing, numerics_of
@@ -103,10 +103,15 @@ def _measured_s(
             )
         modules = [build_stage(graph, names, variant=Variant(compiled=options.compiled)).to(target) for names in stages]
         runs = _runs(modules, spec, batch.to(target))
-        clock = clock_for(target)
-        _return_gradients(runs, clock)
+        _return_gradients(runs)
+        effort = Effort(seconds, repeats=30, least_repeats=3, warmup=1)
         with contention(spec, profile.microbatch_size, processes - 1, threads=threads, options=options):
-            return _measure(runs, clock, Effort(seconds, repeats=30, least_repeats=3, warmup=1))
+            for run in runs * effort.warmup:
+                run.step(StepTimes())
+            times = [StepTimes() for _ in runs]
+            repeat(effort, "measuring stages", [partial(run.step, into) for run, into in zip(runs, times, strict=True)])
+        steps = (zip(each.forward_s, each.backward_s, each.update_s, strict=True) for each in times)
+        return [median(map(sum, each)) for each in steps]
 
 
 def _runs(stages: Sequence[StageModule], spec: TrainingSpec, batch: Batch) -> list[_StageRun]:
@@ -114,14 +119,14 @@ def _runs(stages: Sequence[StageModule], spec: TrainingSpec, batch: Batch) -> li
     known: dict[str, Tensor] = {}
     runs = []
     for stage in stages:
-        received = {value.name: known[value.name] for value in stage.received}
+        received = {value.name: known[value.name].detach() for value in stage.received}
         with torch.no_grad():
             known.update(stage(batch if stage.needs_batch else None, received))
         runs.append(_StageRun(stage, spec, batch, received))
     return runs
 
 
-def _return_gradients(runs: Sequence[_StageRun], clock: Clock[Any]) -> None:
+def _return_gradients(runs: Sequence[_StageRun]) -> None:
     """Run a step of each stage, the last one first, and keep the gradients that later stages return for the next steps.
 
     The gradients must be real ones, because the time of an optimizer's step depends on the numbers. On a CPU Adam's
@@ -129,62 +134,47 @@ def _return_gradients(runs: Sequence[_StageRun], clock: Clock[Any]) -> None:
     """
     gradients: dict[str, Tensor] = {}
     for run in reversed(runs):
-        run.gradients = gradients
-        run.step(clock)
+        run.gradients |= gradients
+        run.step(StepTimes())
         # A value that several stages use gets the sum of their gradients.
-        gradients = {**gradients, **{n: g + gradients[n] if n in gradients else g for n, g in run.returned.items()}}
+        gradients = {**gradients, **{n: g + gradients[n] if n in gradients else g for n, g in run.returned().items()}}
 
 
 class _StageRun:
     """Steps of one stage on its own, always with the same inputs, detached, and the same gradients."""
 
-    def __init__(self, stage: StageModule, spec: TrainingSpec, batch: Batch, received: dict[str, Tensor]) -> None:
-        self._stage = stage
-        self._batch = batch if stage.needs_batch else None
-        self._received = {name: value.detach() for name, value in received.items()}
+    def __init__(self, stage: StageModule, spec: TrainingSpec, batch: Batch, received: Mapping[str, Tensor]) -> None:
+        self._stage, self._batch = stage, batch
+        self._received = received
+        self._given: dict[str, Tensor] = {}
+        self._results: dict[str, Tensor] = {}
         self.gradients: dict[str, Tensor] = {}  # of what it sends
-        self.returned: dict[str, Tensor] = {}  # of what it received
-        self._parameters = [parameter for parameter in stage.parameters() if parameter.requires_grad]
         trained = {name: parameter for name, parameter in stage.named_parameters() if parameter.requires_grad}
-        self._optimizer = still(spec.optimizer(trained)) if trained else None
+        update = still(spec.optimizer(trained)).step if trained else lambda: None
+        self._steps = Steps(Clock(torch.device(batch.device_type)), trained.values(), update)
 
-    def step(self, clock: Clock[Any]) -> float:
-        """Return the seconds of a forward, a backward and an update."""
-        drop_gradients(self._parameters)
-        received = {
+    def step(self, into: StepTimes) -> None:
+        self._given = {
             value.name: self._received[value.name].detach().requires_grad_(value.requires_grad)
             for value in self._stage.received
         }
-        clock.wait()
-        start = clock.mark()
-        results = self._stage(self._batch, received)
-        middle = clock.mark()
-        roots = [name for name, value in results.items() if value.grad_fn is not None]
-        # Zeros stand for gradients that no later stage returned. The stage does not make them, so they are not timed.
-        seeds = [None if name == LOSS else self._gradient(name, results[name]) for name in roots]
-        backward = clock.mark()
+        self._steps.whole(self._forward, into)
+        self._results = {}
+
+    def returned(self) -> dict[str, Tensor]:
+        """Return the last step's gradients of what it received."""
+        return {name: value.grad for name, value in self._given.items() if value.grad is not None}
+
+    def _forward(self) -> HasBackward:
+        self._results = self._stage(self._batch if self._stage.needs_batch else None, self._given)
+        return self
+
+    def backward(self) -> None:
+        """Run the backward of what the forward made."""
+        roots = {name: value for name, value in self._results.items() if value.grad_fn is not None}
+        for name, value in roots.items():
+            # Zeros stand for gradients that no later stage returned: made in the first step, which nobody times.
+            if name != LOSS and name not in self.gradients:
+                self.gradients[name] = torch.zeros_like(value)
         if roots:
-            torch.autograd.backward([results[name] for name in roots], seeds)
-        if self._optimizer is not None:
-            self._optimizer.step()
-        end = clock.mark()
-        clock.wait()
-        self.returned = {name: value.grad for name, value in received.items() if value.grad is not None}
-        return clock.seconds(start, middle) + clock.seconds(backward, end)
-
-    def _gradient(self, name: str, value: Tensor) -> Tensor:
-        gradient = self.gradients.get(name)
-        return torch.zeros_like(value) if gradient is None else gradient
-
-
-def _measure(runs: list[_StageRun], clock: Clock[Any], effort: Effort) -> list[float]:
-    times: list[list[float]] = [[] for _ in runs]
-
-    def in_turn() -> None:
-        for run, of_run in zip(runs, times, strict=True):
-            of_run.append(run.step(clock))
-
-    for run in runs * effort.warmup:
-        run.step(clock)
-    repeat(effort, "measuring stages", [in_turn])
-    return [median(of_run) for of_run in times]
+            torch.autograd.backward(list(roots.values()), [self.gradients.get(name) for name in roots])

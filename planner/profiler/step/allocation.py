@@ -15,44 +15,30 @@ from torch.autograd.profiler import profile, record_function
 from torch.utils._pytree import tree_leaves
 
 from planner.model.batch import Batch
-from planner.model.capture.graph import LOSS
 from planner.model.stage.parts import LayerObserver
-from planner.model.stage.stage import StageModule
-from planner.profiler.step.timing import HasBackward, LayerMarks
+from planner.profiler.step.timing import Forward, LayerMarks
+
+_MARK = "planner: between layers"
+_MEMORY = "[memory]"
 
 
-def saved_bytes(stage: StageModule, batch: Batch) -> list[int]:
-    """Return the bytes of the distinct storages that autograd saves, by the layer that saves them first.
-
-    Weights and buffers do not count, because they exist anyway. Tensors of the batch that are saved do.
-
-    Args:
-        stage: the whole model, built with an observer; it runs once.
-        batch: on the stage's device.
-    """
-
-    def forward(observer: LayerObserver) -> object:
-        stage.set_observer(observer)
-        return stage(batch, {})
-
-    return saved_by([stage], forward, len(stage.layer_names))
-
-
-def saved_by(
+def saved_bytes(
     modules: Sequence[nn.Module],
     forward: Callable[[LayerObserver], object],
     pieces: int | None = None,
     known: set[int] | None = None,
 ) -> list[int]:
-    """Return the same for any forward that tells an observer where each of its pieces ends.
+    """Return the bytes of the distinct storages that autograd saves, by the piece of the forward that saves them first.
+
+    Weights and buffers do not count, because they exist anyway. Tensors of the batch that are saved do.
 
     Args:
-        forward: runs them; its result holds all that autograd saves.
+        forward: runs the modules, tells an observer where each piece ends, and returns all that holds saved tensors.
         pieces: how many; None for one per module.
         known: addresses of storages that do not count; those that are saved are added.
     """
     storages = _SavedStorages(modules, len(modules) if pieces is None else pieces, set() if known is None else known)
-    with saved_tensors_hooks(storages.pack, storages.unpack):
+    with saved_tensors_hooks(storages.pack, lambda tensor: tensor):
         results = forward(storages)
     # Until here the graph held every storage, so that no two had the same address.
     del results
@@ -78,12 +64,8 @@ class _SavedStorages:
         # Detached, because an output saved by its own operation would be a cycle that is never freed.
         return tensor.detach()
 
-    def unpack(self, tensor: Tensor) -> Tensor:
-        return tensor
-
 
 def tensors_of_batch(batch: Batch) -> list[Tensor]:
-    """Return the tensors of a batch."""
     return [leaf for leaf in tree_leaves((batch.args, batch.kwargs, batch.target)) if isinstance(leaf, Tensor)]
 
 
@@ -92,12 +74,12 @@ def address_of(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-_MARK = "planner: between layers"
-_MEMORY = "[memory]"
-
-
 def workspace_bytes(
-    stage: StageModule, batch: Batch, saved_bytes: Sequence[int], gradient_bytes: Sequence[int]
+    forward: Forward,
+    device: torch.device,
+    saved: Sequence[int],
+    gradients: Sequence[int],
+    before: tuple[int, int] = (0, 0),
 ) -> list[int]:
     """Return by layer what its forward or backward allocates at its peak beyond what the step holds anyway.
 
@@ -105,59 +87,31 @@ def workspace_bytes(
     ones, and all weights. It runs once, so warm up before: what libraries allocate once and keep would count.
 
     Args:
-        stage: the whole model, built with an observer; its weights must have no gradients.
-        batch: on the stage's device.
-        saved_bytes: by layer, as `planner.profiler.step.allocation` counts them.
-        gradient_bytes: of the weights, by layer.
-    """
-    device = next((parameter.device for parameter in stage.parameters()), torch.device("cpu"))
-
-    def forward(observer: LayerObserver | None) -> Tensor:
-        stage.set_observer(observer)
-        return stage(batch, {})[LOSS]  # type: ignore[no-any-return]
-
-    # The batch was there before this step, but in training it comes with the step.
-    batch_bytes = sum(tensor.nbytes for tensor in tensors_of_batch(batch))
-    return workspaces(forward, device, saved_bytes, gradient_bytes, lambda _layer, _backward: batch_bytes)
-
-
-def workspaces(
-    forward: Callable[[LayerObserver | None], HasBackward],
-    device: torch.device,
-    saved_bytes: Sequence[int],
-    gradient_bytes: Sequence[int],
-    beside: Callable[[int, bool], int],
-) -> list[int]:
-    """Return the same for any forward.
-
-    Args:
-        forward: tells an observer where each layer ends; the backward of its result is measured, too.
-        beside: by layer, and for its backward or its forward, what a step would allocate that was there before.
+        forward: its weights must have no gradients.
+        saved: bytes by layer, as `saved_bytes` counts them.
+        gradients: bytes of the weights', by layer.
+        before: bytes that a training step would allocate in its forward and in its backward, but were there before.
     """
     meter = meter_for(device)
     with meter:
-        marks = LayerMarks(meter.mark, len(saved_bytes))
-        marks.start()
-        loss = forward(marks)
-        marks.start_backward()
-        loss.backward()
-        marks.end()
-    return beyond_held(marks, meter.peaks(), saved_bytes, gradient_bytes, beside)
+        marks = LayerMarks(meter.mark, len(saved))
+        marks.run(forward)
+    return beyond_held(marks, meter.peaks(), saved, gradients, before)
 
 
 def beyond_held(
     marks: LayerMarks[int],
     peaks: Sequence[int],
-    saved_bytes: Sequence[int],
-    gradient_bytes: Sequence[int],
-    beside: Callable[[int, bool], int],
+    saved: Sequence[int],
+    gradients: Sequence[int],
+    before: tuple[int, int],
 ) -> list[int]:
-    """Return the same from the peaks of a step's spans, whose numbers are the marks."""
-    saved = list(accumulate(saved_bytes))
-    made = list(accumulate(reversed(gradient_bytes)))[::-1]
+    """Return the workspaces, given the most bytes in each span; marks are the numbers of the spans that they end."""
+    saved = list(accumulate(saved))
+    made = list(accumulate(reversed(gradients)))[::-1]
     most = [0] * len(saved)
     for layer, backward, start, end in marks.spans():
-        beyond = max(peaks[start + 1 : end + 1]) + beside(layer, backward)
+        beyond = max(peaks[start + 1 : end + 1]) + before[backward]
         most[layer] = max(most[layer], beyond - saved[layer] - (made[layer] if backward else 0))
     return most
 
@@ -231,16 +185,15 @@ class _CpuMeter:
 
 
 class Allocations:
-    """Bytes of the storages that operations have made and that still exist, and the most of them between two marks.
+    """Meters the storages that operations make, on tensors with data or without: those that were there count nothing.
 
-    It reads like the meters of `planner.profiler.step.allocation`: `mark` ends a span and returns its number, and
-    `peaks` are the most bytes in each span. Storages that were there before count nothing.
+    `mark` ends a span, and `peaks` are the most bytes in each.
     """
 
     def __init__(self) -> None:
         self._sizes: dict[int, int] = {}
         self._now = self._most = 0
-        self._peaks: list[int] = []
+        self.peaks: list[int] = []
 
     def note(self, arguments: Any, results: Any) -> None:
         """Count the new storages among the tensors that an operation returned; what it was given is none."""
@@ -263,11 +216,6 @@ class Allocations:
         self._now -= self._sizes.pop(address)
 
     def mark(self) -> int:
-        """End a span, and return its number."""
-        self._peaks.append(self._most)
+        self.peaks.append(self._most)
         self._most = self._now
-        return len(self._peaks) - 1
-
-    def peaks(self) -> list[int]:
-        """Return the most bytes in each span, relative to those at the beginning."""
-        return self._peaks
+        return len(self.peaks) - 1

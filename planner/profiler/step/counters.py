@@ -11,14 +11,18 @@ because what they take depends on the links of a cluster and not on the model.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from planner.errors import InputError
 from planner.formats.profile import DEGREE_COLUMNS, DegreeCosts, Profile
@@ -26,62 +30,88 @@ from planner.profiler.step.timing import LayerMarks, MarkT
 
 if TYPE_CHECKING:  # importing DTensor takes a second, which only groups are worth
     from planner.model.tensor.group import TensorGroup
-from collections.abc import Callable
-from functools import cache
-
-from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 _VECTORS = ("mv", "addmv", "dot")
 _FUSED_RECURRENT = ("mkldnn_rnn_layer", "_cudnn_rnn")
 # Of mixtures of experts: each group of rows has its own matrix. The last is what Transformers does without the first.
 GROUPED = ("_grouped_mm", "_scaled_grouped_mm", "grouped_mm_fallback")
 _OTHERS = ("_scaled_dot_product", *_VECTORS, *_FUSED_RECURRENT, *GROUPED)  # beside those that PyTorch counts
+COLLECTIVES = "_c10d_functional"  # the namespace of their operations
+# A ring sends (t - 1)/t of the bytes for either, and an all-reduce is one after the other.
+_SHARES = {"all_reduce": 1.0, "all_gather_into_tensor": 0.5, "reduce_scatter_tensor": 0.5}
+Totals = tuple[float, float, float]  # model FLOPs, bytes that are all-reduced, and all-reduces
 
 
-def of_dtensors(types: Sequence[type]) -> bool:
-    """Return whether an operation is of DTensors: they run those of their parts, which count, instead."""
-    return any(kind.__name__ == "DTensor" for kind in types)
-
-
-class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of a base class without types
-    """Counts the operations that run within its context, on tensors with data or without.
-
-    PyTorch's `FlopCounterMode` counts alike, but leaves out recurrent layers and products with vectors.
-
-    Attributes:
-        total: so far.
-        until: the total at each mark.
-    """
+class OperationWatcher(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of a base class without types
+    """Sees the operations that run within its context, on tensors with data or without."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.total = 0
-        self.until: list[int] = []
-
-    def mark(self, number: int) -> int:
-        """End a span, and return its number: as many marks as this were made before."""
-        assert number == len(self.until)
-        self.until.append(self.total)
-        return number
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if of_dtensors(types):
+        # Operations of DTensors run those of their parts, which count, instead.
+        if any(kind.__name__ == "DTensor" for kind in types):
             return NotImplemented
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        if _counts(func):
-            self.total += model_flops(func, args, kwargs, out)
+        if isinstance(func, torch._ops.OpOverload):
+            self.saw(func, args, kwargs, out)
         return out
+
+    def saw(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        """Take note of an operation that has run."""
+        raise NotImplementedError
+
+
+class Counter(OperationWatcher):  # type: ignore[no-untyped-call]  # of a base class without types
+    """Counts model FLOPs, and collectives as all-reduces.
+
+    PyTorch's `FlopCounterMode` counts FLOPs alike, but leaves out recurrent layers and products with vectors.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops, self.reduced_bytes, self.reduces = 0.0, 0.0, 0.0
+
+    def mark(self) -> Totals:
+        return self.flops, self.reduced_bytes, self.reduces
+
+    def saw(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        if _counts(func):
+            self.flops += model_flops(func, args, kwargs, out)
+        space, _, name = func._schema.name.partition("::")
+        if space.startswith(COLLECTIVES) and name in _SHARES:
+            self.reduced_bytes += _SHARES[name] * max(args[0].nbytes, out.nbytes)
+            self.reduces += 1
+
+
+@dataclass(frozen=True)
+class LayerCounts:
+    """What each layer's forward, and its backward, computes and exchanges."""
+
+    flops: list[tuple[int, int]]
+    reduced: Mapping[str, tuple[int, ...]]  # by column of DegreeCosts
+
+
+def layer_counts(marks: LayerMarks[MarkT], totals: Callable[[MarkT], Totals]) -> LayerCounts:
+    """Return the counts between the marks, where `totals` reads those until a mark."""
+
+    def columns(place: int) -> list[tuple[int, ...]]:
+        sums = marks.sums(lambda start, end: totals(end)[place] - totals(start)[place])
+        return [tuple(map(round, column)) for column in sums]
+
+    reduced = {}
+    for place, name in ((1, "reduced_bytes"), (2, "reduces")):
+        reduced[f"forward_{name}"], reduced[f"backward_{name}"] = columns(place)
+    forward, backward = columns(0)
+    return LayerCounts(list(zip(forward, backward, strict=True)), reduced)
 
 
 @cache
-def _counts(func: Any) -> bool:
+def _counts(func: torch._ops.OpOverload) -> bool:
     """Return whether calls of an operation may have FLOPs: most operations of a step have none."""
-    if not isinstance(func, torch._ops.OpOverload):
-        return False
     return func._overloadpacket in flop_registry or func._schema.name.partition("::")[2].startswith(_OTHERS)
 
 
@@ -105,22 +135,13 @@ def model_flops(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict
         groups = one.shape[0] if one.dim() == 3 and other.dim() == 2 else 1
         return int(2 * one.numel() * other.shape[-1] // groups)
     if name.startswith(_FUSED_RECURRENT) and "flatten" not in name and "init" not in name:
-        return _recurrent(name, args)
+        # Every weight meets every step of every sample, in the backward twice.
+        sequence = args[0]
+        weights = args[1] if isinstance(args[1], (list, tuple)) else args[1:3]
+        met = sum(weight.numel() for weight in weights if weight is not None and weight.dim() == 2)
+        products = 2 if name.endswith("backward") else 1
+        return int(2 * products * sequence.shape[0] * sequence.shape[1] * met)
     return 0
-
-
-def _recurrent(name: str, args: tuple[Any, ...]) -> int:
-    """Return those of a fused recurrent layer: every weight meets every step of every sample, in the backward twice."""
-    sequence = args[0]
-    weights = args[1] if isinstance(args[1], (list, tuple)) else args[1:3]
-    met = sum(weight.numel() for weight in weights if weight is not None and weight.dim() == 2)
-    products = 2 if name.endswith("backward") else 1
-    return int(2 * products * sequence.shape[0] * sequence.shape[1] * met)
-
-
-COLLECTIVES = "_c10d_functional"  # the namespace of their operations
-# A ring sends (t - 1)/t of the bytes for either, and an all-reduce is one after the other.
-_SHARES = {"all_reduce": 1.0, "all_gather_into_tensor": 0.5, "reduce_scatter_tensor": 0.5}
 
 
 @contextmanager
@@ -149,56 +170,16 @@ def first_rank(degree: int, device: torch.device) -> Iterator[TensorGroup]:
         dist.destroy_process_group()
 
 
-def degree_costs(part: Profile, degree: int, layers: Sequence[Mapping[str, Tensor]], reduced: Reduced) -> DegreeCosts:
+def degree_costs(
+    part: Profile, degree: int, layers: Sequence[Mapping[str, Tensor]], counts: LayerCounts
+) -> DegreeCosts:
     """Return the costs of a rank's layers.
 
     Args:
         part: the profile of what the rank ran.
         layers: its weights, each in the first layer that uses it.
-        reduced: what its collectives had to move.
     """
     columns = {name: tuple(getattr(layer, name) for layer in part.layers) for name in DEGREE_COLUMNS}
     columns["weight_bytes"] = tuple(sum(p.nbytes for p in layer.values()) for layer in layers)
     columns["gradient_bytes"] = tuple(sum(p.nbytes for p in layer.values() if p.requires_grad) for layer in layers)
-    return DegreeCosts(degree=degree, source=part.provenance.source, **reduced, **columns)
-
-
-Reduced = Mapping[str, tuple[int, ...]]  # columns of DegreeCosts
-
-
-class Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of a base class without types
-    """Counts the collectives that run within its context, as all-reduces."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.size_bytes, self.calls = 0.0, 0
-
-    def mark(self) -> tuple[float, int]:
-        """Return the bytes and the number so far."""
-        return self.size_bytes, self.calls
-
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if of_dtensors(types):
-            return NotImplemented
-        out = func(*args, **(kwargs or {}))
-        space, _, name = func._schema.name.partition("::") if hasattr(func, "_schema") else ("", "", "")
-        if space.startswith(COLLECTIVES) and name in _SHARES:
-            self.size_bytes += _SHARES[name] * max(args[0].nbytes, out.nbytes)
-            self.calls += 1
-        return out
-
-
-def reduced(marks: LayerMarks[MarkT], counted: Any) -> Reduced:
-    """Return the bytes and the number of each layer's collectives.
-
-    Args:
-        counted: returns what `Collectives.mark` returned at a mark.
-    """
-    found = {}
-    for place, name in enumerate(("reduced_bytes", "reduces")):
-        sums = marks.sums(lambda start, end, place=place: counted(end)[place] - counted(start)[place])  # type: ignore[misc]
-        for way, column in zip(("forward", "backward"), sums, strict=True):
-            found[f"{way}_{name}"] = tuple(map(round, column))
-    return found
+    return DegreeCosts(degree=degree, source=part.provenance.source, **counts.reduced, **columns)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
+from statistics import median
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -16,123 +17,6 @@ from planner.errors import ModelFileError, reason_of
 from planner.model.stage.parts import LayerObserver
 
 MarkT = TypeVar("MarkT")
-
-
-class Clock(Protocol[MarkT]):
-    """Takes marks without waiting for the device; the time between two of them is read when it is done."""
-
-    def mark(self) -> MarkT:
-        """Return the current point in the device's work."""
-
-    def wait(self) -> None:
-        """Wait until the device has done all its work."""
-
-    def seconds(self, start: MarkT, end: MarkT) -> float:
-        """Return the time between two marks; call after `wait`."""
-
-
-CpuMark = tuple[float, float]  # wall time and this thread's processor time, seconds
-
-
-class CpuClock:
-    """Wall time and the thread's processor time. A CPU operation is done when its call returns."""
-
-    def mark(self) -> CpuMark:
-        return time.perf_counter(), time.thread_time()
-
-    def wait(self) -> None:
-        return
-
-    def seconds(self, start: CpuMark, end: CpuMark) -> float:
-        return end[0] - start[0]
-
-    def thread_seconds(self, start: CpuMark, end: CpuMark) -> float:
-        """Return how long this thread had the processor, which leaves out other processes and other threads.
-
-        The backward of CPU operations counts, because it runs in the thread that asks for it.
-        """
-        return end[1] - start[1]
-
-
-class CudaClock:
-    """Events in the current stream: kernels run asynchronously, and to wait at each mark would add idle time."""
-
-    def mark(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        return event
-
-    def wait(self) -> None:
-        torch.cuda.synchronize()
-
-    def seconds(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
-        return float(start.elapsed_time(end)) / 1e3
-
-
-def clock_for(device: torch.device) -> Clock[Any]:
-    """Return the clock of `device`."""
-    return CudaClock() if device.type == "cuda" else CpuClock()
-
-
-class LayerMarks(Generic[MarkT]):
-    """Marks between the layers of one undivided forward and backward.
-
-    The stage calls `after_layer` between layers. In the backward, the operation of a layer that runs first is the one
-    that ran last in its forward, because autograd takes the highest sequence number first. A hook before that
-    operation marks where the layer's backward begins and the previous one ends, so the marks partition the backward.
-    """
-
-    def __init__(self, mark: Callable[[], MarkT], layers: int) -> None:
-        self._mark = mark
-        self._layers = layers
-        self._forward: list[tuple[int, MarkT, MarkT]] = []
-        self._backward: list[tuple[int, MarkT]] = []
-        self._start = mark()
-
-    def start(self) -> None:
-        """Begin the forward."""
-        self._start = self._mark()
-
-    def after_layer(self, index: int, value: Tensor | None) -> None:
-        """End the forward of layer `index`; `value` is the last of its results that a gradient returns to."""
-        self._forward.append((index, self._start, self._mark()))
-        if value is not None and value.grad_fn is not None:
-            value.grad_fn.register_prehook(partial(self._before_backward, index))
-        # A second mark, so that registering the hook counts for no layer.
-        self._start = self._mark()
-
-    def start_backward(self) -> None:
-        """Begin the backward; until the first hook, while autograd prepares, it counts for the last layer."""
-        self._backward.append((self._layers - 1, self._mark()))
-
-    def end(self) -> None:
-        """End the backward."""
-        self._backward.append((-1, self._mark()))
-
-    def spans(self) -> Iterator[tuple[int, bool, MarkT, MarkT]]:
-        """Yield what was marked: the layer, whether it is its backward, the first mark and the last."""
-        for layer, start, end in self._forward:
-            yield layer, False, start, end
-        for (layer, start), (_, end) in pairwise(self._backward):
-            yield layer, True, start, end
-
-    def sums(self, between: Callable[[MarkT, MarkT], float]) -> tuple[list[float], list[float]]:
-        """Return the forward and backward of each layer, as sums of what `between` returns for each span."""
-        forward, backward = [0.0] * self._layers, [0.0] * self._layers
-        for layer, in_backward, start, end in self.spans():
-            (backward if in_backward else forward)[layer] += between(start, end)
-        return forward, backward
-
-    def _before_backward(self, index: int, _gradients: Sequence[Tensor]) -> None:
-        self._backward.append((index, self._mark()))
-
-
-def layer_flops(marks: LayerMarks[MarkT], total: Callable[[MarkT], int]) -> list[tuple[int, int]]:
-    """Return the FLOPs of each layer's forward and backward, where `total` reads those until a mark."""
-    forward, backward = marks.sums(lambda start, end: float(total(end) - total(start)))
-    return [(round(ahead), round(back)) for ahead, back in zip(forward, backward, strict=True)]
-
-
 ProgressCallback = Callable[[str, float], None]  # is told the phase and how much of it is done, 0 to 1
 
 
@@ -162,6 +46,121 @@ class HasBackward(Protocol):
         """Run it."""
 
 
+Forward = Callable[[LayerObserver], HasBackward]  # tells the observer where each of its layers ends
+
+
+class Clock:
+    """Takes marks on a device, whose work between two of them is timed once it is done.
+
+    On a CPU an operation is done when its call returns, so a mark is the wall time and the thread's processor time. On
+    a GPU kernels run asynchronously, and waiting at each mark would add idle time, so a mark is an event in the current
+    stream.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self.times_threads = not self._cuda
+
+    def mark(self) -> Any:
+        """Return the current point in the device's work."""
+        if not self._cuda:
+            return time.perf_counter(), time.thread_time()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def wait(self) -> None:
+        """Wait until the device has done all its work."""
+        if self._cuda:
+            torch.cuda.synchronize()
+
+    def seconds(self, start: Any, end: Any) -> float:
+        """Return the time between two marks; call after `wait`."""
+        return float(start.elapsed_time(end)) / 1e3 if self._cuda else float(end[0] - start[0])
+
+    def thread_seconds(self, start: Any, end: Any) -> float:
+        """Return how long this thread had the processor, which leaves out other processes and other threads.
+
+        The backward of CPU operations counts, because it runs in the thread that asks for it.
+        """
+        return float(end[1] - start[1])
+
+    def median_s(self, action: Callable[[], object], repeats: int) -> float:
+        """Return the median seconds of an action that is repeated, each time on an idle device."""
+        seconds = []
+        for _ in range(repeats):
+            self.wait()
+            start = self.mark()
+            action()
+            end = self.mark()
+            self.wait()
+            seconds.append(self.seconds(start, end))
+        return median(seconds)
+
+
+class LayerMarks(Generic[MarkT]):
+    """Marks between the layers of one undivided forward and backward, which `run` takes.
+
+    The stage calls `after_layer` between layers. In the backward, the operation of a layer that runs first is the one
+    that ran last in its forward, because autograd takes the highest sequence number first. A hook before that
+    operation marks where the layer's backward begins and the previous one ends, so the marks partition the backward.
+    """
+
+    def __init__(self, mark: Callable[[], MarkT], layers: int) -> None:
+        self._mark = mark
+        self._layers = layers
+        self._forward: list[tuple[int, MarkT, MarkT]] = []
+        self._backward: list[tuple[int, MarkT]] = []
+
+    def run(self, forward: Forward) -> None:
+        """Run a forward and its backward.
+
+        Raises:
+            ModelFileError: when the backward fails, unless the device has no room for it.
+        """
+        self._start = self._mark()
+        loss = forward(self)
+        # Until the first hook, while autograd prepares, the backward counts for the last layer.
+        self._backward.append((self._layers - 1, self._mark()))
+        try:
+            loss.backward()
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as cause:
+            raise step_failure(cause) from cause
+        self._backward.append((-1, self._mark()))
+
+    def after_layer(self, index: int, value: Tensor | None) -> None:
+        """End the forward of layer `index`; `value` is the last of its results that a gradient returns to."""
+        self._forward.append((index, self._start, self._mark()))
+        if value is not None and value.grad_fn is not None:
+            value.grad_fn.register_prehook(partial(self._before_backward, index))
+        # A second mark, so that registering the hook counts for no layer.
+        self._start = self._mark()
+
+    def _before_backward(self, index: int, _gradients: Sequence[Tensor]) -> None:
+        self._backward.append((index, self._mark()))
+
+    @property
+    def backward_start(self) -> MarkT:
+        """The mark where the backward begins."""
+        return self._backward[0][1]
+
+    def spans(self) -> Iterator[tuple[int, bool, MarkT, MarkT]]:
+        """Yield what was marked: the layer, whether it is its backward, the first mark and the last."""
+        for layer, start, end in self._forward:
+            yield layer, False, start, end
+        for (layer, start), (_, end) in pairwise(self._backward):
+            yield layer, True, start, end
+
+    def sums(self, between: Callable[[MarkT, MarkT], float]) -> tuple[list[float], list[float]]:
+        """Return the forward and backward of each layer, as sums of what `between` returns for each span."""
+        forward, backward = [0.0] * self._layers, [0.0] * self._layers
+        for layer, in_backward, start, end in self.spans():
+            (backward if in_backward else forward)[layer] += between(start, end)
+        return forward, backward
+
+
 @dataclass
 class StepTimes:
     """Seconds of one part of the step, one entry per repeat."""
@@ -172,6 +171,10 @@ class StepTimes:
     # Processor time of the thread, on a CPU; empty elsewhere.
     forward_thread_s: list[float] = field(default_factory=list)
     backward_thread_s: list[float] = field(default_factory=list)
+
+    def median_s(self) -> float:
+        """Return the median seconds of forward and backward together."""
+        return median(map(sum, zip(self.forward_s, self.backward_s, strict=True)))
 
 
 def step_failure(cause: Exception) -> ModelFileError:
@@ -191,9 +194,9 @@ def drop_gradients(parameters: Iterable[nn.Parameter]) -> None:
 class Steps:
     """Runs and times steps, each with new gradients."""
 
-    def __init__(self, clock: Clock[Any], parameters: Sequence[nn.Parameter], update: Callable[[], object]) -> None:
+    def __init__(self, clock: Clock, parameters: Iterable[nn.Parameter], update: Callable[[], object]) -> None:
         self._clock = clock
-        self._parameters = parameters
+        self._parameters = list(parameters)
         self.update = update
 
     def whole(self, forward: Callable[[], HasBackward], times: StepTimes) -> None:
@@ -212,26 +215,22 @@ class Steps:
         times.forward_s.append(clock.seconds(start, after_forward))
         times.backward_s.append(clock.seconds(after_forward, after_backward))
         times.update_s.append(clock.seconds(after_backward, end))
-        if isinstance(clock, CpuClock):
+        if clock.times_threads:
             times.forward_thread_s.append(clock.thread_seconds(start, after_forward))
             times.backward_thread_s.append(clock.thread_seconds(after_forward, after_backward))
 
-    def marked(self, forward: Callable[[LayerObserver], HasBackward], times: Sequence[StepTimes]) -> None:
-        """Time the pieces of one forward and backward; `forward` tells the observer where each piece ends."""
+    def marked(self, forward: Forward, times: Sequence[StepTimes]) -> None:
+        """Time the pieces of one forward and backward."""
         drop_gradients(self._parameters)
         clock = self._clock
         clock.wait()
         marks = LayerMarks(clock.mark, len(times))
-        marks.start()
-        loss = forward(marks)
-        marks.start_backward()
-        loss.backward()
-        marks.end()
+        marks.run(forward)
         clock.wait()
         for piece, forward_s, backward_s in zip(times, *marks.sums(clock.seconds), strict=True):
             piece.forward_s.append(forward_s)
             piece.backward_s.append(backward_s)
-        if isinstance(clock, CpuClock):
+        if clock.times_threads:
             for piece, forward_s, backward_s in zip(times, *marks.sums(clock.thread_seconds), strict=True):
                 piece.forward_thread_s.append(forward_s)
                 piece.backward_thread_s.append(backward_s)

@@ -8,8 +8,9 @@ whole backwards would drown in noise: it is 8 ms of 90 on VGG-16, of which the h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from statistics import median
@@ -19,16 +20,17 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
-from torch.utils.hooks import RemovableHandle
 
 from planner.model.spec import TrainingSpec
 from planner.profiler.step.allocation import meter_for
-from planner.profiler.step.timing import Clock, CpuClock, MarkT
+from planner.profiler.step.timing import Clock, drop_gradients
 
 Layers = Sequence[Mapping[str, nn.Parameter]]  # trained parameters by name, per layer
 _GENEROUS = 2.0  # times what a large tensor needs per byte: the gradients lie in several places
 _CALL_S = 50e-6  # for each weight, whose addition is a call of its own
 _ADDED_BYTES = 32 * 2**20  # more than the caches hold
+_ADDITIONS, _UPDATES = 5, 3  # that are timed
+_LEAST_METERED_BYTES = 10**6
 _Spans = list[tuple[int, Any, Any]]  # of one backward: layer, and marks before and after each of its weights
 
 
@@ -43,7 +45,7 @@ class AccumulationTime:
     thread_seconds: float | None = None
 
 
-def bounded(times: Sequence[AccumulationTime], layers: Layers, clock: Clock[Any]) -> list[AccumulationTime]:
+def bounded(times: Sequence[AccumulationTime], layers: Layers, clock: Clock) -> list[AccumulationTime]:
     """Return the times, each at most what the memory needs to read both gradients and to write their sum.
 
     On a busy machine the difference of two medians is noise where a layer's gradients are small.
@@ -51,32 +53,15 @@ def bounded(times: Sequence[AccumulationTime], layers: Layers, clock: Clock[Any]
     devices = [parameter.device for layer in layers for parameter in layer.values()]
     if not devices or not any(each.seconds for each in times):
         return list(times)
-    per_byte_s = _adding_s_per_byte(clock, devices[0])
-    most = [
-        _GENEROUS * per_byte_s * sum(parameter.nbytes for parameter in layer.values()) + _CALL_S * len(layer)
-        for layer in layers
-    ]
-    return [
-        AccumulationTime(
-            min(each.seconds, limit_s),
-            None if each.thread_seconds is None else min(each.thread_seconds, limit_s),
-        )
-        for each, limit_s in zip(times, most, strict=True)
-    ]
-
-
-def _adding_s_per_byte(clock: Clock[Any], device: torch.device) -> float:
-    """Measure the seconds per byte of adding one large tensor to another."""
-    total, more = torch.zeros(2, _ADDED_BYTES // 4, device=device)
-    seconds = []
-    for _ in range(5):
-        clock.wait()
-        start = clock.mark()
-        total.add_(more)
-        end = clock.mark()
-        clock.wait()
-        seconds.append(clock.seconds(start, end))
-    return median(seconds) / _ADDED_BYTES
+    total, more = torch.zeros(2, _ADDED_BYTES // 4, device=devices[0])
+    per_byte_s = clock.median_s(lambda: total.add_(more), _ADDITIONS) / _ADDED_BYTES
+    found = []
+    for each, layer in zip(times, layers, strict=True):
+        size = sum(parameter.nbytes for parameter in layer.values())
+        limit_s = _GENEROUS * per_byte_s * size + _CALL_S * len(layer)
+        thread_s = None if each.thread_seconds is None else min(each.thread_seconds, limit_s)
+        found.append(AccumulationTime(min(each.seconds, limit_s), thread_s))
+    return found
 
 
 class AccumulationTimer:
@@ -86,7 +71,7 @@ class AccumulationTimer:
     both cases of each layer, and neither takes much more memory than an ordinary step.
     """
 
-    def __init__(self, clock: Clock[Any], layers: Layers) -> None:
+    def __init__(self, clock: Clock, layers: Layers) -> None:
         self._clock, self._layers = clock, layers
         sizes = [sum(parameter.nbytes for parameter in layer.values()) for layer in layers]
         self._second_half = [2 * done > sum(sizes) for done in accumulate(sizes)]
@@ -102,22 +87,47 @@ class AccumulationTimer:
         kept = bool(self.steps % 2)
         for layer, second in zip(self._layers, self._second_half, strict=True):
             if second != kept:
-                for parameter in layer.values():
-                    parameter.grad = None
-        hooks = _Hooks(self._clock, self._layers)
-        try:
+                drop_gradients(layer.values())
+        with self._hooks() as spans:
             step()
-        finally:
-            hooks.remove()
         self._clock.wait()
-        self._steps.append(hooks.spans)
+        self._steps.append(spans)
+
+    @contextmanager
+    def _hooks(self) -> Iterator[_Spans]:
+        """Take marks right before and right after each weight gets its gradient within the context."""
+        began: dict[int, Any] = {}
+        spans: _Spans = []
+        handles, nodes = [], []
+
+        def begin(weight: int, _gradients: Sequence[Tensor]) -> None:
+            began[weight] = self._clock.mark()
+
+        def end(layer: int, weight: Tensor) -> None:
+            spans.append((layer, began.pop(id(weight)), self._clock.mark()))
+
+        for index, layer in enumerate(self._layers):
+            for weight in layer.values():
+                # The node has no public name; the graph of any view of the weight leads to it.
+                view = weight.expand_as(weight)
+                assert view.grad_fn is not None
+                node: Any = view.grad_fn.next_functions[0][0]
+                # Autograd frees an AccumulateGrad node that nobody holds, and makes another one without our hook.
+                nodes.append(node)
+                handles.append(node.register_prehook(partial(begin, id(weight))))
+                handles.append(weight.register_post_accumulate_grad_hook(partial(end, index)))  # type: ignore[no-untyped-call]
+        try:
+            yield spans
+        finally:
+            for handle in handles:
+                handle.remove()
 
     def times(self) -> list[AccumulationTime] | None:
         """Return the difference of the medians by layer, 0 where noise makes it negative; None before two steps."""
         if self.steps < 2:
             return None
         seconds = self._differences(self._clock.seconds)
-        if not isinstance(self._clock, CpuClock):
+        if not self._clock.times_threads:
             return list(map(AccumulationTime, seconds))
         return list(map(AccumulationTime, seconds, self._differences(self._clock.thread_seconds)))
 
@@ -135,44 +145,6 @@ class AccumulationTimer:
             max(0.0, later - earlier if is_second else earlier - later)
             for earlier, later, is_second in zip(first, second, self._second_half, strict=True)
         ]
-
-
-class _Hooks:
-    """Marks right before and right after each weight gets its gradient, until they are removed."""
-
-    def __init__(self, clock: Clock[Any], layers: Layers) -> None:
-        self._clock = clock
-        self._handles: list[RemovableHandle] = []
-        # Autograd frees an AccumulateGrad node that nobody holds, and makes another one without our hook.
-        self._nodes: list[Any] = []
-        self._began: dict[int, Any] = {}
-        self.spans: _Spans = []
-        for index, layer in enumerate(layers):
-            for parameter in layer.values():
-                # The node has no public name; the graph of any view of the weight leads to it.
-                view = parameter.expand_as(parameter)
-                assert view.grad_fn is not None
-                node: Any = view.grad_fn.next_functions[0][0]
-                self._nodes.append(node)
-                self._handles += [
-                    node.register_prehook(partial(self._begin, id(parameter))),
-                    parameter.register_post_accumulate_grad_hook(partial(self._end, index)),  # type: ignore[no-untyped-call]
-                ]
-
-    def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._nodes.clear()
-
-    def _begin(self, parameter: int, _gradients: Sequence[Tensor]) -> None:
-        self._began[parameter] = self._clock.mark()
-
-    def _end(self, layer: int, parameter: Tensor) -> None:
-        self.spans.append((layer, self._began.pop(id(parameter)), self._clock.mark()))
-
-
-_REPEATS = 3
-_LEAST_METERED_BYTES = 10**6
 
 
 @dataclass(frozen=True)
@@ -195,57 +167,42 @@ def still(optimizer: Optimizer) -> Optimizer:
     return optimizer
 
 
-def layer_updates(
-    spec: TrainingSpec, layers: Sequence[Mapping[str, nn.Parameter]], clock: Clock[MarkT], device: torch.device
-) -> list[LayerUpdate]:
-    """Measure a step on the parameters of each layer, which must have gradients.
-
-    Args:
-        layers: parameters to train by name, per layer.
-    """
-    updates = [_layer_update(spec, parameters, clock) for parameters in layers]
+def layer_updates(spec: TrainingSpec, layers: Layers, clock: Clock, device: torch.device) -> list[LayerUpdate]:
+    """Measure a step on the parameters of each layer, which must have gradients."""
+    times = []
+    for parameters in layers:
+        if not parameters:
+            times.append((0.0, 0))
+            continue
+        optimizer = _begun(spec, parameters)
+        times.append((clock.median_s(optimizer.step, _UPDATES), state_bytes_of(optimizer)))
     # Metered after all are timed, because metering slows steps down.
     sizes = update_workspaces(spec, layers, device)
-    return [replace(update, workspace_bytes=size) for update, size in zip(updates, sizes, strict=True)]
+    return [LayerUpdate(*update, size) for update, size in zip(times, sizes, strict=True)]
 
 
-def _layer_update(spec: TrainingSpec, parameters: Mapping[str, nn.Parameter], clock: Clock[MarkT]) -> LayerUpdate:
-    if not parameters:
-        return LayerUpdate(0.0, 0)
-    optimizer = still(spec.optimizer(parameters))
-    optimizer.step()  # creates the state
-    times = []
-    for _ in range(_REPEATS):
-        clock.wait()
-        start = clock.mark()
-        optimizer.step()
-        end = clock.mark()
-        clock.wait()
-        times.append(clock.seconds(start, end))
-    return LayerUpdate(median(times), state_bytes_of(optimizer))
-
-
-def update_workspaces(
-    spec: TrainingSpec, layers: Sequence[Mapping[str, nn.Parameter]], device: torch.device
-) -> list[int]:
+def update_workspaces(spec: TrainingSpec, layers: Layers, device: torch.device) -> list[int]:
     """Return the most that a step on each layer's parameters, which must have gradients, allocates beyond its state."""
-    # Metering takes longer than a small step itself, whose workspace is of a parameter's size and thus negligible.
-    large = [sum(p.nbytes for p in parameters.values()) >= _LEAST_METERED_BYTES for parameters in layers]
-    return [
-        _update_workspace(spec, parameters, device) if metered else 0
-        for parameters, metered in zip(layers, large, strict=True)
-    ]
+    sizes = []
+    for parameters in layers:
+        # Metering takes longer than a small step itself, whose workspace is of a parameter's size and thus negligible.
+        if sum(parameter.nbytes for parameter in parameters.values()) < _LEAST_METERED_BYTES:
+            sizes.append(0)
+            continue
+        optimizer, meter = _begun(spec, parameters), meter_for(device)
+        with meter:
+            meter.mark()
+            optimizer.step()
+            meter.mark()
+        sizes.append(meter.peaks()[1])
+    return sizes
 
 
-def _update_workspace(spec: TrainingSpec, parameters: Mapping[str, nn.Parameter], device: torch.device) -> int:
+def _begun(spec: TrainingSpec, parameters: Mapping[str, nn.Parameter]) -> Optimizer:
+    """Return an optimizer that has taken one step, which creates its state."""
     optimizer = still(spec.optimizer(parameters))
-    optimizer.step()  # creates the state
-    meter = meter_for(device)
-    with meter:
-        meter.mark()
-        optimizer.step()
-        meter.mark()
-    return meter.peaks()[1]
+    optimizer.step()
+    return optimizer
 
 
 def state_bytes_of(optimizer: Optimizer) -> int:

@@ -147,7 +147,10 @@ def test_steps_that_say_nothing(folder: Path) -> None:
         load_calibration(path)
     path.write_text(
         json.dumps(
-            {"schema_version": 1, "steps": [{"model": "model.py", "batch_size": 4, "fusion": "apex", "step_s": 1.0}]}
+            {
+                "schema_version": 1,
+                "steps": [{"model": "model.py", "batch_size": 4, "fusion": "compiler", "step_s": 1.0}],
+            }
         )
     )
     with pytest.raises(InputError, match=r"'model\.py' ran on a GPU"):

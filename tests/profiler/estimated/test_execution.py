@@ -13,11 +13,12 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
+from benchmarks.gpu_truth.fused_kernels import megatron
 from planner.errors import InputError
 from planner.model.spec import TrainingSpec, in_memory
 from planner.profiler.estimated.devices import DEVICES
 from planner.profiler.estimated.estimate import EstimateOptions, estimate_profile
-from planner.profiler.estimated.execution import Execution, Fusion, cuda_operations, fused
+from planner.profiler.estimated.execution import Execution, Flow, Fusion, compiler, cuda_operations, fused
 from planner.profiler.estimated.operations import Operation, OperationRecorder
 from planner.profiler.estimated.roofline import shares_of_peak
 from planner.profiler.estimated.trace import StepTrace, trace_step
@@ -139,16 +140,16 @@ def moved(operations: list[Operation], fusion: Fusion | None, backward: int | No
 def test_a_compiler_fuses_chains() -> None:
     chain = chain_of("mul", "add", "tanh")
     assert moved(chain, None) == (600, 3)
-    assert moved(chain, "compiler") == (200, 1)  # reads the first input, writes the last result
+    assert moved(chain, compiler) == (200, 1)  # reads the first input, writes the last result
 
 
 def test_what_others_read_is_written() -> None:
     chain = [*chain_of("mul", "add"), Operation("gemm", 1.0, 100.0, "float32", reads=((0, 100),))]
-    assert moved(chain, "compiler") == (300 + 100, 2)
+    assert moved(chain, compiler) == (300 + 100, 2)
 
 
 def test_forward_and_backward_are_programs_of_their_own() -> None:
-    assert moved(chain_of("mul", "add"), "compiler", backward=1) == (400, 2)
+    assert moved(chain_of("mul", "add"), compiler, backward=1) == (400, 2)
 
 
 def test_a_kernel_does_not_wait_for_itself() -> None:
@@ -156,13 +157,21 @@ def test_a_kernel_does_not_wait_for_itself() -> None:
     first, second = chain_of("mul", "add")
     product = Operation("gemm", 1.0, 200.0, "float32", name="mm", reads=((0, 100),), writes=((7, 100),))
     second = replace(second, reads=((0, 100), (7, 100)), bytes=300.0)
-    assert moved([first, product, second], "compiler") == (200 + 200 + 300, 3)
+    assert moved([first, product, second], compiler) == (200 + 200 + 300, 3)
 
 
-def test_apex_fuses_masks_into_softmax_and_nothing_else() -> None:
-    assert moved(chain_of("mul", "masked_fill", "_softmax"), "apex") == (200, 1)
-    assert moved(chain_of("native_dropout", "add"), "apex") == (200, 1)
-    assert moved(chain_of("mul", "add", "tanh"), "apex") == (600, 3)
+def test_other_programs_kernels_are_fused_as_they_are_named() -> None:
+    def tail(flow: Flow) -> list[str | None]:
+        return ["tail" if each.name in ("add", "tanh") else None for each in flow.operations]
+
+    assert moved(chain_of("mul", "add", "tanh"), tail) == (400, 2)
+    assert moved(chain_of("add", "mul", "tanh"), tail) == (600, 3)
+
+
+def test_megatron_fuses_masks_into_softmax_and_nothing_else() -> None:
+    assert moved(chain_of("mul", "masked_fill", "_softmax"), megatron) == (200, 1)
+    assert moved(chain_of("native_dropout", "add"), megatron) == (200, 1)
+    assert moved(chain_of("mul", "add", "tanh"), megatron) == (600, 3)
 
 
 class Attending(nn.Module):
@@ -192,11 +201,11 @@ def traced(fusion: Fusion | None = None) -> StepTrace:
 
 
 def test_fusion_saves_launches_and_time() -> None:
-    eager, apex, compiled = (traced(fusion) for fusion in (None, "apex", "compiler"))
-    launches = [trace.costs.launches.sum() for trace in (eager, apex, compiled)]
+    eager, megatrons, compiled = (traced(fusion) for fusion in (None, megatron, compiler))
+    launches = [trace.costs.launches.sum() for trace in (eager, megatrons, compiled)]
     assert launches == sorted(launches, reverse=True)
     assert launches[0] > launches[1] > launches[2]
-    times = [sum(map(sum, trace.layer_seconds(DEVICES["a100"])[:2])) for trace in (eager, apex, compiled)]
+    times = [sum(map(sum, trace.layer_seconds(DEVICES["a100"])[:2])) for trace in (eager, megatrons, compiled)]
     assert times == sorted(times, reverse=True)
 
 

@@ -39,7 +39,7 @@ def test_a_layer_has_its_share_of_its_run_and_the_sum_is_the_whole() -> None:
     layers = [_times(2, 1), _times(6, 3), _times(4, 8)]
     measured = CompiledTimes(
         starts=[0, 2], runs=[_times(4, 3), _times(4, 7)], whole=_times(6, 10), saved_bytes=[90, 10],
-        exchanged_bytes=[10, 10], uncompiled=_times(12, 12),
+        exchanged_bytes=[10, 10],
     )  # fmt: skip
     scaled = as_compiled(layers, measured)
     # The first run takes half of the uncompiled forward, the second all of it, together 8; the whole takes 6.
@@ -64,7 +64,7 @@ def test_what_runs_exchange_is_not_in_the_whole(
     layers = [_times(1, 1) for _ in runs]
     measured = CompiledTimes(
         list(range(len(runs))), [_times(run, run) for run in runs], _times(whole, whole), [0] * len(runs),
-        list(exchanged), _times(9, 9),
+        list(exchanged),
     )  # fmt: skip
     scaled = as_compiled(layers, measured)
     assert [median(layer.forward_s) for layer in scaled] == pytest.approx(expected, rel=0.02)
@@ -75,7 +75,7 @@ def test_devices_without_thread_time() -> None:
     def of_gpu(forward: float, backward: float) -> StepTimes:
         return StepTimes([forward], [backward])
 
-    measured = CompiledTimes([0], [of_gpu(1, 0)], of_gpu(1, 0), [0], [0], of_gpu(2, 0))
+    measured = CompiledTimes([0], [of_gpu(1, 0)], of_gpu(1, 0), [0], [0])
     (layer,) = as_compiled([of_gpu(2, 0)], measured)
     assert (layer.forward_s, layer.backward_s, layer.forward_thread_s) == ([1.0], [0.0], [])
 

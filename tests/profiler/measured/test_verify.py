@@ -16,7 +16,6 @@ from planner.model.spec import load_model_file
 from planner.model.stage.stage import build_stage
 from planner.profiler.measured.profiling import ProfilingOptions, profile_model
 from planner.profiler.measured.verify import _return_gradients, _runs, verify
-from planner.profiler.step.timing import clock_for
 from planner.solver import solve
 from tests.executor.models import MODELS, write_model
 
@@ -100,7 +99,7 @@ def test_stages_get_the_gradients_that_they_get_in_training(tmp_path: Path) -> N
     graph = capture_file(file, batch)
     names = [layer.name for layer in graph.layers]
     runs = _runs([build_stage(graph, [name]) for name in names], file, batch)
-    _return_gradients(runs, clock_for(torch.device("cpu")))
+    _return_gradients(runs)
     split = {name: parameter.grad for name, parameter in graph.model.named_parameters()}
     graph.model.zero_grad()
     torch.autograd.backward(loss_of(graph.model(*batch.args), batch.target, file.loss))

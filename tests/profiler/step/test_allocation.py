@@ -14,10 +14,11 @@ from torch.autograd.profiler import profile
 from planner.cost.work import working_bytes
 from planner.model.batch import Batch
 from planner.model.capture.capture import capture
+from planner.model.capture.graph import LOSS
 from planner.model.spec import load_model_file
-from planner.model.stage.parts import OBSERVABLE
+from planner.model.stage.parts import OBSERVABLE, LayerObserver
 from planner.model.stage.stage import build_stage
-from planner.profiler.step.allocation import saved_bytes, workspace_bytes
+from planner.profiler.step.allocation import saved_bytes, tensors_of_batch, workspace_bytes
 from planner.profiler.step.update import update_workspaces
 
 BATCH, WIDTH, MANY = 64, 256, 40
@@ -55,8 +56,16 @@ def measured(model: nn.Module, batch: Batch) -> tuple[list[str], list[int], list
     stage = build_stage(graph, [layer.name for layer in graph.layers], variant=OBSERVABLE)
     sizes = {name: parameter.nbytes for name, parameter in model.named_parameters()}
     gradients = [sum(sizes[name] for name in layer.parameters) for layer in graph.layers]
-    saved = saved_bytes(stage, batch)
-    found = workspace_bytes(stage, batch, saved, gradients)
+
+    def forward(observer: LayerObserver) -> dict[str, Tensor]:
+        stage.set_observer(observer)
+        results: dict[str, Tensor] = stage(batch, {})
+        return results
+
+    saved = saved_bytes([stage], forward, len(graph.layers))
+    of_batch = sum(tensor.nbytes for tensor in tensors_of_batch(batch))
+    cpu = torch.device("cpu")
+    found = workspace_bytes(lambda each: forward(each)[LOSS], cpu, saved, gradients, (of_batch, of_batch))
     for parameter in model.parameters():
         parameter.grad = None
     return [layer.name for layer in graph.layers], saved, gradients, found

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from planner.api import estimate
 from planner.api import profile as measure
 from planner.model.spec import load_model_file
-from planner.profiler.step.counters import FlopCounter, model_flops
+from planner.profiler.step.counters import Counter, model_flops
 
 CONVOLUTIONS = """
 import pytest
@@ -71,33 +71,33 @@ def test_an_estimate_counts_tokens_and_knows_its_devices_peak(tmp_path: Path) ->
 
 def test_recomputed_scores_of_attention_do_not_count() -> None:
     query, key, value = (torch.randn(1, 2, 8, 4, requires_grad=True) for _ in range(3))
-    counter = FlopCounter()
+    counter = Counter()
     with counter:
         result = scaled_dot_product_attention(query, key, value, is_causal=True)
-        assert counter.total == 2 * (2 * 2 * 8 * 8 * 4)
+        assert counter.flops == 2 * (2 * 2 * 8 * 8 * 4)
         result.sum().backward()  # type: ignore[no-untyped-call]
-    assert counter.total == 3 * 2 * (2 * 2 * 8 * 8 * 4)
+    assert counter.flops == 3 * 2 * (2 * 2 * 8 * 8 * 4)
 
 
 def test_recurrent_layers_count() -> None:
-    layer, counter = nn.LSTM(3, 5), FlopCounter()
+    layer, counter = nn.LSTM(3, 5), Counter()
     with counter:
         output, _ = layer(torch.randn(7, 2, 3, requires_grad=True))
-        assert counter.total == 2 * 7 * 2 * (20 * 3 + 20 * 5)
+        assert counter.flops == 2 * 7 * 2 * (20 * 3 + 20 * 5)
         output.sum().backward()
-    assert counter.total == 3 * 2 * 7 * 2 * (20 * 3 + 20 * 5)
+    assert counter.flops == 3 * 2 * 7 * 2 * (20 * 3 + 20 * 5)
 
 
 def test_the_matrices_of_experts_count_for_their_own_rows() -> None:
     """Rows 0 to 2 meet the first expert's 4x8 matrix, rows 3 to 7 the second's; no row meets both."""
     tokens, experts = torch.randn(8, 4, requires_grad=True), torch.randn(2, 4, 8, requires_grad=True)
-    ends, counter = torch.tensor([3, 8], dtype=torch.int32), FlopCounter()
+    ends, counter = torch.tensor([3, 8], dtype=torch.int32), Counter()
     by_hand = 2 * (3 * 4 * 8 + 5 * 4 * 8)
     with counter:
         output = torch.nn.functional.grouped_mm(tokens, experts, offs=ends)
-        assert counter.total == by_hand
+        assert counter.flops == by_hand
         output.square().sum().backward()  # type: ignore[no-untyped-call]
-    assert counter.total == 3 * by_hand  # for the tokens' and the experts' gradients
+    assert counter.flops == 3 * by_hand  # for the tokens' and the experts' gradients
 
 
 @pytest.mark.parametrize(

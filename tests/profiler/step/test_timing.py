@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from planner.model.batch import Batch
 from planner.model.capture.capture import capture
-from planner.model.stage.parts import OBSERVABLE
+from planner.model.stage.parts import OBSERVABLE, LayerObserver
 from planner.model.stage.stage import build_stage
-from planner.profiler.step.timing import CpuClock, LayerMarks
+from planner.profiler.step.timing import Clock, LayerMarks
 
 NAP_S = 0.02
 
@@ -52,19 +52,19 @@ def _chain(count: int) -> list[Tensor]:
 
 
 def test_a_slow_backward_is_put_on_its_layer() -> None:
-    clock = CpuClock()
+    clock = Clock(torch.device("cpu"))
     marks = LayerMarks(clock.mark, 3)
-    x = torch.ones(3, requires_grad=True)
-    marks.start()
-    first = x * 2
-    marks.after_layer(0, first)
-    slow: Tensor = _Slow.apply(first)  # type: ignore[no-untyped-call]
-    marks.after_layer(1, slow)
-    last = slow.sum()
-    marks.after_layer(2, last)
-    marks.start_backward()
-    last.backward()  # type: ignore[no-untyped-call]
-    marks.end()
+
+    def forward(observer: LayerObserver) -> Tensor:
+        first = torch.ones(3, requires_grad=True) * 2
+        observer.after_layer(0, first)
+        slow: Tensor = _Slow.apply(first)  # type: ignore[no-untyped-call]
+        observer.after_layer(1, slow)
+        last = slow.sum()
+        observer.after_layer(2, last)
+        return last
+
+    marks.run(forward)
     _, backward = marks.sums(clock.seconds)
     assert backward[1] >= NAP_S
     assert backward[0] < NAP_S
@@ -74,30 +74,31 @@ def test_a_slow_backward_is_put_on_its_layer() -> None:
 def test_marks_partition_the_whole() -> None:
     clock = _FakeClock()
     marks = LayerMarks(clock.mark, 4)
-    marks.start()
-    for index, value in enumerate(_chain(4)):
-        marks.after_layer(index, value)
-        last = value
-    start = clock.now
-    marks.start_backward()
-    last.sum().backward()  # type: ignore[no-untyped-call]
-    marks.end()
+
+    def forward(observer: LayerObserver) -> Tensor:
+        for index, value in enumerate(_chain(4)):
+            observer.after_layer(index, value)
+            last = value
+        return last.sum()
+
+    marks.run(forward)
     _, backward = marks.sums(clock.seconds)
-    assert sum(backward) == clock.now - start - 1
+    assert sum(backward) == clock.now - marks.backward_start
     assert all(seconds >= 1 for seconds in backward)
 
 
 def test_layers_without_gradient_take_no_backward() -> None:
     clock = _FakeClock()
     marks = LayerMarks(clock.mark, 3)
-    marks.start()
-    marks.after_layer(0, None)
-    first, last = _chain(2)
-    marks.after_layer(1, first)
-    marks.after_layer(2, last)
-    marks.start_backward()
-    last.sum().backward()  # type: ignore[no-untyped-call]
-    marks.end()
+
+    def forward(observer: LayerObserver) -> Tensor:
+        observer.after_layer(0, None)
+        first, last = _chain(2)
+        observer.after_layer(1, first)
+        observer.after_layer(2, last)
+        return last.sum()
+
+    marks.run(forward)
     assert marks.sums(clock.seconds)[1][0] == 0
 
 

@@ -13,7 +13,7 @@ from planner.formats.profile import load_profile, save_profile
 from planner.model.spec import load_model_file
 from planner.profiler.estimated.estimate import EstimateOptions, estimate_profile
 from planner.profiler.measured.profiling import ProfilingOptions, profile_model
-from planner.profiler.step.timing import CpuClock
+from planner.profiler.step.timing import Clock
 from planner.profiler.step.update import AccumulationTime, AccumulationTimer, bounded
 
 WIDTH = 2048
@@ -35,10 +35,11 @@ def optimizer(parameters):
 """
 
 
-class Counter(CpuClock):
+class Counter(Clock):
     """A clock with given times between marks, and twice as much in the thread's time."""
 
     def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
         self.now = 0.0
         self.steps: Iterator[float] = iter(())
 
@@ -84,7 +85,7 @@ def test_noise_is_no_more_than_the_memory_can_take() -> None:
     """A busy machine makes 12 ms of four bytes; large layers keep what was measured."""
     small, large = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(2**22))
     times = [AccumulationTime(12e-3, 12e-3), AccumulationTime(), AccumulationTime(1e-6, 1e-6)]
-    found = bounded(times, [{"small": small}, {}, {"large": large}], CpuClock())
+    found = bounded(times, [{"small": small}, {}, {"large": large}], Clock(torch.device("cpu")))
     assert 0.0 < found[0].seconds < 1e-3
     assert found[0].thread_seconds == found[0].seconds
     assert found[1:] == times[1:]
@@ -93,7 +94,7 @@ def test_noise_is_no_more_than_the_memory_can_take() -> None:
 def test_gradients_and_hooks_are_left_as_they_were() -> None:
     model = nn.Linear(2, 2)
     model(torch.ones(1, 2)).sum().backward()
-    times = AccumulationTimer(CpuClock(), [dict(model.named_parameters())])
+    times = AccumulationTimer(Clock(torch.device("cpu")), [dict(model.named_parameters())])
     for _ in range(2):
         times.time(lambda: model(torch.ones(1, 2)).sum().backward())
     # The first step set them, the second one added.

@@ -1,0 +1,36 @@
+"""The fused kernels of Megatron and Apex, which the published runs used.
+
+They fuse scaling and masks into softmax, the residual's addition into dropout, the gate into SiLU, and nothing else.
+GELU with its bias, and layer norm, are one operation each already: products add the bias. The optimizer is one kernel,
+too, as PyTorch's own with `fused=True`.
+"""
+
+from __future__ import annotations
+
+from planner.profiler.estimated.execution import Flow
+
+_AROUND_SOFTMAX = frozenset({"mul", "div", "masked_fill", "where", "add", "_to_copy"})
+
+
+def megatron(flow: Flow) -> list[str | None]:
+    """Name the kernel that each operation may be part of; see `planner.profiler.estimated.execution.Fusion`."""
+    kernels: list[str | None] = [None] * len(flow.operations)
+    for number in reversed(range(flow.backward)):
+        name = flow.operations[number].name
+        if name == "_softmax":
+            kernels[number] = "softmax"
+        elif name in _AROUND_SOFTMAX:
+            users = [user for user in flow.users(number) if user < flow.backward]
+            if users and all(kernels[user] == "softmax" for user in users):
+                kernels[number] = "softmax"
+    for number, operation in enumerate(flow.operations):
+        name, producers = operation.name, flow.producers(number)
+        names = {flow.operations[each].name for each in producers}
+        backward_of_softmax = any(kernels[each] == "softmax backward" for each in producers)
+        if name == "native_dropout" or (name == "add" and "native_dropout" in names):
+            kernels[number] = "dropout"
+        elif name == "silu" or (name == "mul" and "silu" in names):
+            kernels[number] = "gate"
+        elif name == "_softmax_backward_data" or (name in _AROUND_SOFTMAX and backward_of_softmax):
+            kernels[number] = "softmax backward"
+    return kernels
