@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from statistics import median, quantiles
+from typing import Any
 
 import torch
 
@@ -58,7 +59,9 @@ class Measurement:
 
 def make_profile(model: str, graph: LayerGraph, batch_size: int, measured: Measurement, device: Device) -> Profile:
     """Return the profile of a model, given the times of its layers."""
-    whole = None if measured.whole is None else _whole_step(measured.whole)
+    whole = None
+    if measured.whole is not None:
+        whole = WholeStep(update_s=median(measured.whole.update_s), **_medians(measured.whole))
     alone_s = sum(layer.update.seconds for layer in measured.layers)
     # A step layer by layer pays the optimizer's overhead per layer, where a stage pays it once.
     update_share = whole.update_s / alone_s if whole is not None and alone_s else 1.0
@@ -107,13 +110,10 @@ def _layers(
         yield Layer(
             name=layer.name,
             op=layer.op,
-            forward_s=median(times.forward_s),
-            backward_s=median(times.backward_s),
             update_s=costs.update.seconds * update_share,
             accumulate_s=costs.accumulation.seconds,
             accumulate_thread_s=costs.accumulation.thread_seconds,
-            forward_thread_s=_median(times.forward_thread_s),
-            backward_thread_s=_median(times.backward_thread_s),
+            **_medians(times),
             forward_spread_s=_interquartile_range(times.forward_s),
             backward_spread_s=_interquartile_range(times.backward_s),
             outputs=tuple(_outputs(graph, layer, batch_size)),
@@ -143,19 +143,10 @@ def _outputs(graph: LayerGraph, layer: GraphLayer, batch_size: int) -> Iterator[
             )
 
 
-# Medians, because other work on the machine interrupts some steps, and a mean would contain it.
-def _whole_step(times: StepTimes) -> WholeStep:
-    return WholeStep(
-        forward_s=median(times.forward_s),
-        backward_s=median(times.backward_s),
-        update_s=median(times.update_s),
-        forward_thread_s=_median(times.forward_thread_s),
-        backward_thread_s=_median(times.backward_thread_s),
-    )
-
-
-def _median(values: list[float]) -> float | None:
-    return median(values) if values else None
+def _medians(times: StepTimes) -> dict[str, Any]:
+    # Medians, because other work on the machine interrupts some steps, and a mean would contain it.
+    names = ("forward_s", "backward_s", "forward_thread_s", "backward_thread_s")
+    return {name: median(seconds) if (seconds := getattr(times, name)) else None for name in names}
 
 
 def _interquartile_range(values: list[float]) -> float:

@@ -33,6 +33,13 @@ from planner.profiler.estimated.trace import StepTrace, trace_step
 
 Floats = NDArray[np.float64]
 
+_REMEDY = "see `KnownStep` in planner/profiler/estimated/calibrate.py for its fields"
+_STEP_ERROR = 0.05  # of an estimate with the right factors
+_SHARE_ERROR = 0.16  # of the table's shares
+_Seconds = Annotated[float, Field(gt=0)]
+# Weight of the table, where a profile has weight 1: shares that no profile depends on stay as they are.
+_TRUST_IN_TABLE = 1e-5
+_LEAST_S = 1e-7  # shorter times are noise
 _ITERATIONS = 60
 _STEP = 1e-4  # for the derivatives
 
@@ -60,12 +67,6 @@ def least_squares(residuals: Callable[[Floats], Floats], start: Floats) -> Float
         if gain < 1e-7:
             break
     return best
-
-
-_REMEDY = "see `KnownStep` in planner/profiler/estimated/calibrate.py for its fields"
-_STEP_ERROR = 0.05  # of an estimate with the right factors
-_SHARE_ERROR = 0.16  # of the table's shares
-_Seconds = Annotated[float, Field(gt=0)]
 
 
 class KnownStep(Record):
@@ -121,11 +122,6 @@ class KnownTimes:
     steps: tuple[KnownStep, ...]
     training_specs: tuple[TrainingSpec, ...]
 
-    @property
-    def models(self) -> str:
-        """Names of the models, for people."""
-        return ", ".join(dict.fromkeys(spec.name for spec in self.training_specs))
-
     def timed(self, kind: Literal["cpu", "cuda"]) -> Iterator[Timed]:
         """Trace each step, and yield its sums; raise InputError for what is estimated only for GPUs."""
         for step, training_spec in zip(self.steps, self.training_specs, strict=True):
@@ -136,8 +132,8 @@ class KnownTimes:
                 )
             execution = Execution(kind, None if step.fusion is None else compiler, step.master_weights)
             trace = trace_step(training_spec, step.batch_size, step.dtype, execution=execution)
-            for parts, seconds in step.times.items():
-                yield Timed(seconds, partial(_sum, trace, parts))
+            for parts, measured_s in step.times.items():
+                yield Timed(measured_s, partial(_sum, trace, parts))
 
 
 def _sum(trace: StepTrace, parts: Iterable[int], spec: DeviceSpec) -> float:
@@ -181,11 +177,6 @@ def scaled(spec: DeviceSpec, arithmetic: float, bandwidth: float) -> DeviceSpec:
     )
 
 
-# Weight of the table, where a profile has weight 1: shares that no profile depends on stay as they are.
-_TRUST_IN_TABLE = 1e-5
-_LEAST_S = 1e-7  # shorter times are noise
-
-
 @dataclass(frozen=True)
 class Calibration:
     """A measured profile and its model file."""
@@ -226,8 +217,10 @@ def calibrated(spec: DeviceSpec, calibrations: Sequence[Calibration | KnownTimes
     fitted = _fitted_to_profiles(spec, profiles, dtype) if profiles else spec
     if known:
         fitted = fit_times(fitted, [step for each in known for step in each.timed(fitted.kind)])
-    models = ", ".join(dict.fromkeys([each.profile.model for each in profiles] + [each.models for each in known]))
-    return replace(fitted, name=f"{fitted.name}, calibrated on {models}") if models else spec
+    names = [each.profile.model for each in profiles] + [own.name for each in known for own in each.training_specs]
+    if not names:
+        return spec
+    return replace(fitted, name=f"{fitted.name}, calibrated on {', '.join(dict.fromkeys(names))}")
 
 
 def _fitted_to_profiles(spec: DeviceSpec, calibrations: Sequence[Calibration], dtype: DType) -> DeviceSpec:
@@ -269,18 +262,29 @@ def fit(spec: DeviceSpec, samples: Sequence[tuple[StepTrace, Profile]]) -> Devic
     are many. The unknowns are the logarithms of the launch time and of the achieved shares of the classes that occur.
     The method is Levenberg-Marquardt (Marquardt 1963).
     """
-    unknowns = _Unknowns(spec, samples)
+    occurring = {name for trace, _ in samples for name in trace.costs.classes()} | {"update"}
+    computing = [name for name in COMPUTE_CLASSES if name in occurring]
+    moving = [name for name in OP_CLASSES if name in occurring]
+    shares = [spec.achieved_arithmetic[name] for name in computing] + [spec.achieved_bandwidth[name] for name in moving]
+    start: Floats = np.log([*shares, spec.launch_s])
     measured = [_measured(profile) for _, profile in samples]
     weights = np.concatenate([np.sqrt(times / times.sum()) * (times > _LEAST_S) for times in measured])
     target = np.log(np.maximum(np.concatenate(measured), _LEAST_S))
 
+    def described(logs: Floats) -> DeviceSpec:
+        *shares, launch_s = map(float, np.exp(np.clip(logs, -50, 50)))
+        split = len(computing)
+        arithmetic = dict(spec.achieved_arithmetic) | dict(zip(computing, shares[:split], strict=True))
+        bandwidth = dict(spec.achieved_bandwidth) | dict(zip(moving, shares[split:], strict=True))
+        return replace(spec, achieved_arithmetic=arithmetic, achieved_bandwidth=bandwidth, launch_s=launch_s)
+
     def residuals(logs: Floats) -> Floats:
-        guess = unknowns.spec(logs)
+        guess = described(logs)
         times = np.concatenate([np.concatenate(trace.layer_seconds(guess)) for trace, _ in samples])
         errors = weights * (np.log(np.maximum(times, _LEAST_S)) - target)
-        return np.concatenate([errors, np.sqrt(_TRUST_IN_TABLE) * (logs - unknowns.start)])
+        return np.concatenate([errors, np.sqrt(_TRUST_IN_TABLE) * (logs - start)])
 
-    return unknowns.spec(least_squares(residuals, unknowns.start))
+    return described(least_squares(residuals, start))
 
 
 def _measured(profile: Profile) -> Floats:
@@ -292,24 +296,3 @@ def _measured(profile: Profile) -> Floats:
 
     forward, backward = column("forward_s", "forward_thread_s"), column("backward_s", "backward_thread_s")
     return np.array([*forward, *backward, *(layer.update_s for layer in profile.layers)], dtype=np.float64)
-
-
-class _Unknowns:
-    """The fitted shares and launch time, as one vector of logarithms."""
-
-    def __init__(self, spec: DeviceSpec, samples: Sequence[tuple[StepTrace, Profile]]) -> None:
-        self._spec = spec
-        occurring = {name for trace, _ in samples for name in trace.costs.classes()} | {"update"}
-        self._arithmetic = [name for name in COMPUTE_CLASSES if name in occurring]
-        self._bandwidth = [name for name in OP_CLASSES if name in occurring]
-        arithmetic = [spec.achieved_arithmetic[name] for name in self._arithmetic]
-        bandwidth = [spec.achieved_bandwidth[name] for name in self._bandwidth]
-        self.start: Floats = np.log([*arithmetic, *bandwidth, spec.launch_s])
-
-    def spec(self, logs: Floats) -> DeviceSpec:
-        """Return the device that these logarithms describe."""
-        *shares, launch_s = map(float, np.exp(np.clip(logs, -50, 50)))
-        split = len(self._arithmetic)
-        arithmetic = dict(self._spec.achieved_arithmetic) | dict(zip(self._arithmetic, shares[:split], strict=True))
-        bandwidth = dict(self._spec.achieved_bandwidth) | dict(zip(self._bandwidth, shares[split:], strict=True))
-        return replace(self._spec, achieved_arithmetic=arithmetic, achieved_bandwidth=bandwidth, launch_s=launch_s)

@@ -299,12 +299,12 @@ class DeviceFile(Record):
 
     def spec(self) -> DeviceSpec:
         """Return the device; what the file does not say is as for the GPUs of the table."""
-        like = next(spec for spec in DEVICES.values() if spec.kind == "cuda")
+        like = DEVICES["v100"]
         arithmetic: ComputeShares = {**like.achieved_arithmetic, **self.achieved_arithmetic}
         bandwidth: Mapping[OpClass, float] = {**like.achieved_bandwidth, **self.achieved_bandwidth}
-        return DeviceSpec(
+        return replace(
+            like,
             name=self.name,
-            kind="cuda",
             peak_flops_per_s=self.peak_flops_per_s,
             bandwidth_bytes_per_s=self.bandwidth_bytes_per_s,
             memory_bytes=self.memory_bytes,

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from planner.profiler.estimated.devices import COMPUTE_CLASSES, DType, OpClass
-from planner.profiler.step.allocation import Allocations
+from planner.profiler.step.allocation import Allocations, address_of
 from planner.profiler.step.counters import COLLECTIVES, GROUPED, OperationWatcher, model_flops
 
 aten = torch.ops.aten
@@ -170,7 +170,7 @@ def _changed(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> list[Tensor]
 
 
 def _values(tensors: Sequence[Tensor]) -> tuple[tuple[int, int], ...]:
-    return tuple((_storage(tensor), _bytes([tensor])) for tensor in tensors)
+    return tuple((address_of(tensor), _bytes([tensor])) for tensor in tensors)
 
 
 def _product(name: str, args: tuple[Any, ...], written: Sequence[Tensor]) -> tuple[int, int, int, int] | None:
@@ -200,12 +200,8 @@ def _implicit_product(weight: Tensor, pixels: Tensor, groups: int) -> tuple[int,
 def _is_view(func: torch._ops.OpOverload, read: Sequence[Tensor], written: Sequence[Tensor]) -> bool:
     if func._schema.is_mutable or not written:
         return not written
-    storages = {_storage(tensor) for tensor in read}
-    return all(_storage(tensor) in storages for tensor in written)
-
-
-def _storage(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
+    storages = {address_of(tensor) for tensor in read}
+    return all(address_of(tensor) in storages for tensor in written)
 
 
 def _bytes(tensors: Sequence[Tensor]) -> int:

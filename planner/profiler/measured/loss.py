@@ -20,7 +20,10 @@ from planner.model.spec import TrainingSpec
 from planner.model.stage.stage import build_stage
 
 # Relative differences that are none: some kernels of GPUs add in another order each time.
-_ROUNDING, _EPSILONS = 1e-4, 4
+_SAME, _EPSILONS = 1e-4, 4
+_IGNORED = 4  # position of this argument of aten.cross_entropy_loss
+_PARTS = 4  # several, because two may have as many labels by chance
+_ROUNDING = 3e-5  # relative difference of losses in float32 whose sums have another order
 
 
 def check_captured(spec: TrainingSpec, graph: LayerGraph, batch: Batch, options: ModuleOptions) -> None:
@@ -43,7 +46,7 @@ def check_captured(spec: TrainingSpec, graph: LayerGraph, batch: Batch, options:
         return _loss(graph, seed, lambda: unsplit_loss(graph.model, spec, batch, options))
 
     one, again = model(0), model(0)
-    tolerance = max(_ROUNDING, _EPSILONS * torch.finfo(options.autocast or one.dtype).eps)
+    tolerance = max(_SAME, _EPSILONS * torch.finfo(options.autocast or one.dtype).eps)
 
     def equal(first: Tensor, second: Tensor) -> bool:
         return torch.allclose(first, second, rtol=tolerance, atol=0.0, equal_nan=True)
@@ -69,11 +72,6 @@ def _differ(what: str, one: Tensor, other: Tensor) -> CaptureError:
         hint="draw random numbers with torch alone, and keep counts of calls in buffers: all other numbers stay as "
         "they were when the model was captured",
     )
-
-
-_IGNORED = 4  # position of this argument of aten.cross_entropy_loss
-_PARTS = 4  # several, because two may have as many labels by chance
-_ROUNDING = 3e-5  # relative difference of losses in float32 whose sums have another order
 
 
 def find_loss_mean(spec: TrainingSpec, graph: LayerGraph, batch: Batch, options: ModuleOptions) -> LossMean | None:
