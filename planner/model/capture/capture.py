@@ -24,7 +24,7 @@ from planner.model.capture.failure import (
 )
 from planner.model.capture.fake_run import TensorFacts, fake_run
 from planner.model.capture.graph import LOSS, Input, LayerGraph, ValueSpec, graph_digest
-from planner.model.capture.layers import FlatGraph, group_layers
+from planner.model.capture.layers import group_layers
 from planner.model.capture.operations import MODEL, Names, is_check
 from planner.model.capture.size import SizeReader, is_symbolic
 from planner.model.deferred_weights import allocate_buffers, is_deferred, without_storage
@@ -131,7 +131,7 @@ def observed(trace: Trace, options: ModuleOptions) -> LayerGraph:
         module=module,
         names=names,
         reader=reader,
-        layers=group_layers(FlatGraph(model, module, names, facts, operations, specs, loss)),
+        layers=group_layers(model, module, names, facts, operations, specs, loss),
         specs=specs,
         inputs=tuple(Input(node, specs.get(node)) for node in placeholders),
         batch_spec=trace.example.flatten()[1],

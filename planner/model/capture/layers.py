@@ -27,29 +27,6 @@ _LIGHT = (
 )
 
 
-@dataclass(frozen=True)
-class FlatGraph:
-    """An exported forward, before its operations are grouped into layers.
-
-    Attributes:
-        model: the user's.
-        module: the flat graph.
-        names: of the model's parameters and buffers.
-        facts: which operations share memory.
-        operations: those that must be in a layer; the others are numbers that each stage computes itself.
-        specs: of the values that can be sent to another stage.
-        loss: the operation that computes the loss; no cut is possible after it.
-    """
-
-    model: nn.Module
-    module: fx.GraphModule
-    names: Names
-    facts: TensorFacts
-    operations: Sequence[fx.Node]
-    specs: Mapping[fx.Node, ValueSpec]
-    loss: fx.Node
-
-
 @dataclass
 class _Run:
     """Consecutive operations that will make a layer."""
@@ -61,19 +38,35 @@ class _Run:
     nodes: list[fx.Node]
 
 
-def group_layers(flat: FlatGraph) -> tuple[GraphLayer, ...]:
-    """Return the layers in execution order; each operation is in one."""
-    runs = _runs(flat.operations, flat.model)
+def group_layers(
+    model: nn.Module,
+    module: fx.GraphModule,
+    names: Names,
+    facts: TensorFacts,
+    operations: Sequence[fx.Node],
+    specs: Mapping[fx.Node, ValueSpec],
+    loss: fx.Node,
+) -> tuple[GraphLayer, ...]:
+    """Return the layers of an exported forward, in execution order; each operation is in one.
+
+    Args:
+        model: the user's.
+        module: the flat graph.
+        facts: which operations share memory.
+        operations: those that must be in a layer; the others are numbers that each stage computes itself.
+        specs: of the values that can be sent to another stage.
+        loss: the operation that computes the loss; no cut is possible after it.
+    """
+    runs = _runs(operations, model)
     owner = {node: index for index, run in enumerate(runs) for node in run.nodes}
     spans = [
-        *_spans_of_uncrossable(owner, flat.specs),
-        *_spans_of_writes(flat.module, owner, flat.facts),
-        (owner[flat.loss], len(runs) - 1),
+        *_spans_of_uncrossable(owner, specs),
+        *_spans_of_writes(module, owner, facts),
+        (owner[loss], len(runs) - 1),
     ]
-    merged = _merge(runs, spans)
-    layers = [_layer(run, flat.names) for run in _unique_names(merged)]
+    layers = [_layer(run, names) for run in _unique_names(_merge(runs, spans))]
     # In evaluation the stages have the weights that training gave them, whether an operation reads them or not.
-    return _adopt_unused(layers, flat.names) if flat.model.training else tuple(layers)
+    return _adopt_unused(layers, names) if model.training else tuple(layers)
 
 
 def _runs(operations: Sequence[fx.Node], model: nn.Module) -> list[_Run]:

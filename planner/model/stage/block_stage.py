@@ -6,43 +6,38 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
-from planner.model.capture.graph import LOSS, BlockChain, LayerGraph
+from planner.model.capture.graph import BlockChain, LayerGraph
 from planner.model.loss import loss_of
 from planner.model.randomness import RandomKey, reseed
 from planner.model.stage.code import compiled
 from planner.model.stage.deferred_norm import defer_module, deferred_name
-from planner.model.stage.parts import Boundary, StageCode, StageParts, Variant, stage_parts
-from planner.model.stage.segments import ChangingBuffers, Segment, divided, joined, places_of
+from planner.model.stage.parts import Boundary, Segment, Variant
 from planner.model.stage.weights import add_missing, holder_of
 
 
-def block_parts(graph: LayerGraph, boundary: Boundary, variant: Variant) -> StageParts:
-    """Return the parts of the stage within `boundary` of a graph of blocks; each block is compiled by itself."""
-    chain = graph.blocks
-    assert chain is not None
-    layers = chain.layers[boundary.first : boundary.last + 1]
-    blocks = [block for layer in layers for _, block in layer.blocks]
-    inside = {module for block in blocks for module in block.modules()}
-    weights = _weights(graph, boundary, inside)
-    deferred = _defer_norms(graph, inside, weights) if variant.defer_batch_norm else {}
-    calls = {block: compiled(block) if variant.compiled else block for block in blocks}
-    segments = []
-    for part, again in divided(graph, boundary, variant.recompute):
-        segment = _segment(graph, chain, part, calls)
-        if again:
-            names = {name for layer in part.layers for name in layer.buffers}
-            names |= {norm for norm, buffer in deferred.items() if buffer in names}
-            segment = segment.recomputing(ChangingBuffers(places_of(weights, names)), {})
-        segments.append(segment)
-    taken = [*(leaf.node.name for _, leaf in boundary.inputs), *(node.name for node in boundary.received)]
-    whole = joined(segments, taken, _results(boundary))
-    return stage_parts(graph, boundary, weights, StageCode(whole.run))
+class BlockCode:
+    """The code of the stage within `boundary` of a graph of blocks; each block is compiled by itself."""
 
+    def __init__(self, graph: LayerGraph, boundary: Boundary, variant: Variant) -> None:
+        assert graph.blocks is not None
+        self._graph, self._chain = graph, graph.blocks
+        blocks = [
+            block for layer in self._chain.layers[boundary.first : boundary.last + 1] for _, block in layer.blocks
+        ]
+        inside = {module for block in blocks for module in block.modules()}
+        self.weights = _weights(graph, boundary, inside)
+        self.numbers: dict[fx.Node, Any] = {}
+        self.places: dict[str, str] = {}
+        self._deferred = _defer_norms(graph, inside, self.weights) if variant.defer_batch_norm else {}
+        self._calls = {block: compiled(block) if variant.compiled else block for block in blocks}
 
-def _results(boundary: Boundary) -> list[str]:
-    return [*(node.name for node in boundary.sent), *([LOSS] if boundary.has_loss else [])]
+    def segment(self, part: Boundary) -> tuple[Segment, set[str]]:
+        """Return the segment within `part`, and the names of the buffers that it reads."""
+        names = {name for layer in part.layers for name in layer.buffers}
+        names |= {norm for norm, buffer in self._deferred.items() if buffer in names}
+        return _segment(self._graph, self._chain, part, self._calls), names
 
 
 def _segment(
@@ -51,7 +46,7 @@ def _segment(
     spec = graph.batch_spec
     indices = [index for index, _ in boundary.inputs]
     received = [node.name for node in boundary.received]
-    results = _results(boundary)
+    results = [node.name for node in boundary.makes]
     # Only this segment's: the chain, which the function would keep, leads to the whole model's weights.
     layers = chain.layers[boundary.first : boundary.last + 1]
     first, training, loss = boundary.first, chain.training, chain.loss
@@ -83,15 +78,14 @@ def _segment(
             made = [] if layer.gives is None else layer.gives.tensors(value, layer.blocks[-1][0])
             known.update(zip(layer.values, made, strict=True))
             if layer.has_loss:
-                known[LOSS] = loss_of(value, target, loss)
-                made = [known[LOSS]]
+                made = [loss_of(value, target, loss)]
+                known[results[-1]] = made[0]
             taken = layer.values
             if observer is not None:
                 observer.after_layer(index, made_last(made))
         return tuple(known[name] for name in results)
 
-    taken = [*(leaf.node.name for _, leaf in boundary.inputs), *received]
-    return Segment(run, (), tuple(taken), tuple(results))
+    return Segment(run, (), tuple(node.name for node in boundary.takes), tuple(results))
 
 
 def made_last(tensors: Sequence[Tensor]) -> Tensor | None:

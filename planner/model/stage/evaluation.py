@@ -88,7 +88,8 @@ class EvaluationStages:
         modules: the wanted stages that have layers.
         transfers: by (source, target) stage, the values sent; each is passed from user to user.
         last: the stage that has the loss, and receives the model's output.
-        model_output: how the output is assembled from values.
+        output: assembles the model's output from the batch and the values that the last stage made or received, by
+            name; it returns None where nobody asked for the output.
         batch_size: the only one that the stages accept; None where they accept any.
         autocast: the dtype that they run under, if any.
     """
@@ -96,17 +97,9 @@ class EvaluationStages:
     modules: Mapping[int, StageModule]
     transfers: Mapping[tuple[int, int], Sequence[ValueSpec]]
     last: int
-    model_output: ModelOutput
+    output: ModelOutput
     batch_size: int | None
     autocast: torch.dtype | None
-
-    def output(self, known: Mapping[str, Tensor], batch: Batch) -> Any:
-        """Return the model's output, assembled from the values at the last stage.
-
-        Args:
-            known: by name, the values that the last stage made or received.
-        """
-        return self.model_output(known, batch)
 
 
 def build_evaluation(
@@ -146,12 +139,8 @@ def build_evaluation(
         for stage in wanted
         if stages[stage]
     }
-    made = _model_output(evaluation) if output else _no_output
+    made = _model_output(evaluation) if output else lambda _known, _batch: None
     return EvaluationStages(modules, transfers, last, made, evaluation.batch_size, evaluation.options.autocast)
-
-
-def _no_output(known: Mapping[str, Tensor], batch: Batch) -> None:
-    """Stand for the output where nobody asks for it."""
 
 
 def _model_output(graph: LayerGraph) -> ModelOutput:

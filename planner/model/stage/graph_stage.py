@@ -21,8 +21,7 @@ from planner.model.stage.deferred_norm import (
     deferred_name,
     running_statistics,
 )
-from planner.model.stage.parts import Boundary, LayerObserver, StageCode, StageParts, Variant, stage_parts
-from planner.model.stage.segments import ChangingBuffers, Segment, divided, joined, places_of
+from planner.model.stage.parts import Boundary, LayerObserver, Segment, Variant
 from planner.model.stage.weights import weights_of
 from planner.model.tensor.regions import Regions
 
@@ -34,22 +33,21 @@ def _notify(observer: LayerObserver | None, index: int, value: Tensor | None) ->
         observer.after_layer(index, value)
 
 
-def graph_parts(graph: LayerGraph, boundary: Boundary, variant: Variant) -> StageParts:
-    """Return the parts of the stage within `boundary`, whose segments are generated code."""
-    weights = weights_of(graph, boundary.layers)
-    numbers = _numbers(graph, boundary)
-    places: dict[str, str] = {}
-    segments = []
-    for part, again in divided(graph, boundary, variant.recompute):
-        builder = _Builder(graph, part, variant, weights)
+class GraphCode:
+    """The code of the stage within `boundary`: generated, in segments."""
+
+    def __init__(self, graph: LayerGraph, boundary: Boundary, variant: Variant) -> None:
+        self._graph, self._variant = graph, variant
+        self.weights = weights_of(graph, boundary.layers)
+        self.numbers = _numbers(graph, boundary)
+        self.places: dict[str, str] = {}
+
+    def segment(self, part: Boundary) -> tuple[Segment, set[str]]:
+        """Return the segment within `part`, and the names of the buffers that it reads."""
+        builder = _Builder(self._graph, part, self._variant, self.weights)
         segment = builder.build()
-        places |= builder.places
-        segments.append(segment.recomputing(builder.buffers(), places) if again else segment)
-    taken = [*(leaf.node for _, leaf in boundary.inputs), *boundary.received, *numbers]
-    results = [*boundary.sent, *([graph.loss] if boundary.has_loss else [])]
-    whole = joined(segments, [node.name for node in taken], [node.name for node in results])
-    code = StageCode(whole.run, whole.registries, tuple(numbers.values()), places)
-    return stage_parts(graph, boundary, weights, code)
+        self.places |= builder.places
+        return segment, builder.buffers()
 
 
 def _numbers(graph: LayerGraph, boundary: Boundary) -> dict[fx.Node, Any]:
@@ -88,7 +86,7 @@ class _Builder:
 
     def build(self) -> Segment:
         graph, boundary = self._graph, self._boundary
-        taken = [*(leaf.node for _, leaf in boundary.inputs), *boundary.received, *_numbers(graph, boundary)]
+        taken = [*boundary.takes, *_numbers(graph, boundary)]
         self._declare(taken)
         for index, layer in enumerate(self._layers, start=boundary.first):
             # Each random layer is seeded anew, so that its numbers do not depend on what the process ran before.
@@ -98,20 +96,18 @@ class _Builder:
                 self._copy(node)
             if self._variant.observable:
                 self._new.call_function(_notify, (self._observer, index, self._last_on_gradient_path(layer)))
-        results = [*boundary.sent, graph.loss] if boundary.has_loss else boundary.sent
-        self._new.output(tuple(self._regions.whole(node, self._copies) for node in results))
+        self._new.output(tuple(self._regions.whole(node, self._copies) for node in boundary.makes))
         # Only the generated function is kept; the module around it, with the graph, is dropped.
         run = type(fx.GraphModule(self._weights, self._new)).forward
         self.places = {copy.name: place for node, copy in self._copies.items() if (place := user_place(node))}
         run = compiled(run) if self._variant.compiled else run
-        names = (tuple(node.name for node in nodes) for nodes in (taken, results))
+        names = (tuple(node.name for node in nodes) for nodes in (taken, boundary.makes))
         return Segment(run, self._registries.values, *names)
 
-    def buffers(self) -> ChangingBuffers:
-        """Return the buffers that the segment reads, constants and those of nested graphs among them."""
+    def buffers(self) -> set[str]:
+        """Return the names of buffers that the segment reads, constants and those of nested graphs among them."""
         names = {name for layer in self._layers for name in layer.buffers} | set(self._attributes.values())
-        names |= {deferred_name(running.mean) for running in self._deferred.values()}
-        return ChangingBuffers(places_of(self._weights, names))
+        return names | {deferred_name(running.mean) for running in self._deferred.values()}
 
     def _declare(self, taken: Sequence[fx.Node]) -> None:
         """Make the arguments of the code, in the order of `Segment.run`."""

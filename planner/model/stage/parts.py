@@ -18,24 +18,8 @@ from planner.model.capture.graph import LOSS, GraphLayer, Input, LayerGraph, Val
 from planner.model.capture.size import evaluate_number, samples_in
 from planner.model.options import channels_last
 from planner.model.stage.code import Registry
-from planner.model.stage.weights import RecurrentWeights, recurrent_weights
+from planner.model.stage.weights import RecurrentWeights
 from planner.model.tensor.division import UNDIVIDED, DividedWeights
-
-_TRAINING = 5  # position of this argument of aten.batch_norm
-
-
-def least_batch_size(layers: Iterable[GraphLayer]) -> int:
-    """Return 2 where a BatchNorm has one value per channel and sample, of which there is no variance; else 1."""
-    return 2 if any(_needs_two(node) for layer in layers for node in layer.nodes) else 1
-
-
-def _needs_two(node: fx.Node) -> bool:
-    if node.target is not torch.ops.aten.batch_norm.default or not node.args[_TRAINING]:
-        return False
-    source = node.args[0]
-    assert isinstance(source, fx.Node)
-    positions = source.meta["val"].shape[2:]
-    return all(isinstance(size, int) for size in positions) and math.prod(positions) == 1
 
 
 class LayerObserver(Protocol):
@@ -87,7 +71,7 @@ class Boundary:
         inputs: leaves of the batch, with their index there.
         received: from earlier stages.
         sent: to later stages, made here or received.
-        has_loss: whether the loss is made here.
+        loss: the node that makes it, if it is here.
     """
 
     first: int
@@ -97,7 +81,17 @@ class Boundary:
     inputs: tuple[tuple[int, Input], ...]
     received: tuple[fx.Node, ...]
     sent: tuple[fx.Node, ...]
-    has_loss: bool
+    loss: fx.Node | None
+
+    @property
+    def takes(self) -> tuple[fx.Node, ...]:
+        """The values that the layers' code takes, besides numbers."""
+        return (*(leaf.node for _, leaf in self.inputs), *self.received)
+
+    @property
+    def makes(self) -> tuple[fx.Node, ...]:
+        """The values that the layers' code returns."""
+        return self.sent if self.loss is None else (*self.sent, self.loss)
 
 
 def boundary_of(graph: LayerGraph, first: int, last: int, keep: Sequence[str] = ()) -> Boundary:
@@ -108,14 +102,14 @@ def boundary_of(graph: LayerGraph, first: int, last: int, keep: Sequence[str] = 
     received = [node for node in graph.crossing if node in used and graph.owner[node] < first]
     made = [node for layer in layers for node in layer.nodes]
     sent = [node for node in (*received, *made) if graph.last_use(node) > last or node.name in keep]
-    return Boundary(first, last, layers, tuple(used), tuple(inputs), tuple(received), tuple(sent), graph.loss in made)
+    loss = graph.loss if graph.loss in made else None
+    return Boundary(first, last, layers, tuple(used), tuple(inputs), tuple(received), tuple(sent), loss)
 
 
 def stage_boundary(graph: LayerGraph, first: int, last: int, keep: Sequence[str]) -> Boundary:
     """Return the boundary of a stage: as `boundary_of`, but something that it takes tells the size of the batch."""
     boundary = boundary_of(graph, first, last, keep)
-    nodes = (*boundary.received, *(leaf.node for _, leaf in boundary.inputs))
-    if _tell_batch_size(graph.specs.get(node) for node in nodes):
+    if _tell_batch_size(graph.specs.get(node) for node in boundary.takes):
         return boundary
     # Layers that use no input may still depend on the size of the batch.
     telling = [(i, leaf) for i, leaf in enumerate(graph.inputs) if _tell_batch_size([leaf.spec])]
@@ -127,39 +121,50 @@ def _tell_batch_size(specs: Iterable[ValueSpec | None]) -> bool:
 
 
 @dataclass(frozen=True)
-class StageCode:
-    """The function that computes a stage's layers, and what it takes besides values.
+class Segment:
+    """Consecutive layers of a stage that run as one piece of code.
 
     Attributes:
-        run: (weights, *registries, device, key, observer, *inputs, *received, *numbers) -> sent values, then the loss.
+        run: (weights, *registries, device, key, observer, *taken) -> made.
         registries: of the modules that hold the weights.
-        numbers: expressions in the batch size.
-        places: where the user's file makes each value of the code, by the value's name.
+        takes: names of the values that it reads: the stage's own, or those that earlier segments make.
+        makes: names of the values that `run` returns.
     """
 
     run: Callable[..., tuple[Tensor, ...]]
-    registries: tuple[Registry, ...] = ()
-    numbers: tuple[Any, ...] = ()
-    places: Mapping[str, str] = field(default_factory=dict)
+    registries: tuple[Registry, ...]
+    takes: tuple[str, ...]
+    makes: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class StageParts:
-    """What a stage consists of. It keeps no graph and no node: these lead to the whole model's weights."""
+    """What a stage consists of. It keeps no graph and no node: these lead to the whole model's weights.
+
+    Attributes:
+        least_batch_size: the fewest samples that it can be trained on.
+        code: it takes the inputs, the received values and the numbers; it makes the sent values, then the loss.
+        expressions: in the batch size, of the numbers that the code takes.
+        places: where the user's file makes each value of the code, by the value's name.
+        inputs: index among the batch's leaves.
+        fixed_batch_size: the only number of samples that it takes; None when it takes any.
+    """
 
     layer_names: tuple[str, ...]
-    least_batch_size: int  # the fewest samples that it can be trained on
+    least_batch_size: int
     weights: nn.Module
-    code: StageCode
+    code: Segment
+    expressions: tuple[Any, ...]
+    places: Mapping[str, str]
     batch_spec: TreeSpec
-    inputs: tuple[tuple[int, ValueSpec | None], ...]  # index among the batch's leaves
+    inputs: tuple[tuple[int, ValueSpec | None], ...]
     received: tuple[ValueSpec, ...]
     sent: tuple[ValueSpec, ...]
     has_loss: bool
     fixed_batch_size: int | None
     autocast: torch.dtype | None
     channels_last: bool
-    recurrent: tuple[RecurrentWeights, ...] = ()
+    recurrent: tuple[RecurrentWeights, ...]
     _numbers: dict[tuple[tuple[torch.Size, torch.dtype], ...], list[Any]] = field(default_factory=dict)
 
     @cached_property
@@ -204,7 +209,7 @@ class StageParts:
         if found is None:
             size = self.batch_size(inputs, received)
             self.check(inputs, received, size)
-            found = self._numbers[seen] = [evaluate_number(expression, size) for expression in self.code.numbers]
+            found = self._numbers[seen] = [evaluate_number(expression, size) for expression in self.expressions]
         return found
 
     def batch_size(self, inputs: Sequence[Any], received: Sequence[Tensor]) -> int:
@@ -250,20 +255,18 @@ def _outline(spec: TreeSpec) -> str:
     return repr(spec.unflatten(["*"] * spec.num_leaves)).replace("'*'", "*")
 
 
-def stage_parts(graph: LayerGraph, boundary: Boundary, weights: nn.Module, code: StageCode) -> StageParts:
-    """Return the parts of the stage within `boundary`, which `code` computes."""
-    return StageParts(
-        layer_names=tuple(layer.name for layer in boundary.layers),
-        least_batch_size=least_batch_size(boundary.layers),
-        weights=weights,
-        code=code,
-        batch_spec=graph.batch_spec,
-        inputs=tuple((index, leaf.spec) for index, leaf in boundary.inputs),
-        received=tuple(graph.specs[node] for node in boundary.received),
-        sent=tuple(graph.specs[node] for node in boundary.sent),
-        has_loss=boundary.has_loss,
-        fixed_batch_size=graph.batch_size,
-        autocast=graph.options.autocast,
-        channels_last=graph.options.channels_last,
-        recurrent=recurrent_weights(graph, boundary.layers),
-    )
+_TRAINING = 5  # position of this argument of aten.batch_norm
+
+
+def least_batch_size(layers: Iterable[GraphLayer]) -> int:
+    """Return 2 where a BatchNorm has one value per channel and sample, of which there is no variance; else 1."""
+    return 2 if any(_needs_two(node) for layer in layers for node in layer.nodes) else 1
+
+
+def _needs_two(node: fx.Node) -> bool:
+    if node.target is not torch.ops.aten.batch_norm.default or not node.args[_TRAINING]:
+        return False
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    positions = source.meta["val"].shape[2:]
+    return all(isinstance(size, int) for size in positions) and math.prod(positions) == 1

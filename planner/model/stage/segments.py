@@ -8,9 +8,9 @@ reads the buffers that the first one read, such as BatchNorm's statistics, and d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,8 +22,130 @@ from planner.errors import CaptureError
 from planner.model.capture.failure import operation_failure
 from planner.model.capture.graph import LayerGraph
 from planner.model.randomness import RandomKey
-from planner.model.stage.code import Registry
-from planner.model.stage.parts import Boundary, boundary_of
+from planner.model.stage.parts import Boundary, Segment, boundary_of
+
+FAILURES = (RuntimeError, IndexError, ValueError, TypeError)  # that an operation raises on values it cannot take
+
+
+def divided(graph: LayerGraph, boundary: Boundary, groups: Sequence[Sequence[str]]) -> list[tuple[Boundary, bool]]:
+    """Divide the layers of a stage into segments; for each whether it recomputes.
+
+    Args:
+        groups: names of the layers of each group that recomputes.
+
+    Raises:
+        CaptureError: when the layers of a group do not follow one another in the stage.
+    """
+    spans = sorted(_span(graph, boundary, names) for names in groups)
+    segments = []
+    start = boundary.first
+    for first, last in [*spans, (boundary.last + 1, boundary.last)]:
+        if first < start:
+            raise CaptureError(
+                f"layer '{graph.layers[first].name}' is in two groups that recompute", hint="make the plan again"
+            )
+        if start < first:
+            segments.append((start, first - 1, False))
+        if first <= last:
+            segments.append((first, last, True))
+        start = last + 1
+    if len(segments) == 1:
+        return [(boundary, segments[0][2])]
+    kept = [node.name for node in boundary.sent]
+    return [(boundary_of(graph, first, last, kept), again) for first, last, again in segments]
+
+
+def _span(graph: LayerGraph, boundary: Boundary, names: Sequence[str]) -> tuple[int, int]:
+    positions = sorted(graph.position.get(name, -1) for name in names)
+    inside = positions and boundary.first <= positions[0] and positions[-1] <= boundary.last
+    if not inside or positions != list(range(positions[0], positions[0] + len(positions))):
+        raise CaptureError(
+            f"the layers {list(names)}, which are to recompute together, do not follow one another in their stage",
+            hint="make the plan again with: plan solve",
+        )
+    return positions[0], positions[-1]
+
+
+def joined(segments: Sequence[Segment], takes: Sequence[str], results: Sequence[str]) -> Segment:
+    """Return one segment that runs `segments` one after the other.
+
+    Args:
+        takes: names of the stage's inputs, received values and numbers.
+    """
+    if len(segments) == 1:
+        return segments[0]
+    needed = set(results)
+    steps: list[tuple[Segment, list[str]]] = []
+    for segment in reversed(segments):
+        # What only this segment still needs must not outlive it: activations would take memory until the stage's end.
+        steps.append((segment, [name for name in segment.takes if name not in needed]))
+        needed.update(segment.takes)
+    return Segment(partial(_run, steps[::-1], tuple(takes), tuple(results)), (), tuple(takes), tuple(results))
+
+
+def _run(
+    steps: Sequence[tuple[Segment, Sequence[str]]],
+    takes: tuple[str, ...],
+    results: tuple[str, ...],
+    weights: nn.Module,
+    device: torch.device,
+    key: RandomKey,
+    observer: Any,
+    *values: Any,
+) -> tuple[Tensor, ...]:
+    known = dict(zip(takes, values, strict=True))
+    for segment, last_used in steps:
+        taken = [known[name] for name in segment.takes]
+        for name in last_used:
+            del known[name]
+        made = segment.run(weights, *segment.registries, device, key, observer, *taken)
+        known.update(zip(segment.makes, made, strict=True))
+    return tuple(known[name] for name in results)
+
+
+def recomputing(segment: Segment, buffers: ChangingBuffers, places: Mapping[str, str]) -> Segment:
+    """Return a segment that keeps only what it takes, and runs again before its backward.
+
+    Args:
+        buffers: that it reads.
+        places: where the user's file makes each value of the code.
+    """
+
+    def run(
+        weights: nn.Module, device: torch.device, key: RandomKey, observer: Any, *values: Any
+    ) -> tuple[Tensor, ...]:
+        # The stage's key will have been set for other units when the forward runs again.
+        key = key.copy()
+        forward = partial(segment.run, weights, *segment.registries, device, key, observer)
+        if not torch.is_grad_enabled():
+            return forward(*values)
+        before: list[Buffers] = []  # of the first forward, once it runs
+
+        def forward_twice(*values: Any) -> tuple[Tensor, ...]:
+            if not before:
+                with buffers.recorded(learn=key.is_set) as found:
+                    before.append(found)
+                    return forward(*values)
+            with buffers.replaced(before[0]):
+                try:
+                    return forward(*values)
+                except FAILURES as cause:
+                    # Not within the stage's forward, which says so of the first one.
+                    failure = operation_failure(cause, places)
+                    if failure is None:
+                        raise
+                    raise failure from cause
+
+        made: tuple[Tensor, ...] = checkpoint(
+            forward_twice,
+            *values,
+            use_reentrant=False,
+            preserve_rng_state=False,  # each layer that draws random numbers seeds the generator by the key first
+            early_stop=False,  # predictions count a whole forward
+        )
+        return made
+
+    return replace(segment, run=run, registries=())
 
 
 class Place(NamedTuple):
@@ -115,160 +237,3 @@ def _copies(places: Sequence[Place]) -> list[tuple[Place, Tensor]]:
 def _point(values: Buffers) -> None:
     for (registry, name), value in values:
         registry[name] = value
-
-
-Code = Callable[..., tuple[Tensor, ...]]
-FAILURES = (RuntimeError, IndexError, ValueError, TypeError)  # that an operation raises on values it cannot take
-
-
-@dataclass(frozen=True)
-class Segment:
-    """Consecutive layers of a stage that run as one piece of code.
-
-    Attributes:
-        run: (weights, *registries, device, key, observer, *taken) -> made.
-        registries: of the modules that hold the weights.
-        takes: names of the values that it reads: the stage's own, or those that earlier segments make.
-        makes: names of the values that `run` returns.
-    """
-
-    run: Code
-    registries: tuple[Registry, ...]
-    takes: tuple[str, ...]
-    makes: tuple[str, ...]
-
-    def recomputing(self, buffers: ChangingBuffers, places: Mapping[str, str]) -> Segment:
-        """Return the same segment, which keeps only what it takes and runs again before its backward.
-
-        Args:
-            places: where the user's file makes each value of the code.
-        """
-        group = _Group(self.run, self.registries, buffers, places)
-        return replace(self, run=group.run, registries=())
-
-
-def divided(graph: LayerGraph, boundary: Boundary, groups: Sequence[Sequence[str]]) -> list[tuple[Boundary, bool]]:
-    """Divide the layers of a stage into segments; for each whether it recomputes.
-
-    Args:
-        groups: names of the layers of each group that recomputes.
-
-    Raises:
-        CaptureError: when the layers of a group do not follow one another in the stage.
-    """
-    spans = sorted(_span(graph, boundary, names) for names in groups)
-    segments = []
-    start = boundary.first
-    for first, last in [*spans, (boundary.last + 1, boundary.last)]:
-        if first < start:
-            raise CaptureError(
-                f"layer '{graph.layers[first].name}' is in two groups that recompute", hint="make the plan again"
-            )
-        if start < first:
-            segments.append((start, first - 1, False))
-        if first <= last:
-            segments.append((first, last, True))
-        start = last + 1
-    if len(segments) == 1:
-        return [(boundary, segments[0][2])]
-    kept = [node.name for node in boundary.sent]
-    return [(boundary_of(graph, first, last, kept), again) for first, last, again in segments]
-
-
-def _span(graph: LayerGraph, boundary: Boundary, names: Sequence[str]) -> tuple[int, int]:
-    positions = sorted(graph.position.get(name, -1) for name in names)
-    inside = positions and boundary.first <= positions[0] and positions[-1] <= boundary.last
-    if not inside or positions != list(range(positions[0], positions[0] + len(positions))):
-        raise CaptureError(
-            f"the layers {list(names)}, which are to recompute together, do not follow one another in their stage",
-            hint="make the plan again with: plan solve",
-        )
-    return positions[0], positions[-1]
-
-
-def joined(segments: Sequence[Segment], takes: Sequence[str], results: Sequence[str]) -> Segment:
-    """Return one segment that runs `segments` one after the other.
-
-    Args:
-        takes: names of the stage's inputs, received values and numbers.
-    """
-    if len(segments) == 1:
-        return segments[0]
-    needed = set(results)
-    steps: list[tuple[Segment, list[str]]] = []
-    for segment in reversed(segments):
-        # What only this segment still needs must not outlive it: activations would take memory until the stage's end.
-        steps.append((segment, [name for name in segment.takes if name not in needed]))
-        needed.update(segment.takes)
-    return Segment(partial(_run, steps[::-1], tuple(takes), tuple(results)), (), tuple(takes), tuple(results))
-
-
-def _run(
-    steps: Sequence[tuple[Segment, Sequence[str]]],
-    takes: tuple[str, ...],
-    results: tuple[str, ...],
-    weights: nn.Module,
-    device: torch.device,
-    key: RandomKey,
-    observer: Any,
-    *values: Any,
-) -> tuple[Tensor, ...]:
-    known = dict(zip(takes, values, strict=True))
-    for segment, last_used in steps:
-        taken = [known[name] for name in segment.takes]
-        for name in last_used:
-            del known[name]
-        made = segment.run(weights, *segment.registries, device, key, observer, *taken)
-        known.update(zip(segment.makes, made, strict=True))
-    return tuple(known[name] for name in results)
-
-
-@dataclass(frozen=True)
-class _Group:
-    """Layers that recompute together; see `Segment.recomputing`."""
-
-    code: Code
-    registries: tuple[Registry, ...]
-    buffers: ChangingBuffers
-    places: Mapping[str, str]
-
-    def run(
-        self, weights: nn.Module, device: torch.device, key: RandomKey, observer: Any, *values: Any
-    ) -> tuple[Tensor, ...]:
-        # The stage's key will have been set for other units when the forward runs again.
-        key = key.copy()
-        forward = partial(self.code, weights, *self.registries, device, key, observer)
-        if not torch.is_grad_enabled():
-            return forward(*values)
-        made: tuple[Tensor, ...] = checkpoint(
-            _Twice(forward, self, learn=key.is_set),
-            *values,
-            use_reentrant=False,
-            preserve_rng_state=False,  # each layer that draws random numbers seeds the generator by the key first
-            early_stop=False,  # predictions count a whole forward
-        )
-        return made
-
-
-class _Twice:
-    """The forward of a unit, which runs a second time as it ran the first time."""
-
-    __slots__ = ("_before", "_forward", "_group", "_learn")
-
-    def __init__(self, forward: Code, group: _Group, *, learn: bool) -> None:
-        self._forward, self._group, self._learn = forward, group, learn
-        self._before: Buffers | None = None
-
-    def __call__(self, *values: Any) -> tuple[Tensor, ...]:
-        if self._before is None:
-            with self._group.buffers.recorded(learn=self._learn) as self._before:
-                return self._forward(*values)
-        with self._group.buffers.replaced(self._before):
-            try:
-                return self._forward(*values)
-            except FAILURES as cause:
-                # Not within the stage's forward, which says so of the first one.
-                failure = operation_failure(cause, self._group.places)
-                if failure is None:
-                    raise
-                raise failure from cause
