@@ -87,7 +87,7 @@ class Batch:
         return [_batch_of(spec.unflatten(list(part))) for part in zip(*pieces, strict=True)]
 
     def to(self, device: torch.device | str) -> Batch:
-        """Return the same batch with its tensors on `device`.
+        """Return this batch with its tensors on `device`.
 
         The host does not wait for a GPU: tensors are copied from pinned memory on the current stream, which is to use
         them. PyTorch gives the pinned memory to nobody else before the copy has ended.
@@ -97,7 +97,7 @@ class Batch:
         return self._with(lambda leaf: leaf.to(device))
 
     def pinned(self) -> Batch:
-        """Return the same batch with the tensors that are on the CPU in pinned memory; it needs CUDA."""
+        """Return this batch with the CPU's tensors in pinned memory; it needs CUDA."""
         return self._with(lambda leaf: leaf.pin_memory() if _can_be_pinned(leaf) else leaf)
 
     def _with(self, change: Callable[[Tensor], Tensor]) -> Batch:
@@ -108,7 +108,7 @@ class Batch:
         return _batch_of(spec.unflatten(changed))
 
     def channels_last(self) -> Batch:
-        """Return the same batch with the model's inputs in channels-last format; the target keeps its format."""
+        """Return this batch with the model's inputs in channels-last format; the target keeps its format."""
         args, kwargs = tree_map(
             lambda leaf: channels_last(leaf) if isinstance(leaf, Tensor) else leaf, (self.args, self.kwargs)
         )
@@ -128,7 +128,7 @@ class Batch:
         return _batch_of(tree_map(repeat, self._tree()))
 
     def distinct(self) -> Batch:
-        """Return the same batch without a tensor that occurs twice, as inputs and labels of language models may."""
+        """Return this batch with a copy of each tensor that occurs twice, as inputs and labels of language models may."""
         seen: set[int] = set()
 
         def distinct(leaf: Any) -> Any:
@@ -159,7 +159,7 @@ def _can_be_pinned(tensor: Tensor) -> bool:
 def make_batch(returned: Any, place: str) -> Batch:
     """Return the batch that a user's function returned: (args, target), (args, kwargs, target) or a Batch.
 
-    A dict in place of args has arguments by name. A dict alone is the same without a target, as the datasets of
+    A dict in place of args has arguments by name. A dict alone has no target, as the datasets of
     transformers return it.
 
     Args:

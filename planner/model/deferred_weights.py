@@ -113,11 +113,12 @@ def allocate_buffers(model: nn.Module) -> None:
 
 @contextmanager
 def without_storage(model: nn.Module) -> Iterator[None]:
-    """Let a deferred model be captured: within, its parameters are on the CPU, but hold no bytes.
+    """Let a deferred model be captured: within, its parameters are on the CPU, but take no memory.
 
-    Capture needs shapes, strides and the device alone; reading such a parameter would crash the process.
+    Capture needs shapes, strides and the device alone.
     """
-    hollow = {parameter: _hollow(parameter) for parameter in model.parameters() if parameter.is_meta}
+    bare = [parameter for parameter in model.parameters() if parameter.is_meta]
+    hollow = {parameter: nn.Parameter(_unwritten(parameter), parameter.requires_grad) for parameter in bare}
     _replace(model, hollow)
     try:
         yield
@@ -128,12 +129,6 @@ def without_storage(model: nn.Module) -> Iterator[None]:
 def is_deferred(model: nn.Module) -> bool:
     """Return whether some of the model's parameters have no memory yet."""
     return any(parameter.is_meta for parameter in model.parameters())
-
-
-def _hollow(parameter: nn.Parameter) -> nn.Parameter:
-    data = torch.empty_like(parameter, device="cpu")  # the system gives no page before it is written
-    data.untyped_storage().resize_(0)
-    return nn.Parameter(data, parameter.requires_grad)
 
 
 def _without_values(model: nn.Module, names: Collection[str]) -> list[nn.Parameter]:

@@ -223,7 +223,7 @@ class TrainingSpec:
         return model
 
     def without_model(self) -> TrainingSpec:
-        """Return the same without build_model(), which keeps a model in memory alive."""
+        """Return this spec without build_model(), which keeps a model in memory alive."""
         kept = {name: function for name, function in self.functions.items() if name != "build_model"}
         return replace(self, functions=kept)
 

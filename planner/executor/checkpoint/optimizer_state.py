@@ -129,7 +129,7 @@ def take_state(
                 if division.group is not None and (cut := division.cuts.get(name)) is not None:
                     sliced = Slice(place=division.group.place, of=division.group.degree, **asdict(cut))
                     part = part.model_copy(update={"slice": sliced})
-            if division.speaks or (part is not None and part.slice is not None):
+            if division.is_first_rank or (part is not None and part.slice is not None):
                 states[name] = ParameterState(tensors=tuple(kept), values=values, part=part)
                 tensors.update({stored: kept[key] for key, stored in states[name].stored(name).items()})
     kind = type(optimizer).__name__

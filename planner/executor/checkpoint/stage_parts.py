@@ -59,12 +59,12 @@ def content_of(own: Restorable) -> Content | None:
     Raises:
         InputError: when the model or optimizer has state that no checkpoint can hold.
     """
-    first, speaks = own.replica == 0, divided_weights(own.module).speaks
+    first, first_rank = own.replica == 0, divided_weights(own.module).is_first_rank
     weights = whole_state(own.module) if first else _buffers(own.module)
     optimizer, tensors = None, dict[str, Tensor]()
     if own.optimizer is not None and (first or own.sharding is not None):
         optimizer, tensors = take_state(own.optimizer, own.module, own.learning_rate_factor, own.sharding)
-    if not speaks:  # the first rank saves the weights, and all of the optimizer of which this one has no part
+    if not first_rank:  # the first rank saves the weights, and all of the optimizer of which this one has no part
         weights, optimizer = {}, optimizer if tensors else None
     return Content(weights, optimizer, tensors) if weights or optimizer is not None else None
 
@@ -77,8 +77,8 @@ def write_part(folder: Path, own: Restorable, content: Content) -> StagePart:
         OSError: when the disk is full or the folder cannot be written.
     """
     division = divided_weights(own.module)
-    first = own.replica == 0 and division.speaks
-    rank = "" if division.group is None or division.speaks else f"-rank-{division.group.place}"
+    first = own.replica == 0 and division.is_first_rank
+    rank = "" if division.group is None or division.is_first_rank else f"-rank-{division.group.place}"
     stem = f"stage-{own.stage}" + ("" if own.replica == 0 else f"-replica-{own.replica}") + rank
     tensors, aliases = distinct(content.weights)
     weights = write_tensors(folder / f"{stem}.weights.safetensors", tensors)

@@ -196,7 +196,7 @@ class StageOptimizer:
 
     def _counted_gradients(self, leave_out: Iterable[nn.Parameter] = ()) -> list[Tensor]:
         """Return the gradients that this rank counts in a norm: those that several ranks have, the first one counts."""
-        elsewhere = {*leave_out, *(() if self._division.speaks else self._alike)}
+        elsewhere = {*leave_out, *(() if self._division.is_first_rank else self._alike)}
         counted = (stepped for whole, stepped in self._stepped.items() if whole not in elsewhere)
         return [stepped.grad for stepped in counted if stepped.grad is not None]
 

@@ -166,7 +166,7 @@ def _run_without_values(
     loss: LossFunction | None,
     device: torch.device = torch.device("cpu"),  # noqa: B008  # immutable
 ) -> tuple[list[tuple[int, int]], list[Any], list[Any]]:
-    """Do the same with copies of the blocks, on tensors without data."""
+    """Return what `_run` returns, by copies of the blocks on tensors without data."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     try:
         fakes = fake_modules([block for _, block in named], mode, device)
@@ -186,7 +186,7 @@ def _run_without_values(
 def _run_on_cuda(
     named: Sequence[tuple[str, nn.Module]], example: Batch, loss: LossFunction | None, autocast: torch.dtype
 ) -> tuple[list[tuple[int, int]], list[Any], list[Any]]:
-    """Do the same with copies of the blocks on CUDA, under its autocast; without data where they need none."""
+    """Return what `_run` returns, by copies of the blocks on CUDA under autocast; without data where they need none."""
     device = fake_device("cuda")
     try:
         with pretended("cuda"), autocasting("cuda", autocast):

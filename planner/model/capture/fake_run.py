@@ -48,7 +48,7 @@ class TensorFacts:
     writes: dict[fx.Node, frozenset[int]] = field(default_factory=dict)
 
     def sharing_as(self, other: TensorFacts) -> TensorFacts:
-        """Return the same facts, with memory counted as shared or written also where it is so in `other`."""
+        """Return these facts, with memory counted as shared or written also where it is so in `other`."""
 
         def joined(mine: dict[fx.Node, frozenset[int]], others: dict[fx.Node, frozenset[int]]) -> Any:
             # Complements are negative: the numbers of one run stay apart from those of the other.

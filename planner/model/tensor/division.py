@@ -35,7 +35,7 @@ class DividedWeights:
     cuts: Mapping[str, Cut] = field(default_factory=dict)
 
     @property
-    def speaks(self) -> bool:
+    def is_first_rank(self) -> bool:
         """Whether this rank saves and counts what all ranks of the group have alike."""
         return self.group is None or self.group.place == 0
 
