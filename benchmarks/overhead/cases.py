@@ -68,7 +68,7 @@ def bare_unit(context: PipelineContext, stage: HeldStage) -> Callable[[], None]:
     parts = stage.module._parts
     batch = context.data.batch(Unit(0))
     inputs = parts.read_batch(batch) if parts.inputs else []
-    numbers = [evaluate_number(expression, SAMPLES) for expression in parts.code.numbers]
+    numbers = [evaluate_number(expression, SAMPLES) for expression in parts.expressions]
     received = [torch.randn(spec.shape(SAMPLES)) for spec in parts.received]
     fixed = (parts.weights, *parts.code.registries, context.place.compute, stage.module._key, None, *inputs)
     run = parts.code.run

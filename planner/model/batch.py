@@ -128,7 +128,7 @@ class Batch:
         return _batch_of(tree_map(repeat, self._tree()))
 
     def distinct(self) -> Batch:
-        """Return this batch with a copy of each tensor that occurs twice, as inputs and labels of language models may."""
+        """Return this batch with copies of tensors that occur twice, as inputs and labels of language models may."""
         seen: set[int] = set()
 
         def distinct(leaf: Any) -> Any:
