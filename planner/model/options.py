@@ -10,24 +10,18 @@ results take over the format of inputs and weights.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-import torch
-
-if TYPE_CHECKING:
-    from planner.formats.plan import Plan
-    from planner.formats.profile import Profile
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from planner.errors import InputError
 
 if TYPE_CHECKING:
-    from planner.formats.profile import Autocast
-
+    from planner.formats.plan import Plan
+    from planner.formats.profile import Autocast, Profile
 
 _NAMES = {
     "bfloat16": torch.bfloat16,
@@ -35,6 +29,35 @@ _NAMES = {
     "float16": torch.float16,
     "fp16": torch.float16,
 }
+# By the number of dimensions: samples, channels, and two or three of space.
+_FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
+@dataclass(frozen=True)
+class ModuleOptions:
+    """How modules are measured and trained; a profile and its plans carry the same.
+
+    Attributes:
+        autocast: the dtype that modules run under torch.autocast with; None for none.
+        channels_last: whether weights and images are in channels-last order.
+        compiled: whether each stage goes through torch.compile.
+        device: the kind of device that modules run on, "cpu" or "cuda": its rules say which dtypes values have under
+            autocast.
+    """
+
+    autocast: torch.dtype | None = None
+    channels_last: bool = False
+    compiled: bool = False
+    device: str = "cpu"
+
+
+PLAIN = ModuleOptions()
+
+
+def module_options(record: Profile | Plan) -> ModuleOptions:
+    """Return the options that `record` was measured with, or is to be trained with."""
+    channels_last = record.memory_format == "channels-last"
+    return ModuleOptions(autocast_dtype(record.autocast), channels_last, bool(record.compiled), record.device.kind)
 
 
 def autocasting(device_type: str, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
@@ -65,10 +88,6 @@ def autocast_dtype(name: str | None) -> torch.dtype | None:
     return _NAMES[name]
 
 
-# By the number of dimensions: samples, channels, and two or three of space.
-_FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
-
-
 def channels_last(tensor: Tensor) -> Tensor:
     """Return `tensor` with its channels innermost in memory; itself if they are, or if it has no channels."""
     memory_format = _FORMATS.get(tensor.dim())
@@ -83,30 +102,3 @@ def lay_out(module: nn.Module) -> None:
     for tensor in (*module.parameters(), *module.buffers()):
         if tensor.dim() in _FORMATS:
             tensor.data = channels_last(tensor.data)
-
-
-@dataclass(frozen=True)
-class ModuleOptions:
-    """How modules are measured and trained; a profile and its plans carry the same.
-
-    Attributes:
-        autocast: the dtype that modules run under torch.autocast with; None for none.
-        channels_last: whether weights and images are in channels-last order (see `memory_format`).
-        compiled: whether each stage goes through torch.compile.
-        device: the kind of device that modules run on, "cpu" or "cuda": its rules say which dtypes values have under
-            autocast.
-    """
-
-    autocast: torch.dtype | None = None
-    channels_last: bool = False
-    compiled: bool = False
-    device: str = "cpu"
-
-
-PLAIN = ModuleOptions()
-
-
-def module_options(record: Profile | Plan) -> ModuleOptions:
-    """Return the options that `record` was measured with, or is to be trained with."""
-    channels_last = record.memory_format == "channels-last"
-    return ModuleOptions(autocast_dtype(record.autocast), channels_last, bool(record.compiled), record.device.kind)
