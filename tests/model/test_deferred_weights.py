@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import random
 from collections.abc import Callable, Collection
 
@@ -237,3 +238,37 @@ def test_nothing_is_drawn_for_weights_from_files() -> None:
     assert torch.equal(torch.get_rng_state(), state)
     assert not deferred.draws_buffers
     assert DeferredModel(Encoder, draw=False).draws_buffers
+
+
+class Initialised(nn.Module):
+    """Initial values by PyTorch's functions, which reject samples, permute and decompose; by conversion and parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cut = nn.Linear(9, 7)
+        nn.init.trunc_normal_(self.cut.weight, std=0.02)
+        self.far = nn.Parameter(nn.init.trunc_normal_(torch.empty(40), 0.0, 1.0, -0.1, 0.2))
+        self.turned = nn.Linear(6, 6)
+        nn.init.orthogonal_(self.turned.weight)
+        self.sparse = nn.Linear(8, 5)
+        nn.init.sparse_(self.sparse.weight, 0.3)
+        self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(5, 4))
+        self.short = nn.Linear(3, 4).to(torch.bfloat16)
+        self.joined = nn.Parameter(torch.cat([torch.zeros(2, 9), self.cut.weight.detach()]))
+        self.token = nn.Embedding(5, 4, padding_idx=3)
+        self.last = nn.GRU(4, 3, 2, bidirectional=True)
+        self.apply(self._scaled)
+
+    def _scaled(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            module.bias.data.normal_(0.0, 0.1 / math.sqrt(module.out_features))
+
+
+@pytest.mark.parametrize("every", [1, 2, 3])
+def test_initial_values_by_functions_of_pytorch(every: int) -> None:
+    torch.manual_seed(SEED)
+    whole = Initialised()
+    names = list(dict(whole.named_parameters()))[::every]
+    part = _materialized(Initialised, names)
+    for name in names:
+        assert torch.equal(part.get_parameter(name), whole.get_parameter(name)), name
