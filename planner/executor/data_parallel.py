@@ -213,7 +213,7 @@ class DataParallelWorker(Worker):
         self._options = module_options(context.plan)
         # Blocks may skip weights depending on the values that they see; for other models one step shows it.
         unused = context.spec.defines("blocks") or self._leaves_out_weights(model)
-        group = context.groups.of(None)
+        group = context.groups.for_collectives(None)
         connect_all(context)
         self._model = DistributedDataParallel(model, process_group=group, find_unused_parameters=unused)
         self._forward = compiled(self._model) if self._options.compiled else self._model

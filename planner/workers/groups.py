@@ -46,7 +46,7 @@ class DataGroups:
         """Whether messages of one group are told apart by tags, so that one group does for many."""
         return self._place.backend == GLOO
 
-    def of(self, ranks: Iterable[int] | None) -> dist.ProcessGroup:
+    def for_collectives(self, ranks: Iterable[int] | None) -> dist.ProcessGroup:
         """Make a group of `ranks`, or of all workers, for all-reduces and broadcasts."""
         members = list(range(dist.get_world_size()) if ranks is None else ranks)
         group = self._make(members)
@@ -54,7 +54,7 @@ class DataGroups:
             self._unused.append(lambda token: dist.all_reduce(token, group=group, async_op=True))
         return group
 
-    def between(self, sender: int, receiver: int) -> dist.ProcessGroup:
+    def for_messages(self, sender: int, receiver: int) -> dist.ProcessGroup:
         """Make a group for messages from one worker to another."""
         group = self._make([sender, receiver])
         if dist.get_rank() == sender:

@@ -110,11 +110,11 @@ class LinkGroups:
             receivers: of each message; those whom the streams name, if nothing else is said.
         """
         if groups.tagged:
-            return cls(groups.of(None), groups.of(None), receivers=receivers)
+            return cls(groups.for_collectives(None), groups.for_collectives(None), receivers=receivers)
         # Making a group is a call of all workers, and NCCL connects a lane at its first use: one order for all.
         links = cls(receivers=receivers)
         lanes = lanes_of({rank: links.copied(stream, rank) for rank, stream in streams().items()})
-        return replace(links, by_lane={lane: groups.between(lane.sender, lane.receiver) for lane in lanes})
+        return replace(links, by_lane={lane: groups.for_messages(lane.sender, lane.receiver) for lane in lanes})
 
     def copied(self, stream: Iterable[Instruction], rank: int) -> Iterator[Instruction]:
         """Yield a worker's stream with a send for each receiver."""

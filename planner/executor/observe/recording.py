@@ -31,7 +31,7 @@ class Window:
     last: int | None = None
 
     @classmethod
-    def of(cls, chosen: tuple[int, int] | int) -> Window:
+    def chosen(cls, chosen: tuple[int, int] | int) -> Window:
         """Make a window of (first, end), or of so many minibatches at the end of the run."""
         return cls(last=chosen) if isinstance(chosen, int) else cls(chosen[0], chosen[1], None)
 

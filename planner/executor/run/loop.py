@@ -53,13 +53,13 @@ class Groups:
         streams = (dict(all_streams(*shapes)) for shapes in by_tensor_rank)
         links = LinkGroups.create(context.groups, lambda: ChainMap(*streams), context.receivers)
         for ranks in groups_of_ranks(context.job.plan):
-            group = context.groups.of(ranks)
+            group = context.groups.for_collectives(ranks)
             if context.tensor is not None and context.rank in ranks:
                 context.tensor.connect(group, context.place.compute)
         replicas = {}
         # Stages whose groups are smaller than others come several times, once for each place in larger groups.
         for index, ranks in dict.fromkeys(each for shape, *_ in by_tensor_rank for each in enumerate(shape.ranks)):
-            made = context.groups.of(ranks) if len(ranks) > 1 else None
+            made = context.groups.for_collectives(ranks) if len(ranks) > 1 else None
             if made is not None and context.rank in ranks:
                 replicas[index] = made
         return cls(links, replicas)

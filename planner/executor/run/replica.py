@@ -118,7 +118,7 @@ class StageReplica:
             self._forget_if_done(unit, record)
             return None
         with self.versions.restored(unit):
-            loss = None if record.loss is None else self._weighed(unit, record.loss)
+            loss = None if record.loss is None else self._weighted(unit, record.loss)
             scaled = loss if loss is None or self.optimizer.scaler is None else loss * self.optimizer.scaler.scale
             roots, gradients = _roots(scaled, record)
             if self._averager is not None and last_of_round:
@@ -206,7 +206,7 @@ class StageReplica:
             record = self._units[unit] = _InFlight()
         return record
 
-    def _weighed(self, unit: Unit, loss: Tensor) -> Tensor:
+    def _weighted(self, unit: Unit, loss: Tensor) -> Tensor:
         """Weight a loss by the unit's share of the minibatch's.
 
         A unit in which nothing counts has a loss of zero and no backward: a mean over nothing is not a number.

@@ -82,7 +82,7 @@ def train(
     _advise(context)
     on_progress = _with_hooks(context, first, on_progress)
     peak = peak_memory(context, (stage.module for stage in context.stages.values()))
-    window = Window.of(options.trace_minibatches)
+    window = Window.chosen(options.trace_minibatches)
     recorder = None
     if options.trace is not None:
         recorder = TraceRecorder(context.rank, window, place.compute, peak.now_bytes)

@@ -32,10 +32,10 @@ class Endpoint:
         self._groups: dict[tuple[int, int], dist.ProcessGroup] = {}
         both = [ends for pair in pairs for ends in (pair, pair[::-1])]
         if groups.tagged:
-            by_direction = {ends: groups.of(None) for ends in ((0, 1), (1, 0))}
+            by_direction = {ends: groups.for_collectives(None) for ends in ((0, 1), (1, 0))}
             self._groups = {(a, b): by_direction[int(a > b), int(a < b)] for a, b in both}
         else:
-            self._groups = {(sender, receiver): groups.between(sender, receiver) for sender, receiver in both}
+            self._groups = {(sender, receiver): groups.for_messages(sender, receiver) for sender, receiver in both}
 
     def exchange_s(self, peer: int | None, size: int, rounds: int) -> list[float]:
         """Return the seconds of each exchange of `size` bytes with `peer`, both ways at once; without a peer none.

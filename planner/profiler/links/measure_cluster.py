@@ -156,7 +156,7 @@ class _LevelMeasurement:
         across = [range(k, self._world, workers) for k in range(workers)]
         # Every worker makes every group, those that it is not in included.
         self._within, self._across = (
-            [groups.of(ring) for ring in rings if len(ring) > 1] for rings in (within, across)
+            [groups.for_collectives(ring) for ring in rings if len(ring) > 1] for rings in (within, across)
         )
         groups.use_once()
         spare = place.kind != "cpu" or cores_to_send(workers)
