@@ -1,6 +1,7 @@
 """Describe devices, for profiles without them: peaks from data sheets, and the share of them that operations achieve.
 
-A device is one of the table, found by its name there or by what the driver calls it, or is described in a file.
+A device is one of the table, found by its name there or by what the driver calls it, or is described in a file
+(`device_file`). No pydantic here: the help of the command line lists the table, and shows at once.
 
 Peaks are dense (no sparsity), at boost clock. Sources:
 
@@ -38,13 +39,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Annotated, Literal, get_args
-
-from pydantic import Field, model_validator
+from typing import Literal, get_args
 
 from planner.errors import InputError
-from planner.formats.files import Record, load_record
 
 DType = Literal["float32", "tf32", "bfloat16", "float16"]
 DTYPE_ALIASES: Mapping[str, DType] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -265,65 +262,3 @@ def find_device(name: str) -> DeviceSpec | None:
         ),
         None,
     )
-
-
-_REMEDY = "see `DeviceFile` in planner/profiler/estimated/devices.py for its fields"
-_Positive = Annotated[float, Field(gt=0)]
-
-
-class DeviceFile(Record):
-    """A GPU, by its data sheet and, where they are known, the shares of it that it achieves.
-
-    {"name": "My GPU", "peak_flops_per_s": {"float32": 30e12, "float16": 120e12},
-     "bandwidth_bytes_per_s": 300e9, "memory_bytes": 24e9, "processors": 58, "clock": 0.5}
-    """
-
-    schema_version: Literal[1] = 1
-    name: str
-    peak_flops_per_s: dict[DType, _Positive]  # dense, at boost clock; "float32" at least
-    bandwidth_bytes_per_s: _Positive
-    memory_bytes: Annotated[int, Field(gt=0)]
-    processors: Annotated[int, Field(gt=0)]  # streaming multiprocessors or compute units
-    clock: Annotated[float, Field(gt=0, le=1)] = 1.0  # share of the boost clock that it keeps under load
-    # By class of operation, in place of the table's.
-    achieved_arithmetic: dict[ComputeClass, _Positive] = Field(default_factory=dict)
-    achieved_bandwidth: dict[OpClass, _Positive] = Field(default_factory=dict)
-    launch_s: Annotated[float, Field(ge=0)] | None = None
-    dispatch_s: Annotated[float, Field(ge=0)] | None = None
-
-    @model_validator(mode="after")
-    def _check_single(self) -> DeviceFile:
-        if "float32" not in self.peak_flops_per_s:
-            raise ValueError("peak_flops_per_s has no float32, which every training needs")
-        return self
-
-    def spec(self) -> DeviceSpec:
-        """Return the device; what the file does not say is as for the GPUs of the table."""
-        like = DEVICES["v100"]
-        arithmetic: ComputeShares = {**like.achieved_arithmetic, **self.achieved_arithmetic}
-        bandwidth: Mapping[OpClass, float] = {**like.achieved_bandwidth, **self.achieved_bandwidth}
-        return replace(
-            like,
-            name=self.name,
-            peak_flops_per_s=self.peak_flops_per_s,
-            bandwidth_bytes_per_s=self.bandwidth_bytes_per_s,
-            memory_bytes=self.memory_bytes,
-            achieved_arithmetic=arithmetic,
-            achieved_bandwidth=bandwidth,
-            launch_s=like.launch_s if self.launch_s is None else self.launch_s,
-            dispatch_s=like.dispatch_s if self.dispatch_s is None else self.dispatch_s,
-            processors=self.processors,
-        ).at_clock(self.clock)
-
-
-def load_device(path: Path | str, dtype: DType) -> DeviceSpec:
-    """Read a device from `path`.
-
-    Raises:
-        InputError: when the file cannot be used, or the device has no such arithmetic.
-    """
-    spec = load_record(DeviceFile, path, InputError, _REMEDY).spec()
-    if dtype not in spec.peak_flops_per_s and dtype != "tf32":
-        known = ", ".join(spec.peak_flops_per_s)
-        raise InputError(f"'{path}' has no {dtype} arithmetic", hint=f"give `dtype` one of {known}, or add its peak")
-    return spec
