@@ -26,10 +26,10 @@ from planner.formats.profile import Profile
 from planner.options.training import TrainingOptions
 from planner.schedule.registry import find
 from planner.solver.assemble import GIVEN, assemble
+from planner.solver.choose.baselines import equal_layers
 from planner.solver.evaluate.evaluation import priced
 from planner.solver.other_schedules import synced
 from planner.solver.problem.problem import Problem
-from planner.solver.reference.baselines import equal_layers
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results.json"

@@ -17,10 +17,10 @@ from planner.options.solving import DepthRule
 from planner.schedule.registry import find
 from planner.simulator.simulate_plan import simulated_s
 from planner.solver.assemble import GIVEN, assemble
+from planner.solver.choose.baselines import equal_time
 from planner.solver.evaluate.evaluation import evaluate
 from planner.solver.problem.budget import Budget
 from planner.solver.problem.problem import Problem
-from planner.solver.reference.baselines import equal_time
 
 __all__ = ["balanced_stages", "data_parallel_s", "given_plan", "in_proportion", "simulated_s"]
 

@@ -16,11 +16,11 @@ from planner.formats.profile import Profile, load_profile
 from planner.schedule.registry import find
 from planner.schedule.schedule import Schedule
 from planner.solver import solve
+from planner.solver.choose.baselines import equal_blocks, equal_time, recomputing
 from planner.solver.evaluate.evaluation import priced, simulated
 from planner.solver.problem.budget import Budget
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import Evaluation
-from planner.solver.reference.baselines import equal_blocks, equal_time, recomputing
 
 PROFILES = Path(__file__).resolve().parents[2] / "profiles"
 SCHEDULES = ("1f1b-flush", "1f1b-flush", "2bw", "1f1b")

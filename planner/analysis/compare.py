@@ -19,11 +19,11 @@ from planner.options.solving import SolveOptions
 from planner.schedule.gpipe import GPIPE
 from planner.schedule.instructions import MICROBATCHES_PER_GPU
 from planner.schedule.schedule import Schedule
+from planner.solver.choose import baselines
 from planner.solver.evaluate.evaluation import evaluate
 from planner.solver.find_plan import find_plan
 from planner.solver.problem.budget import Budget, Patience
 from planner.solver.problem.result import Evaluation
-from planner.solver.reference import baselines
 
 CHOSEN, SAME_CUT = "chosen plan", "gpipe, same cut"
 OWN = (CHOSEN, SAME_CUT)  # rows with stages that the planner chose

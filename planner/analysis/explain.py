@@ -17,11 +17,11 @@ from planner.formats.plan import Plan
 from planner.formats.plan_parts import Bottleneck, SolverReport, config_of
 from planner.formats.profile import Profile
 from planner.options.solving import SolveOptions
+from planner.solver.choose import baselines
 from planner.solver.find_plan import find_plan
 from planner.solver.problem.budget import Budget, Patience
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.states import Chain
-from planner.solver.reference import baselines
 from planner.solver.search.restricted import counts_to_try, proposals
 
 MORE_BANDWIDTH = 1.1

@@ -24,7 +24,7 @@ from planner.options.solving import SolveOptions
 from planner.plan.blocks import blocks_of
 from planner.plan.shape import check_versions
 from planner.schedule.schedule import gpus_after
-from planner.solver.reference.baselines import equal_counts, legal_ends
+from planner.solver.choose.baselines import equal_counts, legal_ends
 from planner.units import format_bytes, format_memory
 
 

@@ -18,13 +18,13 @@ from planner.formats.plan_parts import OtherWay
 from planner.formats.profile import Profile
 from planner.options.solving import SolveOptions
 from planner.schedule.flush import FLUSH
+from planner.solver.choose import baselines
+from planner.solver.choose.sharded_data_parallel import sharded_data_parallel
 from planner.solver.evaluate.evaluation import evaluate
 from planner.solver.find_plan import find_plan
 from planner.solver.problem.budget import Budget, Patience
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import Evaluation
-from planner.solver.reference import baselines
-from planner.solver.reference.sharded_data_parallel import sharded_data_parallel
 
 ONE_GPU, DATA_PARALLEL = "one GPU", "data parallel"
 EQUAL_STAGES = "equal stages"  # of equally many blocks

@@ -29,7 +29,7 @@ from planner.solver.problem.result import Evaluation
 GIVEN = SolverReport(name=GIVEN_NAME, cost_model="resource", status="feasible", lower_bound_s=0.0, gap=1.0, seconds=0.0)
 
 
-def complete(problem: Problem, best: Evaluation, report: SolverReport, *, vertical_sync: bool = False) -> Plan:
+def complete(problem: Problem, best: Evaluation, report: SolverReport) -> Plan:
     """Return the plan of the chosen stages with what the searches leave out: copies of shared weights, vertical sync.
 
     Raises:
@@ -38,10 +38,10 @@ def complete(problem: Problem, best: Evaluation, report: SolverReport, *, vertic
     price = price_with_copies(problem.layer_costs, best.stages, best.price, problem.setting)
     price = replace(price, memory=with_overheads(problem.layer_costs, best.stages, price.memory, price.workers))
     plan = assemble(problem, Evaluation(best.stages, price), report)
-    plan = plan.model_copy(update={"vertical_sync": vertical_sync})
+    plan = plan.model_copy(update={"vertical_sync": problem.vertical_sync})
     # Candidates were simulated without vertical sync and shared weights.
     by_simulation = plan.predicted.by == "simulation"
-    return simulated_plan(plan) if by_simulation and (vertical_sync or plan.shared) else plan
+    return simulated_plan(plan) if by_simulation and (problem.vertical_sync or plan.shared) else plan
 
 
 def assemble(problem: Problem, best: Evaluation, report: SolverReport = GIVEN) -> Plan:

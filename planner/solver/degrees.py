@@ -7,7 +7,7 @@ asynchronous schedules (`planner.solver.search.chain.mixed_degrees`); elsewhere 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -18,33 +18,30 @@ from planner.errors import InfeasibleError
 from planner.plan.blocks import block_ends
 from planner.solver.evaluate.evaluation import fastest, priced
 from planner.solver.granularity import cut_after
+from planner.solver.overheads import solve_with_room
 from planner.solver.problem.bounds import least_times
 from planner.solver.problem.budget import Budget, OutOfTimeError
-from planner.solver.problem.problem import Problem
+from planner.solver.problem.problem import Answer, Problem
 from planner.solver.problem.result import Found, stages_along
 from planner.solver.problem.states import Chain, StateSpace
-from planner.solver.room import solve_with_room
 from planner.solver.search.chain.fewest import FEW_STATES
 from planner.solver.search.chain.mixed_degrees import MixedDegrees
 from planner.solver.search.chain.search import Search
 from planner.solver.search.graph.downsets import Downsets, enumerate_downsets
 from planner.solver.search.pipeline_search import PipelineSearch
 
-Answer = Callable[[Problem], Found]
 
-
-def solve_degrees(problem: Problem, answer: Answer, *, mixing: bool = True) -> Found:
+def solve_degrees(problem: Problem, answer: Answer) -> Found:
     """Find the best plan whose stages have the degrees that the rules allow.
 
     Args:
         problem: with the rules.
         answer: the whole search for plans that divide no layers.
-        mixing: whether stages may differ in their degrees.
 
     Raises:
         InfeasibleError: if no plan fits the memory.
     """
-    degrees, mixes = problem.rules.tensor, mixing and _mixes(problem)
+    degrees, mixes = problem.rules.tensor, _mixes(problem)
     if degrees == (1,):
         return answer(problem)
     found, obstacle = list[Found](), None
@@ -82,6 +79,7 @@ def _mixes(problem: Problem) -> bool:
     setting, profile = problem.setting, problem.layer_costs.profile
     alike = not problem.cluster.kinds and len(problem.cluster.joined) == 1
     plain = problem.constraints.empty and problem.rules.max_stages is None and not profile.tied_parameters
+    plain &= problem.solver != "ilp" and not problem.vertical_sync
     searched = problem.schedule.asynchronous and problem.simulates and setting.chunks == 1
     return len(problem.rules.tensor) > 1 and alike and plain and searched
 

@@ -1,21 +1,26 @@
-"""The way from profile and cluster to plan.
+"""The way from profile and cluster to plan: check the question, answer it step by step, assemble the plan.
 
-There are two methods, and the problem decides which of them can solve it:
+A search walks along the layers and adds up what it knows of each stage. The steps settle what it cannot know. Each
+takes a problem, asks the steps after it about variants that are relaxed or fixed in one respect, and returns an answer:
 
-search   exact; GPUs alike; layers pinned to stages; other constraints that are forbidden cuts. Also good plans for
-         GPUs that differ, on any levels
-ilp      an integer program: all constraints, GPUs that differ; clusters of one level
+    solve_degrees      how many ranks divide the layers of a stage: a search for each degree
+    solve_with_room    memory that goes to more than tensors: room for as many communicators as the plan has
+    solve_tied         copies of tied weights
+    solve_synced       weight versions under vertical sync
+    solve_zero_bubble  schedules that are searched as another one
+    solve_by_method    the search itself, or an integer program (`planner.solver.methods`)
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 
 from planner.cost.models.registry import cost_model_of
 from planner.cost.setting import Setting
 from planner.cost.tensor import costs_at, layer_costs_on
-from planner.errors import InfeasibleError, InputError, PlannerError, ProfileError
+from planner.errors import InputError, ProfileError
 from planner.formats.cluster import Cluster
 from planner.formats.constraints import Constraints
 from planner.formats.device_kinds import cluster_for
@@ -23,29 +28,48 @@ from planner.formats.plan import Plan
 from planner.formats.plan_parts import SolverReport
 from planner.formats.profile import REMEDY, Profile
 from planner.options.option import keywords_of
-from planner.options.solving import Progress, SolveOptions, SolverName, StageRules
+from planner.options.solving import Progress, SolveOptions, StageRules
 from planner.plan.rank_groups import groups_of
+from planner.schedule.registry import SCHEDULES
 from planner.schedule.schedule import Schedule
 from planner.solver.assemble import complete
-from planner.solver.candidates.first_plans import FirstPlans
 from planner.solver.degrees import solve_degrees
-from planner.solver.divided_loss import check_divided_loss
 from planner.solver.evaluate.depth import TOLERANCE
-from planner.solver.granularity import solve_blocks_first
-from planner.solver.mixed import solve_mixed
-from planner.solver.other_schedules import solve_interleaved, solve_synced, solve_zero_bubble
+from planner.solver.methods import solve_by_method
+from planner.solver.other_schedules import solve_synced, solve_zero_bubble
+from planner.solver.overheads import solve_with_room
 from planner.solver.problem.budget import Budget, Patience
 from planner.solver.problem.infeasible import UnexplainedError
-from planner.solver.problem.problem import Problem
+from planner.solver.problem.problem import Problem, Step
 from planner.solver.problem.result import Found
-from planner.solver.room import solve_with_room
-from planner.solver.search.integer.answer import needs_program, solve_by_program
 from planner.solver.search.pipeline_search import PipelineSearch
-from planner.solver.searched import searched
 from planner.solver.tied import solve_tied
 from planner.units import SLACK
 
-MOST_COLUMNS = 40_000  # about: of an integer program that is tried beside a search
+STEPS: tuple[Step, ...] = (solve_degrees, solve_with_room, solve_tied, solve_synced, solve_zero_bubble)
+
+
+def check_divided_loss(profile: Profile, setting: Setting, *, accepted: bool = False) -> None:
+    """Check that the schedule trains on the loss that the model file defines.
+
+    Args:
+        profile: says what the loss is a mean over.
+        setting: the schedule, and how many microbatches it makes of a minibatch.
+        accepted: whether the user takes the mean of the microbatches' losses instead.
+
+    Raises:
+        InputError: for a loss of whole batches under a schedule that divides them.
+    """
+    divided = setting.schedule.divides and setting.microbatches > 1
+    if not divided or accepted or profile.loss is None or profile.loss.over != "batch":
+        return
+    whole = " or ".join(schedule.name for schedule in SCHEDULES if not schedule.divides)
+    raise InputError(
+        f"the loss of '{profile.model}' is not a mean over samples or labels, so the {setting.microbatches} "
+        f"microbatches into which {setting.schedule} divides a minibatch train on another loss",
+        hint=f"use `schedule` {whole}; if the loss is a mean over some of the labels, define loss_weight(target) in "
+        "the model file and profile it again; or take the mean over microbatches with `accept_divided_loss`",
+    )
 
 
 def find_plan(profile: Profile, cluster: Cluster, options: SolveOptions, patience: Patience | None = None) -> Plan:
@@ -71,27 +95,24 @@ def find_plan(profile: Profile, cluster: Cluster, options: SolveOptions, patienc
     constraints = options.constraints or Constraints()
     constraints.check(profile, cluster)
     problem = Problem(layer_costs_on(profile, cluster), setting, rules, options.depth, constraints, budget)
-    vertical_sync, solver = options.vertical_sync, options.solver
-    if vertical_sync:
+    problem = replace(problem, vertical_sync=options.vertical_sync, solver=options.solver)
+    if options.vertical_sync:
         _check_vertical_sync(options.order)
     budget.progress.begin(budget.deadline.at_s, PipelineSearch(problem).relaxed_s())
-
-    def answer_of(other: Problem) -> Found:
-        return solve_synced(other, lambda each: _found(each, solver)) if vertical_sync else _found(other, solver)
-
-    def whole(other: Problem) -> Found:
-        return solve_with_room(
-            other,
-            lambda each: solve_tied(each, answer_of, vertical_sync=vertical_sync),
-            vertical_sync=vertical_sync,
-        )
-
     try:
-        found = solve_degrees(problem, whole, mixing=solver in ("auto", "search") and not vertical_sync)
+        found = answered(problem)
     except UnexplainedError as error:
         raise error.explanation() from None
-    plan = complete(problem, found.best, _report(problem, found), vertical_sync=vertical_sync)
+    plan = complete(problem, found.best, _report(problem, found))
     return plan.model_copy(update={"solver": plan.solver.model_copy(update={"seconds": time.perf_counter() - started})})
+
+
+def answered(problem: Problem, steps: Sequence[Step] = STEPS) -> Found:
+    """Answer a problem by the steps, the first of which asks those after it."""
+    if not steps:
+        return solve_by_method(problem)
+    first, *others = steps
+    return first(problem, lambda variant: answered(variant, others))
 
 
 @keywords_of(SolveOptions)
@@ -194,55 +215,3 @@ def _check_vertical_sync(schedule: Schedule) -> None:
             f"`vertical_sync` is for the schedule 1f1b, not for {schedule}",
             hint="leave it out, or use `schedule=1f1b`",
         )
-
-
-def _found(problem: Problem, solver: SolverName) -> Found:
-    """Find the best plan by the method that the problem needs."""
-    if (other := problem.schedule.solved_as) is not problem.schedule:
-        problem.budget.seen.clear()  # the same stages are other plans under another schedule
-        return solve_zero_bubble(problem, _found(problem.under(other), solver))
-    if _mixed(problem) and solver in ("auto", "search"):
-        return _on_mixed_gpus(problem, exact=solver == "auto" and _small(problem))
-    if needs_program(problem, solver):
-        return solve_by_program(problem)
-    search = solve_interleaved if problem.schedule.chunked else searched
-    within = problem.with_cuts_forbidden()
-    assert within is not None
-    return solve_blocks_first(within, search)
-
-
-def _on_mixed_gpus(problem: Problem, *, exact: bool) -> Found:
-    """Find the best plan on GPUs of several kinds by the search, and by the integer program if it is to be `exact`.
-
-    Raises:
-        InfeasibleError: if neither finds a plan that fits the memory.
-    """
-    within = problem.with_cuts_forbidden()
-    assert within is not None
-    try:
-        found = solve_blocks_first(within, lambda each: FirstPlans(each).at_least(solve_mixed(each)))
-    except (InfeasibleError, InputError):
-        if not exact:
-            raise
-        return solve_by_program(problem)
-    if not exact:
-        return found
-    try:
-        other = solve_by_program(problem)
-    except PlannerError:  # too many stages for a program, or too little time
-        return found
-    best = other if other.best.saves(found.best) else found
-    return replace(best, bound_s=max(found.bound_s, other.bound_s))
-
-
-def _small(problem: Problem) -> bool:
-    """Return whether an integer program for GPUs of several kinds is quick."""
-    columns = len(problem.layer_costs.profile.layers) ** 2 * problem.cluster.gpus * 2 ** len(problem.cluster.kinds)
-    return len(problem.cluster.joined) == 1 and columns <= MOST_COLUMNS
-
-
-def _mixed(problem: Problem) -> bool:
-    """Return whether the search for GPUs of several kinds can take the problem."""
-    constraints = problem.constraints
-    expressed = not constraints.gpu_of and problem.with_cuts_forbidden() is not None
-    return bool(problem.cluster.kinds) and expressed and not problem.schedule.chunked

@@ -18,8 +18,8 @@ import numpy as np
 from planner.cost.kinds import everything_on, kind_on
 from planner.cost.network.link import Link
 from planner.errors import InfeasibleError, InputError
-from planner.solver.candidates.first_plans import Leaner
-from planner.solver.candidates.improvement import improved
+from planner.solver.choose.first_plans import Leaner
+from planner.solver.choose.improvement import improved
 from planner.solver.evaluate.evaluation import fastest, priced
 from planner.solver.problem.budget import OutOfTimeError
 from planner.solver.problem.infeasible import against_constraints

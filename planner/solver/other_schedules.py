@@ -12,7 +12,6 @@ Interleaved: the search's best shapes, compared by simulation.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 from planner.cost.layer_costs import LayerCosts
@@ -21,22 +20,26 @@ from planner.cost.overheads import stage_memory
 from planner.errors import InfeasibleError, InputError
 from planner.options.solving import DepthRule, RecomputeRule
 from planner.schedule.versions import Entry, versions_held
-from planner.solver.candidates.first_plans import FirstPlans
+from planner.solver.choose.first_plans import FirstPlans
 from planner.solver.evaluate.evaluation import fastest, priced, simulated
 from planner.solver.problem.bounds import balanced_s
 from planner.solver.problem.infeasible import Fits, UnexplainedError, explain
-from planner.solver.problem.problem import Problem
+from planner.solver.problem.problem import Answer, Problem
 from planner.solver.problem.result import Evaluation, Found, stages_along
 from planner.solver.problem.states import Chain
 from planner.solver.search.chain.interleaved import InterleavedSearch
 
 
-def solve_zero_bubble(problem: Problem, flush: Found) -> Found:
-    """Evaluate the stages of `flush`, the best plan for 1f1b-flush, under zb-h1, and bound what no plan can beat.
+def solve_zero_bubble(problem: Problem, answer: Answer) -> Found:
+    """Under zb-h1, evaluate the stages of the best plan for 1f1b-flush, and bound what no plan can beat.
 
     How much of the bubble the weights' gradients fill depends on all stages together, which no walk along the layers
     can add up. A good cut does the same under both schedules: no stage has more work than the others.
     """
+    if (other := problem.schedule.solved_as) is problem.schedule:
+        return answer(problem)
+    problem.budget.seen.clear()  # the same stages are other plans under another schedule
+    flush = answer(problem.under(other))
     assert problem.schedule.divides
     best = simulated(problem, priced(problem, flush.best.stages))
     found = replace(flush, bound_s=balanced_s(problem.layer_costs, problem.setting)).with_best(best)
@@ -83,12 +86,14 @@ def solve_interleaved(problem: Problem) -> Found:
     return Found(best, min(bound_s, best.seconds))
 
 
-def solve_synced(problem: Problem, answer: Callable[[Problem], Found]) -> Found:
-    """Find the best plan of the search `answer` whose versions under vertical sync fit the memory.
+def solve_synced(problem: Problem, answer: Answer) -> Found:
+    """Find the best plan whose versions under vertical sync fit the memory, where it is asked for.
 
     Raises:
         InfeasibleError: if there is none.
     """
+    if not problem.vertical_sync:
+        return answer(problem)
 
     def holding(versions: int, depth: DepthRule) -> Found:
         problem.budget.seen.clear()  # the same stages are other plans with other versions

@@ -9,7 +9,7 @@ sought for each number of replicas of the stages with copies.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -24,32 +24,30 @@ from planner.plan.shared_weights import trained_parameters
 from planner.solver.evaluate.evaluation import evaluate, priced
 from planner.solver.evaluate.pipelines import shared_between
 from planner.solver.problem.bounds import Bounds
-from planner.solver.problem.problem import Limits, Problem
+from planner.solver.problem.problem import Answer, Limits, Problem
 from planner.solver.problem.result import CutPath, Evaluation, Found, stages_along
 from planner.solver.problem.states import Chain, StateSpace
 from planner.solver.search.chain.search import Search
 from planner.solver.search.restricted import counts_to_try
 
-Answer = Callable[[Problem], Found]
-
 _PRECISION = 1e-4
 _TRIES = 4  # of a search, each with less memory
 
 
-def solve_tied(problem: Problem, answer: Answer, *, vertical_sync: bool = False) -> Found:
+def solve_tied(problem: Problem, answer: Answer) -> Found:
     """Find the best plan of the search `answer` whose copies of tied weights fit the memory and can be trained.
 
     Raises:
         InfeasibleError: if there is none.
     """
     found = answer(problem)
-    if _trains(problem, found.best, vertical_sync):
+    if _trains(problem, found.best):
         return found
     # The simulations so far were of plans that cannot be used.
     fresh = replace(problem, budget=problem.budget.apart())
-    searches = [_together, _counted] if not vertical_sync else [_together]
+    searches = [_together, _counted] if not problem.vertical_sync else [_together]
     plans = [plan for search in searches for plan in search(fresh, answer)]
-    fitting = [plan for plan in plans if _trains(problem, plan, vertical_sync)]
+    fitting = [plan for plan in plans if _trains(problem, plan)]
     if not fitting:
         _refuse(fresh, found, answer)
         return found
@@ -58,12 +56,14 @@ def solve_tied(problem: Problem, answer: Answer, *, vertical_sync: bool = False)
     return replace(found, best=best, bound_s=min(found.bound_s, best.seconds))
 
 
-def _trains(problem: Problem, plan: Evaluation, vertical_sync: bool) -> bool:
+def _trains(problem: Problem, plan: Evaluation) -> bool:
     """Return whether the plan's copies of tied weights fit the memory, and stay equal in training."""
     shared = shared_between(problem.layer_costs, plan.stages)
     if not shared:
         return True
-    if vertical_sync or not trainable_pairs(shared, [stage.replicas for stage in plan.stages], problem.schedule):
+    if problem.vertical_sync or not trainable_pairs(
+        shared, [stage.replicas for stage in plan.stages], problem.schedule
+    ):
         return False
     return copies_fit(problem.layer_costs, plan.stages, plan.price, problem.setting)
 
@@ -83,9 +83,9 @@ def _refuse(problem: Problem, found: Found, answer: Answer) -> None:
     for schedule in problem.schedule.leaner:
         if most is not None and schedule.staleness(1) > most:
             continue
-        other = problem.under(schedule, microbatches)
+        other = replace(problem.under(schedule, microbatches), vertical_sync=False)
         with contextlib.suppress(PlannerError):
-            if _trains(other, solve_tied(other, answer).best, vertical_sync=False):
+            if _trains(other, solve_tied(other, answer).best):
                 break
     else:
         return
@@ -132,7 +132,7 @@ def _even(problem: Problem, counted: Problem, search: _EvenSearch, below_s: floa
         if problem.deadline.passed or (path := search.best(below_s)) is None:
             return
         stages = stages_along(search.space, path)
-        fitting = [plan for plan in _evaluated(problem, stages) if _trains(problem, plan, vertical_sync=False)]
+        fitting = [plan for plan in _evaluated(problem, stages) if _trains(problem, plan)]
         yield from fitting
         missed, memory_bytes = _uncounted_bytes(problem, counted, stages), search.limits.memory_bytes
         if fitting or missed <= 0 or memory_bytes is None:

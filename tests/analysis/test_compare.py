@@ -17,7 +17,7 @@ from planner.options.solving import SolveOptions
 from planner.report.tables.compare import comparison_report
 from planner.schedule.registry import find
 from planner.solver import solve
-from planner.solver.reference import baselines
+from planner.solver.choose import baselines
 from tests.samples import layer, profile
 
 PROFILES = Path(__file__).resolve().parents[2] / "profiles"

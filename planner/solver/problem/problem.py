@@ -8,7 +8,7 @@ does, that plan is the answer, and nothing takes longer.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
@@ -29,12 +29,12 @@ from planner.cost.work import Floats, Integers, Work
 from planner.formats.cluster import Cluster, DeviceKind
 from planner.formats.constraints import Constraints
 from planner.formats.profile import Profile
-from planner.options.solving import UNLIMITED, DepthRule, RecomputeRule, StageRules
+from planner.options.solving import UNLIMITED, DepthRule, RecomputeRule, SolverName, StageRules
 from planner.plan.rank_groups import groups_of
 from planner.schedule.schedule import Schedule
 from planner.solver.problem.bounds import Bounds, bounds_for
 from planner.solver.problem.budget import NO_HURRY, Budget, Deadline
-from planner.solver.problem.result import Evaluation
+from planner.solver.problem.result import Evaluation, Found
 from planner.solver.problem.states import StateSpace, is_linear, uncut_groups
 
 
@@ -143,8 +143,10 @@ class Problem:
         constraints: what the plan must respect beside memory.
         budget: shared by all searches for one plan, also by those for variants of this problem.
         precision: how much faster, relatively, other plans may be than the answer of a search.
-        reserve: what was taken off the cluster's memory before; see `planner.solver.room`.
+        reserve: what was taken off the cluster's memory before; see `planner.solver.overheads`.
         most_replicas: that a stage may have.
+        vertical_sync: whether stages run a minibatch with the versions of its entry.
+        solver: the method that is asked for.
     """
 
     layer_costs: LayerCosts
@@ -156,6 +158,8 @@ class Problem:
     precision: float = 0.0
     reserve: Reserve = NO_RESERVE
     most_replicas: int = UNLIMITED
+    vertical_sync: bool = False
+    solver: SolverName = "auto"
 
     @property
     def recompute(self) -> RecomputeRule:
@@ -321,3 +325,7 @@ class Problem:
         profile = others.as_forbidden_cuts(layer_costs.profile, in_order=in_order)
         pinned = Constraints(stage_of=constraints.stage_of)
         return None if profile is None else replace(self.about(profile), constraints=pinned)
+
+
+Answer = Callable[[Problem], Found]
+Step = Callable[[Problem, Answer], Found]  # asks for answers about variants of a problem, and returns its own

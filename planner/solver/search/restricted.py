@@ -7,7 +7,7 @@ them on ever fewer GPUs, and on few GPUs plans for slower links.
 
 Whatever is proposed for up to `DENSE` GPUs is proposed for more GPUs as well, so more GPUs never make the answer worse.
 Links and memory have no smallest step, so for them that holds mostly. Plans that leave room for deeper pipelines are
-left to local search (`planner.solver.candidates.improvement`).
+left to local search (`planner.solver.choose.improvement`).
 """
 
 from __future__ import annotations

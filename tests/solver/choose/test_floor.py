@@ -17,10 +17,10 @@ from planner.formats.profile import Profile
 from planner.schedule.registry import find
 from planner.simulator.simulate_plan import simulated_s
 from planner.solver import solve
+from planner.solver.choose.baselines import equal_blocks
 from planner.solver.evaluate.evaluation import evaluate
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import Evaluation
-from planner.solver.reference.baselines import equal_blocks
 from tests.plan.test_blocks import transformer
 
 LIMITS_S = (1e-9, 1e-3, 2e-2)

@@ -10,7 +10,7 @@ from planner.cost.setting import Setting
 from planner.formats.cluster import flat_cluster
 from planner.options.solving import StageRules
 from planner.schedule.registry import find
-from planner.solver.candidates.improvement import improved
+from planner.solver.choose.improvement import improved
 from planner.solver.evaluate.evaluation import evaluate, priced
 from planner.solver.problem.budget import Budget
 from planner.solver.problem.problem import Problem

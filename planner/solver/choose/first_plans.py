@@ -20,12 +20,12 @@ import numpy as np
 from planner.cost.candidate import Candidate, Groups, StageOptions
 from planner.cost.recomputation import Choices, Recomputation
 from planner.cost.work import Floats
+from planner.solver.choose.baselines import equal_blocks, equal_times
 from planner.solver.evaluate.evaluation import priced, simulated
 from planner.solver.problem.budget import Budget
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import Evaluation, Found
 from planner.solver.problem.states import Chain, column
-from planner.solver.reference.baselines import equal_blocks, equal_times
 from planner.solver.search.pipeline_search import PipelineSearch
 from planner.solver.search.restricted import counts_to_try
 from planner.units import SLACK

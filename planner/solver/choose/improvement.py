@@ -3,17 +3,22 @@
 The searches minimise busy time, and only what they propose is simulated. A plan with a cut a block further on, or with
 a replica elsewhere, may be busier by a little and wait less by more. No change of one thing leads from nine replicas to
 a short pipeline, so the search begins at the fastest plan, and at the fastest of each of a few other numbers of stages.
+
+Where GPUs are of several kinds, the search changes how many replicas each stage has, and `allotted` says which GPUs
+they are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import islice, permutations, product
 
 import numpy as np
 
-from planner.solver.candidates.allotment import allotted
-from planner.solver.evaluate.evaluation import SETTLED, priced_path, simulated
+from planner.cost.candidate import Candidate
+from planner.solver.choose.first_plans import Leaner
+from planner.solver.evaluate.evaluation import SETTLED, priced, priced_path, simulated
 from planner.solver.evaluate.orders import in_every_order
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import CutPath, Evaluation, Found, stages_along
@@ -22,6 +27,7 @@ from planner.solver.search.chain.ways import BestWays
 from planner.solver.search.levels.local_search import Effort, LocalSearch
 from planner.units import SLACK
 
+MOST_ALLOTMENTS = 24  # ways to share out the GPUs that are priced for one plan
 STARTS = 4  # of the search, each at another number of stages
 FARTHER = 4  # times as many plans are priced on clusters of several levels, with half as many times the instructions
 MOST_PRICED, FEW_LAYERS = 100, 50  # plans priced from each start, for models of so many layers; of larger ones, fewer
@@ -126,3 +132,54 @@ def _path(problem: Problem, space: Chain, plan: Evaluation) -> CutPath | None:
         return None
     states = tuple(lengths.index(end) for end in ends)
     return CutPath(states, tuple(stage.options for stage in plan.stages), np.inf)
+
+
+_Ranks = tuple[tuple[int, ...], ...]  # of each stage
+
+
+def allotted(problem: Problem, stages: Sequence[Candidate]) -> Iterator[Evaluation]:
+    """Yield the plans of these stages on GPUs of the kinds, as far as they are allowed.
+
+    Stages take consecutive GPUs of the kinds in every order, the first stage or the heaviest one first. In small
+    clusters other mixtures follow. Stages recompute as memory demands.
+    """
+    leaner, replicas = Leaner(problem), [stage.replicas for stage in stages]
+    kinds = [tuple(ranks) for ranks in problem.cluster.kind_ranks]
+    heaviest = sorted(range(len(stages)), key=lambda number: -_share_s(problem, stages[number]))
+    orders = [range(len(stages)), heaviest, range(len(stages) - 1, -1, -1)]
+    lines = (_in_line(replicas, order, kinds_first) for kinds_first in permutations(kinds) for order in orders)
+    for ranks in islice(
+        dict.fromkeys((*islice(lines, MOST_ALLOTMENTS), *islice(_mixtures(replicas, kinds), MOST_ALLOTMENTS))),
+        MOST_ALLOTMENTS,
+    ):
+        placed = [
+            replace(stage, ranks=own, options=replace(stage.options, recompute=()))
+            for stage, own in zip(stages, ranks, strict=True)
+        ]
+        if (plan := leaner.lean_enough(priced(problem, placed).stages)) is not None:
+            yield plan
+
+
+def _share_s(problem: Problem, stage: Candidate) -> float:
+    """Return a replica's seconds of compute."""
+    return float(problem.layer_costs.work(stage).compute_s) / stage.replicas
+
+
+def _in_line(replicas: Sequence[int], order: Sequence[int], kinds: Sequence[Sequence[int]]) -> _Ranks:
+    """Return consecutive GPUs for the stages in this order."""
+    line, ranks = iter([rank for own in kinds for rank in own]), dict[int, tuple[int, ...]]()
+    for number in order:
+        ranks[number] = tuple(sorted(islice(line, replicas[number])))
+    return tuple(ranks[number] for number in range(len(replicas)))
+
+
+def _mixtures(replicas: Sequence[int], free: Sequence[tuple[int, ...]]) -> Iterator[_Ranks]:
+    """Yield the first free GPUs of each kind for the stages, for all numbers of each kind."""
+    if not replicas:
+        yield ()
+        return
+    for counts in product(*(range(min(len(own), replicas[0]) + 1) for own in free)):
+        if sum(counts) == replicas[0]:
+            own = tuple(rank for ranks, count in zip(free, counts, strict=True) for rank in ranks[:count])
+            left = [ranks[count:] for ranks, count in zip(free, counts, strict=True)]
+            yield from ((own, *others) for others in _mixtures(replicas[1:], left))

@@ -13,25 +13,24 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 
 from planner.cost.communicators import communicators, with_overheads
 from planner.cost.weight_copies import copies_fit
 from planner.errors import InfeasibleError
 from planner.options.solving import UNLIMITED
-from planner.solver.candidates.first_plans import Leaner
+from planner.solver.choose.first_plans import Leaner
 from planner.solver.evaluate.depth import TOLERANCE
 from planner.solver.evaluate.evaluation import simulated
 from planner.solver.problem.infeasible import explained
-from planner.solver.problem.problem import Problem
+from planner.solver.problem.problem import Answer, Problem
 from planner.solver.problem.result import Evaluation, Found
 from planner.units import format_bytes
 
 _FEW = 5  # communicators beyond those that a search counts, up to which room is made for one at a time
 
 
-def solve_with_room(problem: Problem, answer: Callable[[Problem], Found], *, vertical_sync: bool = False) -> Found:
+def solve_with_room(problem: Problem, answer: Answer) -> Found:
     """Find the best plan of the search `answer` that fits the memory with the overheads of its devices.
 
     Raises:
@@ -54,7 +53,7 @@ def solve_with_room(problem: Problem, answer: Callable[[Problem], Found], *, ver
     lean: Evaluation | None = None  # the best of the answers that recompute more than they did when they were found
     count = 0
     while not _fits(problem, found.best):
-        other = None if vertical_sync else _leaner(problem, found.best)
+        other = None if problem.vertical_sync else _leaner(problem, found.best)
         lean = other if lean is None or (other is not None and other.saves(lean)) else lean
         close_s = found.best.counted_s * (1 + TOLERANCE)
         if lean is not None and (problem.deadline.passed or lean.counted_s <= close_s):

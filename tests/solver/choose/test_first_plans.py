@@ -12,12 +12,12 @@ from planner.errors import PlannerError
 from planner.formats.cluster import Cluster, flat_cluster, hierarchical_cluster
 from planner.schedule.registry import find
 from planner.solver import solve
-from planner.solver.candidates.first_plans import FirstPlans
+from planner.solver.choose.baselines import data_parallel, equal_blocks
+from planner.solver.choose.first_plans import FirstPlans
 from planner.solver.evaluate.depth import TOLERANCE
 from planner.solver.evaluate.evaluation import priced
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import Evaluation
-from planner.solver.reference.baselines import data_parallel, equal_blocks
 from tests.plan.test_blocks import transformer
 
 MODEL = transformer(8, "h.{block}.part{part}")

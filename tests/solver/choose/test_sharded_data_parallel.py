@@ -15,12 +15,12 @@ from planner.formats.profile import Profile
 from planner.options.solving import SolveOptions
 from planner.report.tables.compare import comparison_report
 from planner.schedule.flush import FLUSH
+from planner.solver.choose import baselines
+from planner.solver.choose.sharded_data_parallel import ZeroStage, sharded_data_parallel
 from planner.solver.evaluate.evaluation import priced
 from planner.solver.problem.budget import Budget
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import Evaluation
-from planner.solver.reference import baselines
-from planner.solver.reference.sharded_data_parallel import ZeroStage, sharded_data_parallel
 from tests.samples import layer, profile
 
 GPUS = 4

@@ -15,8 +15,8 @@ from planner.cost.pricing import price
 from planner.cost.setting import Setting
 from planner.formats.cluster import flat_cluster
 from planner.formats.profile import Profile, load_profile
+from planner.solver.choose import baselines
 from planner.solver.problem.states import uncut_groups
-from planner.solver.reference import baselines
 from tests.samples import layer, profile
 from tests.solver.strategies import profiles
 

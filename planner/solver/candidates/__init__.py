@@ -1,1 +1,0 @@
-"""Candidate plans: which ones are simulated, how deep they run, and at what cost."""

@@ -1,0 +1,134 @@
+"""The methods that find a plan with one stage per worker, and the one that a problem needs.
+
+search   exact; GPUs alike; layers pinned to stages; other constraints that are forbidden cuts. Also good plans for
+         GPUs that differ, on any levels
+ilp      an integer program: all constraints, GPUs that differ; clusters of one level
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from planner.errors import InfeasibleError, InputError, PlannerError
+from planner.solver.choose.alternatives import fastest_simulated
+from planner.solver.choose.first_plans import FirstPlans
+from planner.solver.choose.improvement import improved
+from planner.solver.granularity import solve_blocks_first
+from planner.solver.mixed import solve_mixed
+from planner.solver.other_schedules import solve_interleaved
+from planner.solver.problem.budget import OutOfTimeError
+from planner.solver.problem.infeasible import UnexplainedError, explain, out_of_time
+from planner.solver.problem.problem import Problem
+from planner.solver.problem.result import Found
+from planner.solver.search.integer.answer import needs_program, solve_by_program
+from planner.solver.search.pipeline_search import PipelineSearch
+
+MOST_COLUMNS = 40_000  # about: of an integer program that is tried beside a search
+
+
+def solve_by_method(problem: Problem) -> Found:
+    """Find the best plan by the method that the problem needs.
+
+    Raises:
+        InfeasibleError: if no plan fits the memory.
+        PlannerError: if the deadline passes before any plan is found.
+    """
+    if _mixed(problem) and problem.solver in ("auto", "search"):
+        return _on_mixed_gpus(problem, exact=problem.solver == "auto" and _small(problem))
+    if needs_program(problem, problem.solver):
+        return solve_by_program(problem)
+    search = solve_interleaved if problem.schedule.chunked else searched
+    within = problem.with_cuts_forbidden()
+    assert within is not None
+    return solve_blocks_first(within, search)
+
+
+def searched(problem: Problem) -> Found:
+    """Find the best plan with one stage per worker, no slower than those that take no search.
+
+    Raises:
+        InfeasibleError: if no plan fits the memory.
+        PlannerError: if the deadline passes before any plan is found.
+    """
+    first = FirstPlans(problem)
+    if problem.deadline.at_s is not None:
+        first.evaluate()
+    try:
+        found = _by_search(problem)
+    except OutOfTimeError:
+        if not problem.deadline.passed:
+            first.evaluate()
+        last_resort = first.last_resort()
+        if last_resort is None:
+            raise out_of_time(problem, first.leanest()) from None
+        problem.budget.exhausted = False
+        found = Found(last_resort, PipelineSearch(problem).relaxed_s())
+    except InfeasibleError:
+        first.evaluate()  # these have stages that the search does not
+        if first.best is None or not problem.simulates:
+            raise
+        found = Found(first.best, PipelineSearch(problem).relaxed_s())
+    return improved(problem, first.at_least(found)) if problem.simulates else found
+
+
+def _by_search(problem: Problem) -> Found:
+    """Search for the best plan: by the cost model first, then by simulation.
+
+    Raises:
+        InfeasibleError: if no plan fits the memory.
+        OutOfTimeError: if the deadline passes before any plan is found.
+    """
+    search = PipelineSearch(problem)
+    path = search.best()
+    # Other cuts than those along the order may need less memory; only imported profiles may use them.
+    if path is None and not problem.keeps_order and (wider := search.over_all_cuts()) is not None:
+        search, path = wider, wider.best()
+    if path is None:
+        raise UnexplainedError(lambda: explain(problem, search.fits, search.leaner()))
+    extended = search.extended(path)
+    assert extended.path is not None
+    best = PipelineSearch(problem, extended.space).priced(extended.path)
+    # The bound comes from the search and the seconds from the price, which add the same numbers in another order.
+    bound_s = min(extended.bound_s, best.seconds)
+    if not problem.simulates:
+        return Found(best, bound_s)
+    columned = search.columned(path, extended, best)
+    bound_s = min(bound_s, columned.bound_s)
+    return Found(fastest_simulated(search, [best, *columned.plans], bound_s), bound_s)
+
+
+def _on_mixed_gpus(problem: Problem, *, exact: bool) -> Found:
+    """Find the best plan on GPUs of several kinds by the search, and by the integer program if it is to be `exact`.
+
+    Raises:
+        InfeasibleError: if neither finds a plan that fits the memory.
+    """
+    within = problem.with_cuts_forbidden()
+    assert within is not None
+    try:
+        found = solve_blocks_first(within, lambda each: FirstPlans(each).at_least(solve_mixed(each)))
+    except (InfeasibleError, InputError):
+        if not exact:
+            raise
+        return solve_by_program(problem)
+    if not exact:
+        return found
+    try:
+        other = solve_by_program(problem)
+    except PlannerError:  # too many stages for a program, or too little time
+        return found
+    best = other if other.best.saves(found.best) else found
+    return replace(best, bound_s=max(found.bound_s, other.bound_s))
+
+
+def _small(problem: Problem) -> bool:
+    """Return whether an integer program for GPUs of several kinds is quick."""
+    columns = len(problem.layer_costs.profile.layers) ** 2 * problem.cluster.gpus * 2 ** len(problem.cluster.kinds)
+    return len(problem.cluster.joined) == 1 and columns <= MOST_COLUMNS
+
+
+def _mixed(problem: Problem) -> bool:
+    """Return whether the search for GPUs of several kinds can take the problem."""
+    constraints = problem.constraints
+    expressed = not constraints.gpu_of and problem.with_cuts_forbidden() is not None
+    return bool(problem.cluster.kinds) and expressed and not problem.schedule.chunked

@@ -1,1 +1,0 @@
-"""Plans to compare with: data parallelism and equal cuts."""
