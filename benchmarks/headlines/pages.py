@@ -22,6 +22,7 @@ from planner.formats.files import write_text
 PAGES = tuple(ROOT / name for name in ("README.md", "docs/benchmarks.md", "docs/gpu-truth.md"))
 _MARK = re.compile(r"(<!--(number|date): ([\w. -]+?)-->).*?(<!--/-->)")
 _TABLE = re.compile(r"(<!--table: (\w+)-->\n).*?(<!--/table-->)", re.DOTALL)
+_GPU_SOURCES = tuple(f"gpu.{source}." for source in SOURCES)
 _GPU_COLUMNS = {
     "rows": "rows",
     "mean": "mean absolute error",
@@ -70,7 +71,7 @@ def all_table(stated: Mapping[str, Stated]) -> str:
     rows = [
         [number.what, number.shown(known.value), number.kind, known.date]
         for number in NUMBERS
-        if (known := stated.get(number.name)) is not None and not number.name.startswith("gpu.")
+        if (known := stated.get(number.name)) is not None and not number.name.startswith(_GPU_SOURCES)
     ]
     return tabulate(rows, ["what", "value", "kind", "date"], tablefmt="pipe", disable_numparse=True)
 

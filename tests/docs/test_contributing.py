@@ -1,7 +1,6 @@
 """The table of packages is complete, and says of their order what import-linter checks."""
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,10 +9,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_the_table_has_every_package_in_the_order_of_the_layers() -> None:
-    if sys.version_info < (3, 11):
-        pytest.skip("needs tomllib, of Python 3.11")
-    import tomllib
-
+    tomllib = pytest.importorskip("tomllib", reason="came with Python 3.11")
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
     contracts = settings["tool"]["importlinter"]["contracts"]
     layers = next(contract["layers"] for contract in contracts if contract["type"] == "layers")
