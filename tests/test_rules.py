@@ -11,7 +11,7 @@ from planner.schedule.registry import NAMES
 PACKAGE = Path(__file__).parents[1] / "planner"
 _FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 _OTHER_PROGRAMS = re.compile(r"torchrun|--(nnodes|nproc-per-node|node-rank|rdzv-\w+|master-\w+)")
-# Rooms that write command lines of other systems, or scripts with options of their own.
+# Packages that write command lines of other systems, or scripts with options of their own.
 _EXPORTS = ("exports/megatron.py", "exports/torch_pipelining.py")
 
 

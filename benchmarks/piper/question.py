@@ -132,7 +132,7 @@ class EveryEdge(Downsets):
 def answered(problem: Problem, graph: Mapping[str, Any]) -> list[PiperStage] | None:
     """Return the best plan by the program's own formulas; None if none fits the memory."""
     words, limits, model = _cuts(problem.layer_costs), problem.limits, problem.asynchronous()
-    costs = {degree: problem.layer_costs.at(degree) for degree in problem.rules.tensor}
+    costs = {degree: problem.layer_costs.at_degree(degree) for degree in problem.rules.tensor}
     order = Downsets(problem.layer_costs, words, complete=True).order
     spaces = {degree: EveryEdge(each, words, order, (graph, degree)) for degree, each in costs.items()}
     above_s = max(Search(each, model, limits).any_time_s() for each in spaces.values())

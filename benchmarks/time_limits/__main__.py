@@ -13,18 +13,18 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.graphs import chain, encoder_decoder_like, nasnet_like, unet_like
 from benchmarks.kept import ROOT, printed
-from planner.formats.profile import load_profile, save_profile
+from planner.formats.profile import Profile, load_profile, save_profile
 
 LIMITS_S = (2, 4, 8)
 SLACK, LEAST_SLACK_S = 0.1, 3.0  # over the limit: a share of it, or the seconds that a process takes to start
-GRAPHS = {
+GRAPHS: Mapping[str, Callable[[], Profile]] = {
     "nasnet_like": nasnet_like,
     "unet_like": unet_like,
     "encoder_decoder_like": encoder_decoder_like,

@@ -141,7 +141,7 @@ class GivenPlan:
         return self.plan.predicted.by == "simulation"
 
     def within(self, share: float) -> GivenPlan:
-        """Return the same, with this share of the time that is left for what is solved."""
+        """Return the plan with this share of the time that is left for what is solved."""
         return replace(self, patience=self.patience.part(share))
 
     def price(self) -> Price:

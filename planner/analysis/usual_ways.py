@@ -71,7 +71,7 @@ def usual_ways(options: SolveOptions, layer_costs: LayerCosts, cluster: Cluster,
     alone = Way(ONE_GPU, problem, evaluate(problem, [everything_on(layer_costs, cluster, [fastest])]))
     if schedule.divides:
         # With fewer microbatches than GPUs some of the replicas would idle.
-        problem = problem.under(schedule, max(problem.microbatches, gpus))
+        problem = problem.with_schedule(schedule, max(problem.microbatches, gpus))
     replicated = everything_on(layer_costs, cluster, range(gpus))
     parallel = Way(DATA_PARALLEL, problem, evaluate(problem, [replicated]))
     yield parallel

@@ -138,7 +138,7 @@ class LayerCosts:
         rows = [(number, t.producer, user) for number, t in enumerate(self.traffic) for user in t.users]
         return np.asarray(np.array(rows, dtype=np.int64).reshape(-1, 3).T)
 
-    def about(self, profile: Profile) -> LayerCosts:
+    def with_profile(self, profile: Profile) -> LayerCosts:
         """Return the costs of another profile's layers under the same rule for versions."""
         # Searches ask for the same variants of a profile again and again, and what is known of their stages is of use.
         for known in self._about:
@@ -147,16 +147,16 @@ class LayerCosts:
         self._about.append(self._changed(profile=profile))
         return self._about[-1]
 
-    def on(self, kind: DeviceKind | None) -> LayerCosts:
+    def on_kind(self, kind: DeviceKind | None) -> LayerCosts:
         """Return the costs of the same layers on devices of that kind; None for the profiled one."""
         if kind is None:
             return self
         key = kind.name, kind.speed
         if key not in self._on:
-            self._on[key] = self.about(profile_on(self.profile, kind))
+            self._on[key] = self.with_profile(profile_on(self.profile, kind))
         return self._on[key]
 
-    def at(self, degree: int) -> LayerCosts:
+    def at_degree(self, degree: int) -> LayerCosts:
         """Return the costs of the same layers on groups of so many ranks.
 
         Raises:
@@ -166,12 +166,12 @@ class LayerCosts:
             return self
         if degree not in self._at:
             assert self._dividing is not None, "layers are divided over the links of a cluster"
-            self._at[degree] = self.about(self._dividing(self.profile, degree))
+            self._at[degree] = self.with_profile(self._dividing(self.profile, degree))
         return self._at[degree]
 
-    def of(self, options: StageOptions) -> LayerCosts:
+    def with_options(self, options: StageOptions) -> LayerCosts:
         """Return the costs of the same layers on the devices of a stage, one of the profiled kind by itself."""
-        return self.on(options.kind).at(options.tensor)
+        return self.on_kind(options.kind).at_degree(options.tensor)
 
     def holding(self, versions: int) -> LayerCosts:
         """Return the costs of the same layers where every stage holds so many versions of its weights."""
@@ -220,7 +220,7 @@ class LayerCosts:
 
     def work(self, stage: Candidate) -> Work:
         """Compute the stage's work for one microbatch."""
-        if (own := self.of(stage.options)) is not self:
+        if (own := self.with_options(stage.options)) is not self:
             return own.work(_by_itself(stage))
         key = stage.before, stage.layers, stage.options.recompute
         if key not in self._works:
@@ -273,7 +273,7 @@ class LayerCosts:
 
     def footprint(self, stage: Candidate) -> Footprint:
         """Compute the stage's memory."""
-        if (own := self.of(stage.options)) is not self:
+        if (own := self.with_options(stage.options)) is not self:
             return own.footprint(_by_itself(stage))
         key = stage.before, stage.layers, stage.options.recompute
         if key not in self._footprints:

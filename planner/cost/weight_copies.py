@@ -27,7 +27,7 @@ def shared_in(layer_costs: LayerCosts, stages: Sequence[Candidate]) -> list[Shar
 def copied_in(layer_costs: LayerCosts, stages: Sequence[Candidate]) -> list[list[Layer]]:
     """Return for each stage the layers of earlier stages whose trained weights it duplicates, as on its own device."""
     names = _names(layer_costs, stages)
-    own = [layer_costs.of(stage.options) for stage in stages]
+    own = [layer_costs.with_options(stage.options) for stage in stages]
     copied = {costs: copied_layers(costs.profile, names) for costs in set(own)}
     return [copied[costs][number] for number, costs in enumerate(own)]
 
@@ -56,7 +56,7 @@ def buckets_in(layer_costs: LayerCosts, stage: Candidate, copied: Sequence[Layer
     """
     if stage.replicas == 1:
         return Buckets((), ())
-    order, known = sorted(stage.layers), layer_costs.of(stage.options).profile.layers
+    order, known = sorted(stage.layers), layer_costs.with_options(stage.options).profile.layers
     layers = [known[index] for index in order]
     again_s = {
         order.index(max(group)): sum(known[index].forward_s for index in group)

@@ -78,7 +78,7 @@ class Work:
         return replace(self, recompute_s=self.forward_s)
 
     def without_transfers(self) -> Work:
-        """Return the same work without any transfers."""
+        """Return the work without any transfers."""
         nothing = np.zeros_like(self.received_bytes)
         return replace(
             self, received_bytes=nothing, sent_bytes=nothing, received_messages=nothing, sent_messages=nothing

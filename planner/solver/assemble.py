@@ -187,7 +187,7 @@ def _data_parallel_divided(problem: Problem, simulates: bool) -> tuple[float, fl
     """
     most = max(problem.microbatches, problem.cluster.gpus)
     # One stage has no chunks. Its simulation is not part of the search, so it does not count.
-    alone = replace(problem.under(problem.schedule.unchunked, most), depth="auto", budget=Budget.unlimited())
+    alone = replace(problem.with_schedule(problem.schedule.unchunked, most), depth="auto", budget=Budget.unlimited())
     parallel = priced(alone, [_on_all_gpus(problem)])
     if simulates:
         parallel = simulated(alone, parallel)
@@ -199,7 +199,7 @@ def _late_buckets_s(problem: Problem) -> float:
     link, gpus = problem.link, problem.cluster.gpus
     if not link.overlap or gpus == 1:
         return 0.0
-    layers = problem.layer_costs.on(_on_all_gpus(problem).options.kind).profile.layers
+    layers = problem.layer_costs.on_kind(_on_all_gpus(problem).options.kind).profile.layers
     buckets = buckets_of(layers)
     reduce_s = float(ring_all_reduce_s(sum(layer.gradient_bytes for layer in layers), gpus, link))
     return buckets.reduced_s(reduce_s) - float(backward_and_reduce_s(buckets.ready_s[-1], reduce_s, link))

@@ -48,7 +48,7 @@ def solve_degrees(problem: Problem, answer: Answer) -> Found:
     for number, degree in enumerate(degrees):
         own = _own_budget(problem, 1 / (len(degrees) + mixes - number))
         try:
-            alone = answer(replace(problem.at(degree), budget=own))
+            alone = answer(replace(problem.on_groups_of(degree), budget=own))
         except InfeasibleError as error:
             obstacle = error
         else:
@@ -117,7 +117,7 @@ def _mixed(problem: Problem, known: Sequence[Found]) -> Found:
 
 def cuts_by_degree(problem: Problem) -> dict[int, StateSpace]:
     """Return the cuts that plans may have, by degree."""
-    costs = {degree: problem.layer_costs.at(degree) for degree in problem.rules.tensor}
+    costs = {degree: problem.layer_costs.at_degree(degree) for degree in problem.rules.tensor}
     words = None if problem.keeps_order else enumerate_downsets(problem.layer_costs, FEW_STATES)
     if words is None:
         return {degree: Chain(each) for degree, each in costs.items()}
@@ -132,9 +132,9 @@ def _has_all_ways(space: StateSpace) -> bool:
 
 def relaxed_seconds(problem: Problem) -> float:
     """Return a time that no plan is below, whatever its degrees: balanced, and each layer at the best of them."""
-    every = [problem.layer_costs.at(degree) for degree in problem.rules.tensor]
+    every = [problem.layer_costs.at_degree(degree) for degree in problem.rules.tensor]
     weights: list[Sequence[float]] = [[1] * len(every)]
     if problem.schedule.asynchronous or problem.microbatches >= problem.cluster.gpus:
         # By the GPUs' seconds; in the first one, by those of one microbatch.
         weights.append(problem.rules.tensor)
-    return max(PipelineSearch(problem.about(least_times(every, each))).relaxed_s() for each in weights)
+    return max(PipelineSearch(problem.with_profile(least_times(every, each))).relaxed_s() for each in weights)

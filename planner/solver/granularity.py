@@ -92,4 +92,4 @@ def cut_after(problem: Problem, ends: frozenset[int]) -> Problem:
     profile = problem.layer_costs.profile
     forbidden = {layer.name for number, layer in enumerate(profile.layers) if number not in ends}
     names = tuple(layer.name for layer in profile.layers[:-1] if layer.name in forbidden | {*profile.no_cut_after})
-    return replace(problem.about(profile.model_copy(update={"no_cut_after": names})), precision=PRECISION)
+    return replace(problem.with_profile(profile.model_copy(update={"no_cut_after": names})), precision=PRECISION)

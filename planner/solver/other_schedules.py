@@ -39,7 +39,7 @@ def solve_zero_bubble(problem: Problem, answer: Answer) -> Found:
     if (other := problem.schedule.solved_as) is problem.schedule:
         return answer(problem)
     problem.budget.seen.clear()  # the same stages are other plans under another schedule
-    flush = answer(problem.under(other))
+    flush = answer(problem.with_schedule(other))
     assert problem.schedule.divides
     best = simulated(problem, priced(problem, flush.best.stages))
     found = replace(flush, bound_s=balanced_s(problem.layer_costs, problem.setting)).with_best(best)

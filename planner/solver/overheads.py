@@ -45,7 +45,9 @@ def solve_with_room(problem: Problem, answer: Answer) -> Found:
         reserve = overheads.reserve(count)
         cluster = reserve.cluster(problem.cluster)
         of_tensors = problem.layer_costs.of_tensors
-        other = replace(problem.on(cluster), layer_costs=of_tensors, reserve=reserve, most_replicas=most_replicas)
+        other = replace(
+            problem.with_cluster(cluster), layer_costs=of_tensors, reserve=reserve, most_replicas=most_replicas
+        )
         found = answer(other)
         return replace(found, best=_charged(problem, found.best))
 

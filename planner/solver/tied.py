@@ -83,7 +83,7 @@ def _refuse(problem: Problem, found: Found, answer: Answer) -> None:
     for schedule in problem.schedule.leaner:
         if most is not None and schedule.staleness(1) > most:
             continue
-        other = replace(problem.under(schedule, microbatches), vertical_sync=False)
+        other = replace(problem.with_schedule(schedule, microbatches), vertical_sync=False)
         with contextlib.suppress(PlannerError):
             if _trains(other, solve_tied(other, answer).best):
                 break
@@ -171,7 +171,7 @@ def _with_copies(problem: Problem, depth: int) -> Problem:
         # A copy holds its gradient twice.
         for layer, held in ((first, 2 * size), *((other, 2 * depth * size + size) for other in others)):
             layers[layer] = layers[layer].model_copy(update={"buffer_bytes": layers[layer].buffer_bytes + held})
-    return problem.about(counted.model_copy(update={"layers": tuple(layers)}))
+    return problem.with_profile(counted.model_copy(update={"layers": tuple(layers)}))
 
 
 def _users(problem: Problem) -> list[tuple[int, ...]]:
@@ -192,7 +192,7 @@ class _EvenSearch(Search):
         self._holds = np.array([space.holds(layer) for layer in layers])
 
     def within_memory(self, memory_bytes: int) -> _EvenSearch:
-        """Return the same search for GPUs of another memory."""
+        """Return this search for GPUs of another memory."""
         limits = replace(self.limits, memory_bytes=memory_bytes)
         return _EvenSearch(self.space, self.model, limits, self._layers, self._replicas)
 
@@ -215,7 +215,7 @@ class _EvenSearch(Search):
     def suffixes(
         self, state: int, others: Integers, target_s: float, after: Integers, room: int
     ) -> tuple[Integers, Integers, NDArray[np.bool_]]:
-        """Return the same as every search, with the given replicas for stages that have one of the layers."""
+        """Tabulate the stages that begin at a state, with the given replicas where a stage has one of the layers."""
         _, r, again = super().suffixes(state, others, target_s, after, room)
         holds = (self._holds[:, others] & ~self._holds[:, state, None]).any(axis=0)
         r = np.where(holds, np.where(r > self._replicas, IMPOSSIBLE, self._replicas), r)

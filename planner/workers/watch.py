@@ -6,8 +6,8 @@ hang, or reads that of another's failure, ends from that thread, and each host r
 thread waits in calls of CUDA that nothing can interrupt.
 
 Heartbeats would tell only after a time-out that a process is gone, and so would NCCL, whose kernels wait on the device
-for a peer that was killed. So each worker also waits for a message from the next one that never comes: a connection
-that breaks ends the wait at once.
+for a peer that was killed. So each worker also waits for a message that the next one never sends: a connection that
+breaks ends the wait at once.
 
 Workers of `planner.workers.launch` are watched by their launcher instead: see `planner.workers.local_watch`.
 """

@@ -83,7 +83,7 @@ def random_problem(rng: np.random.Generator) -> Problem:
 def check(seed: int) -> tuple[bool, bool]:
     """Compare one instance; return whether there is a plan, and whether its degrees differ."""
     problem = random_problem(np.random.default_rng([19, seed]))
-    spaces = {degree: Chain(problem.layer_costs.at(degree)) for degree in problem.rules.tensor}
+    spaces = {degree: Chain(problem.layer_costs.at_degree(degree)) for degree in problem.rules.tensor}
     path = MixedDegrees(spaces, problem.asynchronous(), problem.limits).best(1e6)
     expected = EveryPlan(problem).best()
     assert (path is None) == (expected is None), seed
@@ -152,7 +152,7 @@ def test_an_imported_graph_is_cut_where_no_other_order_is_faster() -> None:
         priced = price(problem.layer_costs, stages, problem.setting)
         assert priced.seconds_per_minibatch == pytest.approx(path.seconds, rel=1e-9), seed
         assert max(priced.gpu_bytes) <= (problem.cluster.memory_bytes or 0), seed
-        costs = {degree: problem.layer_costs.at(degree) for degree in (1, 2)}
+        costs = {degree: problem.layer_costs.at_degree(degree) for degree in (1, 2)}
         for order in orders(problem):
             along = {degree: Chain(each, order) for degree, each in costs.items()}
             search = MixedDegrees(along, problem.asynchronous(), problem.limits)

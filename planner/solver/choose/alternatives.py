@@ -218,4 +218,4 @@ def _counting_copies(search: PipelineSearch) -> PipelineSearch | None:
     if not isinstance(search.space, Chain):
         return None
     counted = counted_with_copies(search.problem.layer_costs.profile)
-    return None if counted is None else PipelineSearch(search.problem.about(counted))
+    return None if counted is None else PipelineSearch(search.problem.with_profile(counted))

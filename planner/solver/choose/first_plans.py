@@ -66,7 +66,7 @@ class FirstPlans:
             if problem.budget.deadline.passed:
                 break
             middle = int((low * _most_bytes(best)) ** 0.5)
-            found = _plan_of_large_stages(problem.on(cluster.model_copy(update={"memory_bytes": middle})))
+            found = _plan_of_large_stages(problem.with_cluster(cluster.model_copy(update={"memory_bytes": middle})))
             if found is None or _most_bytes(found) >= _most_bytes(best):
                 low = middle
             else:

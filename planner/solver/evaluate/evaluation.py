@@ -57,7 +57,9 @@ def priced_path(problem: Problem, space: StateSpace, path: CutPath) -> Evaluatio
             latency_s=link.latency_s,
             all_reduce_bandwidth_bytes_per_s=link.all_reduce_bandwidth_bytes_per_s,
         )
-        problem = problem.on(problem.cluster.model_copy(update={"levels": (level,), "memory_bytes": None, "kinds": ()}))
+        problem = problem.with_cluster(
+            problem.cluster.model_copy(update={"levels": (level,), "memory_bytes": None, "kinds": ()})
+        )
     return priced(problem, stages_along(space, path))
 
 

@@ -367,11 +367,11 @@ def _relaxed(layer_costs: LayerCosts, cluster: Cluster) -> tuple[LayerCosts, lis
     """Return the least times of layers over the kinds of devices, at speed 1, and the speed of each device."""
     if not cluster.kinds:
         return layer_costs, [1.0] * cluster.gpus
-    on = [layer_costs.on(kind) for kind in cluster.kinds]
+    on = [layer_costs.on_kind(kind) for kind in cluster.kinds]
     seconds = [float(each.everything.compute_s) for each in on]
     speeds = [max(seconds) / own if own > 0 else 1.0 for own in seconds]
     each_gpu = [speed for kind, speed in zip(cluster.kinds, speeds, strict=True) for _ in range(kind.count)]
-    return layer_costs.about(least_times(on, speeds)), each_gpu
+    return layer_costs.with_profile(least_times(on, speeds)), each_gpu
 
 
 def least_times(every: Sequence[LayerCosts], weights: Sequence[float]) -> Profile:

@@ -283,24 +283,24 @@ class Problem:
         return replace(priced, communication_bytes=priced.communication_bytes * degree)
 
     def in_groups(self, stages: Sequence[Candidate]) -> tuple[Problem, Sequence[Candidate], int]:
-        """Return the same plan on the cluster's groups of ranks, and their size, where all stages have one size."""
+        """Return a plan as one of the cluster's groups of ranks, with their size, where all stages have one size."""
         degrees = {stage.options.tensor for stage in stages}
         if len(degrees) > 1 or degrees == {1}:
             return self, stages, 1
         degree = degrees.pop()
         groups = [replace(stage, options=replace(stage.options, tensor=1)) for stage in stages]
-        return self.at(degree), groups, degree
+        return self.on_groups_of(degree), groups, degree
 
-    def about(self, profile: Profile) -> Problem:
-        """Return the same problem for another profile."""
-        return replace(self, layer_costs=self.layer_costs.about(profile))
+    def with_profile(self, profile: Profile) -> Problem:
+        """Return the problem for another profile."""
+        return replace(self, layer_costs=self.layer_costs.with_profile(profile))
 
-    def on(self, cluster: Cluster) -> Problem:
-        """Return the same problem for another cluster."""
+    def with_cluster(self, cluster: Cluster) -> Problem:
+        """Return the problem for another cluster."""
         return replace(self, setting=replace(self.setting, cluster=cluster))
 
-    def at(self, degree: int) -> Problem:
-        """Return the same problem on groups of so many ranks, which divide all layers between them.
+    def on_groups_of(self, degree: int) -> Problem:
+        """Return the problem on groups of so many ranks, which divide all layers between them.
 
         Raises:
             ProfileError: if the profile does not know the degree.
@@ -308,15 +308,17 @@ class Problem:
         """
         if degree == 1:
             return self
-        return replace(self.on(groups_of(self.cluster, degree)), layer_costs=self.layer_costs.at(degree))
+        return replace(
+            self.with_cluster(groups_of(self.cluster, degree)), layer_costs=self.layer_costs.at_degree(degree)
+        )
 
-    def under(self, schedule: Schedule, microbatches: int | None = None) -> Problem:
-        """Return the same problem for another schedule, with one stage per worker."""
+    def with_schedule(self, schedule: Schedule, microbatches: int | None = None) -> Problem:
+        """Return the problem under another schedule, with one stage per worker."""
         microbatches = microbatches or self.microbatches
         return replace(self, setting=replace(self.setting, schedule=schedule, microbatches=microbatches, chunks=1))
 
     def with_cuts_forbidden(self) -> Problem | None:
-        """Return the same problem with its constraints but `stage_of` as forbidden cuts; None if they say more."""
+        """Return the problem with all constraints but `stage_of` as forbidden cuts; None if they say more."""
         layer_costs, constraints = self.layer_costs, self.constraints
         if constraints.empty:
             return self
@@ -324,7 +326,7 @@ class Problem:
         others = constraints.model_copy(update={"stage_of": {}})
         profile = others.as_forbidden_cuts(layer_costs.profile, in_order=in_order)
         pinned = Constraints(stage_of=constraints.stage_of)
-        return None if profile is None else replace(self.about(profile), constraints=pinned)
+        return None if profile is None else replace(self.with_profile(profile), constraints=pinned)
 
 
 Answer = Callable[[Problem], Found]

@@ -155,7 +155,7 @@ class Found:
     name: str = "search"
 
     def with_best(self, best: Evaluation) -> Found:
-        """Return the same answer with another plan, which bounds the bound, too."""
+        """Return the answer with another plan; no bound is above the time of a plan that exists."""
         return replace(self, best=best, bound_s=min(self.bound_s, best.seconds))
 
 

@@ -93,7 +93,7 @@ class PipelineSearch:
     def _whatever_recomputes_s(self) -> float:
         """Return seconds that no plan is below even if it had a better choice of what recomputes than is known."""
         problem = self.problem
-        roomy = problem.on(problem.cluster.model_copy(update={"memory_bytes": None}))
+        roomy = problem.with_cluster(problem.cluster.model_copy(update={"memory_bytes": None}))
         search = PipelineSearch(roomy, self.space)
         path = None if problem.deadline.passed else search.best()
         if path is None or search.interrupted:
@@ -150,11 +150,11 @@ class PipelineSearch:
             return Columned((), self.relaxed_s())
         found = search_columns(self.problem, self.space, path, best)
         if self.space.complete or self.problem.keeps_order or not self.problem.schedule.stashes:
-            return found  # what bounds other cuts, bounds them in any place
+            return found  # the bound over all cuts holds wherever their stages are placed
         return replace(found, bound_s=min(found.bound_s, bound_beyond(self.problem, known, best)))
 
     def over_all_cuts(self) -> PipelineSearch | None:
-        """Return the same search over every cut of the graph, or None where those are too many."""
+        """Return a search over every cut of the graph, or None where those are too many."""
         layer_costs = self.space.layer_costs
         most = MOST_STATES if self.problem.schedule.asynchronous else MOST_SYNCHRONOUS_STATES
         words = enumerate_downsets(layer_costs, most)
@@ -181,7 +181,7 @@ class PipelineSearch:
             for schedule in problem.schedule.leaner:
                 if most is not None and schedule.staleness(1) > most:
                     continue
-                leaner = PipelineSearch(problem.under(schedule, microbatches), self.space)
+                leaner = PipelineSearch(problem.with_schedule(schedule, microbatches), self.space)
                 found[f"`schedule={schedule}` `microbatches={microbatches}`"] = leaner.fits
         return found
 

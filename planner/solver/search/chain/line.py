@@ -74,7 +74,7 @@ class StagesOn:
     def __init__(self, problem: Problem, link: Link, kind: DeviceKind, most: int, most_states: int) -> None:
         self._problem, self._link = problem, link
         self._memory_bytes = problem.cluster.memory_of(kind)
-        chain = Chain(problem.layer_costs.on(kind))
+        chain = Chain(problem.layer_costs.on_kind(kind))
         self.space = chain if len(chain) <= most_states else chain.only(chain.spread(most_states))
         self._limits = replace(problem.limits, memory_bytes=self._memory_bytes)
         self._ways = WaysOf(self.space, self._limits, prices_shards=problem.simulates)

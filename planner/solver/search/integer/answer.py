@@ -81,7 +81,7 @@ def _infeasible(problem: Problem) -> InfeasibleError:
 
     def again(**changes: object) -> Evaluation | None:
         """Solve again on a changed cluster, whatever time that takes."""
-        found = _found(replace(problem.on(cluster.model_copy(update=changes)), budget=Budget()))
+        found = _found(replace(problem.with_cluster(cluster.model_copy(update=changes)), budget=Budget()))
         return None if found is None else found.best
 
     def fits(gpus: int, memory_bytes: int) -> Evaluation | None:

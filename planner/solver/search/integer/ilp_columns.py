@@ -59,7 +59,7 @@ class Columns:
     def __init__(self, problem: Problem, *, all_cuts: bool) -> None:
         self.problem = problem
         # The same cuts for every kind of device, with its own times.
-        spaces = [_space(problem.layer_costs.on(kind), all_cuts) for kind in problem.kinds]
+        spaces = [_space(problem.layer_costs.on_kind(kind), all_cuts) for kind in problem.kinds]
         self.space = spaces[0]
         self._of_kinds = [(each, _states_in(each, self.space)) for each in spaces]
         everything = len(problem.layer_costs.profile.layers)

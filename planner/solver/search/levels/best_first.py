@@ -106,7 +106,7 @@ class HierarchySearch:
         if not self.counts_gpus or len(counts) == self.gpus:
             return found
         # Not every number of GPUs was tried, so the bound must hold for all of them: it leaves these limits out.
-        without = self._problem.on(self._problem.cluster.model_copy(update={"memory_bytes": None}))
+        without = self._problem.with_cluster(self._problem.cluster.model_copy(update={"memory_bytes": None}))
         without = replace(without, rules=replace(without.rules, max_staleness=None))
         unlimited = Relaxed(without, self.space).rest(self.gpus)
         return replace(found, bound_s=min(found.bound_s, float(unlimited.sum_s[0, 0] + unlimited.max_s[0, 0])))
