@@ -92,6 +92,9 @@ def _as_markdown(documented: str) -> str:
         if line in _SECTIONS:
             section = True
             lines += [f"**{line[:-1]}**", ""]
+        elif line == "Example:":
+            section = False
+            lines += ["**Example**", ""]
         elif line and not indent:
             section = False
             lines.append(line)

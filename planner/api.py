@@ -43,6 +43,11 @@ def profile(model: str | Path | TrainingSpec, options: ProfilingOptions) -> Prof
     Raises:
         ModelFileError, CaptureError: when the model file or the model cannot be used.
         InputError: when there is no such device, or a number makes no sense.
+
+    Example:
+        >>> measured = planner.profile("model.py", batch_size=16, seconds=1)
+        >>> measured.layers[0].op
+        'Linear'
     """
     spec = model if isinstance(model, TrainingSpec) else load_model_file(model)
     return profile_model(spec, options.batch_size, options, options.progress)
@@ -58,6 +63,10 @@ def estimate(model: str | Path, asked: EstimateArguments) -> Profile:
     Raises:
         ModelFileError, CaptureError: when the model file or the model cannot be used.
         InputError: for a device or data type that is not in the table, and for unsuitable profiles.
+
+    Example:
+        >>> planner.estimate("model.py", batch_size=16, device="a100-80gb").device.name
+        'NVIDIA A100 SXM 80 GB'
     """
     if (asked.device is None) == (asked.device_file is None):
         raise InputError("an estimate is for one device", hint="give `device` or `device_file`")
@@ -86,6 +95,12 @@ def train(model: str | Path, plan: Plan, arguments: TrainArguments) -> TrainResu
 
     Raises:
         PlannerError: for anything wrong with the model, the plan or the workers; no worker is left running.
+
+    Example:
+        >>> profile = planner.profile("model.py", batch_size=16, seconds=1)
+        >>> plan = planner.solve(profile, planner.flat_cluster(2, 1e9), max_stages=2)
+        >>> planner.train("model.py", plan, steps=4).minibatches
+        4
     """
     return run_job(make_job(model, plan, arguments))
 

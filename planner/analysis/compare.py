@@ -84,6 +84,12 @@ def compare(
     Raises:
         PlanError: if the plan was made from another profile.
         InfeasibleError, InputError: as `solve`.
+
+    Example:
+        >>> profile = planner.load_profile("profiles/vgg16/cpu.json")
+        >>> plan = planner.solve(profile, planner.flat_cluster(gpus=4, bandwidth_bytes_per_s=125e6))
+        >>> [row.name for row in planner.compare(profile, plan=plan).rows][:2]
+        ['chosen plan', 'data parallel']
     """
     if plan is None:
         assert cluster is not None, "either a plan or a cluster"

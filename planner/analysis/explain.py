@@ -99,6 +99,13 @@ def explain(
 
     Raises:
         PlanError: if the plan was made from another profile.
+
+    Example:
+        >>> profile = planner.load_profile("profiles/vgg16/cpu.json")
+        >>> plan = planner.solve(profile, planner.flat_cluster(gpus=4, bandwidth_bytes_per_s=125e6))
+        >>> why = planner.explain(profile, plan)
+        >>> why.bottleneck.stage, why.bottleneck.resource
+        (1, 'compute')
     """
     given = GivenPlan.of(profile, plan, options, patience)
     return Explanation(

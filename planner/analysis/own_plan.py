@@ -44,6 +44,12 @@ def price(profile: Profile, cluster: Cluster, own: OwnPlan) -> Plan:
         ProfileError: for groups of ranks of which the profile does not know what they cost.
         PlanError: for a schedule whose weight versions do not suffice for so many stages.
         InputError: for stages that are not the profile's layers in order, or that need more GPUs than there are.
+
+    Example:
+        >>> profile = planner.load_profile("profiles/vgg16/cpu.json")
+        >>> halves = planner.OwnPlan(stages=(planner.OwnStage(blocks=20), planner.OwnStage(blocks=3)))
+        >>> planner.price(profile, planner.flat_cluster(2, 125e6), halves).config
+        '1-1'
     """
     cluster = cluster_for(profile, cluster)
     layer_costs = layer_costs_on(profile, cluster)

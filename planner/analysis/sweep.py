@@ -143,6 +143,12 @@ def sweep(
         InputError: as `solve`.
         InfeasibleError: when no plan fits for any value, with the reason for the largest. That none fits for some is
             an answer, not an error.
+
+    Example:
+        >>> profile = planner.load_profile("profiles/vgg16/cpu.json")
+        >>> found = planner.sweep(profile, "gpus", [2, 4], lambda gpus: planner.flat_cluster(int(gpus), 125e6))
+        >>> [point.config for point in found.points]
+        ['1-1', '2-1-1']
     """
     options, places = options or SolveOptions(), sorted(set(values))
     patience = patience or Patience.of(options.time_limit_s, options.progress)

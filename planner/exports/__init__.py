@@ -37,5 +37,13 @@ def export(plan: Plan, system: System, *, model: str | Path | None = None) -> st
     Raises:
         PlanError: for what the system cannot express, such as stages with different numbers of replicas.
         InputError: if the model file is needed and missing.
+
+    Example:
+        >>> profile = planner.load_profile("profiles/vgg16/cpu.json")
+        >>> two = planner.flat_cluster(gpus=2, bandwidth_bytes_per_s=1.25e9)
+        >>> plan = planner.solve(profile, two, schedule="1f1b-flush", microbatches=4, max_stages=2)
+        >>> script = planner.export(plan, "deepspeed", model="model.py")
+        >>> "PipelineModule" in script
+        True
     """
     return _WRITERS[system](plan, None if model is None else str(model))

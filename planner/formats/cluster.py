@@ -162,6 +162,10 @@ def flat_cluster(
 
     Raises:
         ClusterError: for less than one device, or more than `MOST_GPUS`.
+
+    Example:
+        >>> planner.flat_cluster(gpus=8, bandwidth_bytes_per_s=1.25e9).gpus  # eight GPUs on links of 10 Gbit/s
+        8
     """
     level = Level(
         size=_checked(gpus),

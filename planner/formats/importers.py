@@ -17,6 +17,10 @@ def read_profile(path: Path | str) -> Profile:
 
     Raises:
         ProfileError: naming the file and what is wrong in it.
+
+    Example:
+        >>> planner.load_profile("profiles/vgg16/cpu.json").microbatch_size
+        32
     """
     path = Path(path)
     if is_graph_txt(path):

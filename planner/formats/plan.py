@@ -210,5 +210,13 @@ def load_plan(path: Path | str) -> Plan:
 
 
 def save_plan(plan: Plan, path: Path | str) -> None:
-    """Write `plan` to `path` atomically."""
+    """Write `plan` to `path` atomically.
+
+    Example:
+        >>> profile = planner.load_profile("profiles/vgg16/cpu.json")
+        >>> plan = planner.solve(profile, planner.flat_cluster(gpus=4, bandwidth_bytes_per_s=125e6))
+        >>> planner.save_plan(plan, "plan.json")
+        >>> planner.load_plan("plan.json") == plan
+        True
+    """
     save_record(plan, path)

@@ -115,6 +115,13 @@ def simulate(plan: Plan, minibatches: int | None = None, accumulate: int = 1) ->
     Raises:
         InputError: for a number of minibatches below 1, and for a schedule that cannot accumulate over minibatches.
         PlanError: for a plan whose depths let its workers wait for each other for ever.
+
+    Example:
+        >>> profile = planner.load_profile("profiles/vgg16/cpu.json")
+        >>> plan = planner.solve(profile, planner.flat_cluster(gpus=4, bandwidth_bytes_per_s=125e6))
+        >>> timeline = planner.simulate(plan, minibatches=8)
+        >>> timeline.name_of(next(timeline.events.rows()))
+        'F0'
     """
     check_accumulate(plan, accumulate)
     costs, plan = costs_of(plan, accumulate), of_groups(plan)

@@ -68,7 +68,15 @@ class Summary(Record):
 
 
 def summarize(timeline: Timeline) -> Summary:
-    """Summarize a run, simulated or measured."""
+    """Summarize a run, simulated or measured.
+
+    Example:
+        >>> profile = planner.load_profile("profiles/vgg16/cpu.json")
+        >>> plan = planner.solve(profile, planner.flat_cluster(gpus=4, bandwidth_bytes_per_s=125e6))
+        >>> summary = planner.summarize(planner.simulate(plan))
+        >>> summary.busiest
+        'the computation of worker 2'
+    """
     table = _Table(timeline)
     span = timeline.span_s
     count = table.minibatches or timeline.minibatches  # a recording may have only some minibatches of a run

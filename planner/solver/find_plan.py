@@ -136,6 +136,12 @@ def solve(profile: Profile, cluster: Cluster, options: SolveOptions) -> Plan:
     Raises:
         InfeasibleError: if no plan fits the memory, with the smallest change that makes one fit.
         InputError: for a cost model or number of microbatches that make no sense under the schedule.
+
+    Example:
+        >>> profile = planner.load_profile("profiles/vgg16/cpu.json")
+        >>> plan = planner.solve(profile, planner.flat_cluster(gpus=4, bandwidth_bytes_per_s=125e6))
+        >>> plan.config, plan.solver.status
+        ('2-1-1', 'optimal')
     """
     if options.microbatches is None and options.minibatch is None:
         options = replace(options, microbatches=1)
