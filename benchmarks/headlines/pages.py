@@ -37,15 +37,12 @@ _GPU_COLUMNS = {
 
 
 def filled(page: str, stated: Mapping[str, Stated]) -> str:
-    """Return the page with all its marks filled from the stated numbers.
-
-    Raises:
-        KeyError: for a mark that names no stated number.
-    """
+    """Return the page with its marks filled from the stated numbers; a number that nobody stated is left as it is."""
     by_name = {number.name: number for number in NUMBERS}
 
     def one(found: re.Match[str]) -> str:
-        known = stated[found[3]]
+        if (known := stated.get(found[3])) is None:
+            return found[0]
         return found[1] + (known.date if found[2] == "date" else by_name[found[3]].shown(known.value)) + found[4]
 
     def table(found: re.Match[str]) -> str:
@@ -53,6 +50,11 @@ def filled(page: str, stated: Mapping[str, Stated]) -> str:
         return f"{found[1]}\n{made}\n\n{found[3]}"
 
     return _TABLE.sub(table, _MARK.sub(one, page))
+
+
+def marked(page: str) -> set[str]:
+    """Return the names of the numbers that a page states."""
+    return {found[3] for found in _MARK.finditer(page)}
 
 
 def write_pages(stated: Mapping[str, Stated]) -> list[Path]:

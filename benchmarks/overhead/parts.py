@@ -31,7 +31,7 @@ PARTS: dict[str, Sequence[Place]] = {
         (StageReplica, name)
         for name in ("accept_activation", "activation", "accept_gradient", "gradient", "forward", "backward", "update")
     ],
-    "versions": [(WeightVersions, name) for name in ("stash", "at", "restored", "update")],
+    "versions": [(WeightVersions, name) for name in ("stash", "stashed", "restored", "update")],
     "statistics": [(MinibatchStatistics, "begin"), (MinibatchStatistics, "commit")],
     "random keys": [(StageModule, "set_random_key"), (RandomKey, "seed_of")],
     "checks of values": [(StageModule, "forward")],

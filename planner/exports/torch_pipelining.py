@@ -63,7 +63,7 @@ LOSS = $loss  # what it is a mean over, by which microbatches count
 SHARED = $shared  # weights by the stages that hold a copy; all copies are updated with the sum of their gradients
 
 
-def weighted(loss: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def weighted_loss(loss: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     # The mean over no label at all is no number.
     return torch.where(weight > 0, loss * weight, 0.0).sum()
 
@@ -122,7 +122,7 @@ def main() -> None:
         for index, module in modules.items()
     ]
     # The loss is the last layer of the last stage; $schedule averages its gradients over microbatches.
-    schedule = $schedule($schedule_stages, MICROBATCHES, loss_fn=weighted)
+    schedule = $schedule($schedule_stages, MICROBATCHES, loss_fn=weighted_loss)
     separate_copies(list(modules.values()))  # the schedule divides the gradients of each stage
     parameters = {
         name: p for module in modules.values() for name, p in module.stage.named_parameters() if p.requires_grad

@@ -128,7 +128,7 @@ class KnownTimes:
             if kind == "cpu" and (step.fusion is not None or step.master_weights):
                 raise InputError(
                     f"the step of '{step.model}' ran on a GPU, and the estimate is for a CPU",
-                    hint="leave out `fusion` and `master_weights`, or name a GPU",
+                    hint="leave 'fusion' and 'master_weights' out of the file, or name a GPU",
                 )
             execution = Execution(kind, None if step.fusion is None else compiler, step.master_weights)
             trace = trace_step(training_spec, step.batch_size, step.dtype, execution=execution)

@@ -37,11 +37,11 @@ class Made(DataGroups):
     def tagged(self) -> bool:
         return self.is_tagged
 
-    def of(self, ranks: object) -> Any:
+    def for_collectives(self, ranks: object) -> Any:
         assert ranks is None
         return self._note(None)
 
-    def between(self, sender: int, receiver: int) -> Any:
+    def for_messages(self, sender: int, receiver: int) -> Any:
         return self._note((sender, receiver))
 
     def _note(self, ranks: tuple[int, int] | None) -> str:
