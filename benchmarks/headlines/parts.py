@@ -81,7 +81,7 @@ def searches() -> dict[str, float]:
             took = plan("solve", "--profile", path, *many)
             found[f"search.{graph.model}"] = took.cpu_s
             found[f"search.{graph.model}.bytes"] = took.peak_bytes
-        limited = ("--gpus", "64", "--bandwidth", "1Gbps", "--schedule", "1f1b-flush", "--time-limit", f"{LIMIT_S:g}")
+        limited = ("--gpus", "64", "--bandwidth", "1Gbps", "--schedule", "1f1b-flush", "--time-limit", f"{LIMIT_S:g}s")
         took = plan(
             "solve", "--profile", folder / "chain_1000.json", *limited, "-o", folder / "plan.json", codes=(0, 3)
         )

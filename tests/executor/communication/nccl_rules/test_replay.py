@@ -47,6 +47,7 @@ def deadlocks(recording: Recording, **how: Any) -> bool:
     return False
 
 
+@pytest.mark.timeout(900)  # over a minute of computing, which other work on the machine makes many
 def test_no_wait_for_a_device_closes_a_circle() -> None:
     """Neither on one worker nor on all at once, at no place: the conditions of all waits together close no circle."""
     found = {str(run) for run in ALL if deadlocks(recorded(run), waiting=range(run.workers))}
