@@ -32,7 +32,7 @@ def _rows(size: int = 4) -> Batch:
 REFUSED = {
     "a distribution that checks its arguments": (
         MODULE + "    def forward(self, x):\n"
-        "        return torch.distributions.Categorical(logits=self.a(x)).logits\n"
+        "        return torch.distributions.Categorical(logits=self.a(x), validate_args=True).logits\n"
         "def build_model(): return M()" + ROWS,
         "depends on the values of a tensor",
         "validate_args=False",
