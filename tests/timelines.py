@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from planner.formats.timeline import Event, Events, LinkUse, MemoryCurve, Timeline
-from planner.schedule.gpipe import GPIPE
-from planner.schedule.one_forward_one_backward import ONE_F_ONE_B
+from planner.schedule.one_stage import GPIPE, ONE_F_ONE_B
 
 # F0 1 s, A0 0.5 s, F0 1 s, B0 2 s, G0 0.25 s, B0 2 s, updates of 0.125 s.
 EVENTS = (

@@ -25,7 +25,7 @@ from planner.formats.plan import Plan
 from planner.formats.plan_parts import short_config
 from planner.formats.profile import Profile
 from planner.profiler.estimated.devices import DeviceSpec
-from planner.schedule.flush import FLUSH
+from planner.schedule.one_stage import FLUSH
 from planner.solver import solve
 
 _DEGREES = (1, 2, 4, 8)

@@ -20,8 +20,8 @@ from planner.formats.plan import Plan
 from planner.formats.profile import Profile
 from planner.profiler.estimated.devices import DEVICES, DeviceSpec
 from planner.profiler.estimated.execution import Execution
-from planner.schedule.flush import FLUSH
-from planner.schedule.interleaved import INTERLEAVED
+from planner.schedule.chunked import INTERLEAVED
+from planner.schedule.one_stage import FLUSH
 from planner.simulator.simulate_plan import simulated_s
 
 ANCHORS = Path(__file__).resolve().parents[3] / "shared" / "anchors" / "gpu"

@@ -28,7 +28,7 @@ from planner.formats.plan import Plan
 from planner.formats.plan_parts import config_of, short_config
 from planner.formats.profile import Profile
 from planner.options.solving import StageRules
-from planner.schedule.double_buffered import TWO_BW
+from planner.schedule.one_stage import TWO_BW
 from planner.solver import solve
 from planner.solver.problem.problem import Problem
 

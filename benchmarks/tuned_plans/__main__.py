@@ -17,7 +17,7 @@ from benchmarks.tuned_plans import drawn
 from planner.errors import PlannerError
 from planner.formats.cluster import Cluster, hierarchical_cluster
 from planner.formats.plan import Plan
-from planner.schedule.flush import FLUSH
+from planner.schedule.one_stage import FLUSH
 from planner.solver import solve
 
 _DEVICES = {"L4-24GB": "l4", "A100-SXM4-40GB": "a100"}

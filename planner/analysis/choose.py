@@ -16,8 +16,8 @@ from planner.formats.cluster import Cluster
 from planner.formats.plan import Plan
 from planner.formats.profile import Profile
 from planner.options.solving import SolveOptions
-from planner.schedule.flush import FLUSH
 from planner.schedule.instructions import MICROBATCHES_PER_GPU
+from planner.schedule.one_stage import FLUSH
 from planner.schedule.registry import SCHEDULES
 from planner.schedule.schedule import Schedule
 from planner.solver.find_plan import find_plan

@@ -16,8 +16,8 @@ from planner.formats.plan import Plan
 from planner.formats.plan_parts import OtherWay, ScheduleField
 from planner.formats.profile import Profile
 from planner.options.solving import SolveOptions
-from planner.schedule.gpipe import GPIPE
 from planner.schedule.instructions import MICROBATCHES_PER_GPU
+from planner.schedule.one_stage import GPIPE
 from planner.schedule.schedule import Schedule
 from planner.solver.choose import baselines
 from planner.solver.evaluate.evaluation import evaluate

@@ -17,7 +17,7 @@ from planner.formats.plan import Plan
 from planner.formats.plan_parts import OtherWay
 from planner.formats.profile import Profile
 from planner.options.solving import SolveOptions
-from planner.schedule.flush import FLUSH
+from planner.schedule.one_stage import FLUSH
 from planner.solver.choose import baselines
 from planner.solver.choose.sharded_data_parallel import sharded_data_parallel
 from planner.solver.evaluate.evaluation import evaluate

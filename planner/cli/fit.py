@@ -24,7 +24,7 @@ from planner.formats.link_names import BETWEEN_SERVERS, link_bandwidth, usual_li
 from planner.options.numbers import at_least
 from planner.options.solving import SolveOptions
 from planner.profiler.estimated.devices import DEVICES
-from planner.schedule.flush import FLUSH
+from planner.schedule.one_stage import FLUSH
 from planner.units import parse_bytes
 
 if TYPE_CHECKING:

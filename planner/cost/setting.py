@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from planner.errors import InputError
 from planner.formats.cluster import Cluster
 from planner.formats.names import CostModelName
-from planner.schedule.one_forward_one_backward import ONE_F_ONE_B
+from planner.schedule.one_stage import ONE_F_ONE_B
 from planner.schedule.registry import SCHEDULES
 from planner.schedule.schedule import Schedule
 

@@ -25,7 +25,7 @@ from planner.formats.plan_parts import (
     config_of,
 )
 from planner.formats.profile import Autocast, Device, LossMean, MemoryFormat
-from planner.schedule.one_forward_one_backward import ONE_F_ONE_B
+from planner.schedule.one_stage import ONE_F_ONE_B
 
 REMEDY = "make a plan with: plan solve"
 GIVEN = "given"  # the solver's name in plans whose stages a person chose

@@ -13,7 +13,7 @@ from itertools import count
 from planner.errors import InputError, PlanError
 from planner.formats.plan import Plan
 from planner.formats.plan_parts import Shared
-from planner.schedule.one_forward_one_backward import ONE_F_ONE_B
+from planner.schedule.one_stage import ONE_F_ONE_B
 from planner.schedule.schedule import Channel, PipelineShape, Schedule
 
 _PARTS_PER_STAGE = 2  # microbatches of a minibatch: the pipeline idles for a third of the time, or less

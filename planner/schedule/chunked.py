@@ -6,14 +6,14 @@ Such a schedule says which stages a worker runs and in which order it works on t
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Literal
 
-from planner.schedule.flush import FLUSH
 from planner.schedule.instructions import BackwardWeight, Instruction
+from planner.schedule.one_stage import FLUSH
 from planner.schedule.pieces import backward, finish_minibatch, forward
-from planner.schedule.schedule import Count, PipelineShape, Schedule, Synchronous
+from planner.schedule.schedule import PipelineShape, Synchronous
 
 # forward; backward; or the two parts of a backward, for the inputs' gradients and for the weights'.
 Work = Literal["F", "B", "I", "W"]
@@ -24,10 +24,7 @@ class Chunked(Synchronous):
 
     formula = "chunked"
     placed = False
-
-    @property
-    def unchunked(self) -> Schedule:
-        return FLUSH
+    unchunked = FLUSH
 
     @abstractmethod
     def order(self, workers: int, chunks: int, position: int, units: int) -> Iterator[tuple[Work, int, int]]:
@@ -37,11 +34,11 @@ class Chunked(Synchronous):
         """Return the stages of the worker at `position`, its chunks in order."""
         return [stage for stage in range(workers * chunks) if self.worker_of(stage, workers) == position]
 
-    def in_flight(self, replicas: Count, gpus_after: Count, microbatches: int) -> Count:
-        raise NotImplementedError(f"{self} has chunks: see chunks_in_flight")
-
-    def chunks_in_flight(self, workers: int, chunks: int, units: int) -> tuple[int, ...]:
-        return _chunks_in_flight(self, workers, chunks, units)
+    def depths(self, replicas: Sequence[int], microbatches: int, chunks: int = 1) -> tuple[int, ...]:
+        # Where the copies of the pipeline cannot share the microbatches evenly, some have one more than others.
+        shares = {-(-microbatches // replicas[0]), microbatches // replicas[0]} - {0}
+        each = [_in_flight(self, len(replicas) // chunks, chunks, units) for units in shares]
+        return tuple(max(counts) for counts in zip(*each, strict=True))
 
     def minibatch(self, shape: PipelineShape, stage: int, rank: int, minibatch: int) -> Iterator[Instruction]:
         workers = shape.pipeline_length
@@ -69,7 +66,8 @@ class Chunked(Synchronous):
 
 
 @lru_cache(maxsize=4096)
-def _chunks_in_flight(schedule: Chunked, workers: int, chunks: int, units: int) -> tuple[int, ...]:
+def _in_flight(schedule: Chunked, workers: int, chunks: int, units: int) -> tuple[int, ...]:
+    """Return how many units each of the `workers` x `chunks` stages has in flight."""
     most = [0] * (workers * chunks)
     for position in range(workers):
         flying, own = [0] * chunks, schedule.own_stages(position, workers, chunks)
@@ -77,3 +75,36 @@ def _chunks_in_flight(schedule: Chunked, workers: int, chunks: int, units: int) 
             flying[chunk] += {"F": 1, "B": -1, "I": 0, "W": -1}[work]
             most[own[chunk]] = max(most[own[chunk]], flying[chunk])
     return tuple(most)
+
+
+class Interleaved(Chunked):
+    """Megatron-LM's interleaved 1F1B: K workers hold v chunks each, stage i of K·v on worker i mod K.
+
+    Microbatches go in groups of about K: a group passes a worker's first chunk, then its second, and so on, the
+    backwards from the last chunk to the first, so that the bubble is that of chunks, not of whole workers. Worker p
+    begins with (v-1)·K + 2·(K-1-p) forwards, and alternates from there on.
+    """
+
+    name = "interleaved"
+    title = "interleaved, {chunks} chunks per GPU, {microbatches} microbatches per minibatch"
+    summary = "synchronous, several chunks of the model per GPU"
+    holds = "about as many as 1f1b, of each of the GPU's chunks"
+    source = "Narayanan et al., Megatron-LM, SC 2021, section 2.2"
+    fixed_chunks = None
+    torch_name = "ScheduleInterleaved1F1B"
+
+    def order(self, workers: int, chunks: int, position: int, units: int) -> Iterator[tuple[Work, int, int]]:
+        count = max(1, units // workers)  # of groups, some of which have a few more where that leaves a remainder
+        groups = [range(units * number // count, units * (number + 1) // count) for number in range(count)]
+        forwards = [(chunk, unit) for group in groups for chunk in range(chunks) for unit in group]
+        backwards = [(chunk, unit) for group in groups for chunk in reversed(range(chunks)) for unit in group]
+        largest = max(len(group) for group in groups)
+        ahead = min(len(forwards), (chunks - 1) * largest + 2 * (workers - 1 - position))
+        for step in range(len(forwards) + ahead):
+            if step < len(forwards):
+                yield "F", *forwards[step]
+            if step >= ahead:
+                yield "B", *backwards[step - ahead]
+
+
+INTERLEAVED = Interleaved()

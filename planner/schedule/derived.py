@@ -13,17 +13,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from planner.schedule.instructions import (
-    AddShared,
-    AllReduce,
-    Forward,
-    Instruction,
-    Message,
-    ReceiveActivation,
-    SendActivation,
-    Unit,
-    Update,
-)
+from planner.schedule.instructions import AddShared, AllReduce, Instruction, Message, Unit, Update
+from planner.schedule.pieces import forward
 from planner.schedule.schedule import PipelineShape, stream
 
 
@@ -66,27 +57,14 @@ def evaluation_stream(shape: PipelineShape, rank: int, batches: int) -> Iterator
     Args:
         shape: of the pipeline, with the channels of evaluation.
     """
-    own = [stage for stage, ranks in enumerate(shape.ranks) if rank in ranks]
-    for first in range(0, batches, group_size(shape)):
-        for stage in own:
-            for batch in range(first, min(first + group_size(shape), batches)):
-                if _rank_of(shape, stage, batch) == rank:
-                    yield from _forward(shape, stage, batch)
+    whole, size = replace(shape, microbatches=1), group_size(shape)  # replicas take turns by batches
+    for first in range(0, batches, size):
+        for stage in shape.stages_of(rank):
+            for batch in range(first, min(first + size, batches)):
+                if whole.rank_of(stage, Unit(batch)) == rank:
+                    yield from forward(whole, stage, Unit(batch))
 
 
 def group_size(shape: PipelineShape) -> int:
     """Return the batches in a group: enough to give every worker something to do."""
     return sum(len(ranks) for ranks in set(shape.ranks))
-
-
-def _rank_of(shape: PipelineShape, stage: int, batch: int) -> int:
-    return shape.ranks[stage][batch % len(shape.ranks[stage])]
-
-
-def _forward(shape: PipelineShape, stage: int, batch: int) -> Iterator[Instruction]:
-    unit = Unit(batch)
-    for channel in shape.arriving(stage):
-        yield ReceiveActivation(stage, unit, channel.source, _rank_of(shape, channel.source, batch))
-    yield Forward(stage, unit)
-    for channel in shape.leaving(stage):
-        yield SendActivation(stage, unit, channel.target, _rank_of(shape, channel.target, batch))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from planner.schedule.instructions import (
+    AddShared,
     AllReduce,
     Backward,
     BackwardInput,
@@ -12,13 +13,14 @@ from planner.schedule.instructions import (
     Instruction,
     ReceiveActivation,
     ReceiveGradient,
+    ReceiveShared,
     SendActivation,
     SendGradient,
+    SendShared,
     Unit,
     Update,
 )
 from planner.schedule.schedule import PipelineShape
-from planner.schedule.versions import add_shared, send_shared
 
 
 def one_forward_one_backward(units: int, in_flight: int) -> Iterator[tuple[bool, int]]:
@@ -55,6 +57,25 @@ def backward(
             yield SendGradient(stage, unit, channel.source, shape.rank_of(channel.source, unit))
 
 
+def send_shared(shape: PipelineShape, stage: int, rank: int, round_: int) -> Iterator[Instruction]:
+    """Yield what `rank` sends of shared weights' gradients: each replica of a peer receives from one of the stage."""
+    # After the all-reduce all replicas have the same gradients, so any of them can send.
+    own = shape.ranks[stage]
+    for peer in shape.sharers(stage):
+        for number, peer_rank in enumerate(shape.ranks[peer]):
+            if own[number % len(own)] == rank:
+                yield SendShared(stage, Unit(round_), peer, peer_rank)
+
+
+def add_shared(shape: PipelineShape, stage: int, rank: int, round_: int) -> Iterator[Instruction]:
+    """Yield the receives of the peers' gradients of shared weights, and their sum."""
+    number, peers = shape.ranks[stage].index(rank), shape.sharers(stage)
+    for peer in peers:
+        yield ReceiveShared(stage, Unit(round_), peer, shape.ranks[peer][number % len(shape.ranks[peer])])
+    if peers:
+        yield AddShared(stage, round_)
+
+
 def finish_minibatch(
     shape: PipelineShape, stages: Sequence[int], rank: int, minibatch: int, kept: tuple[int, ...] = ()
 ) -> Iterator[Instruction]:
@@ -65,8 +86,8 @@ def finish_minibatch(
     for stage in stages:
         if len(shape.ranks[stage]) > 1:
             yield AllReduce(stage, minibatch, divisor=1)
-        yield from send_shared(shape.ranks, shape.sharers(stage), stage, rank, minibatch)
+        yield from send_shared(shape, stage, rank, minibatch)
     # All stages send before one of them waits for the others: two stages of a worker cannot block each other.
     for stage in stages:
-        yield from add_shared(shape.ranks, shape.sharers(stage), stage, rank, minibatch)
+        yield from add_shared(shape, stage, rank, minibatch)
         yield Update(stage, minibatch, kept)

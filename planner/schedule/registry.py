@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 from planner.errors import InputError
-from planner.schedule.double_buffered import TWO_BW
-from planner.schedule.flush import FLUSH
-from planner.schedule.gpipe import GPIPE
-from planner.schedule.interleaved import INTERLEAVED
-from planner.schedule.naive import NAIVE
-from planner.schedule.one_forward_one_backward import ONE_F_ONE_B
+from planner.schedule.chunked import INTERLEAVED
+from planner.schedule.one_stage import FLUSH, GPIPE, NAIVE, ONE_F_ONE_B, TWO_BW, ZB_H1
 from planner.schedule.schedule import Schedule
 from planner.schedule.zb_v import ZB_V
-from planner.schedule.zero_bubble import ZB_H1
 
 # In the order in which help and tables list them; `auto` tries them in this order, but for those without a pipeline.
 SCHEDULES: tuple[Schedule, ...] = (ONE_F_ONE_B, TWO_BW, FLUSH, ZB_H1, ZB_V, GPIPE, INTERLEAVED, NAIVE)

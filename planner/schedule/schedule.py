@@ -3,7 +3,7 @@
 A schedule is one object with everything that differs between schedules: its traits, how many units are in flight, how
 many versions of the weights a stage holds, which worker runs which stage, and the instructions of each worker. The
 command line, the solver, the simulator, the executor and the report ask the object; none of them knows a schedule by
-its name. Each schedule has a file of its own beside this one; `planner.schedule.registry` lists them.
+its name. `planner.schedule.registry` lists the schedules, which are in files beside this one.
 
 A *unit* of work is one microbatch, and a *round* all units between two updates of a stage. Under schedules that divide
 minibatches a round is a minibatch; under 1f1b it is `accumulate` minibatches on each of the stage's replicas.
@@ -52,8 +52,8 @@ class Schedule(ABC):
     name: ClassVar[str]
     title: ClassVar[str]  # for people; {microbatches} and {chunks} are filled in
     summary: ClassVar[str]  # half a line of help
-    updates: ClassVar[str]  # when a stage updates its weights, for the table of schedules
-    holds: ClassVar[str]  # what a stage has between forward and backward, likewise
+    updates: ClassVar[str] = "after all microbatches of a minibatch"  # for the table of schedules
+    holds: ClassVar[str]  # what a stage has between forward and backward, for the table
     source: ClassVar[str]  # paper and section
     formula: ClassVar[Formula]
     asynchronous: ClassVar[bool] = False  # updates without draining the pipeline
@@ -67,6 +67,7 @@ class Schedule(ABC):
     alternates: ClassVar[bool] = True  # forward and backward in turn; False: all forwards of a minibatch first
     weight_versions: ClassVar[int] = 1  # of a stage; where `stashes`, one per unit in flight
     torch_name: ClassVar[str] = "Schedule1F1B"  # the nearest class in torch.distributed.pipelining
+    leaner: ClassVar[tuple[Schedule, ...]] = ()  # that need less memory, to propose where nothing fits
 
     def __str__(self) -> str:
         return self.name
@@ -96,11 +97,6 @@ class Schedule(ABC):
         return self
 
     @property
-    def leaner(self) -> tuple[Schedule, ...]:
-        """Schedules that need less memory, to propose where nothing fits."""
-        return ()
-
-    @property
     def drained(self) -> Schedule:
         """The schedule that drains the pipeline after every minibatch, with as many stages: itself if it does."""
         return self
@@ -125,26 +121,18 @@ class Schedule(ABC):
         """Return whether a stage may have so many units in flight with the versions of weights that it holds."""
         return True
 
-    @abstractmethod
     def in_flight(self, replicas: Count, gpus_after: Count, microbatches: int) -> Count:
         """Return how many units are between forward and backward on one replica, for schedules without chunks.
 
         Args:
             replicas: of the stage; any shape.
             gpus_after: workers of all later stages; broadcasts with `replicas`.
+            microbatches: per minibatch.
         """
-
-    def chunks_in_flight(self, workers: int, chunks: int, units: int) -> tuple[int, ...]:
-        """Return how many units each of the `workers` x `chunks` stages has in flight, for schedules with chunks."""
-        raise NotImplementedError(f"{self} has one stage per worker")
+        return warm_up_depth(replicas, gpus_after)
 
     def depths(self, replicas: Sequence[int], microbatches: int, chunks: int = 1) -> tuple[int, ...]:
-        """Return how many units one replica of each stage has in flight."""
-        if self.chunked:
-            # Where the copies of the pipeline cannot share the microbatches evenly, some have one more than others.
-            shares = {-(-microbatches // replicas[0]), microbatches // replicas[0]} - {0}
-            each = [self.chunks_in_flight(len(replicas) // chunks, chunks, units) for units in shares]
-            return tuple(max(counts) for counts in zip(*each, strict=True))
+        """Return how many units one replica of each stage has in flight, with so many chunks per worker."""
         after = gpus_after(replicas)
         return tuple(self.in_flight(r, behind, microbatches) for r, behind in zip(replicas, after, strict=True))
 
@@ -255,12 +243,11 @@ class PipelineShape:
     @cached_property
     def _by_end(self) -> tuple[dict[int, tuple[Channel, ...]], dict[int, tuple[Channel, ...]]]:
         """Channels by target and by source, so that a pipeline of a thousand stages does not search its channels."""
-        by_target: dict[int, tuple[Channel, ...]] = {}
-        by_source: dict[int, tuple[Channel, ...]] = {}
+        by_end: tuple[dict[int, tuple[Channel, ...]], dict[int, tuple[Channel, ...]]] = ({}, {})
         for channel in self.channels:
-            by_target[channel.target] = (*by_target.get(channel.target, ()), channel)
-            by_source[channel.source] = (*by_source.get(channel.source, ()), channel)
-        return by_target, by_source
+            for channels, end in zip(by_end, (channel.target, channel.source), strict=True):
+                channels[end] = (*channels.get(end, ()), channel)
+        return by_end
 
     def arriving(self, stage: int) -> tuple[Channel, ...]:
         """Return the channels by which activations reach `stage`."""

@@ -20,14 +20,10 @@ w(t+1) = w(t) - lr * grad f(w(t-d+1)). Sums that are left at the end of a run ge
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import lcm
-
-from planner.schedule.instructions import AddShared, Instruction, ReceiveShared, SendShared, Unit
-
-Ranks = Sequence[Sequence[int]]
 
 
 def sharers(pairs: Sequence[tuple[int, int]], stage: int) -> tuple[int, ...]:
@@ -42,25 +38,6 @@ def lag(pairs: Sequence[tuple[int, int]], depths: Sequence[int], accumulate: int
         size = len(family)
         family.update(other for pair in pairs if family.intersection(pair) for other in pair)
     return -(-(max(depths[other] for other in family) - depths[stage]) // accumulate)
-
-
-def send_shared(ranks: Ranks, peers: Sequence[int], stage: int, rank: int, round_: int) -> Iterator[Instruction]:
-    """Yield the sends of `rank`: each replica of a peer receives from one replica of the stage."""
-    # After the all-reduce all replicas have the same gradients, so any of them can send.
-    own = ranks[stage]
-    for peer in peers:
-        for number, peer_rank in enumerate(ranks[peer]):
-            if own[number % len(own)] == rank:
-                yield SendShared(stage, Unit(round_), peer, peer_rank)
-
-
-def add_shared(ranks: Ranks, peers: Sequence[int], stage: int, rank: int, round_: int) -> Iterator[Instruction]:
-    """Yield the receives of the peers' gradients, and their sum."""
-    number = ranks[stage].index(rank)
-    for peer in peers:
-        yield ReceiveShared(stage, Unit(round_), peer, ranks[peer][number % len(ranks[peer])])
-    if peers:
-        yield AddShared(stage, round_)
 
 
 @dataclass(frozen=True)

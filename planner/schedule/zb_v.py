@@ -24,7 +24,6 @@ class ZeroBubbleV(Chunked):
     name = "zb-v"
     title = "zb-v, 2 chunks per GPU in a V, backwards in two parts, {microbatches} microbatches per minibatch"
     summary = "synchronous, two chunks of the model per GPU in a V, and the gradients of weights fill the bubble"
-    updates = "after all microbatches of a minibatch"
     holds = "about as much as the first stage of 1f1b, on every GPU"
     source = "Qi et al., Pipeline Parallelism with Controllable Memory, NeurIPS 2024"
     splits_backward = True

@@ -25,9 +25,8 @@ from planner.model.loss import loss_of
 from planner.model.spec import TrainingSpec, load_model_file
 from planner.plan.shape import shape_of
 from planner.profiler.this_machine import thread_count
-from planner.schedule.flush import FLUSH
 from planner.schedule.instructions import Backward, BackwardWeight, Forward, Unit, Update
-from planner.schedule.one_forward_one_backward import ONE_F_ONE_B
+from planner.schedule.one_stage import FLUSH, ONE_F_ONE_B
 from planner.schedule.registry import SCHEDULES
 from planner.schedule.schedule import PipelineShape, Schedule, stream
 from planner.selftest.lab import SEED, Case, Lab, Outcome, even_plan, judged, location

@@ -10,8 +10,7 @@ from planner.formats.cluster import flat_cluster
 from planner.formats.profile import Profile
 from planner.options.solving import SolveOptions
 from planner.report.tables.compare import choice_report
-from planner.schedule.flush import FLUSH
-from planner.schedule.one_forward_one_backward import ONE_F_ONE_B
+from planner.schedule.one_stage import FLUSH, ONE_F_ONE_B
 from planner.solver import solve
 from tests.samples import layer, profile
 

@@ -14,7 +14,7 @@ from planner.formats.plan import Plan
 from planner.formats.profile import load_profile
 from planner.options.solving import SolveOptions
 from planner.report.tables.explain import explanation_report, sentences
-from planner.schedule.gpipe import GPIPE
+from planner.schedule.one_stage import GPIPE
 from planner.simulator.simulate_plan import simulate
 from planner.simulator.summary import summarize
 from planner.solver import solve

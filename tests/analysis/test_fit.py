@@ -9,7 +9,7 @@ from planner.formats.cluster import Cluster, flat_cluster
 from planner.formats.profile import Profile
 from planner.options.solving import SolveOptions
 from planner.report.tables.fit import fit_report
-from planner.schedule.flush import FLUSH
+from planner.schedule.one_stage import FLUSH
 from planner.solver.find_plan import find_plan
 from tests.samples import layer, profile
 

@@ -14,7 +14,7 @@ from planner.formats.own_plan import OwnPlan, OwnStage
 from planner.formats.plan import Plan
 from planner.formats.profile import Profile, load_profile
 from planner.plan.blocks import blocks_of
-from planner.schedule.double_buffered import TWO_BW
+from planner.schedule.one_stage import TWO_BW
 from planner.schedule.registry import NAMES, find
 from planner.solver import solve
 from tests.samples import layer, profile

@@ -20,7 +20,7 @@ from planner.cost.tensor import layer_costs_on
 from planner.formats.cluster import flat_cluster
 from planner.formats.importers import read_profile
 from planner.options.solving import StageRules
-from planner.schedule.double_buffered import TWO_BW
+from planner.schedule.one_stage import TWO_BW
 from planner.solver.problem.problem import Problem
 
 

@@ -11,8 +11,7 @@ from planner.cost.setting import Setting
 from planner.cost.work import Work
 from planner.errors import InputError
 from planner.formats.cluster import flat_cluster
-from planner.schedule.gpipe import GPIPE
-from planner.schedule.naive import NAIVE
+from planner.schedule.one_stage import GPIPE, NAIVE
 from tests.samples import layer, profile
 
 # a feeds b; c uses b and, by a skip, a.

@@ -8,7 +8,7 @@ import pytest
 
 from planner.errors import InputError
 from planner.schedule.check import ScheduleError, check_streams
-from planner.schedule.double_buffered import TWO_BW
+from planner.schedule.chunked import INTERLEAVED
 from planner.schedule.instructions import (
     AllReduce,
     Backward,
@@ -21,7 +21,7 @@ from planner.schedule.instructions import (
     Unit,
     Update,
 )
-from planner.schedule.interleaved import INTERLEAVED
+from planner.schedule.one_stage import TWO_BW
 from planner.schedule.registry import find
 from planner.schedule.schedule import Channel, PipelineShape, stream, warm_up_depths
 from tests.schedule.draw import draw_order

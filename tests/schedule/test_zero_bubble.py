@@ -11,8 +11,8 @@ from planner.formats.cluster import flat_cluster
 from planner.plan.shape import shape_of
 from planner.schedule.check import ScheduleError, check_streams
 from planner.schedule.instructions import BackwardWeight, Instruction
+from planner.schedule.one_stage import ZB_H1
 from planner.schedule.schedule import Channel, PipelineShape, stream
-from planner.schedule.zero_bubble import ZB_H1
 from planner.simulator.pipeline_costs import StageCosts
 from planner.solver import solve
 from tests.samples import layer, profile

@@ -11,9 +11,7 @@ from torch import Tensor
 from planner.errors import InputError
 from planner.model.spec import load_model_file
 from planner.model.stage.stage import StageModule
-from planner.schedule.flush import FLUSH
-from planner.schedule.naive import NAIVE
-from planner.schedule.one_forward_one_backward import ONE_F_ONE_B
+from planner.schedule.one_stage import FLUSH, NAIVE, ONE_F_ONE_B
 from planner.selftest import cuts, training
 from planner.selftest.lab import SEED, Lab, Outcome, even_plan, judged, location
 from planner.selftest.run import CHECKS, run_case, selftest

@@ -12,7 +12,7 @@ from planner.errors import InputError, PlanError
 from planner.formats.cluster import Cluster, flat_cluster, hierarchical_cluster
 from planner.formats.plan import Plan
 from planner.formats.timeline import Event, Timeline
-from planner.schedule.double_buffered import TWO_BW
+from planner.schedule.one_stage import TWO_BW
 from planner.simulator.simulate_plan import costs_of, simulate, simulated_s
 from planner.simulator.summary import ENDS, summarize
 from tests.samples import layer

@@ -14,7 +14,7 @@ from planner.cost.pricing import price
 from planner.cost.setting import Setting
 from planner.formats.cluster import flat_cluster
 from planner.formats.timeline import Event
-from planner.schedule.one_forward_one_backward import ONE_F_ONE_B
+from planner.schedule.one_stage import ONE_F_ONE_B
 from planner.schedule.registry import find
 from planner.schedule.schedule import PipelineShape
 from planner.simulator.pipeline_costs import StageCosts

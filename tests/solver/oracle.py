@@ -7,7 +7,7 @@ from planner.cost.setting import Setting
 from planner.formats.cluster import Cluster
 from planner.formats.names import CostModelName
 from planner.options.solving import RecomputeRule, ShardRule, StageRules
-from planner.schedule.one_forward_one_backward import ONE_F_ONE_B
+from planner.schedule.one_stage import ONE_F_ONE_B
 from planner.schedule.schedule import Schedule
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import Evaluation

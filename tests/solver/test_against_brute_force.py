@@ -13,7 +13,7 @@ from planner.formats.cluster import flat_cluster
 from planner.formats.names import CostModelName
 from planner.formats.profile import Profile
 from planner.options.solving import RecomputeRule, StageRules
-from planner.schedule.double_buffered import TWO_BW
+from planner.schedule.one_stage import TWO_BW
 from planner.schedule.registry import find
 from planner.solver.problem.bounds import bounds_for
 from planner.solver.problem.problem import Limits

@@ -12,7 +12,7 @@ from planner.cost.setting import Setting
 from planner.formats.cluster import Cluster, flat_cluster
 from planner.formats.profile import Profile
 from planner.options.solving import RecomputeRule, StageRules
-from planner.schedule.interleaved import INTERLEAVED
+from planner.schedule.chunked import INTERLEAVED
 from planner.schedule.registry import find
 from planner.solver.problem.bounds import bounds_for
 from planner.solver.problem.problem import Limits

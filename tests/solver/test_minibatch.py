@@ -9,9 +9,7 @@ from planner.errors import InputError
 from planner.formats.cluster import flat_cluster
 from planner.options.solving import SolveOptions
 from planner.report.tables.compare import choice_report
-from planner.schedule.flush import FLUSH
-from planner.schedule.gpipe import GPIPE
-from planner.schedule.one_forward_one_backward import ONE_F_ONE_B
+from planner.schedule.one_stage import FLUSH, GPIPE, ONE_F_ONE_B
 from planner.solver import solve
 from planner.solver.find_plan import find_plan
 from tests.samples import layer, profile

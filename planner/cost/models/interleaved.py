@@ -29,7 +29,7 @@ from planner.cost.models.synchronous import SynchronousModel
 from planner.cost.network.link import Link, backward_and_reduce_s, link_of
 from planner.cost.network.placement import Busy
 from planner.cost.work import Floats, Integers, Work
-from planner.schedule.gpipe import GPIPE
+from planner.schedule.one_stage import GPIPE
 from planner.schedule.schedule import Schedule
 
 if TYPE_CHECKING:

@@ -24,8 +24,7 @@ from planner.cost.work import IMPOSSIBLE, Floats, Footprint, Integers, Work, few
 from planner.formats.cluster import Cluster
 from planner.formats.names import CostModelName
 from planner.formats.profile import KIND_COLUMNS, Profile
-from planner.schedule.double_buffered import TWO_BW
-from planner.schedule.one_forward_one_backward import ONE_F_ONE_B
+from planner.schedule.one_stage import ONE_F_ONE_B, TWO_BW
 from planner.schedule.schedule import Schedule
 from planner.units import SLACK
 

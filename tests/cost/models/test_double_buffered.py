@@ -19,7 +19,7 @@ from planner.cost.pricing import price
 from planner.cost.setting import Setting
 from planner.cost.work import Work
 from planner.formats.cluster import flat_cluster
-from planner.schedule.double_buffered import TWO_BW
+from planner.schedule.one_stage import TWO_BW
 from planner.simulator.pipeline_costs import StageCosts
 from planner.solver import solve
 from tests.cost.works import EXAMPLE, work, works

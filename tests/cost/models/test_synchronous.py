@@ -9,9 +9,7 @@ import pytest
 
 from planner.cost.models.synchronous import SynchronousModel
 from planner.cost.network.link import Link
-from planner.schedule.flush import FLUSH
-from planner.schedule.gpipe import GPIPE
-from planner.schedule.naive import NAIVE
+from planner.schedule.one_stage import FLUSH, GPIPE, NAIVE
 from tests.cost.works import EXAMPLE
 
 

@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 from planner.executor.communication.routes import LinkGroups, lanes_of, route_of
 from planner.executor.run.loop import all_streams
+from planner.schedule.chunked import INTERLEAVED
 from planner.schedule.instructions import Instruction, ReceiveActivation, ReceiveGradient, Send, SendActivation, Unit
-from planner.schedule.interleaved import INTERLEAVED
-from planner.schedule.one_forward_one_backward import ONE_F_ONE_B
+from planner.schedule.one_stage import ONE_F_ONE_B
 from planner.schedule.schedule import Channel, PipelineShape
 from planner.workers.groups import DataGroups
 from planner.workers.place import CPU

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from planner.executor.observe.recording import TraceRecorder, Window
-from planner.schedule.one_forward_one_backward import ONE_F_ONE_B
+from planner.schedule.one_stage import ONE_F_ONE_B
 from planner.schedule.schedule import Channel, PipelineShape, stream
 
 SHAPE = PipelineShape(((0,), (1,)), (Channel(0, 1),), ONE_F_ONE_B)

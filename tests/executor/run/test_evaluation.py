@@ -14,7 +14,6 @@ from planner.model.batch import collate
 from planner.model.loss import loss_of
 from planner.model.spec import TrainingSpec, load_model_file
 from planner.options.training import TrainingOptions
-from planner.schedule.gpipe import GPIPE
 from planner.schedule.instructions import (
     ReceiveActivation,
     ReceiveGradient,
@@ -23,7 +22,7 @@ from planner.schedule.instructions import (
     Update,
     matching_receive,
 )
-from planner.schedule.one_forward_one_backward import ONE_F_ONE_B
+from planner.schedule.one_stage import GPIPE, ONE_F_ONE_B
 from planner.schedule.schedule import Channel, PipelineShape, stream
 from planner.workers.job import Evaluation
 from tests.executor import eager

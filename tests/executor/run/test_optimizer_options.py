@@ -14,7 +14,7 @@ from planner.errors import InputError, ModelFileError
 from planner.model.spec import load_model_file
 from planner.options.training import TrainArguments, TrainingOptions
 from planner.schedule.check import check_streams
-from planner.schedule.one_forward_one_backward import ONE_F_ONE_B
+from planner.schedule.one_stage import ONE_F_ONE_B
 from planner.schedule.schedule import Channel, PipelineShape
 from tests.executor import eager
 from tests.executor.eager import Case

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from planner.executor.run.evaluator import MessagesUnderWay, evaluation_points
-from planner.schedule.flush import FLUSH
 from planner.schedule.instructions import ReceiveActivation, Unit
-from planner.schedule.one_forward_one_backward import ONE_F_ONE_B
+from planner.schedule.one_stage import FLUSH, ONE_F_ONE_B
 from planner.schedule.schedule import Channel, PipelineShape
 
 CHAIN = ((0,), (1,), (2,))

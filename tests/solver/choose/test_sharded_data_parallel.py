@@ -14,7 +14,7 @@ from planner.formats.cluster import Cluster, flat_cluster
 from planner.formats.profile import Profile
 from planner.options.solving import SolveOptions
 from planner.report.tables.compare import comparison_report
-from planner.schedule.flush import FLUSH
+from planner.schedule.one_stage import FLUSH
 from planner.solver.choose import baselines
 from planner.solver.choose.sharded_data_parallel import ZeroStage, sharded_data_parallel
 from planner.solver.evaluate.evaluation import priced

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from planner.cost.network.link import Link
 from planner.cost.work import IMPOSSIBLE, Work
-from planner.schedule.double_buffered import TWO_BW
+from planner.schedule.one_stage import TWO_BW
 from planner.schedule.schedule import warm_up_depth
 from planner.solver.problem.bounds import AsynchronousBounds, Bounds, DoubleBufferedBounds, PaperBounds, PipedreamBounds
 from tests.cost.works import works

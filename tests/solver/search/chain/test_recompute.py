@@ -14,7 +14,7 @@ from planner.errors import InfeasibleError
 from planner.formats.cluster import flat_cluster
 from planner.formats.profile import Profile
 from planner.report.tables.plan import plan_report
-from planner.schedule.gpipe import GPIPE
+from planner.schedule.one_stage import GPIPE
 from planner.solver import solve
 from tests.samples import layer, profile
 from tests.solver.strategies import profiles

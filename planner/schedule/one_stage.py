@@ -1,0 +1,262 @@
+"""Schedules with one stage per worker: 1f1b and 2bw, and those that drain the pipeline before every update."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+
+from planner.schedule.instructions import AllReduce, BackwardWeight, Instruction, Unit, Update
+from planner.schedule.pieces import (
+    add_shared,
+    backward,
+    finish_minibatch,
+    forward,
+    one_forward_one_backward,
+    send_shared,
+)
+from planner.schedule.schedule import Count, PipelineShape, Schedule, Synchronous, warm_up_depth, warm_up_depths
+
+
+class Flush(Synchronous):
+    """PipeDream-Flush: 1F1B within each minibatch. As fast as GPipe, with no more units in flight than 1F1B has."""
+
+    name = "1f1b-flush"
+    title = "1f1b-flush, {microbatches} microbatches per minibatch"
+    summary = "synchronous, as gpipe in less memory"
+    holds = "d microbatches"
+    source = "Narayanan et al., PipeDream-2BW, ICML 2021, section 3.2"
+    deepens = True
+
+    def in_flight(self, replicas: Count, gpus_after: Count, microbatches: int) -> Count:
+        """Return the warm-up depth, or the replica's share of the microbatches where that is less."""
+        most, depth = share(microbatches, replicas), warm_up_depth(replicas, gpus_after)
+        return most + (depth - most) * (depth < most)  # the lesser of the two, also for arrays
+
+    def minibatch(self, shape: PipelineShape, stage: int, rank: int, minibatch: int) -> Iterator[Instruction]:
+        mine = shape.units_of(stage, rank, minibatch)
+        for is_forward, index in one_forward_one_backward(len(mine), shape.in_flight(stage)):
+            if is_forward:
+                yield from forward(shape, stage, mine[index])
+            else:
+                yield from backward(shape, stage, mine[index], last_of_round=index == len(mine) - 1)
+        yield from finish_minibatch(shape, [stage], rank, minibatch)
+
+
+def share(microbatches: int, replicas: Count) -> Count:
+    """Return how many of a minibatch's microbatches the busiest replica runs."""
+    return -(-microbatches // replicas)
+
+
+FLUSH = Flush()
+
+
+class DoubleBuffered(Schedule):
+    """PipeDream-2BW: 1F1B over the microbatches of all minibatches, with two versions of the weights.
+
+    Minibatch t runs at the version that minibatch t - 2 left, whatever is there since.
+    """
+
+    name = "2bw"
+    title = "2bw, two weight versions, {microbatches} microbatches per minibatch"
+    summary = "asynchronous, with two weight versions and one update per minibatch of several microbatches"
+    updates = "after all microbatches of a minibatch, while those of the next are under way"
+    holds = "d microbatches"
+    source = "Narayanan et al., PipeDream-2BW, ICML 2021, section 3.1"
+    formula = "double-buffered"
+    asynchronous = True
+    placed = False
+    deepens = True
+    weight_versions = 2
+    drained = FLUSH
+
+    def versions_suffice(self, microbatches: int, replicas: int, in_flight: int) -> bool:
+        """Return whether every minibatch finds the one before the last done: r <= m and d - 1 <= floor(m / r)."""
+        return replicas <= microbatches and in_flight - 1 <= microbatches // replicas
+
+    def deepest(self, replicas: int, microbatches: int) -> int | None:
+        """Return floor(m / r) + 1: minibatch t - 2 must be done when minibatch t begins."""
+        return microbatches // replicas + 1
+
+    def turn(self, shape: PipelineShape, unit: Unit) -> int:
+        """Return the number of the microbatch over all minibatches, as the depths count them."""
+        return unit.minibatch * shape.microbatches + unit.microbatch
+
+    def stream(self, shape: PipelineShape, stage: int, rank: int, minibatches: int) -> Iterator[Instruction]:
+        replicas = shape.ranks[stage]
+        assert len(replicas) <= shape.microbatches
+        mine = range(replicas.index(rank), shape.microbatches * minibatches, len(replicas))
+        for is_forward, index in one_forward_one_backward(len(mine), shape.in_flight(stage)):
+            unit = Unit(*divmod(mine[index], shape.microbatches))
+            if is_forward:
+                yield from forward(shape, stage, unit, max(0, unit.minibatch - 1))
+                continue
+            last = unit.microbatch + len(replicas) >= shape.microbatches
+            yield from backward(shape, stage, unit, last_of_round=last)
+            if last:
+                # What is left of the next minibatch runs at the version that this update replaces.
+                ahead = index + shape.in_flight(stage)
+                more = ahead < len(mine) and mine[ahead] // shape.microbatches == unit.minibatch + 1
+                kept = (unit.minibatch,) if more else ()
+                yield from finish_minibatch(shape, [stage], rank, unit.minibatch, kept)
+
+
+TWO_BW = DoubleBuffered()
+
+
+class OneForwardOneBackward(Schedule):
+    """PipeDream's schedule: the pipeline never drains, each unit's backward uses the weights of its forward."""
+
+    name = "1f1b"
+    title = "1f1b with weight stashing"
+    summary = "asynchronous, with weight stashing"
+    updates = "after every backward; with replicas, after every round of one minibatch each"
+    holds = "d, as above"
+    source = "Narayanan et al., PipeDream, SOSP 2019, section 3.2"
+    formula = "asynchronous"
+    asynchronous = True
+    divides = False
+    stashes = True
+    deepens = True
+    drained = FLUSH
+    leaner = (TWO_BW, FLUSH)
+
+    def deepest(self, replicas: int, microbatches: int) -> int | None:
+        """Return None: minibatches follow one another without end."""
+        return None
+
+    def stream(self, shape: PipelineShape, stage: int, rank: int, minibatches: int) -> Iterator[Instruction]:
+        replicas = shape.ranks[stage]
+        per_round = shape.minibatches_per_update(stage)
+        mine = range(replicas.index(rank), minibatches, len(replicas))
+        for is_forward, index in one_forward_one_backward(len(mine), shape.in_flight(stage)):
+            if is_forward:
+                version = None if shape.entry is None else shape.entry.version(mine[index], len(replicas))
+                yield from forward(shape, stage, Unit(mine[index]), version)
+                continue
+            round_ = mine[index] // per_round
+            last_of_round = index + 1 == len(mine) or mine[index + 1] // per_round > round_
+            yield from backward(shape, stage, Unit(mine[index]), last_of_round=last_of_round)
+            if last_of_round:
+                kept: tuple[int, ...] = ()
+                if shape.entry is not None:
+                    kept = shape.entry.to_come(mine[index + shape.in_flight(stage) :], len(replicas), round_ + 1)
+                yield from _finish_round(shape, stage, rank, round_, minibatches, kept)
+        # A last, partial round has no minibatch for this replica, but its weights must follow the others'.
+        last_round = (minibatches - 1) // per_round
+        if minibatches and (not mine or mine[-1] // per_round < last_round):
+            yield from _finish_round(shape, stage, rank, last_round, minibatches)
+        rounds, behind = -(-minibatches // per_round), shape.lag(stage)
+        for number, round_ in enumerate(range(max(0, rounds - behind), rounds)):
+            yield from add_shared(shape, stage, rank, round_)
+            yield Update(stage, rounds + number)
+
+
+def _finish_round(
+    shape: PipelineShape, stage: int, rank: int, round_: int, minibatches: int, kept: tuple[int, ...] = ()
+) -> Iterator[Instruction]:
+    per_round = shape.minibatches_per_update(stage)
+    if per_round > 1:
+        yield AllReduce(stage, round_, divisor=min(per_round, minibatches - round_ * per_round))
+    yield from send_shared(shape, stage, rank, round_)
+    if round_ >= shape.lag(stage):
+        yield from add_shared(shape, stage, rank, round_ - shape.lag(stage))
+    yield Update(stage, round_, kept)
+
+
+ONE_F_ONE_B = OneForwardOneBackward()
+
+
+class GPipe(Flush):
+    """All forwards of a minibatch, then all its backwards: 1F1B whose warm-up is the whole minibatch."""
+
+    name = "gpipe"
+    title = "gpipe, {microbatches} microbatches per minibatch"
+    summary = "synchronous, all forwards of a minibatch before its backwards"
+    holds = "all microbatches of the minibatch"
+    source = "Huang et al., GPipe, NeurIPS 2019, section 2.3"
+    deepens = False
+    alternates = False
+    torch_name = "ScheduleGPipe"
+    leaner = (TWO_BW, FLUSH)
+
+    def in_flight(self, replicas: Count, gpus_after: Count, microbatches: int) -> Count:
+        """Return the replica's share of the microbatches."""
+        return share(microbatches, replicas)
+
+
+GPIPE = GPipe()
+
+
+class Naive(Flush):
+    """Model parallelism without a pipeline: one minibatch at a time passes through the stages and back."""
+
+    name = "naive"
+    title = "naive, one minibatch at a time"
+    summary = "one minibatch at a time, to compare with"
+    updates = "after every minibatch"
+    holds = "1: nothing overlaps"
+    source = "the baseline of GPipe and PipeDream: one worker computes at a time"
+    divides = False
+    pipelined = False
+    deepens = False
+    alternates = False
+    torch_name = "ScheduleGPipe"  # of one microbatch
+
+    def in_flight(self, replicas: Count, gpus_after: Count, microbatches: int) -> Count:
+        """Return one."""
+        return replicas * 0 + 1
+
+
+NAIVE = Naive()
+
+
+class ZeroBubble(Flush):
+    """1f1b-flush with backwards in two parts, of which the second, for the gradients of weights, fills the bubble.
+
+    Gradients of weights come some backwards after those of activations, which other stages wait for. A unit is in
+    flight until its second part is done: the later a stage, the longer that waits, so that all stages hold what the
+    first one does. The delay matters where the pipeline fills and where it drains. In between all workers are busy, and
+    a backward in one part computes less: it finds what it needs in the cache.
+    """
+
+    name = "zb-h1"
+    title = "zb-h1, backwards in two parts, {microbatches} microbatches per minibatch"
+    summary = "synchronous, as 1f1b-flush, but the gradients of weights fill the bubble"
+    holds = "what the first stage has, some of which wait for their gradients of weights"
+    source = "Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024, section 2"
+    splits_backward = True
+    deepens = False
+    solved_as = FLUSH
+
+    def depths_of(self, shape: PipelineShape) -> tuple[int, ...]:
+        """Return the warm-up depth of the first stage for every stage that splits its backwards."""
+        depths = warm_up_depths(shape.replicas)
+        wanted = (max(depths[0], depth) if shape.splits(stage) else depth for stage, depth in enumerate(depths))
+        return tuple(min(share(shape.microbatches, r), depth) for r, depth in zip(shape.replicas, wanted, strict=True))
+
+    def minibatch(self, shape: PipelineShape, stage: int, rank: int, minibatch: int) -> Iterator[Instruction]:
+        if not shape.splits(stage):
+            yield from super().minibatch(shape, stage, rank, minibatch)
+            return
+        mine = shape.units_of(stage, rank, minibatch)
+        ahead = min(shape.in_flight(stage), warm_up_depths(shape.replicas)[stage])
+        behind = shape.in_flight(stage) - ahead
+        draining = max(1, shape.in_flight(stage) - 1)
+        waiting: deque[Unit] = deque()
+        for is_forward, index in one_forward_one_backward(len(mine), ahead):
+            if is_forward:
+                yield from forward(shape, stage, mine[index])
+            elif behind <= index < len(mine) - draining:
+                yield from backward(shape, stage, mine[index], last_of_round=False)
+            else:
+                yield from backward(shape, stage, mine[index], last_of_round=False, split=True)
+                waiting.append(mine[index])
+                if len(waiting) > behind:
+                    last = index == len(mine) - 1 and len(waiting) == 1
+                    yield BackwardWeight(stage, waiting.popleft(), last_of_round=last)
+        while waiting:
+            yield BackwardWeight(stage, waiting.popleft(), last_of_round=not waiting)
+        yield from finish_minibatch(shape, [stage], rank, minibatch)
+
+
+ZB_H1 = ZeroBubble()
