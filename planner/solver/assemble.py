@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -39,9 +40,17 @@ def complete(problem: Problem, best: Evaluation, report: SolverReport) -> Plan:
     price = replace(price, memory=with_overheads(problem.layer_costs, best.stages, price.memory, price.workers))
     plan = assemble(problem, Evaluation(best.stages, price), report)
     plan = plan.model_copy(update={"vertical_sync": problem.vertical_sync})
+    before = plan.predicted
+    if before.by != "simulation" or not (problem.vertical_sync or plan.shared):
+        return plan
     # Candidates were simulated without vertical sync and shared weights.
-    by_simulation = plan.predicted.by == "simulation"
-    return simulated_plan(plan) if by_simulation and (problem.vertical_sync or plan.shared) else plan
+    seconds = simulated_s(plan)
+    faster, bound_s = before.seconds_per_minibatch / seconds, min(report.lower_bound_s, seconds)
+    rates = ("samples_per_s", "tokens_per_s", "flop_utilisation", "speedup_over_one_gpu", "speedup_over_data_parallel")
+    known = {name: rate * faster for name in rates if (rate := getattr(before, name)) is not None}
+    predicted = before.model_copy(update=known | {"seconds_per_minibatch": seconds})
+    solver = plan.solver.model_copy(update={"lower_bound_s": bound_s, "gap": (seconds - bound_s) / seconds})
+    return plan.model_copy(update={"predicted": predicted, "solver": solver})
 
 
 def assemble(problem: Problem, best: Evaluation, report: SolverReport = GIVEN) -> Plan:
@@ -66,41 +75,30 @@ def assemble(problem: Problem, best: Evaluation, report: SolverReport = GIVEN) -
         stages=_stages(layer_costs, best),
         transfers=transfers(layer_costs, stages),
         shared=shared_between(layer_costs, stages),
-        predicted=predict(problem, best),
+        predicted=_predict(problem, best),
         solver=report.model_copy(update={"depth": problem.depth}),
         cluster=problem.cluster,
     )
 
 
-def simulated_plan(plan: Plan) -> Plan:
-    """Return the plan with the prediction of its own simulation.
-
-    Raises:
-        PlanError: for a plan that cannot be simulated.
-    """
-    seconds, before = simulated_s(plan), plan.predicted
-    faster, bound_s = before.seconds_per_minibatch / seconds, min(plan.solver.lower_bound_s, seconds)
-    rates = ("samples_per_s", "tokens_per_s", "flop_utilisation", "speedup_over_one_gpu", "speedup_over_data_parallel")
-    known = {name: rate * faster for name in rates if (rate := getattr(before, name)) is not None}
-    predicted = before.model_copy(update=known | {"seconds_per_minibatch": seconds, "by": "simulation"})
-    report = plan.solver.model_copy(update={"lower_bound_s": bound_s, "gap": (seconds - bound_s) / seconds})
-    return plan.model_copy(update={"predicted": predicted, "solver": report})
-
-
 def _stages(layer_costs: LayerCosts, best: Evaluation) -> tuple[Stage, ...]:
     made: list[Stage] = []
+    names = [layer.name for layer in layer_costs.profile.layers]
     ranks = on_ranks(best.ranks, [stage.options.tensor for stage in best.stages])
     for number, (stage, costs) in enumerate(zip(best.stages, stage_costs(layer_costs, best.stages), strict=True)):
-        recompute = _recompute(layer_costs, stage)
+        groups = stage.options.recompute
+        whole = groups in ((), whole_stage(stage.layers))
         made.append(
             Stage(
-                layers=tuple(layer_costs.profile.layers[index].name for index in sorted(stage.layers)),
+                layers=tuple(names[index] for index in sorted(stage.layers)),
                 ranks=ranks[number],
                 tensor=stage.options.tensor,
                 in_flight=best.price.in_flight[number],
                 sharded=stage.options.sharded,
-                recompute=recompute,
-                recompute_s=None if isinstance(recompute, bool) else costs.recompute_s,
+                recompute=(
+                    bool(groups) if whole else tuple(tuple(names[index] for index in sorted(group)) for group in groups)
+                ),
+                recompute_s=None if whole else costs.recompute_s,
                 forward_s=costs.forward_s,
                 backward_s=costs.backward_s,
                 update_s=costs.update_s,
@@ -113,16 +111,7 @@ def _stages(layer_costs: LayerCosts, best: Evaluation) -> tuple[Stage, ...]:
     return tuple(made)
 
 
-def _recompute(layer_costs: LayerCosts, stage: Candidate) -> bool | tuple[tuple[str, ...], ...]:
-    """Return what recomputes, as plans say it."""
-    groups = stage.options.recompute
-    if groups in ((), whole_stage(stage.layers)):
-        return bool(groups)
-    names = [layer.name for layer in layer_costs.profile.layers]
-    return tuple(tuple(names[index] for index in sorted(group)) for group in groups)
-
-
-def predict(problem: Problem, best: Evaluation) -> Prediction:
+def _predict(problem: Problem, best: Evaluation) -> Prediction:
     """Predict the plan's speed, and compare it with one GPU and with data parallelism under the same cost model.
 
     One GPU trains the same minibatch in the same microbatches, with one update. Neither needs to fit the memory. Where
@@ -131,7 +120,10 @@ def predict(problem: Problem, best: Evaluation) -> Prediction:
     price, seconds, microbatches = best.price, best.seconds, problem.microbatches
     profile = problem.layer_costs.profile
     size, tokens = profile.microbatch_size, profile.tokens_per_sample
-    one_gpu_s = _one_gpu_s(problem)
+    alone = everything_on(problem.layer_costs, problem.cluster, [fastest_rank(problem.layer_costs, problem.cluster)])
+    work = problem.layer_costs.work(alone)
+    adding_s = (microbatches - 1) * float(work.accumulate_s)
+    one_gpu_s = microbatches * float(work.compute_s - work.update_s) + adding_s + float(work.update_s)
     compare = _data_parallel_divided if problem.schedule.divides else _data_parallel
     parallel_s, parallel_bytes = compare(problem, best.simulated)
     samples = None if size is None else size * microbatches
@@ -155,14 +147,6 @@ def predict(problem: Problem, best: Evaluation) -> Prediction:
     )
 
 
-def _one_gpu_s(problem: Problem) -> float:
-    """Return the seconds of a minibatch on one GPU, which accumulates the gradients of its microbatches."""
-    alone = everything_on(problem.layer_costs, problem.cluster, [fastest_rank(problem.layer_costs, problem.cluster)])
-    work, microbatches = problem.layer_costs.work(alone), problem.microbatches
-    adding_s = (microbatches - 1) * float(work.accumulate_s)
-    return microbatches * float(work.compute_s - work.update_s) + adding_s + float(work.update_s)
-
-
 def _on_all_gpus(problem: Problem) -> Candidate:
     return everything_on(problem.layer_costs, problem.cluster, range(problem.cluster.gpus))
 
@@ -173,10 +157,15 @@ def _data_parallel(problem: Problem, simulates: bool) -> tuple[float, float]:
     If its gradient buckets are ready as late as in a simulation, the formula equals its simulation: nothing else uses
     the links during its all-reduce. Where devices differ, it waits for the slowest.
     """
-    gpus, everything = problem.cluster.gpus, problem.layer_costs.work(_on_all_gpus(problem))
+    gpus, link, stage = problem.cluster.gpus, problem.link, _on_all_gpus(problem)
+    everything = problem.layer_costs.work(stage)
     seconds = float(problem.asynchronous().stage_s(everything, np.float64(gpus)))
-    if simulates:
-        seconds += _late_buckets_s(problem) / gpus
+    if simulates and link.overlap and gpus > 1:
+        layers = problem.layer_costs.on_kind(stage.options.kind).profile.layers
+        buckets = buckets_of(layers)
+        reduce_s = float(ring_all_reduce_s(sum(layer.gradient_bytes for layer in layers), gpus, link))
+        by_formula_s = float(backward_and_reduce_s(buckets.ready_s[-1], reduce_s, link))
+        seconds += (buckets.reduced_s(reduce_s) - by_formula_s) / gpus
     return seconds, 2 * (gpus - 1) / gpus * float(everything.trainable_bytes)
 
 
@@ -187,19 +176,8 @@ def _data_parallel_divided(problem: Problem, simulates: bool) -> tuple[float, fl
     """
     most = max(problem.microbatches, problem.cluster.gpus)
     # One stage has no chunks. Its simulation is not part of the search, so it does not count.
-    alone = replace(problem.with_schedule(problem.schedule.unchunked, most), depth="auto", budget=Budget.unlimited())
+    alone = replace(problem.with_schedule(problem.schedule.unchunked, most), depth="auto", budget=Budget(left=math.inf))
     parallel = priced(alone, [_on_all_gpus(problem)])
     if simulates:
         parallel = simulated(alone, parallel)
     return parallel.seconds / most, parallel.price.communication_bytes / most
-
-
-def _late_buckets_s(problem: Problem) -> float:
-    """Return how much later than by the formula the gradients that all devices reduce are summed."""
-    link, gpus = problem.link, problem.cluster.gpus
-    if not link.overlap or gpus == 1:
-        return 0.0
-    layers = problem.layer_costs.on_kind(_on_all_gpus(problem).options.kind).profile.layers
-    buckets = buckets_of(layers)
-    reduce_s = float(ring_all_reduce_s(sum(layer.gradient_bytes for layer in layers), gpus, link))
-    return buckets.reduced_s(reduce_s) - float(backward_and_reduce_s(buckets.ready_s[-1], reduce_s, link))

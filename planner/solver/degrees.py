@@ -20,7 +20,7 @@ from planner.solver.evaluate.evaluation import fastest, priced
 from planner.solver.granularity import cut_after
 from planner.solver.overheads import solve_with_room
 from planner.solver.problem.bounds import least_times
-from planner.solver.problem.budget import Budget, OutOfTimeError
+from planner.solver.problem.budget import OutOfTimeError
 from planner.solver.problem.problem import Answer, Problem
 from planner.solver.problem.result import Found, stages_along
 from planner.solver.problem.states import Chain, StateSpace
@@ -45,21 +45,27 @@ def solve_degrees(problem: Problem, answer: Answer) -> Found:
     if degrees == (1,):
         return answer(problem)
     found, obstacle = list[Found](), None
+
+    def apart(share: float) -> Problem:
+        """Return the problem with part of the time and a budget of its own: the same stages are other plans."""
+        return replace(problem, budget=replace(budget.apart(), deadline=budget.deadline.earlier(share)))
+
+    budget = problem.budget
     for number, degree in enumerate(degrees):
-        own = _own_budget(problem, 1 / (len(degrees) + mixes - number))
+        own = apart(1 / (len(degrees) + mixes - number))
         try:
-            alone = answer(replace(problem.on_groups_of(degree), budget=own))
+            alone = answer(own.on_groups_of(degree))
         except InfeasibleError as error:
             obstacle = error
         else:
             found.append(replace(alone, best=alone.best.divided(degree)))
-        problem.budget.count += own.count
-        problem.budget.exhausted &= own.exhausted
+        budget.count += own.budget.count
+        budget.exhausted &= own.budget.exhausted
     if mixes:
-        mixed = replace(problem, budget=_own_budget(problem, 1.0))
+        own = apart(1.0)
         with suppress(InfeasibleError):
-            found.append(solve_with_room(mixed, lambda each: _mixed(each, found)))
-        problem.budget.count += mixed.budget.count
+            found.append(solve_with_room(own, lambda each: _mixed(each, found)))
+        budget.count += own.budget.count
     if not found:
         assert obstacle is not None
         raise obstacle
@@ -67,11 +73,6 @@ def solve_degrees(problem: Problem, answer: Answer) -> Found:
     # Plans that no search looked at count for the bound, too.
     relaxed_s = relaxed_seconds(problem) if len(degrees) > 1 and not mixes else best.seconds
     return Found(best, min(relaxed_s, *(each.bound_s for each in found)))
-
-
-def _own_budget(problem: Problem, share: float) -> Budget:
-    """Return a budget of its own, with this share of the time that is left: the same stages are other plans."""
-    return replace(problem.budget.apart(), deadline=problem.budget.deadline.earlier(share))
 
 
 def _mixes(problem: Problem) -> bool:
@@ -105,7 +106,9 @@ def _mixed(problem: Problem, known: Sequence[Found]) -> Found:
             below_s = max(Search(each, model, problem.limits).any_time_s() for each in spaces.values())
         search = MixedDegrees(spaces, model, problem.limits)
         path = search.best(below_s)
-        exact = not (search.interrupted or ends) and all(map(_has_all_ways, spaces.values()))
+        exact = not (search.interrupted or ends) and all(
+            space.complete and exact_everywhere(space.layer_costs) for space in spaces.values()
+        )
     if path is not None:
         mixed = fastest(problem, [priced(problem, stages_along(next(iter(spaces.values())), path))])
         below_s = min(below_s, path.seconds)
@@ -123,11 +126,6 @@ def cuts_by_degree(problem: Problem) -> dict[int, StateSpace]:
         return {degree: Chain(each) for degree, each in costs.items()}
     order = Downsets(problem.layer_costs, words, complete=True).order
     return {degree: Downsets(each, words, complete=True, order=order) for degree, each in costs.items()}
-
-
-def _has_all_ways(space: StateSpace) -> bool:
-    """Return whether no legal cut is missing, and no choice of what recomputes."""
-    return space.complete and exact_everywhere(space.layer_costs)
 
 
 def relaxed_seconds(problem: Problem) -> float:

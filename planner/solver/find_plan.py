@@ -28,10 +28,9 @@ from planner.formats.plan import Plan
 from planner.formats.plan_parts import SolverReport
 from planner.formats.profile import REMEDY, Profile
 from planner.options.option import keywords_of
-from planner.options.solving import Progress, SolveOptions, StageRules
+from planner.options.solving import Progress, SolveOptions
 from planner.plan.rank_groups import groups_of
 from planner.schedule.registry import SCHEDULES
-from planner.schedule.schedule import Schedule
 from planner.solver.assemble import complete
 from planner.solver.degrees import solve_degrees
 from planner.solver.evaluate.depth import TOLERANCE
@@ -90,14 +89,19 @@ def find_plan(profile: Profile, cluster: Cluster, options: SolveOptions, patienc
     if all(layer.forward_s + layer.backward_s + layer.update_s <= 0 for layer in profile.layers):
         raise ProfileError(f"the layers of '{profile.model}' take no time, so there is nothing to divide", hint=REMEDY)
     budget = Budget(patience.deadline, progress=patience.progress or Progress())
-    rules = options.rules
-    _check_rules(rules, profile, setting)
+    _check_rules(options, profile, setting)
     constraints = options.constraints or Constraints()
     constraints.check(profile, cluster)
-    problem = Problem(layer_costs_on(profile, cluster), setting, rules, options.depth, constraints, budget)
-    problem = replace(problem, vertical_sync=options.vertical_sync, solver=options.solver)
-    if options.vertical_sync:
-        _check_vertical_sync(options.order)
+    problem = Problem(
+        layer_costs_on(profile, cluster),
+        setting,
+        options.rules,
+        options.depth,
+        constraints,
+        budget,
+        vertical_sync=options.vertical_sync,
+        solver=options.solver,
+    )
     budget.progress.begin(budget.deadline.at_s, PipelineSearch(problem).relaxed_s())
     try:
         found = answered(problem)
@@ -154,14 +158,19 @@ def setting_of(options: SolveOptions, profile: Profile, cluster: Cluster) -> Set
     return Setting(cluster, options.order, microbatches, options.chunks_per_gpu, options.cost_model)
 
 
-def _check_rules(rules: StageRules, profile: Profile, setting: Setting) -> None:
+def _check_rules(options: SolveOptions, profile: Profile, setting: Setting) -> None:
     """Refuse what no plan keeps.
 
     Raises:
         InputError: naming the argument.
         ProfileError, ClusterError: for degrees that the profile or the cluster's servers do not have.
     """
-    schedule = setting.schedule
+    rules, schedule = options.rules, setting.schedule
+    if options.vertical_sync and not schedule.stashes:
+        raise InputError(
+            f"`vertical_sync` is for the schedule 1f1b, not for {schedule}",
+            hint="leave it out, or use `schedule=1f1b`",
+        )
     if rules.shard_optimizer == "always" and not profile.may_shard_optimizer:
         raise InputError(
             f"`shard_optimizer=always` needs an optimizer that replicas can divide, and the profile of "
@@ -213,11 +222,3 @@ def _report(problem: Problem, found: Found) -> SolverReport:
         simulated=problem.budget.count,
         exhausted=problem.budget.exhausted,
     )
-
-
-def _check_vertical_sync(schedule: Schedule) -> None:
-    if not schedule.stashes:
-        raise InputError(
-            f"`vertical_sync` is for the schedule 1f1b, not for {schedule}",
-            hint="leave it out, or use `schedule=1f1b`",
-        )

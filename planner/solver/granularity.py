@@ -48,26 +48,17 @@ def solve_blocks_first(problem: Problem, answer: Callable[[Problem], Found]) -> 
         if len(profile.layers) > _most_cuts(problem):
             raise
         return answer(problem)  # smaller stages may fit
-    return _looked_inside(problem, ends, found, answer)
-
-
-def _looked_inside(problem: Problem, ends: frozenset[int], found: Found, answer: Callable[[Problem], Found]) -> Found:
-    """Return the best plan with cuts inside blocks if that pays, else the one found; its bound is over all cuts."""
-    layers = len(problem.layer_costs.profile.layers)
-    most = _most_cuts(problem)
-    goal_s = found.best.seconds * (1 - PAYS)
-    bound_s = PipelineSearch(problem).relaxed_s()
-    if bound_s < goal_s and not problem.deadline.passed:
-        near = ends | _beside(problem, ends, found.best)
-        cuts = frozenset(range(layers - 1)) if layers <= most else near
-        finer = problem if layers <= most else cut_after(problem, cuts)
+    # The bound is one over all cuts.
+    layers, most, bound_s = len(profile.layers), _most_cuts(problem), PipelineSearch(problem).relaxed_s()
+    best = found
+    if bound_s < found.best.seconds * (1 - PAYS) and not problem.deadline.passed:
+        everywhere = layers <= most
+        cuts = frozenset(range(layers - 1)) if everywhere else ends | _beside(problem, ends, found.best)
         if cuts != ends and len(cuts) <= most:
-            inside = answer(finer)
-            if finer is problem:
-                bound_s = inside.bound_s
-            if inside.best.saves(found.best, PAYS):
-                return replace(inside, bound_s=min(bound_s, inside.best.seconds))
-    return replace(found, bound_s=min(bound_s, found.best.seconds))
+            inside = answer(problem if everywhere else cut_after(problem, cuts))
+            bound_s = inside.bound_s if everywhere else bound_s
+            best = inside if inside.best.saves(found.best, PAYS) else found
+    return replace(best, bound_s=min(bound_s, best.best.seconds))
 
 
 def _most_cuts(problem: Problem) -> int:

@@ -34,7 +34,7 @@ def solve_by_method(problem: Problem) -> Found:
         PlannerError: if the deadline passes before any plan is found.
     """
     if _mixed(problem) and problem.solver in ("auto", "search"):
-        return _on_mixed_gpus(problem, exact=problem.solver == "auto" and _small(problem))
+        return _on_mixed_gpus(problem)
     if needs_program(problem, problem.solver):
         return solve_by_program(problem)
     search = solve_interleaved if problem.schedule.chunked else searched
@@ -97,14 +97,16 @@ def _by_search(problem: Problem) -> Found:
     return Found(fastest_simulated(search, [best, *columned.plans], bound_s), bound_s)
 
 
-def _on_mixed_gpus(problem: Problem, *, exact: bool) -> Found:
-    """Find the best plan on GPUs of several kinds by the search, and by the integer program if it is to be `exact`.
+def _on_mixed_gpus(problem: Problem) -> Found:
+    """Find the best plan on GPUs of several kinds by the search, and by the integer program where that is quick.
 
     Raises:
         InfeasibleError: if neither finds a plan that fits the memory.
     """
-    within = problem.with_cuts_forbidden()
+    within, cluster = problem.with_cuts_forbidden(), problem.cluster
     assert within is not None
+    columns = len(problem.layer_costs.profile.layers) ** 2 * cluster.gpus * 2 ** len(cluster.kinds)
+    exact = problem.solver == "auto" and len(cluster.joined) == 1 and columns <= MOST_COLUMNS
     try:
         found = solve_blocks_first(within, lambda each: FirstPlans(each).at_least(solve_mixed(each)))
     except (InfeasibleError, InputError):
@@ -119,12 +121,6 @@ def _on_mixed_gpus(problem: Problem, *, exact: bool) -> Found:
         return found
     best = other if other.best.saves(found.best) else found
     return replace(best, bound_s=max(found.bound_s, other.bound_s))
-
-
-def _small(problem: Problem) -> bool:
-    """Return whether an integer program for GPUs of several kinds is quick."""
-    columns = len(problem.layer_costs.profile.layers) ** 2 * problem.cluster.gpus * 2 ** len(problem.cluster.kinds)
-    return len(problem.cluster.joined) == 1 and columns <= MOST_COLUMNS
 
 
 def _mixed(problem: Problem) -> bool:

@@ -57,9 +57,8 @@ def solve_interleaved(problem: Problem) -> Found:
 
     def fitting(recompute: RecomputeRule) -> Fits:
         def fits(gpus: int, memory_bytes: int) -> Evaluation | None:
-            other = replace(
-                limits, gpus=gpus, memory_bytes=memory_bytes, rules=replace(limits.rules, recompute=recompute)
-            )
+            rules = replace(limits.rules, recompute=recompute)
+            other = replace(limits, gpus=gpus, memory_bytes=memory_bytes, rules=rules)
             paths, _ = InterleavedSearch(space, setting, other).best()
             return priced(problem, stages_along(space, paths[0])) if paths else None
 

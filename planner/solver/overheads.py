@@ -42,13 +42,9 @@ def solve_with_room(problem: Problem, answer: Answer) -> Found:
 
     def with_room_for(count: int, most_replicas: int = UNLIMITED) -> Found:
         problem.budget.seen.clear()  # the same stages may be deeper or shallower with another limit
-        reserve = overheads.reserve(count)
-        cluster = reserve.cluster(problem.cluster)
-        of_tensors = problem.layer_costs.of_tensors
-        other = replace(
-            problem.with_cluster(cluster), layer_costs=of_tensors, reserve=reserve, most_replicas=most_replicas
-        )
-        found = answer(other)
+        reserve, of_tensors = overheads.reserve(count), problem.layer_costs.of_tensors
+        other = problem.with_cluster(reserve.cluster(problem.cluster))
+        found = answer(replace(other, layer_costs=of_tensors, reserve=reserve, most_replicas=most_replicas))
         return replace(found, best=_charged(problem, found.best))
 
     relaxed = found = with_room_for(0)
@@ -109,20 +105,12 @@ def _most_communicators(problem: Problem, plan: Evaluation) -> int:
     return max(of_worker.values())
 
 
-def _counted_bytes(problem: Problem, plan: Evaluation) -> list[int]:
-    """Return the bytes of the communicators that searches count for each stage, among its buffers."""
-    layer_costs = problem.layer_costs
-    return [
-        int(layer_costs.of_tensors.footprint(stage).buffer_bytes - layer_costs.footprint(stage).buffer_bytes)
-        for stage in plan.stages
-    ]
-
-
 def _charged(problem: Problem, plan: Evaluation) -> Evaluation:
     """Return the plan with the memory of its overheads."""
-    tensors = [
-        memory.model_copy(update={"buffers_bytes": memory.buffers_bytes - counted})
-        for memory, counted in zip(plan.price.memory, _counted_bytes(problem, plan), strict=True)
-    ]
-    memory = with_overheads(problem.layer_costs, plan.stages, tensors, plan.price.workers)
-    return replace(plan, price=replace(plan.price, memory=memory))
+    layer_costs, tensors = problem.layer_costs, []
+    for stage, memory in zip(plan.stages, plan.price.memory, strict=True):
+        # Searches count some communicators among a stage's buffers.
+        counted = layer_costs.of_tensors.footprint(stage).buffer_bytes - layer_costs.footprint(stage).buffer_bytes
+        tensors.append(memory.model_copy(update={"buffers_bytes": memory.buffers_bytes - int(counted)}))
+    charged = with_overheads(layer_costs, plan.stages, tensors, plan.price.workers)
+    return replace(plan, price=replace(plan.price, memory=charged))

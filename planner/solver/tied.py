@@ -45,15 +45,13 @@ def solve_tied(problem: Problem, answer: Answer) -> Found:
         return found
     # The simulations so far were of plans that cannot be used.
     fresh = replace(problem, budget=problem.budget.apart())
-    searches = [_together, _counted] if not problem.vertical_sync else [_together]
-    plans = [plan for search in searches for plan in search(fresh, answer)]
+    plans = [*_together(fresh, answer), *(() if problem.vertical_sync else _counted(fresh, answer))]
     fitting = [plan for plan in plans if _trains(problem, plan)]
     if not fitting:
         _refuse(fresh, found, answer)
         return found
     by_simulation = all(plan.simulated for plan in fitting)
-    best = min(fitting, key=lambda plan: plan.seconds if by_simulation else plan.counted_s)
-    return replace(found, best=best, bound_s=min(found.bound_s, best.seconds))
+    return found.with_best(min(fitting, key=lambda plan: plan.seconds if by_simulation else plan.counted_s))
 
 
 def _trains(problem: Problem, plan: Evaluation) -> bool:
@@ -79,17 +77,11 @@ def _refuse(problem: Problem, found: Found, answer: Answer) -> None:
         return
     except InfeasibleError as error:
         message = error.message
-    most, microbatches = problem.rules.max_staleness, max(problem.microbatches, problem.cluster.gpus)
-    for schedule in problem.schedule.leaner:
-        if most is not None and schedule.staleness(1) > most:
-            continue
-        other = replace(problem.with_schedule(schedule, microbatches), vertical_sync=False)
+    for other in problem.leaner():
         with contextlib.suppress(PlannerError):
             if _trains(other, solve_tied(other, answer).best):
-                break
-    else:
-        return
-    raise InfeasibleError(message, hint=f"use `schedule={schedule}` `microbatches={microbatches}`, which fits")
+                hint = f"use `schedule={other.schedule}` `microbatches={other.microbatches}`, which fits"
+                raise InfeasibleError(message, hint=hint)
 
 
 def _together(problem: Problem, answer: Answer) -> Iterator[Evaluation]:
@@ -115,9 +107,8 @@ def _counted(problem: Problem, answer: Answer) -> Iterator[Evaluation]:
         other = _with_copies(problem, depth)
         space, limits = Chain(other.layer_costs), replace(other.limits, deepest=min(depth, other.limits.deepest))
         for replicas in range(gpus // 2, 0, -1):
-            for plan in _even(
-                problem, other, _EvenSearch(space, other.asynchronous(), limits, users, replicas), best_s
-            ):
+            search = _EvenSearch(space, other.asynchronous(), limits, users, replicas)
+            for plan in _even(problem, other, search, best_s):
                 best_s = min(best_s, plan.seconds)
                 yield plan
 
@@ -137,7 +128,8 @@ def _even(problem: Problem, counted: Problem, search: _EvenSearch, below_s: floa
         missed, memory_bytes = _uncounted_bytes(problem, counted, stages), search.limits.memory_bytes
         if fitting or missed <= 0 or memory_bytes is None:
             return
-        search = search.within_memory(memory_bytes - missed)
+        limits = replace(search.limits, memory_bytes=memory_bytes - missed)
+        search = _EvenSearch(search.space, search.model, limits, search.layers, search.replicas)
 
 
 def _uncounted_bytes(problem: Problem, counted: Problem, stages: Sequence[Candidate]) -> int:
@@ -188,27 +180,21 @@ class _EvenSearch(Search):
 
     def __init__(self, space: StateSpace, model: Bounds, limits: Limits, layers: Sequence[int], replicas: int) -> None:
         super().__init__(space, model, limits)
-        self._layers, self._replicas = layers, replicas
+        self.layers, self.replicas = layers, replicas
         self._holds = np.array([space.holds(layer) for layer in layers])
-
-    def within_memory(self, memory_bytes: int) -> _EvenSearch:
-        """Return this search for GPUs of another memory."""
-        limits = replace(self.limits, memory_bytes=memory_bytes)
-        return _EvenSearch(self.space, self.model, limits, self._layers, self._replicas)
 
     def best(self, below_s: float | None = None, precision: float = _PRECISION) -> CutPath | None:
         """Return a plan that takes less than `below_s`, and is the fastest up to `precision`; None without one."""
         high_s = self.any_time_s() if below_s is None or np.isinf(below_s) else below_s
         low_s, best, target_s = float(self._before_s[-1]) / self.gpus, None, high_s
         while high_s - low_s > precision * high_s:
-            path = self.within(target_s)
-            if path is None and best is None and target_s == high_s:
-                return None
-            if path is None:
-                low_s = target_s
-            else:
+            if (path := self.within(target_s)) is not None:
                 high_s = target_s
                 best = path if best is None or path.seconds < best.seconds else best
+            elif target_s == high_s and best is None:
+                return None
+            else:
+                low_s = target_s
             target_s = float(np.sqrt(max(low_s, high_s * _PRECISION) * high_s))
         return best
 
@@ -218,5 +204,5 @@ class _EvenSearch(Search):
         """Tabulate the stages that begin at a state, with the given replicas where a stage has one of the layers."""
         _, r, again = super().suffixes(state, others, target_s, after, room)
         holds = (self._holds[:, others] & ~self._holds[:, state, None]).any(axis=0)
-        r = np.where(holds, np.where(r > self._replicas, IMPOSSIBLE, self._replicas), r)
+        r = np.where(holds, np.where(r > self.replicas, IMPOSSIBLE, self.replicas), r)
         return np.where(r >= IMPOSSIBLE, IMPOSSIBLE, after + r), r, again

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
-from itertools import count, islice, takewhile
+from itertools import islice, takewhile
 
 import numpy as np
 
@@ -41,13 +41,12 @@ class FirstPlans:
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
-        self._fitting: list[Evaluation] = []  # as far as they are known
-        self._others = self._sought()
+        self._fitting = fitting_plans(problem)  # as far as nobody has looked at them
         self.best: Evaluation | None = None
 
     def evaluate(self) -> None:
         """Find the fastest of them, of which the best by the cost model are simulated."""
-        self._consider(self._hurried(), islice(self.fitting(), MOST_SIMULATED))
+        self._consider(self._hurried(), islice(self._fitting, MOST_SIMULATED))
 
     def last_resort(self) -> Evaluation | None:
         """Return the best of them; where none fits the memory, any plan that does, or None if no such plan is found."""
@@ -81,7 +80,7 @@ class FirstPlans:
         if self.best is None and found.best.seconds <= found.bound_s * (1 + SLACK):
             return found  # no plan is faster, and with many layers these take longer to find than the search took
         enough_s = found.best.counted_s * (1 - SLACK)
-        self._consider(problem, takewhile(lambda plan: plan.seconds < enough_s, self.fitting()))
+        self._consider(problem, takewhile(lambda plan: plan.seconds < enough_s, self._fitting))
         self._problem.budget.seen |= problem.budget.seen
         return found if self.best is None or not self.best.saves(found.best) else found.with_best(self.best)
 
@@ -106,36 +105,27 @@ class FirstPlans:
         if problem.deadline.at_s is not None:  # otherwise the search looks at all that may be faster
             self._problem.budget.count += problem.budget.count
 
-    def fitting(self) -> Iterator[Evaluation]:
-        """Yield the plans that fit the memory, the fastest by the cost model first."""
-        for number in count():
-            if number == len(self._fitting):
-                if (plan := next(self._others, None)) is None:
-                    return
-                self._fitting.append(plan)
-            yield self._fitting[number]
 
-    def _sought(self) -> Iterator[Evaluation]:
-        """Yield the plans of `fitting` for the first time.
+def fitting_plans(problem: Problem) -> Iterator[Evaluation]:
+    """Yield the plans that fit the memory, the fastest by the cost model first.
 
-        Pricing a plan of many stages takes time, and so does finding what recomputes, which adds to its time. So both
-        are done for those plans only that may be the next by what is known of their time.
-        """
-        problem, leaner = self._problem, Leaner(self._problem)
-        plans: list[tuple[float, int, _Usual, Evaluation | None]] = [
-            (usual.least_s(problem), number, usual, None) for number, usual in enumerate(_usual_plans(problem))
-        ]
-        heapify(plans)
-        known: dict[int, Evaluation] = {}
-        while plans:
-            _, number, usual, plan = heappop(plans)
-            if plan is not None:
-                yield plan
-            elif number not in known:
-                known[number] = priced(problem, usual.stages)
-                heappush(plans, (known[number].seconds, number, usual, None))
-            elif (plan := leaner.lean_enough(usual.stages)) is not None:
-                heappush(plans, (plan.seconds, number, usual, plan))
+    Pricing a plan of many stages takes time, and so does finding what recomputes, which adds to its time. So both are
+    done for those plans only that may be the next by what is known of their time.
+    """
+    leaner, priced_once = Leaner(problem), set[int]()
+    plans: list[tuple[float, int, _Usual, Evaluation | None]] = [
+        (usual.least_s(problem), number, usual, None) for number, usual in enumerate(_usual_plans(problem))
+    ]
+    heapify(plans)
+    while plans:
+        _, number, usual, plan = heappop(plans)
+        if plan is not None:
+            yield plan
+        elif number not in priced_once:
+            priced_once.add(number)
+            heappush(plans, (priced(problem, usual.stages).seconds, number, usual, None))
+        elif (plan := leaner.lean_enough(usual.stages)) is not None:
+            heappush(plans, (plan.seconds, number, usual, plan))
 
 
 @dataclass(frozen=True)
@@ -214,29 +204,26 @@ class Leaner:
             ]
             plan = priced(problem, recomputing)
             if plan.fits(problem.cluster):
-                plan = self._with_less(plan, choices, rows)
+                # The way here went by what stages hold at one moment, and what counts is their peak: each stage in turn
+                # recomputes the least with which all still fit.
+                for number, (each, row) in enumerate(zip(choices, rows, strict=True)):
+                    for less in reversed(range(row)):
+                        fewer = list(plan.stages)
+                        fewer[number] = _with(fewer[number], each.groups(less))
+                        if not (leaner := priced(problem, fewer)).fits(problem.cluster):
+                            break
+                        plan = leaner
                 return plan if problem.allows(plan) else None
             for number, (each, row, held) in enumerate(zip(choices, rows, plan.price.gpu_bytes, strict=True)):
                 limit = problem.cluster.memory_of(plan.stages[number].options.kind)
                 if limit is not None and held > limit:
-                    rows[number] = _leaner_row(each, row, plan.price.in_flight[number], held - limit)
+                    # The quickest choice after this one that should save these bytes. The bytes at work depend on the
+                    # microbatches, too, so that a choice that seems too large may just do.
+                    holds = _held(each, plan.price.in_flight[number])
+                    enough = np.flatnonzero(holds[row + 1 :] <= holds[row] - (held - limit))
+                    rows[number] = row + 1 + int(enough[0]) if len(enough) else max(row + 1, len(each) - 1)
             if any(row == len(each) for row, each in zip(rows, choices, strict=True)):
                 return None
-
-    def _with_less(self, plan: Evaluation, choices: Sequence[Choices], rows: Sequence[int]) -> Evaluation:
-        """Return the plan with the least that each stage recomputes so that it still fits, one stage after the other.
-
-        The way here went by what stages hold at one moment, and what counts is their peak.
-        """
-        for number, (each, row) in enumerate(zip(choices, rows, strict=True)):
-            for less in reversed(range(row)):
-                stages = list(plan.stages)
-                stages[number] = _with(stages[number], each.groups(less))
-                leaner = priced(self._problem, stages)
-                if not leaner.fits(self._problem.cluster):
-                    break
-                plan = leaner
-        return plan
 
     def leanest(self, stages: Sequence[Candidate]) -> Evaluation:
         """Return the priced plan with stages that recompute so that they need least."""
@@ -251,14 +238,6 @@ class Leaner:
 def _held(choices: Choices, in_flight: int) -> Floats:
     """Return the bytes of activations under each choice."""
     return np.asarray(in_flight * choices.saved_bytes + choices.working_bytes)
-
-
-def _leaner_row(choices: Choices, row: int, in_flight: int, over_bytes: int) -> int:
-    """Return the quickest choice after `row` that should save these bytes; the number of choices if none does."""
-    held = _held(choices, in_flight)
-    enough = np.flatnonzero(held[row + 1 :] <= held[row] - over_bytes)
-    # The bytes at work depend on the microbatches, too, so a choice that seems too large may just do.
-    return row + 1 + int(enough[0]) if len(enough) else max(row + 1, len(choices) - 1)
 
 
 def _with(stage: Candidate, groups: Groups) -> Candidate:

@@ -22,8 +22,8 @@ the memory of more activations, because nothing is updated meanwhile.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from planner.schedule.schedule import warm_up_depths
 from planner.simulator.pipeline_costs import PipelineCosts
@@ -47,22 +47,20 @@ class PipelineTimes:
 
     Args:
         pipeline: its stages, at any depths.
-        wires_s: seconds of a unit's messages, both ways, by (source, target) stage.
         busiest_s: busy seconds per unit of the busiest resource: no depth is faster.
         deepest: per stage, the most units in flight that memory and schedule allow.
         budget: of the search.
     """
 
     pipeline: PipelineCosts
-    wires_s: Mapping[tuple[int, int], float]
     busiest_s: float
     deepest: Depths
-    budget: Budget = field(default_factory=Budget.unlimited)
+    budget: Budget = field(default_factory=lambda: Budget(left=math.inf))
 
-    @property
-    def replicas(self) -> tuple[int, ...]:
-        """Replicas per stage."""
-        return tuple(len(ranks) for ranks in self.pipeline.shape.ranks)
+    @cached_property
+    def crossing_s(self) -> list[float]:
+        """Seconds of a unit's messages, both ways, over the boundary behind each stage."""
+        return _crossing_s(self.pipeline)
 
 
 @dataclass(frozen=True)
@@ -85,13 +83,19 @@ def hiding_depths(pipeline: PipelineCosts, published: Depths, unit_s: float) -> 
     """
     if unit_s <= 0:
         return published
-    wires = wires_s(pipeline)
-    more, depths = 0, list(published)
+    crossing_s, more, depths = _crossing_s(pipeline), 0, list(published)
     for stage in reversed(range(len(depths) - 1)):
-        away_s = sum(seconds for (source, target), seconds in wires.items() if source <= stage < target)
-        more += math.ceil(away_s / unit_s)
+        more += math.ceil(crossing_s[stage] / unit_s)
         depths[stage] += math.ceil(more / len(pipeline.shape.ranks[stage]))
     return tuple(depths)
+
+
+def _crossing_s(pipeline: PipelineCosts) -> list[float]:
+    wires = wires_s(pipeline)
+    return [
+        sum(seconds for (source, target), seconds in wires.items() if source <= stage < target)
+        for stage in range(len(pipeline.shape.ranks))
+    ]
 
 
 def price_depths(
@@ -121,8 +125,8 @@ def choose_depths(times: PipelineTimes, below_s: float = math.inf) -> DepthChoic
     Returns:
         None if the budget does not even allow to simulate the published depths.
     """
-    published, counted, last = warm_up_depths(times.replicas), _counted_depths(times), len(times.replicas) - 1
-    counted = tuple(map(min, counted, times.deepest))
+    published, counted = warm_up_depths(times.pipeline.shape.replicas), _counted_depths(times)
+    counted, last = tuple(map(min, counted, times.deepest)), len(published) - 1
     # The inequality is usually enough, and what is far from `below_s` with it needs no other simulation.
     begin = published if math.isinf(below_s) else counted
     first = price_depths(times, begin, needed=math.isinf(below_s), hopeless_s=below_s * HOPELESS)
@@ -147,7 +151,9 @@ def choose_depths(times: PipelineTimes, below_s: float = math.inf) -> DepthChoic
         before, deeper = best.seconds_per_unit, tried[depths]
         if deeper is None:
             return 0.0
-        if _better(deeper, best):
+        # Equals within rounding go to the one with fewer units in flight.
+        alike = abs(deeper.seconds_per_unit - before) <= SLACK * before
+        if sum(deeper.depths) < sum(best.depths) if alike else deeper.seconds_per_unit < before:
             best = deeper
         return 1 - deeper.seconds_per_unit / before
 
@@ -166,21 +172,13 @@ def choose_depths(times: PipelineTimes, below_s: float = math.inf) -> DepthChoic
 
 
 def _more(depths: Depths, more: int, upto: int) -> Depths:
-    """Return depths with `more` units in flight at the stages before `upto`."""
     return tuple(depth + more * (stage < upto) for stage, depth in enumerate(depths))
-
-
-def _better(deeper: DepthChoice, best: DepthChoice) -> bool:
-    """Return whether `deeper` takes less time; equals within rounding go to the one with fewer units in flight."""
-    one, other = deeper.seconds_per_unit, best.seconds_per_unit
-    alike = abs(one - other) <= SLACK * other
-    return sum(deeper.depths) < sum(best.depths) if alike else one < other
 
 
 def _trimmed(times: PipelineTimes, best: DepthChoice) -> DepthChoice:
     """Reduce the depth of the first stage, which has most in flight, as far as that costs no time."""
     # Bisection, because the time falls with the depth; only the first stage, to keep the number of simulations small.
-    low, high = warm_up_depths(times.replicas)[0], best.depths[0]
+    low, high = warm_up_depths(times.pipeline.shape.replicas)[0], best.depths[0]
     while low < high:
         middle = (low + high) // 2
         less = price_depths(times, (middle, *best.depths[1:]))
@@ -195,12 +193,11 @@ def _trimmed(times: PipelineTimes, best: DepthChoice) -> DepthChoice:
 
 def _counted_depths(times: PipelineTimes, more: int = 0) -> Depths:
     """Solve the inequality at the top of this file from the last stage to the first; `more` for all but the last."""
-    replicas, published = times.replicas, warm_up_depths(times.replicas)
-    depths = [1]
+    replicas = times.pipeline.shape.replicas
+    published, depths = warm_up_depths(replicas), [1]
     outstanding = 2.0 * replicas[-1] - 1
     for stage in reversed(range(len(replicas) - 1)):
-        own_s = times.pipeline.stages[stage].compute_s
-        wire_s = sum(seconds for (source, target), seconds in times.wires_s.items() if source <= stage < target)
+        own_s, wire_s = times.pipeline.stages[stage].compute_s, times.crossing_s[stage]
         outstanding += min(own_s / times.busiest_s, replicas[stage]) + replicas[stage] - 1 + wire_s / times.busiest_s
         depth = math.ceil(outstanding / replicas[stage] * (1 - TOLERANCE))
         depths.append(max(depth, published[stage]) + more)

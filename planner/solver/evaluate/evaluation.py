@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from planner.cost.candidate import Candidate
 from planner.cost.communicators import reserves_of, with_overheads
@@ -29,7 +29,7 @@ from planner.solver.evaluate.depth import (
     price_depths,
 )
 from planner.solver.evaluate.orders import in_every_order
-from planner.solver.evaluate.pipelines import pipeline_for, too_large, wires_s
+from planner.solver.evaluate.pipelines import pipeline_for, too_large
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import CutPath, Evaluation, stages_along
 from planner.solver.problem.states import StateSpace
@@ -86,11 +86,13 @@ def simulated(problem: Problem, candidate: Evaluation, below_s: float = math.inf
     """
     if too_large(problem, candidate.stages):
         return candidate
-    evaluation = _Simulated(problem, candidate, below_s).evaluation()
-    if evaluation.simulated:
-        problem.budget.progress.meet(candidate.config, evaluation.seconds)
-        problem.budget.count += 1
-        problem.budget.seen[candidate.stages] = evaluation
+    choose = _at_chosen_depths if problem.schedule.asynchronous else _hiding_messages
+    if (choice := choose(problem, candidate, below_s)) is None:
+        return candidate
+    evaluation = _at(problem, candidate, *choice)
+    problem.budget.progress.meet(candidate.config, evaluation.seconds)
+    problem.budget.count += 1
+    problem.budget.seen[candidate.stages] = evaluation
     return evaluation
 
 
@@ -125,110 +127,87 @@ def fastest(problem: Problem, candidates: Iterable[Evaluation], best: Evaluation
     return best
 
 
-@dataclass(frozen=True)
-class _Simulated:
-    """One simulation: see `simulated`."""
+# Depths, or None where the schedule fixes them, and simulated seconds per minibatch.
+_Choice = tuple[Depths | None, float]
 
-    problem: Problem
-    candidate: Evaluation
-    below_s: float
 
-    def evaluation(self) -> Evaluation:
-        """Return the simulated candidate, at the best depths."""
-        if self.problem.schedule.asynchronous:
-            return self._asynchronous()
-        if self.problem.schedule.deepens:
-            return self._synchronous()
-        # The other schedules (gpipe, naive, zb-h1, chunked ones) fix their depths.
-        pipeline = pipeline_for(self.problem, self.candidate)
-        seconds = self.problem.budget.steady_s(pipeline, needed=math.isinf(self.below_s))
-        return self.candidate if seconds is None else self._at(seconds, None)
+def _at_chosen_depths(problem: Problem, candidate: Evaluation, below_s: float) -> _Choice | None:
+    """Choose the depths of an asynchronous pipeline."""
+    pipeline, microbatches = pipeline_for(problem, candidate), problem.microbatches
+    busiest_s = _busiest_s(problem, candidate, pipeline) / microbatches
+    times = PipelineTimes(pipeline, busiest_s, _deepest(problem, candidate), problem.budget)
+    if problem.depth == "auto":
+        choice = choose_depths(times, below_s / microbatches)
+    else:
+        choice = price_depths(times, candidate.price.in_flight, needed=math.isinf(below_s))
+    return None if choice is None else (choice.depths, choice.seconds_per_unit * microbatches)
 
-    def _asynchronous(self) -> Evaluation:
-        """Choose the depths of an asynchronous pipeline."""
-        problem, price = self.problem, self.candidate.price
-        pipeline = pipeline_for(problem, self.candidate)
-        times = PipelineTimes(
-            pipeline=pipeline,
-            wires_s=wires_s(pipeline),
-            busiest_s=self._busiest_s(pipeline) / problem.microbatches,
-            deepest=self._deepest(),
-            budget=problem.budget,
+
+def _hiding_messages(problem: Problem, candidate: Evaluation, below_s: float) -> _Choice | None:
+    """Choose between the published depths of a synchronous pipeline and those that hide its messages."""
+    budget, pipeline = problem.budget, pipeline_for(problem, candidate)
+    published, best_s = candidate.price.in_flight, budget.steady_s(pipeline, needed=math.isinf(below_s))
+    if best_s is None:
+        return None
+    if not problem.schedule.deepens:
+        return None, best_s
+    unit_s = candidate.price.bottleneck.busy_s / problem.microbatches
+    wanted = hiding_depths(pipeline, published, unit_s)
+    if problem.depth == "auto" and best_s <= below_s * FAR and wanted != published:
+        deeper = tuple(map(min, wanted, _deepest(problem, candidate)))
+        worth = deeper != published and (deeper == wanted or len(deeper) <= SHORT)
+        at_deeper = replace(pipeline, shape=replace(pipeline.shape, depths=deeper))
+        deeper_s = budget.steady_s(at_deeper) if worth else None
+        if deeper_s is not None and deeper_s < best_s * (1 - SLACK):
+            return deeper, deeper_s
+    return published, best_s
+
+
+def _busiest_s(problem: Problem, candidate: Evaluation, pipeline: PipelineCosts) -> float:
+    """Return the busy seconds per minibatch of the busiest resource.
+
+    The cost model does not know a stage's buckets. It takes a sixth of an all-reduce to follow the backward, and the
+    last bucket may be less.
+    """
+    bottleneck = candidate.price.bottleneck
+    costs, replicas = pipeline.stages[bottleneck.stage], candidate.stages[bottleneck.stage].replicas
+    if bottleneck.resource != "compute" or not costs.ready_s:
+        return bottleneck.busy_s
+    link = problem.topology.stage_link(candidate.ranks[bottleneck.stage]) if problem.placed else problem.link
+    reduce_s = float(ring_all_reduce_s(costs.reduced_bytes, replicas, link))
+    last_s = costs.backward_s + (costs.accumulate_s if problem.microbatches > replicas else 0.0)
+    counted_s = float(backward_and_reduce_s(last_s, reduce_s, link))
+    less_s = max(0.0, counted_s - costs.buckets(last_s).reduced_s(reduce_s)) if link.overlap else 0.0
+    return bottleneck.busy_s - (less_s if problem.schedule.divides else less_s / replicas)
+
+
+def _at(problem: Problem, candidate: Evaluation, depths: Depths | None, seconds: float) -> Evaluation:
+    """Return the candidate with simulated seconds, and with the memory of these depths where they are chosen."""
+    price, schedule = candidate.price.simulated(seconds), problem.schedule
+    if depths is not None:
+        footprint, microbatches = problem.layer_costs.footprint, problem.microbatches
+        memory = tuple(
+            stage_memory(footprint(stage).divided(microbatches), depth, schedule.versions(depth))
+            for stage, depth in zip(candidate.stages, depths, strict=True)
         )
-        if problem.depth == "auto":
-            choice = choose_depths(times, self.below_s / problem.microbatches)
-        else:
-            choice = price_depths(times, price.in_flight, needed=math.isinf(self.below_s))
-        if choice is None:
-            return self.candidate
-        return self._at(choice.seconds_per_unit * problem.microbatches, choice.depths)
+        memory = with_overheads(problem.layer_costs, candidate.stages, memory, price.workers)
+        price = replace(price, in_flight=depths, memory=memory)
+    return replace(candidate, price=price)
 
-    def _busiest_s(self, pipeline: PipelineCosts) -> float:
-        """Return the busy seconds per minibatch of the busiest resource.
 
-        The cost model does not know a stage's buckets. It takes a sixth of an all-reduce to follow the backward, and
-        the last bucket may be less.
-        """
-        problem, bottleneck = self.problem, self.candidate.price.bottleneck
-        costs, replicas = pipeline.stages[bottleneck.stage], self.candidate.stages[bottleneck.stage].replicas
-        if bottleneck.resource != "compute" or not costs.ready_s:
-            return bottleneck.busy_s
-        link = problem.link
-        if problem.placed:
-            link = problem.topology.stage_link(self.candidate.ranks[bottleneck.stage])
-        reduce_s = float(ring_all_reduce_s(costs.reduced_bytes, replicas, link))
-        last_s = costs.backward_s + (costs.accumulate_s if problem.microbatches > replicas else 0.0)
-        counted_s = float(backward_and_reduce_s(last_s, reduce_s, link))
-        less_s = max(0.0, counted_s - costs.buckets(last_s).reduced_s(reduce_s)) if link.overlap else 0.0
-        return bottleneck.busy_s - (less_s if problem.schedule.divides else less_s / replicas)
+def _deepest(problem: Problem, candidate: Evaluation) -> Depths:
+    """Return, for each stage, the most units in flight that memory, weight versions and minibatch allow.
 
-    def _synchronous(self) -> Evaluation:
-        """Choose between the published depths of a synchronous pipeline and those that hide its messages."""
-        problem, budget = self.problem, self.problem.budget
-        pipeline = pipeline_for(problem, self.candidate)
-        best, best_s = self.candidate.price.in_flight, budget.steady_s(pipeline, needed=math.isinf(self.below_s))
-        if best_s is None:
-            return self.candidate
-        unit_s = self.candidate.price.bottleneck.busy_s / problem.microbatches
-        wanted = hiding_depths(pipeline, best, unit_s)
-        if problem.depth == "auto" and best_s <= self.below_s * FAR and wanted != best:
-            deeper = tuple(map(min, wanted, self._deepest()))
-            at_deeper = replace(pipeline, shape=replace(pipeline.shape, depths=deeper))
-            worth = deeper != best and (deeper == wanted or len(deeper) <= SHORT)
-            deeper_s = budget.steady_s(at_deeper) if worth else None
-            if deeper_s is not None and deeper_s < best_s * (1 - SLACK):
-                best, best_s = deeper, deeper_s
-        return self._at(best_s, best)
-
-    def _at(self, seconds: float, depths: Depths | None) -> Evaluation:
-        """Return the candidate with simulated seconds, and with the memory of these depths where they are chosen."""
-        price, schedule = self.candidate.price.simulated(seconds), self.problem.schedule
-        if depths is not None:
-            footprint, microbatches = self.problem.layer_costs.footprint, self.problem.microbatches
-            memory = tuple(
-                stage_memory(footprint(stage).divided(microbatches), depth, schedule.versions(depth))
-                for stage, depth in zip(self.candidate.stages, depths, strict=True)
-            )
-            memory = with_overheads(self.problem.layer_costs, self.candidate.stages, memory, price.workers)
-            price = replace(price, in_flight=depths, memory=memory)
-        return replace(self.candidate, price=price)
-
-    def _deepest(self) -> Depths:
-        """Return, for each stage, the most units in flight that memory, weight versions and minibatch allow.
-
-        The published depths are always allowed.
-        """
-        problem, deepest = self.problem, []
-        schedule, microbatches = problem.schedule, problem.microbatches
-        reserves = reserves_of(problem.layer_costs, self.candidate.stages)
-        for stage, published, reserve in zip(
-            self.candidate.stages, self.candidate.price.in_flight, reserves, strict=True
-        ):
-            most = min(schedule.deepest(stage.replicas, microbatches) or UNLIMITED, problem.rules.deepest(schedule))
-            memory_bytes = problem.cluster.memory_of(stage.options.kind)
-            if memory_bytes is not None:
-                footprint = problem.layer_costs.footprint(stage).divided(microbatches)
-                stashing, versions, room = schedule.stashes, schedule.weight_versions, reserve.room(memory_bytes)
-                most = min(most, int(footprint.most_in_flight(room, stashing=stashing, versions=versions)))
-            deepest.append(max(published, most))
-        return tuple(deepest)
+    The published depths are always allowed.
+    """
+    schedule, microbatches, deepest = problem.schedule, problem.microbatches, []
+    reserves = reserves_of(problem.layer_costs, candidate.stages)
+    for stage, published, reserve in zip(candidate.stages, candidate.price.in_flight, reserves, strict=True):
+        most = min(schedule.deepest(stage.replicas, microbatches) or UNLIMITED, problem.rules.deepest(schedule))
+        memory_bytes = problem.cluster.memory_of(stage.options.kind)
+        if memory_bytes is not None:
+            footprint = problem.layer_costs.footprint(stage).divided(microbatches)
+            stashing, versions, room = schedule.stashes, schedule.weight_versions, reserve.room(memory_bytes)
+            most = min(most, int(footprint.most_in_flight(room, stashing=stashing, versions=versions)))
+        deepest.append(max(published, most))
+    return tuple(deepest)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 
 from planner.errors import InfeasibleError, PlannerError
-from planner.formats.cluster import Cluster
 from planner.formats.plan_parts import short_config
 from planner.solver.problem.budget import Deadline, OutOfTimeError
 from planner.solver.problem.problem import Problem
@@ -71,48 +70,83 @@ def explain(problem: Problem, fits: Fits, others: Mapping[str, Fits]) -> Infeasi
         fits: the search.
         others: searches that allow more, by the arguments that ask for them; the first that helps is named.
     """
-    cluster, deadline = problem.cluster, problem.budget.deadline
-    whole = problem.reserve.whole
+    cluster, deadline, whole = problem.cluster, problem.budget.deadline, problem.reserve.whole
     if cluster.memory_bytes is None:
         return against_constraints(problem)
     with suppress(OutOfTimeError):
         if fits(cluster.gpus, PLENTY) is None:
             return against_constraints(problem)
-    leanest, proven = _leanest(cluster, fits, deadline)
-    if leanest is None:
+    met: list[Evaluation] = []
+
+    def enough(memory_bytes: int) -> int | None:
+        if (plan := fits(cluster.gpus, memory_bytes)) is None:
+            return None
+        met.append(plan)
+        return max(plan.price.gpu_bytes)
+
+    _, proven = _least(enough, cluster.memory_bytes, deadline, precision=_PRECISION)
+    message = f"no plan fits {cluster.gpus} GPUs of {format_memory(whole(cluster.memory_bytes))}"
+    if not met:
         return InfeasibleError(
-            f"no plan fits {cluster.gpus} GPUs of {format_memory(whole(cluster.memory_bytes))}",
+            message,
             hint="the time limit passed before it was known what would: give a longer `time_limit_s`, or try more "
             "`gpus`",
         )
-    stages, totals = leanest.stages, leanest.price.gpu_bytes
+    leanest = met[-1]
+    totals = leanest.price.gpu_bytes
     worst = max(range(len(totals)), key=totals.__getitem__)
-    layers = [problem.layer_costs.profile.layers[index].name for index in sorted(stages[worst].layers)]
+    stage, needed = leanest.stages[worst], whole(totals[worst])
+    layers = [problem.layer_costs.profile.layers[index].name for index in sorted(stage.layers)]
     names = f"layer '{layers[0]}'" if len(layers) == 1 else f"layers '{layers[0]}' to '{layers[-1]}'"
-    place = f"stage {worst} ({names})"
-    over = whole(totals[worst]) - whole(cluster.memory_bytes)
-    how = ("sharded", "recomputing its activations")
-    said = zip(how, (stages[worst].options.sharded, stages[worst].options.recompute), strict=True)
-    again = "".join(f", {each}" for each, true in said if true)
-    again += "," if again else ""
-    enough = f"`memory_bytes={round_up(whole(totals[worst]))}`"
-    hint = f"the smallest memory that would do is {enough}" if proven else f"{enough} would do, if not less"
+    ways = ", sharded" * stage.options.sharded + ", recomputing its activations" * bool(stage.options.recompute)
+    smallest = f"`memory_bytes={round_up(needed)}`"
+    hint = f"the smallest memory that would do is {smallest}" if proven else f"{smallest} would do, if not less"
     with suppress(OutOfTimeError):
         for argument, allows in others.items():
             deadline.check()
             if allows(cluster.gpus, cluster.memory_bytes) is not None:
                 hint += f"; so would {argument}"
                 break
-    more = _fewest_gpus(cluster, fits, deadline)
-    if more is not None:
+    memory_bytes = cluster.memory_bytes
+    more, known = _least(
+        lambda gpus: None if fits(gpus, memory_bytes) is None else gpus, cluster.gpus, deadline, _MOST_GPUS_FACTOR
+    )
+    if more is not None and known:
         hint += f"; so would `gpus={more}`"
-    which = f"the plan that needs least{'' if proven else ' of those found in time'}"
-    place = f"in {which}, {short_config(leanest.config)}, {place}"
     return InfeasibleError(
-        f"no plan fits {cluster.gpus} GPUs of {format_memory(whole(cluster.memory_bytes))}: {place}{again} needs "
-        f"{format_bytes(whole(totals[worst]))}, {format_bytes(over)} too many",
+        f"{message}: in the plan that needs least{'' if proven else ' of those found in time'}, "
+        f"{short_config(leanest.config)}, stage {worst} ({names}){ways}{',' if ways else ''} needs "
+        f"{format_bytes(needed)}, {format_bytes(needed - whole(memory_bytes))} too many",
         hint=hint,
     )
+
+
+def _least(
+    enough: Callable[[int], int | None], low: int, deadline: Deadline, most: float = math.inf, precision: float = 0.0
+) -> tuple[int | None, bool]:
+    """Return the least number above `low` that is enough, and whether that is proven or the deadline passed before.
+
+    Args:
+        enough: returns for a number that is enough the same or a smaller one that is, and None for others.
+        low: is not enough.
+        deadline: when to stop.
+        most: times `low` up to which numbers are tried.
+        precision: of the answer, relative.
+    """
+    high, limit = None, most * low
+    with suppress(OutOfTimeError):
+        # Double until something is enough, then bisect.
+        while high is None or high - low > max(1, high * precision):
+            trial = 2 * low if high is None else (low + high) // 2
+            if trial > limit:
+                break
+            deadline.check()
+            if (found := enough(trial)) is None:
+                low = trial
+            else:
+                high = found
+        return high, True
+    return high, False
 
 
 def round_up(count: int) -> str:
@@ -122,52 +156,3 @@ def round_up(count: int) -> str:
             digits = max(0, 2 - int(math.log10(count / size)))
             return f"{math.ceil(count / size * 10**digits) / 10**digits:.{digits}f}{prefix}B"
     return f"{count}B"
-
-
-def _leanest(cluster: Cluster, fits: Fits, deadline: Deadline) -> tuple[Evaluation | None, bool]:
-    """Return the plan whose largest stage is smallest.
-
-    Returns:
-        The plan, and whether it is proven to need least. If the deadline passed before, it is the best of those that
-        were found, or None.
-    """
-    assert cluster.memory_bytes is not None
-    low, high = cluster.memory_bytes, 2 * cluster.memory_bytes
-    found: Evaluation | None = None
-    with suppress(OutOfTimeError):
-        # Double until something fits, then bisect: the answer is within a factor of two of the last failure.
-        while (found := fits(cluster.gpus, high)) is None:
-            deadline.check()
-            low, high = high, 2 * high
-        while high - low > max(1, high * _PRECISION):
-            deadline.check()
-            middle = (low + high) // 2
-            if (better := fits(cluster.gpus, middle)) is None:
-                low = middle
-            else:
-                found = better
-                high = max(found.price.gpu_bytes)
-        return found, True
-    return found, False
-
-
-def _fewest_gpus(cluster: Cluster, fits: Fits, deadline: Deadline) -> int | None:
-    """Return the fewest GPUs of the same memory that some plan fits.
-
-    None if not even many times as many suffice, or if the deadline passes before the fewest are known.
-    """
-    assert cluster.memory_bytes is not None
-    low, high = cluster.gpus, 2 * cluster.gpus
-    with suppress(OutOfTimeError):
-        deadline.check()
-        while fits(high, cluster.memory_bytes) is None:
-            deadline.check()
-            low, high = high, 2 * high
-            if high > _MOST_GPUS_FACTOR * cluster.gpus:
-                return None
-        while high - low > 1:
-            deadline.check()
-            middle = (low + high) // 2
-            low, high = (middle, high) if fits(middle, cluster.memory_bytes) is None else (low, middle)
-        return high
-    return None

@@ -317,6 +317,12 @@ class Problem:
         microbatches = microbatches or self.microbatches
         return replace(self, setting=replace(self.setting, schedule=schedule, microbatches=microbatches, chunks=1))
 
+    def leaner(self) -> list[Problem]:
+        """Return the problem under schedules that need less memory, as far as their gradients are not too late."""
+        most, microbatches = self.rules.max_staleness, max(self.microbatches, self.cluster.gpus)
+        allowed = (each for each in self.schedule.leaner if most is None or each.staleness(1) <= most)
+        return [replace(self.with_schedule(schedule, microbatches), vertical_sync=False) for schedule in allowed]
+
     def with_cuts_forbidden(self) -> Problem | None:
         """Return the problem with all constraints but `stage_of` as forbidden cuts; None if they say more."""
         layer_costs, constraints = self.layer_costs, self.constraints

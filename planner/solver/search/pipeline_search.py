@@ -173,16 +173,12 @@ class PipelineSearch:
             others.append(("a larger `max_stages`", replace(rules, max_stages=None)))
         if rules.max_staleness is not None:
             others.append(("a larger `max_staleness`", replace(rules, max_staleness=None)))
-        for argument, other in others:
-            found[argument] = PipelineSearch(replace(problem, rules=other), self.space).fits
+        for argument, changed in others:
+            found[argument] = PipelineSearch(replace(problem, rules=changed), self.space).fits
         if problem.simulates and problem.cluster.gpus <= MOST_SYNCHRONOUS_GPUS:
-            microbatches = max(problem.microbatches, problem.cluster.gpus)
-            most = rules.max_staleness
-            for schedule in problem.schedule.leaner:
-                if most is not None and schedule.staleness(1) > most:
-                    continue
-                leaner = PipelineSearch(problem.with_schedule(schedule, microbatches), self.space)
-                found[f"`schedule={schedule}` `microbatches={microbatches}`"] = leaner.fits
+            for other in problem.leaner():
+                argument = f"`schedule={other.schedule}` `microbatches={other.microbatches}`"
+                found[argument] = PipelineSearch(other, self.space).fits
         return found
 
     def fits(self, gpus: int, memory_bytes: int) -> Evaluation | None:

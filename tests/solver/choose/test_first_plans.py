@@ -13,7 +13,7 @@ from planner.formats.cluster import Cluster, flat_cluster, hierarchical_cluster
 from planner.schedule.registry import find
 from planner.solver import solve
 from planner.solver.choose.baselines import data_parallel, equal_blocks
-from planner.solver.choose.first_plans import FirstPlans
+from planner.solver.choose.first_plans import FirstPlans, fitting_plans
 from planner.solver.evaluate.depth import TOLERANCE
 from planner.solver.evaluate.evaluation import priced
 from planner.solver.problem.problem import Problem
@@ -78,8 +78,8 @@ def test_stages_recompute_and_share_the_optimizer_as_memory_demands() -> None:
         assert first.best.fits(problem.cluster)
         held.append(max(first.best.price.gpu_bytes))
     assert held == sorted(held, reverse=True)
-    unlimited = FirstPlans(Problem(LayerCosts(model), Setting(flat_cluster(4, 1e3), find("1f1b-flush"), 8)))
-    assert not any(stage.options.recompute for plan in unlimited.fitting() for stage in plan.stages)
+    unlimited = Problem(LayerCosts(model), Setting(flat_cluster(4, 1e3), find("1f1b-flush"), 8))
+    assert not any(stage.options.recompute for plan in fitting_plans(unlimited) for stage in plan.stages)
 
 
 def test_any_plan_that_fits_is_the_answer_where_no_equal_stages_fit() -> None:
@@ -89,7 +89,7 @@ def test_any_plan_that_fits_is_the_answer_where_no_equal_stages_fit() -> None:
     leanest = FirstPlans(Problem(LayerCosts(model), setting)).leanest()
     assert leanest is not None
     tight = flat_cluster(16, 1e3, memory_bytes=max(leanest.price.gpu_bytes) - 1)
-    assert not list(FirstPlans(Problem(LayerCosts(model), replace(setting, cluster=tight))).fitting())
+    assert not list(fitting_plans(Problem(LayerCosts(model), replace(setting, cluster=tight))))
     plan = solve(model, tight, schedule="1f1b", time_limit_s=1e-9)
     assert all(plan.memory_bytes(stage) <= (tight.memory_bytes or 0) for stage in range(len(plan.stages)))
 

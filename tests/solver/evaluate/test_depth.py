@@ -19,7 +19,6 @@ from planner.solver.evaluate.depth import (
     choose_depths,
     price_depths,
 )
-from planner.solver.evaluate.pipelines import wires_s
 from tests.samples import layer, profile
 from tests.schedule.test_streams import make_shape
 from tests.simulator.pipelines import TransferTimes, pipeline
@@ -37,7 +36,7 @@ def equal_work(replicas: tuple[int, ...], transfer_s: float, deepest: int = 99) 
     shape: PipelineShape = make_shape(replicas, "1f1b")
     stages = [StageCosts(r / 3, 2 * r / 3, 0.0) for r in replicas]
     made = pipeline(shape, stages, TransferTimes(transfer_s, transfer_s))
-    return PipelineTimes(made, wires_s(made), busiest_s=1.0, deepest=(deepest,) * len(replicas))
+    return PipelineTimes(made, busiest_s=1.0, deepest=(deepest,) * len(replicas))
 
 
 @pytest.mark.parametrize("replicas", [(1, 1), (1, 1, 1), (7, 1), (15, 1), (1,) * 8, (4,)])
