@@ -7,7 +7,6 @@ synchronous schedules the alternatives are the plans that the search meets on it
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -138,17 +137,14 @@ class _Alternatives:
 
         A single stage is quick to simulate, and what is far slower need not be deepened.
         """
-        problem, limits = self._problem, self._problem.limits
-        single, single_s = None, math.inf
+        problem, limits, single = self._problem, self._problem.limits, None
         if len(first.stages) > 1 and not too_large(problem, first.stages):
             kind = (DataParallelSearch, problem.link, limits)
             single = self._best_of(self._search.space, kind)(min(limits.gpus, MOST_WORKERS), np.inf)
-        if single is not None:
-            single = simulated(problem, single)
-            single_s = single.seconds if single.simulated else math.inf
-        best = simulated(problem, first, LENIENT * single_s)
-        faster = not best.simulated or single_s < best.seconds * (1 - SLACK)
-        return single if single is not None and single_s < math.inf and faster else best
+        if single is None or not (single := simulated(problem, single)).simulated:
+            return simulated(problem, first)
+        best = simulated(problem, first, LENIENT * single.seconds)
+        return best if best.simulated and single.seconds >= best.seconds * (1 - SLACK) else single
 
     def _kinds(self) -> list[tuple[BestOn, int]]:
         """Return how to find the best plan of each kind, and for how many GPUs at most."""
@@ -156,7 +152,10 @@ class _Alternatives:
         layer_costs = search.problem.layer_costs
         everything = layer_costs.footprint(layer_costs.single_stage)
         link_unit = (int(everything.weight_bytes + everything.saved_bytes) or 1) / float(search.space.compute_s[-1])
-        spaces: list[tuple[StateSpace, Kind]] = []
+        found: list[tuple[BestOn, int]] = []
+        # The kinds below are found for flat clusters; this one knows levels and copies at once.
+        if copies is not None and problem.placed and problem.cluster.gpus <= MOST_WORKERS:
+            found.append((self._on_levels(copies), problem.cluster.gpus))
         # Over many states all searches choose between the whole of a stage and nothing, so the families are alike.
         for limits in families(problem.limits)[-1 if len(search.space) > FEW_STATES else 0 :]:
             kinds = [*kinds_of_plans(problem.link, limits, link_unit)]
@@ -166,12 +165,8 @@ class _Alternatives:
                 faster = steps_below(own * FASTER**FASTER_STEPS, link_unit, FASTER, FASTER_STEPS)
                 kinds += [(Search, slowed(problem.link, own / bandwidth), most) for bandwidth in faster]
             if copies is not None:
-                spaces += [(copies.space, kind) for kind in kinds[: len(KINDS)]]
-            spaces += [(search.space, kind) for kind in kinds]
-        found = [(self._best_of(space, kind), kind[2].gpus) for space, kind in spaces]
-        # The kinds above are found for flat clusters; this one knows levels and copies at once.
-        if copies is not None and problem.placed and problem.cluster.gpus <= MOST_WORKERS:
-            found = [(self._on_levels(copies), problem.cluster.gpus), *found]
+                found += [(self._best_of(copies.space, kind), kind[2].gpus) for kind in kinds[: len(KINDS)]]
+            found += [(self._best_of(search.space, kind), kind[2].gpus) for kind in kinds]
         return found
 
     def _best_of(self, space: StateSpace, kind: Kind) -> BestOn:
