@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import chain, combinations, permutations
+from itertools import combinations, permutations
 
 import numpy as np
 
@@ -48,7 +48,11 @@ def solve_mixed(problem: Problem) -> Found:
         InputError: for more kinds than orders can be tried of.
         InfeasibleError: if no plan of the form above fits the memory.
     """
-    kinds = _alike(problem)
+    alike: dict[object, tuple[int, ...]] = {}  # ranks: what the cluster lists in several places is one kind
+    for kind, own in zip(problem.cluster.kinds, problem.cluster.kind_ranks, strict=True):
+        key = kind.name, kind.speed, problem.cluster.memory_of(kind)
+        alike[key] = (*alike.get(key, ()), *own)
+    kinds = list(alike.values())
     if len(kinds) > MOST_KINDS:
         raise InputError(
             f"{len(kinds)} kinds of GPUs have too many orders to try",
@@ -58,28 +62,22 @@ def solve_mixed(problem: Problem) -> Found:
     with contextlib.suppress(OutOfTimeError):  # then it is what was found before
         found += _along_lines(problem, kinds, found)
     fitting = [plan for plan in found if problem.allows(plan)]
+    if not fitting and not problem.cluster.has_memory_limit:
+        raise against_constraints(problem)
     if not fitting:
-        raise _infeasible(problem)
+        raise InfeasibleError(
+            "no plan was found that fits the memory of the cluster's GPUs",
+            hint="give the kinds of GPUs more memory_bytes, or more GPUs",
+        )
     best = fastest(problem, fitting) if problem.simulates else min(fitting, key=lambda plan: plan.seconds)
     found_best = Found(best, min(relaxed_s(problem, Chain(problem.layer_costs)), best.seconds))
-    return improved(problem, found_best, _unlike(fitting)) if problem.simulates else found_best
-
-
-def _unlike(plans: Sequence[Evaluation]) -> list[Evaluation]:
-    """Return the fastest plans by the cost model that differ in their cuts or replicas."""
+    if not problem.simulates:
+        return found_best
+    # Local search begins with the fastest plans by the cost model that differ in their cuts or replicas.
     shapes: dict[object, Evaluation] = {}
-    for plan in sorted(plans, key=lambda plan: plan.price.cost_model_s or plan.seconds):
+    for plan in sorted(fitting, key=lambda plan: plan.price.cost_model_s or plan.seconds):
         shapes.setdefault(tuple((stage.layers, stage.replicas) for stage in plan.stages), plan)
-    return list(shapes.values())[:MOST_STARTS]
-
-
-def _alike(problem: Problem) -> list[tuple[int, ...]]:
-    """Return the ranks of each kind; what the cluster lists in several places is one kind."""
-    ranks: dict[object, tuple[int, ...]] = {}
-    for kind, own in zip(problem.cluster.kinds, problem.cluster.kind_ranks, strict=True):
-        key = kind.name, kind.speed, problem.cluster.memory_of(kind)
-        ranks[key] = (*ranks.get(key, ()), *own)
-    return list(ranks.values())
+    return improved(problem, found_best, list(shapes.values())[:MOST_STARTS])
 
 
 def _simple(problem: Problem, kinds: Sequence[tuple[int, ...]]) -> Iterator[Evaluation]:
@@ -105,7 +103,7 @@ def _along_lines(problem: Problem, kinds: Sequence[tuple[int, ...]], known: Sequ
         best_s = np.inf if link in slower else known_s
         tables = _tables(problem, kinds, link)
         entries = len(tables[frozenset({0})].space) ** 2 * problem.cluster.gpus
-        for line in chain(_lines(kinds), _in_turns(kinds) if entries <= SMALL else ()):
+        for line in _lines(kinds, in_turns=entries <= SMALL):
             search = LineSearch(problem, tables, line)
             step = FINE if entries <= TINY else COARSE
             fast = _fastest(search, best_s) if problem.schedule.asynchronous else _traded(search, best_s, step)
@@ -130,18 +128,15 @@ def _tables(problem: Problem, kinds: Sequence[tuple[int, ...]], link: Link) -> d
     return tables
 
 
-def _lines(kinds: Sequence[tuple[int, ...]]) -> Iterator[Line]:
-    """Yield the lines in which the GPUs of a kind follow each other."""
-    for order in permutations(range(len(kinds))):
+def _lines(kinds: Sequence[tuple[int, ...]], *, in_turns: bool) -> Iterator[Line]:
+    """Yield the lines in which the GPUs of a kind follow each other, and those that begin and end with one kind."""
+    orders = list(permutations(range(len(kinds))))
+    for order in orders:
         yield [(number, kinds[number]) for number in order]
-
-
-def _in_turns(kinds: Sequence[tuple[int, ...]]) -> Iterator[Line]:
-    """Yield lines that begin and end with the same kind."""
-    for order in permutations(range(len(kinds))):
-        own, others = kinds[order[0]], [(number, kinds[number]) for number in order[1:]]
-        for first in sorted({1, len(own) // 2, len(own) - 1} - {0, len(own)}):
-            yield [(order[0], own[:first]), *others, (order[0], own[first:])]
+    for first, *others in orders if in_turns else ():
+        own = kinds[first]
+        for count in sorted({1, len(own) // 2, len(own) - 1} - {0, len(own)}):
+            yield [(first, own[:count]), *((number, kinds[number]) for number in others), (first, own[count:])]
 
 
 def _fastest(search: LineSearch, best_s: float) -> Iterator[LinePlan]:
@@ -175,13 +170,3 @@ def _traded(search: LineSearch, best_s: float, step: float) -> Iterator[LinePlan
         if step == FINE or best is None:
             return
         limit_s, low_s, step = best.max_s * (1 + step), best.max_s * (1 - step), FINE
-
-
-def _infeasible(problem: Problem) -> InfeasibleError:
-    """Return why there is no plan: the rules, or the memory."""
-    if not problem.cluster.has_memory_limit:
-        return against_constraints(problem)
-    return InfeasibleError(
-        "no plan was found that fits the memory of the cluster's GPUs",
-        hint="give the kinds of GPUs more memory_bytes, or more GPUs",
-    )

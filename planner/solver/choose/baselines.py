@@ -71,8 +71,7 @@ def equal_blocks(layer_costs: LayerCosts, stages: int) -> list[Candidate]:
     blocks = blocks_of(layer_costs.profile)
     legal = np.array(legal_ends(layer_costs))
     wanted = (blocks[taken - 1].stop for taken in accumulate(equal_counts(len(blocks), min(stages, len(blocks)))))
-    groups = _runs(sorted({0, *(int(legal[np.argmin(np.abs(legal - end))]) for end in wanted)}))
-    return candidates(groups, [1] * len(groups))
+    return _one_replica_each(sorted({0, *(int(legal[np.argmin(np.abs(legal - end))]) for end in wanted)}))
 
 
 def equal_time(layer_costs: LayerCosts, gpus: int) -> list[Candidate]:
@@ -134,11 +133,9 @@ def _first(holds: Callable[[Integers], NDArray[np.bool_]], low: Integers, high: 
 
 def recomputing(layer_costs: LayerCosts, stages: Sequence[Candidate]) -> list[Candidate]:
     """Return the stages with every block running its forward again before its backward, as checkpointing does."""
-    found = []
-    for stage in stages:
-        groups = tuple(map(frozenset, units_of(layer_costs, sorted(stage.layers))))
-        found.append(replace(stage, options=replace(stage.options, recompute=groups)))
-    return found
+    blocks = [tuple(map(frozenset, units_of(layer_costs, sorted(stage.layers)))) for stage in stages]
+    again = zip(stages, blocks, strict=True)
+    return [replace(stage, options=replace(stage.options, recompute=groups)) for stage, groups in again]
 
 
 def equal_counts(blocks: int, stages: int) -> list[int]:
@@ -161,8 +158,8 @@ def _equal_shares(layer_costs: LayerCosts, gpus: int, amounts: Floats) -> list[C
     for number in range(1, stages):
         free = np.arange(cuts[-1] + 1, len(ends) - (stages - number))  # every later stage needs a place to end
         cuts.append(int(free[np.argmin(np.abs(sums[free] - sums[-1] * number / stages))]))
-    return candidates(_runs([ends[cut] for cut in [*cuts, len(ends) - 1]]), [1] * stages)
+    return _one_replica_each([ends[cut] for cut in [*cuts, len(ends) - 1]])
 
 
-def _runs(ends: Sequence[int]) -> list[range]:
-    return [range(first, end) for first, end in pairwise(ends)]
+def _one_replica_each(ends: Sequence[int]) -> list[Candidate]:
+    return candidates([range(first, end) for first, end in pairwise(ends)], [1] * (len(ends) - 1))

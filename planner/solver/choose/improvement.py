@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import islice, permutations, product
+from itertools import chain, islice, permutations, product
 
 import numpy as np
 
@@ -96,7 +96,12 @@ class _Trials:
 
     def least_s(self, path: CutPath) -> float:
         """Return seconds that no plan of the path is below; infinity where none is allowed."""
-        orders = self._orders[path] = in_every_order(self._problem, self._plans(path))
+        plans: Iterable[Evaluation] = ()
+        if self._problem.cluster.kinds:
+            plans = allotted(self._problem, stages_along(self._space, path))
+        elif path != self._path and self._problem.allows(plan := priced_path(self._problem, self._space, path)):
+            plans = [plan]
+        orders = self._orders[path] = in_every_order(self._problem, plans)
         if path == self._path:
             return 0.0
         return orders[0].seconds / max(1.0, self._lenient) if orders else np.inf
@@ -113,13 +118,6 @@ class _Trials:
             least_s = min(least_s, evaluation.counted_s)
             self.best = evaluation if evaluation.saves(self.best) else self.best
         return least_s
-
-    def _plans(self, path: CutPath) -> Iterable[Evaluation]:
-        """Return the plans of a path that are allowed: one, or several where GPUs differ."""
-        if self._problem.cluster.kinds:
-            return allotted(self._problem, stages_along(self._space, path))
-        plan = priced_path(self._problem, self._space, path)
-        return [plan] if path != self._path and self._problem.allows(plan) else []
 
 
 def _path(problem: Problem, space: Chain, plan: Evaluation) -> CutPath | None:
@@ -145,13 +143,12 @@ def allotted(problem: Problem, stages: Sequence[Candidate]) -> Iterator[Evaluati
     """
     leaner, replicas = Leaner(problem), [stage.replicas for stage in stages]
     kinds = [tuple(ranks) for ranks in problem.cluster.kind_ranks]
-    heaviest = sorted(range(len(stages)), key=lambda number: -_share_s(problem, stages[number]))
+    shares_s = [float(problem.layer_costs.work(stage).compute_s) / stage.replicas for stage in stages]
+    heaviest = sorted(range(len(stages)), key=lambda number: -shares_s[number])
     orders = [range(len(stages)), heaviest, range(len(stages) - 1, -1, -1)]
     lines = (_in_line(replicas, order, kinds_first) for kinds_first in permutations(kinds) for order in orders)
-    for ranks in islice(
-        dict.fromkeys((*islice(lines, MOST_ALLOTMENTS), *islice(_mixtures(replicas, kinds), MOST_ALLOTMENTS))),
-        MOST_ALLOTMENTS,
-    ):
+    found = dict.fromkeys((*islice(lines, MOST_ALLOTMENTS), *islice(_mixtures(replicas, kinds), MOST_ALLOTMENTS)))
+    for ranks in islice(found, MOST_ALLOTMENTS):
         placed = [
             replace(stage, ranks=own, options=replace(stage.options, recompute=()))
             for stage, own in zip(stages, ranks, strict=True)
@@ -160,16 +157,10 @@ def allotted(problem: Problem, stages: Sequence[Candidate]) -> Iterator[Evaluati
             yield plan
 
 
-def _share_s(problem: Problem, stage: Candidate) -> float:
-    """Return a replica's seconds of compute."""
-    return float(problem.layer_costs.work(stage).compute_s) / stage.replicas
-
-
 def _in_line(replicas: Sequence[int], order: Sequence[int], kinds: Sequence[Sequence[int]]) -> _Ranks:
     """Return consecutive GPUs for the stages in this order."""
-    line, ranks = iter([rank for own in kinds for rank in own]), dict[int, tuple[int, ...]]()
-    for number in order:
-        ranks[number] = tuple(sorted(islice(line, replicas[number])))
+    line = chain(*kinds)
+    ranks = {number: tuple(sorted(islice(line, replicas[number]))) for number in order}
     return tuple(ranks[number] for number in range(len(replicas)))
 
 

@@ -20,16 +20,15 @@ Stage 1 is a stage of a plan whose optimizer is sharded, which can be trained an
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal, TypeAlias
 
 from planner.cost.candidate import Candidate
 from planner.cost.communicators import with_overheads
-from planner.cost.layer_costs import LayerCosts
 from planner.cost.network.buckets import bucket_bytes, buckets_of
-from planner.cost.network.link import BUCKETS, Link, ring_all_reduce_s
-from planner.cost.work import Work
+from planner.cost.network.link import BUCKETS, ring_all_reduce_s
 from planner.formats.plan_parts import StageMemory
+from planner.formats.profile import Profile
 from planner.plan.blocks import blocks_of
 from planner.solver.evaluate.evaluation import priced
 from planner.solver.problem.problem import Problem
@@ -46,96 +45,52 @@ def sharded_data_parallel(problem: Problem, stages: Sequence[Candidate], zero: Z
         stages: one stage of all layers, with two replicas or more, whose optimizer is not sharded.
         zero: the stage of ZeRO, which says what is divided.
     """
-    plain = priced(problem, stages)
-    replicas = _Replicas.of(problem, stages[0])
-    per_update = 1 if problem.schedule.divides else replicas.count  # minibatches
-    divided = _memory(problem, plain.price.memory[0], zero, replicas.count)
-    memory = with_overheads(problem.layer_costs, plain.stages, [divided], [0])
-    seconds = replicas.update_s(zero) / per_update
+    plain, (stage,) = priced(problem, stages), stages
+    gpus, profile, work = stage.replicas, problem.layer_costs.profile, problem.layer_costs.work(stage)
+    each = -(-problem.microbatches // gpus)  # microbatches on each GPU between two updates
+    link = problem.topology.stage_link(range(gpus)) if problem.placed else problem.link
+    weight_bytes = float(sum(layer.weight_bytes for layer in profile.layers))
+
+    def half_s(size_bytes: float) -> float:
+        return float(ring_all_reduce_s(size_bytes, gpus, link)) / 2
+
+    def backward_s(exchange_s: float) -> float:
+        """Return the seconds of a backward with an exchange beside it, part by part as gradients become complete."""
+        buckets = buckets_of(profile.layers)
+        return buckets.reduced_s(exchange_s) if link.overlap else buckets.ready_s[-1] + exchange_s
+
+    forward_s = float(work.forward_s + work.recompute_s)
+    # Each GPU accumulates and updates its part alone.
+    own_s = (float(work.update_s) + (each - 1) * float(work.accumulate_s)) / gpus
+    gather_s, scatter_s = half_s(weight_bytes), half_s(float(work.trainable_bytes))
+    if zero == 2:
+        gathers, seconds = 1, each * (forward_s + backward_s(scatter_s)) + own_s + gather_s
+    else:
+        # Weights arrive beside the forward, of which nothing can run before the first part.
+        gathered_s = max(forward_s + gather_s / BUCKETS, gather_s) if link.overlap else forward_s + gather_s
+        gathers, seconds = 2 * each, each * (gathered_s + backward_s(gather_s + scatter_s)) + own_s
+    sent_bytes = (gpus - 1) * (each * float(work.trainable_bytes) + gathers * weight_bytes)
+    per_update = 1 if problem.schedule.divides else gpus  # minibatches
+    divided = _memory(profile, plain.price.memory[0], zero, gpus)
     price = replace(
         plain.price,
-        seconds_per_minibatch=seconds,
-        bottleneck=plain.price.bottleneck.model_copy(update={"busy_s": seconds}),
-        memory=memory,
-        communication_bytes=replicas.sent_bytes(zero) / per_update,
+        seconds_per_minibatch=seconds / per_update,
+        bottleneck=plain.price.bottleneck.model_copy(update={"busy_s": seconds / per_update}),
+        memory=with_overheads(problem.layer_costs, plain.stages, [divided], [0]),
+        communication_bytes=sent_bytes / per_update,
     )
-    sharded = replace(stages[0], options=replace(stages[0].options, sharded=True))
-    return Evaluation((sharded,), price)
+    return Evaluation((replace(stage, options=replace(stage.options, sharded=True)),), price)
 
 
-@dataclass(frozen=True)
-class _Replicas:
-    """The GPUs of data parallelism, from one update to the next.
-
-    Attributes:
-        count: how many.
-        each: microbatches on each.
-        layer_costs: of the model.
-        work: of the model, for one microbatch.
-        link: between them.
-    """
-
-    count: int
-    each: int
-    layer_costs: LayerCosts
-    work: Work
-    link: Link
-
-    @classmethod
-    def of(cls, problem: Problem, replicated: Candidate) -> _Replicas:
-        count, layer_costs = replicated.replicas, problem.layer_costs
-        link = problem.topology.stage_link(range(count)) if problem.placed else problem.link
-        return cls(count, -(-problem.microbatches // count), layer_costs, layer_costs.work(replicated), link)
-
-    def update_s(self, zero: ZeroStage) -> float:
-        """Return the seconds from one update to the next."""
-        work = self.work
-        forward_s = float(work.forward_s + work.recompute_s)
-        # Each GPU accumulates and updates its part alone.
-        own_s = (float(work.update_s) + (self.each - 1) * float(work.accumulate_s)) / self.count
-        gather_s, scatter_s = self._half_s(self.weight_bytes), self._half_s(float(work.trainable_bytes))
-        if zero == 2:
-            return self.each * (forward_s + self._reduced_s(scatter_s)) + own_s + gather_s
-        return self.each * (self._gathered_s(forward_s, gather_s) + self._reduced_s(gather_s + scatter_s)) + own_s
-
-    def sent_bytes(self, zero: ZeroStage) -> float:
-        """Count the bytes that all GPUs send between two updates."""
-        gathers = 1 if zero == 2 else 2 * self.each
-        return (self.count - 1) * (self.each * float(self.work.trainable_bytes) + gathers * self.weight_bytes)
-
-    @property
-    def weight_bytes(self) -> float:
-        """Bytes of all weights."""
-        return float(sum(layer.weight_bytes for layer in self.layer_costs.profile.layers))
-
-    def _half_s(self, size_bytes: float) -> float:
-        return float(ring_all_reduce_s(size_bytes, self.count, self.link)) / 2
-
-    def _reduced_s(self, exchange_s: float) -> float:
-        """Return the seconds of a backward with an exchange beside it, part by part as gradients become complete."""
-        buckets = buckets_of(self.layer_costs.profile.layers)
-        return buckets.reduced_s(exchange_s) if self.link.overlap else buckets.ready_s[-1] + exchange_s
-
-    def _gathered_s(self, forward_s: float, gather_s: float) -> float:
-        """Return the seconds of a forward whose weights arrive beside it; nothing can run before the first part."""
-        return max(forward_s + gather_s / BUCKETS, gather_s) if self.link.overlap else forward_s + gather_s
-
-
-def _memory(problem: Problem, whole: StageMemory, zero: ZeroStage, replicas: int) -> StageMemory:
+def _memory(profile: Profile, whole: StageMemory, zero: ZeroStage, gpus: int) -> StageMemory:
     """Divide the memory of data parallelism, `whole`."""
-    layers = problem.layer_costs.profile.layers
-    blocks = blocks_of(problem.layer_costs.profile)
-    sizes = [sum(layer.weight_bytes for layer in layers[block.start : block.stop]) for block in blocks]
-    pair_bytes = max(map(sum, zip(sizes, [*sizes[1:], 0], strict=True)))
-
-    def part(size: int) -> int:
-        return -(-size // replicas)
-
+    sizes = [sum(layer.weight_bytes for layer in profile.layers[b.start : b.stop]) for b in blocks_of(profile)]
+    two_blocks_bytes = max(map(sum, zip(sizes, [*sizes[1:], 0], strict=True)))
     bucket = min(bucket_bytes(whole.gradients_bytes), whole.gradients_bytes)
     held = {
-        "optimizer_bytes": part(whole.optimizer_bytes),
-        "gradients_bytes": min(part(whole.gradients_bytes) + bucket, whole.gradients_bytes),
+        "optimizer_bytes": -(-whole.optimizer_bytes // gpus),
+        "gradients_bytes": min(-(-whole.gradients_bytes // gpus) + bucket, whole.gradients_bytes),
     }
     if zero == 3:
-        held["weights_bytes"] = min(part(whole.weights_bytes) + pair_bytes, whole.weights_bytes)
+        held["weights_bytes"] = min(-(-whole.weights_bytes // gpus) + two_blocks_bytes, whole.weights_bytes)
     return whole.model_copy(update=held)
