@@ -6,10 +6,8 @@ workers, every run reaches the same end. One abstract run that completes therefo
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator, Mapping
+from collections import defaultdict, deque
 from dataclasses import dataclass, field
-from typing import Literal
 
 from typing_extensions import assert_never
 
@@ -35,8 +33,8 @@ from planner.schedule.instructions import (
 )
 from planner.schedule.schedule import PipelineShape, stream
 
-# What messages carry: which kind of it, of which unit, and the stage at its other end.
-_Datum = tuple[Literal["activation", "gradient", "shared"], Unit, int]
+# Data that messages carry, by the instruction that receives or sends them, the unit and the stage at the other end.
+_Datum = tuple[type[Instruction], Unit, int]
 
 
 class ScheduleError(AssertionError):
@@ -57,15 +55,11 @@ def check_streams(shape: PipelineShape, minibatches: int) -> None:
 class _Run:
     def __init__(self, shape: PipelineShape, minibatches: int) -> None:
         self.shape, self.minibatches = shape, minibatches
-        self.stage_of = shape.first_stages
-        self.streams: Mapping[int, Iterator[Instruction]] = {
-            rank: stream(shape, stage, rank, minibatches) for rank, stage in self.stage_of.items()
-        }
-        self.blocked: dict[int, Instruction | None] = {
-            rank: next(instructions, None) for rank, instructions in self.streams.items()
-        }
-        self.mail: dict[tuple[int, int, type, int, int], deque[Instruction]] = {}
-        self.arrived: dict[AllReduce, set[int]] = {}
+        self.streams = {rank: stream(shape, stage, rank, minibatches) for rank, stage in shape.first_stages.items()}
+        self.blocked = {rank: next(instructions, None) for rank, instructions in self.streams.items()}
+        # Messages of one kind between two stages on two workers keep their order.
+        self.mail: defaultdict[tuple[int, int, type[Instruction], int, int], deque[Instruction]] = defaultdict(deque)
+        self.arrived: defaultdict[AllReduce, set[int]] = defaultdict(set)
         self.replicas = {(rank, stage): _Replica() for stage, ranks in enumerate(shape.ranks) for rank in ranks}
 
     def complete(self) -> None:
@@ -94,42 +88,45 @@ class _Run:
         return moved
 
     def _execute(self, rank: int, instruction: Instruction) -> bool:
+        replica = self.replicas[rank, instruction.stage]
         match instruction:
             case SendActivation() | SendGradient() | SendShared():
-                self._hand_over(rank, instruction)
+                if isinstance(instruction, SendShared):
+                    self._finish_round(rank, instruction.stage, instruction.unit.minibatch)
+                elif (datum := _datum(instruction)) in replica.owed:
+                    replica.owed.remove(datum)
+                else:
+                    raise ScheduleError(f"rank {rank} runs {instruction} before there is anything to send")
                 receive = matching_receive(instruction, rank)
-                self.mail.setdefault(_link(rank, instruction.peer_rank, receive), deque()).append(receive)
+                peer = instruction.peer_rank
+                self.mail[rank, peer, type(receive), receive.stage, receive.peer_stage].append(receive)
             case ReceiveActivation() | ReceiveGradient() | ReceiveShared():
-                box = self.mail.get(_link(instruction.peer_rank, rank, instruction))
-                if not box:
+                peer, kind = instruction.peer_rank, type(instruction)
+                if not (box := self.mail[peer, rank, kind, instruction.stage, instruction.peer_stage]):
                     return False
-                # Messages between two stages' workers arrive in order: the first one must be the one awaited.
                 if (first := box.popleft()) != instruction:
                     raise ScheduleError(f"rank {rank} awaits {instruction} but {first} comes first")
-                self.replicas[rank, instruction.stage].here.add(_datum(instruction))
+                replica.here.add(_datum(instruction))
             case AllReduce():
-                here = self.arrived.setdefault(instruction, set())
-                here.add(rank)
+                self.arrived[instruction].add(rank)
                 self._finish_round(rank, instruction.stage, instruction.round)
-                return here == set(self.shape.ranks[instruction.stage])
+                return self.arrived[instruction] == set(self.shape.ranks[instruction.stage])
             case Forward():
                 self._forward(rank, instruction)
             case Backward():
                 self._backward(rank, instruction)
-                del self.replicas[rank, instruction.stage].used[instruction.unit]
+                del replica.used[instruction.unit]
             case BackwardInput():
                 self._backward(rank, instruction)
-                self.replicas[rank, instruction.stage].half_done.add(instruction.unit)
+                replica.half_done.add(instruction.unit)
             case BackwardWeight(unit=unit):
-                replica = self.replicas[rank, instruction.stage]
                 if unit not in replica.half_done:
                     raise ScheduleError(f"rank {rank} runs {instruction} without the first part")
                 replica.half_done.remove(unit)
                 del replica.used[unit]
             case AddShared(round=round_):
-                replica = self.replicas[rank, instruction.stage]
                 peers = self.shape.sharers(instruction.stage)
-                self._take(rank, instruction, {("shared", Unit(round_), peer) for peer in peers})
+                self._take(rank, instruction, {(ReceiveShared, Unit(round_), peer) for peer in peers})
                 if replica.added != round_ - 1:
                     raise ScheduleError(f"rank {rank} runs {instruction} after that of round {replica.added}")
                 replica.added = round_
@@ -140,14 +137,15 @@ class _Run:
         return True
 
     def _forward(self, rank: int, forward: Forward) -> None:
-        replica = self.replicas[rank, forward.stage]
-        self._take(rank, forward, {("activation", forward.unit, c.source) for c in self.shape.arriving(forward.stage)})
-        replica.owed |= {("activation", forward.unit, c.target) for c in self.shape.leaving(forward.stage)}
+        stage, unit = forward.stage, forward.unit
+        replica = self.replicas[rank, stage]
+        self._take(rank, forward, {(ReceiveActivation, unit, c.source) for c in self.shape.arriving(stage)})
+        replica.owed |= {(SendActivation, unit, c.target) for c in self.shape.leaving(stage)}
         version = replica.updates if forward.version is None else forward.version
         if version != replica.updates and version not in replica.kept:
             raise ScheduleError(f"rank {rank} runs {forward} after {replica.updates} updates, with {replica.kept} kept")
-        replica.used[forward.unit] = version
-        if len(replica.used) > self.shape.in_flight(forward.stage):
+        replica.used[unit] = version
+        if len(replica.used) > self.shape.in_flight(stage):
             raise ScheduleError(f"rank {rank} holds {list(replica.used)}")
 
     def _backward(self, rank: int, backward: Backward | BackwardInput) -> None:
@@ -155,8 +153,8 @@ class _Run:
         replica = self.replicas[rank, stage]
         if unit not in replica.used or unit in replica.half_done:
             raise ScheduleError(f"rank {rank} runs {backward} without its forward")
-        self._take(rank, backward, {("gradient", unit, c.target) for c in self.shape.leaving(stage) if c.gradient})
-        replica.owed |= {("gradient", unit, c.source) for c in self.shape.arriving(stage) if c.gradient}
+        self._take(rank, backward, {(ReceiveGradient, unit, c.target) for c in self.shape.leaving(stage) if c.gradient})
+        replica.owed |= {(SendGradient, unit, c.source) for c in self.shape.arriving(stage) if c.gradient}
 
     def _finish_round(self, rank: int, stage: int, round_: int) -> None:
         """Check that no unit of the round is in flight, now that its gradients count as complete."""
@@ -172,15 +170,6 @@ class _Run:
         if missing := needed - replica.here:
             raise ScheduleError(f"rank {rank} runs {instruction} without {sorted(missing, key=str)}")
         replica.here -= needed
-
-    def _hand_over(self, rank: int, send: Send) -> None:
-        replica = self.replicas[rank, send.stage]
-        if isinstance(send, SendShared):
-            self._finish_round(rank, send.stage, send.unit.minibatch)
-            return
-        if _datum(send) not in replica.owed:
-            raise ScheduleError(f"rank {rank} runs {send} before there is anything to send")
-        replica.owed.remove(_datum(send))
 
     def _update(self, rank: int, update: Update) -> None:
         replica = self.replicas[rank, update.stage]
@@ -216,15 +205,4 @@ class _Replica:
 
 
 def _datum(message: Send | Receive) -> _Datum:
-    match message:
-        case ReceiveActivation() | SendActivation():
-            return "activation", message.unit, message.peer_stage
-        case ReceiveGradient() | SendGradient():
-            return "gradient", message.unit, message.peer_stage
-        case _:
-            return "shared", message.unit, message.peer_stage
-
-
-def _link(sender: int, receiver: int, receive: Receive) -> tuple[int, int, type, int, int]:
-    """Return the key of a message's route: messages of one kind between two stages on two workers keep their order."""
-    return sender, receiver, type(receive), receive.stage, receive.peer_stage
+    return type(message), message.unit, message.peer_stage
