@@ -78,10 +78,13 @@ def _refuse(problem: Problem, found: Found, answer: Answer) -> None:
     except InfeasibleError as error:
         message = error.message
     for other in problem.leaner():
-        with contextlib.suppress(PlannerError):
-            if _trains(other, solve_tied(other, answer).best):
-                hint = f"use `schedule={other.schedule}` `microbatches={other.microbatches}`, which fits"
-                raise InfeasibleError(message, hint=hint)
+        try:
+            fits = _trains(other, solve_tied(other, answer).best)
+        except PlannerError:
+            continue
+        if fits:
+            hint = f"use `schedule={other.schedule}` `microbatches={other.microbatches}`, which fits"
+            raise InfeasibleError(message, hint=hint)
 
 
 def _together(problem: Problem, answer: Answer) -> Iterator[Evaluation]:
