@@ -76,7 +76,7 @@ def estimate(model: str | Path, asked: EstimateArguments) -> Profile:
         device=asked.device or load_device(asked.device_file or "", dtype),
         dtype=dtype,
         memory_format=asked.memory_format,
-        calibration=[load_calibration(path) for path in asked.calibrate],
+        calibration=[each for path in asked.calibrate for each in load_calibration(path)],
         fusion=compiler if asked.compiled else None,
         master_weights=asked.master_weights,
         cuda_graph=asked.cuda_graph,

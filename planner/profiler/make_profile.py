@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from statistics import median, quantiles
 from typing import Any
@@ -14,8 +14,8 @@ from planner.formats.names import FLOAT_BYTES
 from planner.formats.profile import Compiled, Device, Edge, Layer, Profile, Provenance, Value, WholeStep
 from planner.model.capture.graph import GraphLayer, LayerGraph
 from planner.model.options import autocast_name
-from planner.profiler.step.timing import StepTimes
-from planner.profiler.step.update import AccumulationTime, LayerUpdate
+from planner.profiler.step.timing import PARTS, StepTimes
+from planner.profiler.step.update import LayerUpdate
 from planner.version import __version__
 
 
@@ -25,19 +25,17 @@ class LayerMeasurement:
 
     Attributes:
         times: of its forward and backward.
-        update: the optimizer's step on its parameters.
+        update: the optimizer's step on its parameters, and the accumulation of their gradients.
         saved_bytes: from forward to backward.
         workspace_bytes: uncompiled; 0 where nothing ran.
-        accumulation: of its gradients; 0 where it is not known.
         flops: model FLOPs of its forward and its backward.
     """
 
     times: StepTimes
     update: LayerUpdate
     saved_bytes: int
-    workspace_bytes: int = 0
-    accumulation: AccumulationTime = field(default_factory=AccumulationTime)
-    flops: tuple[int, int] | None = None
+    workspace_bytes: int
+    flops: tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -62,7 +60,7 @@ def make_profile(model: str, graph: LayerGraph, batch_size: int, measured: Measu
     whole = None
     if measured.whole is not None:
         whole = WholeStep(update_s=median(measured.whole.update_s), **_medians(measured.whole))
-    alone_s = sum(layer.update.seconds for layer in measured.layers)
+    alone_s = sum(layer.update.update_s for layer in measured.layers)
     # A step layer by layer pays the optimizer's overhead per layer, where a stage pays it once.
     update_share = whole.update_s / alone_s if whole is not None and alone_s else 1.0
     names = {name for name, _ in graph.model.named_parameters()}
@@ -107,25 +105,22 @@ def _layers(
     buffers = first_uses(layer.buffers for layer in graph.layers)
     for layer, costs, own, others in zip(graph.layers, measured, parameters, buffers, strict=True):
         times, weights = costs.times, [tensors[name] for name in own]
+        update = asdict(costs.update) | {"update_s": costs.update.update_s * update_share}
         yield Layer(
             name=layer.name,
             op=layer.op,
-            update_s=costs.update.seconds * update_share,
-            accumulate_s=costs.accumulation.seconds,
-            accumulate_thread_s=costs.accumulation.thread_seconds,
             **_medians(times),
             forward_spread_s=_interquartile_range(times.forward_s),
             backward_spread_s=_interquartile_range(times.backward_s),
+            **update,
             outputs=tuple(_outputs(graph, layer, batch_size)),
             weight_bytes=sum(weight.nbytes for weight in weights),
             gradient_bytes=sum(weight.nbytes for weight in weights if weight.requires_grad),
-            optimizer_bytes=costs.update.state_bytes,
             buffer_bytes=sum(tensors[name].nbytes for name in others),
             saved_bytes=costs.saved_bytes,
             workspace_bytes=costs.workspace_bytes,
-            update_workspace_bytes=costs.update.workspace_bytes,
-            forward_flops=None if costs.flops is None else costs.flops[0],
-            backward_flops=None if costs.flops is None else costs.flops[1],
+            forward_flops=costs.flops[0],
+            backward_flops=costs.flops[1],
             parameters=layer.parameters,
         )
 
@@ -145,8 +140,7 @@ def _outputs(graph: LayerGraph, layer: GraphLayer, batch_size: int) -> Iterator[
 
 def _medians(times: StepTimes) -> dict[str, Any]:
     # Medians, because other work on the machine interrupts some steps, and a mean would contain it.
-    names = ("forward_s", "backward_s", "forward_thread_s", "backward_thread_s")
-    return {name: median(seconds) if (seconds := getattr(times, name)) else None for name in names}
+    return {name: median(seconds) if (seconds := getattr(times, name)) else None for name in PARTS}
 
 
 def _interquartile_range(values: list[float]) -> float:

@@ -13,7 +13,7 @@ that is: a step's estimate is right to 5% once the factors are, and the table's 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -108,6 +108,14 @@ class KnownSteps(Record):
 
 
 @dataclass(frozen=True)
+class Calibration:
+    """What was measured on a device, a profile or a step, and the model file."""
+
+    measured: Profile | KnownStep
+    training_spec: TrainingSpec
+
+
+@dataclass(frozen=True)
 class Timed:
     """A sum that was measured, and its estimate for a device."""
 
@@ -115,25 +123,64 @@ class Timed:
     estimated_s: Callable[[DeviceSpec], float]
 
 
-@dataclass(frozen=True)
-class KnownTimes:
-    """Steps with their model files."""
+def load_calibration(path: Path | str) -> list[Calibration]:
+    """Load a measured profile with the model.py beside it, or steps whose times are known.
 
-    steps: tuple[KnownStep, ...]
-    training_specs: tuple[TrainingSpec, ...]
+    Raises:
+        ProfileError, ModelFileError: when a file cannot be used.
+        InputError: when the profile was not measured.
+    """
+    folder = Path(path).parent
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        content = None  # load_profile says what is wrong
+    if isinstance(content, dict) and "steps" in content:
+        steps = load_record(KnownSteps, path, InputError, _REMEDY).steps
+        return [Calibration(step, load_model_file(folder / step.model)) for step in steps]
+    profile = load_profile(path)
+    if profile.provenance.source != "measured":
+        message = f"'{path}' is {profile.provenance.source}, not measured"
+        raise InputError(message, hint="calibrate with a profile of `plan profile`")
+    return [Calibration(profile, load_model_file(folder / "model.py"))]
 
-    def timed(self, kind: Literal["cpu", "cuda"]) -> Iterator[Timed]:
-        """Trace each step, and yield its sums; raise InputError for what is estimated only for GPUs."""
-        for step, training_spec in zip(self.steps, self.training_specs, strict=True):
-            if kind == "cpu" and (step.fusion is not None or step.master_weights):
-                raise InputError(
-                    f"the step of '{step.model}' ran on a GPU, and the estimate is for a CPU",
-                    hint="leave 'fusion' and 'master_weights' out of the file, or name a GPU",
-                )
-            execution = Execution(kind, None if step.fusion is None else compiler, step.master_weights)
-            trace = trace_step(training_spec, step.batch_size, step.dtype, execution=execution)
-            for parts, measured_s in step.times.items():
-                yield Timed(measured_s, partial(_sum, trace, parts))
+
+def calibrated(spec: DeviceSpec, calibrations: Sequence[Calibration], dtype: DType) -> DeviceSpec:
+    """Return `spec` fitted to profiles (its shares and launch time), and then to steps (two factors).
+
+    Without calibrations it is `spec` itself.
+
+    Raises:
+        InputError: for a profile of another kind of device, or of another model than its model file's.
+    """
+    fitted, samples, timed = spec, [], []
+    for each in calibrations:
+        if isinstance(each.measured, Profile):
+            samples.append((_trace_of(each.measured, each.training_spec, spec, dtype), each.measured))
+        else:
+            timed += _timed(each.measured, each.training_spec, spec.kind)
+    if samples:
+        device = samples[0][1].device
+        fitted = replace(fit(spec, samples), name=device.name, memory_bytes=device.memory_bytes)
+    if timed:
+        fitted = fit_times(fitted, timed)
+    models = [profile.model for _, profile in samples]
+    models += [each.training_spec.name for each in calibrations if isinstance(each.measured, KnownStep)]
+    if not models:
+        return spec
+    return replace(fitted, name=f"{fitted.name}, calibrated on {', '.join(dict.fromkeys(models))}")
+
+
+def _timed(step: KnownStep, training_spec: TrainingSpec, kind: Literal["cpu", "cuda"]) -> list[Timed]:
+    """Trace a step, and return its sums; raise InputError for what is estimated only for GPUs."""
+    if kind == "cpu" and (step.fusion is not None or step.master_weights):
+        raise InputError(
+            f"the step of '{step.model}' ran on a GPU, and the estimate is for a CPU",
+            hint="leave 'fusion' and 'master_weights' out of the file, or name a GPU",
+        )
+    execution = Execution(kind, None if step.fusion is None else compiler, step.master_weights)
+    trace = trace_step(training_spec, step.batch_size, step.dtype, execution=execution)
+    return [Timed(measured_s, partial(_sum, trace, parts)) for parts, measured_s in step.times.items()]
 
 
 def _sum(trace: StepTrace, parts: Iterable[int], spec: DeviceSpec) -> float:
@@ -141,19 +188,28 @@ def _sum(trace: StepTrace, parts: Iterable[int], spec: DeviceSpec) -> float:
     return sum(sum(seconds[part]) for part in parts)
 
 
-def holds_steps(path: Path | str) -> bool:
-    """Return whether this is a file of steps, and not a profile."""
-    try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False  # whoever loads it says what is wrong
-    return isinstance(content, dict) and "steps" in content
-
-
-def load_steps(path: Path | str) -> KnownTimes:
-    """Read steps and their model files; raise InputError, ModelFileError when a file cannot be used."""
-    steps = load_record(KnownSteps, path, InputError, _REMEDY).steps
-    return KnownTimes(steps, tuple(load_model_file(Path(path).parent / step.model) for step in steps))
+def _trace_of(profile: Profile, training_spec: TrainingSpec, spec: DeviceSpec, dtype: DType) -> StepTrace:
+    """Trace the step that the profile measured."""
+    if profile.device.kind != spec.kind:
+        raise InputError(
+            f"a profile of {profile.device.name} ({profile.device.kind}) cannot calibrate {spec.name}, which is of "
+            f"kind {spec.kind}",
+            hint="give a profile that was measured on such a device",
+        )
+    trace = trace_step(
+        training_spec,
+        profile.microbatch_size or 1,
+        # Whether float32 products used TF32 on a GPU is not recorded in older profiles, so the user says it.
+        profile.autocast or ("tf32" if dtype == "tf32" else "float32"),
+        profile.memory_format,
+        Execution(spec.kind, compiler if profile.compiled else None),
+    )
+    if trace.graph.hash != profile.graph_hash:
+        raise InputError(
+            f"the profile of '{profile.model}' is not of the model in '{training_spec.origin}'",
+            hint="profile the model again, or put its model.py beside the profile",
+        )
+    return trace
 
 
 def fit_times(spec: DeviceSpec, timed: Sequence[Timed]) -> DeviceSpec:
@@ -175,84 +231,6 @@ def scaled(spec: DeviceSpec, arithmetic: float, bandwidth: float) -> DeviceSpec:
         achieved_arithmetic={name: arithmetic * share for name, share in spec.achieved_arithmetic.items()},
         achieved_bandwidth={name: bandwidth * share for name, share in spec.achieved_bandwidth.items()},
     )
-
-
-@dataclass(frozen=True)
-class Calibration:
-    """A measured profile and its model file."""
-
-    profile: Profile
-    training_spec: TrainingSpec
-
-
-def load_calibration(path: Path | str, model: str | Path | None = None) -> Calibration | KnownTimes:
-    """Load a measured profile with its model file, or steps whose times are known.
-
-    Args:
-        model: the profile's model file; None for the model.py beside it.
-
-    Raises:
-        ProfileError, ModelFileError: when a file cannot be used.
-        InputError: when the profile was not measured.
-    """
-    if holds_steps(path):
-        return load_steps(path)
-    profile = load_profile(path)
-    if profile.provenance.source != "measured":
-        message = f"'{path}' is {profile.provenance.source}, not measured"
-        raise InputError(message, hint="calibrate with a profile of `plan profile`")
-    return Calibration(profile, load_model_file(model if model is not None else Path(path).parent / "model.py"))
-
-
-def calibrated(spec: DeviceSpec, calibrations: Sequence[Calibration | KnownTimes], dtype: DType) -> DeviceSpec:
-    """Return `spec` fitted to profiles (its shares and launch time), and then to steps (two factors).
-
-    Without calibrations it is `spec` itself.
-
-    Raises:
-        InputError: for a profile of another kind of device, or of another model than its model file's.
-    """
-    profiles = [each for each in calibrations if isinstance(each, Calibration)]
-    known = [each for each in calibrations if isinstance(each, KnownTimes)]
-    fitted = _fitted_to_profiles(spec, profiles, dtype) if profiles else spec
-    if known:
-        fitted = fit_times(fitted, [step for each in known for step in each.timed(fitted.kind)])
-    names = [each.profile.model for each in profiles] + [own.name for each in known for own in each.training_specs]
-    if not names:
-        return spec
-    return replace(fitted, name=f"{fitted.name}, calibrated on {', '.join(dict.fromkeys(names))}")
-
-
-def _fitted_to_profiles(spec: DeviceSpec, calibrations: Sequence[Calibration], dtype: DType) -> DeviceSpec:
-    for calibration in calibrations:
-        if calibration.profile.device.kind != spec.kind:
-            raise InputError(
-                f"a profile of {calibration.profile.device.name} ({calibration.profile.device.kind}) cannot calibrate "
-                f"{spec.name}, which is of kind {spec.kind}",
-                hint="give a profile that was measured on such a device",
-            )
-    samples = [(_trace_of(calibration, dtype), calibration.profile) for calibration in calibrations]
-    device = calibrations[0].profile.device
-    return replace(fit(spec, samples), name=device.name, memory_bytes=device.memory_bytes)
-
-
-def _trace_of(calibration: Calibration, dtype: DType) -> StepTrace:
-    profile = calibration.profile
-    # The type it was measured with. Whether float32 products used TF32 on a GPU is not recorded, so the user says it.
-    of_profile: DType = profile.autocast or ("tf32" if dtype == "tf32" else "float32")
-    trace = trace_step(
-        calibration.training_spec,
-        profile.microbatch_size or 1,
-        of_profile,
-        profile.memory_format,
-        Execution("cuda" if profile.device.kind == "cuda" else "cpu", compiler if profile.compiled else None),
-    )
-    if trace.graph.hash != profile.graph_hash:
-        raise InputError(
-            f"the profile of '{profile.model}' is not of the model in '{calibration.training_spec.origin}'",
-            hint="profile the model again, or put its model.py beside the profile",
-        )
-    return trace
 
 
 def fit(spec: DeviceSpec, samples: Sequence[tuple[StepTrace, Profile]]) -> DeviceSpec:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
@@ -11,7 +10,7 @@ from pydantic import Field, model_validator
 
 from planner.errors import InputError
 from planner.formats.files import Record, load_record
-from planner.profiler.estimated.devices import DEVICES, ComputeClass, ComputeShares, DeviceSpec, DType, OpClass
+from planner.profiler.estimated.devices import DEVICES, ComputeClass, DeviceSpec, DType, OpClass, supporting
 
 _REMEDY = "see `DeviceFile` in planner/profiler/estimated/device_file.py for its fields"
 _Positive = Annotated[float, Field(gt=0)]
@@ -46,20 +45,10 @@ class DeviceFile(Record):
     def spec(self) -> DeviceSpec:
         """Return the device; what the file does not say is as for the GPUs of the table."""
         like = DEVICES["v100"]
-        arithmetic: ComputeShares = {**like.achieved_arithmetic, **self.achieved_arithmetic}
-        bandwidth: Mapping[OpClass, float] = {**like.achieved_bandwidth, **self.achieved_bandwidth}
-        return replace(
-            like,
-            name=self.name,
-            peak_flops_per_s=self.peak_flops_per_s,
-            bandwidth_bytes_per_s=self.bandwidth_bytes_per_s,
-            memory_bytes=self.memory_bytes,
-            achieved_arithmetic=arithmetic,
-            achieved_bandwidth=bandwidth,
-            launch_s=like.launch_s if self.launch_s is None else self.launch_s,
-            dispatch_s=like.dispatch_s if self.dispatch_s is None else self.dispatch_s,
-            processors=self.processors,
-        ).at_clock(self.clock)
+        given = self.model_dump(exclude={"schema_version", "clock"}, exclude_none=True)
+        given["achieved_arithmetic"] = {**like.achieved_arithmetic, **self.achieved_arithmetic}
+        given["achieved_bandwidth"] = {**like.achieved_bandwidth, **self.achieved_bandwidth}
+        return replace(like, **given, reported=None).at_clock(self.clock)
 
 
 def load_device(path: Path | str, dtype: DType) -> DeviceSpec:
@@ -68,8 +57,4 @@ def load_device(path: Path | str, dtype: DType) -> DeviceSpec:
     Raises:
         InputError: when the file cannot be used, or the device has no such arithmetic.
     """
-    spec = load_record(DeviceFile, path, InputError, _REMEDY).spec()
-    if dtype not in spec.peak_flops_per_s and dtype != "tf32":
-        known = ", ".join(spec.peak_flops_per_s)
-        raise InputError(f"'{path}' has no {dtype} arithmetic", hint=f"give `dtype` one of {known}, or add its peak")
-    return spec
+    return supporting(load_record(DeviceFile, path, InputError, _REMEDY).spec(), dtype, f"'{path}'")

@@ -9,7 +9,7 @@ from planner.errors import InputError
 from planner.formats.profile import TF32, Compiled, Device, MemoryFormat, Profile
 from planner.model.elementwise import has_divisible_optimizer
 from planner.model.spec import TrainingSpec
-from planner.profiler.estimated.calibrate import Calibration, KnownTimes, calibrated
+from planner.profiler.estimated.calibrate import Calibration, calibrated
 from planner.profiler.estimated.devices import DeviceSpec, DType, device_spec
 from planner.profiler.estimated.execution import Execution, Fusion
 from planner.profiler.estimated.roofline import Costs
@@ -37,7 +37,7 @@ class EstimateOptions:
     device: str | DeviceSpec
     dtype: DType = "float32"
     memory_format: MemoryFormat | None = None
-    calibration: Sequence[Calibration | KnownTimes] = ()
+    calibration: Sequence[Calibration] = ()
     fusion: Fusion | None = None
     master_weights: bool = False
     cuda_graph: bool = False

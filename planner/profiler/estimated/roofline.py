@@ -49,7 +49,10 @@ def shares_of_peak(sizes: NDArray[np.int64], processors: int) -> Floats:
 
 
 class Costs:
-    """Costs of operations as arrays, in the order in which they ran."""
+    """Costs of operations as arrays, in the order in which they ran.
+
+    Nothing else asks a device how fast it is: a table of measured times would be read here.
+    """
 
     def __init__(self, operations: Sequence[Operation]) -> None:
         self._class = np.array([OP_CLASSES.index(op.op_class) for op in operations], dtype=np.int64)
@@ -59,7 +62,7 @@ class Costs:
         self._dtypes = [op.dtype for op in operations]
         self._products = np.array([op.product or (0, 0, 0, 0) for op in operations], dtype=np.int64).reshape(-1, 4)
 
-    def seconds(self, spec: DeviceSpec) -> NDArray[np.float64]:
+    def seconds(self, spec: DeviceSpec) -> Floats:
         """Return each operation's roofline time (Williams et al. 2009): the slower of compute and memory, plus launch.
 
         t = max(flops / (peak · achieved), bytes / (bandwidth · achieved)) + launches · launch_s
@@ -75,6 +78,10 @@ class Costs:
         compute_s = self._flops / (peak * arithmetic)
         memory_s = self._bytes / (spec.bandwidth_bytes_per_s * bandwidth)
         return np.asarray(np.maximum(compute_s, memory_s) + self.launches * spec.launch_s)
+
+    def host_seconds(self, spec: DeviceSpec) -> Floats:
+        """Return how long a GPU's host takes to launch each operation."""
+        return np.asarray(self.launches * spec.dispatch_s)
 
     def classes(self) -> set[OpClass]:
         """Return the classes that occur."""

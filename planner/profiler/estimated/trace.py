@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -33,8 +33,8 @@ from planner.profiler.estimated.devices import DeviceSpec, DType
 from planner.profiler.estimated.execution import EAGER_CPU, Execution, compiler, cuda_operations, fused
 from planner.profiler.estimated.operations import OperationRecorder, RecurrentWorkspace
 from planner.profiler.estimated.roofline import Costs
-from planner.profiler.estimated.update import UpdateTrace, trace_updates, weights_by_layer
-from planner.profiler.make_profile import LayerMeasurement, Measurement
+from planner.profiler.estimated.update import UpdateTrace, trace_updates
+from planner.profiler.make_profile import LayerMeasurement, Measurement, first_uses
 from planner.profiler.step.allocation import beyond_held, saved_bytes, tensors_of_batch
 from planner.profiler.step.counters import Counter, LayerCounts, first_rank, layer_counts
 from planner.profiler.step.timing import LayerMarks, StepTimes, drop_gradients
@@ -89,9 +89,9 @@ class StepTrace:
         """Return the forward, backward and update seconds of each layer on such a device."""
         forward, backward = self._by_layer(self.costs.seconds(spec))
         if spec.dispatch_s:
-            host = self._by_layer(self.costs.launches * spec.dispatch_s)
+            host = self._by_layer(self.costs.host_seconds(spec))
             forward, backward = _at_hosts_pace(forward, host[0]), _at_hosts_pace(backward, host[1])
-        return forward, backward, [update.estimate(spec).seconds for update in self.updates]
+        return forward, backward, [update.seconds(spec) for update in self.updates]
 
     def _by_layer(self, seconds: NDArray[np.float64]) -> tuple[list[float], list[float]]:
         """Sum the operations of each layer's forward and backward."""
@@ -102,13 +102,9 @@ class StepTrace:
         """Return what the layers cost on such a device."""
         forward, backward, _ = self.layer_seconds(spec)
         times = [StepTimes([forward_s], [backward_s]) for forward_s, backward_s in zip(forward, backward, strict=True)]
-        columns = zip(times, self.updates, self.saved_bytes, self.workspace_bytes, self.counts.flops, strict=True)
-        return Measurement(
-            [
-                LayerMeasurement(each, update.estimate(spec), saved, workspace, update.accumulation(spec), flops)
-                for each, update, saved, workspace, flops in columns
-            ]
-        )
+        updates = [update.estimate(spec) for update in self.updates]
+        columns = zip(times, updates, self.saved_bytes, self.workspace_bytes, self.counts.flops, strict=True)
+        return Measurement([LayerMeasurement(*column) for column in columns])
 
 
 def _at_hosts_pace(device: list[float], host: list[float]) -> list[float]:
@@ -157,26 +153,8 @@ def trace_step(
     one_rank = first_rank(degree, torch.device("cpu")) if degree > 1 else nullcontext()
     # Without GPUs in the list, fork_rng does not touch them: an estimate needs none.
     with torch.random.fork_rng(devices=[]), one_rank as group:
-        tracer = _Tracer(training_spec, batch_size, dtype, execution, group)
         torch.manual_seed(0)
-        if training_spec.defines("blocks"):
-            return _trace_blocks(tracer, options)
-        model = on_meta(training_spec.build_model)
-        if options.channels_last:
-            lay_out(model)
-        batch = on_meta(lambda: training_spec.example_batch(batch_size))
-        (model,) = fake_modules([model], FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv()))
-        graph = _capture(tracer, model, options)
-        try:
-            stage = tracer.whole(graph)
-            # Tensors of two modes do not mix, so the weights must be fake ones of the run's mode, as the batch is.
-            with FakeTensorMode():
-                make_fake(stage)
-                return tracer.trace_fake(graph, stage, fake_batch(batch))
-        except (LayerError, NotImplementedError, RuntimeError) as cause:
-            if not decides_by_values(cause):
-                raise capture_failure(cause, model) from cause
-        return tracer.trace_with_data(_capture(tracer, training_spec.build_model(), options))
+        return _Tracer(training_spec, batch_size, dtype, execution, options, group).trace()
 
 
 def _in_half(training_spec: TrainingSpec, half: torch.dtype | None) -> TrainingSpec:
@@ -200,29 +178,6 @@ def _halved(half: torch.dtype, leaf: Any) -> Any:
     return leaf.to(half) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
 
 
-def _trace_blocks(tracer: _Tracer, options: ModuleOptions) -> StepTrace:
-    training_spec, batch_size = tracer.training_spec, tracer.batch_size
-    graph = _capture(tracer, training_spec.build_model(), options)
-    batch = on_meta(lambda: training_spec.example_batch(batch_size))
-    try:
-        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-            fake = _fake_blocks(graph, mode)
-            return tracer.trace_fake(fake, tracer.whole(fake), fake_batch(batch))
-    except (LayerError, RuntimeError) as cause:
-        if not decides_by_values(cause):
-            raise
-    return tracer.trace_with_data(graph)
-
-
-def _capture(tracer: _Tracer, model: nn.Module, options: ModuleOptions) -> LayerGraph:
-    """Capture with few samples, because example batches have data; with all where the graph is good for one size."""
-    training_spec, batch_size = tracer.training_spec, tracer.batch_size
-    graph = capture_file(training_spec, training_spec.example_batch(min(batch_size, _FEW)), model, options=options)
-    if graph.batch_size is None:
-        return graph
-    return capture_file(training_spec, training_spec.example_batch(batch_size), model, options=options)
-
-
 def _fake_blocks(graph: LayerGraph, mode: FakeTensorMode) -> LayerGraph:
     chain = graph.blocks
     assert chain is not None
@@ -243,9 +198,48 @@ class _Tracer:
     batch_size: int
     dtype: DType
     execution: Execution
-    group: TensorGroup | None = None  # of the rank whose step it is
+    options: ModuleOptions
+    group: TensorGroup | None  # of the rank whose step it is
 
-    def whole(self, graph: LayerGraph) -> StageModule:
+    def trace(self) -> StepTrace:
+        """Run a step without data, or with data where sizes depend on it."""
+        spec, has_blocks = self.training_spec, self.training_spec.defines("blocks")
+        model = spec.build_model() if has_blocks else on_meta(spec.build_model)
+        if not has_blocks:
+            if self.options.channels_last:
+                lay_out(model)
+            (model,) = fake_modules([model], FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv()))
+        graph = self._captured(model)
+        batch = on_meta(lambda: spec.example_batch(self.batch_size))
+        # The device's own operations; with data, those of the CPU that computes.
+        operations = cuda_operations() if self.execution.kind == "cuda" else nullcontext()
+        try:
+            # Tensors of two modes do not mix, so the weights must be fake ones of the run's mode, as the batch is.
+            if has_blocks:
+                with FakeTensorMode(allow_non_fake_inputs=True) as mode, operations:
+                    fake = _fake_blocks(graph, mode)
+                    return self._run(fake, self._whole(fake), fake_batch(batch))
+            stage = self._whole(graph)
+            with FakeTensorMode(), operations:
+                make_fake(stage)
+                return self._run(graph, stage, fake_batch(batch))
+        except (LayerError, RuntimeError) as cause:
+            if not decides_by_values(cause):
+                raise cause if has_blocks else capture_failure(cause, model) from cause
+        if not has_blocks:
+            graph = self._captured(spec.build_model())
+        batch = make_batch(spec.example_batch(self.batch_size), "example_batch")
+        return replace(self._run(graph, self._whole(graph), batch), with_data=True)
+
+    def _captured(self, model: nn.Module) -> LayerGraph:
+        """Capture with few samples, as example batches have data; with all where the graph is good for one size."""
+        spec = self.training_spec
+        graph = capture_file(spec, spec.example_batch(min(self.batch_size, _FEW)), model, options=self.options)
+        if graph.batch_size is None:
+            return graph
+        return capture_file(spec, spec.example_batch(self.batch_size), model, options=self.options)
+
+    def _whole(self, graph: LayerGraph) -> StageModule:
         """Build a stage of all layers."""
         division = UNDIVIDED
         if self.group is not None:
@@ -256,18 +250,7 @@ class _Tracer:
         keep_parts(stage)
         return stage
 
-    def trace_fake(self, graph: LayerGraph, stage: StageModule, batch: Batch) -> StepTrace:
-        """Run the same without data, with the device's own operations."""
-        operations: AbstractContextManager[Any] = cuda_operations() if self.execution.kind == "cuda" else nullcontext()
-        with operations:
-            return self.trace(graph, stage, batch)
-
-    def trace_with_data(self, graph: LayerGraph) -> StepTrace:
-        """Run the step with data: its sizes depend on values."""
-        batch = make_batch(self.training_spec.example_batch(self.batch_size), "example_batch")
-        return replace(self.trace(graph, self.whole(graph), batch), with_data=True)
-
-    def trace(self, graph: LayerGraph, stage: StageModule, batch: Batch) -> StepTrace:
+    def _run(self, graph: LayerGraph, stage: StageModule, batch: Batch) -> StepTrace:
         """Run forward, backward and updates of `stage`, which has all layers of `graph`."""
 
         def run(observer: LayerObserver) -> dict[str, Tensor]:
@@ -291,7 +274,9 @@ class _Tracer:
         marks = LayerMarks(mark, len(graph.layers))
         with recorder, counter:
             marks.run(lambda observer: run(observer)[LOSS])
-        weights = weights_by_layer(graph, stage)
+        parameters = dict(stage.named_parameters(remove_duplicate=False))
+        names = first_uses(layer.parameters for layer in graph.layers)
+        weights = [{name: parameters[name] for name in own} for own in names]
         trained = [{name: each for name, each in own.items() if each.grad is not None} for own in weights]
         gradients = [sum(weight.nbytes for weight in own.values()) for own in trained]
         # The batch was there before, but in training it comes with the step.

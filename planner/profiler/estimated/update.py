@@ -11,14 +11,12 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from planner.errors import InputError, first_line
-from planner.model.capture.graph import LayerGraph
 from planner.model.spec import TrainingSpec
 from planner.profiler.estimated.devices import DeviceSpec
 from planner.profiler.estimated.execution import Execution
 from planner.profiler.estimated.operations import Operation, OperationRecorder
 from planner.profiler.estimated.roofline import Costs
-from planner.profiler.make_profile import first_uses
-from planner.profiler.step.update import AccumulationTime, LayerUpdate, state_bytes_of, still
+from planner.profiler.step.update import LayerUpdate, state_bytes_of, still
 
 _NUMBERS = re.compile(r"\d+")
 
@@ -32,21 +30,16 @@ class UpdateTrace:
     accumulate: Costs
     workspace_bytes: int = 0  # of the step
 
-    def estimate(self, spec: DeviceSpec) -> LayerUpdate:
-        """Return the cost of the step on such a device."""
+    def seconds(self, spec: DeviceSpec) -> float:
+        """Return the time of the step on such a device."""
         # On GPUs torch's optimizers launch each of their operations once for all parameters (foreach).
         launches = replace(spec, launch_s=0.0) if spec.kind == "cuda" else spec
-        return LayerUpdate(float(self.step.seconds(launches).sum()), self.state_bytes, self.workspace_bytes)
+        return float(self.step.seconds(launches).sum())
 
-    def accumulation(self, spec: DeviceSpec) -> AccumulationTime:
-        """Return the time of gradient accumulation on such a device."""
-        return AccumulationTime(float(self.accumulate.seconds(spec).sum()))
-
-
-def weights_by_layer(graph: LayerGraph, stage: nn.Module) -> list[dict[str, nn.Parameter]]:
-    """Return by layer the parameters of a stage that has all layers; shared ones in the first layer."""
-    by_name = dict(stage.named_parameters(remove_duplicate=False))
-    return [{name: by_name[name] for name in names} for names in first_uses(each.parameters for each in graph.layers)]
+    def estimate(self, spec: DeviceSpec) -> LayerUpdate:
+        """Return the cost of step and accumulation on such a device."""
+        accumulate_s = float(self.accumulate.seconds(spec).sum())
+        return LayerUpdate(self.seconds(spec), self.state_bytes, self.workspace_bytes, accumulate_s)
 
 
 def trace_updates(

@@ -27,11 +27,10 @@ from planner.model.stage.parts import COMPILED, LayerObserver
 from planner.model.stage.stage import StageModule, build_stage
 from planner.profiler.make_profile import Measurement
 from planner.profiler.step.allocation import saved_bytes
-from planner.profiler.step.timing import Effort, Steps, StepTimes, repeat
+from planner.profiler.step.timing import PARTS, Effort, Steps, StepTimes, repeat
 
 RUNS = 8
 _LEAST_LEFT = 0.5  # of a run's time, however much it exchanges
-_PARTS = ("forward_s", "backward_s", "forward_thread_s", "backward_thread_s")
 
 
 @dataclass(frozen=True)
@@ -147,7 +146,7 @@ def starts_of_runs(layer_seconds: Sequence[float], most: int = RUNS) -> list[int
 def as_compiled(layers: Sequence[StepTimes], measured: CompiledTimes) -> list[StepTimes]:
     """Scale the times of uncompiled layers to the times that were measured compiled."""
     scaled = [StepTimes(update_s=list(layer.update_s)) for layer in layers]
-    for part in _PARTS:
+    for part in PARTS:
         of_part: Callable[[StepTimes], list[float]] = attrgetter(part)
         if not all(map(of_part, (measured.whole, *measured.runs))):
             continue  # no thread time on this device

@@ -23,7 +23,7 @@ from planner.model.stage.parts import LayerObserver
 from planner.profiler.make_profile import LayerMeasurement, Measurement, first_uses
 from planner.profiler.measured.step_measurement import StepMeasurement
 from planner.profiler.step.allocation import address_of, saved_bytes, tensors_of_batch, workspace_bytes
-from planner.profiler.step.timing import Clock, Effort, HasBackward, StepTimes, step_failure
+from planner.profiler.step.timing import PARTS, Clock, Effort, HasBackward, StepTimes, drop_gradients, step_failure
 from planner.profiler.step.update import layer_updates
 
 # Of the device's free memory, the weights of a part: its gradients, its optimizer's state and what it saves need more.
@@ -84,7 +84,7 @@ def _measure_part(
         measured = part.measure_uncompiled(effort)
     finally:
         part.leave()
-    part.commit()
+    between.add(*part.made)
     return measured
 
 
@@ -109,7 +109,7 @@ def _update_overhead_s(spec: TrainingSpec, graph: LayerGraph, device: torch.devi
     number = nn.Parameter(torch.zeros(1, device=device))
     number.grad = torch.zeros_like(number)
     (update,) = layer_updates(spec, [{name: number}], Clock(device), device)
-    return update.seconds
+    return update.update_s
 
 
 def _sum(parts: Sequence[StepTimes], overhead_s: float) -> StepTimes:
@@ -119,9 +119,9 @@ def _sum(parts: Sequence[StepTimes], overhead_s: float) -> StepTimes:
     """
     parts = [replace(part, update_s=[max(0.0, each - overhead_s) for each in part.update_s]) for part in parts]
     parts[-1].update_s = [each + overhead_s for each in parts[-1].update_s]
-    names = ("forward_s", "backward_s", "update_s", "forward_thread_s", "backward_thread_s")
-    columns = ([getattr(part, name) for part in parts] for name in names)
-    return StepTimes(*([sum(each) for each in zip(*column, strict=False)] for column in columns))
+    columns = {name: [getattr(part, name) for part in parts] for name in (*PARTS, "update_s")}
+    # Repeats of which some part has none are left out.
+    return StepTimes(**{name: [sum(each) for each in zip(*column, strict=False)] for name, column in columns.items()})
 
 
 class _Between:
@@ -138,39 +138,42 @@ class _Between:
     """
 
     def __init__(self, graph: LayerGraph, batch: Batch) -> None:
+        self._graph, self._samples = graph, batch.size
         self.values: dict[str, Tensor] = {}
         self.saved: set[int] = set()
         self.batch_bytes = {address_of(t): t.nbytes for t in tensors_of_batch(batch)}
         self.batch_saved: set[int] = set()
-        self._specs = [
-            (graph.owner[node], graph.last_use(node), graph.specs[node], node.name) for node in graph.crossing
-        ]
-        self._samples = batch.size
-        users: dict[str, list[int]] = {}
-        for index, layer in enumerate(graph.layers):
-            for name in layer.parameters:
-                users.setdefault(name, []).append(index)
-        trained = {name: p.nbytes for name, p in graph.model.named_parameters() if p.requires_grad}
-        self._weights = [(users[name], size) for name, size in trained.items() if name in users]
+
+    def add(self, values: Mapping[str, Tensor], saved: set[int], batch_saved: set[int]) -> None:
+        """Take over what a part has made, and the addresses of what it has saved of that and of the batch."""
+        self.values |= values
+        self.saved |= saved
+        self.batch_saved |= batch_saved
 
     def unsaved_bytes(self, first: int) -> int:
-        """Return the bytes that layers before `first` have made for it and later ones, and nobody has saved."""
-        alive = {name for owner, last, _, name in self._specs if owner < first <= last}
-        sizes = {address_of(t): t.untyped_storage().nbytes() for name, t in self.values.items() if name in alive}
-        return sum(size for address, size in sizes.items() if address not in self.saved)
+        """Return the bytes that are on the device before layer `first`, and that nobody has saved: the batch's, too."""
+        graph = self._graph
+        alive = (node.name for node in graph.crossing if graph.owner[node] < first <= graph.last_use(node))
+        values = [self.values[name] for name in alive if name in self.values]
+        sizes = {address_of(value): value.untyped_storage().nbytes() for value in values}
+        left = sum(size for address, size in sizes.items() if address not in self.saved)
+        return left + sum(size for address, size in self.batch_bytes.items() if address not in self.batch_saved)
 
     def gradient_bytes(self, first: int, end: int) -> int:
         """Return the bytes of gradients that layers from `end` on have made.
 
         They are of values from before `first`, and of weights that layers before `end` use, too.
         """
-        values = (
-            spec.of_gradient.size_bytes(self._samples)
-            for owner, last, spec, _ in self._specs
-            if spec.requires_grad and owner < first and last >= end
+        graph = self._graph
+        passing = [node for node in graph.crossing if graph.owner[node] < first and graph.last_use(node) >= end]
+        specs = [graph.specs[node] for node in passing]
+        values = sum(spec.of_gradient.size_bytes(self._samples) for spec in specs if spec.requires_grad)
+        before, after = (
+            {name for layer in layers for name in layer.parameters}
+            for layers in (graph.layers[:end], graph.layers[end:])
         )
-        weights = (size for users, size in self._weights if users[0] < end <= users[-1])
-        return sum(values) + sum(weights)
+        weights = [p for name, p in graph.model.named_parameters() if name in before & after and p.requires_grad]
+        return values + sum(weight.nbytes for weight in weights)
 
 
 def _copied(tensors: Mapping[str, Tensor], device: torch.device, copies: dict[int, Tensor]) -> dict[str, Tensor]:
@@ -209,13 +212,6 @@ class _Give(torch.autograd.Function):
         return None, *(ctx.part.gradient(index, like) for index, like in enumerate(ctx.likes))
 
 
-class _Nothing:
-    """The backward of a part to which no gradient returns."""
-
-    def backward(self) -> None:
-        """Do nothing."""
-
-
 class _Shifted:
     """An observer of a part, whose first layer is its layer 0."""
 
@@ -245,20 +241,12 @@ class _PartMeasurement(StepMeasurement):
         self._received = _copied(self._given, device, {})
         self._gradients: dict[int, Tensor] | None = {}
         # What the forward made, the addresses of what has been saved since, and those of the batch.
-        self._made: tuple[dict[str, Tensor], set[int], set[int]] = {}, set(), set()
+        self.made: tuple[dict[str, Tensor], set[int], set[int]] = {}, set(), set()
 
     def leave(self) -> None:
         """Bring the weights back to the host."""
-        for parameter in self._parameters.values():
-            parameter.grad = None
+        drop_gradients(self._parameters.values())
         self._stage.to(_HOST)
-
-    def commit(self) -> None:
-        """Leave what the forward made to later parts."""
-        values, saved, batch_saved = self._made
-        self._between.values |= values
-        self._between.saved |= saved
-        self._between.batch_saved |= batch_saved
 
     def gradient(self, index: int, like: Tensor) -> Tensor:
         """Return a gradient of output `index`, which is like a tensor on the meta device; any number will do.
@@ -276,17 +264,16 @@ class _PartMeasurement(StepMeasurement):
         outputs = [value for name, value in results.items() if name not in self._given and value.requires_grad]
         if LOSS in results and len(outputs) == 1:
             return results[LOSS]
-        given: Tensor | None = _Give.apply(self, *outputs) if outputs else None  # type: ignore[no-untyped-call]
-        return _Nothing() if given is None else given
+        if not outputs:
+            return torch.zeros((), requires_grad=True)  # no gradient returns, and this backward does nothing
+        given: Tensor = _Give.apply(self, *outputs)  # type: ignore[no-untyped-call]
+        return given
 
     def _run(self, observer: LayerObserver | None) -> Mapping[str, Tensor]:
         self._stage.set_observer(None if observer is None else _Shifted(observer, self._span.start))
         given = {name: value.detach().requires_grad_(self._grads[name]) for name, value in self._received.items()}
         results: dict[str, Tensor] = self._stage(self._batch, given)
         return results
-
-    def _plain_forward(self) -> HasBackward:
-        return self._forward(None)
 
     def _saved(self) -> list[int]:
         between = self._between
@@ -299,7 +286,7 @@ class _PartMeasurement(StepMeasurement):
             sent = {value.name: results[value.name].detach() for value in self._stage.sent}
             values = _copied({name: value for name, value in sent.items() if name not in self._given}, _HOST, hosts)
             saved = {address_of(host) for address, host in hosts.items() if address in known}
-            self._made = values, saved, between.batch_bytes.keys() & known
+            self.made = values, saved, between.batch_bytes.keys() & known
             return results
 
         return saved_bytes([self._stage], forward, len(self._span), known)
@@ -307,7 +294,7 @@ class _PartMeasurement(StepMeasurement):
     def _workspaces(self, saved: Sequence[int], gradients: Sequence[int]) -> list[int]:
         self._gradients = None
         between, first, end = self._between, self._span.start, self._span.stop
-        before = sum(size for address, size in between.batch_bytes.items() if address not in between.batch_saved)
-        before += between.unsaved_bytes(first)
-        passing = between.gradient_bytes(first, end)
-        return workspace_bytes(self._forward, self._device, saved, gradients, (before, before + passing))
+        before = between.unsaved_bytes(first)
+        return workspace_bytes(
+            self._forward, self._device, saved, gradients, (before, before + between.gradient_bytes(first, end))
+        )

@@ -13,9 +13,9 @@ from planner.model.batch import Batch
 from planner.model.capture.graph import LOSS, LayerGraph
 from planner.model.loss import unsplit_loss
 from planner.model.spec import TrainingSpec
-from planner.model.stage.parts import OBSERVABLE, LayerObserver, Variant
-from planner.model.stage.stage import StageModule, build_stage
-from planner.model.tensor.division import DividedWeights, division_of, keep_parts
+from planner.model.stage.parts import LayerObserver, Variant
+from planner.model.stage.stage import build_stage
+from planner.model.tensor.division import UNDIVIDED, DividedWeights, division_of, keep_parts
 from planner.model.tensor.parallel_plan import tensor_parallel_plan
 from planner.profiler.make_profile import LayerMeasurement, Measurement, first_uses, make_profile
 from planner.profiler.measured.compiled import measure_compiled
@@ -32,13 +32,11 @@ from planner.profiler.step.timing import (
     repeat,
     step_failure,
 )
-from planner.profiler.step.update import AccumulationTime, AccumulationTimer, bounded, layer_updates, still
+from planner.profiler.step.update import layer_updates, still
 from planner.profiler.this_machine import describe_device
 
 _SECOND = 0.2  # share of the time that a second measurement has
 _FASTER = 0.97  # it counts where its steps take this much of the first's: what disturbs only makes them longer
-# Steps that accumulate gradients. A few suffice, because hooks time the accumulation alone.
-_LEAST_ACCUMULATING, _MOST_ACCUMULATING = 2, 8
 
 
 class StepMeasurement:
@@ -48,29 +46,33 @@ class StepMeasurement:
         graph: the captured model, which moves to the device.
         batch: on any device.
         span: layers to measure; None for all, for which the whole model moves to the device.
+        division: of the weights, of which this process has its parts.
     """
 
     counts: LayerCounts  # once measured
 
     def __init__(
-        self, spec: TrainingSpec, graph: LayerGraph, batch: Batch, device: torch.device, span: range | None = None
+        self,
+        spec: TrainingSpec,
+        graph: LayerGraph,
+        batch: Batch,
+        device: torch.device,
+        span: range | None = None,
+        division: DividedWeights = UNDIVIDED,
     ) -> None:
+        # Whether a whole step is one of the model as the user wrote it.
+        self._unsplit = span is None and division is UNDIVIDED
         if span is None:
             graph.model.to(device)
             span = range(len(graph.layers))
-        self._span = span
-        self._spec = spec
-        self._graph = graph
+        self._span, self._spec, self._graph, self._device = span, spec, graph, device
         self._batch = batch.to(device)
-        self._device = device
-        self._stage = self._built([graph.layers[index].name for index in span]).to(device)
+        names = [graph.layers[index].name for index in span]
+        stage = build_stage(graph, names, variant=Variant(observable=True, division=division))
+        keep_parts(stage)
+        self._stage = stage.to(device)
         self._parameters = {name: p for name, p in self._stage.named_parameters() if p.requires_grad}
         self._clock = Clock(device)
-        self._accumulation = AccumulationTimer(self._clock, self._by_layer(self._parameters))
-        self._room_to_accumulate = True
-
-    def _built(self, names: Sequence[str]) -> StageModule:
-        return build_stage(self._graph, names, variant=OBSERVABLE)
 
     def measure(self, effort: Effort, *, compiled: bool = False) -> Measurement:
         """Measure the model uncompiled; with `compiled`, spend half of the time on it through torch.compile.
@@ -112,14 +114,17 @@ class StepMeasurement:
         trained = self._by_layer({name: p for name, p in self._parameters.items() if p.grad is not None})
         updates = layer_updates(self._spec, trained, self._clock, self._device)
         drop_gradients(self._parameters.values())
-        own = self._by_layer(self._parameters)
-        gradients = [sum(parameter.nbytes for parameter in layer.values()) for layer in own]
+        gradients = [sum(p.nbytes for p in layer.values()) for layer in self._by_layer(self._parameters)]
         # Last, because what libraries allocate once in the first steps would count.
         workspaces = self._workspaces(saved, gradients)
-        adding = self._accumulation.times() or [AccumulationTime()] * len(layers)
-        accumulation = bounded(adding, own, self._clock)
-        columns = zip(layers, updates, saved, workspaces, accumulation, self.counts.flops, strict=True)
+        columns = zip(layers, updates, saved, workspaces, self.counts.flops, strict=True)
         return Measurement([LayerMeasurement(*column) for column in columns], whole)
+
+    def degree_costs(self, effort: Effort, degree: int) -> DegreeCosts:
+        """Measure what the layers cost one of `degree` ranks that divide them."""
+        measured = self.measure_uncompiled(effort)
+        part = make_profile("", self._graph, self._batch.size, measured, describe_device(self._device, 1, 1))
+        return degree_costs(part, degree, self._by_layer(dict(self._stage.named_parameters())), self.counts)
 
     def _measure_steps(self, effort: Effort, phase: str = "measuring") -> tuple[list[StepTimes], StepTimes]:
         steps = self._steps()
@@ -128,14 +133,8 @@ class StepMeasurement:
             steps.marked(self._forward, [StepTimes() for _ in layers])
             steps.update()
         # Marks slow a step down a little, so the whole step is measured without them.
-        in_turn = [
-            lambda: steps.whole(self._plain_forward, whole),
-            lambda: steps.marked(self._forward, layers),
-            lambda: self._accumulate(min(len(whole.forward_s) // 2 + 1, _MOST_ACCUMULATING)),
-        ]
+        in_turn = [lambda: steps.whole(self._plain_forward, whole), lambda: steps.marked(self._forward, layers)]
         repeat(effort, phase, in_turn)
-        while self._accumulation.steps < _LEAST_ACCUMULATING and self._room_to_accumulate:
-            self._accumulate(_LEAST_ACCUMULATING)
         return layers, whole
 
     def _steps(self) -> Steps:
@@ -143,15 +142,6 @@ class StepMeasurement:
         if not self._parameters:
             return Steps(self._clock, [], lambda: None)
         return Steps(self._clock, self._parameters.values(), still(self._spec.optimizer(self._parameters)).step)
-
-    def _accumulate(self, most: int) -> None:
-        """Time one more step that accumulates gradients, unless there were `most` already."""
-        if self._accumulation.steps < most and self._room_to_accumulate:
-            try:
-                self._accumulation.time(lambda: self._forward(None).backward())
-            except torch.OutOfMemoryError:
-                # The largest gradient exists twice here, as in training, so nobody can train this way.
-                self._room_to_accumulate = False
 
     def _saved(self) -> list[int]:
         return saved_bytes([self._stage], self._run, len(self._span))
@@ -171,6 +161,8 @@ class StepMeasurement:
         return workspace_bytes(self._forward, self._device, saved, gradients, (batch_bytes, batch_bytes))
 
     def _plain_forward(self) -> HasBackward:
+        if not self._unsplit:
+            return self._forward(None)
         return unsplit_loss(self._graph.model, self._spec, self._batch, self._graph.options)
 
     def _forward(self, observer: LayerObserver | None) -> HasBackward:
@@ -201,31 +193,7 @@ def measure_degrees(
     for degree in degrees:
         plan = tensor_parallel_plan(spec, graph, degree)
         with first_rank(degree, device) as group:
-            measurement = _DividedMeasurement(spec, graph, batch, device, division_of(graph, plan, group))
-            found.append(measurement.costs(effort, degree))
+            division = division_of(graph, plan, group)
+            measurement = StepMeasurement(spec, graph, batch, device, division=division)
+            found.append(measurement.degree_costs(effort, degree))
     return tuple(found)
-
-
-class _DividedMeasurement(StepMeasurement):
-    """Measures steps of the first of the ranks that divide the layers."""
-
-    def __init__(
-        self, spec: TrainingSpec, graph: LayerGraph, batch: Batch, device: torch.device, division: DividedWeights
-    ) -> None:
-        self._division = division
-        super().__init__(spec, graph, batch, device)
-
-    def costs(self, effort: Effort, degree: int) -> DegreeCosts:
-        """Measure what the layers cost a rank."""
-        measured = self.measure_uncompiled(effort)
-        part = make_profile("", self._graph, self._batch.size, measured, describe_device(self._device, 1, 1))
-        layers = self._by_layer(dict(self._stage.named_parameters()))
-        return degree_costs(part, degree, layers, self.counts)
-
-    def _built(self, names: Sequence[str]) -> StageModule:
-        stage = build_stage(self._graph, names, variant=Variant(observable=True, division=self._division))
-        keep_parts(stage)
-        return stage
-
-    def _plain_forward(self) -> HasBackward:
-        return self._forward(None)

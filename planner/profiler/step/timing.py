@@ -161,6 +161,9 @@ class LayerMarks(Generic[MarkT]):
         return forward, backward
 
 
+PARTS = ("forward_s", "backward_s", "forward_thread_s", "backward_thread_s")  # of a step's times, without the update
+
+
 @dataclass
 class StepTimes:
     """Seconds of one part of the step, one entry per repeat."""

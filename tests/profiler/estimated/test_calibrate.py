@@ -94,7 +94,7 @@ def test_the_profile_names_what_it_is_calibrated_on(folder: Path) -> None:
     measured = profile_model(training_spec, 8, ProfilingOptions(seconds=0.05, repeats=3))
     save_profile(measured, folder / "cpu.json")
     profile = estimate_profile(
-        training_spec, 16, EstimateOptions(device="cpu", calibration=[load_calibration(folder / "cpu.json")])
+        training_spec, 16, EstimateOptions(device="cpu", calibration=load_calibration(folder / "cpu.json"))
     )
     assert profile.device.name.endswith(f"calibrated on {folder.name}")
     assert profile.device.memory_bytes == measured.device.memory_bytes
@@ -115,11 +115,11 @@ def test_profiles_that_say_nothing_about_the_device(folder: Path) -> None:
     save_profile(as_measured(estimated), folder / "cpu.json")
     calibration = load_calibration(folder / "cpu.json")
     with pytest.raises(InputError, match="cannot calibrate NVIDIA"):
-        estimate_profile(training_spec, 8, EstimateOptions(device="v100", calibration=[calibration]))
+        estimate_profile(training_spec, 8, EstimateOptions(device="v100", calibration=calibration))
     (folder / "model.py").write_text(MODEL.replace("2048, 2048", "2048, 1024"))
     with pytest.raises(InputError, match=r"not of the model in '.*model\.py'"):
         estimate_profile(
-            training_spec, 8, EstimateOptions(device="cpu", calibration=[load_calibration(folder / "cpu.json")])
+            training_spec, 8, EstimateOptions(device="cpu", calibration=load_calibration(folder / "cpu.json"))
         )
 
 
@@ -131,7 +131,7 @@ def test_whole_steps_tell_two_factors(folder: Path) -> None:
     known = {"model": "model.py", "batch_size": 4096, "forward_s": forward_s, "backward_s": backward_s}
     (folder / "steps.json").write_text(json.dumps({"schema_version": 1, "steps": [{**known, "update_s": update_s}]}))
     calibration = load_calibration(folder / "steps.json")
-    fitted = calibrated(DEVICES["l4"], [calibration], "float32")
+    fitted = calibrated(DEVICES["l4"], calibration, "float32")
     assert fitted.name.endswith(f"calibrated on {folder.name}")
     table, close = (sum(map(sum, trace.layer_seconds(spec))) for spec in (DEVICES["l4"], fitted))
     measured = forward_s + backward_s + update_s
@@ -154,4 +154,4 @@ def test_steps_that_say_nothing(folder: Path) -> None:
         )
     )
     with pytest.raises(InputError, match=r"'model\.py' ran on a GPU"):
-        calibrated(DEVICES["cpu"], [load_calibration(path)], "float32")
+        calibrated(DEVICES["cpu"], load_calibration(path), "float32")

@@ -15,7 +15,8 @@ from benchmarks.netns import NetworkUnavailableError, network
 from planner.cli.main import main
 from planner.errors import InputError, WorkerError
 from planner.formats.cluster import Cluster, Level, load_cluster
-from planner.profiler.links.measure_cluster import exchanges, measure_cluster, measure_host
+from planner.profiler.links.levels import pairs_by_turn
+from planner.profiler.links.measure_cluster import measure_cluster, measure_host
 from planner.report.tables.plan import NO_OVERLAP, cluster_report
 from planner.workers.place import cores_to_send
 
@@ -156,10 +157,9 @@ def test_links_between_hosts(tmp_path: Path) -> None:
 
 
 def test_what_is_measured_at_once() -> None:
-    inner, outer = exchanges(hosts=3, workers=2)
-    assert [one.pairs for one in inner] == [((0, 1), (2, 3), (4, 5))]
-    assert [one.pairs for one in outer] == [((0, 2), (1, 3)), ((2, 4), (3, 5))]
-    assert {one.sharing for one in outer} == {2}
+    inner, outer = pairs_by_turn(hosts=3, workers=2)
+    assert inner == [((0, 1), (2, 3), (4, 5))]
+    assert outer == [((0, 2), (1, 3)), ((2, 4), (3, 5))]
 
 
 def test_outside_torchrun_the_hint_says_how(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from planner.executor import data_parallel
 from planner.executor.data_parallel import DataParallelWorker, Rounds
 from planner.executor.run import train
-from planner.profiler.links import measure_cluster
-from planner.profiler.links.exchange import Endpoint
+from planner.profiler.links import levels
 from planner.workers.place import CPU
 from tests.executor.communication.nccl_rules.rules import DeviceWait, Recording
 from tests.executor.communication.nccl_rules.runs import (
@@ -43,9 +42,9 @@ def record_links(hosts: int, workers: int) -> Recording:
     with ExitStack() as patched:
         patched.enter_context(patch.dict(os.environ, LOCAL_WORLD_SIZE=str(workers)))
         for name, few in {"_LATENCY_ROUNDS": 3, "_LEAST_ROUNDS": 3, "_SECONDS": 0.0}.items():
-            patched.enter_context(patch.object(measure_cluster, name, few))
-        patched.enter_context(patch.object(Endpoint, "_synchronize", lambda _: world.note(DeviceWait())))
-        return world.run(lambda _: measure_cluster._LevelMeasurement(place, timedelta(0), 64, 64).levels())
+            patched.enter_context(patch.object(levels, name, few))
+        patched.enter_context(patch.object(levels, "wait_for_device", lambda _: world.note(DeviceWait())))
+        return world.run(lambda _: levels.LevelMeasurement(place, timedelta(0), 64, 64).levels())
 
 
 def record_baseline(workers: int) -> Recording:

@@ -1,0 +1,294 @@
+"""Time messages, all-reduces and codecs between the processes of a torch.distributed job, level by level.
+
+Within a host, neighbouring workers exchange messages, one pair at a time on each host. Between hosts, all workers of a
+host exchange with those of the next one at once, because they share the host's link. A level is as fast as its slowest
+measurement. As in a pipeline, messages travel both ways at the same time, and follow one another without a pause.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from itertools import pairwise
+from statistics import median
+
+import torch
+import torch.distributed as dist
+
+from planner.errors import InputError
+from planner.formats.cluster import CodecTime, Level
+from planner.formats.names import CODECS, FLOAT_BYTES, Codec
+from planner.profiler.this_machine import keep_freed_pages
+from planner.schedule.instructions import POSTED
+from planner.workers.coding import coding_of
+from planner.workers.groups import DataGroups, wait_for_device
+from planner.workers.place import Place, cores_to_send
+
+_SHORT_BYTES = 64  # so short that only the latency counts
+_LATENCY_ROUNDS = 100
+_SECONDS = 1.0  # for the long messages of one set of pairs
+_FIRST_ROUNDS = 3  # in which TCP comes up to speed
+_LEAST_ROUNDS = 8
+_SLOW_S = 5.0  # a message that takes longer is not repeated: the first few rounds are accurate enough
+_SMALL_SUM_BYTES = 2**18
+_TURNS = 4  # with and without all-reduces: what disturbs the one disturbs the other
+_CODECS = [codec for codec in CODECS.values() if codec.element_bytes]
+_CODINGS = 10  # of each codec
+
+Pairs = tuple[tuple[int, int], ...]  # of ranks, which exchange messages at the same time
+
+
+def pairs_by_turn(hosts: int, workers: int) -> tuple[list[Pairs], list[Pairs]]:
+    """Return the pairs within hosts and those between hosts; the items of each list are measured one after the other.
+
+    Args:
+        workers: on each host; worker k of host h has rank h * workers + k.
+    """
+    first = range(0, hosts * workers, workers)
+    inner = [tuple((rank + k, rank + k + 1) for rank in first) for k in range(workers - 1)]
+    outer = [tuple((rank + k, rank + k + workers) for k in range(workers)) for rank in first[:-1]]
+    return inner, outer
+
+
+class LevelMeasurement:
+    """Measures each level of the job's cluster; all workers of the job make it, and call the same methods.
+
+    Each number is the slowest rank's, by a maximum over all. So it is the same on every rank, as the rounds that follow
+    from it must be. What is measured goes through groups for data; the rest, and the order of all, through the default
+    group, which is of gloo.
+    """
+
+    def __init__(self, place: Place, timeout: timedelta, message_bytes: int, bucket_bytes: int) -> None:
+        self._device = place.wire
+        self._message_bytes, self._bucket_bytes = message_bytes, bucket_bytes
+        self._rank, self._world = dist.get_rank(), dist.get_world_size()
+        if self._world == 1:
+            raise InputError("a single worker has no links", hint="start at least two: torchrun --nproc-per-node 2 ...")
+        workers = self._workers = self._common("LOCAL_WORLD_SIZE")
+        hosts = self._hosts = self._world // workers
+        self._inner, self._outer = pairs_by_turn(hosts, workers)
+        groups = DataGroups(place, timeout)
+        # By sender and receiver: as in the executor each direction has a connection of its own.
+        self._groups = {
+            ends: groups.for_messages(*ends)
+            for pairs in (*self._inner, *self._outer)
+            for a, b in pairs
+            for ends in ((a, b), (b, a))
+        }
+        within = [range(h * workers, (h + 1) * workers) for h in range(hosts)]
+        across = [range(k, self._world, workers) for k in range(workers)]
+        # Every worker makes every group, those that it is not in included.
+        self._within, self._across = (
+            [groups.for_collectives(ring) for ring in rings if len(ring) > 1] for rings in (within, across)
+        )
+        groups.use_once()
+        spare = place.kind != "cpu" or cores_to_send(workers)
+        self.overlap = not self._slowest(0.0 if spare else 1.0)  # where every host has cores to send with
+
+    def levels(self) -> tuple[Level, ...]:
+        """Return the levels on rank 0, none elsewhere."""
+        levels, workers = [], self._workers
+        if workers > 1:
+            levels.append(self._level(workers, self._inner, self._within[self._rank // workers], sharing=1))
+        if self._hosts > 1:
+            levels.append(self._level(self._hosts, self._outer, self._across[self._rank % workers], sharing=workers))
+        return tuple(levels) if self._rank == 0 else ()
+
+    def codec_times(self) -> tuple[CodecTime, ...]:
+        """Return what the codecs take: half of it at each end."""
+        keep_freed_pages()  # as the workers do
+        return tuple(
+            CodecTime(
+                codec=codec.name,
+                s_per_byte=self._coding_s(codec) / (2 * codec.size_bytes(self._message_bytes, FLOAT_BYTES)),
+            )
+            for codec in _CODECS
+        )
+
+    def _coding_s(self, codec: Codec) -> float:
+        """Return the seconds of coding and decoding a message, in all processes at once."""
+        value = torch.ones(self._message_bytes // FLOAT_BYTES, device=self._device)
+        coding, size = coding_of(codec, value.nbytes, value.dtype), codec.size_bytes(value.nbytes, value.itemsize)
+        place = coding.place(torch.empty(size, dtype=torch.uint8, device=self._device), 0, value.shape)
+
+        def code() -> None:
+            coding.write(place, value)
+            coding.read(place, value.dtype, value.shape)
+
+        return self._median_s(code, _CODINGS)
+
+    def _level(self, size: int, turns: Sequence[Pairs], ring: dist.ProcessGroup, sharing: int) -> Level:
+        """Measure one level of `size` members, of which `sharing` pairs at a time share a link."""
+        latency_s = max(self._latency_s(pairs if sharing == 1 else pairs[:1]) for pairs in turns)
+        bandwidth = min(self._bandwidth(pairs, sharing) for pairs in turns)
+        reduced_per_s = self._all_reduce(ring, size)
+        summed_per_s, sum_latency_s = self._sums(ring, size, reduced_per_s)
+        return Level(
+            size=size,
+            bandwidth_bytes_per_s=bandwidth,
+            latency_s=latency_s,
+            all_reduce_bandwidth_bytes_per_s=reduced_per_s * sharing,
+            sum_bandwidth_bytes_per_s=summed_per_s * sharing,
+            sum_latency_s=max(latency_s, sum_latency_s),
+        )
+
+    def _latency_s(self, pairs: Pairs) -> float:
+        """Return the latency of a message; pairs that share a link would wait for each other, which is no latency."""
+        outgoing, incoming = (torch.zeros(_SHORT_BYTES, dtype=torch.uint8, device=self._device) for _ in range(2))
+        peer = _peer_of(self._rank, pairs)
+
+        def exchange() -> None:
+            if peer is not None:
+                for work in self._post(peer, outgoing, incoming):
+                    work.wait()
+
+        return self._median_s(exchange, _LATENCY_ROUNDS)
+
+    def _bandwidth(self, pairs: Pairs, sharing: int) -> float:
+        """Return the bytes per second of the slowest link each way, after a first round that brings it up to speed."""
+        bandwidth, between_s = self._stream(pairs, sharing, _FIRST_ROUNDS)
+        if between_s < _SLOW_S:
+            bandwidth, _ = self._stream(pairs, sharing, max(_LEAST_ROUNDS, int(_SECONDS / between_s)))
+        return bandwidth
+
+    def _stream(self, pairs: Pairs, sharing: int, rounds: int) -> tuple[float, float]:
+        """Send long messages one after the other, both ways at once.
+
+        Pairs that share a link do not all get the same part of it, and what one leaves the others take. So for those
+        all bytes count, until the last pair is done; a pair that has a link to itself has the median between messages.
+
+        Returns:
+            Bytes per second of the slowest link, and median seconds from message to message of the slowest pair.
+        """
+        peer = _peer_of(self._rank, pairs)
+        self._wait_for_all()
+        start_s = time.perf_counter()
+        ends_s = [] if peer is None else self._arrivals_s(peer, rounds)
+        between_s = self._slowest(median([later - earlier for earlier, later in pairwise(ends_s)] or [0.0]))
+        all_s = self._slowest(ends_s[-1] - start_s if ends_s else 0.0)
+        size = self._message_bytes
+        return (sharing * rounds * size / all_s if sharing > 1 else size / between_s), between_s
+
+    def _arrivals_s(self, peer: int, rounds: int) -> list[float]:
+        """Return the time at which each of `rounds` messages of `peer` arrived, while as many travel the other way.
+
+        `POSTED` messages are open each way, as in a run, so that the link never rests: after a pause TCP speeds up
+        anew, and each time differently.
+        """
+        outgoing = torch.zeros(self._message_bytes, dtype=torch.uint8, device=self._device)
+        incoming = [torch.zeros_like(outgoing) for _ in range(POSTED)]
+        opened: deque[tuple[dist.Work, dist.Work]] = deque()
+        ends_s: list[float] = []
+        for number in range(rounds + POSTED):
+            if number >= POSTED:
+                receive, send = opened.popleft()
+                receive.wait()
+                if self._device.type == "cuda":
+                    # `wait` orders only the stream, not the host. A device-wide wait would include later messages.
+                    torch.cuda.current_stream().synchronize()
+                ends_s.append(time.perf_counter())
+                send.wait()
+            if number < rounds:
+                opened.append(self._post(peer, outgoing, incoming[number % POSTED]))
+        return ends_s
+
+    def _post(self, peer: int, outgoing: torch.Tensor, incoming: torch.Tensor) -> tuple[dist.Work, dist.Work]:
+        # Each direction is a communicator of its own, made before: neither call waits for the peer, so neither end can
+        # keep the other from its second.
+        receive = dist.irecv(incoming, src=peer, group=self._groups[peer, self._rank])
+        send = dist.isend(outgoing, dst=peer, group=self._groups[self._rank, peer])
+        assert receive is not None
+        assert send is not None
+        return receive, send
+
+    def _all_reduce(self, ring: dist.ProcessGroup, size: int) -> float:
+        """Return the bytes that each worker sends per second, 2(r-1)/r per bucket, while all rings reduce at once.
+
+        Gradients are copied together and averaged, as in a run: beside the fast links of a host that takes long, too.
+        """
+        bucket = torch.ones(self._bucket_bytes // 4, device=self._device)
+
+        def reduce() -> None:
+            flat = torch.empty_like(bucket)
+            torch._foreach_copy_([flat], [bucket])
+            dist.all_reduce(flat, group=ring)
+            flat.div_(size)
+
+        rounds = max(3, int(_SECONDS / self._median_s(reduce, 2)))
+        return 2 * (size - 1) / size * self._bucket_bytes / self._median_s(reduce, rounds)
+
+    def _sums(self, ring: dist.ProcessGroup, size: int, reduced_per_s: float) -> tuple[float, float]:
+        """Return the bytes per second and the latency of a step of all-reduces between computations, by two sizes."""
+        small, large = _SMALL_SUM_BYTES, max(2 * _SMALL_SUM_BYTES, self._message_bytes)
+        rounds = [int(min(20, 2**25 / each, _SECONDS / 8 * reduced_per_s / each)) for each in (small, large)]
+        small_s, large_s = (
+            self._slowest(self._added_s(each, max(2, count), ring))
+            for each, count in zip((small, large), rounds, strict=True)
+        )
+        steps = 2 * (size - 1)
+        moved = steps / size * (large - small)
+        # Where something disturbed the measurement so much that the larger one was no slower, gradients' rate counts.
+        rate = moved / (large_s - small_s) if large_s > small_s else reduced_per_s
+        return rate, (small_s - steps / size * small / rate) / steps
+
+    def _added_s(self, size: int, rounds: int, ring: dist.ProcessGroup) -> float:
+        """Return the seconds that an all-reduce of `size` bytes adds to computations that make and use them.
+
+        It waits for the slowest process, and for threads and memory that were at work until then, and leaves the sum
+        where the next computation has to fetch it from. Right after another all-reduce it is several times as fast.
+        """
+        # Zeros stay zeros, where other numbers would soon be infinite or too small for full speed.
+        few, many = torch.zeros(512, 512, device=self._device), torch.zeros(size // 4 // 512, 512, device=self._device)
+        taken_s = {True: 0.0, False: 0.0}
+        for sums in (True, False) * _TURNS:
+            self._wait_for_all()
+            start_s = time.perf_counter()
+            for _ in range(rounds):
+                many = torch.mm(torch.mm(many + many, few), few)
+                if sums:
+                    dist.all_reduce(many, group=ring)
+            wait_for_device(self._device)
+            taken_s[sums] += time.perf_counter() - start_s
+        return (taken_s[True] - taken_s[False]) / (_TURNS * rounds)
+
+    def _median_s(self, action: Callable[[], object], rounds: int) -> float:
+        """Return the median seconds of an action that all processes begin at once, of the slowest one."""
+        times_s = []
+        for _ in range(rounds):
+            self._wait_for_all()
+            start_s = time.perf_counter()
+            action()
+            wait_for_device(self._device)
+            times_s.append(time.perf_counter() - start_s)
+        return self._slowest(median(times_s))
+
+    def _wait_for_all(self) -> None:
+        """Wait until all processes are here and this one's device is idle."""
+        dist.barrier()
+        wait_for_device(self._device)
+
+    def _common(self, variable: str) -> int:
+        """Return the value of an environment variable that must be the same for every worker."""
+        mine = torch.tensor([int(os.environ.get(variable, "1"))])
+        every = [torch.zeros_like(mine) for _ in range(self._world)]
+        dist.all_gather(every, mine)
+        values = sorted({int(value) for value in every})
+        if len(values) > 1:
+            raise InputError(
+                f"the hosts run different numbers of workers: {', '.join(map(str, values))}",
+                hint="start torchrun with the same --nproc-per-node on each",
+            )
+        return values[0]
+
+    def _slowest(self, seconds: float) -> float:
+        value = torch.tensor([seconds], dtype=torch.float64)
+        dist.all_reduce(value, op=dist.ReduceOp.MAX)
+        return float(value)
+
+
+def _peer_of(rank: int, pairs: Pairs) -> int | None:
+    """Return the rank that `rank` exchanges with; None where it only waits."""
+    return next((sum(pair) - rank for pair in pairs if rank in pair), None)
