@@ -97,13 +97,12 @@ def fused(operations: Sequence[Operation], backward: int, fusion: Fusion | None)
     if fusion is None:
         return result
     flow = Flow(operations, backward)
-    members: dict[int, list[int]] = {}
+    kernels: dict[int, list[int]] = {}
     for number, first in enumerate(_first_of_kernel(flow, fusion(flow))):
-        members.setdefault(first, []).append(number)
-    for numbers in members.values():
-        if len(numbers) > 1:
-            for number, operation in _kernel([(number, operations[number]) for number in numbers], flow):
-                result[number] = operation
+        kernels.setdefault(first, []).append(number)
+    for members in kernels.values():
+        if len(members) > 1:
+            _fuse(result, members, flow)
     return result
 
 
@@ -124,23 +123,20 @@ def _first_of_kernel(flow: Flow, kernels: Sequence[str | None]) -> list[int]:
     return first
 
 
-def _kernel(members: Sequence[tuple[int, Operation]], flow: Flow) -> list[tuple[int, Operation]]:
-    inside = {number for number, _ in members}
-    made = {value for _, operation in members for value, _ in operation.writes}
-    seen: set[int] = set()
-    result = []
-    for position, (number, operation) in enumerate(members):
-        reads = [(value, size) for value, size in operation.reads if value not in made and value not in seen]
-        seen.update(value for value, _ in reads)
-        kept = [
-            size
-            for value, size in operation.writes
-            if not (readers := flow.readers.get(value)) or not inside.issuperset(readers)
-        ]
-        moved = float(sum(size for _, size in reads) + sum(kept))
-        launches = operation.launches if position == 0 else 0
-        result.append((number, replace(operation, bytes=min(operation.bytes, moved), launches=launches)))
-    return result
+def _fuse(operations: list[Operation], members: Sequence[int], flow: Flow) -> None:
+    """Make one kernel of operations: it reads each value once, and writes none that only it reads."""
+    inside = set(members)
+    known = {value for number in members for value, _ in operations[number].writes}
+    for number in members:
+        operation = operations[number]
+        moved = sum(size for value, size in operation.reads if value not in known)
+        known.update(value for value, _ in operation.reads)
+        for value, size in operation.writes:
+            readers = flow.readers.get(value)
+            if not readers or not inside.issuperset(readers):
+                moved += size
+        launches = operation.launches if number == members[0] else 0
+        operations[number] = replace(operation, bytes=min(operation.bytes, float(moved)), launches=launches)
 
 
 aten = torch.ops.aten

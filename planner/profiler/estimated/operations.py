@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from planner.profiler.estimated.devices import COMPUTE_CLASSES, DType, OpClass
 from planner.profiler.step.allocation import Allocations, address_of
-from planner.profiler.step.counters import COLLECTIVES, GROUPED, OperationWatcher, model_flops
+from planner.profiler.step.counters import COLLECTIVES, GROUPED, Counter, Totals, model_flops
 
 aten = torch.ops.aten
 
@@ -64,8 +64,8 @@ class Operation:
     writes: tuple[tuple[int, int], ...] = ()
 
 
-class OperationRecorder(OperationWatcher):  # type: ignore[no-untyped-call]  # of a base class without types
-    """Collects the operations that run within its context.
+class OperationRecorder(Counter):  # type: ignore[no-untyped-call]  # of a base class without types
+    """Collects the operations that run within its context, beside counting their model FLOPs.
 
     Args:
         single: the type of float32 products: "tf32" on devices that use it, or "float32".
@@ -81,18 +81,21 @@ class OperationRecorder(OperationWatcher):  # type: ignore[no-untyped-call]  # o
         self._op_class = op_class
         self.allocated = Allocations()
         self.until: list[int] = []  # number of operations before each mark
+        self.totals_until: list[Totals] = []  # counts before each mark
         self._values: dict[int, int] = {}  # number of the value that a storage has now
         self._last = -1
 
     def saw(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        super().saw(func, args, kwargs, out)
         self.allocated.note((args, kwargs), out)
         if func.namespace not in ("prim", COLLECTIVES):
             for operation in operations_of(func, args, kwargs, out, self._single, gpu=self._gpu):
                 named = replace(operation, op_class=self._op_class or operation.op_class, **self._flow(operation))
                 self.operations.append(named)
 
-    def mark(self) -> int:
+    def end_span(self) -> int:
         """End a span of operations and of allocations, and return its number."""
+        self.totals_until.append(self.mark())
         self.until.append(len(self.operations))
         return self.allocated.mark()
 

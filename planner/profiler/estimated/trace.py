@@ -36,7 +36,7 @@ from planner.profiler.estimated.roofline import Costs
 from planner.profiler.estimated.update import UpdateTrace, trace_updates
 from planner.profiler.make_profile import LayerMeasurement, Measurement, first_uses
 from planner.profiler.step.allocation import beyond_held, saved_bytes, tensors_of_batch
-from planner.profiler.step.counters import Counter, LayerCounts, first_rank, layer_counts
+from planner.profiler.step.counters import LayerCounts, first_rank, layer_counts
 from planner.profiler.step.timing import LayerMarks, StepTimes, drop_gradients
 from planner.profiler.this_machine import check_positive
 
@@ -265,14 +265,8 @@ class _Tracer:
                 stage(batch, {})[LOSS].backward()
                 drop_gradients(stage.parameters())
         recorder = OperationRecorder("tf32" if self.dtype == "tf32" else "float32", gpu=self.execution.kind == "cuda")
-        counter, totals = Counter(), []
-
-        def mark() -> int:
-            totals.append(counter.mark())
-            return recorder.mark()
-
-        marks = LayerMarks(mark, len(graph.layers))
-        with recorder, counter:
+        marks = LayerMarks(recorder.end_span, len(graph.layers))
+        with recorder:
             marks.run(lambda observer: run(observer)[LOSS])
         parameters = dict(stage.named_parameters(remove_duplicate=False))
         names = first_uses(layer.parameters for layer in graph.layers)
@@ -295,7 +289,7 @@ class _Tracer:
             workspace_bytes=beyond_held(marks, peaks, saved, gradients, (batch_bytes, batch_bytes)),
             updates=trace_updates(trained, self.training_spec, self.execution),
             weights=weights,
-            counts=layer_counts(marks, totals.__getitem__),
+            counts=layer_counts(marks, recorder.totals_until.__getitem__),
             unfused=Costs(recorder.operations) if fusion is compiler else None,
             tokens_per_sample=batch.tokens_per_sample,
         )

@@ -77,9 +77,9 @@ def _trace_update(
             optimizer = still(training_spec.optimizer(parameters))
             optimizer.step()  # creates the state
             with OperationRecorder(op_class="update") as recorder:
-                recorder.mark()
+                recorder.end_span()
                 optimizer.step()
-                recorder.mark()
+                recorder.end_span()
     except (NotImplementedError, RuntimeError) as cause:
         raise InputError(
             f"the step of the optimizer in '{training_spec.origin}' cannot be estimated, it looks at numbers: "

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from operator import attrgetter
 from statistics import median
 
@@ -38,18 +39,18 @@ class CompiledTimes:
     """Measurements of compiled code.
 
     Attributes:
-        starts: first layer of each run.
+        spans: layers of each run.
         runs: times of each run.
         whole: times of the model compiled at once.
         saved_bytes: of each run.
         exchanged_bytes: of each run.
     """
 
-    starts: Sequence[int]
-    runs: list[StepTimes]
+    spans: Sequence[range]
+    runs: Sequence[StepTimes]
     whole: StepTimes
-    saved_bytes: list[int]
-    exchanged_bytes: list[int]
+    saved_bytes: Sequence[int]
+    exchanged_bytes: Sequence[int]
 
 
 def measure_compiled(graph: LayerGraph, batch: Batch, plain: Measurement, steps: Steps, effort: Effort) -> Measurement:
@@ -64,10 +65,10 @@ def measure_compiled(graph: LayerGraph, batch: Batch, plain: Measurement, steps:
     assert plain.whole is not None
     layers = [layer.times for layer in plain.layers]
     if graph.blocks is not None:
-        starts = list(range(len(layers)))  # the blocks of a chain are compiled one by one in any stage
+        spans = [range(index, index + 1) for index in range(len(layers))]  # any stage compiles blocks one by one
     else:
-        starts = starts_of_runs([median(each.forward_s) + median(each.backward_s) for each in layers])
-    found = _measure_runs(graph, batch, starts, steps, effort)
+        spans = equal_spans([median(each.forward_s) + median(each.backward_s) for each in layers])
+    found = _measure_runs(graph, batch, spans, steps, effort)
     saved = saved_as_compiled([layer.saved_bytes for layer in plain.layers], found)
     return Measurement(
         [
@@ -76,7 +77,7 @@ def measure_compiled(graph: LayerGraph, batch: Batch, plain: Measurement, steps:
         ],
         found.whole,
         Compiled(
-            runs=tuple(graph.layers[start].name for start in starts),
+            runs=tuple(graph.layers[span.start].name for span in spans),
             runs_forward_s=sum(median(run.forward_s) for run in found.runs),
             runs_backward_s=sum(median(run.backward_s) for run in found.runs),
             uncompiled_forward_s=median(plain.whole.forward_s),
@@ -86,15 +87,16 @@ def measure_compiled(graph: LayerGraph, batch: Batch, plain: Measurement, steps:
 
 
 def _measure_runs(
-    graph: LayerGraph, batch: Batch, starts: Sequence[int], steps: Steps, effort: Effort
+    graph: LayerGraph, batch: Batch, spans: Sequence[range], steps: Steps, effort: Effort
 ) -> CompiledTimes:
     names = [layer.name for layer in graph.layers]
     # The weights are there already; a stage's constants are its own.
     device = next(graph.model.parameters()).device
-    stages: list[StageModule] = [
-        build_stage(graph, [names[index] for index in span], variant=COMPILED).to(device)
-        for span in _spans(starts, len(names))
-    ]
+
+    def compiled(span: range) -> StageModule:
+        return build_stage(graph, names[span.start : span.stop], variant=COMPILED).to(device)
+
+    stages, everything = [compiled(span) for span in spans], compiled(range(len(names)))
 
     def forward(observer: LayerObserver) -> Tensor:
         """Return the loss; `observer` is told of the end of each run."""
@@ -106,41 +108,34 @@ def _measure_runs(
             observer.after_layer(index, made_last([value for name, value in results.items() if name not in received]))
         return known[LOSS]
 
-    everything = build_stage(graph, names, variant=COMPILED).to(device)
-    times = CompiledTimes(
-        starts=starts,
-        runs=[StepTimes() for _ in starts],
-        whole=StepTimes(),
-        # Fewer bytes than uncompiled: compiled code recomputes some values instead of saving them.
-        saved_bytes=saved_bytes(stages, forward),
-        exchanged_bytes=[
-            sum(spec.size_bytes(batch.size) for spec in (*stage.received, *stage.sent)) for stage in stages
-        ],
-    )
+    def measure(whole: StepTimes, runs: Sequence[StepTimes]) -> None:
+        steps.whole(lambda: everything(batch, {})[LOSS], whole)
+        steps.marked(forward, runs)
 
-    def whole(into: StepTimes) -> None:
-        steps.whole(lambda: everything(batch, {})[LOSS], into)
-
+    # Fewer bytes than uncompiled: compiled code recomputes some values instead of saving them.
+    saved = saved_bytes(stages, forward)
+    exchanged = [sum(spec.size_bytes(batch.size) for spec in (*stage.received, *stage.sent)) for stage in stages]
     for done in range(effort.warmup):
         effort.progress("compiling", done / effort.warmup)
-        whole(StepTimes())
-        steps.marked(forward, [StepTimes() for _ in starts])
-    repeat(effort, "measuring compiled", [lambda: whole(times.whole), lambda: steps.marked(forward, times.runs)])
+        measure(StepTimes(), [StepTimes() for _ in spans])
+    times = CompiledTimes(spans, [StepTimes() for _ in spans], StepTimes(), saved, exchanged)
+    repeat(effort, "measuring compiled", [lambda: measure(times.whole, times.runs)])
     return times
 
 
-def starts_of_runs(layer_seconds: Sequence[float], most: int = RUNS) -> list[int]:
-    """Return the first layers of at most `most` runs of about equal time."""
-    total = sum(layer_seconds)
-    if len(layer_seconds) <= most or total <= 0:
-        return list(range(0, len(layer_seconds), -(-len(layer_seconds) // most)))
-    starts, done = [0], 0.0
-    for index, seconds in enumerate(layer_seconds):
-        # A run ends with the layer in whose middle its share of the time is reached.
-        if index and len(starts) < most and done + seconds / 2 > total * len(starts) / most:
-            starts.append(index)
-        done += seconds
-    return starts
+def equal_spans(layer_seconds: Sequence[float], most: int = RUNS) -> list[range]:
+    """Return at most `most` runs of layers of about equal time."""
+    total, layers = sum(layer_seconds), len(layer_seconds)
+    if layers <= most or total <= 0:
+        starts = list(range(0, layers, -(-layers // most)))
+    else:
+        starts, done = [0], 0.0
+        for index, seconds in enumerate(layer_seconds):
+            # A run ends with the layer in whose middle its share of the time is reached.
+            if index and len(starts) < most and done + seconds / 2 > total * len(starts) / most:
+                starts.append(index)
+            done += seconds
+    return [range(start, end) for start, end in pairwise([*starts, layers])]
 
 
 def as_compiled(layers: Sequence[StepTimes], measured: CompiledTimes) -> list[StepTimes]:
@@ -151,9 +146,8 @@ def as_compiled(layers: Sequence[StepTimes], measured: CompiledTimes) -> list[St
         if not all(map(of_part, (measured.whole, *measured.runs))):
             continue  # no thread time on this device
         runs_s = [median(of_part(run)) for run in measured.runs]
-        whole_s = median(of_part(measured.whole))
-        within_s = _without_ends(runs_s, whole_s, measured.exchanged_bytes)
-        for run_s, span in zip(within_s, _spans(measured.starts, len(layers)), strict=True):
+        within_s = _without_ends(runs_s, median(of_part(measured.whole)), measured.exchanged_bytes)
+        for run_s, span in zip(within_s, measured.spans, strict=True):
             factor = _ratio(run_s, sum(median(of_part(layers[index])) for index in span))
             for index in span:
                 of_part(scaled[index]).extend(seconds * factor for seconds in of_part(layers[index]))
@@ -176,17 +170,13 @@ def _without_ends(runs_s: Sequence[float], whole_s: float, exchanged_bytes: Sequ
 def saved_as_compiled(layers: Sequence[int], measured: CompiledTimes) -> list[int]:
     """Scale the bytes that uncompiled layers save to what their runs save."""
     scaled = list(layers)
-    for run_bytes, span in zip(measured.saved_bytes, _spans(measured.starts, len(layers)), strict=True):
+    for run_bytes, span in zip(measured.saved_bytes, measured.spans, strict=True):
         of_layers = sum(layers[index] for index in span)
         # Where no layer saves anything, what the run saves counts for its first layer.
         shares = [layers[index] / of_layers if of_layers else float(index == span[0]) for index in span]
         for index, share in zip(span, shares, strict=True):
             scaled[index] = round(run_bytes * share)
     return scaled
-
-
-def _spans(starts: Sequence[int], layers: int) -> list[range]:
-    return [range(start, end) for start, end in zip(starts, [*starts[1:], layers], strict=True)]
 
 
 def _ratio(numerator: float, denominator: float) -> float:

@@ -29,7 +29,6 @@ from planner.profiler.step.update import still
 from planner.profiler.this_machine import check_positive, keep_freed_pages
 from planner.workers.place import available_cores
 
-_START_S = 600.0  # to build the model and take one step; a very large model needs minutes
 _READY = "ready"
 _STAT = Path("/proc/stat")
 _RESTING = (3, 4)  # columns of /proc/stat: idle, and idle while the disk works
@@ -50,10 +49,10 @@ class OtherProcesses:
         """Return how many cores others have used on average; None where the system does not tell."""
         busy_s, used_s, at_s = self._start
         now_s = _busy_s()
-        elapsed_s = time.perf_counter() - at_s
-        if busy_s is None or now_s is None or elapsed_s <= 0:
+        if busy_s is None or now_s is None:
             return None
-        return max(0.0, (now_s - busy_s - (time.process_time() - used_s)) / elapsed_s - self._own)
+        others_s = now_s - busy_s - (time.process_time() - used_s)
+        return max(0.0, others_s / (time.perf_counter() - at_s) - self._own)
 
 
 def disturbance(whole: Sequence[StepTimes], others_cores: float | None, threads: int) -> Disturbance:
@@ -133,7 +132,10 @@ def contention(
     with ExitStack() as stack:
         workers = [stack.enter_context(_worker(json.dumps(order))) for _ in range(others)]
         for number, worker in enumerate(workers, start=1):
-            _wait_until_ready(worker, number)
+            # Before its first step it builds the model, and contends for little.
+            assert worker.stdout is not None
+            if worker.stdout.readline().strip() != _READY:
+                raise _failure(worker, number)
         yield
         for number, worker in enumerate(workers, start=1):
             if worker.poll() is not None:  # the measurement then was partly without it
@@ -150,18 +152,6 @@ def _worker(order: str) -> Iterator[subprocess.Popen[str]]:
             yield process
         finally:
             process.kill()  # it has nothing to lose
-
-
-def _wait_until_ready(worker: subprocess.Popen[str], number: int) -> None:
-    """Wait until the process has taken its first step: before, it builds the model and contends for little."""
-    assert worker.stdout is not None
-    alarm = threading.Timer(_START_S, worker.kill)
-    alarm.start()
-    try:
-        if worker.stdout.readline().strip() != _READY:
-            raise _failure(worker, number)
-    finally:
-        alarm.cancel()
 
 
 def _failure(worker: subprocess.Popen[str], number: int) -> WorkerError:
@@ -196,17 +186,17 @@ def _train(order: str) -> None:
 
 def main(order: str) -> int:
     """Run one of the other processes."""
-
-    def end_with_parent() -> None:
-        # Standard input ends when the parent closes it, and also when the parent is killed.
-        sys.stdin.read()
-        os._exit(0)
-
     keep_freed_pages()  # as the workers do
-    threading.Thread(target=end_with_parent, daemon=True).start()
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         _train(order)
     except PlannerError as error:
         sys.stderr.write(f"{error.message}\n")
         return error.exit_code
     return 0
+
+
+def _end_with_parent() -> None:
+    # Standard input ends when the parent closes it, and also when the parent is killed.
+    sys.stdin.read()
+    os._exit(0)

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from planner.model.batch import Batch
 from planner.model.capture.graph import LOSS, LayerGraph
@@ -23,8 +23,7 @@ from planner.model.stage.parts import LayerObserver
 from planner.profiler.make_profile import LayerMeasurement, Measurement, first_uses
 from planner.profiler.measured.step_measurement import StepMeasurement
 from planner.profiler.step.allocation import address_of, saved_bytes, tensors_of_batch, workspace_bytes
-from planner.profiler.step.timing import PARTS, Clock, Effort, HasBackward, StepTimes, drop_gradients, step_failure
-from planner.profiler.step.update import layer_updates
+from planner.profiler.step.timing import PARTS, Effort, HasBackward, StepTimes, drop_gradients, step_failure
 
 # Of the device's free memory, the weights of a part: its gradients, its optimizer's state and what it saves need more.
 _WEIGHTS_SHARE = 1 / 8
@@ -67,7 +66,10 @@ def measure_in_parts(
         layers += measured.layers
         assert measured.whole is not None
         wholes.append(measured.whole)
-    return Measurement(layers, _sum(wholes, _update_overhead_s(spec, graph, device)))
+    # The first repeats of all parts make the first step, and so on, as far as all parts have one.
+    columns = {name: [getattr(part, name) for part in wholes] for name in (*PARTS, "update_s")}
+    whole = {name: [sum(each) for each in zip(*column, strict=False)] for name, column in columns.items()}
+    return Measurement(layers, StepTimes(**whole))
 
 
 def _measure_part(
@@ -84,7 +86,8 @@ def _measure_part(
         measured = part.measure_uncompiled(effort)
     finally:
         part.leave()
-    between.add(*part.made)
+    between.values |= part.made
+    between.saved |= part.saved_names
     return measured
 
 
@@ -103,61 +106,27 @@ def _parts(graph: LayerGraph, most_bytes: int) -> Iterator[range]:
     yield range(start, len(sizes))
 
 
-def _update_overhead_s(spec: TrainingSpec, graph: LayerGraph, device: torch.device) -> float:
-    """Return the seconds of a step of the optimizer on a single number."""
-    name = next(name for name, parameter in graph.model.named_parameters() if parameter.requires_grad)
-    number = nn.Parameter(torch.zeros(1, device=device))
-    number.grad = torch.zeros_like(number)
-    (update,) = layer_updates(spec, [{name: number}], Clock(device), device)
-    return update.update_s
-
-
-def _sum(parts: Sequence[StepTimes], overhead_s: float) -> StepTimes:
-    """Return the times of whole steps: the first repeats of all parts make the first step, and so on.
-
-    An optimizer's overhead is that of one for all parts.
-    """
-    parts = [replace(part, update_s=[max(0.0, each - overhead_s) for each in part.update_s]) for part in parts]
-    parts[-1].update_s = [each + overhead_s for each in parts[-1].update_s]
-    columns = {name: [getattr(part, name) for part in parts] for name in (*PARTS, "update_s")}
-    # Repeats of which some part has none are left out.
-    return StepTimes(**{name: [sum(each) for each in zip(*column, strict=False)] for name, column in columns.items()})
-
-
 class _Between:
-    """The values that cross from part to part, on the host; those that share memory in a whole step share it here.
-
-    Args:
-        batch: on the device, where it stays.
+    """The values that cross from part to part, on the host, and the batch, which stays on the device.
 
     Attributes:
         values: by name.
-        saved: addresses of their storages that an earlier part has saved for its backward.
-        batch_bytes: by the address of the batch's storages.
-        batch_saved: addresses of those that an earlier part has saved.
+        saved: names of those that an earlier part has saved for its backward, and of such leaves of the batch.
+        batch: its leaves, by names that no value has.
     """
 
     def __init__(self, graph: LayerGraph, batch: Batch) -> None:
         self._graph, self._samples = graph, batch.size
         self.values: dict[str, Tensor] = {}
-        self.saved: set[int] = set()
-        self.batch_bytes = {address_of(t): t.nbytes for t in tensors_of_batch(batch)}
-        self.batch_saved: set[int] = set()
-
-    def add(self, values: Mapping[str, Tensor], saved: set[int], batch_saved: set[int]) -> None:
-        """Take over what a part has made, and the addresses of what it has saved of that and of the batch."""
-        self.values |= values
-        self.saved |= saved
-        self.batch_saved |= batch_saved
+        self.saved: set[str] = set()
+        self.batch = {f"batch {number}": tensor for number, tensor in enumerate(tensors_of_batch(batch))}
 
     def unsaved_bytes(self, first: int) -> int:
-        """Return the bytes that are on the device before layer `first`, and that nobody has saved: the batch's, too."""
+        """Return the bytes that are on the device before layer `first`, and that nobody has saved."""
         graph = self._graph
-        alive = (node.name for node in graph.crossing if graph.owner[node] < first <= graph.last_use(node))
-        values = [self.values[name] for name in alive if name in self.values]
-        sizes = {address_of(value): value.untyped_storage().nbytes() for value in values}
-        left = sum(size for address, size in sizes.items() if address not in self.saved)
-        return left + sum(size for address, size in self.batch_bytes.items() if address not in self.batch_saved)
+        alive = [node.name for node in graph.crossing if graph.owner[node] < first <= graph.last_use(node)]
+        there = self.batch | {name: self.values[name] for name in alive if name in self.values}
+        return sum(tensor.nbytes for name, tensor in there.items() if name not in self.saved)
 
     def gradient_bytes(self, first: int, end: int) -> int:
         """Return the bytes of gradients that layers from `end` on have made.
@@ -168,34 +137,10 @@ class _Between:
         passing = [node for node in graph.crossing if graph.owner[node] < first and graph.last_use(node) >= end]
         specs = [graph.specs[node] for node in passing]
         values = sum(spec.of_gradient.size_bytes(self._samples) for spec in specs if spec.requires_grad)
-        before, after = (
-            {name for layer in layers for name in layer.parameters}
-            for layers in (graph.layers[:end], graph.layers[end:])
-        )
-        weights = [p for name, p in graph.model.named_parameters() if name in before & after and p.requires_grad]
+        before = {name for layer in graph.layers[:end] for name in layer.parameters}
+        shared = before & {name for layer in graph.layers[end:] for name in layer.parameters}
+        weights = [p for name, p in graph.model.named_parameters() if name in shared and p.requires_grad]
         return values + sum(weight.nbytes for weight in weights)
-
-
-def _copied(tensors: Mapping[str, Tensor], device: torch.device, copies: dict[int, Tensor]) -> dict[str, Tensor]:
-    """Copy tensors to a device, where those that share a storage share its copy.
-
-    Args:
-        copies: as bytes, by the address of the storage that they are of; new ones are added.
-    """
-    found = {}
-    for name, tensor in tensors.items():
-        address = address_of(tensor)
-        if address not in copies:
-            copies[address] = _content(tensor).to(device, copy=True)
-        empty = torch.empty(0, dtype=tensor.dtype, device=device)
-        place = int(tensor.storage_offset()), tensor.shape, tensor.stride()
-        found[name] = empty.set_(copies[address].untyped_storage(), *place)
-    return found
-
-
-def _content(tensor: Tensor) -> Tensor:
-    """Return the bytes of a tensor's whole storage, without a copy."""
-    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
 class _Give(torch.autograd.Function):
@@ -223,7 +168,12 @@ class _Shifted:
 
 
 class _PartMeasurement(StepMeasurement):
-    """Measures steps of some layers."""
+    """Measures steps of some layers.
+
+    Attributes:
+        made: what the forward made for later parts, on the host.
+        saved_names: of what crosses and of the batch, what the part has saved.
+    """
 
     def __init__(
         self,
@@ -237,11 +187,10 @@ class _PartMeasurement(StepMeasurement):
         super().__init__(spec, graph, batch, device, span)
         self._between = between
         self._grads = {value.name: value.requires_grad for value in self._stage.received}
-        self._given = {name: between.values[name] for name in self._grads}
-        self._received = _copied(self._given, device, {})
+        self._received = {name: between.values[name].to(device) for name in self._grads}
         self._gradients: dict[int, Tensor] | None = {}
-        # What the forward made, the addresses of what has been saved since, and those of the batch.
-        self.made: tuple[dict[str, Tensor], set[int], set[int]] = {}, set(), set()
+        self.made: dict[str, Tensor] = {}
+        self.saved_names: set[str] = set()
 
     def leave(self) -> None:
         """Bring the weights back to the host."""
@@ -261,7 +210,7 @@ class _PartMeasurement(StepMeasurement):
 
     def _forward(self, observer: LayerObserver | None) -> HasBackward:
         results = self._run(observer)
-        outputs = [value for name, value in results.items() if name not in self._given and value.requires_grad]
+        outputs = [value for name, value in results.items() if name not in self._received and value.requires_grad]
         if LOSS in results and len(outputs) == 1:
             return results[LOSS]
         if not outputs:
@@ -276,25 +225,21 @@ class _PartMeasurement(StepMeasurement):
         return results
 
     def _saved(self) -> list[int]:
-        between = self._between
-        # By the address on the device: on the host, the storages of what was given.
-        hosts = {address_of(self._received[name]): _content(value) for name, value in self._given.items()}
-        known = {address for address, host in hosts.items() if address_of(host) in between.saved} | between.batch_saved
+        there = self._received | self._between.batch
+        known = {address_of(tensor) for name, tensor in there.items() if name in self._between.saved}
 
         def forward(observer: LayerObserver) -> object:
             results = self._run(observer)
             sent = {value.name: results[value.name].detach() for value in self._stage.sent}
-            values = _copied({name: value for name, value in sent.items() if name not in self._given}, _HOST, hosts)
-            saved = {address_of(host) for address, host in hosts.items() if address in known}
-            self.made = values, saved, between.batch_bytes.keys() & known
+            self.made = {name: value.to(_HOST, copy=True) for name, value in sent.items() if name not in there}
+            self.saved_names = {name for name, tensor in (there | sent).items() if address_of(tensor) in known}
             return results
 
         return saved_bytes([self._stage], forward, len(self._span), known)
 
     def _workspaces(self, saved: Sequence[int], gradients: Sequence[int]) -> list[int]:
         self._gradients = None
-        between, first, end = self._between, self._span.start, self._span.stop
-        before = between.unsaved_bytes(first)
-        return workspace_bytes(
-            self._forward, self._device, saved, gradients, (before, before + between.gradient_bytes(first, end))
-        )
+        first, end = self._span.start, self._span.stop
+        before = self._between.unsaved_bytes(first)
+        passing = self._between.gradient_bytes(first, end)
+        return workspace_bytes(self._forward, self._device, saved, gradients, (before, before + passing))

@@ -13,7 +13,7 @@ from planner.errors import InputError
 from planner.formats.cluster import flat_cluster
 from planner.model.spec import load_model_file
 from planner.profiler.measured import profiling as profile
-from planner.profiler.measured.compiled import CompiledTimes, as_compiled, saved_as_compiled, starts_of_runs
+from planner.profiler.measured.compiled import CompiledTimes, as_compiled, equal_spans, saved_as_compiled
 from planner.profiler.measured.profiling import ProfilingOptions, profile_model
 from planner.profiler.measured.verify import verify
 from planner.profiler.step.timing import StepTimes
@@ -23,12 +23,17 @@ from tests.executor.models import write_model
 
 
 def test_runs_take_about_equal_time() -> None:
-    assert starts_of_runs([1, 1, 1, 1, 1, 1, 1, 1], most=4) == [0, 2, 4, 6]
-    assert starts_of_runs([8, 1, 1, 1, 1, 1, 1, 1, 1], most=2) == [0, 1]
-    assert starts_of_runs([1, 1, 6, 1, 1], most=3) == [0, 2, 3]
-    assert starts_of_runs([1, 2, 3], most=8) == [0, 1, 2]
-    assert starts_of_runs([0.0] * 10, most=4) == [0, 3, 6, 9]
-    assert starts_of_runs([3], most=4) == [0]
+    def starts(seconds: list[float], most: int) -> list[int]:
+        spans = equal_spans(seconds, most)
+        assert [index for span in spans for index in span] == list(range(len(seconds)))
+        return [span.start for span in spans]
+
+    assert starts([1, 1, 1, 1, 1, 1, 1, 1], most=4) == [0, 2, 4, 6]
+    assert starts([8, 1, 1, 1, 1, 1, 1, 1, 1], most=2) == [0, 1]
+    assert starts([1, 1, 6, 1, 1], most=3) == [0, 2, 3]
+    assert starts([1, 2, 3], most=8) == [0, 1, 2]
+    assert starts([0.0] * 10, most=4) == [0, 3, 6, 9]
+    assert starts([3], most=4) == [0]
 
 
 def _times(forward: float, backward: float) -> StepTimes:
@@ -38,7 +43,7 @@ def _times(forward: float, backward: float) -> StepTimes:
 def test_a_layer_has_its_share_of_its_run_and_the_sum_is_the_whole() -> None:
     layers = [_times(2, 1), _times(6, 3), _times(4, 8)]
     measured = CompiledTimes(
-        starts=[0, 2], runs=[_times(4, 3), _times(4, 7)], whole=_times(6, 10), saved_bytes=[90, 10],
+        spans=[range(2), range(2, 3)], runs=[_times(4, 3), _times(4, 7)], whole=_times(6, 10), saved_bytes=[90, 10],
         exchanged_bytes=[10, 10],
     )  # fmt: skip
     scaled = as_compiled(layers, measured)
@@ -62,10 +67,8 @@ def test_what_runs_exchange_is_not_in_the_whole(
     runs: tuple[float, ...], whole: float, exchanged: tuple[int, ...], expected: tuple[float, ...]
 ) -> None:
     layers = [_times(1, 1) for _ in runs]
-    measured = CompiledTimes(
-        list(range(len(runs))), [_times(run, run) for run in runs], _times(whole, whole), [0] * len(runs),
-        list(exchanged),
-    )  # fmt: skip
+    spans = [range(index, index + 1) for index in range(len(runs))]
+    measured = CompiledTimes(spans, [_times(run, run) for run in runs], _times(whole, whole), [0] * 3, exchanged)
     scaled = as_compiled(layers, measured)
     assert [median(layer.forward_s) for layer in scaled] == pytest.approx(expected, rel=0.02)
     assert sum(median(layer.backward_s) for layer in scaled) == pytest.approx(whole)
@@ -75,7 +78,7 @@ def test_devices_without_thread_time() -> None:
     def of_gpu(forward: float, backward: float) -> StepTimes:
         return StepTimes([forward], [backward])
 
-    measured = CompiledTimes([0], [of_gpu(1, 0)], of_gpu(1, 0), [0], [0])
+    measured = CompiledTimes([range(1)], [of_gpu(1, 0)], of_gpu(1, 0), [0], [0])
     (layer,) = as_compiled([of_gpu(2, 0)], measured)
     assert (layer.forward_s, layer.backward_s, layer.forward_thread_s) == ([1.0], [0.0], [])
 
