@@ -187,7 +187,7 @@ class _PartMeasurement(StepMeasurement):
         super().__init__(spec, graph, batch, device, span)
         self._between = between
         self._grads = {value.name: value.requires_grad for value in self._stage.received}
-        self._received = {name: between.values[name].to(device) for name in self._grads}
+        self._received = {name: between.values[name].to(device, copy=True) for name in self._grads}
         self._gradients: dict[int, Tensor] | None = {}
         self.made: dict[str, Tensor] = {}
         self.saved_names: set[str] = set()
