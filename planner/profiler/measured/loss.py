@@ -13,7 +13,7 @@ from planner.errors import CaptureError, ModelFileError
 from planner.formats.profile import LossMean
 from planner.model.batch import Batch
 from planner.model.capture.graph import LOSS, LayerGraph
-from planner.model.loss import labels_of, shares_function, unsplit_loss, with_labels
+from planner.model.loss import labels_of, shares_by_samples, shares_function, unsplit_loss, with_labels
 from planner.model.options import ModuleOptions
 from planner.model.randomness import keep_state
 from planner.model.spec import TrainingSpec
@@ -94,7 +94,8 @@ def find_loss_mean(spec: TrainingSpec, graph: LayerGraph, batch: Batch, options:
     try:
         losses = _Losses(spec, graph, replace(options, autocast=None, compiled=False))
         weighted = spec.defines("loss_weight")
-        if losses.random(batch):
+        # The same batch twice differs where the loss depends on random numbers, as that of a diffusion model does.
+        if not losses.explained(batch, [LossMean(over="samples")], parts=1):
             return LossMean(over="loss_weight") if weighted else None
         return losses.own_weight(batch) if weighted else losses.found(batch)
     finally:
@@ -107,15 +108,10 @@ class _Losses:
     def __init__(self, spec: TrainingSpec, graph: LayerGraph, options: ModuleOptions) -> None:
         self._spec, self._graph, self._options = spec, graph, options
 
-    def random(self, batch: Batch) -> bool:
-        """Return whether the loss depends on random numbers, as that of a diffusion model does."""
-        error, tolerance = self._errors(batch, [LossMean(over="samples")], parts=1)[0]
-        return error > tolerance
-
     def own_weight(self, batch: Batch) -> LossMean:
         """Return that the user's function weighs the parts, if it does."""
         mean = LossMean(over="loss_weight")
-        error, tolerance = self._errors(batch, [mean])[0]
+        ((error, tolerance),) = self._errors(batch, [mean])
         if error > tolerance:
             raise ModelFileError(
                 f"loss_weight() of '{self._spec.origin}' does not count what the loss is a mean over: weighted by it, "
@@ -128,32 +124,28 @@ class _Losses:
         """Return what explains the losses of the batch, and of the batch with ignored labels."""
         simple = [LossMean(over="samples"), LossMean(over="sum")]
         by_labels = list(self._by_labels(batch))
-        explaining = self._explaining(batch, [*simple, *(mean for _, means in by_labels for mean in means)])
+        explaining = self.explained(batch, [*simple, *(mean for _, means in by_labels for mean in means)])
         for ignoring, means in by_labels:
-            if (found := self._explaining(ignoring, explaining)[:1]) and found[0] in means:
+            if (found := self.explained(ignoring, explaining)[:1]) and found[0] in means:
                 return found[0]
         return explaining[0] if explaining else LossMean(over="batch")
 
     def _by_labels(self, batch: Batch) -> Iterator[tuple[Batch, list[LossMean]]]:
         """Yield a batch with ignored labels in one half, and the means over labels that may explain its loss."""
         labels = labels_of(batch)
-        ignored = _ignored_labels(self._graph)
         if labels is None or labels.shape[1] < 4:
             return
-        for label in sorted(ignored):
+        for label in sorted(_ignored_labels(self._graph)):
             changed = labels.clone()
             # Of some samples only the first and the last label stay, so that it matters whether the first one counts.
             changed[: -(-batch.size // 2), 1:-1] = label
             means = [LossMean(over="labels", ignored=label, shifted=shifted) for shifted in (False, True)]
             yield with_labels(batch, changed), means
 
-    def _explaining(self, batch: Batch, means: list[LossMean]) -> list[LossMean]:
+    def explained(self, batch: Batch, means: list[LossMean], parts: int = _PARTS) -> list[LossMean]:
         """Return the means that explain the batch's loss, the best first; equals keep their order."""
-        found = [
-            (error, mean)
-            for mean, (error, tolerance) in zip(means, self._errors(batch, means), strict=True)
-            if error <= tolerance
-        ]
+        errors = zip(self._errors(batch, means, parts), means, strict=True)
+        found = [(error, mean) for (error, tolerance), mean in errors if error <= tolerance]
         return [mean for _, mean in sorted(found, key=lambda each: each[0])]
 
     @torch.no_grad()
@@ -163,14 +155,16 @@ class _Losses:
         Both are relative to the loss.
         """
         batches = batch.split(min(batch.size, parts))
-        whole = unsplit_loss(self._graph.model, self._spec, batch, self._options)
-        losses = [float(unsplit_loss(self._graph.model, self._spec, part, self._options)) for part in batches]
+        whole, *of_parts = (
+            unsplit_loss(self._graph.model, self._spec, each, self._options) for each in (batch, *batches)
+        )
+        losses = [float(loss) for loss in of_parts]
         tolerance = max(_ROUNDING, 2 * torch.finfo(whole.dtype).eps)
         scale = max(abs(float(whole)), torch.finfo(torch.float32).tiny)
         found = []
         for mean in means:
-            shares_of = shares_function(mean, self._spec)
-            shares = [part.size / batch.size for part in batches] if shares_of is None else shares_of(batches)
+            shares_of = shares_function(mean, self._spec) or shares_by_samples
+            shares = shares_of(batches)
             total = sum(share * loss for share, loss in zip(shares, losses, strict=True) if share)
             error = abs(total - float(whole)) / scale
             found.append((error if math.isfinite(error) else math.inf, tolerance))

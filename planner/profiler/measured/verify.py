@@ -103,19 +103,22 @@ def _measured_s(
             )
         modules = [build_stage(graph, names, variant=Variant(compiled=options.compiled)).to(target) for names in stages]
         runs = _runs(modules, spec, batch.to(target))
-        _return_gradients(runs)
+        times = [StepTimes() for _ in runs]
         effort = Effort(seconds, repeats=30, least_repeats=3, warmup=1)
         with contention(spec, profile.microbatch_size, processes - 1, threads=threads, options=options):
             for run in runs * effort.warmup:
                 run.step(StepTimes())
-            times = [StepTimes() for _ in runs]
             repeat(effort, "measuring stages", [partial(run.step, into) for run, into in zip(runs, times, strict=True)])
         steps = (zip(each.forward_s, each.backward_s, each.update_s, strict=True) for each in times)
         return [median(map(sum, each)) for each in steps]
 
 
 def _runs(stages: Sequence[StageModule], spec: TrainingSpec, batch: Batch) -> list[_StageRun]:
-    """Return each stage with the values that the stages before it send."""
+    """Return each stage with the values that the stages before it send, and the gradients that later ones return.
+
+    The gradients must be real ones, because the time of an optimizer's step depends on the numbers. On a CPU Adam's
+    takes twice as long where most gradients are zero, and eight times as long where their squares are denormal.
+    """
     known: dict[str, Tensor] = {}
     runs = []
     for stage in stages:
@@ -123,51 +126,47 @@ def _runs(stages: Sequence[StageModule], spec: TrainingSpec, batch: Batch) -> li
         with torch.no_grad():
             known.update(stage(batch if stage.needs_batch else None, received))
         runs.append(_StageRun(stage, spec, batch, received))
-    return runs
-
-
-def _return_gradients(runs: Sequence[_StageRun]) -> None:
-    """Run a step of each stage, the last one first, and keep the gradients that later stages return for the next steps.
-
-    The gradients must be real ones, because the time of an optimizer's step depends on the numbers. On a CPU Adam's
-    takes twice as long where most gradients are zero, and eight times as long where their squares are denormal.
-    """
     gradients: dict[str, Tensor] = {}
     for run in reversed(runs):
         run.gradients |= gradients
         run.step(StepTimes())
-        # A value that several stages use gets the sum of their gradients.
-        gradients = {**gradients, **{n: g + gradients[n] if n in gradients else g for n, g in run.returned().items()}}
+        for name, gradient in run.returned.items():
+            # A value that several stages use gets the sum of their gradients.
+            gradients[name] = gradient + gradients[name] if name in gradients else gradient
+    return runs
 
 
 class _StageRun:
-    """Steps of one stage on its own, always with the same inputs, detached, and the same gradients."""
+    """Steps of one stage on its own, always with the same inputs, detached, and the same gradients.
+
+    Attributes:
+        gradients: of what the stage sends.
+        returned: the last step's gradients of what it received.
+    """
 
     def __init__(self, stage: StageModule, spec: TrainingSpec, batch: Batch, received: Mapping[str, Tensor]) -> None:
-        self._stage, self._batch = stage, batch
-        self._received = received
-        self._given: dict[str, Tensor] = {}
+        self._stage, self._batch, self._received = stage, batch if stage.needs_batch else None, received
         self._results: dict[str, Tensor] = {}
-        self.gradients: dict[str, Tensor] = {}  # of what it sends
+        self.gradients: dict[str, Tensor] = {}
+        self.returned: dict[str, Tensor] = {}
         trained = {name: parameter for name, parameter in stage.named_parameters() if parameter.requires_grad}
         update = still(spec.optimizer(trained)).step if trained else lambda: None
         self._steps = Steps(Clock(torch.device(batch.device_type)), trained.values(), update)
 
     def step(self, into: StepTimes) -> None:
-        self._given = {
+        """Run and time a step."""
+        given = {
             value.name: self._received[value.name].detach().requires_grad_(value.requires_grad)
             for value in self._stage.received
         }
-        self._steps.whole(self._forward, into)
+
+        def forward() -> HasBackward:
+            self._results = self._stage(self._batch, given)
+            return self
+
+        self._steps.whole(forward, into)
         self._results = {}
-
-    def returned(self) -> dict[str, Tensor]:
-        """Return the last step's gradients of what it received."""
-        return {name: value.grad for name, value in self._given.items() if value.grad is not None}
-
-    def _forward(self) -> HasBackward:
-        self._results = self._stage(self._batch if self._stage.needs_batch else None, self._given)
-        return self
+        self.returned = {name: value.grad for name, value in given.items() if value.grad is not None}
 
     def backward(self) -> None:
         """Run the backward of what the forward made."""

@@ -15,7 +15,7 @@ from planner.model.loss import loss_of
 from planner.model.spec import load_model_file
 from planner.model.stage.stage import build_stage
 from planner.profiler.measured.profiling import ProfilingOptions, profile_model
-from planner.profiler.measured.verify import _return_gradients, _runs, verify
+from planner.profiler.measured.verify import _runs, verify
 from planner.solver import solve
 from tests.executor.models import MODELS, write_model
 
@@ -98,8 +98,7 @@ def test_stages_get_the_gradients_that_they_get_in_training(tmp_path: Path) -> N
     batch = file.example_batch(4)
     graph = capture_file(file, batch)
     names = [layer.name for layer in graph.layers]
-    runs = _runs([build_stage(graph, [name]) for name in names], file, batch)
-    _return_gradients(runs)
+    _runs([build_stage(graph, [name]) for name in names], file, batch)
     split = {name: parameter.grad for name, parameter in graph.model.named_parameters()}
     graph.model.zero_grad()
     torch.autograd.backward(loss_of(graph.model(*batch.args), batch.target, file.loss))
