@@ -75,15 +75,11 @@ def estimate_profile(training_spec: TrainingSpec, batch_size: int, options: Esti
 
 
 def _check_kind(device: DeviceSpec, options: EstimateOptions) -> None:
-    given = {
-        "`compiled`": options.fusion is not None,
-        "`master_weights`": options.master_weights,
-        "`cuda_graph`": options.cuda_graph,
-    }
-    for name, is_given in given.items():
-        if is_given and device.kind == "cpu":
+    of_gpus = {"compiled": options.fusion, "master_weights": options.master_weights, "cuda_graph": options.cuda_graph}
+    for name, given in of_gpus.items():
+        if given and device.kind == "cpu":
             raise InputError(
-                f"{name} cannot be estimated for a CPU",
+                f"`{name}` cannot be estimated for a CPU",
                 hint="name a GPU, such as `device=a100`, or measure on the CPU",
             )
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -164,18 +163,17 @@ def _in_half(training_spec: TrainingSpec, half: torch.dtype | None) -> TrainingS
         )
     build, examples = training_spec.functions["build_model"], training_spec.functions["example_batch"]
 
+    def halved(leaf: Any) -> Any:
+        return leaf.to(half) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+
     def example_batch(batch_size: int) -> Batch:
         batch = make_batch(examples(batch_size), "example_batch")
-        args, kwargs = tree_map(partial(_halved, half), (batch.args, batch.kwargs))
+        args, kwargs = tree_map(halved, (batch.args, batch.kwargs))
         return replace(batch, args=args, kwargs=kwargs)
 
-    halved: dict[str, Callable[..., Any]] = dict(training_spec.functions)
-    halved |= {"build_model": lambda: build().to(half), "example_batch": example_batch}
-    return replace(training_spec, functions=halved)
-
-
-def _halved(half: torch.dtype, leaf: Any) -> Any:
-    return leaf.to(half) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+    functions: dict[str, Callable[..., Any]] = dict(training_spec.functions)
+    functions |= {"build_model": lambda: build().to(half), "example_batch": example_batch}
+    return replace(training_spec, functions=functions)
 
 
 def _fake_blocks(graph: LayerGraph, mode: FakeTensorMode) -> LayerGraph:

@@ -11,11 +11,9 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import count
-from pathlib import Path
 
 import torch
 
@@ -30,32 +28,9 @@ from planner.profiler.this_machine import check_positive, keep_freed_pages
 from planner.workers.place import available_cores
 
 _READY = "ready"
-_STAT = Path("/proc/stat")
-_RESTING = (3, 4)  # columns of /proc/stat: idle, and idle while the disk works
 
 
-class OtherProcesses:
-    """Counts the cores that other processes use from now on.
-
-    Args:
-        own: further processes of this measurement, each with a core of its own, which do not count.
-    """
-
-    def __init__(self, own: int) -> None:
-        self._own = own
-        self._start = _busy_s(), time.process_time(), time.perf_counter()
-
-    def cores(self) -> float | None:
-        """Return how many cores others have used on average; None where the system does not tell."""
-        busy_s, used_s, at_s = self._start
-        now_s = _busy_s()
-        if busy_s is None or now_s is None:
-            return None
-        others_s = now_s - busy_s - (time.process_time() - used_s)
-        return max(0.0, others_s / (time.perf_counter() - at_s) - self._own)
-
-
-def disturbance(whole: Sequence[StepTimes], others_cores: float | None, threads: int) -> Disturbance:
+def disturbance(whole: Sequence[StepTimes], threads: int) -> Disturbance:
     """Say what disturbed the measurement of the whole step.
 
     Args:
@@ -66,18 +41,7 @@ def disturbance(whole: Sequence[StepTimes], others_cores: float | None, threads:
     thread_s = sum(sum(times.forward_thread_s) + sum(times.backward_thread_s) for times in whole)
     drift = whole[1].median_s() / whole[0].median_s() - 1 if len(whole) > 1 else None
     alone = threads == 1 and thread_s > 0
-    return Disturbance(
-        waited_share=max(0.0, 1 - thread_s / wall_s) if alone else None, others_cores=others_cores, drift=drift
-    )
-
-
-def _busy_s() -> float | None:
-    """Return the seconds that all cores together have worked since the machine's start."""
-    try:
-        ticks = [int(word) for word in _STAT.read_text(encoding="ascii").split("\n", 1)[0].split()[1:8]]
-    except (OSError, ValueError):
-        return None
-    return sum(count for column, count in enumerate(ticks) if column not in _RESTING) / os.sysconf("SC_CLK_TCK")
+    return Disturbance(waited_share=max(0.0, 1 - thread_s / wall_s) if alone else None, drift=drift)
 
 
 def check_processes(processes: int, threads: int, device: torch.device, spec: TrainingSpec) -> None:

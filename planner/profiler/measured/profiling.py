@@ -22,7 +22,7 @@ from planner.model.stage.code import check_compiler
 from planner.options.profiling import SECONDS, ProfileOptions
 from planner.profiler.make_profile import Measurement, make_profile
 from planner.profiler.measured.loss import check_captured, find_loss_mean
-from planner.profiler.measured.other_processes import OtherProcesses, check_processes, contention, disturbance
+from planner.profiler.measured.other_processes import check_processes, contention, disturbance
 from planner.profiler.measured.part_by_part import measure_in_parts
 from planner.profiler.measured.step_measurement import StepMeasurement, measure_degrees
 from planner.profiler.step.timing import Effort, ProgressCallback, step_failure
@@ -116,11 +116,8 @@ def profile_model(
         batch = spec.example_batch(batch_size)
         # For the device itself: `options.device` may have the number of a GPU.
         graph = capture_file(spec, batch, options=replace(options.stage, device=device.type))
-        others = options.processes - 1
-        with contention(spec, batch_size, others, threads=options.threads, options=options.stage):
-            company = OtherProcesses(others * options.threads)
+        with contention(spec, batch_size, options.processes - 1, threads=options.threads, options=options.stage):
             measured = _measure(spec, graph, batch, device, effort, options)
-            others_cores = company.cores()
             degrees = set(options.tensor) - {1}
             tensor = measure_degrees(spec, graph, batch, effort, sorted(degrees)) if degrees else None
     loss = _loss_mean(spec, graph, batch, device, options)
@@ -134,7 +131,7 @@ def profile_model(
     }
     own |= {"dtype": TF32} if options.numerics.tf32 else {}
     if measured.passes and device.type == "cpu":
-        found = disturbance(measured.passes, others_cores, options.threads)
+        found = disturbance(measured.passes, options.threads)
         own["provenance"] = profile.provenance.model_copy(update={"disturbance": found})
     return profile.model_copy(update=own | ({"deterministic": True} if options.deterministic else {}))
 

@@ -9,7 +9,7 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-from torch import Tensor, UntypedStorage, nn
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.autograd.profiler import profile, record_function
 from torch.utils._pytree import tree_leaves
@@ -37,7 +37,8 @@ def saved_bytes(
         pieces: how many; None for one per module.
         known: addresses of storages that do not count; those that are saved are added.
     """
-    storages = _SavedStorages(modules, len(modules) if pieces is None else pieces, set() if known is None else known)
+    weights = {address_of(tensor) for module in modules for tensor in (*module.parameters(), *module.buffers())}
+    storages = _SavedStorages(len(modules) if pieces is None else pieces, weights, set() if known is None else known)
     with saved_tensors_hooks(storages.pack, lambda tensor: tensor):
         results = forward(storages)
     # Until here the graph held every storage, so that no two had the same address.
@@ -46,11 +47,9 @@ def saved_bytes(
 
 
 class _SavedStorages:
-    def __init__(self, modules: Sequence[nn.Module], pieces: int, known: set[int]) -> None:
+    def __init__(self, pieces: int, weights: set[int], seen: set[int]) -> None:
         self.bytes = [0] * pieces
-        self._piece = 0
-        self._weights = {address_of(tensor) for m in modules for tensor in (*m.parameters(), *m.buffers())}
-        self._seen = known
+        self._piece, self._weights, self._seen = 0, weights, seen
 
     def after_layer(self, index: int, value: Tensor | None) -> None:
         self._piece = index + 1
@@ -199,18 +198,14 @@ class Allocations:
         """Count the new storages among the tensors that an operation returned; what it was given is none."""
         given = {address_of(leaf) for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)}
         for tensor in tree_leaves(results):
-            if not isinstance(tensor, Tensor):
+            if not isinstance(tensor, Tensor) or (address := address_of(tensor)) in given or address in self._sizes:
                 continue
-            address = address_of(tensor)
-            if address not in given and address not in self._sizes:
-                self._made(address, tensor.untyped_storage())
-
-    def _made(self, address: int, storage: UntypedStorage) -> None:
-        self._sizes[address] = storage.nbytes()
-        self._now += self._sizes[address]
-        self._most = max(self._most, self._now)
-        # PyTorch keeps the Python object of a storage as long as the storage itself.
-        weakref.finalize(storage, self._free, address).atexit = False
+            storage = tensor.untyped_storage()
+            self._sizes[address] = storage.nbytes()
+            self._now += self._sizes[address]
+            self._most = max(self._most, self._now)
+            # PyTorch keeps the Python object of a storage as long as the storage itself.
+            weakref.finalize(storage, self._free, address).atexit = False
 
     def _free(self, address: int) -> None:
         self._now -= self._sizes.pop(address)

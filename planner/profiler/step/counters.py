@@ -42,11 +42,18 @@ _SHARES = {"all_reduce": 1.0, "all_gather_into_tensor": 0.5, "reduce_scatter_ten
 Totals = tuple[float, float, float]  # model FLOPs, bytes that are all-reduced, and all-reduces
 
 
-class OperationWatcher(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of a base class without types
-    """Sees the operations that run within its context, on tensors with data or without."""
+class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of a base class without types
+    """Counts, within its context, model FLOPs and collectives as all-reduces, on tensors with data or without.
+
+    PyTorch's `FlopCounterMode` counts FLOPs alike, but leaves out recurrent layers and products with vectors.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.flops, self.reduced_bytes, self.reduces = 0.0, 0.0, 0.0
+
+    def mark(self) -> Totals:
+        return self.flops, self.reduced_bytes, self.reduces
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -62,23 +69,6 @@ class OperationWatcher(TorchDispatchMode):  # type: ignore[no-untyped-call]  # o
 
     def saw(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         """Take note of an operation that has run."""
-        raise NotImplementedError
-
-
-class Counter(OperationWatcher):  # type: ignore[no-untyped-call]  # of a base class without types
-    """Counts model FLOPs, and collectives as all-reduces.
-
-    PyTorch's `FlopCounterMode` counts FLOPs alike, but leaves out recurrent layers and products with vectors.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.flops, self.reduced_bytes, self.reduces = 0.0, 0.0, 0.0
-
-    def mark(self) -> Totals:
-        return self.flops, self.reduced_bytes, self.reduces
-
-    def saw(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         if _counts(func):
             self.flops += model_flops(func, args, kwargs, out)
         space, _, name = func._schema.name.partition("::")
