@@ -23,9 +23,8 @@ from planner.options.profiling import EstimateArguments
 from planner.options.training import CheckpointOptions, RunOptions, TrainArguments, TrainingOptions
 from planner.plan.shape import check_accumulate, synchronous_part
 from planner.profiler.estimated.calibrate import load_calibration
-from planner.profiler.estimated.device_file import load_device
 from planner.profiler.estimated.devices import parse_dtype
-from planner.profiler.estimated.estimate import EstimateOptions, estimate_profile
+from planner.profiler.estimated.estimate import EstimateOptions, estimate_profile, load_device
 from planner.profiler.estimated.execution import compiler
 from planner.profiler.measured.profiling import ProfilingOptions, profile_model
 from planner.report.trace import save_trace

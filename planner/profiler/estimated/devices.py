@@ -1,7 +1,7 @@
 """Describe devices, for profiles without them: peaks from data sheets, and the share of them that operations achieve.
 
 A device is one of the table, found by its name there or by what the driver calls it, or is described in a file
-(`device_file`). No pydantic here: the help of the command line lists the table, and shows at once.
+(`estimate.DeviceFile`). No pydantic here: the help of the command line lists the table, and shows at once.
 
 Peaks are dense (no sparsity), at boost clock. They are those of the makers' data sheets: P100 (2016), V100 (2018),
 T4 (2019), A6000 (2020), A100, A10, A10G (for AWS) and A40 (2021), H100 (2022, SXM), L4, L40S, H200, GH200 (96 GB) and

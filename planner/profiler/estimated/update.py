@@ -57,22 +57,19 @@ def trace_updates(
     return updates
 
 
-def _without_data(parameter: nn.Parameter, dtype: torch.dtype | None) -> nn.Parameter:
-    fake = nn.Parameter(torch.empty(parameter.shape, dtype=dtype or parameter.dtype))
-    fake.grad = torch.empty_like(fake)
-    return fake
-
-
 def _trace_update(
     training_spec: TrainingSpec, weights: Mapping[str, nn.Parameter], execution: Execution
 ) -> UpdateTrace:
     if not weights:
         return UpdateTrace(Costs([]), 0, Costs([]))
-    dtype = torch.float32 if execution.master_weights else None
     try:
         # Fake tensors of the CPU, because fused optimizers refuse the meta device.
         with FakeTensorMode():
-            parameters = {name: _without_data(weight, dtype) for name, weight in weights.items()}
+            parameters = {}
+            for name, weight in weights.items():
+                dtype = torch.float32 if execution.master_weights else weight.dtype
+                parameters[name] = nn.Parameter(torch.empty(weight.shape, dtype=dtype))
+                parameters[name].grad = torch.empty_like(parameters[name])
             masters = list(parameters.values())
             optimizer = still(training_spec.optimizer(parameters))
             optimizer.step()  # creates the state
