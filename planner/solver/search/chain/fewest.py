@@ -14,19 +14,19 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
 
 from planner.cost.candidate import StageOptions
-from planner.cost.work import IMPOSSIBLE, Floats, Integers
+from planner.cost.work import IMPOSSIBLE, Floats, Footprint, Integers, fewest_to_hold
+from planner.options.solving import UNLIMITED
 from planner.schedule.schedule import warm_up_depth
 from planner.solver.problem.bounds import Bounds
 from planner.solver.problem.problem import Limits
 from planner.solver.problem.states import StateSpace
-from planner.solver.search.chain.tables import StageTables, closed_form, most_in_flight
 from planner.solver.search.chain.ways import WaysOf, taken
 from planner.units import SLACK
 
@@ -101,10 +101,63 @@ class QuickestThatFit:
         return found[1][at], found[2][at]
 
 
-FEW_STATES = 300  # up to which the replicas of all stages are tabulated
+FEW_STATES = 300  # up to which the plainest ways of all stages are tabulated
 # Replica counts that are tried one by one where more may be slower. Beyond, they are taken to be faster, as they are
 # without latency.
 _ONE_BY_ONE = 64
+
+
+class _Plainest:
+    """The plainest ways of all stages between few states, and their replicas for the last target."""
+
+    def __init__(self, space: StateSpace, model: Bounds, limits: Limits, ways: WaysOf) -> None:
+        self._model = model
+        firsts, others, work = space.every_stage
+        self._row = np.zeros((len(space), space.ends), dtype=np.int64)
+        self._row[firsts, others] = np.arange(len(firsts))
+        self._held: list[Integers] | None = None
+        if limits.memory_bytes is not None:
+            chunks = np.split(np.arange(len(firsts)), np.flatnonzero(np.diff(firsts)) + 1)
+            held = [
+                most_in_flight(space, model, ways.plainest_footprint(state, others[own], taken(work, own)), limits)
+                for state, own in zip(firsts[[own[0] for own in chunks]].tolist(), chunks, strict=True)
+            ]
+            self._held = [np.concatenate(each) for each in zip(*held, strict=True)]
+        self._work = ways.plainest_work(work)
+        self._last: tuple[float, Integers] | None = None
+
+    def alone(self, state: int, others: Integers, target_s: float) -> Integers:
+        """Return the fewest replicas that meet the target with no GPUs after the stage, whatever the memory."""
+        if self._last is None or self._last[0] != target_s:
+            self._last = target_s, self._model.fewest_replicas(self._work, target_s)
+        return self._last[1][self._row[state, others]]
+
+    def held(self, state: int, others: Integers) -> list[Integers] | None:
+        """Return the units in flight with which stages fit the memory: see `most_in_flight`."""
+        return None if self._held is None else [each[self._row[state, others]] for each in self._held]
+
+    def fewest(
+        self, state: int, others: Integers, target_s: float, after: Integers, most: Integers, at_least: Integers
+    ) -> Integers:
+        """Return the fewest replicas that meet the target and are at least as many; beyond `most` any larger number.
+
+        They depend on the GPUs after a stage only under 2bw, and even then those seldom matter. So what meets the
+        target alone is computed again only where it is too few.
+        """
+        alone = self.alone(state, others, target_s)
+        r = np.maximum(alone, at_least)
+        enough = r == alone
+        if self._model.counts_gpus_after:
+            enough &= self._model.enough_before(r, after)
+        few = np.flatnonzero(~enough & (r <= most))
+        if len(few):
+            work = taken(self._work, self._row[state, others[few]])
+            late = self._model.stage_s(work, r[few]) > target_s
+            late |= ~self._model.enough_before(r[few], after[few])
+            if late.any():
+                work, few = taken(work, np.flatnonzero(late)), few[late]
+                r[few] = self._model.fewest_replicas(work, target_s, r[few], after[few])
+        return r
 
 
 class FewestReplicas:
@@ -120,10 +173,9 @@ class FewestReplicas:
         self.before_s = model.least_s(self.ways.least(space.work(0, np.arange(space.ends))))
 
     @cached_property
-    def tables(self) -> StageTables | None:
-        """The replicas of all stages, where those are few."""
+    def _plainest(self) -> _Plainest | None:
         few = len(self.space) <= FEW_STATES
-        return StageTables(self.space, self.model, self.limits, self.ways) if few else None
+        return _Plainest(self.space, self.model, self.limits, self.ways) if few else None
 
     def least(self, state: int, others: Integers, target_s: float) -> Integers:
         """Return replicas that the stages need at least, by their computation alone."""
@@ -134,8 +186,8 @@ class FewestReplicas:
         """Return the fewest replicas that meet the target whatever the memory, or fewer."""
         if self.ways.shards:
             return self.least(state, others, target_s)
-        if self.tables is not None:
-            return np.asarray(self.tables.fewest_alone(target_s)[state, others])
+        if self._plainest is not None:
+            return self._plainest.alone(state, others, target_s)
         return self.model.fewest_replicas(self.space.work(state, others), target_s)
 
     def fewest(
@@ -150,9 +202,8 @@ class FewestReplicas:
             after: GPUs after each stage.
             most: replicas of each stage. Where it needs more, the answer is any larger number.
         """
-        if self.tables is not None and not self.ways.shards:
-            return self.tables.fewest(state, others, target_s, after, most)
-        r, tight = self._plainest(state, others, target_s, after, most)
+        r, tight = self._closed_form(state, others, target_s, after, most)
+        tight &= self.ways.chooses
         again = np.full(len(others), self.ways.recomputes)
         if self.ways.always_shards:
             r = np.where(r > 1, IMPOSSIBLE, r)
@@ -163,7 +214,7 @@ class FewestReplicas:
         low = np.where(tight, low, np.maximum(low, 2))  # without limits of memory, only sharding may help
         some = np.flatnonzero((tight | self.ways.shards) & (low < r) & (low <= most))
         if len(some) and self.ways.whole_stages and not self.ways.shards:
-            fewer, _ = self._closed_form(state, others[some], target_s, after[some], recomputing=True)
+            fewer, _ = self._closed_form(state, others[some], target_s, after[some], most[some], recomputing=True)
             again[some] |= fewer < r[some]
             r[some] = np.minimum(r[some], fewer)
         elif len(some):
@@ -196,13 +247,6 @@ class FewestReplicas:
         row = int(fits[np.lexsort((ways.sharded[fits], seconds, again, seconds > target_s))[0]])
         return ways.options(row, int(r[row])), float(all_s[row])
 
-    def seconds(self, stages: Integers, target_s: float) -> float:
-        """Return the seconds of a plan's stages in such ways: a row of states, replicas and GPUs after it for each."""
-        if self.tables is not None and not self.ways.shards:
-            return float(np.max(self.tables.seconds(*stages.T)))
-        each = (self.quickest(state, other, np.array([r]), after, target_s) for state, other, r, after in stages)
-        return max(best[1] for best in each if best is not None)
-
     def allowed(
         self, sharded: NDArray[np.bool_], replicas: Integers, after: Integers
     ) -> tuple[NDArray[np.bool_], Integers]:
@@ -211,30 +255,50 @@ class FewestReplicas:
         allowed = self.ways.allowed(sharded, replicas) & (flying <= self.limits.deepest) & self.model.may_have(replicas)
         return allowed & self.model.enough_before(np.minimum(replicas, self.model.most_replicas), after), flying
 
-    def _plainest(
-        self, state: int, others: Integers, target_s: float, after: Integers, most: Integers
-    ) -> tuple[Integers, NDArray[np.bool_]]:
-        """Return the fewest replicas in the plainest way, and for which stages other ways may hold more."""
-        if self.tables is not None:
-            r, _ = self.tables.fewest(state, others, target_s, after, most)
-            return r, self.tables.tight(state, others, after) & self.ways.chooses
-        r, tight = self._closed_form(state, others, target_s, after, recomputing=False)
-        return r, tight & self.ways.chooses
-
     def _closed_form(
-        self, state: int, others: Integers, target_s: float, after: Integers, *, recomputing: bool
+        self,
+        state: int,
+        others: Integers,
+        target_s: float,
+        after: Integers,
+        most: Integers,
+        *,
+        recomputing: bool = False,
     ) -> tuple[Integers, NDArray[np.bool_]]:
-        """Return the fewest replicas in the plainest way, or with all layers recomputing, and which need several."""
-        work, held = self.space.work(state, others), None
-        if (memory_bytes := self.limits.memory_bytes) is not None:
-            plainest = self.space.footprint if recomputing else self.ways.plainest_footprint
-            footprint = plainest(state, others, work)
-            footprint = footprint.recomputed() if recomputing else footprint
-            held = most_in_flight(self.space, self.model, footprint, memory_bytes)
-        work = work.recomputed() if recomputing else self.ways.plainest_work(work)
-        return closed_form(
-            held, after, self.limits.deepest, lambda r: self.model.fewest_replicas(work, target_s, r, after)
-        )
+        """Return the fewest replicas in the plainest way, or with all layers recomputing.
+
+        Returns:
+            Also for which stages memory asks for several.
+        """
+        plainest = None if recomputing else self._plainest
+        if plainest is not None:
+            held = plainest.held(state, others)
+            fewest = partial(plainest.fewest, state, others, target_s, after, most)
+        else:
+            work, held = self.space.work(state, others), None
+            if self.limits.memory_bytes is not None:
+                of_space = self.space.footprint if recomputing else self.ways.plainest_footprint
+                footprint = of_space(state, others, work)
+                footprint = footprint.recomputed() if recomputing else footprint
+                held = most_in_flight(self.space, self.model, footprint, self.limits)
+            work = work.recomputed() if recomputing else self.ways.plainest_work(work)
+            fewest = partial(self.model.fewest_replicas, work, target_s, after=after)
+        one, *several = [np.ones(1, dtype=np.int64)] if held is None else [fewest_to_hold(each, after) for each in held]
+        more = several[0] if several else one
+        at_least = np.where(one > 1, np.maximum(more, 2), 1) if several else one
+        if self.limits.deepest < UNLIMITED:
+            at_least = np.maximum(at_least, fewest_to_hold(self.limits.deepest, after))
+        r = fewest(at_least=at_least)
+        if several and ((r > 1) & (r < more)).any():
+            r = fewest(at_least=np.where(r > 1, np.maximum(at_least, more), at_least))
+        return r, np.array(np.broadcast_to(more > 1, r.shape))
+
+
+def most_in_flight(space: StateSpace, model: Bounds, footprint: Footprint, limits: Limits) -> list[Integers]:
+    """Return the most units in flight with which stages fit the memory, and on several replicas if that is less."""
+    replicas = (1, 2) if space.layer_costs.counts_replicas else (1,)
+    assert limits.memory_bytes is not None
+    return [model.most_in_flight(space.layer_costs.replicated(footprint, r), limits.memory_bytes) for r in replicas]
 
 
 class _Trial:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import fields, replace
+from dataclasses import replace
 from itertools import combinations, islice, pairwise
 
 import numpy as np
@@ -19,10 +19,10 @@ from planner.cost.candidate import StageOptions, whole_stage
 from planner.cost.models.interleaved import InterleavedShape, StageSeconds
 from planner.cost.network.link import Link, link_of
 from planner.cost.setting import Setting
-from planner.cost.work import Floats, Footprint, Integers, Work
+from planner.cost.work import Floats, Integers, Work, joined
 from planner.solver.problem.problem import Limits
 from planner.solver.problem.result import RESOLUTION, CutPath
-from planner.solver.problem.states import Chain, StateSpace
+from planner.solver.problem.states import Chain
 from planner.solver.search.chain.ways import WaysOf, taken
 
 MOST_TRIED = 20_000  # ways to cut for one K
@@ -49,7 +49,12 @@ class InterleavedSearch:
         self._states = space.spread(min(len(space), MOST_STATES))
         self._space = space.only(self._states) if self.sampled else space
         self._ways = WaysOf(self._space, limits)
-        self._work, self._footprint = _matrices(self._space, self._ways)
+        firsts, others, self._work = self._space.every_stage
+        self._row = np.zeros((len(self._space), len(self._space)), dtype=np.int64)  # by first and last state
+        self._row[firsts, others] = np.arange(len(firsts))
+        rows = [self._row[state, state + 1 :] for state in range(len(self._space) - 1)]
+        held = [self._ways.plainest_footprint(i, others[own], taken(self._work, own)) for i, own in enumerate(rows)]
+        self._footprint = joined(held, [len(own) for own in rows])
 
     def shapes(self) -> list[InterleavedShape]:
         """Return the numbers of workers and copies worth a try, the most promising first."""
@@ -67,9 +72,10 @@ class InterleavedSearch:
 
     def bound_s(self, model: InterleavedShape) -> float:
         """Return seconds that no plan of this shape is below: the mean of what the workers compute."""
-        once_s = float(self._work.forward_s[0, -1] + self._work.backward_s[0, -1])
-        accumulate_s = (model.units - 1) * float(self._work.accumulate_s[0, -1])
-        update_s = float(self._work.update_s[0, -1]) / (model.replicas if self._ways.shards else 1)
+        everything = taken(self._work, self._row[0, -1:])
+        once_s = float(everything.forward_s[0] + everything.backward_s[0])
+        accumulate_s = (model.units - 1) * float(everything.accumulate_s[0])
+        update_s = float(everything.update_s[0]) / (model.replicas if self._ways.shards else 1)
         return (model.units * once_s + accumulate_s + update_s) / model.workers
 
     def best(self) -> tuple[list[CutPath], float]:
@@ -151,7 +157,7 @@ class InterleavedSearch:
 
     def _equal_parts(self, stages: int, last: int) -> Integers:
         """Return cuts that divide the computation evenly, with at least one step between them."""
-        done = self._work.compute_s[0]
+        done = self._space.compute_s
         cuts = np.searchsorted(done, done[-1] * np.arange(stages + 1) / stages)
         cuts[0], cuts[-1] = 0, last
         steps = np.arange(stages + 1)
@@ -163,8 +169,8 @@ class InterleavedSearch:
         self, model: InterleavedShape, sharded: bool, cuts: Integers
     ) -> tuple[Floats, Floats, NDArray[np.bool_], bool]:
         """Return per row of cuts: bytes over the memory, seconds, recomputing stages, and if that choice is best."""
-        stages = cuts[:, :-1], cuts[:, 1:]
-        work, footprint = taken(self._work, stages), taken(self._footprint, stages).divided(model.microbatches)
+        rows = self._row[cuts[:, :-1], cuts[:, 1:]]
+        work, footprint = taken(self._work, rows), taken(self._footprint, rows).divided(model.microbatches)
         footprint = self._space.layer_costs.replicated(footprint, model.replicas)
         if sharded:
             work, footprint = work.shared_out(), footprint.shared_out(model.replicas)
@@ -206,22 +212,6 @@ class InterleavedSearch:
         chosen = np.zeros(plain.shape, dtype=bool)
         chosen[:, model.stages] = options[pick].transpose(0, 2, 1)
         return chosen, settled
-
-
-def _matrices(space: StateSpace, ways: WaysOf) -> tuple[Work, Footprint]:
-    """Return work and footprint of every stage, by the states it begins and ends at; zero where it would end first."""
-    count = len(space)
-    work: dict[str, Floats] = {each.name: np.zeros((count, count)) for each in fields(Work)}
-    footprint: dict[str, Floats] = {each.name: np.zeros((count, count)) for each in fields(Footprint)}
-    for state in range(count - 1):
-        others = np.arange(state + 1, count)
-        row = space.work(state, others)
-        for name, values in work.items():
-            values[state, others] = getattr(row, name)
-        held = ways.plainest_footprint(state, others, row)
-        for name, values in footprint.items():
-            values[state, others] = getattr(held, name)
-    return Work(**{**work, "is_first": work["is_first"].astype(bool)}), Footprint(**footprint)
 
 
 def _moved(cuts: Integers) -> Iterator[Integers]:

@@ -22,42 +22,15 @@ from numpy.typing import NDArray
 
 from planner.cost.candidate import Candidate
 from planner.cost.network.link import Link
-from planner.cost.work import Floats, Integers
+from planner.cost.work import Integers
 from planner.formats.cluster import DeviceKind
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.states import Chain
-from planner.solver.search.chain.ways import Ways, WaysOf
+from planner.solver.search.chain.stages import Stages, StagesAlike
+from planner.solver.search.chain.ways import WaysOf
 
 Kinds = frozenset[int]  # numbers of kinds that a stage has GPUs of
 _BATCH = 2**20  # entries of an array over stages and GPUs
-
-
-@dataclass(frozen=True)
-class _Stages:
-    """The ways to run the stages that begin at one state, on GPUs of certain kinds.
-
-    Attributes:
-        ways: of the stages.
-        sum_s: their parts of the sum, by way.
-        max_s: their parts of the maximum, by replicas - 1 and way; infinite where they are not allowed.
-        after: the most GPUs that may follow, likewise.
-    """
-
-    ways: Ways
-    sum_s: Floats
-    max_s: Floats
-    after: Integers
-
-    def worth_a_try(self, limit_s: float) -> tuple[Integers, Integers]:
-        """Return ways and their replicas: the fewest that keep the limit, and more where those allow more GPUs after.
-
-        With more replicas a stage has fewer units in flight.
-        """
-        meets = self.max_s <= limit_s
-        after = np.maximum.accumulate(np.where(meets, self.after, -1), axis=0)
-        before = np.concatenate((np.full((1, meets.shape[1]), -1), after[:-1]))
-        rows, columns = np.nonzero(meets & (self.after > before))
-        return columns, rows + 1
 
 
 class StagesOn:
@@ -72,61 +45,30 @@ class StagesOn:
     """
 
     def __init__(self, problem: Problem, link: Link, kind: DeviceKind, most: int, most_states: int) -> None:
-        self._problem, self._link = problem, link
-        self._memory_bytes = problem.cluster.memory_of(kind)
         chain = Chain(problem.layer_costs.on_kind(kind))
         self.space = chain if len(chain) <= most_states else chain.only(chain.spread(most_states))
-        self._limits = replace(problem.limits, memory_bytes=self._memory_bytes)
-        self._ways = WaysOf(self.space, self._limits, prices_shards=problem.simulates)
-        most = most if problem.schedule.pipelined else 1
-        self._replicas = np.arange(1, (min(most, problem.microbatches) if problem.schedule.divides else most) + 1)
-        self._flying = self._in_flight()
-        self.stages = [self._from(state) for state in range(len(self.space) - 1)]
-
-    def _in_flight(self) -> Integers:
-        """Return the units in flight by replicas - 1 and GPUs after; more than any memory holds where versions lack."""
-        schedule, microbatches = self._problem.schedule, self._problem.microbatches
-        after = np.arange(self._problem.cluster.gpus + 1)
-        flying = np.array(
-            np.broadcast_to(
-                schedule.in_flight(self._replicas[:, None], after, microbatches), (len(self._replicas), len(after))
-            )
+        limits = replace(problem.limits, memory_bytes=problem.cluster.memory_of(kind))
+        ways = WaysOf(self.space, limits, prices_shards=problem.simulates)
+        schedule, microbatches = problem.schedule, problem.microbatches
+        most = min(most, microbatches) if schedule.divides else most
+        table = StagesAlike(
+            ways,
+            schedule,
+            microbatches,
+            lambda work, replicas: problem.parts_s(work, replicas, link),
+            most if schedule.pipelined else 1,
+            problem.cluster.gpus,
         )
-        suffices = [
-            [schedule.versions_suffice(microbatches, r, depth) for depth in row]
-            for r, row in enumerate(flying.tolist(), start=1)
-        ]
-        return np.where(suffices, flying, np.iinfo(np.int64).max)
+        self.stages = table.everywhere()
 
-    def _from(self, state: int) -> _Stages:
-        self._limits.deadline.check()
-        others = np.arange(state + 1, len(self.space))
-        plainest = self._priced(self._ways.all(state, others, np.zeros(len(others), dtype=bool)))
-        if not self._ways.chooses:
-            return plainest
-        # Only stages that do not always fit have a reason to choose what they recompute.
-        limited = (plainest.after < self._problem.cluster.gpus).any(axis=0) & ~plainest.ways.sharded
-        tight = np.bincount(plainest.ways.stage, limited, len(others)) > 0
-        return self._priced(self._ways.all(state, others, tight)) if tight.any() else plainest
 
-    def _priced(self, ways: Ways) -> _Stages:
-        problem, replicas = self._problem, self._replicas[:, None]
-        shape = (len(self._replicas), len(ways))
-        sum_s, max_s = problem.parts_s(ways.work, replicas, self._link)
-        after = self._most_after(ways, shape)
-        allowed = ways.allowed(np.broadcast_to(replicas, shape)) & (after >= 0)
-        return _Stages(ways, np.broadcast_to(sum_s, (1, len(ways)))[0], np.where(allowed, max_s, np.inf), after)
-
-    def _most_after(self, ways: Ways, shape: tuple[int, int]) -> Integers:
-        """Return the most GPUs that may follow each way, by replicas - 1; -1 where not even none may."""
-        problem, schedule = self._problem, self._problem.schedule
-        most = np.full(shape, self._limits.deepest)
-        if self._memory_bytes is not None:
-            footprint = ways.footprint_on(self._replicas[:, None]).divided(problem.microbatches)
-            fit = footprint.most_in_flight(self._memory_bytes, schedule.stashes, schedule.weight_versions)
-            most = np.minimum(most, fit)
-        rows = [np.searchsorted(flying, row, side="right") for flying, row in zip(self._flying, most, strict=True)]
-        return np.stack(rows) - 1
+def _worth_a_try(stages: Stages, limit_s: float) -> tuple[Integers, Integers]:
+    """Return ways and their replicas: the fewest that keep the limit, and more where those allow more GPUs after."""
+    meets = stages.max_s <= limit_s
+    after = np.maximum.accumulate(np.where(meets, stages.after, -1), axis=0)
+    before = np.concatenate((np.full((1, meets.shape[1]), -1), after[:-1]))
+    rows, columns = np.nonzero(meets & (stages.after > before))
+    return columns, rows + 1
 
 
 @dataclass(frozen=True)
@@ -185,7 +127,7 @@ class LineSearch:
             may = numbering.numbers(self._space, state, np.arange(state + 1, last + 1), many)
             for run, (on, spans) in enumerate(self._runs):
                 stages = on.stages[state]
-                ways, replicas = stages.worth_a_try(limit_s)
+                ways, replicas = _worth_a_try(stages, limit_s)
                 possible = np.any(spans, axis=1)[replicas - 1]
                 ways, replicas = ways[possible], replicas[possible]
                 for start in range(0, len(ways), batch):

@@ -105,7 +105,7 @@ class MixedDegrees:
             if (found := self._walk(target_s)) is None:
                 low_s, missed = target_s, missed + 1
             else:
-                stages, best_s = found, self._fewest.seconds(found, target_s)
+                stages, best_s = found, self._path(found, target_s).seconds
                 missed, patience = 0, 2 * patience if strict else patience
         return best if stages is None else self._path(stages, best_s)
 

@@ -23,77 +23,31 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from weakref import WeakKeyDictionary
 
 import numpy as np
-from numpy.typing import NDArray
 
 from planner.cost.candidate import StageOptions
 from planner.cost.models.synchronous import SynchronousModel
-from planner.cost.work import Floats, Integers
+from planner.cost.work import Floats, Integers, Work
 from planner.solver.problem.budget import NO_HURRY, OutOfTimeError
 from planner.solver.problem.problem import Limits, Numbering
 from planner.solver.problem.result import RESOLUTION, CutPath
 from planner.solver.problem.states import StateSpace
-from planner.solver.search.chain.ways import Ways, WaysOf
+from planner.solver.search.chain.stages import Stages, StagesAlike
+from planner.solver.search.chain.ways import WaysOf
 
+COARSE = 1e-2
+_MOST_SINGLE_GPUS = 1024  # in larger clusters, GPUs are counted in units where tables would have more entries than:
+_MOST_ENTRIES = 2**23
 _MOST_KEPT = 2**23  # entries of tables that are kept for other searches over a space, about
+_STEP = 1.25  # from one limit to the next, on the way to a plan that is balanced well
+_BATCH = 2**20  # entries of an array over stages and GPUs
 
 
 @dataclass(frozen=True)
-class Fitting:
-    """The ways to run the stages that begin at one state, as far as they are of use.
-
-    Attributes:
-        ways: the ways.
-        fits: by replicas - 1, in units, and way: whether the memory suffices, and no way that recomputes less does.
-        after: likewise, most units of GPUs that may follow.
-    """
-
-    ways: Ways
-    fits: NDArray[np.bool_]
-    after: Integers
-
-    def priced(self, model: SynchronousModel, unit: int) -> Stages:
-        """Add what each way takes by the model."""
-        replicas = _replicas(len(self.fits), unit)[:, None]
-        max_s = np.where(self.fits, model.max_s(self.ways.work, replicas), np.nan)
-        sum_s = np.array(np.broadcast_to(model.sum_s(self.ways.work), len(self.ways)))
-        return Stages(self.ways, sum_s, max_s, self.after)
-
-
-@dataclass(frozen=True)
-class Stages:
-    """Ways to run the stages from one state, and what they take.
-
-    `max_s` is by replicas - 1, in units, and way, and not a number where the way does not fit the memory.
-    """
-
-    ways: Ways
-    sum_s: Floats
-    max_s: Floats
-    after: Integers
-
-    def in_multiples(self, number: int, unit: int) -> Stages:
-        """Rule out replicas that are no multiples of this number."""
-        replicas = _replicas(len(self.max_s), unit)[:, None]
-        return self if number == 1 else replace(self, max_s=np.where(replicas % number, np.nan, self.max_s))
-
-    @cached_property
-    def by_sum(self) -> bool:
-        """Whether the ways of each stage stand by their sums."""
-        return bool(np.all((np.diff(self.sum_s) >= 0) | (np.diff(self.ways.stage) > 0)))
-
-
-# What is known of the stages of a space, by what it depends on.
-_FITTING: WeakKeyDictionary[StateSpace, dict[Hashable, list[Fitting]]] = WeakKeyDictionary()
-_KNOWN: WeakKeyDictionary[StateSpace, dict[Hashable, Table]] = WeakKeyDictionary()
-
-
-@dataclass(frozen=True)
-class Table:
-    """The ways to run the stages from each state but the last, and the answers of searches over them, by what is asked.
+class _Table:
+    """All stages over a space, and the answers of searches over them, by what is asked.
 
     An answer is the best path and those found on the way to it.
     """
@@ -102,104 +56,8 @@ class Table:
     answers: dict[Hashable, tuple[CutPath | None, list[CutPath]]] = field(default_factory=dict)
 
 
-def _replicas(units: int, unit: int) -> Integers:
-    """Return the replicas of one unit, of two units and so on."""
-    return np.arange(1, units + 1) * unit
-
-
-def tabulated(space: StateSpace, model: SynchronousModel, limits: Limits, most_replicas: int, unit: int) -> Table:
-    """Return the table of the stages between the states of a space, on replicas that are multiples of a unit.
-
-    Raises:
-        OutOfTimeError: if the deadline passes before they are known.
-    """
-    alike = replace(limits, deadline=NO_HURRY, numbering=Numbering())
-    holds = model.schedule.name, model.microbatches, alike, most_replicas, unit
-    tables, fitting = _KNOWN.setdefault(space, {}), _FITTING.setdefault(space, {})
-    if (key := (holds, model.link.alike)) not in tables:
-        if holds not in fitting:
-            room = _Room(space, model, limits, most_replicas, unit)
-            fitting[holds] = [room.fitting(state) for state in range(len(space) - 1)]
-        tables[key] = Table([each.priced(model, unit) for each in fitting[holds]])
-    table = tables[key]
-    if sum(each.after.size for kept in tables.values() for each in kept.stages) > _MOST_KEPT:
-        tables.clear()
-        fitting.clear()
-    return table
-
-
-class _Room:
-    """Finds the ways to run stages that fit the memory."""
-
-    def __init__(
-        self, space: StateSpace, model: SynchronousModel, limits: Limits, most_replicas: int, unit: int
-    ) -> None:
-        self._space, self._model, self._limits, self._memory_bytes = space, model, limits, limits.memory_bytes
-        self._ways = WaysOf(space, limits)
-        self._replicas, self._unit = _replicas(most_replicas // unit, unit), unit
-        self._gpus = min(limits.gpus, most_replicas * (len(space) - 1))
-
-    def fitting(self, state: int) -> Fitting:
-        """Return the ways to run the stages from a state."""
-        self._limits.deadline.check()
-        others = self._possible(state)
-        plainest = self._of_use(self._ways.all(state, others, np.zeros(len(others), dtype=bool)))
-        if not self._ways.chooses:
-            return plainest
-        # Recomputing costs time, so it is a choice only where some number of GPUs after the stage does not fit.
-        limited = (~plainest.fits | (plainest.after < self._gpus // self._unit)).any(axis=0)
-        roomy = plainest.ways.stage[~limited & ~plainest.ways.sharded]
-        tight = ~np.isin(np.arange(len(others)), roomy)
-        return self._of_use(self._ways.all(state, others, tight)) if tight.any() else plainest
-
-    def _possible(self, state: int) -> Integers:
-        """Return where a stage from this state may end so that what it holds in any case fits the memory."""
-        others = self._space.among_later(state, np.arange(state + 1, len(self._space)))
-        if self._memory_bytes is None or not len(others):
-            return others
-        footprint = self._space.footprint(state, others, self._space.work(state, others))
-        shards = min(self._gpus, self._ways.most_sharded) if self._ways.shards else 1
-        held = footprint.weight_bytes + footprint.fixed_weight_bytes + footprint.optimizer_bytes / shards
-        held = held + (footprint.gradient_bytes if self._model.microbatches > 1 else 0.0)
-        fits = np.array(np.broadcast_to(held, others.shape) <= self._memory_bytes)
-        fits[0] = True  # no state is without any stage
-        return others[fits]
-
-    def _of_use(self, ways: Ways) -> Fitting:
-        """Return those of the ways that fit the memory, and allow more GPUs after them than those recomputing less."""
-        replicas, shape = self._replicas[:, None], (len(self._replicas), len(ways))
-        fits = np.array(ways.allowed(np.broadcast_to(replicas, shape)))
-        after = np.full(shape, self._gpus // self._unit, dtype=np.int64)
-        if self._memory_bytes is not None:
-            footprint = ways.footprint_on(replicas).divided(self._model.microbatches)
-            # With nothing after it a stage holds least, with everything most.
-            held = footprint.total_bytes(self._model.in_flight(self._replicas, 0)[:, None], 1)
-            fits &= held <= self._memory_bytes
-            most = footprint.most_in_flight(self._memory_bytes, stashing=False)
-            least_room = self._model.in_flight(self._replicas, self._gpus)[:, None] > most
-            after = np.where(least_room, np.maximum(most - 1, 0) * replicas // self._unit, after)
-            fits &= ~_of_no_use(ways, fits, after)
-        rows = np.flatnonzero(fits.any(axis=0))
-        return Fitting(ways[rows], fits[:, rows], after[:, rows])
-
-
-def _of_no_use(ways: Ways, fits: NDArray[np.bool_], after: Integers) -> NDArray[np.bool_]:
-    """Return which ways, by replicas, allow no more GPUs after the stage than one that recomputes less."""
-    useless = np.zeros(fits.shape, dtype=bool)
-    # Numbers grow from stage to stage, so that the maximum of each begins anew.
-    allowed = np.where(fits, after + 1, 0) + ways.stage * (int(after.max(initial=0)) + 2)
-    for sharded in (False, True):
-        rows = np.flatnonzero(ways.sharded == sharded)
-        most = np.maximum.accumulate(allowed[:, rows], axis=1)
-        useless[:, rows[1:]] = most[:, 1:] <= most[:, :-1]
-    return useless
-
-
-_MOST_SINGLE_GPUS = 1024  # in larger clusters, GPUs are counted in units where tables would have more entries than:
-_MOST_ENTRIES = 2**23
-COARSE = 1e-2
-_STEP = 1.25  # from one limit to the next, on the way to a plan that is balanced well
-_BATCH = 2**20  # entries of an array over stages and GPUs
+# By space, and what the stages depend on beside it.
+_KNOWN: WeakKeyDictionary[StateSpace, dict[Hashable, _Table]] = WeakKeyDictionary()
 
 
 def _unit_of(states: int, replicas: int) -> int:
@@ -226,15 +84,28 @@ class SynchronousSearch:
         self.found: list[CutPath] = []  # on the way to the best: each has a larger sum and a smaller maximum
         # Replicas beyond the number of microbatches would idle, and naive runs one microbatch at a time.
         most = min(limits.gpus, model.microbatches, limits.most_replicas) if model.schedule.pipelined else 1
-        self.space, self.model, self.limits, self.memory_bytes = space, model, limits, limits.memory_bytes
+        self.space, self.model, self.limits = space, model, limits
         self._unit = _unit_of(len(space), most) if limits.gpus > _MOST_SINGLE_GPUS else 1
-        self.gpus = min(limits.gpus, most * (len(space) - 1)) // self._unit  # in units, and so are those of all stages
+        gpus = min(limits.gpus, most * (len(space) - 1))
+        self.gpus = gpus // self._unit  # in units, and so are those of all stages
         self._replicas = np.arange(1, most // self._unit + 1)
         self._ways = WaysOf(space, limits)
-        table = tabulated(space, model, limits, most, self._unit)
-        self._stages = [stages.in_multiples(multiple, self._unit) for stages in table.stages]
-        self._answers = table.answers
+        tables = _KNOWN.setdefault(space, {})
+        alike = replace(limits, deadline=NO_HURRY, numbering=Numbering())
+        key = model.schedule.name, model.microbatches, model.link.alike, alike
+        if key not in tables:
+            table = StagesAlike(self._ways, model.schedule, model.microbatches, self._parts_s, most, gpus, self._unit)
+            tables[key] = _Table(table.everywhere())
+        self._stages, self._answers = tables[key].stages, tables[key].answers
+        if multiple > 1:
+            uneven = (self._replicas * self._unit % multiple > 0)[:, None]
+            self._stages = [replace(each, max_s=np.where(uneven, np.nan, each.max_s)) for each in self._stages]
         self._asked = multiple, limits.numbering
+        if sum(each.after.size for kept in tables.values() for each in kept.stages) > _MOST_KEPT:
+            tables.clear()
+
+    def _parts_s(self, work: Work, replicas: Integers) -> tuple[Floats, Floats]:
+        return self.model.sum_s(work), self.model.max_s(work, replicas)
 
     def best(self, precision: float = RESOLUTION, below_s: float = np.inf) -> CutPath | None:
         """Return the fastest plan, with few GPUs among equally fast ones; None if no plan fits the memory.

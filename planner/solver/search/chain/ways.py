@@ -23,6 +23,7 @@ from planner.cost.layer_costs import LayerCosts
 from planner.cost.recomputation import Choices, Recomputation
 from planner.cost.work import Floats, Footprint, Integers, Record, Work
 from planner.options.solving import RecomputeRule
+from planner.schedule.schedule import Schedule
 from planner.solver.problem.bounds import balanced_s
 from planner.solver.problem.problem import Limits, Problem
 from planner.solver.problem.states import StateSpace
@@ -64,7 +65,7 @@ class BestWays:
         return tuple(found)
 
     def _stage(self, state: int, other: int, r: int, after: int) -> StageOptions:
-        ways = self._ways.all(state, np.array([other]), np.array([False]))
+        ways = self._ways.all(state, np.array([other]))
         row = self._best(ways, r, after)
         if row is None and self._ways.chooses:
             ways = self._ways.all(state, np.array([other]), np.array([True]))
@@ -163,7 +164,7 @@ class WaysOf:
     """
 
     def __init__(self, space: StateSpace, limits: Limits, *, prices_shards: bool = True) -> None:
-        self._space, self._limits, rules = space, limits, limits.rules
+        self.space, self.limits, rules = space, limits, limits.rules
         self.layer_costs = space.layer_costs
         self.rule = rules.recompute
         self.whole_stages = limits.whole_stages and self.rule == "auto"
@@ -191,7 +192,7 @@ class WaysOf:
     def least(self, work: Work) -> Work:
         """Return work that no way to run the stages is below."""
         work = work.recomputed() if self.recomputes else work
-        return replace(work, update_s=work.update_s / self._limits.gpus) if self.shards else work
+        return replace(work, update_s=work.update_s / self.limits.gpus) if self.shards else work
 
     def plainest_work(self, work: Work) -> Work:
         """Return the work of stages that are not sharded and recompute only what the rule says of all stages."""
@@ -199,7 +200,7 @@ class WaysOf:
 
     def plainest_footprint(self, state: int, others: Integers, work: Work) -> Footprint:
         """Return the footprint of stages that recompute only what the rule says of all stages."""
-        footprint = self._space.footprint(state, others, work)
+        footprint = self.space.footprint(state, others, work)
         if self.rule == "always":
             return footprint.recomputed()
         if self.rule == "blocks":
@@ -207,9 +208,15 @@ class WaysOf:
             return replace(footprint, **{name: _column(found, name) for name in _KEPT})
         return footprint
 
-    def all(self, state: int, others: Integers, choosing: NDArray[np.bool_]) -> Ways:
+    def choosing(self, plainest: Ways, limited: NDArray[np.bool_], count: int) -> NDArray[np.bool_]:
+        """Return which of so many stages have a reason to choose what recomputes: their plainest way is limited."""
+        free = plainest.stage[~limited & ~plainest.sharded]
+        return ~np.isin(np.arange(count), free) & self.chooses
+
+    def all(self, state: int, others: Integers, choosing: NDArray[np.bool_] | None = None) -> Ways:
         """Return all ways to run the stages from the state to each of others; only those `choosing` may choose."""
-        work = self._space.work(state, others)
+        choosing = np.zeros(len(others), dtype=bool) if choosing is None else choosing
+        work = self.space.work(state, others)
         footprint = self.plainest_footprint(state, others, work)
         work, stage = self.plainest_work(work), np.arange(len(others))
         choice = np.zeros(len(others), dtype=np.int64)
@@ -242,15 +249,13 @@ class WaysOf:
         """Return the groups of layers that recompute under a choice of a stage."""
         if self.rule == "blocks" or (choice > 0 and not self.whole_stages):
             return self._all_choices(state, [other])[0].groups(choice)
-        return whole_stage(self._space.layers(state, other), self.recomputes or choice > 0)
+        return whole_stage(self.space.layers(state, other), self.recomputes or choice > 0)
 
     def _all_choices(self, state: int, others: Sequence[int]) -> list[Choices]:
         """Return the choices of layers that recompute in stages; the first one of each recomputes least."""
         missing = [other for other in others if (state, other) not in self._known]
         for number, (recomputation, by_layers) in enumerate(self._by_layers):
-            layers = {
-                other: self._space.layers(state, other) for other in missing if other // len(self._space) == number
-            }
+            layers = {other: self.space.layers(state, other) for other in missing if other // len(self.space) == number}
             if new := [*{each: None for each in layers.values() if each not in by_layers}]:
                 by_layers.update(zip(new, recomputation.several(new), strict=True))
             self._known.update({(state, other): by_layers[each] for other, each in layers.items()})
@@ -261,6 +266,18 @@ def relaxed_s(problem: Problem, space: StateSpace) -> float:
     """Return seconds that no plan is below, whatever its cuts: perfect balance, no communication, the leanest ways."""
     ways = WaysOf(space, problem.limits, prices_shards=problem.simulates)
     return balanced_s(problem.layer_costs, problem.setting, ways.least)
+
+
+def most_after(schedule: Schedule, microbatches: int, replicas: Integers, most: Integers, gpus: int) -> Integers:
+    """Return how many of the GPUs may follow stages with room for `most` units in flight; -1 if not even none may.
+
+    1 + ceil(after / replicas) units are in flight, or fewer where the schedule has another limit.
+    """
+    deepest = [schedule.deepest(r, microbatches) for r in replicas.ravel().tolist()]
+    if None not in deepest:
+        most = np.minimum(most, np.reshape(deepest, replicas.shape))
+    with_none, with_all = (schedule.in_flight(replicas, after, microbatches) for after in (0, gpus))
+    return np.where(with_all <= most, gpus, np.where(with_none <= most, (most - 1) * replicas, -1))
 
 
 def taken(record: Record, rows: Integers | NDArray[np.bool_] | slice | tuple[Integers, ...]) -> Record:

@@ -8,7 +8,6 @@ from functools import cached_property
 from itertools import combinations, product
 
 import numpy as np
-from numpy.typing import NDArray
 
 from planner.cost.candidate import Candidate, StageOptions, whole_stage
 from planner.cost.layer_costs import LayerCosts
@@ -16,7 +15,7 @@ from planner.cost.work import Floats, Footprint, Integers, Work
 from planner.errors import InputError
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.states import Chain, StateSpace
-from planner.solver.search.chain.ways import WaysOf, taken
+from planner.solver.search.chain.ways import WaysOf, most_after, taken
 from planner.solver.search.graph.downsets import Downsets, enumerate_downsets
 
 MOST_STATES = 2_000
@@ -135,7 +134,8 @@ class Columns:
                     continue
                 sum_s, max_s = (np.broadcast_to(part, len(others)) for part in problem.parts_s(working, r))
                 replicated = problem.layer_costs.replicated(held, r)
-                after = self._most_after(replicated.shared_out(r) if sharded else replicated, r, limit, len(others))
+                after = self._most_after(replicated.shared_out(r) if sharded else replicated, r, limit)
+                after = np.broadcast_to(after, len(others))
                 useful = after >= 0
                 if not problem.constraints.gpu_of:  # pins may need more replicas than are fastest
                     for seconds, room in smaller:
@@ -152,22 +152,16 @@ class Columns:
         count = sum(problem.count(problem.kinds[number]) for number in kinds)
         return min(count, problem.microbatches) if problem.schedule.divides else count
 
-    def _most_after(self, footprint: Footprint, replicas: int, limit: int | None, count: int) -> Integers:
-        """Try how many GPUs may follow stages at most; -1 if none may, because not even a last stage fits."""
+    def _most_after(self, footprint: Footprint, replicas: int, limit: int | None) -> Integers:
+        """Return how many GPUs may follow stages at most; -1 if not even a last stage fits."""
         problem, schedule = self.problem, self.problem.schedule
-        most = np.full(count, -1)
-        # More GPUs after a stage mean more in flight, so the first number that does not fit is the last to try.
-        for after in range(problem.cluster.gpus - replicas + 1):
-            flying = int(schedule.in_flight(replicas, after, problem.microbatches))
-            fits: NDArray[np.bool_] = most == after - 1
-            fits &= schedule.versions_suffice(problem.microbatches, replicas, flying)
-            fits &= flying <= problem.limits.deepest
-            if limit is not None:
-                fits &= footprint.total_bytes(flying, schedule.versions(flying)) <= limit
-            if not fits.any():
-                break
-            most[fits] = after
-        return most
+        most: Integers = np.asarray(problem.limits.deepest)
+        if limit is not None:
+            fit = footprint.most_in_flight(limit, schedule.stashes, schedule.weight_versions)
+            most = np.minimum(most, fit)
+        gpus = problem.cluster.gpus
+        after = most_after(schedule, problem.microbatches, np.array(replicas), most, gpus)
+        return np.minimum(after, gpus - replicas)
 
 
 def _space(layer_costs: LayerCosts, all_cuts: bool) -> StateSpace:

@@ -23,21 +23,15 @@ What a stage holds depends on the GPUs after it. Where that matters, nodes are p
 Where layers are pinned to stages, the number of the stage becomes part of the node.
 
 `run` solves a program through PuLP: with HiGHS if highspy is installed, otherwise with CBC, which PuLP carries.
-
-PuLP's report of a solution needs care. After a time-out `status` reads Optimal; only `sol_status == 1` means optimal.
-An infeasible program still has values of its variables. CBC's "Integer infeasible" leaves `sol_status` at "none found".
-`run` turns all that into one of four words.
 """
 
 from __future__ import annotations
 
 import math
-import re
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal, get_args
 
 import numpy as np
@@ -54,8 +48,9 @@ Status = Literal["optimal", "feasible", "infeasible", "unknown"]
 
 _FEASIBILITY = 1e-9  # how far a row may be violated
 _LEAST_LIMIT_S = 0.1
-_PRINTED = 1e-3  # CBC prints its bound to three decimals
 _CBC = pulp.PULP_CBC_CMD.pulp_cbc_path  # the one that PuLP carries
+MOST_ARCS = 300_000
+_SCALE = 1000.0  # what the time of a balanced plan is scaled to
 
 
 @dataclass(frozen=True)
@@ -78,43 +73,39 @@ def installed() -> tuple[MilpName, ...]:
 
 
 def run(problem: pulp.LpProblem, name: MilpName, time_limit_s: float | None = None) -> Outcome:
-    """Minimise `problem`; its variables have values when the status is "optimal" or "feasible"."""
+    """Minimise `problem`; its variables have values when the status is "optimal" or "feasible".
+
+    PuLP's report needs care. After a time-out `status` reads Optimal; only `sol_status == 1` means optimal. An
+    infeasible program still has values. CBC's "Integer infeasible" leaves `sol_status` at "none found".
+    """
     limit_s = None if time_limit_s is None else max(time_limit_s, _LEAST_LIMIT_S)
     # With more threads, the same program may have another of its best solutions.
     common = {"msg": False, "threads": 1, "gapRel": 0.0, "gapAbs": 0.0, "timeLimit": limit_s}
+    bound = -math.inf
     if name == "HiGHS":
         solver = pulp.HiGHS(**common, mip_feasibility_tolerance=_FEASIBILITY, primal_feasibility_tolerance=_FEASIBILITY)
         problem.solve(solver)
         bound = float(problem.solverModel.getInfo().mip_dual_bound)
     else:
         with tempfile.TemporaryDirectory() as folder:
-            log = Path(folder) / "cbc.log"
             options = [f"primalTolerance {_FEASIBILITY}", f"integerTolerance {_FEASIBILITY}"]
-            solver = pulp.COIN_CMD(path=_CBC, **common, logPath=str(log), options=options)
+            solver = pulp.COIN_CMD(path=_CBC, **common, options=options)
             solver.tmpDir = folder
             problem.solve(solver)
-            said = re.findall(r"^Lower bound:\s+(\S+)$", log.read_text(), re.MULTILINE)
-        bound = float(said[-1]) - _PRINTED if said else -math.inf
-    bound = bound if math.isfinite(bound) else -math.inf
     if problem.sol_status == pulp.LpSolutionOptimal:
         return Outcome("optimal", float(problem.objective.value() or 0.0))
     if problem.sol_status == pulp.LpSolutionIntegerFeasible:
-        return Outcome("feasible", bound)
+        return Outcome("feasible", bound if math.isfinite(bound) else -math.inf)
     if pulp.LpStatusInfeasible in (problem.status, problem.sol_status):
         return Outcome("infeasible")
-    return Outcome("unknown", bound)
+    return Outcome("unknown", bound if math.isfinite(bound) else -math.inf)
 
-
-MOST_ARCS = 300_000
-_SCALE = 1000.0  # what the time of a balanced plan is scaled to
 
 Node = tuple[int, int, int]  # state, GPUs after it, stages before it; -1 where it does not matter
 
 
 @dataclass(frozen=True)
-class Arc:
-    """A column between two nodes."""
-
+class _Arc:
     column: Column
     tail: Node
     head: Node
@@ -128,17 +119,14 @@ class _Chosen:
 
     @property
     def sum_s(self) -> float:
-        """Sum of the stages' parts of the sum."""
         return sum(column.sum_s for column in self.columns)
 
     @property
     def max_s(self) -> float:
-        """Maximum of the stages' parts of the maximum."""
         return max(column.max_s for column in self.columns)
 
     @property
     def seconds(self) -> float:
-        """Seconds per minibatch."""
         return self.sum_s + self.max_s
 
 
@@ -150,10 +138,7 @@ class Flow:
         self.gpus = problem.cluster.gpus
         self._pins = _Pins(problem)
         self.arcs = _arcs(problem, columns, self._pins)
-        total_s = sum(
-            layer.forward_s + layer.backward_s + layer.update_s for layer in problem.layer_costs.profile.layers
-        )
-        self._scale = _SCALE * self.gpus / total_s
+        self._scale = _SCALE * self.gpus / float(columns.space.compute_s[-1])
 
     def solve(self) -> IlpAnswer | None:
         """Return the fastest plan; None if there is none.
@@ -165,54 +150,43 @@ class Flow:
 
     def _bisected(self) -> IlpAnswer | None:
         """Find the smallest time that all stages of some plan meet."""
-        best = self._with_fewest_gpus(self.arcs)
+        best, optimal = self._with_fewest_gpus(self.arcs), True
         if best is None:
             return None
         # The time of a plan is the time of one of its stages, so only these can be the answer.
         times = np.unique([arc.column.max_s for arc in self.arcs])
         first, last = 0, int(np.searchsorted(times, best.seconds))  # the answer is among times[first .. last]
-        optimal = True
-        while first < last:
-            middle = (first + last) // 2
-            arcs = [arc for arc in self.arcs if arc.column.max_s <= times[middle]]
-            try:
-                better = self._with_fewest_gpus(arcs)
-            except TimeoutError:
-                optimal = False
-                break
-            if better is None:
-                first = middle + 1
-            else:
-                best, last = better, int(np.searchsorted(times, better.seconds))
+        try:
+            while first < last:
+                middle = (first + last) // 2
+                better = self._with_fewest_gpus([arc for arc in self.arcs if arc.column.max_s <= times[middle]])
+                if better is None:
+                    first = middle + 1
+                else:
+                    best, last = better, int(np.searchsorted(times, better.seconds))
+        except TimeoutError:
+            optimal = False
         best = self._leanest(best)
-        bound_s = best.seconds if optimal else float(times[first])
-        return self._answer(best, bound_s, optimal=optimal)
+        return self._answer(best, best.seconds if optimal else float(times[first]), optimal=optimal)
 
     def _traded(self) -> IlpAnswer | None:
         """Find the best of the plans that trade sum against maximum."""
-        best: _Chosen | None = None
-        arcs, bound_s, optimal = self.arcs, 0.0, True
-        while True:
-            try:
-                found = self._cheapest(arcs, [arc.column.sum_s * self._scale for arc in arcs])
-            except TimeoutError:
-                if best is None:
-                    raise
-                optimal = False
-                break
-            if found is None:
-                break
-            if best is None or found.seconds < best.seconds:
-                best = found
-            bound_s = found.sum_s
-            # A better plan needs a smaller maximum, and a total below the best.
-            limit_s = min(found.max_s, best.seconds - found.sum_s)
-            arcs = [arc for arc in arcs if arc.column.max_s < limit_s]
+        best, arcs, bound_s, optimal = None, self.arcs, 0.0, True
+        try:
+            while found := self._cheapest(arcs, [arc.column.sum_s * self._scale for arc in arcs]):
+                best = found if best is None or found.seconds < best.seconds else best
+                bound_s = found.sum_s
+                # A better plan needs a smaller maximum, and a total below the best.
+                limit_s = min(found.max_s, best.seconds - found.sum_s)
+                arcs = [arc for arc in arcs if arc.column.max_s < limit_s]
+        except TimeoutError:
+            if best is None:
+                raise
+            optimal = False
         if best is None:
             return None
         best = self._leanest(best)
-        bound_s = best.seconds if optimal else min(bound_s, best.seconds)
-        return self._answer(best, bound_s, optimal=optimal)
+        return self._answer(best, best.seconds if optimal else min(bound_s, best.seconds), optimal=optimal)
 
     def _leanest(self, found: _Chosen) -> _Chosen:
         """Return the plan with the same sum and maximum that has fewest GPUs, stages, and recomputing stages."""
@@ -224,14 +198,14 @@ class Flow:
             return found
         return lean if lean is not None and lean.seconds <= limit_s else found
 
-    def _with_fewest_gpus(self, arcs: Sequence[Arc], most_sum_s: float = 0.0) -> _Chosen | None:
+    def _with_fewest_gpus(self, arcs: Sequence[_Arc], most_sum_s: float = 0.0) -> _Chosen | None:
         """Return the leanest plan of these arcs whose sum is at most the given one, if that is not 0."""
         weight = len(self.columns.states) + 1
         # One number that orders by GPUs, then stages, then recomputing stages.
         costs = [(arc.column.replicas * weight + 1) * weight + arc.column.recomputes for arc in arcs]
         return self._cheapest(arcs, costs, most_sum_s)
 
-    def _cheapest(self, arcs: Sequence[Arc], costs: Sequence[float], most_sum_s: float = 0.0) -> _Chosen | None:
+    def _cheapest(self, arcs: Sequence[_Arc], costs: Sequence[float], most_sum_s: float = 0.0) -> _Chosen | None:
         """Return the plan of these arcs with the smallest cost; None if there is none.
 
         Raises:
@@ -256,7 +230,7 @@ class Flow:
         picked = [arc.column for arc, x in zip(arcs, chosen, strict=True) if x.value() > 0.5]
         return _Chosen(tuple(sorted(picked, key=lambda column: column.start)))
 
-    def _path(self, program: pulp.LpProblem, arcs: Sequence[Arc]) -> list[pulp.LpVariable]:
+    def _path(self, program: pulp.LpProblem, arcs: Sequence[_Arc]) -> list[pulp.LpVariable]:
         """Return the variables of the arcs, with rows that make them one path on no more GPUs than there are."""
         chosen = [program.add_variable(f"x{n}", cat=pulp.LpBinary) for n in range(len(arcs))]
         balance: dict[Node, list[tuple[pulp.LpVariable, float]]] = defaultdict(list)
@@ -283,7 +257,7 @@ class Flow:
         return IlpAnswer(stages, best.seconds, bound_s, optimal, tuple(column.kinds for column in best.columns))
 
 
-def _arcs(problem: Problem, columns: Columns, pins: _Pins) -> list[Arc]:
+def _arcs(problem: Problem, columns: Columns, pins: _Pins) -> list[_Arc]:
     """Return an arc for every column at every place where it may stand.
 
     Raises:
@@ -295,10 +269,9 @@ def _arcs(problem: Problem, columns: Columns, pins: _Pins) -> list[Arc]:
     count_gpus = any(column.most_after < gpus - column.replicas for column in usable)
     most_stages = min(gpus, len(columns.states) - 1)
     places = range(most_stages) if pins.stages else (-1,)
-    arcs: list[Arc] = []
+    arcs: list[_Arc] = []
     for column in usable:
-        number = pins.stage(columns.layers(column)) if pins.stages else None
-        allowed = places if number is None else (number,)
+        allowed = pins.numbers(columns.layers(column)) or places
         afters: Sequence[int] = range(min(column.most_after, gpus - column.replicas) + 1) if count_gpus else (-1,)
         for after in afters:
             if (column.end == columns.last) != (after <= 0) and count_gpus:
@@ -308,7 +281,7 @@ def _arcs(problem: Problem, columns: Columns, pins: _Pins) -> list[Arc]:
                 if place >= 0 and (column.start == 0) != (place == 0):
                     continue
                 following = place + 1 if place >= 0 else -1
-                arcs.append(Arc(column, (column.start, before, place), (column.end, after, following)))
+                arcs.append(_Arc(column, (column.start, before, place), (column.end, after, following)))
         if len(arcs) > MOST_ARCS:
             raise InputError(
                 f"more than {MOST_ARCS} places for stages are too many for an integer program",
@@ -331,6 +304,10 @@ class _Pins:
         """Return the GPUs that some of the layers are pinned to."""
         return {rank for layer, rank in self.gpus.items() if layer in layers}
 
+    def numbers(self, layers: frozenset[int]) -> set[int]:
+        """Return the numbers of the stages that some of the layers are pinned to."""
+        return {number for layer, number in self.stages.items() if layer in layers}
+
     def unpinned(self, kind: int) -> int:
         """Return how many GPUs of a kind no layer is pinned to."""
         pinned = sum(self._kind.get(rank) == kind for rank in set(self.gpus.values()))
@@ -339,13 +316,8 @@ class _Pins:
     def allow(self, layers: frozenset[int], column: Column) -> bool:
         """Return whether the stage has the kind of the GPUs that its layers are pinned to, and enough replicas."""
         ranks = self.ranks(layers)
-        if any(self._kind[rank] not in column.kinds for rank in ranks) or len(ranks) > column.replicas:
-            return False
-        return len({number for layer, number in self.stages.items() if layer in layers}) <= 1
-
-    def stage(self, layers: frozenset[int]) -> int | None:
-        """Return the number that the stage must have, if any."""
-        return next((number for layer, number in self.stages.items() if layer in layers), None)
+        alike = all(self._kind[rank] in column.kinds for rank in ranks)
+        return alike and len(ranks) <= column.replicas and len(self.numbers(layers)) <= 1
 
 
 def _weighted(terms: Iterable[tuple[pulp.LpVariable, float]]) -> pulp.LpAffineExpression:

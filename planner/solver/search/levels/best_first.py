@@ -25,8 +25,6 @@ from planner.solver.search.levels.relaxed import Relaxed, Rest, Seconds
 
 MOST_ENTRIES = 12_000_000  # in the tables of bounds
 MOST_COUNTS = 16  # numbers of GPUs that are tried one by one where memory is limited
-
-
 MOST_STEPS = 3_000  # partial plans to extend: a number, not a time, so that the same problem has the same answer
 
 
@@ -42,7 +40,9 @@ class _Partial:
     sum_s: float = field(compare=False)
     max_s: float = field(compare=False)
     links: _Links = field(compare=False)
-    ways: _Ways | None = field(compare=False, default=None)  # next stages, once they are known
+    # Bounds, replicas and ways of the next stages by increasing bound, once they are known; and how many are taken.
+    following: tuple[Floats, Integers, Integers] | None = field(compare=False, default=None)
+    taken: int = field(compare=False, default=0)
 
     @property
     def rank(self) -> int:
@@ -65,16 +65,6 @@ class _Links:
     scale: Floats
     end_s: Floats
     holders: dict[int, int]
-
-
-@dataclass
-class _Ways:
-    """Next stages by increasing bound, and how many of them are taken."""
-
-    bounds_s: Floats
-    replicas: Integers
-    columns: Integers
-    taken: int = 0
 
 
 class HierarchySearch:
@@ -137,10 +127,13 @@ class HierarchySearch:
             if self._deadline.passed:
                 break
             partial = queue[0]
-            longer = self._next(partial, limit_s, step)
-            if partial.ways is not None and partial.ways.taken < len(partial.ways.bounds_s):
+            if partial.following is None:
+                partial.following = self._following(partial, limit_s)
+            bounds_s = partial.following[0]
+            longer = self._longer(partial, step) if len(bounds_s) else None
+            if partial.taken < len(bounds_s):
                 # The partial plan stays in the queue for its next best stage, which has a larger bound.
-                partial.bound_s = max(partial.bound_s, float(partial.ways.bounds_s[partial.ways.taken]))
+                partial.bound_s = max(partial.bound_s, float(bounds_s[partial.taken]))
                 heapq.heapreplace(queue, partial)
             else:
                 heapq.heappop(queue)
@@ -153,29 +146,25 @@ class HierarchySearch:
         known_s = np.inf if best is None else best.seconds
         return BoundedPath(best, min(queue[0].bound_s, known_s) if queue else known_s, self.space)
 
-    def _next(self, partial: _Partial, limit_s: float, number: int) -> _Partial | None:
-        """Return the partial plan with its most promising stage that is not taken yet; None if there is none."""
-        if partial.ways is None:
-            partial.ways = self._ways(partial, limit_s)
-        ways = partial.ways
-        if ways.taken == len(ways.bounds_s):
-            return None
-        bound_s, r, column = (each[ways.taken] for each in (ways.bounds_s, ways.replicas, ways.columns))
-        ways.taken += 1
+    def _longer(self, partial: _Partial, number: int) -> _Partial | None:
+        """Return the partial plan with its most promising stage that is not taken yet; None if it is not allowed."""
+        assert partial.following is not None
+        bound_s, r, column = (each[partial.taken].item() for each in partial.following)
+        partial.taken += 1
         bounds, phase = self._relaxed.bounds[partial.states[-1]], partial.rank % self._relaxed.places.phases
         target = int(bounds.others[column])
         if not self._numbering.allows_stage(self.space, len(partial.options), partial.states[-1], target):
             return None
-        links, late_s, busy_s = self._linked(partial, target, int(r), taken(bounds.ways.work, np.array([column])))
+        links, late_s, busy_s = self._linked(partial, target, r, taken(bounds.ways.work, np.array([column])))
         sum_s = partial.sum_s + float(bounds.sum_s[phase, r - 1, column]) + late_s
         max_s = max(partial.max_s, float(bounds.max_s[phase, r - 1, column]), busy_s)
-        rest, rank = partial.rest, partial.rank + int(r)
-        bound_s = max(float(bound_s), sum_s + rest.sum_s[target, rank] + max(max_s, rest.max_s[target, rank]))
+        rest, rank = partial.rest, partial.rank + r
+        bound_s = max(bound_s, sum_s + rest.sum_s[target, rank] + max(max_s, rest.max_s[target, rank]))
         states = *partial.states, target
-        options = *partial.options, bounds.ways.options(int(column), int(r))
+        options = *partial.options, bounds.ways.options(column, r)
         return _Partial(bound_s, number, rest, states, options, sum_s, max_s, links)
 
-    def _ways(self, partial: _Partial, limit_s: float) -> _Ways:
+    def _following(self, partial: _Partial, limit_s: float) -> tuple[Floats, Integers, Integers]:
         """Return all stages that may come next and keep the plan below the limit."""
         bounds, rest, rank = self._relaxed.bounds[partial.states[-1]], partial.rest, partial.rank
         phase, replicas = rank % self._relaxed.places.phases, self._relaxed.places.replicas[: max(rest.gpus - rank, 0)]
@@ -185,7 +174,7 @@ class HierarchySearch:
         totals = sums + np.maximum(peaks, partial.max_s)
         rows, columns = np.nonzero(self._relaxed.fits(bounds, rest.gpus, rank, len(replicas)) & (totals < limit_s))
         order = np.argsort(totals[rows, columns], kind="stable")
-        return _Ways(totals[rows, columns][order], replicas[rows[order]], columns[order])
+        return totals[rows, columns][order], replicas[rows[order]], columns[order]
 
     def _linked(self, partial: _Partial, target: int, r: int, work: Work) -> tuple[_Links, float, float]:
         """Return the links with the next stage, the seconds of messages that bounds leave out, and the busiest link."""

@@ -22,10 +22,11 @@ from planner.cost.work import Floats, Integers, Work
 from planner.formats.names import CostModelName
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.states import StateSpace
-from planner.solver.search.chain.ways import Ways, WaysOf
+from planner.solver.search.chain.ways import Ways
 
 # What is minimised: a cost model of the asynchronous pipeline, or the model of a synchronous one.
 Objective = CostModelName | SynchronousModel
+BOTH_WAYS = ((0, 1), (1, 0))  # rows of `StateSpace.sides`: activations come from earlier stages, gradients from later
 
 
 def objective_of(problem: Problem) -> Objective:
@@ -117,43 +118,22 @@ class Places:
         ]
 
 
-class StageBounder:
-    """Bounds of the stages of one problem over one space."""
-
-    def __init__(self, problem: Problem, space: StateSpace) -> None:
-        self.space, self.limits, self.objective = space, problem.limits, objective_of(problem)
-        # More replicas than microbatches would idle, but may let the next stage begin at a server.
-        self.places = Places(problem.topology, problem.cluster.gpus)
-        self._ways = WaysOf(space, problem.limits, prices_shards=problem.simulates)
-
-    def bounds(self, state: int) -> StageBounds:
-        """Return the bounds of every way to run every stage that begins at the state."""
-        self.limits.deadline.check()
-        others = self.space.among_later(state, np.arange(state + 1, len(self.space)))
-        plainest = self._bounds(self._ways.all(state, others, np.zeros(len(others), dtype=bool)))
-        if not self._ways.chooses:
-            return plainest
-        # Only stages that do not always fit have a reason to choose what they recompute.
-        limited = (plainest.most < self.limits.gpus + 1).any(axis=0) & ~plainest.ways.sharded
-        tight = np.bincount(plainest.ways.stage, limited, len(others)) > 0
-        return self._bounds(self._ways.all(state, others, tight)) if tight.any() else plainest
-
-    def _bounds(self, ways: Ways) -> StageBounds:
-        links, objective, replicas = _Links(ways, self.space, self.places), self.objective, self.places.replicas
-        footprint = ways.footprint_on(replicas[:, None])
-        if isinstance(objective, SynchronousModel):
-            sum_s, max_s = _synchronous(ways.work, links, objective)
-            footprint = footprint.divided(objective.microbatches)
-        else:
-            max_s = _asynchronous(ways.work, links, objective)
-            sum_s = np.zeros_like(max_s)
-        shape = (len(replicas), len(ways))
-        most = np.full(shape, self.limits.deepest)
-        if self.limits.memory_bytes is not None:
-            stashing = not isinstance(objective, SynchronousModel)
-            most = np.minimum(most, footprint.most_in_flight(self.limits.memory_bytes, stashing))
-        most = np.where(ways.allowed(np.broadcast_to(replicas[:, None], shape)), most, 0)
-        return StageBounds(ways, sum_s, max_s, most)
+def bounds_of(ways: Ways, places: Places, objective: Objective) -> StageBounds:
+    """Bound what stages cost in these ways, in every place."""
+    space, limits, replicas = ways.source.space, ways.source.limits, places.replicas[:, None]
+    links, footprint = _Links(ways, space, places), ways.footprint_on(replicas)
+    if isinstance(objective, SynchronousModel):
+        sum_s, max_s = _synchronous(ways.work, links, objective)
+        footprint = footprint.divided(objective.microbatches)
+    else:
+        max_s = _asynchronous(ways.work, links, objective)
+        sum_s = np.zeros_like(max_s)
+    shape = (len(replicas), len(ways))
+    most = np.full(shape, limits.deepest)
+    if limits.memory_bytes is not None:
+        stashing = not isinstance(objective, SynchronousModel)
+        most = np.minimum(most, footprint.most_in_flight(limits.memory_bytes, stashing))
+    return StageBounds(ways, sum_s, max_s, np.where(ways.allowed(np.broadcast_to(replicas, shape)), most, 0))
 
 
 def _asynchronous(work: Work, links: _Links, name: CostModelName) -> Floats:
@@ -230,10 +210,7 @@ class _Links:
         slowness, latency = 1 / places.topology.path_bytes_per_s, places.topology.latency_s
         busiest = np.zeros(1)
         for to_left, to_right in places.sides:
-            for incoming, outgoing in (
-                (0, 1),
-                (1, 0),
-            ):  # activations come from earlier stages, gradients from later
+            for incoming, outgoing in BOTH_WAYS:
                 seconds = (
                     left[incoming] * slowness[to_left][..., None]
                     + left[incoming + 2] * latency[to_left][..., None]
@@ -252,7 +229,7 @@ class _Links:
             for inside, from_left, from_right in places.groups_inside(size):
                 share_left = (inside * from_left / places.replicas / bandwidth)[..., None]
                 share_right = (inside * from_right / places.replicas / bandwidth)[..., None]
-                for incoming, outgoing in ((0, 1), (1, 0)):
+                for incoming, outgoing in BOTH_WAYS:
                     busiest = np.maximum(
                         busiest, left[incoming] * share_left + right[outgoing] * share_right + crossing
                     )
