@@ -130,7 +130,7 @@ class _Plainest:
         """Return the fewest replicas that meet the target with no GPUs after the stage, whatever the memory."""
         if self._last is None or self._last[0] != target_s:
             self._last = target_s, self._model.fewest_replicas(self._work, target_s)
-        return self._last[1][self._row[state, others]]
+        return np.asarray(self._last[1][self._row[state, others]])
 
     def held(self, state: int, others: Integers) -> list[Integers] | None:
         """Return the units in flight with which stages fit the memory: see `most_in_flight`."""

@@ -22,7 +22,7 @@ from planner.cost.candidate import Groups, StageOptions, whole_stage
 from planner.cost.layer_costs import LayerCosts
 from planner.cost.recomputation import Choices, Recomputation
 from planner.cost.work import Floats, Footprint, Integers, Record, Work
-from planner.options.solving import RecomputeRule
+from planner.options.solving import UNLIMITED, RecomputeRule
 from planner.schedule.schedule import Schedule
 from planner.solver.problem.bounds import balanced_s
 from planner.solver.problem.problem import Limits, Problem
@@ -208,9 +208,9 @@ class WaysOf:
             return replace(footprint, **{name: _column(found, name) for name in _KEPT})
         return footprint
 
-    def choosing(self, plainest: Ways, limited: NDArray[np.bool_], count: int) -> NDArray[np.bool_]:
+    def choosing(self, plainest: Ways, limited: ArrayLike, count: int) -> NDArray[np.bool_]:
         """Return which of so many stages have a reason to choose what recomputes: their plainest way is limited."""
-        free = plainest.stage[~limited & ~plainest.sharded]
+        free = plainest.stage[~np.asarray(limited) & ~plainest.sharded]
         return ~np.isin(np.arange(count), free) & self.chooses
 
     def all(self, state: int, others: Integers, choosing: NDArray[np.bool_] | None = None) -> Ways:
@@ -273,10 +273,11 @@ def most_after(schedule: Schedule, microbatches: int, replicas: Integers, most: 
 
     1 + ceil(after / replicas) units are in flight, or fewer where the schedule has another limit.
     """
-    deepest = [schedule.deepest(r, microbatches) for r in replicas.ravel().tolist()]
-    if None not in deepest:
-        most = np.minimum(most, np.reshape(deepest, replicas.shape))
-    with_none, with_all = (schedule.in_flight(replicas, after, microbatches) for after in (0, gpus))
+    deepest = [schedule.deepest(r, microbatches) or UNLIMITED for r in replicas.ravel().tolist()]
+    most = np.minimum(most, np.reshape(deepest, replicas.shape))
+    nothing = np.zeros_like(replicas)
+    with_none = schedule.in_flight(replicas, nothing, microbatches)
+    with_all = schedule.in_flight(replicas, nothing + gpus, microbatches)
     return np.where(with_all <= most, gpus, np.where(with_none <= most, (most - 1) * replicas, -1))
 
 
