@@ -28,8 +28,8 @@ from planner.schedule.registry import find
 from planner.solver.assemble import GIVEN, assemble
 from planner.solver.choose.baselines import equal_layers
 from planner.solver.evaluate.evaluation import priced
-from planner.solver.other_schedules import synced
 from planner.solver.problem.problem import Problem
+from planner.solver.relaxed_steps import synced
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results.json"

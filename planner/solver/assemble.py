@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import numpy as np
@@ -176,7 +175,7 @@ def _data_parallel_divided(problem: Problem, simulates: bool) -> tuple[float, fl
     """
     most = max(problem.microbatches, problem.cluster.gpus)
     # One stage has no chunks. Its simulation is not part of the search, so it does not count.
-    alone = replace(problem.with_schedule(problem.schedule.unchunked, most), depth="auto", budget=Budget(left=math.inf))
+    alone = replace(problem.with_schedule(problem.schedule.unchunked, most), depth="auto", budget=Budget.unlimited())
     parallel = priced(alone, [_on_all_gpus(problem)])
     if simulates:
         parallel = simulated(alone, parallel)

@@ -18,12 +18,12 @@ from planner.errors import InfeasibleError
 from planner.plan.blocks import block_ends
 from planner.solver.evaluate.evaluation import fastest, priced
 from planner.solver.granularity import cut_after
-from planner.solver.overheads import solve_with_room
 from planner.solver.problem.bounds import least_times
 from planner.solver.problem.budget import OutOfTimeError
 from planner.solver.problem.problem import Answer, Problem
 from planner.solver.problem.result import Found, stages_along
 from planner.solver.problem.states import Chain, StateSpace
+from planner.solver.relaxed_steps import solve_with_room
 from planner.solver.search.chain.fewest import FEW_STATES
 from planner.solver.search.chain.mixed_degrees import MixedDegrees
 from planner.solver.search.chain.search import Search

@@ -35,12 +35,11 @@ from planner.solver.assemble import complete
 from planner.solver.degrees import solve_degrees
 from planner.solver.evaluate.depth import TOLERANCE
 from planner.solver.methods import solve_by_method
-from planner.solver.other_schedules import solve_synced, solve_zero_bubble
-from planner.solver.overheads import solve_with_room
 from planner.solver.problem.budget import Budget, Patience
 from planner.solver.problem.infeasible import UnexplainedError
 from planner.solver.problem.problem import Problem, Step
 from planner.solver.problem.result import Found
+from planner.solver.relaxed_steps import solve_synced, solve_with_room, solve_zero_bubble
 from planner.solver.search.pipeline_search import PipelineSearch
 from planner.solver.tied import solve_tied
 from planner.units import SLACK

@@ -22,9 +22,9 @@ from planner.model.spec import load_model_file
 from planner.plan.rank_groups import on_ranks
 from planner.schedule.registry import find
 from planner.solver.assemble import assemble
-from planner.solver.other_schedules import synced
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import Evaluation
+from planner.solver.relaxed_steps import synced
 
 _OF_COMPILED = [name for name in Compiled.model_fields if name != "runs"]
 

@@ -13,8 +13,7 @@ from dataclasses import replace
 import numpy as np
 
 from planner.cost.weight_copies import counted_with_copies
-from planner.solver.evaluate.evaluation import SETTLED, fastest, simulated
-from planner.solver.evaluate.orders import in_every_order
+from planner.solver.evaluate.evaluation import SETTLED, fastest, in_every_order, simulated
 from planner.solver.evaluate.pipelines import MOST_WORKERS, too_large
 from planner.solver.problem.budget import OutOfTimeError
 from planner.solver.problem.result import RESOLUTION, Evaluation

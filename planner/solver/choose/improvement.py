@@ -18,8 +18,7 @@ import numpy as np
 
 from planner.cost.candidate import Candidate
 from planner.solver.choose.first_plans import Leaner
-from planner.solver.evaluate.evaluation import SETTLED, priced, priced_path, simulated
-from planner.solver.evaluate.orders import in_every_order
+from planner.solver.evaluate.evaluation import SETTLED, in_every_order, priced, priced_path, simulated
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import CutPath, Evaluation, Found, stages_along
 from planner.solver.problem.states import Chain

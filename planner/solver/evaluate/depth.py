@@ -55,7 +55,7 @@ class PipelineTimes:
     pipeline: PipelineCosts
     busiest_s: float
     deepest: Depths
-    budget: Budget = field(default_factory=lambda: Budget(left=math.inf))
+    budget: Budget = field(default_factory=Budget.unlimited)
 
     @cached_property
     def crossing_s(self) -> list[float]:

@@ -4,6 +4,11 @@ The cost model knows how long each resource is busy, and the search is exact for
 knows what workers wait for messages and for each other, and what links do when several messages cross them at once. A
 simulated time is never less than the cost model's. So candidates are simulated in the order of their cost-model times,
 and once the next one would be no faster even without waiting, none of the rest can be.
+
+A plan's workers may take a cluster's ranks in several orders. Stage by stage, the replicas of a stage are neighbours:
+its gradients cross few slow links, and its activations may cross many. Pipeline by pipeline, what exchanges activations
+is together, and gradients cross the slow links. Between the two lies every number of columns
+(`planner.cost.network.topology.column_ranks`) that divides the replicas of all stages.
 """
 
 from __future__ import annotations
@@ -16,6 +21,8 @@ from planner.cost.candidate import Candidate
 from planner.cost.communicators import reserves_of, with_overheads
 from planner.cost.kinds import with_kinds
 from planner.cost.network.link import backward_and_reduce_s, ring_all_reduce_s
+from planner.cost.network.placement import places_matter
+from planner.cost.network.topology import column_ranks
 from planner.cost.overheads import stage_memory
 from planner.formats.cluster import Level
 from planner.options.solving import UNLIMITED
@@ -28,17 +35,11 @@ from planner.solver.evaluate.depth import (
     hiding_depths,
     price_depths,
 )
-from planner.solver.evaluate.orders import in_every_order
 from planner.solver.evaluate.pipelines import pipeline_for, too_large
 from planner.solver.problem.problem import Problem
-from planner.solver.problem.result import CutPath, Evaluation, stages_along
+from planner.solver.problem.result import RESOLUTION, CutPath, Evaluation, stages_along
 from planner.solver.problem.states import StateSpace
 from planner.units import SLACK
-
-# Stages up to which a pipeline is deepened where memory does not allow all of them what hides their messages. Of longer
-# ones, none got faster, and many took twice as long, because the stages cut off keep the others waiting.
-SHORT = 8
-SETTLED = 1e-3  # a plan this close to the lower bound needs no alternative
 
 
 def priced(problem: Problem, stages: Sequence[Candidate]) -> Evaluation:
@@ -94,6 +95,54 @@ def simulated(problem: Problem, candidate: Evaluation, below_s: float = math.inf
     problem.budget.count += 1
     problem.budget.seen[candidate.stages] = evaluation
     return evaluation
+
+
+def in_every_order(problem: Problem, plans: Iterable[Evaluation]) -> list[Evaluation]:
+    """Return the plans, each in the orders of its workers that differ in price, by increasing price.
+
+    Of equal prices, stage by stage comes first, then fewer columns. Only clusters of several levels tell orders apart,
+    and the published cost models know no places.
+    """
+    found: list[Evaluation] = []
+    several = places_matter(problem.cluster) and problem.simulates
+    for plan in plans:
+        orders = [plan]
+        for columns in columns_of(problem, plan) if several else ():
+            candidate = in_columns(plan, columns)
+            order = Evaluation(candidate, problem.price(candidate))
+            if all(abs(order.seconds - other.seconds) > RESOLUTION * other.seconds for other in orders):
+                orders.append(order)
+        found += orders
+    return sorted(found, key=lambda plan: plan.seconds)
+
+
+def columns_of(problem: Problem, plan: Evaluation) -> list[int]:
+    """Return the numbers of columns, two or more, in which the plan's workers may stand; none if all are near."""
+    nearest = problem.cluster.joined[0].size
+    replicas, given = _replicas(plan), any(stage.ranks for stage in plan.stages)
+    if given or len(replicas) == 1 or sum(replicas) <= nearest:
+        return []
+    common = math.gcd(*replicas)
+    return [columns for columns in range(2, common + 1) if common % columns == 0]
+
+
+def in_columns(plan: Evaluation, columns: int) -> tuple[Candidate, ...]:
+    """Return the plan's stages on the ranks of so many columns."""
+    ranks = column_ranks(_replicas(plan), columns)
+    workers = zip(plan.price.workers, plan.stages, strict=True)
+    return tuple(replace(stage, ranks=tuple(ranks[worker])) for worker, stage in workers)
+
+
+def _replicas(plan: Evaluation) -> list[int]:
+    """Return the replicas of the pipeline's workers, in its order; a worker may have several stages."""
+    replicas = {worker: stage.replicas for worker, stage in zip(plan.price.workers, plan.stages, strict=True)}
+    return [replicas[worker] for worker in sorted(replicas)]
+
+
+# Stages up to which a pipeline is deepened where memory does not allow all of them what hides their messages. Of longer
+# ones, none got faster, and many took twice as long, because the stages cut off keep the others waiting.
+SHORT = 8
+SETTLED = 1e-3  # a plan this close to the lower bound needs no alternative
 
 
 def fastest(problem: Problem, candidates: Iterable[Evaluation], best: Evaluation | None = None) -> Evaluation:

@@ -34,6 +34,7 @@ Least = Callable[[Work], Work]
 class Bounds(StageModel):
     """A cost model of an asynchronous pipeline, and the replicas that stages need to meet a target time."""
 
+    schedule: Schedule = ONE_F_ONE_B
     microbatches = 1  # per minibatch
     most_replicas = IMPOSSIBLE  # of a stage
     prices_shards = False  # whether it knows stages whose replicas divide the optimizer's state
@@ -70,7 +71,7 @@ class Bounds(StageModel):
 
     def versions(self, in_flight: Integers) -> Integers:
         """Return the versions of its weights that a stage holds with so many microbatches in flight."""
-        return in_flight
+        return self.schedule.versions(in_flight)
 
     def fewest_for_memory(self, footprint: Footprint, gpus_after: ArrayLike, memory_bytes: float | None) -> ArrayLike:
         """Return the fewest replicas with which a stage fits the memory; `IMPOSSIBLE` if there are none."""
@@ -80,11 +81,12 @@ class Bounds(StageModel):
 
     def held_bytes(self, footprint: Footprint, in_flight: Integers) -> Floats:
         """Return the peak bytes of stages with so many microbatches in flight."""
-        return footprint.total_bytes(in_flight, self.versions(in_flight))
+        return footprint.divided(self.microbatches).total_bytes(in_flight, self.versions(in_flight))
 
     def most_in_flight(self, footprint: Footprint, memory_bytes: float) -> Integers:
         """Return the most microbatches in flight with which a stage fits the memory."""
-        return footprint.most_in_flight(memory_bytes, stashing=True)
+        held, schedule = footprint.divided(self.microbatches), self.schedule
+        return held.most_in_flight(memory_bytes, schedule.stashes, schedule.weight_versions)
 
     def fewest_replicas(self, work: Work, target_s: float, at_least: ArrayLike = 1, after: ArrayLike = 0) -> Integers:
         """Return the fewest replicas >= `at_least` with which each stage meets the target; else `IMPOSSIBLE`.
@@ -163,11 +165,8 @@ class AsynchronousBounds(AsynchronousModel, Bounds):
         steps_s = np.where(work.trainable_bytes > 0, 2 * latency, 0.0)
         both = simple
         for backward_part, reduce_part in ((1.0, 1 / BUCKETS), (0.0, 1.0)) if self.link.overlap else ((1.0, 1.0),):
-            own_s, ring_part_s, step_s = (
-                base_s + backward_part * work.backward_s,
-                reduce_part * ring_s,
-                reduce_part * steps_s,
-            )
+            own_s, ring_part_s = base_s + backward_part * work.backward_s, reduce_part * ring_s
+            step_s = reduce_part * steps_s
             both = np.maximum(both, larger_root(target_s - step_s, own_s + ring_part_s - step_s, ring_part_s))
         return [simple, both] if latency > 0 else [both]  # without latency more replicas never hurt
 
@@ -183,7 +182,8 @@ class AsynchronousBounds(AsynchronousModel, Bounds):
 
     def fewest_around_cut(self, output_bytes: Floats, gradient_bytes: Floats, target_s: float) -> tuple[Floats, Floats]:
         """Return the fewest GPUs that have time to send all values over the cut, and to receive them."""
-        busier = np.maximum(output_bytes, gradient_bytes) / (self.link.bandwidth_bytes_per_s * target_s)
+        each_s = target_s / self.microbatches
+        busier = np.maximum(output_bytes, gradient_bytes) / (self.link.bandwidth_bytes_per_s * each_s)
         fewest = np.ceil(busier * (1 - SLACK))
         return fewest, fewest
 
@@ -191,6 +191,7 @@ class AsynchronousBounds(AsynchronousModel, Bounds):
 class DoubleBufferedBounds(DoubleBufferedModel, AsynchronousBounds):
     """See `DoubleBufferedModel` for the formulas. More replicas than microbatches would idle."""
 
+    schedule = TWO_BW
     counts_gpus_after = True
 
     def __init__(self, link: Link, microbatches: int) -> None:
@@ -249,19 +250,6 @@ class DoubleBufferedBounds(DoubleBufferedModel, AsynchronousBounds):
         if replicas > 1 and part < 1:
             sums.append(r * (base_s - work.last_backward_s(share) + ring_s))
         return sums
-
-    def versions(self, in_flight: Integers) -> Integers:
-        return TWO_BW.versions(in_flight)
-
-    def held_bytes(self, footprint: Footprint, in_flight: Integers) -> Floats:
-        return super().held_bytes(footprint.divided(self.microbatches), in_flight)
-
-    def most_in_flight(self, footprint: Footprint, memory_bytes: float) -> Integers:
-        held = footprint.divided(self.microbatches)
-        return held.most_in_flight(memory_bytes, stashing=False, versions=TWO_BW.weight_versions)
-
-    def fewest_around_cut(self, output_bytes: Floats, gradient_bytes: Floats, target_s: float) -> tuple[Floats, Floats]:
-        return super().fewest_around_cut(output_bytes, gradient_bytes, target_s / self.microbatches)
 
     def _fewest_within(self, each_s: Floats, room_s: Floats) -> Integers:
         """Return the fewest replicas that have time for their share of the microbatches, of `each_s` each."""

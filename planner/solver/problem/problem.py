@@ -143,7 +143,7 @@ class Problem:
         constraints: what the plan must respect beside memory.
         budget: shared by all searches for one plan, also by those for variants of this problem.
         precision: how much faster, relatively, other plans may be than the answer of a search.
-        reserve: what was taken off the cluster's memory before; see `planner.solver.overheads`.
+        reserve: what was taken off the cluster's memory before; see `planner.solver.relaxed_steps`.
         most_replicas: that a stage may have.
         vertical_sync: whether stages run a minibatch with the versions of its entry.
         solver: the method that is asked for.

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise, starmap
 
 import numpy as np
@@ -120,13 +120,10 @@ class StateSpace(ABC):
         # Activations come from earlier stages (left) and go to later ones (right), gradients the other way.
         received, sent = left[0] + right[1], right[0] + left[1]
         received_messages, sent_messages = left[2] + right[3], right[2] + left[3]
-        sums = self._sums
+        held = partial(self._held, state, others)
         return Work(
-            forward_s=sums["forward_s"][others] - sums["forward_s"][state],
-            backward_s=sums["backward_s"][others] - sums["backward_s"][state],
-            update_s=sums["update_s"][others] - sums["update_s"][state],
-            accumulate_s=sums["accumulate_s"][others] - sums["accumulate_s"][state],
-            trainable_bytes=sums["gradient_bytes"][others] - sums["gradient_bytes"][state],
+            **{name: held(name) for name in _TIMES},
+            trainable_bytes=held("gradient_bytes"),
             received_bytes=received,
             sent_bytes=sent,
             received_messages=received_messages,
@@ -149,10 +146,7 @@ class StateSpace(ABC):
 
     def footprint(self, state: int, others: Integers, work: Work) -> Footprint:
         """Return the footprint of the stages from the state to each of `others`, whose work is known."""
-
-        def held(name: str) -> Floats:
-            return np.asarray(self._sums[name][others] - self._sums[name][state])
-
+        held = partial(self._held, state, others)
         working, accumulating, updating = self._working(state, others)
         return Footprint(
             **self.layer_costs.weights(held("weight_bytes")),
@@ -167,6 +161,9 @@ class StateSpace(ABC):
             updating_bytes=updating,
         )
 
+    def _held(self, state: int, others: Integers, name: str) -> Floats:
+        return np.asarray(self._sums[name][others] - self._sums[name][state])
+
     def _working(self, state: int, others: Integers) -> tuple[Floats, Floats, Floats]:
         """Bound what runs from below: no peak is below all saved activations or gradients.
 
@@ -176,10 +173,8 @@ class StateSpace(ABC):
         nothing = np.asarray(0.0)
         if self.layer_costs.at_work is None:
             return nothing, nothing, nothing
-        saved, gradients = (
-            self._sums[name][others] - self._sums[name][state] for name in ("saved_bytes", "gradient_bytes")
-        )
-        return -np.minimum(saved, gradients), nothing, nothing
+        held = partial(self._held, state, others)
+        return -np.minimum(held("saved_bytes"), held("gradient_bytes")), nothing, nothing
 
 
 class BySize(StateSpace):
@@ -319,15 +314,10 @@ class Chain(StateSpace):
 
 def uncut_groups(layer_costs: LayerCosts) -> list[tuple[int, ...]]:
     """Return the runs of consecutive layers that no cut may separate, by position; most have one layer."""
-    joined = {layer_costs.position[name] for name in layer_costs.profile.no_cut_after}
-    groups: list[tuple[int, ...]] = []
-    open_group: tuple[int, ...] = ()
-    for index in range(len(layer_costs.profile.layers)):
-        open_group = (*open_group, index)
-        if index not in joined or index == len(layer_costs.profile.layers) - 1:
-            groups.append(open_group)
-            open_group = ()
-    return groups
+    profile = layer_costs.profile
+    forbidden, last = set(profile.no_cut_after), len(profile.layers)
+    ends = [end for end, layer in enumerate(profile.layers, 1) if layer.name not in forbidden or end == last]
+    return [tuple(range(first, end)) for first, end in pairwise([0, *ends])]
 
 
 def is_linear(layer_costs: LayerCosts, groups: Sequence[tuple[int, ...]]) -> bool:

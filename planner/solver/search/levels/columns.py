@@ -28,7 +28,7 @@ from planner.cost.network.placement import Resource
 from planner.cost.network.topology import Topology
 from planner.cost.work import IMPOSSIBLE, Floats, Integers, Work
 from planner.formats.names import CostModelName
-from planner.solver.evaluate import orders
+from planner.solver.evaluate import evaluation
 from planner.solver.evaluate.evaluation import priced, priced_path
 from planner.solver.problem.bounds import Bounds, BoundsLike, bounds_for
 from planner.solver.problem.budget import OutOfTimeError
@@ -252,7 +252,9 @@ def _plans(problem: Problem, space: StateSpace, paths: Sequence[CutPath]) -> tup
         if path.gpus > problem.cluster.gpus:
             return None
         plan = priced_path(problem, space, path)
-        laid = (priced(problem, orders.in_columns(plan, columns)) for columns in orders.columns_of(problem, plan))
+        laid = (
+            priced(problem, evaluation.in_columns(plan, columns)) for columns in evaluation.columns_of(problem, plan)
+        )
         return min(laid, key=lambda each: each.seconds, default=None) if problem.allows(plan) else None
 
     def seconds(path: CutPath) -> float:

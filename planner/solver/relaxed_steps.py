@@ -1,12 +1,20 @@
-"""Plans for devices on which memory goes to more than tensors: a CUDA context, communicators, fragmentation.
+"""Steps that settle what no search along the cuts can know, by asking for something that it does know.
 
-How many communicators a worker has depends on the replicas of its neighbours, which a search that walks along the
-layers does not know. It knows those that a stage has in any plan: one each way for earlier and for later stages, and
-one for its replicas. So searches are asked for plans whose tensors fit, with these, what is left of the memory, and
-what they find must fit with the communicators that the plan really has. The first search is a relaxation, whose bound
-holds for all plans; its answer, if it fits, is the best. Otherwise room is kept for more communicators on every device
-until an answer fits, and it may not be the best: a plan whose stages need fewer might have done with less room. An
-answer that fits once its stages recompute a little more, and is hardly slower then, ends this, too.
+Overheads: memory goes to more than tensors, to a CUDA context, communicators and fragmentation. How many communicators
+a worker has depends on the replicas of its neighbours, which a search that walks along the layers does not know. It
+knows those that a stage has in any plan: one each way for earlier and for later stages, and one for its replicas. So
+searches are asked for plans whose tensors fit, with these, what is left of the memory, and what they find must fit with
+the communicators that the plan really has. The first search is a relaxation, whose bound holds for all plans; its
+answer, if it fits, is the best. Otherwise room is kept for more communicators on every device until an answer fits, and
+it may not be the best: a plan whose stages need fewer might have done with less room. An answer that fits once its
+stages recompute a little more, and is hardly slower then, ends this, too.
+
+Vertical sync: stages hold weight versions by the depth of the first stage, which a search from the last layer to the
+first does not know. It is asked for plans whose stages all hold the same number of versions, whatever is in flight, and
+what it finds must fit with the versions that the plan really has. With one version each, this is a relaxation, whose
+bound holds for all plans.
+
+zb-h1: the cut that is best for 1f1b-flush, with the time of zb-h1's own streams.
 """
 
 from __future__ import annotations
@@ -16,16 +24,81 @@ from collections import Counter
 from dataclasses import replace
 
 from planner.cost.communicators import communicators, with_overheads
+from planner.cost.layer_costs import LayerCosts
+from planner.cost.overheads import stage_memory
 from planner.cost.weight_copies import copies_fit
 from planner.errors import InfeasibleError
-from planner.options.solving import UNLIMITED
-from planner.solver.choose.first_plans import Leaner
+from planner.options.solving import UNLIMITED, DepthRule
+from planner.schedule.versions import Entry, versions_held
+from planner.solver.choose.first_plans import FirstPlans, Leaner
 from planner.solver.evaluate.depth import TOLERANCE
-from planner.solver.evaluate.evaluation import simulated
+from planner.solver.evaluate.evaluation import priced, simulated
+from planner.solver.problem.bounds import balanced_s
 from planner.solver.problem.infeasible import explained
 from planner.solver.problem.problem import Answer, Problem
 from planner.solver.problem.result import Evaluation, Found
 from planner.units import format_bytes
+
+
+def solve_zero_bubble(problem: Problem, answer: Answer) -> Found:
+    """Under zb-h1, evaluate the stages of the best plan for 1f1b-flush, and bound what no plan can beat.
+
+    How much of the bubble the weights' gradients fill depends on all stages together, which no walk along the layers
+    can add up. A good cut does the same under both schedules: no stage has more work than the others.
+    """
+    if (other := problem.schedule.solved_as) is problem.schedule:
+        return answer(problem)
+    problem.budget.seen.clear()  # the same stages are other plans under another schedule
+    flush = answer(problem.with_schedule(other))
+    assert problem.schedule.divides
+    best = simulated(problem, priced(problem, flush.best.stages))
+    found = replace(flush, bound_s=balanced_s(problem.layer_costs, problem.setting)).with_best(best)
+    return FirstPlans(problem).at_least(found)
+
+
+def solve_synced(problem: Problem, answer: Answer) -> Found:
+    """Find the best plan whose versions under vertical sync fit the memory, where it is asked for.
+
+    Raises:
+        InfeasibleError: if there is none.
+    """
+    if not problem.vertical_sync:
+        return answer(problem)
+
+    def holding(versions: int, depth: DepthRule) -> Found:
+        problem.budget.seen.clear()  # the same stages are other plans with other versions
+        layer_costs = problem.layer_costs.holding(versions)
+        found = answer(replace(problem, layer_costs=layer_costs, depth=depth))
+        return replace(found, best=synced(problem.layer_costs, found.best))
+
+    relaxed = holding(1, problem.depth)
+    if relaxed.best.fits(problem.cluster):
+        return relaxed
+    depths: list[DepthRule] = ["auto", "published"] if problem.depth == "auto" else [problem.depth]
+    # Deeper pipelines hold more versions, so the published depths may fit where chosen ones do not.
+    for depth in depths:
+        for versions in range(2, problem.cluster.gpus + 2):
+            try:
+                found = holding(versions, depth)
+            except InfeasibleError:
+                break
+            if found.best.fits(problem.cluster):
+                return replace(found, bound_s=min(relaxed.bound_s, found.bound_s))
+    raise InfeasibleError(
+        f"no plan found on {problem.cluster.gpus} GPUs holds the versions of its weights that vertical sync needs",
+        hint="leave `vertical_sync` out, or take `schedule=2bw`, which holds two",
+    )
+
+
+def synced(layer_costs: LayerCosts, plan: Evaluation) -> Evaluation:
+    """Return the plan with the memory of vertical sync's versions."""
+    entry = Entry(plan.stages[0].replicas, plan.price.in_flight[0])
+    memory = tuple(
+        stage_memory(layer_costs.footprint(stage), flying, versions_held(entry, stage.replicas))
+        for stage, flying in zip(plan.stages, plan.price.in_flight, strict=True)
+    )
+    return replace(plan, price=replace(plan.price, memory=memory))
+
 
 _FEW = 5  # communicators beyond those that a search counts, up to which room is made for one at a time
 
