@@ -59,9 +59,7 @@ class Numbering:
 
     def allows_path(self, space: StateSpace, states: Sequence[int]) -> bool:
         """Return whether a path over a space keeps the limits."""
-        return self == Numbering() or all(
-            self.allows_stage(space, number, *ends) for number, ends in enumerate(pairwise(states))
-        )
+        return self == Numbering() or self.allows(space.layers(*ends) for ends in pairwise(states))
 
     def allows_stage(self, space: StateSpace, number: int, state: int, other: int) -> bool:
         """Return whether the stage between two states of a space may have the number."""
@@ -212,14 +210,14 @@ class Problem:
 
         It keeps within limits on stages and staleness, too.
         """
-        late = max(map(self.schedule.staleness, plan.price.in_flight))
-        fresh = self.rules.max_staleness is None or late <= self.rules.max_staleness
-        depths = zip(plan.stages, plan.price.in_flight, strict=True)
-        fresh &= all(self.schedule.versions_suffice(self.microbatches, each.replicas, depth) for each, depth in depths)
-        most = self.limits.most_sharded
-        fresh &= all(each.replicas <= most for each in plan.stages if each.options.sharded)
-        fresh &= all(each.replicas <= self.most_replicas for each in plan.stages)
-        return fresh and self.numbering.allows([each.layers for each in plan.stages]) and plan.fits(self.cluster)
+        schedule, most, limits = self.schedule, self.rules.max_staleness, self.limits
+        for stage, depth in zip(plan.stages, plan.price.in_flight, strict=True):
+            late = most is not None and schedule.staleness(depth) > most
+            most_here = min(limits.most_replicas, limits.most_sharded if stage.options.sharded else UNLIMITED)
+            idle = stage.replicas > most_here
+            if late or idle or not schedule.versions_suffice(self.microbatches, stage.replicas, depth):
+                return False
+        return self.numbering.allows([stage.layers for stage in plan.stages]) and plan.fits(self.cluster)
 
     @property
     def keeps_order(self) -> bool:

@@ -101,9 +101,8 @@ class Evaluation:
     @property
     def config(self) -> str:
         """The config of the plan that these stages make."""
-        replicas, degrees = (
-            tuple(getattr(each.options, name) for each in self.stages) for name in ("replicas", "tensor")
-        )
+        replicas = tuple(stage.options.replicas for stage in self.stages)
+        degrees = tuple(stage.options.tensor for stage in self.stages)
         return config_of(replicas, self.price.chunks, degrees)
 
     def saves(self, other: Evaluation, share: float = SLACK) -> bool:

@@ -122,7 +122,10 @@ class StateSpace(ABC):
         received_messages, sent_messages = left[2] + right[3], right[2] + left[3]
         held = partial(self._held, state, others)
         return Work(
-            **{name: held(name) for name in _TIMES},
+            forward_s=held("forward_s"),
+            backward_s=held("backward_s"),
+            update_s=held("update_s"),
+            accumulate_s=held("accumulate_s"),
             trainable_bytes=held("gradient_bytes"),
             received_bytes=received,
             sent_bytes=sent,
