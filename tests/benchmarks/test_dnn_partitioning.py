@@ -24,6 +24,7 @@ from planner.formats.profile import Profile
 from planner.options.solving import StageRules
 from planner.solver.problem.budget import NO_HURRY, Deadline
 from planner.solver.search.integer.ilp_flow import MilpName, Outcome, installed
+from tests.examples import examples
 from tests.samples import layer, profile
 from tests.solver.brute import plans
 from tests.solver.search.integer.test_ilp import SOLVERS, bandwidths, latencies, memories
@@ -53,7 +54,7 @@ def fastest(request: LoadProblem) -> float:
     return best
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     model=profiles(most_layers=5),
     gpus=st.integers(1, 3),
@@ -150,7 +151,7 @@ def test_bad_workloads_are_named(tmp_path: Path, changes: dict[str, object], mes
         load_workload(file)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     model=profiles(most_layers=5),
     gpus=st.integers(1, 3),

@@ -15,6 +15,7 @@ from planner.cost.layer_costs import LayerCosts
 from planner.cost.recomputation import Choices, Recomputation, units_of
 from planner.cost.work import Footprint
 from planner.formats.profile import Layer, Profile
+from tests.examples import examples
 from tests.samples import layer, profile
 from tests.solver.strategies import profiles
 
@@ -99,7 +100,7 @@ def test_a_value_that_enters_two_groups_is_kept_once() -> None:
     assert footprint(layer_costs, range(1, 4), (units[1],)).saved_bytes == 30 + 50 + 8 + 30
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(model=models(), data=st.data())
 def test_choices_cost_what_stages_cost_and_none_is_better(model: Profile, data: st.DataObject) -> None:
     layer_costs = LayerCosts(model)
@@ -137,7 +138,7 @@ def test_equal_units_are_exchanged(saved: int, monkeypatch: pytest.MonkeyPatch) 
             assert least_s(by_kinds, flying, limit) == least_s(exact, flying, limit)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(model=models(most_layers=7), flying=st.integers(1, 4), accumulates=st.booleans())
 def test_in_order_of_seconds_per_byte_the_time_is_near_the_least(
     model: Profile, flying: int, accumulates: bool

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from planner.schedule.check import ScheduleError, check_streams
 from planner.schedule.instructions import AddShared, Instruction, ReceiveShared, SendShared, Unit, Update
 from planner.schedule.schedule import Channel, PipelineShape, stream, warm_up_depths
+from tests.examples import examples
 from tests.schedule.test_streams import make_interleaved, make_shape
 
 
@@ -95,7 +96,7 @@ def shapes(draw: st.DrawFn) -> PipelineShape:
     return replace(shape, shared=shared)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 @given(shape=shapes(), minibatches=st.integers(0, 12))
 def test_any_streams_complete_and_no_computation_lacks_its_inputs(shape: PipelineShape, minibatches: int) -> None:
     check_streams(shape, minibatches)

@@ -15,6 +15,7 @@ from planner.schedule.instructions import Forward, Update
 from planner.schedule.schedule import PipelineShape, stream, warm_up_depths
 from planner.schedule.versions import Entry, versions_held
 from planner.solver import solve
+from tests.examples import examples
 from tests.samples import layer, profile
 from tests.schedule.test_streams import make_shape
 
@@ -45,7 +46,7 @@ def test_with_replicas_a_stage_uses_what_its_whole_rounds_have_left() -> None:
     assert [i.version for i in stream(in_sync((2, 3)), 1, 2, 24) if isinstance(i, Forward)] == [0, 0, 0, 1, 2, 3, 4, 5]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(
     replicas=st.lists(st.integers(1, 4), min_size=1, max_size=4), more=st.integers(0, 2), minibatches=st.integers(0, 40)
 )

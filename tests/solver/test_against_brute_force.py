@@ -21,6 +21,7 @@ from planner.solver.problem.states import Chain
 from planner.solver.search.chain.search import Search
 from planner.solver.search.chain.synchronous import SynchronousSearch
 from planner.solver.search.graph.downsets import Downsets, enumerate_downsets
+from tests.examples import examples
 from tests.solver.brute import downsets, rank
 from tests.solver.oracle import brute_force
 from tests.solver.strategies import profiles
@@ -33,7 +34,7 @@ latencies = st.sampled_from([0.0, 0.0, 0.25, 3.0])
 
 
 @pytest.mark.parametrize("name", COST_MODELS)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(
     profile=profiles(most_layers=4, measured=True),
     gpus=st.integers(1, 4),
@@ -64,7 +65,7 @@ def test_asynchronous_search_finds_what_brute_force_finds(
     assert (found.gpus, len(found.replicas), sum(bool(each.recompute) for each in found.options)) == rank(expected)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(
     profile=profiles(most_layers=4, measured=True),
     gpus=st.integers(1, 5),
@@ -99,7 +100,7 @@ def test_the_search_for_2bw_finds_what_brute_force_finds(
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b-flush", "naive"])
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(
     profile=profiles(most_layers=4, measured=True),
     gpus=st.integers(1, 4),
@@ -135,7 +136,7 @@ def test_synchronous_search_finds_what_brute_force_finds(
 
 
 @pytest.mark.parametrize("name", COST_MODELS)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     profile=profiles(most_layers=4),
     gpus=st.integers(1, 4),

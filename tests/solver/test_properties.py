@@ -13,6 +13,7 @@ from planner.formats.cluster import Cluster, flat_cluster
 from planner.formats.plan import Plan
 from planner.formats.profile import Layer, Profile
 from planner.solver import solve
+from tests.examples import examples
 from tests.solver.strategies import profiles
 
 MODELS = profiles(most_layers=7, linear=True)
@@ -41,7 +42,7 @@ def test_more_gpus_are_never_worse(
     assert seconds(more) <= seconds(fewer) * (1 + 1e-9)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(MODELS, st.integers(1, 7), BANDWIDTHS, LATENCIES, MEMORIES, st.sampled_from([1.1, 1.5, 4.0]), st.booleans())
 def test_more_bandwidth_or_memory_is_never_worse_where_nobody_waits(
     model: Profile,
@@ -108,7 +109,7 @@ def test_other_units_give_the_same_plan(
     assert seconds(other) == pytest.approx(time * seconds(plain), rel=1e-9)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(profiles(most_layers=6), st.integers(1, 5), BANDWIDTHS, st.integers(0, 99))
 def test_the_order_of_edges_and_keys_does_not_matter_and_answers_repeat(
     model: Profile, gpus: int, bandwidth: float, seed: int
@@ -130,7 +131,7 @@ def without_seconds(plan: Plan) -> Plan:
     return plan.model_copy(update={"solver": plan.solver.model_copy(update={"seconds": 0.0})})
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(profiles(most_layers=6), st.integers(1, 5), BANDWIDTHS, st.integers(0, 99))
 def test_another_topological_order_of_an_imported_graph_is_as_fast_at_the_bottleneck(
     model: Profile, gpus: int, bandwidth: float, seed: int

@@ -27,6 +27,7 @@ from planner.solver.problem.problem import Limits
 from planner.solver.problem.states import Chain
 from planner.solver.search.chain.search import Search
 from planner.units import parse_bytes
+from tests.examples import examples
 from tests.samples import layer, profile
 from tests.solver.oracle import brute_force
 from tests.solver.strategies import profiles
@@ -133,7 +134,7 @@ def test_transfers_follow_the_users_of_a_value() -> None:
     assert sent == {(0, 1): (("a",), 10), (1, 2): (("b",), 20), (1, 3): (("a",), 10), (2, 3): (("c",), 30)}
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(model=profiles(most_layers=6))
 def test_vectorised_work_is_the_work_of_the_definition(model: Profile) -> None:
     layer_costs = LayerCosts(model)

@@ -18,6 +18,7 @@ from planner.formats.cluster import Cluster, Level, flat_cluster, hierarchical_c
 from planner.formats.names import CostModelName
 from planner.formats.profile import Profile
 from planner.schedule.registry import find
+from tests.examples import examples
 from tests.solver.strategies import profiles
 
 SERVERS = hierarchical_cluster((4, 4), (16.0, 1.0))
@@ -114,7 +115,7 @@ def test_a_ring_crosses_each_server_once() -> None:
     assert list(loads.shared_into[0]) == [moved, moved, moved, 0.0]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(profile=profiles(most_layers=4), data=st.data())
 def test_levels_alike_and_links_of_ones_own_are_a_flat_cluster(profile: Profile, data: st.DataObject) -> None:
     layer_costs = LayerCosts(profile)
@@ -134,7 +135,7 @@ def test_levels_alike_and_links_of_ones_own_are_a_flat_cluster(profile: Profile,
     assert one.memory == other.memory
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(profile=profiles(most_layers=4), data=st.data())
 def test_without_sharing_no_plan_is_worse_than_at_the_slowest_bandwidth(profile: Profile, data: st.DataObject) -> None:
     layer_costs, count = LayerCosts(profile), len(profile.layers)

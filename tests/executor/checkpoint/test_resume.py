@@ -133,13 +133,14 @@ class Kept:
 @pytest.mark.parametrize(
     "cases",
     [
+        pytest.param([Kept("convolutional", "2bw", 2, options=DEFERRED)], id="one"),
         pytest.param(
             [
                 Kept("language", "1f1b", vertical_sync=True),
-                Kept("convolutional", "2bw", 2, options=DEFERRED),
                 Kept("language", "1f1b-flush", 2, more=STEEP, float16=True),
             ],
             id="some",
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             [

@@ -116,7 +116,7 @@ def _profile_of(folder: Path, model: str) -> Profile:
         pytest.param(CASES, (1, 1, 1), 9, None, True, id="1-1-1 in sync", marks=pytest.mark.slow),
         pytest.param(CASES, (2, 1), 9, (3, 1), True, id="2-1 in sync, deeper", marks=pytest.mark.slow),
         pytest.param(CASES, (1, 2), 9, None, True, id="1-2 in sync", marks=pytest.mark.slow),
-        pytest.param(CASES, (1, 1), 9, None, False, id="1-1"),
+        pytest.param(CASES, (1, 1), 9, None, False, id="1-1", marks=pytest.mark.slow),
         pytest.param(CASES, (1, 1, 1), 9, None, False, id="1-1-1", marks=pytest.mark.slow),
         pytest.param(CASES, (2, 1), 9, None, False, id="2-1", marks=pytest.mark.slow),
         pytest.param(FEW, (2, 1, 1), 10, None, False, id="2-1-1 few"),

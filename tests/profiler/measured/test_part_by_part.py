@@ -18,19 +18,15 @@ from tests.executor.models import write_model
 SAME = ("weight_bytes", "gradient_bytes", "optimizer_bytes", "buffer_bytes", "saved_bytes", "outputs", "parameters")
 
 
-def _profiles(path: Path, batch_size: int = 4) -> tuple[Profile, Profile]:
-    spec = load_model_file(path)
-    options = [
-        ProfilingOptions(device="cpu", seconds=0.0, repeats=3, layer_by_layer=layer_by_layer)
-        for layer_by_layer in (False, True)
-    ]
-    whole, parts = (profile_model(spec, batch_size, each) for each in options)
-    return whole, parts
+def _profile(path: Path, *, layer_by_layer: bool) -> Profile:
+    options = ProfilingOptions(device="cpu", seconds=0.0, repeats=3, layer_by_layer=layer_by_layer)
+    return profile_model(load_model_file(path), 4, options)
 
 
 @pytest.mark.parametrize("model", ["convolutional", "language", "blocks", "tied"])
 def test_the_bytes_are_those_of_the_whole(model: str, tmp_path: Path) -> None:
-    whole, parts = _profiles(write_model(tmp_path, model, "adamw"))
+    path = write_model(tmp_path, model, "adamw")
+    whole, parts = _profile(path, layer_by_layer=False), _profile(path, layer_by_layer=True)
     assert parts.graph_hash == whole.graph_hash
     for one, other in zip(whole.layers, parts.layers, strict=True):
         for name in SAME:
@@ -48,7 +44,7 @@ def test_the_bytes_are_those_of_the_whole(model: str, tmp_path: Path) -> None:
 
 def test_a_part_that_does_not_fit_is_halved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_model(tmp_path, "convolutional", "adamw")
-    whole, _ = _profiles(path)
+    whole = _profile(path, layer_by_layer=False)
     tried: list[range] = []
     measure = part_by_part._measure_part
 
@@ -63,7 +59,7 @@ def test_a_part_that_does_not_fit_is_halved(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(part_by_part, "_measure_part", measured)
     monkeypatch.setattr(part_by_part, "_parts", lambda graph, most_bytes: [range(len(graph.layers))])
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    _, parts = _profiles(path)
+    parts = _profile(path, layer_by_layer=True)
     assert tried[0] == range(len(whole.layers))
     assert [layer.saved_bytes for layer in parts.layers] == [layer.saved_bytes for layer in whole.layers]
 

@@ -17,6 +17,7 @@ from planner.formats.cluster import flat_cluster
 from planner.formats.profile import Profile, load_profile
 from planner.solver.choose import baselines
 from planner.solver.problem.states import uncut_groups
+from tests.examples import examples
 from tests.samples import layer, profile
 from tests.solver.strategies import profiles
 
@@ -42,7 +43,7 @@ def test_forbidden_cuts_are_not_made() -> None:
         assert {2, 4}.isdisjoint(ends(cut(LayerCosts(joined), 3)))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(model=profiles(most_layers=7), gpus=st.integers(1, 5))
 def test_equal_time_is_the_best_block_partition_and_all_cuts_are_legal(model: Profile, gpus: int) -> None:
     layer_costs = LayerCosts(model)
@@ -63,7 +64,7 @@ def test_equal_time_is_the_best_block_partition_and_all_cuts_are_legal(model: Pr
         assert sorted(index for stage in made for index in stage.layers) == list(range(len(model.layers)))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(model=profiles(most_layers=6), gpus=st.integers(1, 4))
 def test_the_straight_pipeline_is_the_best_of_all(model: Profile, gpus: int) -> None:
     layer_costs, cluster = LayerCosts(model), flat_cluster(gpus, 2.0)

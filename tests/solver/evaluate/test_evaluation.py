@@ -32,6 +32,7 @@ from planner.solver.problem import budget
 from planner.solver.problem.budget import Budget
 from planner.solver.problem.problem import Problem
 from planner.solver.search.pipeline_search import PipelineSearch
+from tests.examples import examples
 from tests.samples import layer, profile
 from tests.solver.strategies import profiles
 
@@ -102,7 +103,7 @@ def test_the_best_by_the_cost_model_is_not_taken_where_its_links_are_too_busy(mo
     assert "by the cost model no other could be faster" in explanation_report(explain(model, plan))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(profiles(most_layers=5, linear=True), st.data())
 def test_a_simulated_pipeline_is_no_faster_than_its_busiest_resource(model: Profile, data: st.DataObject) -> None:
     """Under 1f1b, on a flat cluster without latency, where the links' work is bytes over bandwidth for both."""

@@ -13,9 +13,10 @@ from planner.schedule.one_stage import TWO_BW
 from planner.schedule.schedule import warm_up_depth
 from planner.solver.problem.bounds import AsynchronousBounds, Bounds, DoubleBufferedBounds, PaperBounds, PipedreamBounds
 from tests.cost.works import works
+from tests.examples import examples
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=examples(1000), deadline=None)
 @given(
     stage=works,
     bandwidth=st.sampled_from([0.5, 1.0, 4.0, 100.0]),
@@ -39,7 +40,7 @@ def test_fewest_replicas_of_2bw_are_the_first_that_counting_finds(
 
 
 @pytest.mark.parametrize("model", [AsynchronousBounds, PipedreamBounds, PaperBounds])
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=examples(500), deadline=None)
 @given(
     stage=works,
     bandwidth=st.sampled_from([0.5, 1.0, 4.0, 100.0]),

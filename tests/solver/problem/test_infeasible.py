@@ -21,12 +21,13 @@ from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import Evaluation
 from planner.solver.search.pipeline_search import PipelineSearch
 from planner.units import parse_bytes
+from tests.examples import examples
 from tests.samples import layer, profile
 from tests.solver.oracle import brute_force
 from tests.solver.strategies import profiles
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     model=profiles(most_layers=4, linear=True),
     gpus=st.integers(1, 3),

@@ -28,6 +28,7 @@ from planner.solver import solve
 from planner.solver.problem.problem import Limits
 from planner.solver.problem.states import Chain
 from planner.solver.search.chain.interleaved import InterleavedSearch
+from tests.examples import examples
 from tests.samples import layer, profile
 from tests.schedule.test_streams import make_interleaved
 from tests.simulator.pipelines import FREE, run
@@ -92,7 +93,7 @@ def test_in_flight_are_the_published_counts() -> None:
     assert counts.gpu_bytes[0] == counts.gpu_bytes[2] == counts.in_flight[0] + counts.in_flight[2]
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=examples(250), deadline=None)
 @given(
     model=profiles(most_layers=6),
     gpus=st.integers(2, 5),

@@ -16,6 +16,7 @@ from planner.formats.profile import Profile
 from planner.report.tables.plan import plan_report
 from planner.schedule.one_stage import GPIPE
 from planner.solver import solve
+from tests.examples import examples
 from tests.samples import layer, profile
 from tests.solver.strategies import profiles
 
@@ -86,7 +87,7 @@ def test_always_recomputes_everywhere() -> None:
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "1f1b-flush", "gpipe", "naive"])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(model=profiles(), gpus=st.integers(1, 5))
 def test_with_memory_enough_nothing_recomputes(schedule: str, model: Profile, gpus: int) -> None:
     microbatches = 4 if schedule in ("gpipe", "1f1b-flush") else 1
@@ -98,7 +99,7 @@ def test_with_memory_enough_nothing_recomputes(schedule: str, model: Profile, gp
     assert plans[0].predicted == plans[1].predicted
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(model=profiles(), gpus=st.integers(1, 4), memory=st.integers(20, 150))
 def test_recomputing_never_makes_a_plan_worse(model: Profile, gpus: int, memory: int) -> None:
     cluster = flat_cluster(gpus, 2.0, memory)

@@ -28,6 +28,7 @@ from planner.solver.search.graph.downsets import Downsets, enumerate_downsets
 from planner.solver.search.graph.lattice import Lattice, enumerate_covers
 from planner.solver.search.graph.relaxation import Relaxation, WorkLeft
 from planner.units import parse_bytes
+from tests.examples import examples
 from tests.samples import layer, profile
 from tests.solver.brute import plans
 from tests.solver.oracle import brute_force
@@ -74,7 +75,7 @@ def test_downsets_of_a_ladder() -> None:
 
 
 @pytest.mark.parametrize("name", ["resource", "pipedream", "paper"])
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     model=profiles(most_layers=5),
     gpus=st.integers(2, 4),
@@ -109,7 +110,7 @@ def test_bounds_without_looking_at_pairs_of_cuts_are_valid(
 
 
 @pytest.mark.parametrize(("schedule", "microbatches"), [("1f1b", 1), ("2bw", 3)])
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     model=profiles(most_layers=5, measured=True),
     gpus=st.integers(1, 4),
@@ -183,7 +184,7 @@ def test_inception_is_better_than_the_best_of_three_orders(gpus: int, seconds: f
 
 
 @pytest.mark.parametrize(("schedule", "microbatches"), [("1f1b", 1), ("gpipe", 3), ("1f1b-flush", 3), ("naive", 1)])
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(
     model=profiles(most_layers=4),
     gpus=st.integers(1, 3),

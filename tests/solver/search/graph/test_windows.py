@@ -27,6 +27,7 @@ from planner.solver.search.graph.branches import search_beyond
 from planner.solver.search.graph.lattice import around, depth_first, fewest_live_bytes, to_bits
 from planner.solver.search.graph.windows import Windows
 from planner.solver.search.pipeline_search import PipelineSearch
+from tests.examples import examples
 from tests.samples import layer, profile
 from tests.solver.oracle import brute_force
 from tests.solver.strategies import profiles
@@ -36,7 +37,7 @@ from tests.solver.strategies import profiles
     ("name", "schedule", "microbatches"),
     [("resource", "1f1b", 1), ("pipedream", "1f1b", 1), ("paper", "1f1b", 1), ("resource", "2bw", 3)],
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     model=profiles(most_layers=5, measured=True),
     gpus=st.integers(1, 4),
@@ -80,7 +81,7 @@ def test_on_a_chain_the_bound_is_the_optimum(name: CostModelName) -> None:
     assert best.seconds * (1 - 1e-3) <= bound_s <= best.seconds
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(model=profiles(most_layers=5), gpus=st.integers(2, 4), bandwidth=st.sampled_from([0.5, 2.0, 8.0]))
 def test_what_is_found_among_cuts_too_many_to_list_is_honest(model: Profile, gpus: int, bandwidth: float) -> None:
     layer_costs, cluster = LayerCosts(model), flat_cluster(gpus, bandwidth)

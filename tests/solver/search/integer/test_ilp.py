@@ -30,6 +30,7 @@ from planner.solver.search.chain.search import Search
 from planner.solver.search.chain.synchronous import SynchronousSearch
 from planner.solver.search.integer.ilp import solve_ilp
 from planner.solver.search.integer.ilp_flow import MilpName, installed, run
+from tests.examples import examples
 from tests.samples import layer, profile
 from tests.solver.brute import plans
 from tests.solver.oracle import brute_force
@@ -123,7 +124,7 @@ def test_cbc_finds_the_same(name: CostModelName, schedule: str, instance: Instan
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "schedule"), MODELS)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(
     instance=st.tuples(profiles(most_layers=5), st.integers(1, 5), bandwidths, latencies, memories, st.integers(1, 8))
 )
@@ -183,7 +184,7 @@ def constrained(draw: st.DrawFn) -> tuple[Profile, Cluster, Constraints]:
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "1f1b-flush"])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(instance=constrained(), microbatches=st.integers(1, 5))
 def test_constraints_and_kinds_against_every_plan(
     schedule: str, instance: tuple[Profile, Cluster, Constraints], microbatches: int

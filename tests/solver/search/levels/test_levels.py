@@ -24,6 +24,7 @@ from planner.solver.problem.states import Chain, StateSpace
 from planner.solver.search.graph.downsets import Downsets, enumerate_downsets
 from planner.solver.search.levels.levels import nearest_search, search_levels
 from tests import samples
+from tests.examples import examples
 from tests.solver.oracle import brute_force
 from tests.solver.strategies import profiles
 
@@ -124,7 +125,7 @@ def test_an_idle_replica_may_let_the_next_stage_begin_at_a_server() -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     profile=profiles(most_layers=6),
     cluster=clusters(sizes=LARGER),
