@@ -155,9 +155,6 @@ def make_job(model: str | Path, plan: Plan, arguments: TrainArguments) -> Job:
     """
     options, baseline = arguments.options or TrainingOptions(), arguments.baseline
     checkpoints, run_options = arguments.checkpoints or CheckpointOptions(), arguments.run_options or RunOptions()
-    for name, value in (("steps", arguments.steps), ("epochs", arguments.epochs)):
-        if value is not None and value < 1:
-            raise InputError(f"`{name}={value}` trains nothing", hint=f"give `{name}` 1 or more")
     only_for_plans = {
         "accumulate": options.accumulate > 1,
         "synchronous_start": options.synchronous_start > 0,

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from planner.cli.flags import as_flags
+from planner.cli.output import as_flags
 from planner.schedule.registry import NAMES
 
 PACKAGE = Path(__file__).parents[1] / "planner"
@@ -16,7 +16,7 @@ _EXPORTS = ("exports/megatron.py", "exports/torch_pipelining.py")
 
 
 def test_only_the_command_line_knows_flags() -> None:
-    """Messages of the library name arguments, `accumulate=0`; `planner.cli.flags` shows them as flags."""
+    """Messages of the library name arguments, `accumulate=0`; `planner.cli.output` shows them as flags."""
     assert not list(_lines_with_flags())
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from html import escape
 
-from planner.report.svg.shapes import COLOURS
+from planner.report.svg import CURVES
 
 WIDTH, HEIGHT = 860, 480
 LEFT, TOP, BOTTOM = 70, 56, 64
@@ -39,7 +39,7 @@ def curves_svg(title: str, curves: Mapping[str, Sequence[tuple[float, float]]]) 
         parts.append(_text(24, y + 4, f"{low + (top - low) * step / 5:.2f}", 12))
         parts.append(_text(x - 12, HEIGHT - BOTTOM + 20, f"{right * step / 5:.0f}", 12))
     for number, (name, curve) in enumerate(curves.items()):
-        colour = COLOURS[number % len(COLOURS)]
+        colour = CURVES[number % len(CURVES)]
         line = " ".join("{:.1f},{:.1f}".format(*place(point)) for point in curve)
         dashes = ' stroke-dasharray="6 4"' if number == 0 else ""
         parts.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2"{dashes}/>')

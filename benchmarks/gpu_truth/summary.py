@@ -9,7 +9,7 @@ from itertools import combinations
 from statistics import median
 
 from benchmarks.gpu_truth.rows import Row
-from planner.report.svg.shapes import COLOURS, Font, document, line, text
+from planner.report.svg import CURVES, Font, document, line, text
 
 _SIZE, _MARGIN, _LEGEND = 520, 60, 150
 
@@ -98,7 +98,7 @@ def scatter_svg(rows: Sequence[Row]) -> str:
     def at(seconds: float) -> float:
         return (math.log10(seconds) - low) / (high - low) * (_SIZE - 2 * _MARGIN)
 
-    colours = dict(zip(dict.fromkeys(row.source for row in shown), COLOURS, strict=False))
+    colours = dict(zip(dict.fromkeys(row.source for row in shown), CURVES, strict=False))
     end = _SIZE - _MARGIN
     small = Font(11, anchor="middle")
     parts = [line((_MARGIN, end), (end, _MARGIN), "#999999")]

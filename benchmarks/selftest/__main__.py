@@ -12,7 +12,7 @@ from pathlib import Path
 from tabulate import tabulate
 
 from benchmarks.kept import between_marks, environment
-from planner.cli.selftest import selftest_report
+from planner.cli.this_machine import selftest_report
 from planner.formats.files import write_text
 from planner.profiler.this_machine import keep_freed_pages
 from planner.selftest.run import WORKERS, Row, SelftestReport, selftest

@@ -22,7 +22,7 @@ from benchmarks.timeline.real import RealCase
 from planner.analysis.compare_runs import RunComparison, compare_runs
 from planner.formats.plan import Plan
 from planner.formats.timeline import Timeline
-from planner.report.svg.timeline import timeline_svg
+from planner.report.svg import timeline_svg
 from planner.report.tables.runs import run_comparison_report
 from planner.simulator.recorded import only_minibatches, simulate_recorded
 

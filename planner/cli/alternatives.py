@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import planner
 from planner.cli.arguments import Verbs, add_question_arguments, declare, options_of, patience_of, plan_of
 from planner.cli.cluster import cluster_of
 from planner.cli.output import print_answer, print_written
@@ -16,8 +17,6 @@ from planner.units import parse_bandwidth, parse_bytes
 
 if TYPE_CHECKING:
     from planner.analysis.sweep import Quantity
-    from planner.formats.cluster import Cluster
-    from planner.formats.profile import Profile
 
 COMPARE = """\
 Compare the fastest plan, or --plan, with what one would do without a planner: data parallelism, the best pipeline
@@ -50,10 +49,8 @@ Range = tuple[float, float]
 
 def add_parser(verbs: Verbs) -> None:
     """Declare the verbs' arguments."""
-    compared = declare(
-        verbs, "compare", "compare a plan with data parallelism and hand-made pipelines", COMPARE, run_compare
-    )
-    add_question_arguments(compared, plan=True)
+    summary = "compare a plan with data parallelism and hand-made pipelines"
+    add_question_arguments(declare(verbs, "compare", summary, COMPARE, run_compare), plan=True)
     parser = declare(verbs, "sweep", "show how the plan changes with bandwidth, GPUs or memory", SWEEP, run_sweep)
     parser.conflict_handler = "resolve"  # three of the cluster's arguments may be ranges here
     add_question_arguments(parser, plan=False)
@@ -66,51 +63,46 @@ def add_parser(verbs: Verbs) -> None:
         help="bandwidth of each GPU's link in each direction: 10Gbps, or 1Gbps:100Gbps; with --topology one per level, "
         "inner to outer: 128Gbps,1Gbps:100Gbps",
     )
-    swept.add_argument(
-        "--memory", type=_range_of(parse_bytes), metavar="SIZE", help="memory per GPU: 16GB, or 4GB:32GB"
-    )
-    parser.add_argument(
-        "--points", type=int, metavar="N", help=f"solve for N values (default: {POINTS}; {GPU_POINTS} for GPUs)"
-    )
-    parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="write a plot of the speed-ups")
-    explained = declare(
-        verbs, "explain", "explain what limits a plan, and what would make it faster", EXPLAIN, run_explain
-    )
-    add_question_arguments(explained, plan=True)
+    help = "memory per GPU: 16GB, or 4GB:32GB"
+    swept.add_argument("--memory", type=_range_of(parse_bytes), metavar="SIZE", help=help)
+    help = f"solve for N values (default: {POINTS}; {GPU_POINTS} for GPUs)"
+    parser.add_argument("--points", type=int, metavar="N", help=help)
+    parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="write a plot of the speeds")
+    summary = "explain what limits a plan, and what would make it faster"
+    add_question_arguments(declare(verbs, "explain", summary, EXPLAIN, run_explain), plan=True)
 
 
 def run_compare(args: argparse.Namespace) -> int:
     """Compare and print."""
-    from planner.analysis.compare import compare
-    from planner.formats.importers import read_one_profile
     from planner.report.tables.compare import comparison_report
 
-    with patience_of(args) as patience:
-        profile = read_one_profile(args.profile)
-        comparison = compare(profile, plan=plan_of(args, profile, patience), patience=patience)
-    print_answer(comparison, args.json, comparison_report)
-    return 0
+    return _ask(args, planner.compare, comparison_report)
 
 
 def run_explain(args: argparse.Namespace) -> int:
     """Explain and print."""
-    from planner.analysis.explain import explain
-    from planner.formats.importers import read_one_profile
     from planner.report.tables.explain import explanation_report
+
+    return _ask(args, planner.explain, explanation_report)
+
+
+def _ask(args: argparse.Namespace, question: Callable[..., Any], report: Callable[[Any], str]) -> int:
+    """Print what is said of a plan: that of the arguments."""
+    from planner.formats.importers import read_one_profile
 
     with patience_of(args) as patience:
         profile = read_one_profile(args.profile)
-        explanation = explain(profile, plan_of(args, profile, patience), patience=patience)
-    print_answer(explanation, args.json, explanation_report)
+        answer = question(profile, plan=plan_of(args, profile, patience), patience=patience)
+    print_answer(answer, args.json, report)
     return 0
 
 
 def run_sweep(args: argparse.Namespace) -> int:
     """Sweep, print, and write the picture."""
-    from planner.analysis.sweep import spread, sweep
+    from planner.analysis.sweep import spread
     from planner.formats.files import write_text
     from planner.formats.importers import read_one_profile
-    from planner.report.svg.charts import sweep_svg
+    from planner.report.svg import sweep_svg
     from planner.report.tables.compare import sweep_report
 
     if args.plot is not None and args.plot.suffix != ".svg":
@@ -118,10 +110,18 @@ def run_sweep(args: argparse.Namespace) -> int:
     quantity, (low, high) = _swept(args)
     default = GPU_POINTS if quantity == "gpus" else POINTS
     values = spread(low, high, default if args.points is None else args.points, whole=quantity == "gpus")
+
+    def cluster_at(value: float) -> planner.Cluster:
+        given = argparse.Namespace(**vars(args))
+        if quantity == "bandwidth":
+            given.bandwidth = [value if isinstance(each, tuple) else each for each in args.bandwidth]
+        else:
+            setattr(given, quantity, int(value))
+        return cluster_of(given, profile)
+
     with patience_of(args) as patience:
         profile = read_one_profile(args.profile)
-        clusters = _clusters(args, quantity, profile)
-        swept = sweep(profile, quantity, values, clusters, options=options_of(args), patience=patience)
+        swept = planner.sweep(profile, quantity, values, cluster_at, options=options_of(args), patience=patience)
     print_answer(swept, args.json, sweep_report)
     if args.plot is not None:
         write_text(args.plot, sweep_svg(swept))
@@ -131,33 +131,15 @@ def run_sweep(args: argparse.Namespace) -> int:
 
 def _swept(args: argparse.Namespace) -> tuple[Quantity, Range]:
     """Return the one range among the arguments, and what it is of."""
-    ranges: list[tuple[Quantity, Range]] = [
-        ("bandwidth", value) for value in args.bandwidth or () if isinstance(value, tuple)
-    ]
-    if isinstance(args.gpus, tuple):
-        ranges.append(("gpus", args.gpus))
-    if isinstance(args.memory, tuple):
-        ranges.append(("memory", args.memory))
+    given: list[tuple[Quantity, object]] = [("bandwidth", rate) for rate in args.bandwidth or ()]
+    given += [("gpus", args.gpus), ("memory", args.memory)]
+    ranges = [(quantity, value) for quantity, value in given if isinstance(value, tuple)]
     if len(ranges) != 1:
         raise ClusterError(
             f"one of --bandwidth, --gpus and --memory has to be a range, not {len(ranges) or 'none'}",
             hint="write one of them as LOW:HIGH, as in --bandwidth 1Gbps:100Gbps",
         )
     return ranges[0]
-
-
-def _clusters(args: argparse.Namespace, quantity: Quantity, profile: Profile) -> Callable[[float], Cluster]:
-    """Return a function that puts a value in the range's place, and makes the cluster."""
-
-    def at(value: float) -> Cluster:
-        given = argparse.Namespace(**vars(args))
-        if quantity == "bandwidth":
-            given.bandwidth = [value if isinstance(each, tuple) else each for each in args.bandwidth]
-        else:
-            setattr(given, quantity, int(value))
-        return cluster_of(given, profile)
-
-    return at
 
 
 def _count(text: str) -> int:

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import MISSING
 from pathlib import Path
 from types import UnionType
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, Union, get_args, get_origin
 
+import planner
 from planner.cli.cluster import CLUSTER, add_cluster_arguments, cluster_of
-from planner.cli.flags import as_flags, given, refuse
-from planner.cli.output import searching
+from planner.cli.output import as_flags, given, refuse, searching
 from planner.options.numbers import at_least, positive
-from planner.options.option import Option, default_of, flag_of, options_in
+from planner.options.option import Option, flag_of, options_in
 from planner.options.solving import SolveOptions, StageRules
 from planner.schedule.registry import SCHEDULES
 
 if TYPE_CHECKING:
-    from planner.formats.plan import Plan
-    from planner.formats.profile import Profile
     from planner.solver.problem.budget import Patience
 
 Verbs: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
@@ -39,9 +38,8 @@ def declare(
     verbs: Verbs, name: str, summary: str, description: str, run: Callable[[argparse.Namespace], int]
 ) -> argparse.ArgumentParser:
     """Return the parser of a new verb, which `run` runs; `plan --help` lists it with its summary."""
-    parser = verbs.add_parser(
-        name, help=summary, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    style = argparse.RawDescriptionHelpFormatter
+    parser = verbs.add_parser(name, help=summary, description=description, formatter_class=style)
     parser.set_defaults(run=run)
     return parser
 
@@ -59,7 +57,7 @@ def add_options(
         if (names and each.name not in names) or (flag := flag_of(each.name, option)) is None:
             continue
         text = as_flags(option.help).replace("%", "%%")
-        stated = told or changes.get("default") or option.told or _written(default_of(each))
+        stated = told or changes.get("default") or option.told or _written(each.default)
         after = f" (default: {as_flags(stated)})" if stated else ""
         keywords = {"dest": each.name, "default": None, "help": f"{text}{more}{after}"}
         parser.add_argument(flag, **_by_type(each.type, option) | keywords | changes)
@@ -67,7 +65,7 @@ def add_options(
 
 def _written(default: Any) -> str:
     """Write a default for people; "" where there is none to tell of."""
-    if default in (None, ()) or default is False:
+    if default in (None, (), MISSING) or default is False:
         return ""
     return f"{default:g}" if isinstance(default, float) else str(default)
 
@@ -89,20 +87,11 @@ def _by_type(kind: Any, option: Option) -> dict[str, Any]:
         kind = next(part for part in get_args(kind) if part is not type(None))
     if kind is bool:
         return {"action": argparse.BooleanOptionalAction if option.negation else "store_true"}
-    if (choices := option.choices or _choices(kind)) is not None:
-        return {"choices": choices}
-    keywords: dict[str, Any] = {"metavar": option.metavar, "type": option.parse or kind}
-    if option.const is not None:
-        keywords |= {"nargs": "?", "const": option.const}
-    if option.positive:
-        keywords["type"] = positive
-    elif option.least is not None:
-        keywords["type"] = at_least(option.least)
-    return keywords
-
-
-def _choices(kind: Any) -> Sequence[str] | None:
-    return get_args(kind) if get_origin(kind) is Literal else None
+    if option.choices or get_origin(kind) is Literal:
+        return {"choices": option.choices or get_args(kind)}
+    bounded = at_least(option.least) if option.least is not None else option.parse or kind
+    keywords = {"metavar": option.metavar, "type": positive if option.positive else bounded}
+    return keywords if option.const is None else keywords | {"nargs": "?", "const": option.const}
 
 
 def add_plan_argument(parser: argparse.ArgumentParser) -> None:
@@ -110,29 +99,38 @@ def add_plan_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plan", type=Path, default=PLAN, metavar="FILE", help="plan to read (default: %(default)s)")
 
 
+def add_profile_argument(parser: argparse.ArgumentParser, more: str = "") -> None:
+    """Declare --profile for a verb that solves; `more`: what else it may name."""
+    help = f"profile to read, from `plan profile` or a graph.txt that PipeDream published{more}; or one for each kind "
+    help += "of GPU, as in a100=a.json,t4=b.json (default: %(default)s)"
+    parser.add_argument("--profile", default=str(PROFILE), metavar="FILE", help=help)
+
+
+def add_output_argument(
+    parser: argparse.ArgumentParser, default: Path | None = None, told: str = "%(default)s", help: str = "file to write"
+) -> None:
+    """Declare --output for a file."""
+    help = f"{help} (default: {told})"
+    parser.add_argument("-o", "--output", type=Path, default=default, metavar="FILE", help=help)
+
+
+def add_folder_argument(parser: argparse.ArgumentParser, help: str, default: Path | None = None) -> None:
+    """Declare --output for a folder, whose name is `place` then: nothing is tried out beforehand."""
+    parser.add_argument("-o", "--output", dest="place", type=Path, default=default, metavar="DIR", help=help)
+
+
 def add_simulation_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what a verb simulates of a plan."""
-    parser.add_argument(
-        "--minibatches", type=int, metavar="N", help="simulate N minibatches (default: enough for a steady state)"
-    )
-    parser.add_argument(
-        "--accumulate",
-        type=at_least(1),
-        metavar="K",
-        help="under 1f1b, update after K minibatches per replica, as `plan train --accumulate K` does (default: 1)",
-    )
+    help = "simulate N minibatches (default: enough for a steady state)"
+    parser.add_argument("--minibatches", type=int, metavar="N", help=help)
+    help = "under 1f1b, update after K minibatches per replica, as `plan train --accumulate K` does (default: 1)"
+    parser.add_argument("--accumulate", type=at_least(1), metavar="K", help=help)
 
 
 def add_question_arguments(parser: argparse.ArgumentParser, plan: bool) -> None:
     """Declare the cluster's arguments and how to solve; with `plan`, also a plan that says both."""
     add_cluster_arguments(parser)
-    parser.add_argument(
-        "--profile",
-        default=str(PROFILE),
-        metavar="FILE",
-        help="profile to read, from `plan profile` or a graph.txt that PipeDream published; or one for each kind of "
-        "GPU, as in a100=a.json,t4=b.json (default: %(default)s)",
-    )
+    add_profile_argument(parser)
     if plan:
         parser.add_argument(
             "--plan",
@@ -167,7 +165,7 @@ def patience_of(args: argparse.Namespace) -> Iterator[Patience]:
         yield Patience.of(args.time_limit_s, progress)
 
 
-def plan_of(args: argparse.Namespace, profile: Profile, patience: Patience) -> Plan:
+def plan_of(args: argparse.Namespace, profile: planner.Profile, patience: Patience) -> planner.Plan:
     """Return the plan of --plan, or the fastest for the arguments' cluster, or plan.json where neither is given.
 
     With --plan and a cluster, return the plan's stages as they are on that cluster.
@@ -176,7 +174,6 @@ def plan_of(args: argparse.Namespace, profile: Profile, patience: Patience) -> P
         InputError: for --plan with arguments that say how to solve, or with a cluster of fewer GPUs.
     """
     from planner.analysis.given_plan import GivenPlan
-    from planner.formats.plan import load_plan
     from planner.solver.find_plan import find_plan
 
     described = any(given(args, name) for name in CLUSTER)
@@ -184,7 +181,7 @@ def plan_of(args: argparse.Namespace, profile: Profile, patience: Patience) -> P
     if path is None:
         return find_plan(profile, cluster_of(args, profile), options_of(args), patience.part(SOLVING))
     refuse(args, "plan", *_SOLVING, *_RULES, why=", which says so itself")
-    plan = load_plan(path)
+    plan = planner.load_plan(path)
     return GivenPlan.of(profile, plan).on(cluster_of(args, profile)) if described else plan
 
 

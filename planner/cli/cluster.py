@@ -7,7 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from planner.cli.flags import refuse
+import planner
+from planner.cli.output import refuse
 from planner.errors import ClusterError, InputError
 from planner.formats.link_names import ACHIEVED_BYTES_PER_S, link_bandwidth
 from planner.formats.names import CODEC_NAMES, CODECS
@@ -15,9 +16,7 @@ from planner.options.numbers import is_count
 from planner.units import parse_bytes, parse_seconds
 
 if TYPE_CHECKING:
-    from planner.formats.cluster import Cluster
     from planner.formats.constraints import Constraints
-    from planner.formats.profile import Profile
 
 T = TypeVar("T")
 _LINKS = ("gpus", "topology", "bandwidth", "latency", "own_links", "no_overlap")  # in place of which stands --cluster
@@ -28,12 +27,8 @@ def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the group "cluster"; `cluster_of` reads it."""
     cluster = parser.add_argument_group("cluster", "--bandwidth with --gpus or --topology; or --cluster")
     cluster.add_argument("--gpus", type=int, metavar="N", help="number of GPUs (workers), all joined alike")
-    cluster.add_argument(
-        "--topology",
-        type=each(_size, "x"),
-        metavar="SIZES",
-        help="sizes of nested groups, inner to outer: 4x8 is 8 servers of 4 GPUs; ranks fill one server after another",
-    )
+    help = "sizes of nested groups, inner to outer: 4x8 is 8 servers of 4 GPUs; ranks fill one server after another"
+    cluster.add_argument("--topology", type=each(_size, "x"), metavar="SIZES", help=help)
     cluster.add_argument(
         "--bandwidth",
         type=each(link_bandwidth),
@@ -42,18 +37,10 @@ def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
         f"{', '.join(ACHIEVED_BYTES_PER_S)} are what such links achieve; with --topology one per level, inner to "
         "outer: nvlink4,100Gbps",
     )
-    cluster.add_argument(
-        "--latency",
-        type=each(parse_seconds),
-        metavar="TIME",
-        help="latency of a message: 50us, 0.1ms; with --topology one for all levels, or one per level (default: 0s)",
-    )
-    cluster.add_argument(
-        "--memory",
-        type=parse_bytes,
-        metavar="SIZE",
-        help="memory of each GPU: 16GB (10^9) or 16GiB (2^30) (default: that of the profiled GPU; unlimited for a CPU)",
-    )
+    help = "latency of a message: 50us, 0.1ms; with --topology one for all levels, or one per level (default: 0s)"
+    cluster.add_argument("--latency", type=each(parse_seconds), metavar="TIME", help=help)
+    help = "memory of each GPU: 16GB (10^9) or 16GiB (2^30) (default: that of the profiled GPU; unlimited for a CPU)"
+    cluster.add_argument("--memory", type=parse_bytes, metavar="SIZE", help=help)
     cluster.add_argument(
         "--kinds",
         type=_kinds,
@@ -61,16 +48,10 @@ def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
         help="where GPUs differ: how many there are of each kind of the profile, in the order of the ranks; with "
         "--topology ranks fill one server after another",
     )
-    cluster.add_argument(
-        "--own-links",
-        action="store_true",
-        help="with --topology: each GPU has its own link at every level (default: the GPUs of a server share one)",
-    )
-    cluster.add_argument(
-        "--no-overlap",
-        action="store_true",
-        help="messages do not overlap with computation: for CPU workers that use every core of their host",
-    )
+    help = "with --topology: each GPU has its own link at every level (default: the GPUs of a server share one)"
+    cluster.add_argument("--own-links", action="store_true", help=help)
+    help = "messages do not overlap with computation: for CPU workers that use every core of their host"
+    cluster.add_argument("--no-overlap", action="store_true", help=help)
     add_compress_argument(cluster, "none, or what --cluster says")
     cluster.add_argument(
         "--sequence-parallel",
@@ -78,12 +59,8 @@ def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
         help="price groups of --tensor that divide by tokens what each rank would compute whole, as Megatron does; "
         "plan train does not run such plans",
     )
-    cluster.add_argument(
-        "--cluster",
-        type=Path,
-        metavar="FILE",
-        help="cluster.json, in place of the arguments above except --memory, --compress and --sequence-parallel",
-    )
+    help = "cluster.json, in place of the arguments above except --memory, --compress and --sequence-parallel"
+    cluster.add_argument("--cluster", type=Path, metavar="FILE", help=help)
 
 
 def add_compress_argument(parser: argparse._ActionsContainer, default: str = "none") -> None:
@@ -93,16 +70,27 @@ def add_compress_argument(parser: argparse._ActionsContainer, default: str = "no
     parser.add_argument("--compress", choices=CODEC_NAMES, help=text)
 
 
-def cluster_of(args: argparse.Namespace, profile: Profile) -> Cluster:
+def cluster_of(args: argparse.Namespace, profile: planner.Profile) -> planner.Cluster:
     """Return the cluster that the arguments describe, with what the profile says of its kinds of GPUs.
 
     Raises:
         ClusterError: when they do not describe one.
     """
-    from planner.formats.cluster import DeviceKind
+    from planner.formats.cluster import DeviceKind, load_cluster
     from planner.formats.device_kinds import cluster_for
 
-    cluster = _links(args, profile)
+    memory_bytes = args.memory
+    # A CPU's memory is the whole machine's, which says little about one worker; each of several kinds has its own.
+    if args.memory is None and profile.device.kind != "cpu" and not profile.kinds:
+        memory_bytes = profile.device.memory_bytes
+    if args.cluster is not None:
+        refuse(args, "cluster", *_LINKS)
+        cluster = load_cluster(args.cluster)
+        if args.memory is not None or cluster.memory_bytes is None:
+            cluster = cluster.model_copy(update={"memory_bytes": memory_bytes})
+    else:
+        cluster = _linked(args, memory_bytes)
+    changes: dict[str, object] = {}
     if args.kinds is not None:
         counts = [count for _, count in args.kinds]
         if sum(counts) != cluster.gpus:
@@ -110,61 +98,35 @@ def cluster_of(args: argparse.Namespace, profile: Profile) -> Cluster:
                 f"the kinds are {' + '.join(map(str, counts))} GPUs, and the cluster has {cluster.gpus}",
                 hint="give `kinds` as many GPUs as `gpus` or `topology`",
             )
-        kinds = tuple(DeviceKind(name=name, count=count) for name, count in args.kinds)
-        cluster = cluster.model_copy(update={"kinds": kinds})
+        changes["kinds"] = tuple(DeviceKind(name=name, count=count) for name, count in args.kinds)
     if args.compress is not None:
-        cluster = cluster.model_copy(update={"compress": args.compress})
+        changes["compress"] = args.compress
     if args.sequence_parallel:
-        cluster = cluster.model_copy(update={"sequence_parallel": True})
-    return cluster_for(profile, cluster)
+        changes["sequence_parallel"] = True
+    return cluster_for(profile, cluster.model_copy(update=changes))
 
 
-def _links(args: argparse.Namespace, profile: Profile) -> Cluster:
-    """Return the cluster without the kinds that the arguments name."""
-    from planner.formats.cluster import flat_cluster, hierarchical_cluster, load_cluster
+def _linked(args: argparse.Namespace, memory_bytes: int | None) -> planner.Cluster:
+    """Return the cluster of the links that the arguments describe."""
+    from planner.formats.cluster import hierarchical_cluster
 
-    memory_bytes = _memory(args.memory, profile)
-    if args.cluster is not None:
-        refuse(args, "cluster", *_LINKS)
-        cluster = load_cluster(args.cluster)
-        if args.memory is None and cluster.memory_bytes is not None:
-            return cluster
-        return cluster.model_copy(update={"memory_bytes": memory_bytes})
     if args.bandwidth is None:
         raise ClusterError("the cluster has no bandwidth", hint="give --bandwidth 10Gbps, or --cluster cluster.json")
+    latencies, overlap = args.latency or [0.0], not args.no_overlap
     if args.topology is not None:
         refuse(args, "topology", "gpus")
-        latencies = args.latency or [0.0]
-        return hierarchical_cluster(
-            args.topology,
-            args.bandwidth,
-            memory_bytes,
-            latencies * len(args.topology) if len(latencies) == 1 else latencies,
-            shared=not args.own_links,
-            overlap=not args.no_overlap,
-        )
+        if len(latencies) == 1:
+            latencies = latencies * len(args.topology)
+        links = args.topology, args.bandwidth, memory_bytes, latencies
+        return hierarchical_cluster(*links, shared=not args.own_links, overlap=overlap)
     if args.gpus is None:
-        raise ClusterError(
-            "the cluster has no number of GPUs", hint="give --gpus 8, --topology 4x2, or --cluster cluster.json"
-        )
+        hint = "give --gpus 8, --topology 4x2, or --cluster cluster.json"
+        raise ClusterError("the cluster has no number of GPUs", hint=hint)
     refuse(args, "gpus", "own_links")
-    for values, what in ((args.bandwidth, "--bandwidth"), (args.latency or [0.0], "--latency")):
+    for values, what in ((args.bandwidth, "--bandwidth"), (latencies, "--latency")):
         if len(values) != 1:
             raise ClusterError(f"{what} has {len(values)} values for one level", hint="name the levels with --topology")
-    return flat_cluster(
-        args.gpus,
-        args.bandwidth[0],
-        memory_bytes,
-        args.latency[0] if args.latency else 0.0,
-        overlap=not args.no_overlap,
-    )
-
-
-def _memory(asked: int | None, profile: Profile) -> int | None:
-    # A CPU's memory is the whole machine's, which says little about one worker.
-    if asked is not None or profile.device.kind == "cpu" or profile.kinds:  # then each kind has its own
-        return asked
-    return profile.device.memory_bytes
+    return planner.flat_cluster(args.gpus, args.bandwidth[0], memory_bytes, latencies[0], overlap=overlap)
 
 
 def _kinds(text: str) -> list[tuple[str, int]]:
@@ -198,33 +160,15 @@ def each(parse: Callable[[str], T], separator: str = ",") -> Callable[[str], lis
 def add_constraint_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the group "constraints"; `constraints_of` reads it."""
     group = parser.add_argument_group("constraints", "layers are named as in the profile; each option may be repeated")
-    group.add_argument(
-        "--pin",
-        action="append",
-        default=[],
-        metavar="LAYER=STAGE",
-        help="put the layer in that stage, counted from 0",
-    )
-    group.add_argument(
-        "--pin-gpu",
-        action="append",
-        default=[],
-        metavar="LAYER=RANK",
-        help="run the layer on the GPU of that rank, in a cluster whose GPUs differ",
-    )
-    group.add_argument(
-        "--colocate", action="append", default=[], metavar="LAYER,LAYER", help="keep these layers in one stage"
-    )
-    group.add_argument(
-        "--forbid-cut-after",
-        action="append",
-        default=[],
-        metavar="LAYER",
-        help="keep the layer in one stage with the next one in the profile",
-    )
-    group.add_argument(
-        "--constraints", type=Path, metavar="FILE", help="constraints.json, in place of the arguments above"
-    )
+    for flag, metavar, help in (
+        ("--pin", "LAYER=STAGE", "put the layer in that stage, counted from 0"),
+        ("--pin-gpu", "LAYER=RANK", "run the layer on the GPU of that rank, in a cluster whose GPUs differ"),
+        ("--colocate", "LAYER,LAYER", "keep these layers in one stage"),
+        ("--forbid-cut-after", "LAYER", "keep the layer in one stage with the next one in the profile"),
+    ):
+        group.add_argument(flag, action="append", default=[], metavar=metavar, help=help)
+    help = "constraints.json, in place of the arguments above"
+    group.add_argument("--constraints", type=Path, metavar="FILE", help=help)
 
 
 def constraints_of(args: argparse.Namespace) -> Constraints:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import planner
 from planner.cli.arguments import (
     PLAN,
     PROFILE,
     UNCHUNKED,
     Verbs,
+    add_folder_argument,
     add_options,
     add_rule_arguments,
     declare,
@@ -26,10 +27,6 @@ from planner.options.solving import SolveOptions
 from planner.profiler.estimated.devices import DEVICES
 from planner.schedule.one_stage import FLUSH
 from planner.units import parse_bytes
-
-if TYPE_CHECKING:
-    from planner.formats.cluster import Cluster
-    from planner.formats.profile import Profile
 
 USUAL = f"{FLUSH}, whose gradients are never late"
 GPU, PER_SERVER = "a100-80gb", 8
@@ -55,20 +52,14 @@ NEXT = """\
 
 def add_parser(verbs: Verbs) -> None:
     """Declare the verb's arguments."""
-    parser = declare(
-        verbs, "fit", "from a model's name: does it fit, how to split it, how fast is it", DESCRIPTION, run
-    )
-    parser.add_argument(
-        "model", help="llama-7b, gpt2-xl, ...; a class of transformers; its config.json; or a model file"
-    )
+    summary = "from a model's name: does it fit, how to split it, how fast is it"
+    parser = declare(verbs, "fit", summary, DESCRIPTION, run)
+    help = "llama-7b, gpt2-xl, ...; a class of transformers; its config.json; or a model file"
+    parser.add_argument("model", help=help)
     parser.add_argument("--gpus", type=at_least(1), required=True, metavar="N", help="number of GPUs")
     parser.add_argument("--gpu", choices=list(DEVICES), default=GPU, help="kind of GPU (default: %(default)s)")
-    parser.add_argument(
-        "--servers",
-        type=at_least(1),
-        metavar="N",
-        help=f"servers that the GPUs are divided over (default: {PER_SERVER} GPUs in each)",
-    )
+    help = f"servers that the GPUs are divided over (default: {PER_SERVER} GPUs in each)"
+    parser.add_argument("--servers", type=at_least(1), metavar="N", help=help)
     parser.add_argument(
         "--bandwidth",
         type=each(link_bandwidth),
@@ -76,63 +67,51 @@ def add_parser(verbs: Verbs) -> None:
         help="of each GPU's link inside a server, and with several servers also of each server's: nvlink4,100Gbps "
         f"(default: what such GPUs usually have, and {BETWEEN_SERVERS} between servers)",
     )
-    parser.add_argument(
-        "--memory", type=parse_bytes, metavar="SIZE", help="memory of each GPU (default: that of its kind)"
-    )
+    help = "memory of each GPU (default: that of its kind)"
+    parser.add_argument("--memory", type=parse_bytes, metavar="SIZE", help=help)
     add_compress_argument(parser)
     parser.add_argument("--length", type=at_least(1), metavar="N", help="tokens of a sample (default: up to 2048)")
-    parser.add_argument(
-        "--batch-size",
-        type=at_least(1),
-        metavar="N",
-        help=f"samples of a microbatch (default: as many as have {TOKENS} tokens, or {SAMPLES})",
-    )
+    help = f"samples of a microbatch (default: as many as have {TOKENS} tokens, or {SAMPLES})"
+    parser.add_argument("--batch-size", type=at_least(1), metavar="N", help=help)
     add_options(parser, SolveOptions, "minibatch")
-    parser.add_argument(
-        "--dtype", default="bfloat16", help="of products, under autocast; weights are float32 (default: %(default)s)"
-    )
+    help = "of products, under autocast; weights are float32 (default: %(default)s)"
+    parser.add_argument("--dtype", default="bfloat16", help=help)
     add_options(parser, SolveOptions, "schedule", choices=UNCHUNKED, default=FLUSH.name, told=USUAL)
     add_rule_arguments(parser)
-    parser.add_argument(
-        "-o",
-        "--output",
-        dest="place",
-        type=Path,
-        metavar="DIR",
-        help="folder for model.py, profile.json and plan.json (default: the model's name; for a model file, its own)",
-    )
+    help = "folder for model.py, profile.json and plan.json (default: the model's name; for a model file, its own)"
+    add_folder_argument(parser, help)
 
 
 def run(args: argparse.Namespace) -> int:
     """Estimate, solve, save, and print the answer."""
     from planner.analysis.fit import fit
     from planner.catalog.models import find_model
-    from planner.formats.plan import save_plan
-    from planner.formats.profile import save_profile
     from planner.report.tables.fit import fit_report
 
     per_server = _per_server(args)
     with patience_of(args) as patience:
-        tokens = None
-        if args.model.endswith(".py"):
-            path = Path(args.model)
-            folder = args.place or path.parent
-        else:
+        path, tokens = Path(args.model), None
+        folder = args.place or path.parent
+        if path.suffix != ".py":
             model = find_model(args.model)
             tokens = model.tokens(args.length)
             folder = args.place or Path(model.name)
             path = model.write(folder, tokens)
-        profile = _estimated(args, path, tokens)
-        save_profile(profile, folder / PROFILE)
-
-        def cluster_of(gpus: int) -> Cluster:
-            return _cluster(args, profile, gpus, per_server).model_copy(update={"compress": args.compress or "none"})
-
-        answer = fit(profile, args.gpus, cluster_of, options_of(args), patience)
+        size = args.batch_size or (SAMPLES if tokens is None else max(1, TOKENS // tokens))
+        profile = planner.estimate(path, device=args.gpu, batch_size=size, dtype=args.dtype)
+        planner.save_profile(profile, folder / PROFILE)
+        memory_bytes = args.memory or profile.device.memory_bytes
+        answer = fit(
+            profile,
+            args.gpus,
+            lambda gpus: _cluster(args, memory_bytes, gpus, per_server),
+            options_of(args),
+            patience,
+        )
     print_answer(answer, args.json, fit_report)
     if answer.asked.plan is None:
         return InfeasibleError.exit_code
-    save_plan(answer.asked.plan, folder / PLAN)
+    planner.save_plan(answer.asked.plan, folder / PLAN)
     print_progress("\n" + NEXT.format(folder=folder, files=f"{path.name}, {PROFILE} and {PLAN}"))
     return 0
 
@@ -146,27 +125,20 @@ def _per_server(args: argparse.Namespace) -> int:
             hint="give one for GPUs in one server, else two, inside a server and between servers: nvlink4,100Gbps",
         )
     if args.gpus % servers:
-        raise ClusterError(
-            f"{args.gpus} GPUs are not divided evenly over {servers} servers", hint="give another number of `servers`"
-        )
+        uneven = f"{args.gpus} GPUs are not divided evenly over {servers} servers"
+        raise ClusterError(uneven, hint="give another number of `servers`")
     return int(args.gpus // servers)
 
 
-def _estimated(args: argparse.Namespace, path: Path, tokens: int | None) -> Profile:
-    from planner.api import estimate
-
-    size = args.batch_size or (SAMPLES if tokens is None else max(1, TOKENS // tokens))
-    return estimate(path, device=args.gpu, batch_size=size, dtype=args.dtype)
-
-
-def _cluster(args: argparse.Namespace, profile: Profile, gpus: int, per_server: int) -> Cluster:
+def _cluster(args: argparse.Namespace, memory_bytes: int | None, gpus: int, per_server: int) -> planner.Cluster:
     """Return so many GPUs in as few servers of up to that size as hold equally many."""
-    from planner.formats.cluster import flat_cluster, hierarchical_cluster
+    from planner.formats.cluster import hierarchical_cluster
 
-    memory_bytes = args.memory or profile.device.memory_bytes
-    rates = args.bandwidth or [link_bandwidth(usual_link(args.gpu)), link_bandwidth(BETWEEN_SERVERS)]
+    rates = args.bandwidth or [link_bandwidth(usual_link(args.gpu))]
     if gpus <= per_server:  # only one level: fewer GPUs than were asked about, or all in one server
-        return flat_cluster(gpus, rates[0], memory_bytes)
-    between = rates[1] if len(rates) > 1 else link_bandwidth(BETWEEN_SERVERS)
-    servers = next(count for count in range(-(-gpus // per_server), gpus + 1) if gpus % count == 0)
-    return hierarchical_cluster([gpus // servers, servers], [rates[0], between], memory_bytes)
+        cluster = planner.flat_cluster(gpus, rates[0], memory_bytes)
+    else:
+        servers = next(count for count in range(-(-gpus // per_server), gpus + 1) if gpus % count == 0)
+        between = rates[1] if len(rates) > 1 else link_bandwidth(BETWEEN_SERVERS)
+        cluster = hierarchical_cluster([gpus // servers, servers], [rates[0], between], memory_bytes)
+    return cluster.model_copy(update={"compress": args.compress or "none"})

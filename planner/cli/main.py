@@ -11,29 +11,28 @@ import re
 import select
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from difflib import get_close_matches
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from planner.cli import (
-    alternatives,
-    export,
-    fit,
-    price,
-    profile,
-    quickstart,
-    report,
-    selftest,
-    show,
-    simulate,
-    solve,
-    train,
-)
+from planner.cli import alternatives, fit, price, profile, solve, this_machine, train, views
 from planner.cli.output import print_complaint, print_failure, try_outputs
 from planner.errors import InputError, PlannerError
 
 # In the order in which help lists them.
-VERBS = (profile, solve, fit, price, show, alternatives, simulate, report, train, export, quickstart, selftest)
+VERBS: tuple[Callable[[Any], None], ...] = (
+    profile.add_parser,
+    solve.add_parser,
+    fit.add_parser,
+    price.add_parser,
+    views.add_show,
+    alternatives.add_parser,
+    views.add_simulate,
+    views.add_report,
+    train.add_train,
+    train.add_exports,
+    this_machine.add_parser,
+)
 
 DESCRIPTION = """\
 Automatic pipeline-parallel training in PyTorch: measure a model, find its fastest split into stages and replicas over
@@ -80,19 +79,13 @@ class _Version(argparse.Action):
 
 def build_parser() -> Parser:
     """Return the parser of the whole command line."""
-    parser = Parser(
-        prog="plan",
-        description=DESCRIPTION,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument(
-        "--version", action=_Version, nargs=0, help="show the versions of plan, Python and torch, and the devices here"
-    )
+    style = argparse.RawDescriptionHelpFormatter
+    parser = Parser(prog="plan", description=DESCRIPTION, epilog=EPILOG, formatter_class=style, allow_abbrev=False)
+    help = "show the versions of plan, Python and torch, and the devices here"
+    parser.add_argument("--version", action=_Version, nargs=0, help=help)
     subparsers = parser.add_subparsers(title="verbs", metavar="VERB", dest="verb", required=True)
-    for verb in VERBS:
-        verb.add_parser(subparsers)
+    for add_verb in VERBS:
+        add_verb(subparsers)
     for each in subparsers.choices.values():
         if "--json" not in each._option_string_actions:
             each.add_argument("--json", action="store_true", help="print the answer as JSON, files by their names")
@@ -100,11 +93,7 @@ def build_parser() -> Parser:
     for each in (parser, *subparsers.choices.values()):
         each._negative_number_matcher = _NEGATIVE
         each.add_argument(
-            "-v",
-            action="count",
-            dest="verbosity",
-            default=argparse.SUPPRESS,
-            help="-vv shows tracebacks",
+            "-v", action="count", dest="verbosity", default=argparse.SUPPRESS, help="-vv shows tracebacks"
         )
     return parser
 

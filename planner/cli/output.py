@@ -1,9 +1,10 @@
-"""Print answers on stdout, and all else on stderr, with arguments shown as flags."""
+"""Print answers on stdout and all else on stderr, with the arguments that messages name in backticks as flags."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 import threading
 import time
@@ -12,9 +13,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from planner.cli.flags import as_flags
-from planner.errors import PlannerError
-from planner.options.solving import Progress
+from planner.errors import InputError, PlannerError
+from planner.options.option import flag_of, options_in
+from planner.options.profiling import EstimateArguments, ProfileOptions
+from planner.options.solving import Progress, SolveOptions
+from planner.options.training import CheckpointOptions, RunOptions, TrainArguments, TrainingOptions
 from planner.terminal import ProgressLine
 from planner.units import format_seconds
 
@@ -23,10 +26,73 @@ if TYPE_CHECKING:
 
     Answer = TypeVar("Answer", bound=BaseModel)
 
+_ARGUMENT = re.compile(r"`([a-z][a-z0-9_]*)(?:=([^`]*))?`")
+_PLAIN_NUMBER = re.compile(r"[0-9][0-9_.]*(e[+-]?[0-9]+)?")
+# Flags that belong to no record of options: what a verb reads, writes and shows, and the cluster.
+_OWN = """
+    against bandwidth by cluster colocate compress constraints estimate forbid_cut_after format given gpu gpus json
+    kinds latency length links memory minibatches model no_overlap only output own_links pin pin_gpu plan plot
+    points profile replicas sequence_parallel servers skip stages to top topology verify workers
+"""
+# Names of Python parameters that differ from the flag's, and the unit that the flag wants after a plain number.
+_OTHER_NAMES = {
+    "bandwidth_bytes_per_s": ("--bandwidth", "B/s"),
+    "gpu_of": ("--pin-gpu", ""),
+    "latency_s": ("--latency", "s"),
+    "measured": ("--run", ""),
+    "memory_bytes": ("--memory", "B"),
+    "no_cut_after": ("--forbid-cut-after", ""),
+    "place": ("--output", ""),
+    "sizes": ("--topology", ""),
+    "stage_of": ("--pin", ""),
+    "system": ("--to", ""),
+    "together": ("--colocate", ""),
+}
+_TRAINING = (TrainArguments, TrainingOptions, CheckpointOptions, RunOptions)
+_RECORDS = (SolveOptions, ProfileOptions, EstimateArguments, *_TRAINING)
+_OPTIONS = {each.name: option for record in _RECORDS for each, option in options_in(record)}
+FLAGS = {name: (f"--{name.replace('_', '-')}", "") for name in _OWN.split()} | _OTHER_NAMES
+FLAGS |= {name: (flag, option.unit) for name, option in _OPTIONS.items() if (flag := flag_of(name, option))}
+# What stands for False.
+NEGATIONS = {"overlap": "--no-overlap", "shared": "--own-links"}
+NEGATIONS |= {name: option.negation for name, option in _OPTIONS.items() if option.negation}
+
 STDOUT = Path("-")  # in place of a file's name
 QUIET_S = 2.0  # before anything is shown
 EVERY_S = 0.5  # on a terminal, whose line is rewritten
 SELDOM_S = 10.0  # elsewhere, where every line stays
+
+
+def as_flags(text: str) -> str:
+    """Replace each argument in backticks by its flag: "`accumulate=0`" becomes "--accumulate 0".
+
+    A boolean becomes its flag alone: "`scale_lr`" and "`scale_lr=True`" are both "--scale-lr". Other text in backticks
+    stays as it is.
+    """
+    return _ARGUMENT.sub(_flag, text)
+
+
+def _flag(argument: re.Match[str]) -> str:
+    name, value = argument[1], argument[2]
+    if name in NEGATIONS and value == "False":
+        return NEGATIONS[name]
+    flag, unit = FLAGS.get(name, (argument[0], ""))
+    if value in (None, "True") or name not in FLAGS:
+        return flag
+    return f"{flag} {value}{unit if _PLAIN_NUMBER.fullmatch(value) else ''}"
+
+
+def given(args: argparse.Namespace, name: str) -> bool:
+    """Return whether the user gave the argument."""
+    return getattr(args, name) not in (None, False)
+
+
+def refuse(args: argparse.Namespace, chosen: str, *others: str, why: str = "") -> None:
+    """Refuse arguments that contradict the chosen one; raise InputError naming the first of them."""
+    for name in others:
+        if given(args, name):
+            what = f"`{name}` has no meaning with `{chosen}`{why}"
+            raise InputError(what, hint=f"leave out one of `{chosen}` and `{name}`")
 
 
 def print_answer(answer: Answer, as_json: bool, table: Callable[[Answer], str]) -> None:
@@ -87,13 +153,11 @@ def searching() -> Iterator[Progress]:
 
 def _watch(progress: Progress, done: threading.Event) -> None:
     line = ProgressLine() if sys.stderr.isatty() else None
-    wait_s = QUIET_S
-    while not done.wait(wait_s):
-        if line is None:
-            print_progress(progress_text(progress))
-        else:
-            line.show(progress_text(progress))
-        wait_s = SELDOM_S if line is None else EVERY_S
+    show, wait_s = (line.show, EVERY_S) if line is not None else (print_progress, SELDOM_S)
+    if not done.wait(QUIET_S):
+        show(progress_text(progress))
+        while not done.wait(wait_s):
+            show(progress_text(progress))
     if line is not None:
         line.clear()
 
@@ -102,11 +166,9 @@ def progress_text(progress: Progress) -> str:
     """Write the best plan so far, the bound, and how much time is left."""
     from planner.formats.plan_parts import short_config
 
-    parts = []
+    parts = ["no plan so far"]
     if progress.config:
-        parts.append(f"best so far {short_config(progress.config)}, {format_seconds(progress.best_s)} per minibatch")
-    else:
-        parts.append("no plan so far")
+        parts = [f"best so far {short_config(progress.config)}, {format_seconds(progress.best_s)} per minibatch"]
     if progress.bound_s > 0:
         parts.append(f"no plan takes less than {format_seconds(progress.bound_s)}")
     if progress.ends_at_s is not None:

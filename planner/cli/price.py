@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from planner.cli.arguments import PLAN, PROFILE, Verbs, add_options, declare
+import planner
+from planner.cli.arguments import (
+    PLAN,
+    Verbs,
+    add_options,
+    add_output_argument,
+    add_profile_argument,
+    declare,
+)
 from planner.cli.cluster import add_cluster_arguments, cluster_of
-from planner.cli.flags import refuse
-from planner.cli.output import print_answer, print_written
+from planner.cli.output import print_answer, print_written, refuse
 from planner.errors import InfeasibleError, InputError
 from planner.options.numbers import at_least, is_count
 from planner.options.solving import SolveOptions
@@ -17,9 +25,7 @@ from planner.schedule.instructions import CHUNKS
 from planner.schedule.registry import DEFAULT, find
 
 if TYPE_CHECKING:
-    from planner.formats.cluster import Cluster
-    from planner.formats.own_plan import OwnPlan, OwnStage
-    from planner.formats.profile import Profile
+    from planner.formats.own_plan import OwnStage
 
 DESCRIPTION = """\
 Price stages that you chose yourself, by the same costs and the same simulation as `plan solve`: what would my Megatron
@@ -36,15 +42,8 @@ def add_parser(verbs: Verbs) -> None:
     """Declare the verb's arguments."""
     parser = declare(verbs, "price", "price stages that you chose yourself", DESCRIPTION, run)
     add_cluster_arguments(parser)
-    parser.add_argument(
-        "--profile",
-        default=str(PROFILE),
-        metavar="FILE",
-        help="profile to read, or one for each kind of GPU, as in a100=a.json,t4=b.json (default: %(default)s)",
-    )
-    parser.add_argument(
-        "-o", "--output", type=Path, default=PLAN, metavar="FILE", help="file to write (default: %(default)s)"
-    )
+    add_profile_argument(parser)
+    add_output_argument(parser, PLAN)
     stages = parser.add_argument_group("stages", "--stages; or --given")
     stages.add_argument(
         "--stages",
@@ -73,25 +72,23 @@ def add_parser(verbs: Verbs) -> None:
     )
     add_options(stages, SolveOptions, "schedule")
     add_options(stages, SolveOptions, "microbatches", "chunks", type=at_least(1))
-    stages.add_argument(
-        "--given", type=Path, metavar="FILE", help="stages and schedule as JSON, in place of the arguments above"
-    )
+    help = "stages and schedule as JSON, in place of the arguments above"
+    stages.add_argument("--given", type=Path, metavar="FILE", help=help)
 
 
 def run(args: argparse.Namespace) -> int:
     """Price, save, and print the plan; raise InfeasibleError if it does not fit the memory."""
-    from planner.analysis.own_plan import missing_memory, price
+    from planner.analysis.own_plan import missing_memory
     from planner.analysis.usual_ways import with_baselines
     from planner.formats.importers import read_one_profile
-    from planner.formats.plan import save_plan
     from planner.report.tables.plan import plan_report
     from planner.solver.problem.budget import Patience
 
     profile = read_one_profile(args.profile)
     cluster = cluster_of(args, profile)
-    plan = price(profile, cluster, _own_plan(args, profile, cluster))
+    plan = planner.price(profile, cluster, _own_plan(args, profile, cluster))
     plan = with_baselines(profile, plan, Patience())
-    save_plan(plan, args.output)
+    planner.save_plan(plan, args.output)
     missing = missing_memory(plan)
     if not (missing and args.json):  # which prints one record: the plan, or why there is none
         print_answer(plan, args.json, plan_report)
@@ -101,21 +98,29 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _own_plan(args: argparse.Namespace, profile: Profile, cluster: Cluster) -> OwnPlan:
-    from planner.formats.own_plan import OwnPlan, load_own_plan
+def _own_plan(args: argparse.Namespace, profile: planner.Profile, cluster: planner.Cluster) -> planner.OwnPlan:
+    from planner.formats.own_plan import load_own_plan
 
     if args.given is not None:
         refuse(args, "given", *_STAGES, why=", which says so itself")
         return load_own_plan(args.given)
     if args.stages is None:
         raise InputError("there are no stages to price", hint="give --stages 4, or --given FILE")
-    chosen = {name: getattr(args, name) for name in ("microbatches", "chunks") if getattr(args, name) is not None}
     schedule = find(args.schedule or DEFAULT)
     stages = _stages(args.stages, profile)
     chunks = schedule.fixed_chunks or args.chunks or CHUNKS
     replicas = _replicas(args.replicas, len(stages), cluster.gpus * chunks // len(stages))
-    again = _recomputing(args.recompute, len(stages))
-    sharded = _sharded(args.shard_optimizer, [count for count, _ in replicas])
+    again = dict(_chosen("recompute", args.recompute, range(len(stages))))
+    several = [stage for stage, (count, _) in enumerate(replicas) if count > 1]
+    sharded = [stage for stage, _ in _chosen("shard-optimizer", args.shard_optimizer, several)]
+    for number in (*again, *sharded):
+        if number >= len(stages):
+            raise InputError(f"there is no stage {number}", hint=f"stages count from 0 to {len(stages) - 1}")
+    if alone := [number for number in sharded if number not in several]:
+        raise InputError(
+            f"stage {alone[0]} has one replica, which has nobody to divide the optimizer's state with",
+            hint="give it --replicas 2 or more",
+        )
     described = tuple(
         stage.model_copy(
             update={
@@ -127,12 +132,12 @@ def _own_plan(args: argparse.Namespace, profile: Profile, cluster: Cluster) -> O
         )
         for number, (stage, (count, degree)) in enumerate(zip(stages, replicas, strict=True))
     )
-    return OwnPlan(stages=described, schedule=schedule, **chosen)
+    chosen = {name: getattr(args, name) for name in ("microbatches", "chunks") if getattr(args, name) is not None}
+    return planner.OwnPlan(stages=described, schedule=schedule, **chosen)
 
 
-def _stages(text: str, profile: Profile) -> list[OwnStage]:
+def _stages(text: str, profile: planner.Profile) -> list[OwnStage]:
     from planner.analysis.own_plan import equal_stages, stages_ending_at
-    from planner.formats.own_plan import OwnStage
 
     parts = text.split(",")
     if not all(is_count(part) for part in parts):
@@ -141,58 +146,29 @@ def _stages(text: str, profile: Profile) -> list[OwnStage]:
         return equal_stages(profile, int(text))
     if "0" in parts:
         raise InputError(f"--stages {text} has a stage without blocks", hint="give each stage at least one block")
-    return [OwnStage(blocks=int(part)) for part in parts]
+    return [planner.OwnStage(blocks=int(part)) for part in parts]
 
 
 def _replicas(text: str | None, stages: int, possible: int) -> list[tuple[int, int]]:
     """Return the replicas of each stage, and the ranks of each of them."""
-    parts = [part.partition("x") for part in (str(max(1, possible)) if text is None else text).split(",")]
-    counts = _numbers("replicas", ",".join(count for count, _, _ in parts), text or "")
-    degrees = _numbers("replicas", ",".join(degree if times else "1" for _, times, degree in parts), text or "")
-    if len(counts) not in (1, stages) or 0 in (*counts, *degrees):
+    if text is None:
+        return [(max(1, possible), 1)] * stages
+    parts = [part.partition("x") for part in text.split(",")]
+    pairs = [(count, degree if times else "1") for count, times, degree in parts]
+    if not all(is_count(number) and int(number) for pair in pairs for number in pair) or len(pairs) not in (1, stages):
         raise InputError(
             f"--replicas {text} does not say how many replicas each of {stages} stages has",
-            hint=f"give one number for all, or {stages} numbers, each 1 or more",
+            hint=f"give one number for all, or {stages} numbers, each 1 or more: --replicas 2,1,1",
         )
-    return list(zip(counts, degrees, strict=True)) * (stages if len(counts) == 1 else 1)
+    return [(int(count), int(degree)) for count, degree in pairs] * (stages if len(pairs) == 1 else 1)
 
 
-def _recomputing(text: str | None, stages: int) -> dict[int, bool | int]:
-    """Return what recomputes of the stages that do: True for all, or the number of units."""
-    found: dict[int, bool | int] = {}
+def _chosen(flag: str, text: str | None, all_stages: Iterable[int]) -> Iterator[tuple[int, bool | int]]:
+    """Yield the stages that "all" or "0,1:4" names, each with what follows its colon, or True."""
     for part in text.split(",") if text is not None else ():
         which, colon, units = part.partition(":")
-        if colon and not (is_count(units) and int(units)):
-            raise InputError(f"--recompute {text} is no list of stages", hint="for example: --recompute 0,1:4")
-        for stage in range(stages) if which == "all" else _numbers("recompute", which):
-            found[_existing(stage, stages, "recompute")] = int(units) if colon else True
-    return found
-
-
-def _sharded(text: str | None, replicas: list[int]) -> set[int]:
-    """Return the numbers of the stages whose optimizer is sharded."""
-    if text is None:
-        return set()
-    if text == "all":
-        return {stage for stage, count in enumerate(replicas) if count > 1}
-    numbers = {_existing(stage, len(replicas), "shard") for stage in _numbers("shard-optimizer", text)}
-    if alone := [stage for stage in numbers if replicas[stage] == 1]:
-        raise InputError(
-            f"stage {alone[0]} has one replica, which has nobody to divide the optimizer's state with",
-            hint="give it --replicas 2 or more",
-        )
-    return numbers
-
-
-def _existing(stage: int, stages: int, purpose: str) -> int:
-    if stage >= stages:
-        raise InputError(f"there is no stage {stage} to {purpose}", hint=f"stages count from 0 to {stages - 1}")
-    return stage
-
-
-def _numbers(name: str, text: str, given: str = "") -> list[int]:
-    """Return the numbers of a list; an error names it, or what it was `given` as."""
-    parts = text.split(",")
-    if not all(is_count(part) for part in parts):
-        raise InputError(f"--{name} {given or text} is no list of numbers", hint=f"for example: --{name} 2,1,1")
-    return [int(part) for part in parts]
+        has_units = flag == "recompute" and is_count(units) and int(units) > 0
+        if not (which == "all" or is_count(which)) or (colon and not has_units):
+            raise InputError(f"--{flag} {text} is no list of stages", hint=f"for example: --{flag} 0,1, or all")
+        for stage in all_stages if which == "all" else [int(which)]:
+            yield stage, int(units) if colon else True

@@ -6,9 +6,18 @@ import argparse
 import sys
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, get_args
+from typing import Any, NoReturn, get_args
 
-from planner.cli.arguments import PROFILE, Verbs, add_options, declare, given_options, profile_path
+import planner
+from planner.cli.arguments import (
+    PROFILE,
+    Verbs,
+    add_options,
+    add_output_argument,
+    declare,
+    given_options,
+    profile_path,
+)
 from planner.cli.output import print_answer, print_written
 from planner.errors import InputError
 from planner.formats.names import DeviceType
@@ -17,9 +26,6 @@ from planner.options.profiling import BATCH_SIZE, EstimateArguments, ProfileOpti
 from planner.options.training import TrainArguments
 from planner.profiler.estimated.devices import DEVICES
 from planner.terminal import ProgressLine
-
-if TYPE_CHECKING:
-    from planner.formats.profile import Profile
 
 DESCRIPTION = """\
 Measure what each layer of the model costs in training on this device: the times of forward, backward and update, the
@@ -45,12 +51,9 @@ _ONLY_ESTIMATES = ("calibrate", "device_file", "master_weights", "cuda_graph")
 def add_parser(verbs: Verbs) -> None:
     """Declare the verb's arguments."""
     parser = declare(verbs, "profile", "measure what each layer of a model costs on this device", DESCRIPTION, run)
-    parser.add_argument(
-        "model", nargs="?", help="model file, or model.py:builder for another function than build_model"
-    )
-    several = (
-        "; several, such as 8,16,32, write profile-b8.json and so on, for `plan solve --batch-size` to choose among"
-    )
+    help = "model file, or model.py:builder for another function than build_model"
+    parser.add_argument("model", nargs="?", help=help)
+    several = "; several, such as 8,16,32, write profile-b8.json and so on, for `plan solve --batch-size` to take"
     add_options(parser, ProfileOptions, "batch_size", more=several, type=batch_sizes)
     estimated = f"; with --estimate {', '.join(DEVICES)}, where cpu is one core, or several with commas between: "
     estimated += "v100,t4 writes profile-v100.json and profile-t4.json"
@@ -60,31 +63,20 @@ def add_parser(verbs: Verbs) -> None:
     add_options(parser, ProfileOptions, "memory_format", choices=[CONTIGUOUS, "channels-last"])
     add_options(parser, ProfileOptions, "compiled", "deterministic", "tensor")
     estimates = parser.add_argument_group("estimates")
-    estimates.add_argument(
-        "--estimate", action="store_true", help="estimate instead of measuring; the model is run without data"
-    )
+    help = "estimate instead of measuring; the model is run without data"
+    estimates.add_argument("--estimate", action="store_true", help=help)
     add_options(estimates, EstimateArguments, "calibrate", action="append", type=Path)
     add_options(estimates, EstimateArguments, *_ONLY_ESTIMATES[1:])
     add_options(parser.add_argument_group("measuring"), ProfileOptions, "seconds", "repeats", "layer_by_layer")
     links = parser.add_argument_group("links")
-    links.add_argument(
-        "--links",
-        action="store_true",
-        help="measure the links between the workers that torchrun started, instead of a model, and write cluster.json",
-    )
+    help = "measure the links between the workers that torchrun started, instead of a model, and write cluster.json"
+    links.add_argument("--links", action="store_true", help=help)
     add_options(links, TrainArguments, "backend")
-    parser.add_argument(
-        "-o",
-        "--output",
-        type=Path,
-        metavar="FILE",
-        help=f"file to write (default: {PROFILE}; with --links cluster.json)",
-    )
+    add_output_argument(parser, told=f"{PROFILE}; with --links cluster.json")
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure, save, and print the profile."""
-    from planner.formats.profile import save_profile
     from planner.report.tables.profile import profile_report
 
     if args.links:
@@ -94,17 +86,16 @@ def run(args: argparse.Namespace) -> int:
     output = args.output or PROFILE
     devices = args.device.split(",") if args.estimate and args.device else [args.device]
     sizes = args.batch_size or [BATCH_SIZE]
-    several = len(sizes) * len(devices) > 1
     profiles = []
     for device, size in product(devices, sizes):
         profiles.append(_estimated(args, device, size) if args.estimate else _measured(args, size))
         path = profile_path(output, size) if len(sizes) > 1 else output
         path = path.with_name(f"{path.stem}-{device}{path.suffix}") if len(devices) > 1 else path
-        save_profile(profiles[-1], path)
+        planner.save_profile(profiles[-1], path)
         print_written(path)
     if args.json:
         texts = [profile.model_dump_json(indent=1) for profile in profiles]
-        print(f"[{','.join(texts)}]" if several else texts[0])
+        print(f"[{','.join(texts)}]" if len(texts) > 1 else texts[0])
     else:
         print("\n\n".join(map(profile_report, profiles)))
     return 0
@@ -131,33 +122,31 @@ def _run_links(args: argparse.Namespace) -> NoReturn:
     end_process(0)
 
 
-def _measured(args: argparse.Namespace, batch_size: int) -> Profile:
-    from planner.api import profile
+def _measured(args: argparse.Namespace, batch_size: int) -> planner.Profile:
     from planner.profiler.this_machine import keep_freed_pages
 
     for name in _ONLY_ESTIMATES:
         if getattr(args, name):
             raise InputError(f"`{name}` is for estimates", hint=f"add `estimate`, or leave out `{name}`")
     keep_freed_pages()  # as the workers do
-    line = ProgressLine() if sys.stderr.isatty() else None
-    progress = None if line is None else lambda phase, done: line.show(f"{phase} {done:.0%}")
+    options = _options(ProfileOptions, args, batch_size)
+    if not sys.stderr.isatty():
+        return planner.profile(args.model, **options)
+    line = ProgressLine()
     try:
-        return profile(args.model, **_options(ProfileOptions, args, batch_size) | {"progress": progress})
+        return planner.profile(args.model, **options, progress=lambda phase, done: line.show(f"{phase} {done:.0%}"))
     finally:
-        if line is not None:
-            line.clear()
+        line.clear()
 
 
-def _estimated(args: argparse.Namespace, device: str | None, batch_size: int) -> Profile:
-    from planner.api import estimate
-
+def _estimated(args: argparse.Namespace, device: str | None, batch_size: int) -> planner.Profile:
     for option, number in (("--threads", args.threads), ("--processes", args.processes)):
         if number not in (None, 1):
             raise InputError(f"{option} {number} cannot be estimated", hint="a CPU is estimated as one core")
     if args.deterministic:
         raise InputError("--deterministic cannot be estimated", hint="measure on the device")
     device = device or (None if args.device_file is not None else "cpu")
-    return estimate(args.model, **_options(EstimateArguments, args, batch_size) | {"device": device})
+    return planner.estimate(args.model, **_options(EstimateArguments, args, batch_size) | {"device": device})
 
 
 def _options(record: type, args: argparse.Namespace, batch_size: int) -> dict[str, Any]:

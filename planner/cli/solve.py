@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import planner
 from planner.cli.arguments import (
     PLAN,
-    PROFILE,
     Verbs,
     add_options,
+    add_output_argument,
+    add_profile_argument,
     add_rule_arguments,
     declare,
     patience_of,
@@ -19,17 +22,13 @@ from planner.cli.arguments import (
     read_options,
 )
 from planner.cli.cluster import add_cluster_arguments, add_constraint_arguments, cluster_of, constraints_of
-from planner.cli.flags import as_flags
-from planner.cli.output import print_answer, print_complaint, print_written
+from planner.cli.output import as_flags, print_answer, print_complaint, print_written
 from planner.errors import InputError, PlannerError
 from planner.options.numbers import batch_sizes
 from planner.options.solving import SolveOptions
 from planner.schedule.registry import DEFAULT, NAMES
 
 if TYPE_CHECKING:
-    from planner.formats.cluster import Cluster
-    from planner.formats.plan import Plan
-    from planner.formats.profile import Profile
     from planner.solver.problem.budget import Patience
 
 # Shares of the time left: for the search, and then for the best synchronous plan; the rest is for what people use.
@@ -50,7 +49,13 @@ def add_parser(verbs: Verbs) -> None:
     parser = declare(verbs, "solve", "find the fastest plan for a profile and a cluster", DESCRIPTION, run)
     add_cluster_arguments(parser)
     add_constraint_arguments(parser)
-    _add_file_arguments(parser)
+    several = "; or several of one model at different batch sizes, with commas between, to choose among"
+    add_profile_argument(parser, several)
+    help = "choose among the profiles that `plan profile --batch-size N,N` wrote beside --profile"
+    parser.add_argument("--batch-size", type=batch_sizes, metavar="N,N", help=help)
+    add_output_argument(parser, PLAN)
+    help = "model file: run each stage of the plan by itself on this machine, and compare its time with the sum of "
+    parser.add_argument("--verify", metavar="MODEL", help=f"{help}its layers' times")
     every = "; auto or all: compare all but naive, and take the fastest per sample"
     add_options(parser, SolveOptions, "schedule", choices=[*NAMES, *ALL], more=every)
     sizes = "; with several batch sizes, those of the smallest size, and the others make as large a minibatch"
@@ -60,44 +65,14 @@ def add_parser(verbs: Verbs) -> None:
     add_options(parser, SolveOptions, "cost_model", "solver")
 
 
-def _add_file_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what is read and written."""
-    parser.add_argument(
-        "--profile",
-        default=str(PROFILE),
-        metavar="FILE",
-        help="profile to read, from `plan profile` or a graph.txt that PipeDream published; or several of one model at "
-        "different batch sizes, with commas between, to choose among; or one for each kind of GPU, as in "
-        "a100=a.json,t4=b.json (default: profile.json)",
-    )
-    parser.add_argument(
-        "--batch-size",
-        type=batch_sizes,
-        metavar="N,N",
-        help="choose among the profiles that `plan profile --batch-size N,N` wrote beside --profile",
-    )
-    parser.add_argument(
-        "-o", "--output", type=Path, default=PLAN, metavar="FILE", help="file to write (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--verify",
-        metavar="MODEL",
-        help="model file: run each stage of the plan by itself on this machine, and compare its time with the sum of "
-        "its layers' times",
-    )
-
-
 def run(args: argparse.Namespace) -> int:
     """Solve, save, and print the plan."""
     from planner.analysis.usual_ways import with_baselines
     from planner.formats.importers import read_profiles
-    from planner.formats.plan import save_plan
-    from planner.report.tables.plan import plan_report, staleness_warning
+    from planner.report.tables.plan import plan_report
 
     if args.verify is not None:
-        from planner.model.spec import load_model_file
-
-        load_model_file(args.verify)  # before the search, whose answer would wait for a file that is not there
+        planner.load_model_file(args.verify)  # before the search, whose answer would wait for a file that is not there
     with patience_of(args) as patience:
         profiles = read_profiles(_profile_paths(args.profile, args.batch_size))
         cluster = cluster_of(args, profiles[0])
@@ -109,35 +84,50 @@ def run(args: argparse.Namespace) -> int:
             plan = _solved(profiles[0], cluster, options, patience)
         profile = next(one for one in profiles if one.digest == plan.profile_digest)
         plan = with_baselines(profile, plan, patience)
-    replaced = replaced_plan(args.output, plan)
-    save_plan(plan, args.output)
+    complaints = list(_complaints(args, plan, profile))
+    planner.save_plan(plan, args.output)
     print_answer(plan, args.json, plan_report)
     print_written(args.output)
-    if replaced:
-        print_complaint("note", replaced)
-    if warning := staleness_warning(plan):
-        print_complaint("warning", *warning)
-    if profile.tensor and args.tensor is None:
-        degrees = ",".join(str(costs.degree) for costs in profile.tensor)
-        print_complaint(
-            "note",
-            f"layers might be divided, too: the profile knows the degrees {degrees}",
-            f"give `tensor=1,{degrees}`",
-        )
-    _warn_of_shared_weights(plan, profile)
-    _warn_of_company(plan, profile)
+    for kind, message, hint in complaints:
+        print_complaint(kind, message, hint)
     if args.verify is not None:
         # With --json stdout holds the plan alone.
         print(f"\n{_verified(args.verify, profile, plan)}", file=sys.stderr if args.json else sys.stdout)
     return 0
 
 
-def replaced_plan(path: Path, plan: Plan) -> str:
-    """Say which plan a file has that is for another model or from another profile; "" if there is none."""
-    from planner.formats.plan import load_plan
+def _complaints(
+    args: argparse.Namespace, plan: planner.Plan, profile: planner.Profile
+) -> Iterator[tuple[str, str, str]]:
+    """Yield the notes and warnings on a plan: which they are, what they say, and a hint."""
+    from planner.plan.shared_weights import obstacle, shared_weights, trained_parameters
+    from planner.report.tables.plan import staleness_warning
+    from planner.report.tables.profile import shared_host_notes
+    from planner.units import format_bytes
 
+    if replaced := _replaced(args.output, plan):
+        yield "note", replaced, ""
+    if warning := staleness_warning(plan):
+        yield "warning", *warning
+    if profile.tensor and args.tensor is None:
+        degrees = ",".join(str(costs.degree) for costs in profile.tensor)
+        divided = f"layers might be divided, too: the profile knows the degrees {degrees}"
+        yield "note", divided, f"give `tensor=1,{degrees}`"
+    shared = list(shared_weights([stage.layers for stage in plan.stages], trained_parameters(profile)))
+    if problem := obstacle(plan, shared):
+        yield "warning", *problem
+    elif shared:
+        size = format_bytes(sum(pair.gradient_bytes for pair in plan.shared))
+        left_out = "" if plan.predicted.by == "simulation" else ", which the prediction leaves out"
+        yield "note", shared[0].sentence(f"; they exchange gradients of up to {size} per update{left_out}"), ""
+    for text, hint in shared_host_notes(plan, profile):
+        yield "note", text, hint
+
+
+def _replaced(path: Path, plan: planner.Plan) -> str:
+    """Say which plan a file has that is for another model or from another profile; "" if there is none."""
     try:
-        before = load_plan(path)
+        before = planner.load_plan(path)
     except PlannerError:
         return ""  # no file, or none that could be trained
     if before.profile_digest == plan.profile_digest:
@@ -146,38 +136,34 @@ def replaced_plan(path: Path, plan: Plan) -> str:
     return f"'{path}' held a plan {of_what}, {before.config} on {before.workers} GPUs, which this one replaces"
 
 
-def _warn_of_shared_weights(plan: Plan, profile: Profile) -> None:
-    from planner.plan.shared_weights import obstacle, shared_weights, trained_parameters
-    from planner.units import format_bytes
-
-    shared = list(shared_weights([stage.layers for stage in plan.stages], trained_parameters(profile)))
-    if problem := obstacle(plan, shared):
-        print_complaint("warning", *problem)
-    elif shared:
-        size = format_bytes(sum(pair.gradient_bytes for pair in plan.shared))
-        left_out = "" if plan.predicted.by == "simulation" else ", which the prediction leaves out"
-        text = shared[0].sentence(f"; they exchange gradients of up to {size} per update{left_out}")
-        print_complaint("note", text)
-
-
-def _warn_of_company(plan: Plan, profile: Profile) -> None:
-    from planner.report.tables.profile import shared_host_notes
-
-    for text, hint in shared_host_notes(plan, profile):
-        print_complaint("note", text, hint)
-
-
-def _verified(model: str, profile: Profile, plan: Plan) -> str:
-    from planner.model.spec import load_model_file
+def _verified(model: str, profile: planner.Profile, plan: planner.Plan) -> str:
+    """Compare the sum of the layers of each stage with the stage as it is measured by itself, for one microbatch."""
     from planner.profiler.measured.verify import verify
     from planner.profiler.this_machine import keep_freed_pages
-    from planner.report.tables.stages import verify_report
+    from planner.report.tables.stages import layer_range
+    from planner.report.tables.table import table_of
+    from planner.units import format_seconds
 
     keep_freed_pages()  # as the workers do
-    return verify_report(plan, verify(load_model_file(model), profile, [stage.layers for stage in plan.stages]))
+    stages = [stage.layers for stage in plan.stages]
+    times = verify(planner.load_model_file(model), profile, stages)
+    rows = [
+        {
+            "stage": number,
+            "layers": layer_range(layers),
+            "sum of layers": format_seconds(time.summed_s),
+            "measured": format_seconds(time.measured_s),
+            "sum is off by": f"{time.error:+.1%}",
+        }
+        for number, (layers, time) in enumerate(zip(stages, times, strict=True))
+    ]
+    worst = max((time.error for time in times), key=abs)
+    return f"{table_of(rows).text()}\n\nworst stage: the sum of its layers is off by {worst:+.1%}"
 
 
-def _solved(profile: Profile, cluster: Cluster, options: SolveOptions, patience: Patience) -> Plan:
+def _solved(
+    profile: planner.Profile, cluster: planner.Cluster, options: SolveOptions, patience: Patience
+) -> planner.Plan:
     from planner.analysis.usual_ways import with_synchronous
     from planner.solver.find_plan import find_plan
 
@@ -188,8 +174,12 @@ def _solved(profile: Profile, cluster: Cluster, options: SolveOptions, patience:
 
 
 def _chosen(
-    args: argparse.Namespace, profiles: list[Profile], cluster: Cluster, options: SolveOptions, patience: Patience
-) -> Plan:
+    args: argparse.Namespace,
+    profiles: list[planner.Profile],
+    cluster: planner.Cluster,
+    options: SolveOptions,
+    patience: Patience,
+) -> planner.Plan:
     from planner.analysis.choose import COMPARED, choose, with_best_synchronous
     from planner.report.tables.compare import choice_report
 

@@ -1,19 +1,29 @@
-"""`plan train`: run a plan on this host, or as one worker under torchrun."""
+"""`plan train`: run a plan, here or as one worker under torchrun; `plan export`, `plan export-weights`: for others."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from planner.cli.arguments import Verbs, add_options, add_plan_argument, declare, read_options
-from planner.cli.output import print_answer, print_complaint, print_progress
+import planner
+from planner.cli.arguments import (
+    Verbs,
+    add_options,
+    add_output_argument,
+    add_plan_argument,
+    declare,
+    read_options,
+)
+from planner.cli.output import STDOUT, print_answer, print_complaint, print_progress, print_written
 from planner.options.training import CheckpointOptions, RunOptions, TrainArguments, TrainingOptions
 
 if TYPE_CHECKING:
-    from planner.workers.job import Job, TrainResult
+    from planner.workers.job import Job
 
-DESCRIPTION = """\
+TRAIN = """\
 Train the model as the plan says: one process per worker on this host, started through torchrun's own launcher.
 
 On several hosts, start the same command on each with torchrun, and it runs as one of the plan's workers:
@@ -27,11 +37,35 @@ of `srun plan train ...` are the workers.
 
 Data comes from dataset() in the model file; without one, from random batches shaped like example_batch().
 """
+WEIGHTS = """\
+Write the weights in a checkpoint to one safetensors file, under their names in the unsplit model, which loads them:
+
+    plan export-weights checkpoints -o model.safetensors
+
+    model.load_state_dict(safetensors.torch.load_file("model.safetensors"))
+"""
+EXPORT = """\
+Write the plan's stage boundaries in the form that another pipeline system takes.
+
+    plan export model.py --to torch-pipelining     a script for torchrun -> train_pipelining.py
+    plan export --to deepspeed                     a PipelineModule      -> pipeline_partition.py
+    plan export --to megatron                      arguments, printed
+    plan export --to torchtitan                    its configuration, printed
+
+None of these systems supports stages with different numbers of replicas: exporting such a plan is an error. None
+stashes weights either: comments in the file say how the system's training differs from the plan's.
+"""
+FILES = {
+    "torch-pipelining": "train_pipelining.py",
+    "deepspeed": "pipeline_partition.py",
+    "megatron": "-",
+    "torchtitan": "-",
+}
 
 
-def add_parser(verbs: Verbs) -> None:
-    """Declare the verb's arguments."""
-    parser = declare(verbs, "train", "train the model as the plan says", DESCRIPTION, run)
+def add_train(verbs: Verbs) -> None:
+    """Declare the arguments of `plan train`."""
+    parser = declare(verbs, "train", "train the model as the plan says", TRAIN, train)
     parser.add_argument("model", help="model file, or model.py:builder for another function than build_model")
     add_plan_argument(parser)
     add_options(parser.add_mutually_exclusive_group(), TrainArguments, "steps", "epochs")
@@ -41,12 +75,26 @@ def add_parser(verbs: Verbs) -> None:
     add_options(parser.add_argument_group("watching the run"), RunOptions)
 
 
-def run(args: argparse.Namespace) -> int:
+def add_exports(verbs: Verbs) -> None:
+    """Declare the arguments of `plan export-weights` and `plan export`."""
+    summary = "write a checkpoint's weights to one safetensors file"
+    weights = declare(verbs, "export-weights", summary, WEIGHTS, export_weights)
+    weights.add_argument("checkpoint", help="a checkpoint of `plan train`, or a folder whose newest one is meant")
+    add_output_argument(weights, Path("model.safetensors"))
+    summary = "write the plan for PyTorch's pipelining, DeepSpeed, Megatron or torchtitan"
+    parser = declare(verbs, "export", summary, EXPORT, export)
+    parser.add_argument("model", nargs="?", help="model file, for torch-pipelining")
+    parser.add_argument("--to", choices=list(FILES), required=True, help="the other system")
+    add_plan_argument(parser)
+    told = "train_pipelining.py, pipeline_partition.py; stdout for the others"
+    add_output_argument(parser, told=told, help="file to write, - for stdout")
+
+
+def train(args: argparse.Namespace) -> int:
     """Train, then print what was predicted beside what was measured."""
     from planner.api import make_job, run_job
     from planner.executor.checkpoint.folders import after_torchrun_restart
-    from planner.formats.plan import load_plan
-    from planner.options.training import RunOptions, TrainingOptions
+    from planner.report.tables.runs import training_report
     from planner.workers.meeting import started_as_worker
 
     checkpoints = read_options(CheckpointOptions, args)
@@ -60,10 +108,10 @@ def run(args: argparse.Namespace) -> int:
         run_options=read_options(RunOptions, args),
         show_progress=sys.stderr.isatty(),
     )
-    job = make_job(args.model, load_plan(args.plan), arguments)
+    job = make_job(args.model, planner.load_plan(args.plan), arguments)
     if as_worker:
         _run_as_worker(job.model_copy(update={"started_again": continued is not None}), args.json)
-    _print_result(run_job(job, print_progress), args.json)
+    print_answer(run_job(job, print_progress), args.json, training_report)
     return 0
 
 
@@ -71,18 +119,51 @@ def _run_as_worker(job: Job, as_json: bool) -> NoReturn:
     from planner.api import trace_writer
     from planner.executor.checkpoint.folders import torchrun_run_id
     from planner.executor.worker import run_worker
+    from planner.report.tables.runs import training_report
     from planner.workers.ending import end_process
 
+    def tell(error: planner.PlannerError) -> None:
+        print_complaint("error", error.message, error.hint)
+
     job = job.model_copy(update={"run": torchrun_run_id()})
-    code, result = run_worker(
-        job, trace_writer(job), tell=lambda error: print_complaint("error", error.message, error.hint)
-    )
+    code, result = run_worker(job, trace_writer(job), tell=tell)
     if result is not None:
-        _print_result(result, as_json)
+        print_answer(result, as_json, training_report)
     end_process(code)
 
 
-def _print_result(result: TrainResult, as_json: bool) -> None:
-    from planner.report.tables.runs import training_report
+def export(args: argparse.Namespace) -> int:
+    """Write or print."""
+    from planner.formats.files import write_text
 
-    print_answer(result, as_json, training_report)
+    plan = planner.load_plan(args.plan)
+    text = planner.export(plan, args.to, model=args.model)
+    if args.to != "torch-pipelining" and plan.loss is not None and plan.loss.weighs:  # as that script does
+        print_complaint(
+            "warning",
+            f"{args.to} does not weigh microbatches by their labels as `plan train` does, so it trains another loss",
+            "weigh them in the loss function: a comment in the text says how they count",
+        )
+    output = args.output or Path(FILES[args.to])
+    if output == STDOUT:
+        print(json.dumps({"text": text}) if args.json else text.rstrip("\n"))
+    else:
+        write_text(output, text)
+        print_written(output, as_json=args.json)
+    return 0
+
+
+def export_weights(args: argparse.Namespace) -> int:
+    """Write the file, and print what is in it."""
+    from planner.units import format_bytes
+
+    done = planner.export_weights(args.checkpoint, args.output)
+    if args.json:
+        content = {"checkpoint": str(done.checkpoint), "path": str(done.path), "tensors": done.tensors}
+        print(json.dumps(content | {"size_bytes": done.size_bytes, "minibatch": done.minibatch}, indent=1))
+        return 0
+    print(
+        f"{done.path}: {done.tensors} parameters and buffers, {format_bytes(done.size_bytes)}, "
+        f"after {done.minibatch} minibatches ({done.checkpoint})"
+    )
+    return 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import MISSING, Field, dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields
 from typing import Any, Concatenate, ParamSpec, TypeVar, overload
 
 from planner.errors import InputError
@@ -48,13 +48,6 @@ class Option:
     choices: tuple[str, ...] | None = None
     const: str | None = None
 
-    def check(self, name: str, value: Any) -> None:
-        """Raise InputError for a value out of the option's bounds."""
-        if self.least is not None and value < self.least:
-            raise InputError(f"`{name}={value}` is too small", hint=f"give `{name}` {self.least} or more")
-        if self.positive and not 0 < value < float("inf"):
-            raise InputError(f"`{name}={value}` is not above 0", hint=f"give a larger `{name}`")
-
 
 def option(default: Any, help: str, metavar: str | None = None, **more: Any) -> Any:
     """Return a field with this default and the metadata of an `Option`."""
@@ -62,11 +55,22 @@ def option(default: Any, help: str, metavar: str | None = None, **more: Any) -> 
 
 
 class Options:
-    """Base of the records of options, whose help becomes part of the docstring."""
+    """Base of the records of options: their help becomes part of the docstring, and their bounds are checked."""
 
     def __init_subclass__(cls) -> None:
         own = {name: each.metadata["option"] for name, each in vars(cls).items() if isinstance(each, Field)}
         cls.__doc__ = _documented(inspect.getdoc(cls) or "", "Attributes:", own)
+
+    def __post_init__(self) -> None:
+        """Raise InputError for the first field that was given a value out of its option's bounds."""
+        for each, option in options_in(type(self)):
+            name, value = each.name, getattr(self, each.name)
+            if value == each.default:
+                continue
+            if option.least is not None and value < option.least:
+                raise InputError(f"`{name}={value}` is too small", hint=f"give `{name}` {option.least} or more")
+            if option.positive and not 0 < value < float("inf"):
+                raise InputError(f"`{name}={value}` is not above 0", hint=f"give a larger `{name}`")
 
 
 def options_in(record: type) -> Iterator[tuple[Field[Any], Option]]:
@@ -79,13 +83,6 @@ def options_in(record: type) -> Iterator[tuple[Field[Any], Option]]:
 def flag_of(name: str, option: Option) -> str | None:
     """Return the flag of an option; None where it has none."""
     return option.flag if option.flag is None else option.flag or f"--{name.replace('_', '-')}"
-
-
-def check_bounds(record: Any) -> None:
-    """Raise InputError for the first field that was given a value out of its option's bounds."""
-    for each, option in options_in(type(record)):
-        if (value := getattr(record, each.name)) != each.default:
-            option.check(each.name, value)
 
 
 @overload
@@ -138,8 +135,3 @@ def _documented(text: str, section: str, own: Mapping[str, Option]) -> str:
         return f"{before}{section}\n{described}\n{entries}{blank}{rest}"
     summary, blank, rest = text.partition("\n\n")
     return f"{summary}\n\n{section}\n{entries}{blank}{rest}"
-
-
-def default_of(each: Field[Any]) -> Any:
-    """Return the default of a field; None where it has none."""
-    return None if each.default is MISSING else each.default

@@ -6,7 +6,7 @@ from typing import Literal
 
 from planner.formats.names import Backend, DeviceType
 from planner.options.numbers import window
-from planner.options.option import Options, check_bounds, option
+from planner.options.option import Options, option
 
 BaselineName = Literal["data-parallel"]
 STEPS = 100  # where the model file has no dataset(), and so no epoch to go by
@@ -73,9 +73,6 @@ class TrainingOptions(Options):
         "if it were not divided; each microbatch is still normalised by its own statistics",
     )
 
-    def __post_init__(self) -> None:
-        check_bounds(self)
-
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointOptions(Options):
@@ -108,9 +105,6 @@ class CheckpointOptions(Options):
         "PATH",
         const="auto",
     )
-
-    def __post_init__(self) -> None:
-        check_bounds(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,9 +147,6 @@ class RunOptions(Options):
     stop_on_nan: bool = option(
         False, "end the run when the loss of a minibatch is NaN or infinite", told="report it in the result"
     )
-
-    def __post_init__(self) -> None:
-        check_bounds(self)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,34 +17,22 @@ _UNITS = 48  # microbatches on show at first, at most: more than these are too n
 LANE_ORDER: tuple[Lane, ...] = ("compute", "send", "receive", "all-reduce")
 
 # Colours of a lane differ for colour-blind readers, too. All have a contrast of 3 on white and on near-black (WCAG 2).
-COLOURS: dict[EventKind, str] = {
-    "forward": "#0072b2",
-    "recompute": "#1f95ef",
-    "backward": "#b84f00",
-    "backward_input": "#b84f00",
-    "backward_weight": "#cc8400",
-    "update": "#7d6b60",
-    "send_activation": "#3b8fc4",
-    "send_gradient": "#c87420",
-    "receive_activation": "#3b8fc4",
-    "receive_gradient": "#c87420",
-    "all_reduce": "#b0447d",
-    "all_gather": "#c080b0",
+_LOOKS: dict[EventKind, tuple[str, str]] = {
+    "forward": ("#0072b2", "forward"),
+    "recompute": ("#1f95ef", "recomputation"),
+    "backward": ("#b84f00", "backward"),
+    "backward_input": ("#b84f00", "backward for the inputs"),
+    "backward_weight": ("#cc8400", "backward for the weights"),
+    "update": ("#7d6b60", "update"),
+    "send_activation": ("#3b8fc4", "activations sent"),
+    "send_gradient": ("#c87420", "gradients sent"),
+    "receive_activation": ("#3b8fc4", "activations received"),
+    "receive_gradient": ("#c87420", "gradients received"),
+    "all_reduce": ("#b0447d", "all-reduce"),
+    "all_gather": ("#c080b0", "all-gather"),
 }
-TEXTS: dict[EventKind, str] = {
-    "forward": "forward",
-    "recompute": "recomputation",
-    "backward": "backward",
-    "backward_input": "backward for the inputs",
-    "backward_weight": "backward for the weights",
-    "update": "update",
-    "send_activation": "activations sent",
-    "send_gradient": "gradients sent",
-    "receive_activation": "activations received",
-    "receive_gradient": "gradients received",
-    "all_reduce": "all-reduce",
-    "all_gather": "all-gather",
-}
+COLOURS = {kind: colour for kind, (colour, _) in _LOOKS.items()}
+TEXTS = {kind: text for kind, (_, text) in _LOOKS.items()}
 
 
 def shown_workers(timeline: Timeline) -> tuple[int, ...]:

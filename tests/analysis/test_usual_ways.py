@@ -12,7 +12,7 @@ from planner.analysis.usual_ways import with_baselines, with_synchronous
 from planner.formats.cluster import flat_cluster
 from planner.formats.plan import load_plan, save_plan
 from planner.options.solving import SolveOptions
-from planner.report.page.page import ReportContent, report_page
+from planner.report.page.page import report_page
 from planner.report.tables.plan import plan_report
 from planner.simulator.simulate_plan import simulate
 from planner.solver import solve
@@ -76,7 +76,7 @@ def test_a_report_takes_baselines_from_its_comparison() -> None:
     comparison = compare(MODEL, plan=plan)
     beside = with_rows(plan, comparison)
     assert [way.name for way in beside.baselines] == [row.name for row in comparison.rows[1:-1]]
-    page = report_page(ReportContent(beside, simulate(plan, 20)))
+    page = report_page(beside, simulate(plan, 20))
     assert "does not fit<small>100 MB too many" in page
     assert "Baselines: " in page
     assert with_rows(beside, comparison) is beside

@@ -188,8 +188,8 @@ def test_price_takes_stages_as_flags_or_as_a_file(folder: Path) -> None:
         ((), "there are no stages to price"),
         (("--stages", "1", "--given", "own.json"), "--stages has no meaning with --given"),
         (("--stages", "a", "--replicas", "1,1,1"), "does not say how many replicas each of 2 stages has"),
-        (("--stages", "a", "--replicas", "x"), "--replicas x is no list of numbers"),
-        (("--stages", "a", "--recompute", "2"), "there is no stage 2 to recompute"),
+        (("--stages", "a", "--replicas", "x"), "--replicas x does not say"),
+        (("--stages", "a", "--recompute", "2"), "there is no stage 2"),
         (
             ("--stages", "a", "--recompute", "0:3"),
             "3 blocks are to recompute in the stage from 'a'",

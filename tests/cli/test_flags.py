@@ -5,8 +5,8 @@ from collections.abc import Iterable
 
 import pytest
 
-from planner.cli.flags import FLAGS, NEGATIONS, as_flags
 from planner.cli.main import build_parser, main
+from planner.cli.output import FLAGS, NEGATIONS, as_flags
 from planner.errors import InputError, PlannerError
 
 
@@ -53,6 +53,6 @@ def test_the_command_shows_flags(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     def fails(args: object) -> int:
         raise InputError("`accumulate=0` never updates", hint="give `accumulate` 1 or more")
 
-    monkeypatch.setattr("planner.cli.simulate.run", fails)
+    monkeypatch.setattr("planner.cli.views.simulate", fails)
     assert main(["simulate"]) == 2
     assert capsys.readouterr().err == "error: --accumulate 0 never updates\nhint: give --accumulate 1 or more\n"

@@ -193,7 +193,7 @@ def test_other_failures(
     def fail(_: object) -> int:
         raise failure
 
-    monkeypatch.setattr("planner.cli.show.run", fail)
+    monkeypatch.setattr("planner.cli.views.show", fail)
     assert cli.main(["show"]) == code
     assert capsys.readouterr().err.startswith(said)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from planner.cli.quickstart import miss_words
+from planner.cli.this_machine import miss_words
 from planner.formats.plan import load_plan
 from planner.formats.profile import load_profile
 

@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 
-from planner.cli.selftest import selftest_report
+from planner.cli.this_machine import selftest_report
 from planner.selftest.run import SelftestReport
 
 

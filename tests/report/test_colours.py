@@ -8,7 +8,7 @@ from itertools import combinations
 import pytest
 
 from planner.formats.timeline import LANES
-from planner.report.svg.shapes import ink_on, luminance
+from planner.report.svg import ink_on, luminance
 from planner.report.timeline import COLOURS
 
 Matrix = tuple[tuple[float, float, float], ...]

@@ -10,7 +10,6 @@ import json
 import math
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from html import escape
 from importlib.resources import files
 from itertools import pairwise
@@ -22,7 +21,7 @@ from planner.analysis.explain import Explanation
 from planner.analysis.sweep import Sweep
 from planner.formats.plan import Plan
 from planner.formats.plan_parts import short_config
-from planner.formats.timeline import LANES, LETTERS, EventKind, Timeline
+from planner.formats.timeline import LANES, LETTERS, Timeline
 from planner.report.page.sections import (
     comparison_section,
     figures,
@@ -34,26 +33,108 @@ from planner.report.page.sections import (
     sweep_section,
     timeline_section,
 )
-from planner.report.svg.shapes import ink_on
-from planner.report.tables.plan import cluster_line, schedule_line
+from planner.report.svg import ink_on
+from planner.report.tables.plan import cluster_line, gpus, schedule_line
 from planner.report.timeline import COLOURS, TEXTS, Row, opening, rows_of, shown_workers
 from planner.simulator.recorded import ROUNDS
 from planner.simulator.summary import Summary, summarize
 from planner.version import __version__
 
-KINDS: tuple[EventKind, ...] = tuple(LANES)
+KINDS = tuple(LANES)
+SCRIPTS = ("axis.js", "timeline.js", "memory.js", "page.js")
 _DIGITS = 7  # of a time, relative to the run: finer than a pixel at the largest zoom
 
 
-def chart_data(runs: Sequence[Timeline], summary: Summary) -> str:
-    """Return JSON that is safe inside a script element.
+def report_page(
+    plan: Plan,
+    simulated: Timeline,
+    measured: Timeline | None = None,
+    comparison: Comparison | None = None,
+    sweep: Sweep | None = None,
+    explanation: Explanation | None = None,
+    *,
+    why_not: str = "",
+    source: str = "",
+) -> str:
+    """Write the page, which leaves out what is None.
+
+    Args:
+        plan: that the report is about.
+        simulated: its simulation.
+        measured: a run of it.
+        comparison: with other plans.
+        sweep: over the bandwidth.
+        explanation: of what limits it.
+        why_not: why there is no comparison, explanation and sweep.
+        source: of the profile's times, "estimated" or so.
+
+    Raises:
+        InputError: if the measured run is of another plan.
+    """
+    runs, summary = [simulated], summarize(simulated)
+    run = ran = None
+    if measured is not None:
+        runs.append(measured)
+        run = compare_runs(plan, simulated, measured)
+        ran = run.measured
+    timeline = fill("timeline.html", timeline_section(runs, shown_workers(simulated)))
+    # Each has an anchor, a title and HTML.
+    sections = [
+        ("summary", "Summary", figures(plan, summary, ran)),
+        ("measured", "Predicted and measured", run and measured_section(plan, run)),
+        ("limits", "Bottleneck", limits_section(plan, summary, explanation)),
+        ("stages", "Stages", stages_section(plan, source)),
+        ("timeline", "Timeline", timeline),
+        ("memory", "Memory", memory_section(plan, summary, ran)),
+        ("comparison", "Compared with other plans", comparison and comparison_section(comparison)),
+        ("sweep", "At other bandwidths", sweep and sweep_section(sweep)),
+        ("missing", "Not in this report", why_not and paragraph(why_not, "note")),
+    ]
+    shown = [section for section in sections if section[2]]
+    solver = plan.solver
+    return fill(
+        "page.html",
+        {
+            "title": escape(f"{plan.model}: {short_config(plan.config)}"),
+            "heading": escape(f"{plan.model}: {short_config(plan.config)} on {gpus(plan.workers)}"),
+            "lead": escape(f"{schedule_line(plan)} · {cluster_line(plan.cluster)}"),
+            "contents": " ".join(f'<a href="#{name}">{title}</a>' for name, title, _ in shown),
+            "sections": "\n".join(
+                f'<section id="{name}" aria-labelledby="{name}-title">\n<h2 id="{name}-title">{title}</h2>\n{body}\n'
+                "</section>"
+                for name, title, body in shown
+            ),
+            "footer": escape(
+                f"plan {__version__} · profile {plan.profile_digest} on {plan.device.name} · "
+                f"{solver.name}, {solver.status} · cost model {solver.cost_model}"
+            ),
+            "style": _part("page.css"),
+            "script": "\n".join(map(_part, SCRIPTS)),
+            "data": script_json(_chart_data(runs, summary)),
+        },
+    )
+
+
+def fill(name: str, values: dict[str, str]) -> str:
+    """Fill the `{{ places }}` of a part."""
+    return re.sub(r"\{\{ (\w+) \}\}", lambda place: values[place[1]], _part(name))
+
+
+def _part(name: str) -> str:
+    return files("planner.report.page").joinpath("html").joinpath(name).read_text(encoding="utf-8")
+
+
+def script_json(content: object) -> str:
+    """Write JSON in which nothing can end the script element around it or begin a comment."""
+    text = json.dumps(content, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    return re.sub("[<>&\u2028\u2029]", lambda found: f"\\u{ord(found[0]):04x}", text)
+
+
+def _chart_data(runs: Sequence[Timeline], summary: Summary) -> dict[str, Any]:
+    """Return what the scripts draw.
 
     Times are whole numbers of `tick_s`, and each start is told by its distance from the one before: that is a third of
     the size.
-
-    Args:
-        runs: the simulated run, and the measured one if there is one.
-        summary: of the first.
     """
     first = runs[0]
     workers = shown_workers(first)
@@ -61,7 +142,7 @@ def chart_data(runs: Sequence[Timeline], summary: Summary) -> str:
     span = max(run.span_s for run in runs)
     digits = max(0, _DIGITS - math.floor(math.log10(span))) if span > 0 else 0
     rows = rows_of(runs, workers)
-    content = {
+    return {
         "span_s": span,
         "tick_s": 10.0**-digits,
         "ends": {run.source: run.span_s for run in runs},
@@ -87,17 +168,8 @@ def chart_data(runs: Sequence[Timeline], summary: Summary) -> str:
             }
             for rank in workers
         ],
-        "memory": _memory(runs, workers, digits),
+        "memory": list(filter(None, (_memory(runs, rank, digits) for rank in workers))),
     }
-    return script_json(content)
-
-
-def script_json(content: object) -> str:
-    """Write JSON in which nothing can end the script element around it or begin a comment."""
-    text = json.dumps(content, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
-    for character in "<>&\u2028\u2029":
-        text = text.replace(character, f"\\u{ord(character):04x}")
-    return text
 
 
 def _columns(row: Row, source: str, digits: int) -> dict[str, Any]:
@@ -123,97 +195,10 @@ def _column(values: Iterable[int]) -> list[int] | int:
     return found[0] if len(set(found)) == 1 else found
 
 
-def _memory(runs: Sequence[Timeline], workers: Sequence[int], digits: int) -> list[dict[str, Any]]:
-    strips = []
-    for rank in workers:
-        curves = [(run.source, curve) for run in runs for curve in run.memory if curve.rank == rank]
-        drawn = [
-            {"source": source, "time_s": [round(s, digits) for s in curve.time_s], "held_bytes": list(curve.held_bytes)}
-            for source, curve in curves
-        ]
-        if drawn:
-            strips.append({"rank": rank, "limit_bytes": curves[0][1].limit_bytes, "curves": drawn})
-    return strips
-
-
-SCRIPTS = ("axis.js", "timeline.js", "memory.js", "page.js")
-Section = tuple[str, str, str]  # anchor, title, HTML
-
-
-@dataclass(frozen=True)
-class ReportContent:
-    """What a report is made of; it leaves out what is None.
-
-    `why_not`: why there is no comparison, explanation and sweep. `source`: of the profile's times, "estimated" or so.
-    """
-
-    plan: Plan
-    simulated: Timeline
-    measured: Timeline | None = None
-    comparison: Comparison | None = None
-    sweep: Sweep | None = None
-    why_not: str = ""
-    explanation: Explanation | None = None
-    source: str = ""
-
-
-def report_page(content: ReportContent) -> str:
-    """Write the page; raise InputError if the measured run is of another plan."""
-    plan, summary = content.plan, summarize(content.simulated)
-    runs = [run for run in (content.simulated, content.measured) if run is not None]
-    sections = _sections(content, runs, summary)
-    return fill(
-        "page.html",
-        {
-            "title": escape(f"{plan.model}: {short_config(plan.config)}"),
-            "heading": escape(
-                f"{plan.model}: {short_config(plan.config)} on {plan.workers} GPU{'s' * (plan.workers > 1)}"
-            ),
-            "lead": escape(f"{schedule_line(plan)} · {cluster_line(plan.cluster)}"),
-            "contents": " ".join(f'<a href="#{name}">{title}</a>' for name, title, _ in sections),
-            "sections": "\n".join(
-                f'<section id="{name}" aria-labelledby="{name}-title">\n<h2 id="{name}-title">{title}</h2>\n{body}\n'
-                "</section>"
-                for name, title, body in sections
-            ),
-            "footer": escape(
-                f"plan {__version__} · profile {plan.profile_digest} on {plan.device.name} · "
-                f"{plan.solver.name}, {plan.solver.status} · cost model {plan.solver.cost_model}"
-            ),
-            "style": _part("page.css"),
-            "script": "\n".join(map(_part, SCRIPTS)),
-            "data": chart_data(runs, summary),
-        },
-    )
-
-
-def _sections(content: ReportContent, runs: list[Timeline], summary: Summary) -> list[Section]:
-    plan = content.plan
-    run = None if content.measured is None else compare_runs(plan, content.simulated, content.measured)
-    measured = None if run is None else run.measured
-    sections = [("summary", "Summary", figures(plan, summary, measured))]
-    if run is not None:
-        sections.append(("measured", "Predicted and measured", measured_section(plan, run)))
-    sections += [
-        ("limits", "Bottleneck", limits_section(plan, summary, content.explanation)),
-        ("stages", "Stages", stages_section(plan, content.source)),
+def _memory(runs: Sequence[Timeline], rank: int, digits: int) -> dict[str, Any] | None:
+    curves = [(run.source, curve) for run in runs for curve in run.memory if curve.rank == rank]
+    drawn = [
+        {"source": source, "time_s": [round(s, digits) for s in curve.time_s], "held_bytes": list(curve.held_bytes)}
+        for source, curve in curves
     ]
-    shown = shown_workers(content.simulated)
-    sections.append(("timeline", "Timeline", fill("timeline.html", timeline_section(content.simulated, runs, shown))))
-    sections.append(("memory", "Memory", memory_section(plan, summary, measured)))
-    if content.comparison is not None:
-        sections.append(("comparison", "Compared with other plans", comparison_section(content.comparison)))
-    if content.sweep is not None:
-        sections.append(("sweep", "At other bandwidths", sweep_section(content.sweep)))
-    if content.why_not:
-        sections.append(("missing", "Not in this report", paragraph(content.why_not, "note")))
-    return sections
-
-
-def fill(name: str, values: dict[str, str]) -> str:
-    """Fill the `{{ places }}` of a part."""
-    return re.sub(r"\{\{ (\w+) \}\}", lambda place: values[place[1]], _part(name))
-
-
-def _part(name: str) -> str:
-    return files("planner.report.page").joinpath("html").joinpath(name).read_text(encoding="utf-8")
+    return {"rank": rank, "limit_bytes": curves[0][1].limit_bytes, "curves": drawn} if drawn else None

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 from planner.analysis.explain import Alternative, Explanation
 from planner.formats.plan import GIVEN
 from planner.formats.plan_parts import short_config
-from planner.report.tables.plan import bottleneck_place, simulated_words
-from planner.report.tables.table import Table
+from planner.report.tables.plan import bottleneck_place, bound_words, simulated_words
+from planner.report.tables.table import Table, table_of
 from planner.units import format_bytes, format_change, format_seconds, times_words
 
 _NAMES = {
@@ -17,7 +19,6 @@ _NAMES = {
     "cut_before": "transfer before",
     "cut_after": "transfer after",
 }
-OVERHEAD = "of it overhead"  # heading
 _WORTH_A_SENTENCE = 0.005  # share of the time spent waiting
 _ROUNDING = 1e-9  # relative slack that is only rounding
 
@@ -25,14 +26,6 @@ _ROUNDING = 1e-9  # relative slack that is only rounding
 def explanation_report(explanation: Explanation) -> str:
     """Report what limits the plan, the slack of everything else, and the alternatives."""
     return "\n\n".join((sentences(explanation), *(table.text() for _, table in explanation_tables(explanation))))
-
-
-def explanation_tables(explanation: Explanation) -> list[tuple[str, Table]]:
-    """Return the tables, each with a title."""
-    tables = [("Busy times and slack", _uses(explanation)), ("Memory and slack", _memory(explanation))]
-    if explanation.moves:
-        tables.append(("Boundaries moved by one layer", _moves(explanation)))
-    return [*tables, ("Other plans and other clusters", _alternatives(explanation))]
 
 
 def sentences(explanation: Explanation) -> str:
@@ -60,84 +53,74 @@ def _optimality(explanation: Explanation) -> str:
     solver = explanation.solver
     if solver.name == GIVEN:
         return "The stages were given: no search says how far from the fastest plan this is."
-    bound = f"By the cost model no plan takes less than {format_seconds(solver.lower_bound_s)}"
     if solver.status == "optimal":
         simulated = ", and in its simulation the plan is within 1% of that" if solver.simulated else ""
+        bound = f"By the cost model no plan takes less than {format_seconds(solver.lower_bound_s)}"
         return f"{bound}: the search was exact{simulated}."
-    less = f"{bound}, which is {solver.gap:.1%} less"
+    less = f"B{bound_words(solver)[1:]}"
     if solver.simulated == 0:
         return f"{less}; the search did not decide whether a plan reaches that."
     return f"{less}.\nThe plan is {simulated_words(solver)}."
 
 
 def _gain(alternative: Alternative) -> str:
-    start = f"With {alternative.what}"
-    if alternative.gain is None:
+    start, gain = f"With {alternative.what}", alternative.gain
+    if gain is None:
         return f"{start} no plan would fit."
-    if alternative.gain == 0:
+    if gain == 0:
         return f"{start} it would not be faster."
-    assert alternative.config is not None  # nothing fits otherwise, which has no gain
-    return f"{start} the plan would be {short_config(alternative.config)}, {_faster(alternative.gain)}."
+    faster = f"{gain:.1%} faster" if gain > 0 else f"{-gain:.1%} slower"
+    faster = f"{times_words(1 + gain)} as fast" if gain >= 1 else faster
+    return f"{start} the plan would be {short_config(alternative.config or '')}, {faster}."
 
 
-def _faster(gain: float) -> str:
-    if gain >= 1:
-        return f"{times_words(1 + gain)} as fast"
-    return f"{gain:.1%} faster" if gain > 0 else f"{-gain:.1%} slower"
-
-
-def _uses(explanation: Explanation) -> Table:
+def explanation_tables(explanation: Explanation) -> list[tuple[str, Table]]:
+    """Return the tables, each with a title."""
     seconds = explanation.seconds_per_minibatch
-    rows = [
-        [
-            use.stage,
-            _NAMES.get(use.resource, use.resource),
-            format_seconds(use.busy_s),
-            f"{use.share:.1%}",
-            format_seconds(seconds - use.busy_s if seconds - use.busy_s > _ROUNDING * seconds else 0.0),
-        ]
+    uses = [
+        {
+            "stage": use.stage,
+            "resource": _NAMES.get(use.resource, use.resource),
+            "busy": format_seconds(use.busy_s),
+            "of the time": f"{use.share:.1%}",
+            "slack": format_seconds(seconds - use.busy_s if seconds - use.busy_s > _ROUNDING * seconds else 0.0),
+        }
         for use in explanation.uses
     ]
-    return Table(["stage", "resource", "busy", "of the time", "slack"], rows)
-
-
-def _memory(explanation: Explanation) -> Table:
-    rows = [
-        [
-            use.stage,
-            format_bytes(use.bytes),
-            format_bytes(use.overhead_bytes),
-            "no limit" if use.slack_bytes is None else format_bytes(use.slack_bytes),
-        ]
+    overheads = any(use.overhead_bytes for use in explanation.memory)
+    memory = [
+        {
+            "stage": use.stage,
+            "memory per GPU": format_bytes(use.bytes),
+            "of it overhead": format_bytes(use.overhead_bytes) if overheads else None,
+            "slack": "no limit" if use.slack_bytes is None else format_bytes(use.slack_bytes),
+        }
         for use in explanation.memory
     ]
-    table = Table(["stage", "memory per GPU", OVERHEAD, "slack"], rows)
-    return table if any(use.overhead_bytes for use in explanation.memory) else table.without(OVERHEAD)
-
-
-def _moves(explanation: Explanation) -> Table:
-    rows = [
-        [
-            f"{move.boundary} | {move.boundary + 1}",
-            f"{move.layer} to stage {move.to_stage}",
-            format_seconds(move.seconds_per_minibatch),
-            format_change(move.slower),
-            "yes" if move.fits else "no",
-        ]
+    moves = [
+        {
+            "boundary": f"{move.boundary} | {move.boundary + 1}",
+            "moving": f"{move.layer} to stage {move.to_stage}",
+            "per minibatch": format_seconds(move.seconds_per_minibatch),
+            "time": format_change(move.slower),
+            "fits": "yes" if move.fits else "no",
+        }
         for move in explanation.moves
     ]
-    return Table(["boundary", "moving", "per minibatch", "time", "fits"], rows)
-
-
-def _alternatives(explanation: Explanation) -> Table:
-    others = [explanation.next_best] if explanation.next_best else []
-    rows = [
-        [
-            other.what,
-            short_config(other.config or "none fits"),
-            "" if other.seconds_per_minibatch is None else format_seconds(other.seconds_per_minibatch),
-            "" if other.gain is None else format_change(other.gain),
-        ]
-        for other in (*others, *explanation.what_if)
+    others = [
+        {
+            "otherwise": other.what,
+            "config": short_config(other.config or "none fits"),
+            "per minibatch": "" if (each_s := other.seconds_per_minibatch) is None else format_seconds(each_s),
+            "speed": "" if other.gain is None else format_change(other.gain),
+        }
+        for other in (explanation.next_best, *explanation.what_if)
+        if other is not None
     ]
-    return Table(["otherwise", "config", "per minibatch", "speed"], rows)
+    titles: dict[str, Sequence[Mapping[str, object]]] = {
+        "Busy times and slack": uses,
+        "Memory and slack": memory,
+        "Boundaries moved by one layer": moves,
+        "Other plans and other clusters": others,
+    }
+    return [(title, table_of(rows)) for title, rows in titles.items() if rows]

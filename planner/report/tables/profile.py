@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import groupby, pairwise
+from itertools import groupby
 from typing import Literal
 
 from planner.formats.plan import Plan
-from planner.formats.profile import Compiled, Layer, LossMean, Profile, Provenance
+from planner.formats.profile import Layer, LossMean, Profile
 from planner.plan.blocks import FEWEST_REPEATS, kind_of, repeated_blocks
 from planner.report.tables.plan import options_words
 from planner.report.tables.stages import block_of
-from planner.report.tables.table import Table, named_values
+from planner.report.tables.table import Table, named_values, table_of
 from planner.units import format_bytes, format_flops, format_seconds
 
 CORES_NOT_MODELLED = (
@@ -46,7 +46,6 @@ def shared_host_notes(plan: Plan, profile: Profile) -> Iterator[tuple[str, str]]
 
 
 Order = Literal["order", "time", "output", "weights", "saved"]
-_MOST = 3  # layers named in the head
 # What is worth saying of a measurement, as shares of its time and as cores. Quiet machines measure disturbances of 6 to
 # 8%, and predictions that miss by less than 15% are taken to be right: a tenth is more than noise and can matter.
 _DISTURBED, _OTHERS_CORES = 0.1, 0.5
@@ -65,13 +64,13 @@ def profile_report(profile: Profile, *, by: Order = "order", top: int | None = N
     elif top is None:
         rows = collapsed(profile)
     shown = rows[: max(0, top)] if top is not None else rows
-    parts = [_head(profile), _layer_table(shown, _total_s(profile))]
+    parts = [named_values(_head(profile)), _layer_table(shown, sum(map(time_s, profile.layers))).text()]
     if top is not None and len(shown) < len(rows):
         parts.append(f"{len(shown)} of {len(rows)} layers")
     return "\n\n".join(parts)
 
 
-def loss_words(loss: LossMean) -> str:
+def _loss_words(loss: LossMean) -> str:
     """Say what a loss is a mean over."""
     if loss.over == "labels":
         first = ", each sample's first one left out" if loss.shifted else ""
@@ -117,102 +116,66 @@ _SIZES: dict[str, Callable[[Layer], float]] = {
 }
 
 
-def _total_s(profile: Profile) -> float:
-    return sum(map(time_s, profile.layers))
-
-
-def _most(profile: Profile, size: Callable[[Layer], float], text: Callable[[Layer], str]) -> str:
-    layers = sorted(profile.layers, key=size, reverse=True)[:_MOST]
-    return ", ".join(f"{layer.name} {text(layer)}" for layer in layers if size(layer) > 0) or "none"
-
-
-def _source(provenance: Provenance) -> str:
-    if provenance.sizes is None:
-        return provenance.source
-    return f"{provenance.source}; the sizes depend on values, and are those of example_batch with untrained weights"
-
-
-def _head(profile: Profile) -> str:
-    device = profile.device
+def _head(profile: Profile) -> list[tuple[str, str | None]]:
+    device, whole, compiled, layers = profile.device, profile.whole_step, profile.compiled, profile.layers
+    accumulate_s = sum(layer.accumulate_s for layer in layers)
     threads = f", {device.threads} thread{'s' * (device.threads > 1)}" if device.threads else ""
     if device.processes is not None:
         threads += f", one of {device.processes} busy processes"
     size = "unknown" if profile.microbatch_size is None else f"{profile.microbatch_size} samples"
-    sums = [sum(getattr(layer, name) for layer in profile.layers) for name in ("forward_s", "backward_s", "update_s")]
-    lines = [
+    valued = "; the sizes depend on values, and are those of example_batch with untrained weights"
+    tokens = "" if profile.tokens_per_sample is None else f", {profile.tokens_per_sample} tokens per sample"
+    flops = f"{format_flops(profile.flops)} per microbatch, forward and backward{tokens}" if profile.flops else None
+    sums = [sum(getattr(layer, name) for layer in layers) for name in ("forward_s", "backward_s", "update_s")]
+    step = uncompiled = parts = None
+    if whole is not None:
+        step = _step(whole.forward_s, whole.backward_s, whole.update_s)
+    if compiled is not None:  # the separately compiled runs of layers, before scaling to the whole step
+        parts = f"{len(compiled.runs)}, {_step(compiled.runs_forward_s, compiled.runs_backward_s)}"
+        uncompiled = _step(compiled.uncompiled_forward_s, compiled.uncompiled_backward_s)
+    accumulation = f"{format_seconds(accumulate_s)} more per microbatch that accumulates gradients"
+    return [
         ("model", profile.model),
         ("device", f"{device.name} ({device.kind}{threads})" if device.name != "unknown" else "unknown"),
         ("microbatch", size + (f" of {profile.dtype}" if profile.dtype else "")),
-        *([] if profile.loss is None else [("loss", loss_words(profile.loss))]),
-        ("numbers", _source(profile.provenance)),
+        ("stages run", options_words(profile)),
+        ("loss", None if profile.loss is None else _loss_words(profile.loss)),
+        ("numbers", profile.provenance.source + ("" if profile.provenance.sizes is None else valued)),
         ("sum of layers", _step(*sums)),
+        ("model FLOPs", flops),
+        ("measured whole", step),
+        ("accumulation", accumulation if accumulate_s else None),
+        ("compiled parts", parts),
+        ("uncompiled", uncompiled),
+        ("disturbed", disturbance_words(profile)),
     ]
-    if profile.flops:
-        tokens = "" if profile.tokens_per_sample is None else f", {profile.tokens_per_sample} tokens per sample"
-        lines.append(("model FLOPs", f"{format_flops(profile.flops)} per microbatch, forward and backward{tokens}"))
-    if words := options_words(profile):
-        lines.insert(3, ("stages run", words))
-    if (whole := profile.whole_step) is not None:
-        lines.append(("measured whole", _step(whole.forward_s, whole.backward_s, whole.update_s)))
-        if whole.forward_thread_s is not None and whole.backward_thread_s is not None:
-            lines.append(("processor time", _thread_times(profile, whole.forward_thread_s, whole.backward_thread_s)))
-    if accumulate_s := sum(layer.accumulate_s for layer in profile.layers):
-        lines.append(("accumulation", f"{format_seconds(accumulate_s)} more per microbatch that accumulates gradients"))
-    if (compiled := profile.compiled) is not None:
-        lines.append(("compiled parts", _compiled_parts(compiled)))
-        lines.append(("uncompiled", _step(compiled.uncompiled_forward_s, compiled.uncompiled_backward_s)))
-    if disturbed := disturbance_words(profile):
-        lines.append(("disturbed", disturbed))
-    total_s = _total_s(profile)
-    lines += [
-        ("most time", _most(profile, time_s, lambda layer: f"{time_s(layer) / total_s:.0%}")),
-        ("most weights", _most(profile, _SIZES["weights"], lambda layer: format_bytes(layer.weight_bytes))),
-        ("largest outputs", _most(profile, output_bytes, lambda layer: format_bytes(output_bytes(layer)))),
-    ]
-    return named_values(lines)
 
 
-def _thread_times(profile: Profile, forward_s: float, backward_s: float) -> str:
-    """Write the processor time of the whole step without its update, and how close the layers' sum is to it."""
-    summed_s = sum((layer.forward_thread_s or 0.0) + (layer.backward_thread_s or 0.0) for layer in profile.layers)
-    whole_s = forward_s + backward_s
-    parts = f"forward {format_seconds(forward_s)}, backward {format_seconds(backward_s)}"
-    return f"{format_seconds(whole_s)}: {parts}; the layers' sum is {summed_s / whole_s:.1%} of it"
+def _step(*seconds: float) -> str:
+    parts = zip(("forward", "backward", "update"), seconds, strict=False)
+    return f"{format_seconds(sum(seconds))}: " + ", ".join(f"{name} {format_seconds(each)}" for name, each in parts)
 
 
-def _compiled_parts(compiled: Compiled) -> str:
-    """Write the times of the separately compiled runs of layers, before scaling to the whole step."""
-    return f"{len(compiled.runs)}, {_step(compiled.runs_forward_s, compiled.runs_backward_s)}"
-
-
-def _step(forward_s: float, backward_s: float, update_s: float | None = None) -> str:
-    parts = [("forward", forward_s), ("backward", backward_s)]
-    if update_s is not None:
-        parts.append(("update", update_s))
-    total = format_seconds(sum(seconds for _, seconds in parts))
-    return f"{total}: " + ", ".join(f"{name} {format_seconds(value)}" for name, value in parts)
-
-
-def _layer_table(rows: Sequence[tuple[int, Layer]], total_s: float) -> str:
-    """Draw layers, each with how often it occurs."""
-    headers = ["layer", "op", "forward", "backward", "accumulation", "update", "share", "output", "weights", "saved"]
-    table = Table(headers, [_row(count, layer, total_s) for count, layer in rows])
-    return (table if any(layer.accumulate_s for _, layer in rows) else table.without("accumulation")).text()
-
-
-def _row(count: int, layer: Layer, total_s: float) -> list[str]:
-    return [
-        layer.name if count == 1 else f"{count} x {layer.name}",
-        layer.op,
-        format_seconds(layer.forward_s),
-        format_seconds(layer.backward_s),
-        format_seconds(layer.accumulate_s),
-        format_seconds(layer.update_s),
-        f"{count * time_s(layer) / total_s:.1%}" if total_s else "",
-        format_bytes(output_bytes(layer)),
-        format_bytes(layer.weight_bytes),
-        format_bytes(layer.saved_bytes),
-    ]
+def _layer_table(rows: Sequence[tuple[int, Layer]], total_s: float) -> Table:
+    """Tabulate layers, each with how often it occurs."""
+    accumulates = any(layer.accumulate_s for _, layer in rows)
+    return table_of(
+        [
+            {
+                "layer": layer.name if count == 1 else f"{count} x {layer.name}",
+                "op": layer.op,
+                "forward": format_seconds(layer.forward_s),
+                "backward": format_seconds(layer.backward_s),
+                "accumulation": format_seconds(layer.accumulate_s) if accumulates else None,
+                "update": format_seconds(layer.update_s),
+                "share": f"{count * time_s(layer) / total_s:.1%}" if total_s else "",
+                "output": format_bytes(output_bytes(layer)),
+                "weights": format_bytes(layer.weight_bytes),
+                "saved": format_bytes(layer.saved_bytes),
+            }
+            for count, layer in rows
+        ]
+    )
 
 
 SUMMED = ("forward_s", "backward_s", "update_s", "accumulate_s", "weight_bytes", "gradient_bytes", "saved_bytes")
@@ -227,25 +190,22 @@ def collapsed(profile: Profile) -> list[tuple[int, Layer]]:
     blocks = [block for block in repeated_blocks(profile) if block_of(layers[block.start].name)]
     rows: list[tuple[int, Layer]] = []
     end = 0
-    for run in _runs(profile, blocks):
+
+    def alike(numbered: tuple[int, range]) -> tuple[int, object]:
+        """Return what adjacent equal blocks share: where the run begins as far as each tells, and their layers."""
+        number, block = numbered
+        return block.start - number * len(block), tuple(map(kind_of, layers[block.start : block.stop]))
+
+    for _, numbered in groupby(enumerate(blocks), alike):
+        run = [block for _, block in numbered]
+        if len(run) < FEWEST_REPEATS:
+            continue
         rows += [(1, layer) for layer in layers[end : run[0].start]]
         rows += [
             (len(run), _mean_layer([layers[block.start + place] for block in run])) for place in range(len(run[0]))
         ]
         end = run[-1].stop
     return rows + [(1, layer) for layer in layers[end:]]
-
-
-def _runs(profile: Profile, blocks: Sequence[range]) -> list[list[range]]:
-    """Return the runs of adjacent equal blocks that are long enough to be worth it."""
-    breaks = {block.start for before, block in pairwise(blocks) if before.stop != block.start}
-
-    def key(block: range) -> tuple[int, object]:
-        segment = sum(start <= block.start for start in breaks)
-        return segment, tuple(map(kind_of, profile.layers[block.start : block.stop]))
-
-    runs = [list(group) for _, group in groupby(blocks, key)]
-    return [run for run in runs if len(run) >= FEWEST_REPEATS]
 
 
 def _mean_layer(layers: Sequence[Layer]) -> Layer:

@@ -1,50 +1,19 @@
-"""The tables of a plan's stages: what each has and does, what its GPUs hold, and how long it measures."""
+"""The tables of a plan's stages: what each has and does, and what its GPUs hold."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
 from itertools import groupby
-from typing import Protocol
 
 from planner.formats.plan import Plan
 from planner.formats.plan_parts import Stage, StageMemory
 from planner.plan.blocks import BLOCK
-from planner.report.tables.table import Table
+from planner.report.tables.table import Table, table_of
 from planner.units import format_bytes, format_seconds
 
-
-class StageTime(Protocol):
-    """What `planner.profiler.measured.verify` returns; a protocol, because this module must not import PyTorch."""
-
-    @property
-    def summed_s(self) -> float: ...
-
-    @property
-    def measured_s(self) -> float: ...
-
-    @property
-    def error(self) -> float: ...
-
-
-def verify_report(plan: Plan, times: Sequence[StageTime]) -> str:
-    """Compare the forward, backward and update of each stage for one microbatch."""
-    rows = [
-        [
-            index,
-            layer_range(stage.layers),
-            format_seconds(time.summed_s),
-            format_seconds(time.measured_s),
-            f"{time.error:+.1%}",
-        ]
-        for index, (stage, time) in enumerate(zip(plan.stages, times, strict=True))
-    ]
-    table = Table(["stage", "layers", "sum of layers", "measured", "sum is off by"], rows).text()
-    worst = max(times, key=lambda time: abs(time.error))
-    return f"{table}\n\nworst stage: the sum of its layers is off by {worst.error:+.1%}"
-
-
 _PARTS = tuple(name for name in StageMemory.model_fields if name.endswith("_bytes"))
+MOST_RUNS = 4  # of consecutive ranks of a stage that are listed one by one
 
 
 def memory_table(plan: Plan) -> Table:
@@ -52,91 +21,50 @@ def memory_table(plan: Plan) -> Table:
 
     A GPU with several stages is in the row of the first of them.
     """
-    parts = {number: memory_parts(plan, number) for number in _first_stages(plan)}
+    ranks = [stage.ranks for stage in plan.stages]
+    parts = {number: memory_parts(plan, number) for number, own in enumerate(ranks) if ranks.index(own) == number}
     shown = [name for name in _PARTS if any(sizes[name] for sizes in parts.values())]
     rows = []
     for cells, numbers in groupby(parts, key=lambda number: [format_bytes(parts[number][name]) for name in shown]):
         first, *others = numbers
-        rows.append([f"{first}-{others[-1]}" if others else f"{first}", _total(parts[first]), *cells])
+        total = format_bytes(sum(parts[first].values()))
+        rows.append([f"{first}-{others[-1]}" if others else f"{first}", total, *cells])
     headers = ["stage", "memory per GPU", *(name.removesuffix("_bytes").replace("_", " ") for name in shown)]
     return Table(headers, rows, "l" + "r" * (len(headers) - 1))
 
 
 def memory_parts(plan: Plan, stage: int) -> dict[str, int]:
     """Return what each GPU that runs the stage holds, by use, with what its other stages hold."""
-    ranks = plan.stages[stage].ranks
-    held = [other.memory for other in plan.stages if other.ranks == ranks]
+    held = [other.memory for other in plan.stages if other.ranks == plan.stages[stage].ranks]
     return {name: sum(getattr(memory, name) for memory in held) for name in _PARTS}
-
-
-def _first_stages(plan: Plan) -> list[int]:
-    """List the stages whose workers run no earlier one."""
-    ranks = [stage.ranks for stage in plan.stages]
-    return [number for number, own in enumerate(ranks) if ranks.index(own) == number]
-
-
-def _total(parts: dict[str, int]) -> str:
-    return format_bytes(sum(parts.values()))
-
-
-MOST_RUNS = 4  # of consecutive ranks of a stage that are listed one by one
-
-
-def late_updates(plan: Plan) -> list[int]:
-    """List how many updates late each stage's gradients are."""
-    late = plan.staleness
-    return [late if plan.vertical_sync else plan.schedule.staleness(stage.in_flight) for stage in plan.stages]
 
 
 def stage_table(plan: Plan) -> Table:
     """Tabulate the stages; columns in which nothing is to be said are left out."""
-    headers = [
-        "stage",
-        "layers",
-        "replicas",
-        "of ranks",
-        "ranks",
-        "GPU",
-        "in flight",
-        "late",
-        "compute",
-        "accumulation",
-        "sends",
-    ]
-    headers += ["optimizer", "recomputes"]
-    late = late_updates(plan)
-    model = [name for stage in plan.stages for name in stage.layers]
-    rows = [
-        [
-            number,
-            layer_range(stage.layers, model),
-            stage.replicas,
-            stage.tensor,
-            ranks_line(stage),
-            plan.cluster.kinds_on(stage.ranks),
-            stage.in_flight,
-            late[number],
-            format_seconds(stage.compute_s),
-            format_seconds(stage.accumulate_s),
-            format_bytes(sum(sent_bytes(plan, number))),
-            f"1/{stage.replicas}" if stage.sharded else "whole",
-            recomputing(stage) or "nothing",
-        ]
-        for number, stage in enumerate(plan.stages)
-    ]
-    table = Table(headers, rows)
-    if not any(late):
-        table = table.without("late")
+    stages, model = plan.stages, [name for stage in plan.stages for name in stage.layers]
+    late = [plan.staleness if plan.vertical_sync else plan.schedule.staleness(stage.in_flight) for stage in stages]
     # A replica's first backward after an update has no gradients to accumulate into, so one microbatch never does.
-    if plan.microbatches == 1 or not any(stage.accumulate_s for stage in plan.stages):
-        table = table.without("accumulation")
-    if not any(stage.sharded for stage in plan.stages):
-        table = table.without("optimizer")
-    if not plan.cluster.kinds:
-        table = table.without("GPU")
-    if max(plan.degrees) == 1:
-        table = table.without("of ranks")
-    return table if any(stage.recomputes for stage in plan.stages) else table.without("recomputes")
+    accumulates = plan.microbatches > 1 and any(stage.accumulate_s for stage in stages)
+    sharded, recomputes = any(stage.sharded for stage in stages), any(stage.recomputes for stage in stages)
+    rows = [
+        {
+            "stage": number,
+            "layers": layer_range(stage.layers, model),
+            "replicas": stage.replicas,
+            "of ranks": stage.tensor if max(plan.degrees) > 1 else None,
+            "ranks": ranks_line(stage),
+            "GPU": plan.cluster.kinds_on(stage.ranks) if plan.cluster.kinds else None,
+            "in flight": stage.in_flight,
+            "late": late[number] if any(late) else None,
+            "compute": format_seconds(stage.compute_s),
+            "accumulation": format_seconds(stage.accumulate_s) if accumulates else None,
+            "sends": format_bytes(_sent_bytes(plan, number)),
+            "optimizer": (f"1/{stage.replicas}" if stage.sharded else "whole") if sharded else None,
+            "recomputes": (recomputing(stage) or "nothing") if recomputes else None,
+        }
+        for number, stage in enumerate(stages)
+    ]
+    return table_of(rows)
 
 
 def recomputing(stage: Stage) -> str:
@@ -154,12 +82,9 @@ def ranks_line(stage: Stage) -> str:
 
     Two consecutive ranks are a run among several of the same length only: "0, 1" alone.
     """
-    runs: list[list[int]] = []
-    for rank in sorted(stage.ranks):
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
+    # Within a run of consecutive ranks, rank minus place is the same.
+    numbered = enumerate(sorted(stage.ranks))
+    runs = [[rank for _, rank in run] for _, run in groupby(numbered, key=lambda pair: pair[1] - pair[0])]
     least = 2 if len(runs) > 1 else 3
     words = [f"{run[0]}-{run[-1]}" if len(run) >= least else ", ".join(map(str, run)) for run in runs]
     if len(words) > MOST_RUNS:
@@ -167,11 +92,10 @@ def ranks_line(stage: Stage) -> str:
     return ", ".join(words)
 
 
-def sent_bytes(plan: Plan, stage: int) -> tuple[int, int]:
+def _sent_bytes(plan: Plan, stage: int) -> int:
     """Sum what a stage sends per microbatch: activations forward and gradients back."""
     forward = sum(transfer.output_bytes for transfer in plan.transfers if transfer.source == stage)
-    back = sum(transfer.gradient_bytes for transfer in plan.transfers if transfer.target == stage)
-    return forward, back
+    return forward + sum(transfer.gradient_bytes for transfer in plan.transfers if transfer.target == stage)
 
 
 def layer_range(layers: Sequence[str], model: Sequence[str] = ()) -> str:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from tabulate import tabulate
 
@@ -15,7 +15,7 @@ LEGIBLE = 24  # characters that a shortened cell keeps
 
 @dataclass(frozen=True)
 class Table:
-    """Headers, rows of text, and per column "l" or "r" to align it; all left without `align`."""
+    """Headers, rows of cells, and per column "l" or "r" to align it; all left without `align`."""
 
     headers: Sequence[str]
     rows: Sequence[Sequence[object]]
@@ -24,37 +24,31 @@ class Table:
     def text(self, width: int | None = None) -> str:
         """Draw the table for a terminal of this width, by default that of this process; in full elsewhere.
 
-        The longest cells of the widest column lose their middle where the table does not fit.
+        The longest cells of the widest column lose their middle where the table does not fit, as far as they are
+        legible then.
         """
-        wanted = shutil.get_terminal_size((UNLIMITED, 0)).columns if width is None else width
-        return self._narrowed(wanted)._drawn()
-
-    def _narrowed(self, width: int) -> Table:
-        """Shorten the cells of the widest column until the table fits, as far as they are legible then."""
-        cells = [[str(cell) for cell in row] for row in (self.headers, *self.rows)]
-        widths = [max([len(header) + GAP, *map(len, column)]) for header, *column in zip(*cells, strict=True)]
+        width = shutil.get_terminal_size((UNLIMITED, 0)).columns if width is None else width
+        rows = [[str(cell) for cell in row] for row in self.rows]
+        widths = [
+            max([len(header) + GAP, *map(len, column)]) for header, *column in zip(self.headers, *rows, strict=True)
+        ]
         over = sum(widths) + GAP * (len(widths) - 1) - width
-        if over <= 0 or not self.rows:
-            return self
-        widest = max(range(len(widths)), key=widths.__getitem__)
-        most = max(widths[widest] - over, LEGIBLE, len(cells[0][widest]))
-        rows = [[_shortened(cell, most) if at == widest else cell for at, cell in enumerate(row)] for row in cells[1:]]
-        return replace(self, rows=rows)
+        if over > 0 and rows:
+            widest = widths.index(max(widths))
+            most = max(widths[widest] - over, LEGIBLE, len(self.headers[widest]))
+            for row in rows:
+                row[widest] = _shortened(row[widest], most)
+        sides = [{"l": "left", "r": "right"}[letter] for letter in self.align]
+        return tabulate(rows, headers=self.headers, disable_numparse=True, colalign=sides or None)
 
-    def _drawn(self) -> str:
-        colalign = [{"l": "left", "r": "right"}[letter] for letter in self.align] or None
-        return tabulate(self.rows, headers=self.headers, disable_numparse=True, colalign=colalign)
 
-    def without(self, header: str) -> Table:
-        """Drop a column."""
-        at = list(self.headers).index(header)
-
-        def dropped(cells: Sequence[object]) -> list[object]:
-            return [*cells[:at], *cells[at + 1 :]]
-
-        headers = [str(each) for each in dropped(self.headers)]
-        align = self.align[:at] + self.align[at + 1 :]
-        return replace(self, headers=headers, rows=[dropped(row) for row in self.rows], align=align)
+def table_of(records: Sequence[Mapping[str, object]], align: str = "") -> Table:
+    """Return a table with a row per record and a column per key, without columns that are None in all records."""
+    names = list(records[0]) if records else []
+    shown = [at for at, name in enumerate(names) if any(record[name] is not None for record in records)]
+    headers = [names[at] for at in shown]
+    rows = [["" if record[name] is None else record[name] for name in headers] for record in records]
+    return Table(headers, rows, "".join(align[at] for at in shown) if align else "")
 
 
 def _shortened(text: str, most: int) -> str:
@@ -65,6 +59,6 @@ def _shortened(text: str, most: int) -> str:
     return f"{text[:head]}...{text[len(text) - (most - 3 - head) :]}"
 
 
-def named_values(lines: Iterable[tuple[str, str]]) -> str:
-    """Draw names and values as two columns without headers."""
-    return tabulate(lines, tablefmt="plain", disable_numparse=True)
+def named_values(lines: Iterable[tuple[str, str | None]]) -> str:
+    """Draw names and values as two columns without headers; leave out values that are None."""
+    return tabulate([line for line in lines if line[1] is not None], tablefmt="plain", disable_numparse=True)

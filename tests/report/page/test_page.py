@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import sys
-from dataclasses import replace
 from fnmatch import fnmatch
 from html.parser import HTMLParser
 from pathlib import Path
@@ -20,8 +19,8 @@ from planner.errors import InputError
 from planner.formats.cluster import hierarchical_cluster
 from planner.formats.plan import Plan
 from planner.formats.timeline import Events, Timeline
-from planner.report.page.page import ReportContent, report_page, script_json
-from planner.report.svg.timeline import timeline_svg
+from planner.report.page.page import report_page, script_json
+from planner.report.svg import timeline_svg
 from planner.report.timeline import MOST_WORKERS, opening, shown_workers
 from planner.simulator.simulate_plan import simulate
 from planner.simulator.summary import summarize
@@ -84,7 +83,7 @@ def slower(timeline: Timeline, factor: float) -> Timeline:
 
 def test_all_text_is_escaped_and_every_element_closed() -> None:
     plan = evil_plan()
-    page = report_page(ReportContent(plan, simulate(plan, 6), why_not=EVIL[1]))
+    page = report_page(plan, simulate(plan, 6), why_not=EVIL[1])
     elements = Elements(page)
     assert sum(tag == "script" for tag, _ in elements.found) == 2
     assert not any(tag == "img" for tag, _ in elements.found)
@@ -98,7 +97,7 @@ def test_all_text_is_escaped_and_every_element_closed() -> None:
 
 def test_nothing_is_loaded() -> None:
     plan = evil_plan()
-    page = report_page(ReportContent(plan, simulate(plan, 6)))
+    page = report_page(plan, simulate(plan, 6))
     assert "default-src 'none'" in page
     for _, attributes in Elements(page).found:
         assert not (attributes.get("src") or "").startswith(("http", "//"))
@@ -116,7 +115,7 @@ def test_json_in_a_script_ends_nothing() -> None:
 def test_the_charts_have_every_event_and_curve() -> None:
     plan = evil_plan()
     timeline = simulate(plan, 6)
-    data = data_of(report_page(ReportContent(plan, timeline)))
+    data = data_of(report_page(plan, timeline))
     rows = [row for worker in data["workers"] for row in worker["rows"]]
     assert sum(len(row["step"]) for row in rows) == len(timeline.events)
     ends = [(sum(row["step"]) + row["length"][-1]) * data["tick_s"] for row in rows]
@@ -129,7 +128,7 @@ def test_the_charts_have_every_event_and_curve() -> None:
 def test_a_run_is_laid_over_the_simulation() -> None:
     plan = evil_plan()
     timeline = simulate(plan, 6)
-    page = report_page(ReportContent(plan, timeline, slower(timeline, 1.25)))
+    page = report_page(plan, timeline, slower(timeline, 1.25))
     data = data_of(page)
     assert {row["source"] for row in data["workers"][0]["rows"]} == {"simulated", "measured"}
     assert data["span_s"] == pytest.approx(1.25 * timeline.span_s)
@@ -138,7 +137,7 @@ def test_a_run_is_laid_over_the_simulation() -> None:
     assert "at the run&#x27;s own times" in page
     other = plan_of(equal_layers(2), (1, 1))
     with pytest.raises(InputError, match="the run is of another plan: its config '1-1-1' is not the plan's '1-1'"):
-        report_page(ReportContent(other, simulate(other, 6), timeline))
+        report_page(other, simulate(other, 6), timeline)
 
 
 def test_with_the_profile_there_are_alternatives() -> None:
@@ -146,7 +145,7 @@ def test_with_the_profile_there_are_alternatives() -> None:
     plan = solve(model, hierarchical_cluster((2, 2), (1e9, 1e8)))
     sweep = bandwidth_sweep(model, plan, 3, 10.0)
     assert [point.value for point in sweep.points] == pytest.approx([1e7, 1e8, 1e9])
-    page = report_page(ReportContent(plan, simulate(plan), comparison=compare(model, plan=plan), sweep=sweep))
+    page = report_page(plan, simulate(plan), comparison=compare(model, plan=plan), sweep=sweep)
     Elements(page)
     assert "equal parameters" in page
     assert "the fastest plan by bandwidth" in page
@@ -157,7 +156,7 @@ def test_a_page_shows_some_of_very_many_workers() -> None:
     assert shown_workers(simulate(wide, 140)) == (0, 70)
     long = simulate(plan_of(equal_layers(100), (1,) * 100), 2)
     assert len(shown_workers(long)) <= MOST_WORKERS
-    page = report_page(ReportContent(wide, simulate(wide, 140)))
+    page = report_page(wide, simulate(wide, 140))
     assert "2 of 140 workers are shown" in page
 
 
@@ -175,23 +174,22 @@ def test_a_timeline_opens_on_six_steady_minibatches() -> None:
 def test_what_was_measured_stands_first() -> None:
     plan = evil_plan()
     timeline = simulate(plan, 12)
-    found = Elements(report_page(ReportContent(plan, timeline, slower(timeline, 1.25)))).found
+    found = Elements(report_page(plan, timeline, slower(timeline, 1.25))).found
     sections = [attributes["id"] for tag, attributes in found if tag == "section"]
     assert sections[:2] == ["summary", "measured"]
 
 
 def test_equal_neighbours_are_drawn_once() -> None:
     plan = plan_of(equal_layers(5), (1,) * 5)
-    drawn = "".join(Elements(report_page(ReportContent(plan, simulate(plan, 8)))).texts)
+    drawn = "".join(Elements(report_page(plan, simulate(plan, 8))).texts)
     assert "stages 0–4" in drawn
 
 
 def test_what_does_not_fit_is_said() -> None:
     plan = evil_plan()
     tight = plan.model_copy(update={"cluster": plan.cluster.model_copy(update={"memory_bytes": 1})})
-    content = ReportContent(tight, simulate(tight, 6))
-    assert "Workers 0, 1, 2 would need more memory than there is." in report_page(content)
-    assert "would need more" not in report_page(replace(content, simulated=simulate(plan, 6)))
+    assert "Workers 0, 1, 2 would need more memory than there is." in report_page(tight, simulate(tight, 6))
+    assert "would need more" not in report_page(tight, simulate(plan, 6))
 
 
 def test_the_picture_of_a_timeline() -> None:
