@@ -20,23 +20,15 @@ def whole_stage(layers: Iterable[int], recompute: bool = True) -> Groups:
 
 @dataclass(frozen=True)
 class StageOptions:
-    """How a stage runs. `LayerCosts` says what that does to its time and memory.
+    """How a stage runs. `LayerCosts` says what that does to its time and memory."""
 
-    Attributes:
-        replicas: workers that run the stage, each on its share of the units.
-        sharded: divide the optimizer's state and its update over the replicas, of which there are 2 or more (ZeRO-1,
-            Rajbhandari et al. 2020, section 5).
-        recompute: groups of layers, by position. Each keeps only the values that enter it, and runs its forward again
-            before its own backward. One group of all layers keeps the stage's input alone.
-        kind: of the devices, where the cluster has several; None for the profiled one.
-        tensor: ranks of a replica, which divide every layer between them (`planner.cost.tensor`).
-    """
-
-    replicas: int = 1
+    replicas: int = 1  # workers that run the stage, each on its share of the units
+    # Two replicas or more divide the optimizer's state and its update (ZeRO-1, Rajbhandari et al. 2020, section 5).
     sharded: bool = False
+    # Each group keeps only the values that enter it, and runs its forward again before its own backward.
     recompute: Groups = ()
-    kind: DeviceKind | None = None
-    tensor: int = 1
+    kind: DeviceKind | None = None  # of the devices, where the cluster has several; None for the profiled one
+    tensor: int = 1  # ranks of a replica, which divide every layer between them (`planner.cost.tensor`)
 
     def __post_init__(self) -> None:
         assert not self.sharded or self.replicas > 1
@@ -54,40 +46,31 @@ class StageOptions:
 
 @dataclass(frozen=True)
 class Traffic:
-    """A value, with the positions of the layer that makes it and of the layers that use it.
-
-    `sent_bytes`, `returned_bytes`: of the value and its gradient on a link, which codes them.
-    """
+    """A value, with the positions of the layer that makes it and of the layers that use it."""
 
     name: str
     producer: int
     users: tuple[int, ...]  # ascending
     output_bytes: int
     gradient_bytes: int
-    sent_bytes: int
-    returned_bytes: int
+    sent_bytes: int  # of the value on a link, which codes it
+    returned_bytes: int  # of its gradient
 
     @property
     def amounts(self) -> Floats:
-        """Bytes and numbers of messages over a cut that it crosses: activations, gradients; activations, gradients.
-
-        Then the bytes of activations and gradients as tensors.
-        """
+        """Bytes on a link, messages, and bytes as tensors: of activations, then of gradients."""
         sizes = self.output_bytes, self.gradient_bytes
         return np.array([self.sent_bytes, self.returned_bytes, 1, sizes[1] > 0, *sizes], dtype=np.float64)
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A stage to be priced: positions of its layers, and of all layers in the stages before it.
-
-    `options`: how it runs. `ranks`: of its devices; consecutive ones when empty.
-    """
+    """A stage to be priced: positions of its layers, and of all layers in the stages before it."""
 
     before: frozenset[int]
     layers: frozenset[int]
     options: StageOptions = field(default_factory=StageOptions)
-    ranks: tuple[int, ...] = ()
+    ranks: tuple[int, ...] = ()  # of its devices; consecutive ones when empty
 
     @property
     def replicas(self) -> int:

@@ -40,11 +40,7 @@ def with_overheads(
 ) -> tuple[StageMemory, ...]:
     """Return the memory of a plan's stages with the overheads of their devices.
 
-    Args:
-        layer_costs: of the model.
-        stages: of the plan.
-        memory: of each stage.
-        workers: of each stage, by position in the pipeline; a worker's context counts for its first stage.
+    `workers`: of each stage, by position in the pipeline. A worker's context counts for its first stage.
     """
     if layer_costs.overheads is None:
         return tuple(memory)

@@ -11,7 +11,7 @@ enters several groups is kept once.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
@@ -25,56 +25,8 @@ from planner.cost.work import Floats, Footprint, Integers, Work, working_bytes
 from planner.formats.cluster import DeviceKind
 from planner.formats.device_kinds import profile_on
 from planner.formats.names import CODECS, FLOAT_BYTES, HALF_BYTES, Codec
-from planner.formats.profile import Profile, Value
+from planner.formats.profile import Profile
 from planner.plan.blocks import blocks_of
-
-NO_GROUP = -1
-
-
-@dataclass(frozen=True)
-class LayerBytes:
-    """Bytes of a stage's layers, in their order.
-
-    `gradient_bytes` and `workspace_bytes` are None where the profile does not know them, or not the order.
-    """
-
-    saved_bytes: Floats
-    gradient_bytes: Floats | None = None
-    workspace_bytes: Floats | None = None
-
-
-@dataclass(frozen=True)
-class Kept:
-    """Three of the fields of a `Footprint`, for one stage."""
-
-    saved_bytes: float
-    working_bytes: float = 0.0
-    accumulating_bytes: float = 0.0
-
-
-def kept_activations(layers: LayerBytes, group_of: Integers, entering_bytes: Floats) -> Kept:
-    """Compute what is kept, and the peak.
-
-    While layer k of a group is at work, the stage holds what all layers before the group keep, what enters the group,
-    what the group's layers have saved up to k, and for k what `working_bytes` says of any layer. Where that is not
-    known, all that the largest group saves is added to all that is kept.
-
-    Args:
-        layers: of the stage.
-        group_of: the number of each layer's group; `NO_GROUP` for layers that keep what they save.
-        entering_bytes: of each layer that is the first of a group: the values that enter it, and no group before it.
-    """
-    saved, apart = layers.saved_bytes, group_of == NO_GROUP
-    kept = np.where(apart, saved, entering_bytes)
-    again = [np.flatnonzero(group_of == group) for group in np.unique(group_of[~apart])]
-    if layers.gradient_bytes is None or layers.workspace_bytes is None:
-        most = max((float(saved[group].sum()) for group in again), default=0.0)
-        return Kept(float(kept.sum()), most, most)
-    temporary = layers.workspace_bytes.copy()
-    for group in again:
-        temporary[group] += np.cumsum(saved[group])
-    working, accumulating = working_bytes(kept, layers.gradient_bytes, temporary)
-    return Kept(float(kept.sum()), float(working[-1]), float(accumulating[-1]))
 
 
 class LayerCosts:
@@ -107,8 +59,7 @@ class LayerCosts:
         self._works: dict[tuple[frozenset[int], frozenset[int], Groups], Work] = {}
         self._footprints: dict[tuple[frozenset[int], frozenset[int], Groups], Footprint] = {}
         self._about: list[LayerCosts] = []
-        self._on: dict[tuple[str | None, float], LayerCosts] = {}
-        self._at: dict[int, LayerCosts] = {}
+        self._variants: dict[tuple[str | None, float] | int, LayerCosts] = {}  # by kind of device, and by degree
 
     @cached_property
     def traffic(self) -> tuple[Traffic, ...]:
@@ -116,21 +67,16 @@ class LayerCosts:
         users: dict[tuple[str, str], set[int]] = {}
         for edge in self.profile.edges:
             users.setdefault((edge.source, edge.value), set()).add(self.position[edge.target])
-        return tuple(
-            Traffic(
-                value.name, index, tuple(sorted(used)), value.output_bytes, value.gradient_bytes, *self._sent(value)
-            )
-            for index, layer in enumerate(self.profile.layers)
-            for value in layer.outputs
-            if (used := users.get((layer.name, value.name)))
-        )
-
-    def _sent(self, value: Value) -> tuple[int, int]:
-        """Return the bytes of a value and of its gradient on a link."""
-        sizes = value.output_bytes, value.gradient_bytes
-        element_bytes = value.element_bytes or (FLOAT_BYTES if self.profile.autocast is None else HALF_BYTES)
-        coded = [self._codec.size_bytes(size, element_bytes) for size in sizes]
-        return (coded[0], coded[1]) if value.gradient_bytes else sizes
+        found = []
+        for index, layer in enumerate(self.profile.layers):
+            for value in layer.outputs:
+                sizes = value.output_bytes, value.gradient_bytes
+                element_bytes = value.element_bytes or (FLOAT_BYTES if self.profile.autocast is None else HALF_BYTES)
+                coded = (self._codec.size_bytes(size, element_bytes) for size in sizes)
+                sent = coded if value.gradient_bytes else sizes  # values without gradients travel as they are
+                if used := users.get((layer.name, value.name)):
+                    found.append(Traffic(value.name, index, tuple(sorted(used)), *sizes, *sent))
+        return tuple(found)
 
     @cached_property
     def uses(self) -> Integers:
@@ -141,33 +87,28 @@ class LayerCosts:
     def with_profile(self, profile: Profile) -> LayerCosts:
         """Return the costs of another profile's layers under the same rule for versions."""
         # Searches ask for the same variants of a profile again and again, and what is known of their stages is of use.
-        for known in self._about:
-            if known.profile == profile:
-                return known
-        self._about.append(self._changed(profile=profile))
-        return self._about[-1]
+        known = next((each for each in self._about if each.profile == profile), None)
+        if known is None:
+            self._about.append(known := self._changed(profile=profile))
+        return known
 
     def on_kind(self, kind: DeviceKind | None) -> LayerCosts:
         """Return the costs of the same layers on devices of that kind; None for the profiled one."""
         if kind is None:
             return self
         key = kind.name, kind.speed
-        if key not in self._on:
-            self._on[key] = self.with_profile(profile_on(self.profile, kind))
-        return self._on[key]
+        if key not in self._variants:
+            self._variants[key] = self.with_profile(profile_on(self.profile, kind))
+        return self._variants[key]
 
     def at_degree(self, degree: int) -> LayerCosts:
-        """Return the costs of the same layers on groups of so many ranks.
-
-        Raises:
-            ProfileError: if the profile does not know them.
-        """
+        """Return the costs of the same layers on groups of so many ranks; raise ProfileError if they are not known."""
         if degree == 1:
             return self
-        if degree not in self._at:
+        if degree not in self._variants:
             assert self._dividing is not None, "layers are divided over the links of a cluster"
-            self._at[degree] = self.with_profile(self._dividing(self.profile, degree))
-        return self._at[degree]
+            self._variants[degree] = self.with_profile(self._dividing(self.profile, degree))
+        return self._variants[degree]
 
     def with_options(self, options: StageOptions) -> LayerCosts:
         """Return the costs of the same layers on the devices of a stage, one of the profiled kind by itself."""
@@ -236,21 +177,20 @@ class LayerCosts:
         done = stage.before | stage.layers
         arriving = [t for t in self.traffic if t.producer in stage.before and stage.layers.intersection(t.users)]
         leaving = [t for t in self.traffic if stage.layers.intersection((t.producer, *t.users)) and set(t.users) - done]
+        times = ("forward_s", "backward_s", "update_s", "accumulate_s")
+        come, go = (sum((value.amounts for value in values), np.zeros(6)) for values in (arriving, leaving))
         return Work(
-            forward_s=np.float64(sum(layer.forward_s for layer in layers)),
-            backward_s=np.float64(sum(layer.backward_s for layer in layers)),
-            update_s=np.float64(sum(layer.update_s for layer in layers)),
-            accumulate_s=np.float64(sum(layer.accumulate_s for layer in layers)),
+            **{name: np.float64(sum(getattr(layer, name) for layer in layers)) for name in times},
             trainable_bytes=np.float64(sum(layer.gradient_bytes for layer in layers)),
-            received_bytes=np.float64(_outputs(arriving) + _gradients(leaving)),
-            sent_bytes=np.float64(_outputs(leaving) + _gradients(arriving)),
-            received_messages=np.float64(len(arriving) + _with_gradient(leaving)),
-            sent_messages=np.float64(len(leaving) + _with_gradient(arriving)),
-            cut_before_bytes=np.float64(_outputs(self.crossing(stage.before))),
-            cut_after_bytes=np.float64(_outputs(self.crossing(done))),
+            received_bytes=come[0] + go[1],
+            sent_bytes=go[0] + come[1],
+            received_messages=come[2] + go[3],
+            sent_messages=go[2] + come[3],
+            cut_before_bytes=np.float64(sum(value.sent_bytes for value in self.crossing(stage.before))),
+            cut_after_bytes=np.float64(sum(value.sent_bytes for value in self.crossing(done))),
             is_first=np.asarray(not stage.before),
-            input_bytes=np.float64(sum(value.output_bytes for value in arriving)),
-            message_bytes=np.float64(sum(value.output_bytes + value.gradient_bytes for value in arriving + leaving)),
+            input_bytes=come[4],
+            message_bytes=come[4] + come[5] + go[4] + go[5],
             neighbours=np.asarray(bool(arriving) + bool(leaving)),
         )
 
@@ -284,36 +224,44 @@ class LayerCosts:
     def _footprint(self, stage: Candidate) -> Footprint:
         layers = [self.profile.layers[index] for index in stage.layers]
         work = self.work(stage)
-        kept = self._kept(stage)
         return Footprint(
+            **self._kept(stage),
             **self.weights(np.asarray(sum(layer.weight_bytes for layer in layers), dtype=np.float64)),
             gradient_bytes=np.float64(sum(layer.gradient_bytes for layer in layers)),
             optimizer_bytes=np.float64(sum(layer.optimizer_bytes for layer in layers)),
             buffer_bytes=np.float64(sum(layer.buffer_bytes for layer in layers)) + self.communicators_bytes(work),
-            saved_bytes=np.float64(kept.saved_bytes),
             message_bytes=work.message_bytes,
             input_bytes=work.input_bytes,
-            working_bytes=np.float64(kept.working_bytes),
-            accumulating_bytes=np.float64(kept.accumulating_bytes),
             updating_bytes=np.float64(0.0 if self.at_work is None else self.at_work[3, list(stage.layers)].max()),
         )
 
-    def _kept(self, stage: Candidate) -> Kept:
-        """Compute what the stage keeps for its backward, and its peak."""
-        order, known = sorted(stage.layers), self.at_work
-        if known is not None:
-            layers = LayerBytes(*known[:3, order])
-        else:
-            layers = LayerBytes(np.array([self.profile.layers[index].saved_bytes for index in order], dtype=np.float64))
+    def _kept(self, stage: Candidate) -> dict[str, Floats]:
+        """Compute three of the footprint's fields: what the stage keeps for its backward, and its peaks.
+
+        While layer k of a group is at work, the stage holds what all layers before the group keep, what enters the
+        group, what the group's layers have saved up to k, and for k what `working_bytes` says of any layer. Where that
+        is not known, all that the largest group saves is added to all that is kept.
+        """
+        order = sorted(stage.layers)
+        saved = np.array([self.profile.layers[index].saved_bytes for index in order], dtype=np.float64)
+        kept, running, most, seen = saved.copy(), np.zeros(len(order)), 0.0, set[int]()
         place = {layer: number for number, layer in enumerate(order)}
-        group_of, entering_bytes = np.full(len(order), NO_GROUP), np.zeros(len(order))
-        kept: set[int] = set()
-        for number, group in enumerate(sorted(stage.options.recompute, key=min)):
-            group_of[[place[layer] for layer in group]] = number
-            values = self.entering(group) - kept
-            entering_bytes[place[min(group)]] = sum(self.traffic[value].output_bytes for value in values)
-            kept |= values
-        return kept_activations(layers, group_of, entering_bytes)
+        for group in sorted(stage.options.recompute, key=min):
+            places = [place[layer] for layer in sorted(group)]
+            kept[places], running[places] = 0.0, np.cumsum(saved[places])
+            values = self.entering(group) - seen
+            kept[places[0]] = sum(self.traffic[value].output_bytes for value in values)
+            most, seen = max(most, float(running[places[-1]])), seen | values
+        working = accumulating = np.float64(most)
+        if self.at_work is not None:
+            _, gradients, workspaces, _ = self.at_work[:, order]
+            peaks = working_bytes(kept, gradients, workspaces + running)
+            working, accumulating = (np.float64(each[-1]) for each in peaks)
+        return {
+            "saved_bytes": np.float64(kept.sum()),
+            "working_bytes": working,
+            "accumulating_bytes": accumulating,
+        }
 
     @cached_property
     def block_of(self) -> list[int]:
@@ -359,15 +307,3 @@ def messages(layer_costs: LayerCosts, stages: Sequence[Candidate]) -> dict[tuple
         for ends in pairwise(sorted({int(stage_of[layer]) for layer in (value.producer, *value.users)})):
             found.setdefault(ends, []).append(value)
     return found
-
-
-def _outputs(values: Sequence[Traffic]) -> int:
-    return sum(value.sent_bytes for value in values)
-
-
-def _gradients(values: Sequence[Traffic]) -> int:
-    return sum(value.returned_bytes for value in values)
-
-
-def _with_gradient(values: Sequence[Traffic]) -> int:
-    return sum(value.gradient_bytes > 0 for value in values)

@@ -23,12 +23,9 @@ from planner.schedule.instructions import POSTED
 
 @dataclass(frozen=True)
 class Price:
-    """The price of a plan.
+    """The price of a plan."""
 
-    `seconds_per_minibatch` is the cost model's; or the simulation's, and then `cost_model_s` is the cost model's.
-    """
-
-    seconds_per_minibatch: float
+    seconds_per_minibatch: float  # by the cost model; or by simulation, and then `cost_model_s` is the cost model's
     bottleneck: Bottleneck
     in_flight: tuple[int, ...]
     memory: tuple[StageMemory, ...]
@@ -85,15 +82,10 @@ FRAGMENTED = 0.05
 
 @dataclass(frozen=True)
 class Reserve:
-    """What is kept free of every device's memory, so that a search need not know of it.
+    """What is kept free of every device's memory, so that a search need not know of it."""
 
-    Attributes:
-        fixed_bytes: whatever the tensors take.
-        share: of the tensors' bytes.
-    """
-
-    fixed_bytes: int = 0
-    share: float = 0.0
+    fixed_bytes: int = 0  # whatever the tensors take
+    share: float = 0.0  # of the tensors' bytes
 
     def room(self, memory_bytes: int) -> int:
         """Return how many bytes of tensors fit; at least 1."""

@@ -19,16 +19,16 @@ import math
 from collections import Counter
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from hashlib import blake2b
 from itertools import compress, groupby
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from planner.cost.candidate import Groups, whole_stage
 from planner.cost.layer_costs import LayerCosts
-from planner.cost.work import Floats, Integers
+from planner.cost.work import Floats
 from planner.options.solving import RecomputeRule
 
 MOST_SUBSETS = 2**8  # of units that are all tried
@@ -42,23 +42,15 @@ _COLUMNS = ("recompute_s", "saved_bytes", "working_bytes", "accumulating_bytes",
 
 @dataclass(frozen=True)
 class Choices:
-    """Choices of the layers of one stage that recompute, a row each; the first recomputes least.
+    """Choices of the layers of one stage that recompute, a row each; the first recomputes least."""
 
-    Attributes:
-        recompute_s: of the forward that is run again.
-        saved_bytes, working_bytes, accumulating_bytes: as in `Footprint`.
-        units: which units recompute, each by itself; (choices, units).
-        whole: whether the stage recomputes as one group.
-        layers: of each unit, by position.
-    """
-
-    recompute_s: Floats
-    saved_bytes: Floats
+    recompute_s: Floats  # of the forward that is run again
+    saved_bytes: Floats  # this and the next two as in `Footprint`
     working_bytes: Floats
     accumulating_bytes: Floats
-    units: _Flags
-    whole: _Flags
-    layers: tuple[tuple[int, ...], ...]
+    units: _Flags  # which units recompute, each by itself; (choices, units)
+    whole: _Flags  # whether the stage recomputes as one group
+    layers: tuple[tuple[int, ...], ...]  # of each unit, by position
 
     def __len__(self) -> int:
         return len(self.recompute_s)
@@ -80,9 +72,7 @@ class Choices:
         saved, *working = (each[order] for each in (self.saved_bytes, self.working_bytes, self.accumulating_bytes))
         held = np.concatenate([_FLYING[:, None] * saved + each for each in working] + [saved[None]])
         less = held[:, 1:] < np.minimum.accumulate(held, axis=1)[:, :-1]
-        return self._only(order[np.concatenate(([True], less.any(axis=0)))])
-
-    def _only(self, rows: Integers) -> Choices:
+        rows = order[np.concatenate(([True], less.any(axis=0)))]
         return Choices(**{name: getattr(self, name)[rows] for name in _COLUMNS}, layers=self.layers)
 
     def and_(self, others: Choices) -> Choices:
@@ -94,9 +84,7 @@ class Choices:
 class Recomputation:
     """The choices of stages of one profile, remembered by the kinds of their units.
 
-    Args:
-        layer_costs: of the profile.
-        rule: "auto" for all choices that are worth it; the others leave one.
+    `rule`: "auto" for all choices that are worth it; the others leave one.
     """
 
     def __init__(self, layer_costs: LayerCosts, rule: RecomputeRule = "auto") -> None:
@@ -145,25 +133,16 @@ def units_of(layer_costs: LayerCosts, layers: Collection[int]) -> tuple[tuple[in
     return tuple(tuple(unit) for _, unit in groupby(sorted(layers), key=layer_costs.block_of.__getitem__))
 
 
-@dataclass(frozen=True)
-class _Unit:
-    """A unit's costs.
+class _Unit(NamedTuple):
+    """A unit's costs."""
 
-    Attributes:
-        kind: what it saves and needs; equal for units that can be exchanged for each other.
-        forward_s, saved_bytes, gradient_bytes: of all its layers.
-        peak_bytes: while it runs, beyond what the units before it keep, less all gradients but those of later units.
-        accumulating_bytes: the same beyond all gradients, where several microbatches add to them.
-        entering: the values that enter it, by their numbers in `LayerCosts.traffic`.
-    """
-
-    kind: Hashable
-    forward_s: float
+    kind: Hashable  # what it saves and needs; equal for units that can be exchanged for each other
+    forward_s: float  # of all its layers, as the next two
     saved_bytes: float
     gradient_bytes: float
-    peak_bytes: float
-    accumulating_bytes: float
-    entering: tuple[int, ...]
+    peak_bytes: float  # while it runs, beyond what earlier units keep, less all gradients but those of later units
+    accumulating_bytes: float  # the same beyond all gradients, where several microbatches add to them
+    entering: tuple[int, ...]  # the values that enter it, by their numbers in `LayerCosts.traffic`
 
     @classmethod
     def of(cls, layer_costs: LayerCosts, layers: tuple[int, ...]) -> _Unit:
@@ -192,28 +171,37 @@ class _Unit:
 
 
 class _Stage:
-    """The units of one stage, and what choices of them cost."""
+    """The units of one stage, and what choices of them cost. `arriving`: values from other stages, by their numbers."""
 
     def __init__(self, costs: LayerCosts, units: Sequence[_Unit], arriving: Sequence[int]) -> None:
         self._costs, self._units = costs, units
         self._arriving_bytes = sum(costs.traffic[value].output_bytes for value in arriving)
-        names = ("forward_s", "saved_bytes", "gradient_bytes", "peak_bytes", "accumulating_bytes")
-        columns = ([getattr(unit, name) for unit in units] for name in names)
+        _, *columns, _ = zip(*units, strict=True)
         self._forward_s, self._saved, self._gradients, self._peaks, self._accumulating = map(np.array, columns)
+        # The bytes that enter each unit and no other one, and those that enter several units, with these units.
+        users: dict[int, list[int]] = {}
+        for number, unit in enumerate(units):
+            for value in unit.entering:
+                users.setdefault(value, []).append(number)
+        sizes = Counter[tuple[int, ...]]()
+        for value, numbers in users.items():
+            sizes[tuple(numbers)] += costs.traffic[value].output_bytes
+        self._alone = np.array([float(sizes.pop((number,), 0)) for number in range(len(units))])
+        self._together = [(size, list(numbers)) for numbers, size in sizes.items() if size]
 
     def choices(self, rule: RecomputeRule) -> Choices:
         """Return what the rule leaves."""
-        count = len(self._units)
+        none = np.zeros((1, len(self._units)), dtype=bool)
         match rule:
             case "never":
-                return self._made(np.zeros((1, count), dtype=bool))
+                return self._made(none)
             case "always":
-                return self._whole(self._made(np.zeros((1, count), dtype=bool)))
+                return self._whole(self._made(none))
             case "blocks":
-                return self._made(np.ones((1, count), dtype=bool))
+                return self._made(~none)
             case "auto":
                 parts = self._made(self._tried())
-                return (parts if count == 1 else parts.and_(self._whole(parts))).worth_it()
+                return (parts if len(self._units) == 1 else parts.and_(self._whole(parts))).worth_it()
 
     def _tried(self) -> _Flags:
         """Return the choices of units among which the best ones are, the first without any; (choices, units)."""
@@ -262,39 +250,22 @@ class _Stage:
         """Return the stage as one group. Its peak beyond what enters it is that without recomputation, `others[0]`."""
         saved = others.saved_bytes[:1]
         return Choices(
-            recompute_s=self._forward_s.sum(keepdims=True),
-            saved_bytes=np.array([float(self._arriving_bytes)]),
-            working_bytes=others.working_bytes[:1] + saved,
-            accumulating_bytes=others.accumulating_bytes[:1] + saved,
-            units=others.units[:1],
-            whole=np.ones(1, dtype=bool),
-            layers=(),
+            self._forward_s.sum(keepdims=True),
+            np.array([float(self._arriving_bytes)]),
+            others.working_bytes[:1] + saved,
+            others.accumulating_bytes[:1] + saved,
+            others.units[:1],
+            np.ones(1, dtype=bool),
+            (),
         )
 
     def _entering(self, again: _Flags) -> Floats:
         """Return the bytes of the values that enter each unit that recomputes, and no earlier one that does."""
-        alone, together = self._users
-        entering = np.where(again, alone, 0.0)
-        for size, numbers in together:
+        entering = np.where(again, self._alone, 0.0)
+        for size, numbers in self._together:
             flags = again[:, numbers]
             entering[:, numbers] += size * (flags & (np.cumsum(flags, axis=1) == 1))
         return entering
-
-    @cached_property
-    def _users(self) -> tuple[Floats, list[tuple[int, list[int]]]]:
-        """The bytes that enter each unit and no other one, and those that enter several units, with these units."""
-        users: dict[int, list[int]] = {}
-        for number, unit in enumerate(self._units):
-            for value in unit.entering:
-                users.setdefault(value, []).append(number)
-        sizes: dict[tuple[int, ...], int] = {}
-        for value, numbers in users.items():
-            key = tuple(numbers)
-            sizes[key] = sizes.get(key, 0) + self._costs.traffic[value].output_bytes
-        alone = np.zeros(len(self._units))
-        for key in [key for key in sizes if len(key) == 1]:
-            alone[key[0]] = sizes.pop(key)
-        return alone, [(size, list(key)) for key, size in sizes.items() if size]
 
 
 def counted(kinds: Sequence[Sequence[int]], count: int) -> _Flags:

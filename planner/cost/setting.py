@@ -16,21 +16,14 @@ from planner.schedule.schedule import Schedule
 class Setting:
     """What a plan is priced for.
 
-    Args:
-        cluster: devices, memory and links.
-        schedule: the order of work.
-        microbatches: per minibatch, each of the profile's size; 1 for schedules that do not divide minibatches.
-        chunks: stages per worker; 1 for schedules without chunks.
-        cost_model: the planner's own, or a published one.
-
     Raises:
         InputError: for microbatches or chunks that make no sense under the schedule.
     """
 
     cluster: Cluster
     schedule: Schedule = ONE_F_ONE_B
-    microbatches: int = 1
-    chunks: int = 1
+    microbatches: int = 1  # per minibatch, each of the profile's size; 1 for schedules that do not divide minibatches
+    chunks: int = 1  # stages per worker; 1 for schedules without chunks
     cost_model: CostModelName = "resource"
 
     def __post_init__(self) -> None:

@@ -26,11 +26,7 @@ from planner.formats.profile import DEGREE_COLUMNS, DegreeCosts, Profile, Value
 
 
 def costs_at(profile: Profile, degree: int) -> DegreeCosts:
-    """Return what the profile says of the degree.
-
-    Raises:
-        ProfileError: if it says nothing.
-    """
+    """Return what the profile says of the degree; raise ProfileError if that is nothing."""
     known = profile.tensor or ()
     found = next((costs for costs in known if costs.degree == degree), None)
     if found is None:
@@ -43,11 +39,7 @@ def costs_at(profile: Profile, degree: int) -> DegreeCosts:
 
 
 def profile_at(profile: Profile, degree: int, link: Link, *, sequence_parallel: bool = False) -> Profile:
-    """Return the profile of the layers on a group of so many ranks, which all-reduces over this link.
-
-    Raises:
-        ProfileError: if the profile does not know the degree.
-    """
+    """Return the profile of the layers on a group of so many ranks, which all-reduces over this link."""
     costs = costs_at(profile, degree)
     costs = by_tokens(profile, costs) if sequence_parallel else costs
     forward_s = costs.forward_s + _reduces_s(costs.forward_reduced_bytes, costs.forward_reduces, degree, link)
@@ -91,7 +83,6 @@ def _part_of(value: Value, degree: int) -> Value:
 
 
 def _reduces_s(size_bytes: Collection[int], counts: Collection[int], degree: int, link: Link) -> Floats:
-    """Return the seconds of each layer's all-reduces."""
     many = np.array(counts, dtype=np.float64)
     each_bytes = np.array(size_bytes, dtype=np.float64) / np.maximum(many, 1)
     return np.asarray(many * ring_all_reduce_s(each_bytes, degree, link))

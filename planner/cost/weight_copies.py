@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from planner.cost.candidate import Candidate
@@ -97,11 +98,10 @@ def _names(layer_costs: LayerCosts, stages: Sequence[Candidate]) -> list[list[st
 
 def copies_fit(layer_costs: LayerCosts, stages: Sequence[Candidate], price: Price, setting: Setting) -> bool:
     """Return whether the memory has room for duplicated weights, too."""
-    try:
+    with suppress(InfeasibleError):
         price_with_copies(layer_costs, stages, price, setting)
-    except InfeasibleError:
-        return False
-    return True
+        return True
+    return False
 
 
 def price_with_copies(layer_costs: LayerCosts, stages: Sequence[Candidate], price: Price, setting: Setting) -> Price:
@@ -138,11 +138,11 @@ def price_with_copies(layer_costs: LayerCosts, stages: Sequence[Candidate], pric
                 shared.sentence(f", and what stage {number} holds for that does not fit the memory by {over}"),
                 hint=f"keep them in one stage: {shared.together}",
             )
-    more = _sent_bytes_of_copies(layer_costs, stages, divides=schedule.divides)
+    more = _sent_bytes(layer_costs, stages, divides=schedule.divides)
     return replace(price, memory=tuple(memory), communication_bytes=price.communication_bytes + more)
 
 
-def _sent_bytes_of_copies(layer_costs: LayerCosts, stages: Sequence[Candidate], *, divides: bool) -> float:
+def _sent_bytes(layer_costs: LayerCosts, stages: Sequence[Candidate], *, divides: bool) -> float:
     """Count the bytes that all workers send per minibatch for duplicated weights.
 
     Replicas all-reduce the gradients of duplicates, and of all shared weights whole even where the optimizer is

@@ -6,7 +6,7 @@ A kind may also be described by its speed relative to a profiled one: its profil
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from planner.errors import ClusterError, ProfileError
@@ -16,7 +16,6 @@ from planner.formats.profile import KIND_COLUMNS, KindTimes, Layer, Profile
 # What must be equal, of profiles and of their layers.
 _OF_PROFILES = ("dtype", "autocast", "memory_format", "deterministic", "microbatch_size", "tokens_per_sample")
 _OF_LAYERS = ("name", "weight_bytes", "gradient_bytes", "optimizer_bytes", "buffer_bytes", "saved_bytes", "parameters")
-_SAME_MODEL = "profile the same model file with the same options on each kind of device"
 
 
 def profile_of_kinds(profiles: Mapping[str, Profile]) -> Profile:
@@ -32,18 +31,23 @@ def profile_of_kinds(profiles: Mapping[str, Profile]) -> Profile:
         if profile.kinds:
             raise ProfileError(f"the profile of '{name}' has several kinds itself", hint="give one profile per kind")
     for name, profile in others:
-        _check_same(first, base, name, profile)
+        for (what, expected), (_, found) in zip(_facts(base), _facts(profile), strict=False):
+            if expected != found:
+                raise ProfileError(
+                    f"the profiles are not of the same layers: {what} is {expected} for '{first}' and {found} for "
+                    f"'{name}'",
+                    hint="profile the same model file with the same options on each kind of device",
+                )
     return base.model_copy(update={"kinds": tuple(_times(name, profile) for name, profile in profiles.items())})
 
 
 def profile_on(profile: Profile, kind: DeviceKind) -> Profile:
     """Return the profile on devices of one kind; raise ClusterError for a name that the profile does not know."""
-    times = _times_of(profile, kind)
-    columns = [getattr(times, name) for name in KIND_COLUMNS]
-    layers = (
-        layer.model_copy(update=_scaled(dict(zip(KIND_COLUMNS, row, strict=True)), kind.speed))
-        for layer, *row in zip(profile.layers, *columns, strict=True)
-    )
+    times, layers = _times_of(profile, kind), list[Layer]()
+    for number, layer in enumerate(profile.layers):
+        costs = {name: getattr(times, name)[number] for name in KIND_COLUMNS}
+        scaled = {name: value / kind.speed if name.endswith("_s") else value for name, value in costs.items()}
+        layers.append(layer.model_copy(update=scaled))
     return profile.model_copy(update={"layers": tuple(layers), "device": times.device, "kinds": None})
 
 
@@ -94,38 +98,15 @@ def _times(name: str, profile: Profile) -> KindTimes:
     return KindTimes(name=name, device=profile.device, source=profile.provenance.source, **columns)
 
 
-def _scaled(row: dict[str, float], speed: float) -> dict[str, float]:
-    return {name: value / speed if name.endswith("_s") else value for name, value in row.items()}
-
-
-def _check_same(first: str, base: Profile, name: str, other: Profile) -> None:
+def _facts(profile: Profile) -> Iterator[tuple[str, object]]:
+    """Yield what must be equal on all kinds, with its name."""
     for what in _OF_PROFILES:
-        _check(what, first, getattr(base, what), name, getattr(other, what))
-    _check("number of layers", first, len(base.layers), name, len(other.layers))
-    for one, two in zip(base.layers, other.layers, strict=True):
-        where = f" of layer '{one.name}'"
-        for what in _OF_LAYERS:
-            _check(what + where, first, getattr(one, what), name, getattr(two, what))
-        _check("outputs" + where, first, _outputs(one), name, _outputs(two))
-    _check("edges", first, base.edges, name, other.edges)
-    _check("no_cut_after", first, base.no_cut_after, name, other.no_cut_after)
-
-
-def _outputs(layer: Layer) -> str:
-    parts = (f"{value.name} of {value.output_bytes} and {value.gradient_bytes} bytes" for value in layer.outputs)
-    return ", ".join(parts) or "nothing"
-
-
-def _check(what: str, first: str, expected: object, name: str, found: object) -> None:
-    if expected != found:
-        raise ProfileError(
-            f"the profiles are not of the same layers: {what} is {_shown(expected)} for '{first}' and "
-            f"{_shown(found)} for '{name}'",
-            hint=_SAME_MODEL,
-        )
-
-
-def _shown(value: object) -> str:
-    if isinstance(value, tuple):
-        return f"{len(value)} of them"
-    return f"'{value}'" if isinstance(value, str) else str(value)
+        yield what, getattr(profile, what)
+    yield "number of layers", len(profile.layers)
+    for layer in profile.layers:
+        outputs = [(value.name, value.output_bytes, value.gradient_bytes) for value in layer.outputs]
+        for what, value in (*((each, getattr(layer, each)) for each in _OF_LAYERS), ("outputs", outputs)):
+            yield f"{what} of layer '{layer.name}'", value
+    yield "number of edges", len(profile.edges)
+    yield from (("an edge", f"{edge.source} -> {edge.target} of {edge.value}") for edge in profile.edges)
+    yield "no_cut_after", profile.no_cut_after

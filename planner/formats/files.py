@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeVar
+from uuid import uuid4
 
 from pydantic import (
     AfterValidator,
@@ -56,11 +57,7 @@ class GrownRecord(Record):
 
 
 def refuse_max_load(value: object) -> object:
-    """Refuse what version 0.1 wrote for plans of the max-load objective, and accept all else.
-
-    Raises:
-        ValueError: saying where that objective moved.
-    """
+    """Refuse what version 0.1 wrote for plans of the max-load objective, and accept all else."""
     if value is False or value == "max-load":
         raise ValueError(
             "only plans for the max-load objective had this; they could never be trained, and moved to "
@@ -79,18 +76,14 @@ def load_record(record: type[RecordT], path: Path | str, error: type[InputError]
         error: raised with the file, the field and the offending value when anything is wrong.
         remedy: the command that makes a good file, for the hint.
     """
-    path = Path(path)
     try:
-        text = path.read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8")
+        content = json.loads(text)
     except FileNotFoundError:
         raise error(f"there is no file '{path}'", hint=remedy) from None
     except OSError as cause:
         raise error(f"'{path}' cannot be read: {cause.strerror or cause}", hint=remedy) from None
-    except UnicodeDecodeError:
-        raise error(f"'{path}' is not JSON, nor any text in UTF-8", hint=remedy) from None
-    try:
-        content = json.loads(text)
-    except json.JSONDecodeError as cause:
+    except ValueError as cause:
         raise error(f"'{path}' is not JSON: {cause}", hint=remedy) from None
     if not isinstance(content, dict):
         raise error(f"'{path}' holds a {type(content).__name__}, not an object", hint=remedy)
@@ -117,24 +110,13 @@ def save_record(record: Record, path: Path | str) -> None:
 
 
 def write_text(path: Path | str, text: str) -> None:
-    """Write `text` in place of `path`, as UTF-8; see `write_bytes`."""
-    write_bytes(path, text.encode())
-
-
-def write_bytes(path: Path | str, content: bytes) -> None:
-    """Write `content` in place of `path`; see `replacing`.
+    """Write `text` in place of `path`, as UTF-8; see `replacing`.
 
     Raises:
         PlannerError: when the disk is full or the folder cannot be written; nothing is left behind.
     """
-    path = Path(path)
-    try:
-        with replacing(path) as temporary:
-            temporary.write_bytes(content)
-    except OSError as cause:
-        raise PlannerError(
-            f"'{path}' cannot be written: {cause.strerror or cause}", hint="choose another place to write to"
-        ) from None
+    with _writing(Path(path)), replacing(Path(path)) as temporary:
+        temporary.write_bytes(text.encode())
 
 
 def check_writable(path: Path | str) -> None:
@@ -144,12 +126,18 @@ def check_writable(path: Path | str) -> None:
         PlannerError: when it could not be.
     """
     path = Path(path)
-    folder = next(parent for parent in path.absolute().parents if parent.exists())
-    try:
+    with _writing(path):
         if path.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        folder = next(parent for parent in path.absolute().parents if parent.exists())
         with tempfile.NamedTemporaryFile(dir=folder, prefix=f".{path.name}.") as file:
             file.write(bytes(_TRIED_BYTES))
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as cause:
         raise PlannerError(
             f"'{path}' cannot be written: {cause.strerror or cause}", hint="choose another place to write to"
@@ -167,37 +155,25 @@ def replacing(path: Path) -> Iterator[Path]:
         OSError: when the disk is full or the folder cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    os.close(descriptor)
-    temporary = Path(name)
+    temporary = path.with_name(f".{path.name}.{uuid4().hex}")
     try:
         yield temporary
         with temporary.open("rb") as file:
             os.fsync(file.fileno())
-        # mkstemp makes files that only their owner may read; results are ordinary files.
-        temporary.chmod(0o666 & ~_umask())
         temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
 
 
-def _umask() -> int:
-    mask = os.umask(0)  # there is no way to read it without setting it
-    os.umask(mask)
-    return mask
-
-
 def first_problem(cause: ValidationError) -> str:
     """Return the first problem in a sentence: the field, its value, and what is wrong with it."""
     problem = cause.errors()[0]
     place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in problem["loc"]).lstrip(".")
-    message = problem["msg"].removeprefix("Value error, ")
-    message = {"extra_forbidden": "unknown field", "too_short": "there has to be one at least"}.get(
-        problem["type"], message
-    )
     if problem["type"] == "missing":
         return f"field '{place}' is missing"
+    ours = {"extra_forbidden": "unknown field", "too_short": "there has to be one at least"}
+    message = ours.get(problem["type"], problem["msg"].removeprefix("Value error, "))
     value = repr(problem["input"])
     shown = value if len(value) <= 60 else value[:57] + "..."
     return f"{place} = {shown}: {message}" if place else message

@@ -15,7 +15,6 @@ import graphlib
 import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from planner.errors import ProfileError
@@ -27,11 +26,8 @@ _HINT = "a line is 'node1 -- Conv2d(...) -- forward_compute_time=1.0, backward_c
 parameter_size=4.0', or an edge: a tab and 'node1 -- node2'"
 
 
-@dataclass(frozen=True)
-class _Node:
-    name: str
-    description: str
-    numbers: Mapping[str, float]
+_Nodes = dict[str, tuple[str, dict[str, float]]]  # description and numbers, by name
+_Edges = set[tuple[str, str]]
 
 
 def is_graph_txt(path: Path) -> bool:
@@ -49,19 +45,25 @@ def load_graph_txt(path: Path) -> Profile:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as cause:
         raise ProfileError(f"'{path}' cannot be read: {cause}", hint=REMEDY) from None
-    nodes, edges = _parse(path, lines)
-    nodes, edges = _without_bookkeeping(nodes, edges)
-    if not nodes:
-        raise ProfileError(f"'{path}' holds no layers", hint=_HINT)
+    try:
+        nodes, edges = _without_bookkeeping(*_parse(lines))
+        if not nodes:
+            raise ValueError("it holds no layers")
+        order = _execution_order(nodes, edges)
+    except graphlib.CycleError as cause:
+        raise ProfileError(f"'{path}': the edges form a cycle, {' -> '.join(cause.args[1])}", hint=_HINT) from None
+    except ValueError as cause:
+        raise ProfileError(f"'{path}', {cause}", hint=_HINT) from None
     used = {source for source, _ in edges}
-    layers = tuple(_layer(nodes[name], name in used) for name in _execution_order(path, nodes, edges))
-    position = {layer.name: index for index, layer in enumerate(layers)}
-    ordered = sorted(edges, key=lambda edge: (position[edge[0]], position[edge[1]]))
+    position = {name: index for index, name in enumerate(order)}
     return Profile(
         model=path.stem,
         device=Device(kind="unknown", name="unknown"),
-        layers=layers,
-        edges=tuple(Edge(source=source, value=source, target=target) for source, target in ordered),
+        layers=tuple(_layer(name, *nodes[name], name in used) for name in order),
+        edges=tuple(
+            Edge(source=source, value=source, target=target)
+            for source, target in sorted(edges, key=lambda edge: (position[edge[0]], position[edge[1]]))
+        ),
         provenance=Provenance(tool=f"planner {__version__}, from '{path.name}'", source="imported"),
     )
 
@@ -114,105 +116,88 @@ def _line(node: str, description: str, forward_s: float, backward_s: float, acti
     return f"{node} -- {description} -- {times}, activation_size={activation}, parameter_size={weight_bytes}"
 
 
-def _parse(path: Path, lines: list[str]) -> tuple[dict[str, _Node], set[tuple[str, str]]]:
-    nodes: dict[str, _Node] = {}
+def _parse(lines: Iterable[str]) -> tuple[_Nodes, _Edges]:
+    nodes: _Nodes = {}
     edges: dict[tuple[str, str], int] = {}
     for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        if line.startswith("\t"):
-            match line.strip().split(" -- "):
-                case [source, target]:
-                    edges[source, target] = number
-                case _:
-                    raise ProfileError(f"'{path}', line {number}: '{_short(line)}' is not an edge", hint=_HINT)
-            continue
-        node = _node(path, number, line)
-        if node.name in nodes:
-            raise ProfileError(f"'{path}', line {number}: {node.name} occurs twice", hint=_HINT)
-        nodes[node.name] = node
-    for (source, target), number in edges.items():
-        for name in (source, target):
+        parts = line.strip().split(" -- ")
+        shown = line.strip() if len(line.strip()) <= 60 else line.strip()[:57] + "..."
+        if line.startswith("\t") and len(parts) == 2:
+            edges[parts[0], parts[1]] = number
+        elif line.startswith("\t") and line.strip():
+            raise ValueError(f"line {number}: '{shown}' is not an edge")
+        elif len(parts) in (3, 4):  # the fourth is the stage that the optimizer chose
+            if parts[0] in nodes:
+                raise ValueError(f"line {number}: {parts[0]} occurs twice")
+            nodes[parts[0]] = parts[1], _numbers(number, parts[2])
+        elif line.strip():
+            raise ValueError(f"line {number}: '{shown}' is not a node")
+    for edge, number in edges.items():
+        for name in edge:
             if name not in nodes:
-                raise ProfileError(f"'{path}', line {number}: the edge names the unknown node '{name}'", hint=_HINT)
+                raise ValueError(f"line {number}: the edge names the unknown node '{name}'")
     return nodes, set(edges)
 
 
-def _node(path: Path, number: int, line: str) -> _Node:
-    parts = line.strip().split(" -- ")
-    if len(parts) not in (3, 4):  # the fourth is the stage that the optimizer chose
-        raise ProfileError(f"'{path}', line {number}: '{_short(line)}' is not a node", hint=_HINT)
-    fields = dict(part.split("=", 1) for part in parts[2].split(", ") if "=" in part)
+def _numbers(line: int, text: str) -> dict[str, float]:
+    fields = dict(part.split("=", 1) for part in text.split(", ") if "=" in part)
     numbers = {}
     for name in _FIELDS:
         if name not in fields:
-            raise ProfileError(f"'{path}', line {number}: {name} is missing", hint=_HINT)
+            raise ValueError(f"line {line}: {name} is missing")
         try:
             numbers[name] = sum(float(part) for part in fields[name].strip("[] ").split(";"))
         except ValueError:
             numbers[name] = math.nan
-        if not (numbers[name] >= 0 and math.isfinite(numbers[name])):
-            raise ProfileError(
-                f"'{path}', line {number}: {name}={_short(fields[name])} is not a number from zero up", hint=_HINT
-            )
-    return _Node(parts[0], parts[1], numbers)
+        if not 0 <= numbers[name] < math.inf:
+            raise ValueError(f"line {line}: {name}={fields[name][:60]} is not a number from zero up")
+    return numbers
 
 
-def _without_bookkeeping(
-    nodes: dict[str, _Node], edges: set[tuple[str, str]]
-) -> tuple[dict[str, _Node], set[tuple[str, str]]]:
+def _without_bookkeeping(nodes: _Nodes, edges: _Edges) -> tuple[_Nodes, _Edges]:
     """Drop inputs and unused `__getitem__` nodes, in one pass as the published optimizer does."""
     targets, sources = {target for _, target in edges}, {source for source, _ in edges}
     unwanted = {
         name
-        for name, node in nodes.items()
-        if (name not in targets and node.description.startswith("Input"))
-        or (name not in sources and node.description.startswith("__getitem__"))
+        for name, (description, _) in nodes.items()
+        if (name not in targets and description.startswith("Input"))
+        or (name not in sources and description.startswith("__getitem__"))
     }
     kept = {name: node for name, node in nodes.items() if name not in unwanted}
     return kept, {edge for edge in edges if unwanted.isdisjoint(edge)}
 
 
-def _execution_order(path: Path, nodes: Iterable[str], edges: set[tuple[str, str]]) -> list[str]:
+def _execution_order(nodes: Iterable[str], edges: _Edges) -> list[str]:
     """Return the topological order that follows the numbers in the names: they count in the order of execution."""
+
+    def number(name: str) -> tuple[int, str]:
+        digits = re.search(r"\d+", name)
+        return (int(digits[0]) if digits else 0, name)
+
     sorter: graphlib.TopologicalSorter[str] = graphlib.TopologicalSorter({name: set() for name in nodes})
     for source, target in edges:
         sorter.add(target, source)
-    try:
-        sorter.prepare()
-    except graphlib.CycleError as cause:
-        cycle = " -> ".join(cause.args[1])
-        raise ProfileError(f"'{path}': the edges form a cycle, {cycle}", hint=_HINT) from None
+    sorter.prepare()
     order: list[str] = []
     ready: list[str] = []
     while sorter.is_active():
-        ready = sorted([*ready, *sorter.get_ready()], key=_number)
-        sorter.done(ready[0])
+        ready = sorted([*ready, *sorter.get_ready()], key=number)
         order.append(ready.pop(0))
+        sorter.done(order[-1])
     return order
 
 
-def _number(name: str) -> tuple[int, str]:
-    digits = re.search(r"\d+", name)
-    return (int(digits[0]) if digits else 0, name)
-
-
-def _layer(node: _Node, used: bool) -> Layer:
-    activation_bytes, weight_bytes = int(node.numbers["activation_size"]), int(node.numbers["parameter_size"])
-    value = Value(name=node.name, output_bytes=activation_bytes, gradient_bytes=activation_bytes)
+def _layer(name: str, description: str, numbers: Mapping[str, float], used: bool) -> Layer:
+    activation_bytes, weight_bytes = int(numbers["activation_size"]), int(numbers["parameter_size"])
+    value = Value(name=name, output_bytes=activation_bytes, gradient_bytes=activation_bytes)
     return Layer(
-        name=node.name,
-        op=node.description.split("(", 1)[0],
-        forward_s=node.numbers["forward_compute_time"] / 1e3,
-        backward_s=node.numbers["backward_compute_time"] / 1e3,
+        name=name,
+        op=description.split("(", 1)[0],
+        forward_s=numbers["forward_compute_time"] / 1e3,
+        backward_s=numbers["backward_compute_time"] / 1e3,
         update_s=0.0,
         outputs=(value,) if used else (),
         weight_bytes=weight_bytes,
         gradient_bytes=weight_bytes,
         saved_bytes=activation_bytes,
     )
-
-
-def _short(text: str) -> str:
-    text = text.strip()
-    return text if len(text) <= 60 else text[:57] + "..."

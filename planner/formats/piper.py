@@ -16,9 +16,9 @@ import graphlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from planner.errors import ProfileError
 from planner.formats.files import first_problem
@@ -29,31 +29,31 @@ RECOMPUTING = "activation recomp"
 _HINT = "such a file has 'maxDevices', 'nodes' with 'TMPCs', and 'edges'"
 
 
+_Number = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+# Names as the file spells them.
 class _Costs(BaseModel):
-    model_config = ConfigDict(extra="ignore", allow_inf_nan=False)
     id: str
-    timePerSample: float = Field(ge=0)  # noqa: N815 - the file's spelling
-    parameterSize: float = Field(ge=0)  # noqa: N815
-    memoryUsageA: float = Field(ge=0)  # noqa: N815
-    memoryUsageB: float = Field(ge=0)  # noqa: N815
+    timePerSample: _Number  # noqa: N815
+    parameterSize: _Number  # noqa: N815
+    memoryUsageA: _Number  # noqa: N815
+    memoryUsageB: _Number  # noqa: N815
 
 
 class _Node(BaseModel):
-    model_config = ConfigDict(extra="ignore")
     id: int
     name: str = ""
     TMPCs: dict[int, tuple[_Costs, ...]]
 
 
 class _Edge(BaseModel):
-    model_config = ConfigDict(extra="ignore", allow_inf_nan=False)
     sourceId: int  # noqa: N815
     destId: int  # noqa: N815
-    communicationCost: float = Field(ge=0)  # noqa: N815
+    communicationCost: _Number  # noqa: N815
 
 
 class _Graph(BaseModel):
-    model_config = ConfigDict(extra="ignore")
     maxMemoryPerDevice: float = Field(gt=0)  # noqa: N815
     nodes: tuple[_Node, ...] = Field(min_length=1)
     edges: tuple[_Edge, ...]
@@ -116,11 +116,12 @@ def _columns(ways: Sequence[_Costs]) -> dict[str, Any]:
 
 def _divided(degree: int, rows: Sequence[dict[str, Any]]) -> DegreeCosts:
     """Return the costs of all layers at a degree; their times hold the all-reduces."""
-    nothing = dict.fromkeys(
-        (name for name in DegreeCosts.model_fields if name not in ("degree", "source")), (0,) * len(rows)
-    )
-    known = {name: tuple(row[name] for row in rows) for name in rows[0]}
-    return DegreeCosts(degree=degree, source="imported", **(nothing | known))
+    columns = {
+        name: tuple(row.get(name, 0) for row in rows)
+        for name in DegreeCosts.model_fields
+        if name not in ("degree", "source")
+    }
+    return DegreeCosts(degree=degree, source="imported", **columns)
 
 
 def _outputs(node: _Node, edges: Sequence[_Edge]) -> tuple[Value, ...]:

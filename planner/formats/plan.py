@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from itertools import chain
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
@@ -131,22 +132,25 @@ class Plan(GrownRecord):
         """Ranks of a replica, per stage."""
         return tuple(stage.tensor for stage in self.stages)
 
-    def _check_config(self) -> None:
-        """Compare the config with the stages, and write one from before configs told the chunks as they do now."""
-        known = config_of(self.replicas, self.chunks, self.degrees)
-        if self.config not in (known, config_of(self.replicas)):
-            raise ValueError(f"config '{self.config}' contradicts the stages, whose ranks make {known}")
-        object.__setattr__(self, "config", known)
-
     @model_validator(mode="after")
     def _check(self) -> Plan:
         if self.vertical_sync and not self.schedule.stashes:
             raise ValueError(f"vertical_sync is for the schedule {ONE_F_ONE_B}, not {self.schedule}")
-        self._check_config()
+        known = config_of(self.replicas, self.chunks, self.degrees)
+        if self.config not in (known, config_of(self.replicas)):
+            raise ValueError(f"config '{self.config}' contradicts the stages, whose ranks make {known}")
+        object.__setattr__(self, "config", known)  # configs did not always tell the chunks
         _check_microbatches(self)
         _check_ranks(self)
-        _check_layers(self)
-        _check_transfers(self)
+        layers = [name for stage in self.stages for name in stage.layers]
+        if len(set(layers)) < len(layers):
+            raise ValueError(f"layer '{Counter(layers).most_common(1)[0][0]}' is in two stages")
+        pairs = [(transfer.source, transfer.target) for transfer in self.transfers]
+        for source, target in pairs:
+            if not source < target < len(self.stages):
+                raise ValueError(f"transfer {source} -> {target} is not from a stage to a later one")
+            if pairs.count((source, target)) > 1:
+                raise ValueError(f"transfer {source} -> {target} occurs twice")
         return self
 
 
@@ -182,30 +186,8 @@ def _check_ranks(plan: Plan) -> None:
         raise ValueError(f"{len(ranks)} workers do not fit a cluster of {plan.cluster.gpus} GPUs")
 
 
-def _check_layers(plan: Plan) -> None:
-    seen: set[str] = set()
-    for name in chain.from_iterable(stage.layers for stage in plan.stages):
-        if name in seen:
-            raise ValueError(f"layer '{name}' is in two stages")
-        seen.add(name)
-
-
-def _check_transfers(plan: Plan) -> None:
-    seen: set[tuple[int, int]] = set()
-    for transfer in plan.transfers:
-        if not transfer.source < transfer.target < len(plan.stages):
-            raise ValueError(f"transfer {transfer.source} -> {transfer.target} is not from a stage to a later one")
-        if (transfer.source, transfer.target) in seen:
-            raise ValueError(f"transfer {transfer.source} -> {transfer.target} occurs twice")
-        seen.add((transfer.source, transfer.target))
-
-
 def load_plan(path: Path | str) -> Plan:
-    """Read `plan.json`.
-
-    Raises:
-        PlanError: naming the file, the field and the value that is wrong.
-    """
+    """Read `plan.json`; raise PlanError naming the file, the field and the value that is wrong."""
     return load_record(Plan, path, PlanError, REMEDY)
 
 

@@ -53,10 +53,10 @@ def test_a_speed_is_a_profile_scaled() -> None:
     ("other", "message"),
     [
         (changed(1, saved_bytes=4), "saved_bytes of layer 'b' is 3 for 'one' and 4 for 'two'"),
-        (changed(1, name="c"), "name of layer 'b' is 'b' for 'one' and 'c' for 'two'"),
+        (changed(1, name="c"), "name of layer 'b' is b for 'one' and c for 'two'"),
         (profile(*FAST.layers[:1]), "number of layers is 2 for 'one' and 1 for 'two'"),
         (FAST.model_copy(update={"microbatch_size": 8}), "microbatch_size is 4 for 'one' and 8 for 'two'"),
-        (changed(0, outputs=()), "outputs of layer 'a' is 'a of 4 and 4 bytes' for 'one' and 'nothing' for 'two'"),
+        (changed(0, outputs=()), "outputs of layer 'a' is [('a', 4, 4)] for 'one' and [] for 'two'"),
     ],
 )
 def test_the_first_difference_between_the_layers_is_named(other: Profile, message: str) -> None:

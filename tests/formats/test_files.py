@@ -63,7 +63,7 @@ def test_missing_files_folders_and_binary_files_are_refused(tmp_path: Path) -> N
     with pytest.raises(ProfileError, match="cannot be read"):
         load(tmp_path)
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ProfileError, match="nor any text in UTF-8"):
+    with pytest.raises(ProfileError, match="is not JSON"):
         load(tmp_path / "binary")
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike
 
-from planner.cost.models.cost_model import StageModel, finish_s, reduce_s
+from planner.cost.models.cost_model import StageModel, finish_s, reduce_s, transfer_s
 from planner.cost.network.link import backward_and_reduce_s
 from planner.cost.network.placement import Busy, Placement
 from planner.cost.work import Floats, Work
@@ -33,7 +33,7 @@ class AsynchronousModel(StageModel):
 
     def resources_s(self, work: Work, replicas: ArrayLike) -> Busy:
         r = np.asarray(replicas, dtype=np.float64)
-        bandwidth, latency = self.link.bandwidth_bytes_per_s, self.link.latency_s
+        receive_s, send_s = transfer_s(work, self.link)
         ring_s = 2 * (r - 1) / (r * r) * work.trainable_bytes / self.link.ring_bytes_per_s
         return {
             "compute": (
@@ -41,8 +41,8 @@ class AsynchronousModel(StageModel):
                 + backward_and_reduce_s(work.backward_s, reduce_s(work, r, self.link), self.link)
             )
             / r,
-            "receive": (work.received_bytes / bandwidth + work.received_messages * latency) / r + ring_s,
-            "send": (work.sent_bytes / bandwidth + work.sent_messages * latency) / r + ring_s,
+            "receive": receive_s / r + ring_s,
+            "send": send_s / r + ring_s,
         }
 
     def _processor_s(self, work: Work, replicas: ArrayLike = 1.0) -> Floats:
@@ -58,12 +58,7 @@ class AsynchronousModel(StageModel):
         for ranks, work in zip(placement.ranks, placement.works, strict=True):
             placed = AsynchronousModel(placement.topology.stage_link(ranks))
             receive_s, send_s = loads.busiest(ranks)
-            busy.append(
-                {
-                    "compute": placed.resources_s(work, len(ranks))["compute"],
-                    "receive": np.asarray(receive_s),
-                    "send": np.asarray(send_s),
-                }
-            )
+            compute_s = placed.resources_s(work, len(ranks))["compute"]
+            busy.append({"compute": compute_s, "receive": np.asarray(receive_s), "send": np.asarray(send_s)})
         placement.add_shared(busy, loads, 1)
         return busy

@@ -14,22 +14,19 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, get_args
+from typing import NamedTuple, get_args
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from planner.cost.candidate import Candidate
 from planner.cost.layer_costs import LayerCosts, exchanges
-from planner.cost.network.link import Link, link_of
+from planner.cost.network.link import Link, backward_and_reduce_s, link_of, ring_all_reduce_s
 from planner.cost.network.placement import Busy, Placement, Resource, places_matter, ranks_of
 from planner.cost.network.topology import Topology
+from planner.cost.setting import Setting
 from planner.cost.work import Floats, Work
 from planner.formats.plan_parts import Bottleneck
-
-if TYPE_CHECKING:
-    from planner.cost.setting import Setting  # which is valid if the registry has a cost model for it
-from planner.cost.network.link import ring_all_reduce_s
 
 
 def reduce_s(work: Work, replicas: ArrayLike, link: Link) -> Floats:
@@ -44,6 +41,24 @@ def finish_s(work: Work, replicas: ArrayLike, link: Link) -> Floats:
         return work.update_s
     gather_s = ring_all_reduce_s(work.trainable_bytes, replicas, link) / 2
     return np.where(work.sharded, work.update_s / np.asarray(replicas) + gather_s, work.update_s)
+
+
+def end_s(work: Work, replicas: ArrayLike, microbatches: int, link: Link, filling_s: ArrayLike = 0.0) -> Floats:
+    """Return the processor's seconds after the last of the microbatches' backwards.
+
+    They are the rest of the all-reduce, what of the backward filled the bubble before, and the update.
+    """
+    last_s = work.last_backward_s(np.ceil(microbatches / np.asarray(replicas)))
+    exposed_s = backward_and_reduce_s(last_s, reduce_s(work, replicas, link), link) - last_s
+    return np.asarray(exposed_s + filling_s + finish_s(work, replicas, link))
+
+
+def transfer_s(work: Work, link: Link) -> tuple[Floats, Floats]:
+    """Return the seconds that one microbatch's messages keep a device's link busy, arriving and leaving."""
+    return (
+        work.received_bytes / link.bandwidth_bytes_per_s + work.received_messages * link.latency_s,
+        work.sent_bytes / link.bandwidth_bytes_per_s + work.sent_messages * link.latency_s,
+    )
 
 
 @dataclass(frozen=True)
@@ -82,15 +97,10 @@ class UnpricedPlan:
 
 @dataclass(frozen=True)
 class PlanTime:
-    """The time of a plan for one minibatch.
+    """The time of a plan for one minibatch."""
 
-    Attributes:
-        busy: by resource, for each stage; with several chunks per worker, for each worker.
-        latency_s: each stage's part of the time to fill and drain the pipeline; empty if it never drains.
-    """
-
-    busy: Sequence[Busy]
-    latency_s: Sequence[float] = ()
+    busy: Sequence[Busy]  # for each stage; with several chunks per worker, for each worker
+    latency_s: Sequence[float] = ()  # each stage's part of the time to fill and drain; empty if it never drains
 
     @property
     def seconds(self) -> float:
@@ -114,27 +124,19 @@ class PlanTime:
             slowest = max(range(len(self.latency_s)), key=self.latency_s.__getitem__)
             return Bottleneck(stage=slowest, resource="compute", busy_s=self.latency_s[slowest])
         match resource:
-            case "compute":
-                return Bottleneck(stage=stage, resource="compute", busy_s=busy_s)
-            case "shared_link":
-                return Bottleneck(stage=stage, resource="shared_link", busy_s=busy_s)
+            case "compute" | "shared_link":
+                return Bottleneck(stage=stage, resource=resource, busy_s=busy_s)
             case "receive" | "send":
                 return Bottleneck(stage=stage, resource="link", busy_s=busy_s)
             case _:
                 return Bottleneck(stage=stage - (resource == "cut_before"), resource="boundary", busy_s=busy_s)
 
 
-@dataclass(frozen=True)
-class Held:
-    """What a replica of each stage holds at most.
+class Held(NamedTuple):
+    """What a replica of each stage holds at most."""
 
-    Attributes:
-        in_flight: microbatches between forward and backward.
-        saved: activations in memory, in those of one microbatch.
-    """
-
-    in_flight: tuple[int, ...]
-    saved: tuple[int, ...]
+    in_flight: tuple[int, ...]  # microbatches between forward and backward
+    saved: tuple[int, ...]  # activations in memory, in those of one microbatch
 
 
 class CostModel(ABC):
@@ -158,10 +160,7 @@ class StageModel(CostModel):
     """A cost model under which the time of a plan is the busiest resource of any stage, in the steady state.
 
     Each stage is priced by itself, from its `Work` (seconds and bytes per microbatch, before replication), so that one
-    call prices one stage or thousands.
-
-    Args:
-        link: of every device.
+    call prices one stage or thousands. `link`: of every device.
     """
 
     def __init__(self, link: Link) -> None:

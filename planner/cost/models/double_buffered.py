@@ -12,19 +12,15 @@ d - 1 of those before, hence the rule d - 1 <= k; the paper's m >= d is this wit
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 from numpy.typing import ArrayLike
 
 from planner.cost.models.asynchronous import AsynchronousModel
-from planner.cost.models.cost_model import finish_s, reduce_s
-from planner.cost.network.link import Link, backward_and_reduce_s, link_of
+from planner.cost.models.cost_model import end_s, transfer_s
+from planner.cost.network.link import Link, link_of
 from planner.cost.network.placement import Busy, Placement
+from planner.cost.setting import Setting
 from planner.cost.work import Floats, Work
-
-if TYPE_CHECKING:
-    from planner.cost.setting import Setting
 
 
 class DoubleBufferedModel(AsynchronousModel):
@@ -50,30 +46,14 @@ class DoubleBufferedModel(AsynchronousModel):
     def resources_s(self, work: Work, replicas: ArrayLike) -> Busy:
         r = np.asarray(replicas, dtype=np.float64)
         share = np.ceil(self.microbatches / r)
-        receive_s, send_s = self._link_s(work)
+        receive_s, send_s = transfer_s(work, self.link)
+        once_s = self._processor_s(work) - work.update_s + work.backward_s
         ring_s = self._ring_s(work, r)
         return {
-            "compute": share * self._once_s(work) + (share - 1) * work.accumulate_s + self._end_s(work, r),
+            "compute": share * once_s + (share - 1) * work.accumulate_s + end_s(work, r, self.microbatches, self.link),
             "receive": share * receive_s + ring_s,
             "send": share * send_s + ring_s,
         }
-
-    def _once_s(self, work: Work) -> Floats:
-        """Compute the processor's seconds for one microbatch."""
-        return self._processor_s(work) - work.update_s + work.backward_s
-
-    def _end_s(self, work: Work, replicas: Floats) -> Floats:
-        """Compute the processor's seconds after the last backward: the rest of the all-reduce, and the update."""
-        last_s = work.last_backward_s(np.ceil(self.microbatches / replicas))
-        exposed_s = backward_and_reduce_s(last_s, reduce_s(work, replicas, self.link), self.link) - last_s
-        return exposed_s + finish_s(work, replicas, self.link)
-
-    def _link_s(self, work: Work) -> tuple[Floats, Floats]:
-        bandwidth, latency = self.link.bandwidth_bytes_per_s, self.link.latency_s
-        return (
-            work.received_bytes / bandwidth + work.received_messages * latency,
-            work.sent_bytes / bandwidth + work.sent_messages * latency,
-        )
 
     def _ring_s(self, work: Work, replicas: Floats) -> Floats:
         return 2 * (replicas - 1) / replicas * work.trainable_bytes / self.link.ring_bytes_per_s
@@ -89,12 +69,8 @@ class DoubleBufferedModel(AsynchronousModel):
             ring_s = float(placed._ring_s(work, np.float64(r)))
             share = np.ceil(self.microbatches / r) * r
             receive_s, send_s = transfers.busiest(ranks)
-            busy.append(
-                {
-                    "compute": placed.resources_s(work, r)["compute"],
-                    "receive": np.asarray(share * receive_s + ring_s),
-                    "send": np.asarray(share * send_s + ring_s),
-                }
-            )
+            own: Busy = {"compute": placed.resources_s(work, r)["compute"]}
+            own["receive"], own["send"] = (np.asarray(share * each_s + ring_s) for each_s in (receive_s, send_s))
+            busy.append(own)
         placement.add_shared(busy, loads, 1)
         return busy

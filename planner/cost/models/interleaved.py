@@ -20,24 +20,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal
+from typing import NamedTuple
 
 import numpy as np
 
-from planner.cost.models.cost_model import CostModel, PlanTime, UnpricedPlan, finish_s, reduce_s
+from planner.cost.models.cost_model import CostModel, PlanTime, UnpricedPlan, finish_s, reduce_s, transfer_s
 from planner.cost.models.synchronous import SynchronousModel
 from planner.cost.network.link import Link, backward_and_reduce_s, link_of
 from planner.cost.network.placement import Busy
+from planner.cost.setting import Setting
 from planner.cost.work import Floats, Integers, Work
 from planner.schedule.one_stage import GPIPE
 from planner.schedule.schedule import Schedule
 
-if TYPE_CHECKING:
-    from planner.cost.setting import Setting
 
-
-@dataclass(frozen=True)
-class StageSeconds:
+class StageSeconds(NamedTuple):
     """Seconds of candidate stages for one microbatch; of the all-reduce and the update for one minibatch."""
 
     latency_s: Floats  # forward to backward, with its half of the transfers at both ends
@@ -53,13 +50,13 @@ class StageSeconds:
     def of(cls, work: Work, model: InterleavedShape) -> StageSeconds:
         """Compute the seconds of stages in a pipeline of this shape."""
         link = model.link
-        bandwidth, latency = link.bandwidth_bytes_per_s, link.latency_s
+        receive_s, send_s = transfer_s(work, link)
         handling_s = link.handling_s(work.received_bytes + work.sent_bytes)
         return cls(
             latency_s=model.waits * SynchronousModel(link, GPIPE, 1).sum_s(work),
             compute_s=work.forward_s + work.recompute_s + work.backward_s + handling_s,
-            receive_s=work.received_bytes / bandwidth + work.received_messages * latency,
-            send_s=work.sent_bytes / bandwidth + work.sent_messages * latency,
+            receive_s=receive_s,
+            send_s=send_s,
             backward_s=work.backward_s,
             reduce_s=reduce_s(work, model.replicas, link),
             update_s=finish_s(work, model.replicas, link),
@@ -67,24 +64,12 @@ class StageSeconds:
         )
 
 
-WorkerResource = Literal["compute", "receive", "send"]
-
-
 @dataclass(frozen=True)
 class InterleavedShape:
-    """A pipeline of `workers` times `chunks` stages, in `replicas` copies, and what it takes.
+    """A pipeline of K workers times v chunks, in r copies, and what it takes."""
 
-    Args:
-        schedule: with chunks; it says which worker runs which stage.
-        link: of every device.
-        workers: K.
-        chunks: v.
-        replicas: r.
-        microbatches: m.
-    """
-
-    schedule: Schedule
-    link: Link
+    schedule: Schedule  # with chunks; it says which worker runs which stage
+    link: Link  # of every device
     workers: int
     chunks: int
     replicas: int
@@ -107,24 +92,22 @@ class InterleavedShape:
         """Whether workers wait while the pipeline fills; with a split backward, gradients of weights fill that time."""
         return not self.schedule.splits_backward
 
-    def worker_s(self, stages: StageSeconds) -> dict[WorkerResource, Floats]:
+    def worker_s(self, stages: StageSeconds) -> Busy:
         """Return how many seconds per minibatch each worker's resources are busy.
 
-        Args:
-            stages: the last axis is the K·v stages; others are alternatives.
-
-        Returns:
-            By resource; the last axis is the K workers.
+        The last axis of `stages` is the K·v stages, and that of the result the K workers; others are alternatives.
         """
-        latency_s = self._by_worker(stages.latency_s)[..., 0, :]
+        latency_s = stages.latency_s[..., self.stages][..., 0, :]
         fill_s = np.cumsum(latency_s, axis=-1) - latency_s
-        end_s = fill_s + self._end_s(stages)
+        backward_s = self.total(stages.backward_s + (stages.accumulate_s if self.units > 1 else 0.0))
+        reduced_s = backward_and_reduce_s(backward_s, self.total(stages.reduce_s), self.link)
+        end_s = fill_s + np.asarray(reduced_s - backward_s + self.total(stages.update_s))
         return {
-            "compute": self.units * self._total(stages.compute_s)
-            + (self.units - 1) * self._total(stages.accumulate_s)
+            "compute": self.units * self.total(stages.compute_s)
+            + (self.units - 1) * self.total(stages.accumulate_s)
             + end_s,
-            "receive": self.units * self._total(stages.receive_s) + end_s,
-            "send": self.units * self._total(stages.send_s) + end_s,
+            "receive": self.units * self.total(stages.receive_s) + end_s,
+            "send": self.units * self.total(stages.send_s) + end_s,
         }
 
     def seconds(self, stages: StageSeconds) -> Floats:
@@ -135,22 +118,9 @@ class InterleavedShape:
         """Return how many microbatches one replica of each of the K·v stages holds at once."""
         return self.schedule.depths((self.replicas,) * (self.workers * self.chunks), self.microbatches, self.chunks)
 
-    def _end_s(self, stages: StageSeconds) -> Floats:
-        """Return the time of the updates, and of what the last backwards do not hide of the all-reduces."""
-        last_s = stages.backward_s + (stages.accumulate_s if self.units > 1 else 0.0)
-        backward_s, reduce_s = self._total(last_s), self._total(stages.reduce_s)
-        exposed_s = backward_and_reduce_s(backward_s, reduce_s, self.link) - backward_s
-        return np.asarray(exposed_s + self._total(stages.update_s))
-
-    def worker_bytes(self, stage_bytes: Floats) -> Floats:
-        """Return what each of the K workers holds; the last axis of `stage_bytes` is the K·v stages."""
-        return self._total(stage_bytes)
-
-    def _by_worker(self, stages: Floats) -> Floats:
-        return np.asarray(stages)[..., self.stages]
-
-    def _total(self, stages: Floats) -> Floats:
-        return np.asarray(self._by_worker(stages).sum(axis=-2))
+    def total(self, stages: Floats) -> Floats:
+        """Return what each of the K workers holds or takes; the last axis of `stages` is the K·v stages."""
+        return np.asarray(stages[..., self.stages].sum(axis=-2))
 
 
 class InterleavedModel(CostModel):
@@ -175,8 +145,7 @@ class InterleavedModel(CostModel):
             times = shape.replicas if number < shape.workers else 0
             receive_s, send_s = loads.busiest(ranks)
             each.append(
-                replace(
-                    StageSeconds.of(work, placed),
+                StageSeconds.of(work, placed)._replace(
                     latency_s=StageSeconds.of(work.without_transfers(), placed).latency_s
                     + shape.waits * np.asarray(halves_s[number]),
                     receive_s=np.asarray(times * receive_s),
@@ -191,18 +160,11 @@ class InterleavedModel(CostModel):
         setting, replicas = self.setting, set(plan.replicas)
         assert len(replicas) == 1
         assert len(plan.stages) % setting.chunks == 0
-        return InterleavedShape(
-            setting.schedule,
-            link_of(setting.cluster),
-            len(plan.stages) // setting.chunks,
-            setting.chunks,
-            replicas.pop(),
-            setting.microbatches,
-        )
+        link, workers = link_of(setting.cluster), len(plan.stages) // setting.chunks
+        return InterleavedShape(setting.schedule, link, workers, setting.chunks, replicas.pop(), setting.microbatches)
 
 
 def _busy(shape: InterleavedShape, stages: Sequence[StageSeconds]) -> list[Busy]:
     """Return the busy seconds of the workers' resources, in the order of the workers' first stages."""
-    columns = {name: np.array([getattr(stage, name) for stage in stages]) for name in vars(stages[0])}
-    by_resource = shape.worker_s(StageSeconds(**columns))
+    by_resource = shape.worker_s(StageSeconds(*map(np.array, zip(*stages, strict=True))))
     return [{name: seconds[worker] for name, seconds in by_resource.items()} for worker in range(shape.workers)]

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 from numpy.typing import ArrayLike
 
 from planner.cost.communicators import reserves_of
-from planner.cost.models.cost_model import CostModel, Held, PlanTime, UnpricedPlan, finish_s, reduce_s
-from planner.cost.network.link import Link, backward_and_reduce_s, link_of
+from planner.cost.models.cost_model import (
+    CostModel,
+    Held,
+    PlanTime,
+    UnpricedPlan,
+    end_s,
+    finish_s,
+    reduce_s,
+    transfer_s,
+)
+from planner.cost.network.link import Link, link_of
 from planner.cost.network.placement import Busy, Placement
+from planner.cost.setting import Setting
 from planner.cost.work import WEIGHT_SHARE, Floats, Integers, Work, stacked
 from planner.schedule.schedule import Schedule
-
-if TYPE_CHECKING:
-    from planner.cost.setting import Setting
 
 
 class SynchronousModel(CostModel):
@@ -65,10 +70,10 @@ class SynchronousModel(CostModel):
             latency_s[rows] += placed.sum_s(work.without_transfers(), r)
             resources = placed.resources_s(work, r)
             if self.schedule.pipelined:
-                end_s = placed.end_s(work, r)
+                ending_s = placed._end_s(work, r)
                 more = (np.ceil(self.microbatches / r) - 1) * r
                 receive_s, send_s = np.array([loads.busiest(placement.ranks[row]) for row in rows.tolist()]).T
-                resources["receive"], resources["send"] = more * receive_s + end_s, more * send_s + end_s
+                resources["receive"], resources["send"] = more * receive_s + ending_s, more * send_s + ending_s
             for place, row in enumerate(rows):
                 busy[row] = {name: np.asarray(seconds[place]) for name, seconds in resources.items()}
         if self.schedule.pipelined:
@@ -84,11 +89,9 @@ class SynchronousModel(CostModel):
         held = super().held(plan)
         if not self.schedule.splits_backward:
             return held
-        waiting = [self._waiting(plan, stage, held.in_flight) for stage in range(len(plan.stages))]
-        return Held(
-            tuple(flying + more for flying, more in zip(held.in_flight, waiting, strict=True)),
-            tuple(flying + 2 * more for flying, more in zip(held.in_flight, waiting, strict=True)),
-        )
+        waiting = np.array([self._waiting(plan, stage, held.in_flight) for stage in range(len(plan.stages))])
+        flying = np.array(held.in_flight)
+        return Held(tuple((flying + waiting).tolist()), tuple((flying + 2 * waiting).tolist()))
 
     def _waiting(self, plan: UnpricedPlan, number: int, in_flight: tuple[int, ...]) -> int:
         """Count the microbatches of a stage whose weights' part of the backward comes later."""
@@ -121,21 +124,18 @@ class SynchronousModel(CostModel):
         if not self.schedule.pipelined:
             return {"compute": 0.0 * r * work.forward_s}
         more = np.ceil(self.microbatches / r) - 1
-        end_s = self.end_s(work, r)
+        ending_s = self._end_s(work, r)
         handling_s = self.link.handling_s(work.received_bytes + work.sent_bytes)
-        bandwidth, latency = self.link.bandwidth_bytes_per_s, self.link.latency_s
+        receive_s, send_s = transfer_s(work, self.link)
         once_s = work.forward_s + work.recompute_s + work.backward_s
         return {
-            "compute": more * (once_s + work.accumulate_s + handling_s) + end_s,
-            "receive": more * (work.received_bytes / bandwidth + work.received_messages * latency) + end_s,
-            "send": more * (work.sent_bytes / bandwidth + work.sent_messages * latency) + end_s,
+            "compute": more * (once_s + work.accumulate_s + handling_s) + ending_s,
+            "receive": more * receive_s + ending_s,
+            "send": more * send_s + ending_s,
         }
 
-    def end_s(self, work: Work, replicas: ArrayLike) -> Floats:
-        """Compute the seconds after the last backward: the rest of the all-reduce, and the update."""
-        last_s = work.last_backward_s(np.ceil(self.microbatches / np.asarray(replicas)))
-        exposed_s = backward_and_reduce_s(last_s, reduce_s(work, replicas, self.link), self.link) - last_s
-        return exposed_s + self._filling_s(work) + finish_s(work, replicas, self.link)
+    def _end_s(self, work: Work, replicas: ArrayLike) -> Floats:
+        return end_s(work, replicas, self.microbatches, self.link, self._filling_s(work))
 
     def _filling_s(self, work: Work) -> Floats:
         """Compute the seconds by which a stage's weights' gradients shorten the bubble."""

@@ -25,15 +25,10 @@ def bucket_bytes(total_bytes: int) -> int:
 
 
 class Buckets(NamedTuple):
-    """The buckets of a stage's gradients, in the order in which a backward fills them.
+    """The buckets of a stage's gradients, in the order in which a backward fills them."""
 
-    Attributes:
-        ready_s: from the start of the backward until each is full; the last one is its end.
-        shares: of the gradients' bytes in each; 0 in the last one if the others have all of them.
-    """
-
-    ready_s: tuple[float, ...]
-    shares: tuple[float, ...]
+    ready_s: tuple[float, ...]  # from the start of the backward until each is full; the last one is its end
+    shares: tuple[float, ...]  # of the gradients' bytes in each; 0 in the last one if the others have all of them
 
     @classmethod
     def even(cls, backward_s: float) -> Buckets:
@@ -75,24 +70,17 @@ def buckets_of(
             size_bytes = 0.0
         size_bytes, done_bytes = size_bytes + size, done_bytes + size
         filled[-1] = done_bytes, at_s
-    filled = _fewer(filled)
+    if len(filled) > MOST_PARTS:
+        # Simulations count each of them. The first decides when an all-reduce begins, the last one how much of it is
+        # left after the backward.
+        groups = MOST_PARTS - 2
+        ends = [(len(filled) - 2) * (group + 1) // groups for group in range(groups)]
+        filled = [filled[0], *(filled[end] for end in ends), filled[-1]]
     if filled[-1][1] < backward_s * (1 - SLACK):
         filled.append((done_bytes, backward_s))
-    ends = [0.0, *(end / total_bytes for end, _ in filled)]
+    done = [0.0, *(end / total_bytes for end, _ in filled)]
     times = (*(at_s for _, at_s in filled[:-1]), backward_s)
-    return Buckets(times, tuple(end - start for start, end in pairwise(ends)))
-
-
-def _fewer(filled: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Join buckets between the first and the last until `MOST_PARTS` are left: simulations count each of them.
-
-    The first decides when an all-reduce begins, the last one how much of it is left after the backward.
-    """
-    if len(filled) <= MOST_PARTS:
-        return filled
-    groups = MOST_PARTS - 2
-    ends = [(len(filled) - 2) * (group + 1) // groups for group in range(groups)]
-    return [filled[0], *(filled[end] for end in ends), filled[-1]]
+    return Buckets(times, tuple(end - start for start, end in pairwise(done)))
 
 
 def _pieces(

@@ -16,17 +16,13 @@ BUCKETS = 6
 
 @dataclass(frozen=True)
 class Link:
-    """A device's link: bandwidth per direction, both used at once.
-
-    `overlap`: transfers go on while the device computes.
-    `coding_s_per_byte`: that the device itself takes to code what it sends, and to decode what it receives.
-    """
+    """A device's link: bandwidth per direction, both used at once."""
 
     bandwidth_bytes_per_s: float
     latency_s: float = 0.0
     all_reduce_bandwidth_bytes_per_s: float | None = None  # where it differs
-    overlap: bool = True
-    coding_s_per_byte: float = 0.0
+    overlap: bool = True  # transfers go on while the device computes
+    coding_s_per_byte: float = 0.0  # that the device itself takes to code what it sends, and to decode what it receives
 
     @property
     def ring_bytes_per_s(self) -> float:

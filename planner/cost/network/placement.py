@@ -28,12 +28,7 @@ def places_matter(cluster: Cluster) -> bool:
 
 
 def ranks_of(stages: Sequence[Candidate], workers: Sequence[int]) -> list[Ranks]:
-    """Return the ranks of each stage: its own, or consecutive ones in the order of the pipeline's workers.
-
-    Args:
-        stages: of a plan.
-        workers: of each stage, by position in the pipeline.
-    """
+    """Return the ranks of each stage: its own, or consecutive ones in the order of the pipeline's workers."""
     replicas = {worker: stage.replicas for worker, stage in zip(workers, stages, strict=True)}
     ranges = rank_ranges([replicas[worker] for worker in sorted(replicas)])
     return [stage.ranks or ranges[worker] for worker, stage in zip(workers, stages, strict=True)]
@@ -41,14 +36,7 @@ def ranks_of(stages: Sequence[Candidate], workers: Sequence[int]) -> list[Ranks]
 
 @dataclass(frozen=True)
 class Placement:
-    """Stages on ranks of a cluster.
-
-    Args:
-        topology: of the cluster.
-        works: of the stages, for one microbatch.
-        ranks: of the stages.
-        exchanges: between the stages, for one microbatch.
-    """
+    """Stages on ranks of a cluster; work and exchanges are those of one microbatch."""
 
     topology: Topology
     works: Sequence[Work]
@@ -75,7 +63,5 @@ class Placement:
         """Add the busiest shared link, as a resource of the stage that has most ranks on it."""
         seconds, first, end = loads.busiest_shared()
         if seconds > 0:
-            inside = [
-                np.count_nonzero((np.asarray(ranks) >= first) & (np.asarray(ranks) < end)) for ranks in self.ranks
-            ]
+            inside = [sum(first <= rank < end for rank in ranks) for ranks in self.ranks]
             busy[inside.index(max(inside))]["shared_link"] = np.asarray(seconds * times)

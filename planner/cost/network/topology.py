@@ -35,13 +35,9 @@ def rank_ranges(replicas: Sequence[int]) -> list[range]:
 def column_ranks(replicas: Sequence[int], columns: int) -> list[Ranks]:
     """Return the ranks of each stage where the pipeline is laid out in columns, one after the other.
 
-    A column has an equal part of every stage's replicas: those whose numbers are equal modulo the columns, next to each
-    other. Minibatch b runs on replica b mod r, so columns exchange gradients only. One column is a stage after the
-    other; as many columns as replicas is a pipeline after the other.
-
-    Args:
-        replicas: of the stages, multiples of the columns.
-        columns: how many.
+    A column has an equal part of every stage's replicas, which are multiples of the columns: those whose numbers are
+    equal modulo the columns, next to each other. Minibatch b runs on replica b mod r, so columns exchange gradients
+    only. One column is a stage after the other; as many columns as replicas is a pipeline after the other.
     """
     parts = [r // columns for r in replicas]
     if columns == 1:
@@ -54,20 +50,14 @@ def column_ranks(replicas: Sequence[int], columns: int) -> list[Ranks]:
 
 
 class Topology:
-    """The levels of a cluster with more than one member, innermost first, numbered from 0.
-
-    Attributes:
-        groups: ranks in a group of each level.
-        path_bytes_per_s: of a message whose ends meet at each level.
-        ring_bytes_per_s: the same within an all-reduce.
-        latency_s: of a message whose ends meet at each level.
-    """
+    """The levels of a cluster with more than one member, innermost first, numbered from 0."""
 
     def __init__(self, cluster: Cluster) -> None:
         levels = self._levels = cluster.joined
         self.gpus, self._handled = cluster.gpus, (cluster.overlap, cluster.coding_s_per_byte)
-        self.groups = np.cumprod([level.size for level in levels])
+        self.groups = np.cumprod([level.size for level in levels])  # ranks in a group of each level
         self._groups = tuple(self.groups.tolist())
+        # Of a message, or within an all-reduce, whose ends meet at each level.
         self.path_bytes_per_s = np.minimum.accumulate([level.bandwidth_bytes_per_s for level in levels])
         reduces = [level.all_reduce_bandwidth_bytes_per_s or level.bandwidth_bytes_per_s for level in levels]
         self.ring_bytes_per_s = np.minimum.accumulate(reduces)
@@ -104,13 +94,12 @@ class Topology:
 
     def group_link(self, degree: int) -> Link:
         """Return the link of so many ranks, the first ones, that all-reduce between computations."""
-        span = self.span(range(degree))
-        link, levels = self.stage_link(range(degree)), self._levels[: span + 1]
-        if any(level.sum_bandwidth_bytes_per_s is None for level in levels):
+        link, levels = self.stage_link(range(degree)), self._levels[: self.span(range(degree)) + 1]
+        measured = [level.sum_bandwidth_bytes_per_s for level in levels if level.sum_bandwidth_bytes_per_s]
+        if len(measured) < len(levels):
             return link
-        slowest = min(level.sum_bandwidth_bytes_per_s or math.inf for level in levels)
         latency_s = max(level.sum_latency_s or 0.0 for level in levels)
-        return replace(link, all_reduce_bandwidth_bytes_per_s=slowest, latency_s=latency_s)
+        return replace(link, all_reduce_bandwidth_bytes_per_s=min(measured), latency_s=latency_s)
 
     def span(self, ranks: Ranks) -> int:
         """Return the lowest level whose group holds all of these ranks."""
@@ -129,70 +118,40 @@ class Topology:
 @lru_cache(maxsize=4096)
 def _shares(groups: tuple[int, ...], ranks: Ranks, others: Ranks) -> Floats:
     """Compute `Topology.shares`; searches ask for the same stages many times."""
-    if isinstance(ranks, range) and isinstance(others, range):
-        shares = _shares_of_ranges(groups, ranks, others)
-    else:
-        shares = _shares_one_by_one(groups, ranks, others)
-    shares.setflags(write=False)
-    return shares
-
-
-def _shares_of_ranges(groups: tuple[int, ...], ranks: range, others: range) -> Floats:
-    """Count the pairs of consecutive ranks by their ends, however many there are."""
     common = math.gcd(len(ranks), len(others))
-    own = np.arange(ranks.start, ranks.stop)
-    residue = (own - ranks.start + others.start) % common
-    met = np.empty((len(groups), len(ranks)))
+    own, other = (np.arange(r.start, r.stop) if isinstance(r, range) else np.asarray(r) for r in (ranks, others))
+    own_turn, other_turn = np.arange(len(own)) % common, np.arange(len(other)) % common
+    met = np.empty((len(groups), len(own)))  # by level, how many of the other ranks that it meets are in its group
     for number, size in enumerate(groups):
-        low = np.maximum(own // size * size, others.start)
-        high = np.minimum((own // size + 1) * size, others.stop)
-        first = low + (residue - low) % common
-        met[number] = np.maximum(-(-(high - first) // common), 0)
-    return np.asarray(np.diff(met, axis=0, prepend=0.0) / (len(others) // common))
-
-
-def _shares_one_by_one(groups: tuple[int, ...], ranks: Ranks, others: Ranks) -> Floats:
-    """Count the pairs of any ranks: a minibatch for each of them."""
-    minibatches = np.arange(math.lcm(len(ranks), len(others)))
-    own = minibatches % len(ranks)
-    one, other = np.asarray(ranks)[own], np.asarray(others)[minibatches % len(others)]
-    levels = sum((one // size != other // size).astype(np.int64) for size in groups[:-1])
-    met = np.zeros((len(groups), len(ranks)))
-    np.add.at(met, (levels, own), 1.0)
-    return np.asarray(met / (len(minibatches) // len(ranks)))
+        places, counts = np.unique(other // size * common + other_turn, return_counts=True)
+        wanted = own // size * common + own_turn
+        found = np.minimum(np.searchsorted(places, wanted), len(places) - 1)
+        met[number] = np.where(places[found] == wanted, counts[found], 0)
+    shares = np.diff(met, axis=0, prepend=0.0) / (len(others) // common)
+    shares.setflags(write=False)
+    return np.asarray(shares)
 
 
 class Loads:
-    """Busy seconds of the links per microbatch, by transfers and all-reduces.
-
-    Attributes:
-        into: each rank's own link, arriving.
-        out: each rank's own link, leaving.
-        shared_into: for each shared level, the links of its members, arriving.
-        shared_out: the same, leaving.
-    """
+    """Busy seconds of the links per microbatch, by transfers and all-reduces: arriving messages, and leaving ones."""
 
     def __init__(self, topology: Topology) -> None:
         self.topology = topology
-        self.into, self.out = np.zeros((2, topology.gpus))
-        members = [topology.gpus // size for _, size, _, _ in topology.shared]
+        self.into, self.out = np.zeros((2, topology.gpus))  # each rank's own link
+        members = [topology.gpus // size for _, size, _, _ in topology.shared]  # for each shared level
         self.shared_into = [np.zeros(count) for count in members]
         self.shared_out = [np.zeros(count) for count in members]
 
     def copy(self) -> Loads:
         """Return an independent copy."""
-        twin = Loads.__new__(Loads)
-        twin.topology = self.topology
-        twin.into, twin.out = self.into.copy(), self.out.copy()
-        twin.shared_into = [each.copy() for each in self.shared_into]
-        twin.shared_out = [each.copy() for each in self.shared_out]
-        return twin
+        return self.times(1)
 
-    def times(self, count: float) -> Loads:
+    def times(self, count: int) -> Loads:
         """Return the loads of so many microbatches."""
-        many = self.copy()
-        for each in (many.into, many.out, *many.shared_into, *many.shared_out):
-            each *= count
+        many = Loads.__new__(Loads)
+        many.topology, many.into, many.out = self.topology, self.into * count, self.out * count
+        many.shared_into = [each * count for each in self.shared_into]
+        many.shared_out = [each * count for each in self.shared_out]
         return many
 
     def busiest(self, ranks: Ranks) -> tuple[float, float]:
@@ -201,19 +160,16 @@ class Loads:
         return float(self.into[own].max()), float(self.out[own].max())
 
     def add_transfer(self, source: Ranks, target: Ranks, exchange: Floats) -> float:
-        """Add the messages between two stages.
-
-        Args:
-            source: ranks of the earlier stage.
-            target: ranks of the later stage.
-            exchange: bytes of activations and of gradients, and how many of each; `Traffic.amounts`.
+        """Add the messages between two stages, `Traffic.amounts` for each microbatch.
 
         Returns:
             Seconds that one microbatch's messages take, on average over the pairs of ranks, both ways.
         """
         output_bytes, gradient_bytes, outputs, gradients = (float(amount) for amount in exchange[:4])
-        forward_s = self._path_s(output_bytes, outputs)
-        back_s = self._path_s(gradient_bytes, gradients)
+        # By the level at which their ends meet.
+        path_bytes_per_s, latency_s = self.topology.path_bytes_per_s, self.topology.latency_s
+        forward_s = output_bytes / path_bytes_per_s + outputs * latency_s
+        back_s = gradient_bytes / path_bytes_per_s + gradients * latency_s
         from_source, at_target = self.topology.shares(source, target), self.topology.shares(target, source)
         here, there = _index(source), _index(target)
         self.out[here] += forward_s @ from_source / len(source)
@@ -233,11 +189,9 @@ class Loads:
 
     def add_ring(self, ranks: Ranks, trainable_bytes: float) -> None:
         """Add the all-reduce of a stage, once per round of r microbatches: 2(r-1)/r of the bytes each way."""
-        r = len(ranks)
+        r, own, span = len(ranks), _index(ranks), self.topology.span(ranks)
         moved = 2 * (r - 1) / (r * r) * trainable_bytes
-        span = self.topology.span(ranks)
         own_s = moved / self.topology.ring_bytes_per_s[span]
-        own = _index(ranks)
         self.into[own] += own_s
         self.out[own] += own_s
         for number, (level, size, _, bandwidth) in enumerate(self.topology.shared):
@@ -255,10 +209,6 @@ class Loads:
             if both[member] > busiest[0]:
                 busiest = (float(both[member]), member * size, (member + 1) * size)
         return busiest
-
-    def _path_s(self, size_bytes: float, messages: float) -> Floats:
-        """Return the seconds of these bytes in this many messages, by the level at which their ends meet."""
-        return np.asarray(size_bytes / self.topology.path_bytes_per_s + messages * self.topology.latency_s)
 
 
 def _index(ranks: Ranks) -> slice | Integers:

@@ -184,7 +184,7 @@ class InterleavedSearch:
             if self.limits.recompute == "auto":
                 again, settled = self._choose(model, plain, lean, work)
             by_rule = self._ways.recomputes  # then the footprint is that of stages that recompute
-            held = model.worker_bytes(np.where(again & (not by_rule), lean, plain))
+            held = model.total(np.where(again & (not by_rule), lean, plain))
             over = np.maximum(held - self.limits.memory_bytes, 0.0).sum(axis=-1)
         work = replace(work, recompute_s=np.where(again, work.forward_s, 0.0))
         return over, model.seconds(StageSeconds.of(work, model)), again, settled
@@ -198,7 +198,7 @@ class InterleavedSearch:
         the choice may not be the best one.
         """
         saved, extra = (plain - lean)[:, model.stages], work.forward_s[:, model.stages]  # [rows, chunks, workers]
-        excess = model.worker_bytes(plain) - float(self.limits.memory_bytes or 0)
+        excess = model.total(plain) - float(self.limits.memory_bytes or 0)
         options = np.array([[mask >> chunk & 1 for chunk in range(model.chunks)] for mask in range(2**model.chunks)])
         enough = np.einsum("oc,ncw->now", options, saved) >= excess[:, None]
         cost = np.where(enough, np.einsum("oc,ncw->now", options, extra), np.inf)
