@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from planner.cost.network.topology import Topology
 from planner.formats.cluster import Cluster
@@ -25,68 +24,6 @@ from planner.formats.timeline import LinkUse
 from planner.schedule.instructions import POSTED, Receive, ReceiveShared, Send, SendActivation, SendShared
 from planner.simulator.fair_network import FairNetwork, LinkDirection, LinkPath
 from planner.simulator.pipeline_costs import PipelineCosts
-
-
-@dataclass
-class Round:
-    """One all-reduce or all-gather of a stage.
-
-    Replicas join an all-gather after their update, and an all-reduce with the backward that completes their gradients,
-    or, without a backward in the round, when they come to the all-reduce itself.
-    """
-
-    number: int
-    joined: int = 0
-    passed: int = 0
-    backward_start_s: float = 0.0  # of the backward that ends last
-    backward_s: float = 0.0  # its length
-    arrived_s: float = 0.0  # the latest replica without a backward
-    parts_left: int = 0
-    carried: bool = False  # stays False if there are no gradients to send
-    start_s: float | None = None
-    end_s: float | None = None
-    waiting: list[int] = field(default_factory=list)  # ranks
-
-    def finish_part(self, start_s: float, end_s: float) -> bool:
-        """Note that a part has been carried, and return whether it was the last one."""
-        self.start_s = start_s if self.start_s is None else self.start_s
-        self.carried = self.carried or end_s > start_s
-        self.parts_left -= 1
-        if self.parts_left == 0:
-            self.end_s = end_s
-        return self.parts_left == 0
-
-
-class AllReduces:
-    """The rounds in progress, by stage and number, and how many rounds each replica of a stage has joined."""
-
-    def __init__(self, ranks: Sequence[Sequence[int]]) -> None:
-        self.rounds: dict[tuple[int, int], Round] = {}
-        self._replicas = [len(each) for each in ranks]
-        self.joined = {(rank, stage): 0 for stage, each in enumerate(ranks) for rank in each}
-
-    def join(self, rank: int, stage: int, start_s: float, backward_s: float, arrived_s: float = 0.0) -> Round | None:
-        """Join the replica's next round; return the round if all replicas have joined it.
-
-        Args:
-            start_s, backward_s: start and length of its backward; 0 without one.
-            arrived_s: when a replica without a backward came to the all-reduce.
-        """
-        number = self.joined[rank, stage]
-        self.joined[rank, stage] += 1
-        joined = self.rounds.setdefault((stage, number), Round(number))
-        joined.joined += 1
-        if start_s + backward_s >= joined.backward_start_s + joined.backward_s:
-            joined.backward_start_s, joined.backward_s = start_s, backward_s
-        joined.arrived_s = max(joined.arrived_s, arrived_s)
-        return joined if joined.joined == self._replicas[stage] else None
-
-    def leave(self, stage: int, number: int) -> None:
-        """Note that a replica has passed the all-reduce; the last one closes the round."""
-        left = self.rounds[stage, number]
-        left.passed += 1
-        if left.passed == self._replicas[stage]:
-            del self.rounds[stage, number]
 
 
 class ClusterLinks:
@@ -110,7 +47,7 @@ class ClusterLinks:
 
     def ring(self, ranks: Sequence[int]) -> tuple[LinkPath, float]:
         """Return the path of an all-reduce, and the latency of all its steps."""
-        span = self.topology.span(range(min(ranks), max(ranks) + 1))
+        span = self.topology.span(ranks)
         link = self.topology.link(span)
         links = dict.fromkeys(
             self._link(number, rank, sends) for number in range(span + 1) for rank in ranks for sends in (True, False)
@@ -120,51 +57,19 @@ class ClusterLinks:
     def uses(self, ranks: Sequence[int]) -> Iterator[LinkUse]:
         """Yield what these ranks' own links carried, then the shared links that carried something."""
         for rank in sorted(ranks):
-            for sends in (True, False):
-                name = f"worker {rank} {'sends' if sends else 'receives'}"
-                yield _use(name, rank, sends, self._link(0, rank, sends))
+            for sends, does in ((True, "sends"), (False, "receives")):
+                yield self._link(0, rank, sends).use(f"worker {rank} {does}", rank, sends)
         for (level, member, sends), link in sorted(self._links.items(), key=lambda item: item[0]):
             if level > 0 and link.busy:
-                yield _use(self._name(level, member, sends), None, sends, link)
+                size, does = self._sharers[level], "send" if sends else "receive"
+                name = f"workers {member * size}-{(member + 1) * size - 1} together {does}"
+                yield link.use(name if size > 1 else f"worker {member} beyond its group {does}s", None, sends)
 
     def _link(self, level: int, rank: int, sends: bool) -> LinkDirection:
         key = level, rank // self._sharers[level], sends
         if key not in self._links:
             self._links[key] = LinkDirection(self._bandwidths[level])
         return self._links[key]
-
-    def _name(self, level: int, member: int, sends: bool) -> str:
-        size, does = self._sharers[level], ("receive", "send")[sends]
-        if size == 1:
-            return f"worker {member} beyond its group {does}s"
-        return f"workers {member * size}-{(member + 1) * size - 1} together {does}"
-
-
-def _use(name: str, rank: int | None, sends: bool, link: LinkDirection) -> LinkUse:
-    start_s, end_s, share = zip(*link.busy, strict=True) if link.busy else ((), (), ())
-    return LinkUse(
-        name=name,
-        rank=rank,
-        sends=sends,
-        bandwidth_bytes_per_s=link.bytes_per_s,
-        start_s=start_s,
-        end_s=end_s,
-        share=share,
-    )
-
-
-# Told of a message: the sender's rank, the message, when it started and when it arrived.
-OnArrival = Callable[[int, Send, float, float], None]
-# Told of a part of a collective: the collective, its round, when the part started and when it was over.
-OnPart = Callable[["Collective", int, float, float], None]
-_Key = tuple[int, int, int, int, bool]  # sender's rank and stage, receiver's rank and stage, whether of shared weights
-
-
-class Collective(NamedTuple):
-    """What the replicas of a stage do together once per round: an all-reduce or reduce-scatter, or an all-gather."""
-
-    stage: int
-    gathers: bool = False
 
 
 @dataclass
@@ -182,18 +87,70 @@ class _Connection:
 
 
 @dataclass
-class _Ring:
-    """A collective of a stage; `waiting` has the round and the share of each part that has not started."""
+class Round:
+    """One all-reduce or all-gather of a stage.
 
+    Replicas join an all-gather after their update, and an all-reduce with the backward that completes their gradients,
+    or, without a backward in the round, when they come to the all-reduce itself.
+    """
+
+    number: int
+    joined: int = 0
+    passed: int = 0
+    backward_start_s: float = 0.0  # of the backward that ends last
+    backward_s: float = 0.0  # its length
+    arrived_s: float = 0.0  # the latest replica without a backward
+    parts_left: int = 0
+    carried: bool = False  # stays False if there are no gradients to send
+    start_s: float | None = None
+    end_s: float | None = None
+    waiting: list[int] = field(default_factory=list)  # ranks
+
+
+@dataclass
+class Collective:
+    """What the replicas of a stage do together once per round: an all-reduce or reduce-scatter, or an all-gather."""
+
+    stage: int
+    gathers: bool
+    joined: dict[int, int]  # how many rounds each rank has joined
     path: LinkPath
     latency_s: float
     moved_bytes: float
-    waiting: deque[tuple[int, float]] = field(default_factory=deque)
+    rounds: dict[int, Round] = field(default_factory=dict)  # those in progress, by number
+    parts: deque[tuple[Round, float]] = field(default_factory=deque)  # that are ready, with their shares of the bytes
     busy: bool = False
+
+    def join(self, rank: int, start_s: float, backward_s: float, arrived_s: float) -> Round | None:
+        """Join the replica's next round, and return it if all replicas have joined it.
+
+        Args:
+            start_s, backward_s: start and length of its backward; 0 without one.
+            arrived_s: when a replica without a backward came to the all-reduce.
+        """
+        number = self.joined[rank]
+        self.joined[rank] += 1
+        joined = self.rounds.setdefault(number, Round(number))
+        joined.joined += 1
+        if start_s + backward_s >= joined.backward_start_s + joined.backward_s:
+            joined.backward_start_s, joined.backward_s = start_s, backward_s
+        joined.arrived_s = max(joined.arrived_s, arrived_s)
+        return joined if joined.joined == len(self.joined) else None
+
+    def leave(self, number: int) -> None:
+        """Note that a replica has passed the round; the last one closes it."""
+        self.rounds[number].passed += 1
+        if self.rounds[number].passed == len(self.joined):
+            del self.rounds[number]
 
 
 class Communication:
     """The messages and all-reduces of one simulation.
+
+    Args:
+        costs: of the pipeline.
+        on_arrival: told of a message: the sender's rank, the message, when it started and when it arrived.
+        on_round: told of a round that is over.
 
     Attributes:
         network: on which they share links.
@@ -201,26 +158,42 @@ class Communication:
         posted: whether all receives are open from the beginning, as in every minibatch but the first.
     """
 
-    def __init__(self, costs: PipelineCosts, on_arrival: OnArrival, on_part: OnPart) -> None:
+    def __init__(
+        self,
+        costs: PipelineCosts,
+        on_arrival: Callable[[int, Send, float, float], None],
+        on_round: Callable[[Collective, Round], None],
+    ) -> None:
         self.network, self.links = FairNetwork(), ClusterLinks(costs.cluster)
-        self._costs, self._on_arrival, self._on_part = costs, on_arrival, on_part
+        self._costs, self._on_arrival, self._on_round = costs, on_arrival, on_round
         self.posted = False
-        self._connections: dict[_Key, _Connection] = {}
-        self._rings: dict[Collective, _Ring] = {}
+        # By the sender's rank and stage, the receiver's rank and stage, and whether of shared weights.
+        self._connections: dict[tuple[int, int, int, int, bool], _Connection] = {}
+        self._collectives: dict[tuple[int, bool], Collective] = {}
 
-    def parts(self, stage: int, backward_s: float) -> list[tuple[float, float]]:
-        """List when each part of an all-reduce is ready, from the start of the last replica's backward, and its share.
+    def collective(self, stage: int, gathers: bool = False) -> Collective:
+        """Return the all-reduce of a stage, or its all-gather."""
+        if (stage, gathers) not in self._collectives:
+            ranks, costs = self._costs.shape.ranks[stage], self._costs.stages[stage]
+            path, latency_s = self.links.ring(ranks)
+            reduced_bytes = costs.gathered_bytes if gathers else costs.reduced_bytes
+            moved_bytes = 2 * (len(ranks) - 1) / len(ranks) * reduced_bytes
+            latency_s = latency_s / 2 if costs.sharded else latency_s
+            joined = dict.fromkeys(ranks, 0)
+            self._collectives[stage, gathers] = Collective(stage, gathers, joined, path, latency_s, moved_bytes)
+        return self._collectives[stage, gathers]
 
-        Without overlap all of them wait for the backward's end.
-        """
-        if not self._costs.cluster.overlap:
-            return [(backward_s, 1.0)]
-        return list(zip(*self._costs.stages[stage].buckets(backward_s), strict=True))
+    def gather_s(self, stage: int) -> float:
+        """Return the seconds of a stage's all-gather if nothing else is on its links; 0 if its optimizer is whole."""
+        if not self._costs.stages[stage].sharded:
+            return 0.0
+        gather = self.collective(stage, gathers=True)
+        return gather.moved_bytes / gather.path.bytes_per_s + gather.latency_s
 
     def send(self, rank: int, send: Send, now_s: float) -> None:
         """Queue a message."""
         shared = isinstance(send, SendShared)
-        connection = self._connection((rank, send.stage, send.peer_rank, send.peer_stage, shared))
+        connection = self._connection(rank, send.stage, send.peer_rank, send.peer_stage, shared)
         connection.waiting.append(send)
         self._start_message(connection, now_s)
 
@@ -237,13 +210,10 @@ class Communication:
         connection.taken += 1
         self._start_message(connection, now_s)
 
-    def start_part(self, collective: Collective, round_: int, share: float, now_s: float) -> None:
-        """Queue a part of a collective, of this share of its bytes, that is ready on all replicas."""
-        if collective not in self._rings:
-            self._rings[collective] = self._ring(collective)
-        ring = self._rings[collective]
-        ring.waiting.append((round_, share))
-        self._start_part(collective, ring, now_s)
+    def start_part(self, collective: Collective, round_: Round, share: float, now_s: float) -> None:
+        """Queue a part of a round, of this share of its bytes, that is ready on all replicas."""
+        collective.parts.append((round_, share))
+        self._start_part(collective, now_s)
 
     def _start_message(self, connection: _Connection, now_s: float) -> None:
         """Start the connection's next message, if there is one and the receiver has room."""
@@ -260,48 +230,41 @@ class Communication:
             self._on_arrival(connection.sender, send, now_s, end_s + connection.latency_s)
             self._start_message(connection, end_s)
 
-        self.network.start(now_s, connection.path, self._size_bytes(send), ended)
+        if isinstance(send, SendShared):
+            size_bytes = self._costs.shared_bytes[send.stage, send.peer_stage]
+        elif isinstance(send, SendActivation):
+            size_bytes = self._costs.transfer_bytes[send.stage, send.peer_stage][0]
+        else:
+            size_bytes = self._costs.transfer_bytes[send.peer_stage, send.stage][1]
+        self.network.start(now_s, connection.path, size_bytes, ended)
 
-    def _start_part(self, collective: Collective, ring: _Ring, now_s: float) -> None:
-        """Start the ring's next part, if there is one."""
-        if ring.busy or not ring.waiting:
+    def _start_part(self, collective: Collective, now_s: float) -> None:
+        """Start the next part, if there is one."""
+        if collective.busy or not collective.parts:
             return
-        round_, share = ring.waiting.popleft()
-        size_bytes = share * ring.moved_bytes
-        ring.busy = True
+        round_, share = collective.parts.popleft()
+        size_bytes = share * collective.moved_bytes
+        collective.busy = True
 
         def ended(end_s: float) -> None:
-            ring.busy = False
-            self._on_part(collective, round_, now_s, end_s + (ring.latency_s if size_bytes > 0 else 0.0))
-            self._start_part(collective, ring, end_s)
+            collective.busy = False
+            arrived_s = end_s + (collective.latency_s if size_bytes > 0 else 0.0)
+            round_.start_s = now_s if round_.start_s is None else round_.start_s
+            round_.carried |= arrived_s > now_s
+            round_.parts_left -= 1
+            if round_.parts_left == 0:
+                round_.end_s = arrived_s
+                self._on_round(collective, round_)
+            self._start_part(collective, end_s)
 
-        self.network.start(now_s, ring.path, size_bytes, ended)
-
-    def _size_bytes(self, send: Send) -> int:
-        if isinstance(send, SendShared):
-            return self._costs.shared_bytes[send.stage, send.peer_stage]
-        source, target = sorted((send.stage, send.peer_stage))
-        return self._costs.transfer_bytes[source, target][0 if isinstance(send, SendActivation) else 1]
+        self.network.start(now_s, collective.path, size_bytes, ended)
 
     def _receiving(self, rank: int, receive: Receive) -> _Connection:
         shared = isinstance(receive, ReceiveShared)
-        return self._connection((receive.peer_rank, receive.peer_stage, rank, receive.stage, shared))
+        return self._connection(receive.peer_rank, receive.peer_stage, rank, receive.stage, shared)
 
-    def _connection(self, key: _Key) -> _Connection:
+    def _connection(self, rank: int, stage: int, peer_rank: int, peer_stage: int, shared: bool) -> _Connection:
+        key = rank, stage, peer_rank, peer_stage, shared
         if key not in self._connections:
-            self._connections[key] = _Connection(key[0], *self.links.message(key[0], key[2]), open=self.posted)
+            self._connections[key] = _Connection(rank, *self.links.message(rank, peer_rank), open=self.posted)
         return self._connections[key]
-
-    def gather_s(self, stage: int) -> float:
-        """Return the seconds of a stage's all-gather if nothing else is on its links; 0 if its optimizer is whole."""
-        if not self._costs.stages[stage].sharded:
-            return 0.0
-        ring = self._ring(Collective(stage, gathers=True))
-        return ring.moved_bytes / ring.path.bytes_per_s + ring.latency_s
-
-    def _ring(self, collective: Collective) -> _Ring:
-        ranks, costs = self._costs.shape.ranks[collective.stage], self._costs.stages[collective.stage]
-        path, latency_s = self.links.ring(ranks)
-        reduced_bytes = costs.gathered_bytes if collective.gathers else costs.reduced_bytes
-        moved_bytes = 2 * (len(ranks) - 1) / len(ranks) * reduced_bytes
-        return _Ring(path, latency_s / 2 if costs.sharded else latency_s, moved_bytes)

@@ -10,10 +10,11 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from itertools import count
 from operator import attrgetter
 from typing import NamedTuple
+
+from planner.formats.timeline import LinkUse
 
 # When a flow starts or ends, at most this many flows, the nearest ones, get new rates. Those farther away keep theirs,
 # so a part of a link may be left over. Only pipelines with hundreds of busy links have more.
@@ -50,6 +51,19 @@ class LinkDirection:
         self.flows[flow] = None
         return len(self.flows) > 1
 
+    def use(self, name: str, rank: int | None, sends: bool) -> LinkUse:
+        """Return what the link carried, as timelines have it."""
+        starts_s, ends_s, shares = zip(*self.busy, strict=True) if self.busy else ((), (), ())
+        return LinkUse(
+            name=name,
+            rank=rank,
+            sends=sends,
+            bandwidth_bytes_per_s=self.bytes_per_s,
+            start_s=starts_s,
+            end_s=ends_s,
+            share=shares,
+        )
+
     def leave(self, flow: _Flow, now_s: float) -> None:
         """Remove a flow that has ended."""
         del self.flows[flow]
@@ -58,15 +72,11 @@ class LinkDirection:
             self.busy.append(BusyPeriod(self._since_s, now_s, min(share, 1.0)))
 
 
-@dataclass(frozen=True)
-class LinkPath:
-    """The links that a flow crosses, all at once.
-
-    `bytes_per_s`: the rate of a flow that shares none of them: the smallest bandwidth, or a limit of the path's own.
-    """
+class LinkPath(NamedTuple):
+    """The links that a flow crosses, all at once."""
 
     links: tuple[LinkDirection, ...]
-    bytes_per_s: float
+    bytes_per_s: float  # of a flow that shares none of them: the smallest bandwidth, or a limit of the path's own
 
 
 class _Flow:

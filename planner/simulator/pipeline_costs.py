@@ -7,7 +7,6 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from planner.cost.network.buckets import Buckets
-from planner.cost.network.link import Link
 from planner.cost.network.topology import Topology
 from planner.cost.work import WEIGHT_SHARE
 from planner.formats.cluster import Cluster
@@ -19,36 +18,21 @@ StagePair = tuple[int, int]
 
 @dataclass(frozen=True)
 class StageCosts:
-    """Seconds of one microbatch on one replica, and the bytes of the stage's all-reduce.
-
-    Attributes:
-        forward_s, backward_s, update_s: of the computations; the recomputation before a backward is not part of it.
-        recompute_s: the forward that is run once more before each backward.
-        late_s: the part of it that runs when there are gradients already, of layers behind those that recompute.
-        accumulate_s: additional time of a backward that accumulates into existing gradients. If the backward is split,
-            its part for the weights takes this time.
-        ready_s: from the start of a backward that does not accumulate until each part of the gradients can be
-            all-reduced, as in `planner.cost.network.buckets`, with `late_s`; empty for parts that are evenly spaced
-            over the backward.
-        ready_shares: of the gradients in each of these parts; empty for equal ones.
-        gradient_bytes: that the replicas all-reduce per round.
-        sharded: whether they only reduce-scatter these, and gather the weights after the update, of which each does its
-            part.
-        whole_bytes: those of them that other stages need, too, because they share the weights: they are all-reduced
-            whole even where the optimizer is sharded.
-    """
+    """Seconds of one microbatch on one replica, and the bytes of the stage's all-reduce."""
 
     forward_s: float
-    backward_s: float
+    backward_s: float  # without the recomputation before it
     update_s: float
-    recompute_s: float = 0.0
-    accumulate_s: float = 0.0
+    recompute_s: float = 0.0  # the forward that is run once more before each backward
+    accumulate_s: float = 0.0  # more of a backward, or its part for the weights, that adds to existing gradients
+    # From the start of a backward that does not accumulate until each part of the gradients can be all-reduced, as in
+    # `planner.cost.network.buckets`, with `late_s`; empty for parts that are evenly spaced over the backward.
     ready_s: tuple[float, ...] = ()
-    ready_shares: tuple[float, ...] = ()
-    late_s: float = 0.0
-    gradient_bytes: int = 0
-    sharded: bool = False
-    whole_bytes: int = 0
+    ready_shares: tuple[float, ...] = ()  # of the gradients in each of these parts; empty for equal ones
+    late_s: float = 0.0  # of `recompute_s`, when there are gradients already, of layers behind those that recompute
+    gradient_bytes: int = 0  # that the replicas all-reduce per round
+    sharded: bool = False  # they only reduce-scatter these, and gather the weights after the update
+    whole_bytes: int = 0  # of `gradient_bytes`, all-reduced whole even so, because other stages share the weights
 
     @property
     def reduced_bytes(self) -> float:
@@ -82,20 +66,14 @@ class StageCosts:
 
 @dataclass(frozen=True)
 class PipelineCosts:
-    """A pipeline with the costs of its parts.
-
-    Attributes:
-        shape: which worker runs which stage, and which stages exchange values.
-        cluster: the workers and the links between them.
-        stages: costs of each.
-        transfer_bytes: of one microbatch's activations and of its gradients, by (source, target) stage.
-        shared_bytes: per round, gradients of the weights that two stages share, in either direction.
-    """
+    """A pipeline with the costs of its parts."""
 
     shape: PipelineShape
     cluster: Cluster
     stages: tuple[StageCosts, ...]
+    # Of one microbatch's activations and of its gradients, by (source, target) stage.
     transfer_bytes: Mapping[StagePair, tuple[int, int]] = field(default_factory=dict)
+    # Per round, gradients of the weights that two stages share, in either direction.
     shared_bytes: Mapping[StagePair, int] = field(default_factory=dict)
 
     @property
@@ -119,13 +97,23 @@ class PipelineCosts:
         The processor's time for messages is added to the stages. `degrees`: ranks of a group of each stage. To a larger
         group, each rank of the smaller one sends as many copies as it takes to reach all.
         """
-        topology = Topology(cluster)
-        stages = [_with_shared(costs, number, shared) for number, costs in enumerate(stages)]
+        topology, whole = Topology(cluster), list[StageCosts]()
         slowest = topology.link(len(topology) - 1)
+        for number, costs in enumerate(stages):
+            own = [transfer for transfer in transfers if number in (transfer.source, transfer.target)]
+            weights = {each.weights: each.gradient_bytes for each in shared if number in each.stages}  # each once
+            whole.append(
+                replace(
+                    costs,
+                    whole_bytes=min(sum(weights.values()), costs.gradient_bytes),
+                    forward_s=costs.forward_s + float(slowest.handling_s(sum(each.output_bytes for each in own))),
+                    backward_s=costs.backward_s + float(slowest.handling_s(sum(each.gradient_bytes for each in own))),
+                )
+            )
         return cls(
             shape=shape,
             cluster=cluster,
-            stages=tuple(_with_handling(costs, number, transfers, slowest) for number, costs in enumerate(stages)),
+            stages=tuple(whole),
             transfer_bytes={
                 (t.source, t.target): (
                     t.output_bytes * math.ceil(degrees[t.target] / degrees[t.source]),
@@ -135,17 +123,3 @@ class PipelineCosts:
             },
             shared_bytes={pair: each.gradient_bytes for each in shared for pair in (each.stages, each.stages[::-1])},
         )
-
-
-def _with_shared(costs: StageCosts, stage: int, shared: Sequence[Shared]) -> StageCosts:
-    sizes = {each.weights: each.gradient_bytes for each in shared if stage in each.stages}  # each weight once
-    return replace(costs, whole_bytes=min(sum(sizes.values()), costs.gradient_bytes))
-
-
-def _with_handling(costs: StageCosts, stage: int, transfers: Sequence[Transfer], link: Link) -> StageCosts:
-    own = [transfer for transfer in transfers if stage in (transfer.source, transfer.target)]
-    return replace(
-        costs,
-        forward_s=costs.forward_s + float(link.handling_s(sum(transfer.output_bytes for transfer in own))),
-        backward_s=costs.backward_s + float(link.handling_s(sum(transfer.gradient_bytes for transfer in own))),
-    )

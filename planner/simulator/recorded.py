@@ -55,10 +55,9 @@ def only_minibatches(timeline: Timeline, minibatches: range) -> Timeline:
 
 
 def _curve(curve: MemoryCurve, start: float, end: float) -> MemoryCurve:
-    at_start = max(bisect_right(curve.time_s, start) - 1, 0)
-    last = bisect_right(curve.time_s, end)
-    times = [max(0.0, time_s - start) for time_s in curve.time_s[at_start:last]]
-    return curve.model_copy(update={"time_s": tuple(times), "held_bytes": curve.held_bytes[at_start:last]})
+    kept = slice(max(bisect_right(curve.time_s, start) - 1, 0), bisect_right(curve.time_s, end))
+    times = tuple(max(0.0, time_s - start) for time_s in curve.time_s[kept])
+    return curve.model_copy(update={"time_s": times, "held_bytes": curve.held_bytes[kept]})
 
 
 def _link(link: LinkUse, start: float, end: float) -> LinkUse:

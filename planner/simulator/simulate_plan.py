@@ -38,33 +38,20 @@ def memory_curves(plan: Plan, events: Iterable[Event]) -> tuple[MemoryCurve, ...
             computed[event.rank, event.stage].append(event)
     held: dict[int, int] = {}
     changes: dict[int, list[TimedBytes]] = {}
+    # Vertical sync holds the same number of versions all the time.
+    stashing = plan.schedule.stashes and not plan.vertical_sync
     for (rank, number), own in computed.items():
-        stage = plan.stages[number]
-        held[rank] = held.get(rank, 0) + _at_rest(plan, stage)
-        changes.setdefault(rank, []).extend(_changes(plan, stage, own))
+        stage, memory = plan.stages[number], plan.stages[number].memory
+        version_bytes = memory.weights_bytes // plan.schedule.versions(stage.in_flight)
+        stashed = memory.weights_bytes - version_bytes if stashing else 0
+        held[rank] = held.get(rank, 0) + memory.total_bytes - memory.activations_bytes - stashed
+        changes.setdefault(rank, []).extend(_changes(stage, version_bytes if stashing else 0, own))
     return tuple(_curve(plan, rank, held[rank], changes[rank]) for rank in sorted(held))
 
 
-def _version_bytes(plan: Plan, stage: Stage) -> int:
-    return stage.memory.weights_bytes // plan.schedule.versions(stage.in_flight)
-
-
-def _stashing(plan: Plan) -> bool:
-    """Return whether versions come and go; vertical sync holds the same number all the time."""
-    return plan.schedule.stashes and not plan.vertical_sync
-
-
-def _at_rest(plan: Plan, stage: Stage) -> int:
-    """Return what a stage holds with nothing in flight."""
-    memory = stage.memory
-    stashed = memory.weights_bytes - _version_bytes(plan, stage) if _stashing(plan) else 0
-    return memory.total_bytes - memory.activations_bytes - stashed
-
-
-def _changes(plan: Plan, stage: Stage, events: Iterable[Event]) -> Iterable[TimedBytes]:
-    """Yield what one stage of a worker adds and frees, by its computations in order."""
-    saved, version_bytes = stage.memory.activations_bytes // stage.in_flight, _version_bytes(plan, stage)
-    stashing = _stashing(plan)
+def _changes(stage: Stage, version_bytes: int, events: Iterable[Event]) -> Iterable[TimedBytes]:
+    """Yield what one stage of a worker adds and frees, by its computations in order; versions of 0 bytes stay."""
+    saved = stage.memory.activations_bytes // stage.in_flight
     newest, used = 0, Counter[int]()
     version_of: dict[tuple[int, int], int] = {}
     for event in events:
@@ -78,10 +65,10 @@ def _changes(plan: Plan, stage: Stage, events: Iterable[Event]) -> Iterable[Time
                 version = version_of.pop(unit)
                 used[version] -= 1
                 yield event.end_s, -saved
-                if stashing and version != newest and not used[version]:
+                if version != newest and not used[version]:
                     yield event.end_s, -version_bytes
             case "update":
-                if stashing and used[newest]:  # units in flight keep the old version beside the new one
+                if used[newest]:  # units in flight keep the old version beside the new one
                     yield event.end_s, version_bytes
                 newest += 1
             case _:

@@ -38,7 +38,7 @@ from planner.schedule.instructions import (
     Update,
 )
 from planner.schedule.schedule import stream
-from planner.simulator.communication import AllReduces, Collective, Communication
+from planner.simulator.communication import Collective, Communication, Round
 from planner.simulator.pipeline_costs import PipelineCosts
 from planner.simulator.steady import Completions
 from planner.units import SLACK
@@ -66,8 +66,8 @@ class Simulation:
     """
 
     def __init__(self, costs: PipelineCosts, minibatches: int, events: list[Event] | None = None) -> None:
-        self.shape, self.stages, self.events = costs.shape, costs.stages, events
-        self.communication = Communication(costs, self._arrive, self._finish_part)
+        self.shape, self.stages, self.events, self._overlap = costs.shape, costs.stages, events, costs.cluster.overlap
+        self.communication = Communication(costs, self._arrive, self._finish_round)
         self.completed = Completions(
             replicas=[len(ranks) for ranks in self.shape.ranks],
             microbatches=self.shape.microbatches,
@@ -85,10 +85,9 @@ class Simulation:
         # What moves next, by time: a worker, by its rank, or part n of all-reduces so far, as -n. At equal times parts
         # come before workers, so that a worker never waits for a part that could have started.
         self._ready: list[tuple[float, int]] = [(0.0, rank) for rank in sorted(self._streams)]
-        self._parts: list[tuple[Collective, int, float]] = []  # with the round and the size of each
+        self._parts: list[tuple[Collective, Round, float]] = []  # with the size of each
         self._clock = dict.fromkeys(self._streams, 0.0)
         self._begun: dict[int, float] = {}  # when each worker had first work to do
-        self._all_reduces, self._all_gathers = AllReduces(self.shape.ranks), AllReduces(self.shape.ranks)
         self._gathering: set[tuple[int, int]] = set()  # replicas between their update and the next instruction
         self._has_gradients: set[tuple[int, int]] = set()  # replicas with a backward since their last update
         self._arrived: dict[_Message, float] = {}
@@ -159,16 +158,25 @@ class Simulation:
                 self.forwards_s[stage].append(self._clock[rank])
             case Backward():
                 self._backward(rank, instruction)
-            case BackwardInput():
-                self._backward_input(rank, instruction)
+            case BackwardInput(stage=stage, unit=unit):
+                self._recompute(rank, instruction)
+                costs = self.stages[stage]
+                self._compute(rank, "backward_input", stage, unit, costs.backward_s - costs.backward_weight_s)
             case BackwardWeight():
                 self._backward_weight(rank, instruction)
             case SendActivation() | SendGradient() | SendShared():
-                self._send(rank, instruction)
+                if instruction.peer_rank == rank:  # to another stage of the same worker
+                    self._deliver(rank, instruction, self._clock[rank])
+                else:
+                    self.communication.send(rank, instruction, self._clock[rank])
             case ReceiveActivation() | ReceiveGradient() | ReceiveShared():
                 return self._receive(rank, instruction)
-            case AllReduce():
-                return self._wait_for_all_reduce(rank, instruction)
+            case AllReduce(stage=stage, round=number):
+                reduce, now_s = self.communication.collective(stage), self._clock[rank]
+                self._begun.setdefault(rank, now_s)
+                if reduce.joined[rank] <= number:  # it had no backward in this round
+                    self._join(rank, stage, 0.0, 0.0, now_s)
+                return self._wait_for(rank, reduce, number)
             case Update():
                 return self._update(rank, instruction)
             case AddShared():
@@ -196,11 +204,6 @@ class Simulation:
         self._compute(rank, "backward", stage, backward.unit, seconds)
         self.completed.ends_s[stage].append(self._clock[rank])
 
-    def _backward_input(self, rank: int, backward: BackwardInput) -> None:
-        stage, costs = backward.stage, self.stages[backward.stage]
-        self._recompute(rank, backward)
-        self._compute(rank, "backward_input", stage, backward.unit, costs.backward_s - costs.backward_weight_s)
-
     def _backward_weight(self, rank: int, backward: BackwardWeight) -> None:
         stage, costs = backward.stage, self.stages[backward.stage]
         accumulate_s = self._accumulate_s(rank, stage)
@@ -222,12 +225,6 @@ class Simulation:
             return self.stages[stage].accumulate_s
         self._has_gradients.add((rank, stage))
         return 0.0
-
-    def _send(self, rank: int, send: Send) -> None:
-        if send.peer_rank == rank:  # to another stage of the same worker
-            self._deliver(rank, send, self._clock[rank])
-        else:
-            self.communication.send(rank, send, self._clock[rank])
 
     def _arrive(self, rank: int, send: Send, start_s: float, end_s: float) -> None:
         # Gradients of shared weights belong to a round, not to a unit, so timelines do not draw them.
@@ -269,67 +266,58 @@ class Simulation:
 
     def _join(self, rank: int, stage: int, start_s: float, backward_s: float, arrived_s: float = 0.0) -> None:
         """Join an all-reduce; when the last replica has joined, the times of its parts are known."""
-        joined = self._all_reduces.join(rank, stage, start_s, backward_s, arrived_s)
-        if joined is None:
+        reduce = self.communication.collective(stage)
+        if (joined := reduce.join(rank, start_s, backward_s, arrived_s)) is None:
             return
-        parts = self.communication.parts(stage, joined.backward_s)
+        parts = [(joined.backward_s, 1.0)]  # without overlap all of it waits for the backward's end
+        if self._overlap:
+            parts = list(zip(*self.stages[stage].buckets(joined.backward_s), strict=True))
         joined.parts_left = len(parts)
         for after_s, share in parts:
             # Not before now, though the backward that ends last may have started earlier: time does not run back.
             ready_s = max(joined.backward_start_s + after_s, joined.arrived_s, self._clock[rank])
-            self._start_part_at(ready_s, Collective(stage), joined.number, share)
+            self._start_part_at(ready_s, reduce, joined, share)
 
-    def _start_part_at(self, ready_s: float, collective: Collective, number: int, share: float = 1.0) -> None:
-        self._parts.append((collective, number, share))
+    def _start_part_at(self, ready_s: float, collective: Collective, round_: Round, share: float) -> None:
+        self._parts.append((collective, round_, share))
         heapq.heappush(self._ready, (ready_s, -len(self._parts)))
 
-    def _finish_part(self, collective: Collective, number: int, start_s: float, end_s: float) -> None:
-        stage = collective.stage
-        ended = (self._all_gathers if collective.gathers else self._all_reduces).rounds[stage, number]
-        if not ended.finish_part(start_s, end_s):
-            return
+    def _finish_round(self, collective: Collective, ended: Round) -> None:
+        start_s, end_s = ended.start_s or 0.0, ended.end_s or 0.0
         if self.events is not None and ended.carried:
             kind: EventKind = "all_gather" if collective.gathers else "all_reduce"
-            first_s = ended.start_s or 0.0
-            self.events += [Event(rank, kind, stage, number, 0, first_s, end_s) for rank in self.shape.ranks[stage]]
+            what = kind, collective.stage, ended.number, 0, start_s, end_s
+            self.events += [Event(rank, *what) for rank in self.shape.ranks[collective.stage]]
         for rank in ended.waiting:
             self._wake(rank, end_s)
-
-    def _wait_for_all_reduce(self, rank: int, reduce: AllReduce) -> bool:
-        stage, number, now_s = reduce.stage, reduce.round, self._clock[rank]
-        self._begun.setdefault(rank, now_s)
-        if self._all_reduces.joined[rank, stage] <= number:  # it had no backward in this round
-            self._join(rank, stage, 0.0, 0.0, now_s)
-        return self._wait_for(rank, self._all_reduces, stage, number)
 
     def _update(self, rank: int, update: Update) -> bool:
         """Update, and wait for the all-gather where the optimizer is sharded."""
         stage, costs = update.stage, self.stages[update.stage]
-        number = self._all_gathers.joined[rank, stage] - 1
         if (rank, stage) not in self._gathering:
             self._compute(rank, "update", stage, Unit(update.round), costs.update_s)
             self._has_gradients.discard((rank, stage))
             if not costs.sharded:
                 return True
             self._gathering.add((rank, stage))
-            number += 1
-            if (joined := self._all_gathers.join(rank, stage, 0.0, 0.0, self._clock[rank])) is not None:
+            gather = self.communication.collective(stage, gathers=True)
+            if (joined := gather.join(rank, 0.0, 0.0, self._clock[rank])) is not None:
                 joined.parts_left = 1
-                self._start_part_at(joined.arrived_s, Collective(stage, gathers=True), number)
-        if not self._wait_for(rank, self._all_gathers, stage, number):
+                self._start_part_at(joined.arrived_s, gather, joined, 1.0)
+        gather = self.communication.collective(stage, gathers=True)
+        if not self._wait_for(rank, gather, gather.joined[rank] - 1):
             return False
         self._gathering.discard((rank, stage))
         return True
 
-    def _wait_for(self, rank: int, rounds: AllReduces, stage: int, number: int) -> bool:
+    def _wait_for(self, rank: int, collective: Collective, number: int) -> bool:
         """Wait for the end of a round that the worker has joined."""
-        now_s = self._clock[rank]
-        joined = rounds.rounds[stage, number]
-        if joined.end_s is None:
-            joined.waiting.append(rank)
+        end_s = collective.rounds[number].end_s
+        if end_s is None:
+            collective.rounds[number].waiting.append(rank)
             return False
-        if joined.end_s > now_s:
-            self._wake(rank, joined.end_s)
+        if end_s > self._clock[rank]:
+            self._wake(rank, end_s)
             return False
-        rounds.leave(stage, number)
+        collective.leave(number)
         return True

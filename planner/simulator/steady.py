@@ -7,6 +7,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 PERIODS = 4  # of the round-robin over replicas, after which a pipeline may repeat itself
 LOOKED_AT = 16  # units that must repeat, at least
@@ -16,23 +17,14 @@ _SAME = 1e-9  # stages whose paces differ by less are equally slow, and the firs
 
 @dataclass(frozen=True)
 class Completions:
-    """When the stages of a run finished their units: microbatches, or minibatches that are not divided.
+    """When the stages of a run finished their units: microbatches, or minibatches that are not divided."""
 
-    Attributes:
-        replicas: per stage.
-        microbatches: per minibatch.
-        accumulate: minibatches per replica between two updates, under 1f1b.
-        asynchronous: whether the pipeline drains only at the end of the run, and not in every minibatch.
-        ends_s: per stage, the ends of its backwards.
-        last_forward_s: per stage, the end of its last forward, after which an asynchronous pipeline drains.
-    """
-
-    replicas: Sequence[int]
-    microbatches: int
-    accumulate: int
-    asynchronous: bool
-    ends_s: list[list[float]]
-    last_forward_s: list[float]
+    replicas: Sequence[int]  # per stage
+    microbatches: int  # per minibatch
+    accumulate: int  # minibatches per replica between two updates, under 1f1b
+    asynchronous: bool  # the pipeline drains only at the end of the run, and not in every minibatch
+    ends_s: list[list[float]]  # per stage, the ends of its backwards
+    last_forward_s: list[float]  # per stage, the end of its last forward: an asynchronous pipeline drains then
 
     @cached_property
     def period(self) -> int:
@@ -40,8 +32,7 @@ class Completions:
         return self.microbatches if self.microbatches > 1 else math.lcm(*self.replicas) * self.accumulate
 
 
-@dataclass(frozen=True)
-class Steady:
+class Steady(NamedTuple):
     """A part of a run between two completions in its middle, whole periods apart."""
 
     start_s: float
@@ -65,15 +56,18 @@ def steady_state(completed: Completions, minibatches: int) -> Steady | None:
     lasts = []
     for stage, ends in enumerate(completed.ends_s):
         count = bisect_right(ends, completed.last_forward_s[stage]) if completed.asynchronous else len(ends)
-        first, last = steady_range(count, period)
-        lasts.append(last)
-        if first < last:
-            start, end = float(ends[first]), float(ends[last])
-            seconds = (end - start) / (last - first) * completed.microbatches
+        # The first half of the run may still fill the pipeline, and the last eighth may drain it. Completions come in
+        # bursts of one period, so the two are whole periods apart.
+        first = count // 2
+        periods = (count - count // 8 - 1 - first) // period
+        lasts.append(first + periods * period if periods > 0 else 0)
+        if periods > 0:
+            start, end = float(ends[first]), float(ends[lasts[-1]])
+            seconds = (end - start) / (lasts[-1] - first) * completed.microbatches
             if slowest is None or seconds > slowest.seconds_per_minibatch * (1 + _SAME):
                 slowest = Steady(start, end, seconds)
     if slowest is not None and (exactly := repeating_s(completed, lasts)) is not None:
-        return Steady(slowest.start_s, slowest.end_s, exactly * completed.microbatches)
+        return slowest._replace(seconds_per_minibatch=exactly * completed.microbatches)
     return slowest
 
 
@@ -81,11 +75,8 @@ def repeating_s(completed: Completions, lasts: Sequence[int] | None = None) -> f
     """Return the seconds per unit of a run that repeats itself; None if it does not.
 
     A run repeats itself if, in every stage, each of the last units ended the same time after the unit a few periods
-    before it. All stages are compared: a stage may be regular while another one still falls behind.
-
-    Args:
-        completed: of the run so far.
-        lasts: per stage, the number of the last unit to look at; by default the last one.
+    before it. All stages are compared: a stage may be regular while another one still falls behind. `lasts`: per stage,
+    the number of the last unit to look at; by default the last one.
     """
     ends_s = completed.ends_s
     lasts = lasts or [len(ends) - 1 for ends in ends_s]
@@ -102,14 +93,3 @@ def repeating_s(completed: Completions, lasts: Sequence[int] | None = None) -> f
         ):
             return took_s / units
     return None
-
-
-def steady_range(completions: int, period: int = 1) -> tuple[int, int]:
-    """Return the numbers of two completions between which the pipeline is in its steady state; (0, 0) if none are.
-
-    The first half of the run may still fill the pipeline, and the last eighth may drain it. Completions come in bursts
-    of one `period`, so the two are whole periods apart.
-    """
-    first = completions // 2
-    periods = (completions - completions // 8 - 1 - first) // period
-    return (first, first + periods * period) if periods > 0 else (0, 0)

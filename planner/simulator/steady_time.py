@@ -28,8 +28,6 @@ SHORTER = 0.6  # share of a minibatch's microbatches, at most, for a shorter one
 def steady_s(costs: PipelineCosts, stop: Stop | None = None, hopeless_s: float = math.inf) -> float | None:
     """Simulate until the steady state is known, and return its seconds per minibatch; infinite for a deadlock.
 
-    An asynchronous pipeline ends as soon as it repeats itself. Other runs have `steady_minibatches`.
-
     Args:
         costs: the pipeline.
         stop: told the instructions executed so far after each backward of the first stage, and at the end. If it
@@ -44,14 +42,21 @@ def steady_s(costs: PipelineCosts, stop: Stop | None = None, hopeless_s: float =
     def stop_all(instructions: int) -> bool:
         return stop is not None and stop(executed + instructions)
 
-    for microbatches in _enough_microbatches(costs.shape):
-        simulation, stopped = _one_minibatch(costs, microbatches, stop_all)
-        if stopped:
+    shape = costs.shape
+    depths = tuple(map(shape.in_flight, range(len(shape.ranks))))
+    for microbatches in _enough_microbatches(shape):
+        # One minibatch, not the first one of a run.
+        fewer = replace(costs, shape=replace(shape, microbatches=microbatches, depths=depths))
+        simulation = Simulation(fewer, 1)
+        simulation.communication.posted = True
+        watch = _Watch(simulation, stop_all)
+        simulation.run(watch.may_end)
+        if watch.stopped:
             return None
         executed += simulation.executed
-        if (seconds := _extended_s(simulation, costs.shape.microbatches)) is not None:
+        if (seconds := _extended_s(simulation, shape.microbatches)) is not None:
             return seconds
-    return _run(costs, steady_minibatches(costs.shape), stop_all)
+    return _run(costs, steady_minibatches(shape), stop_all)
 
 
 def _enough_microbatches(shape: PipelineShape) -> list[int]:
@@ -73,17 +78,6 @@ def _filling(shape: PipelineShape) -> int:
 def _looked_at(filling: int, period: int) -> int:
     """Return how many microbatches must repeat the period before them, of a pipeline that so many fill."""
     return max(filling, period, LOOKED_AT)
-
-
-def _one_minibatch(costs: PipelineCosts, microbatches: int, stop: Stop) -> tuple[Simulation, bool]:
-    """Simulate one minibatch of so many microbatches, not the first one; return whether the simulation was stopped."""
-    shape = costs.shape
-    depths = tuple(map(shape.in_flight, range(len(shape.ranks))))
-    simulation = Simulation(replace(costs, shape=replace(shape, microbatches=microbatches, depths=depths)), 1)
-    simulation.communication.posted = True
-    watch = _Watch(simulation, stop)
-    simulation.run(watch.may_end)
-    return simulation, watch.stopped
 
 
 def _extended_s(simulation: Simulation, microbatches: int) -> float | None:

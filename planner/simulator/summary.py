@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from planner.formats.files import Record
 from planner.formats.plan_parts import ScheduleField
 from planner.formats.timeline import LANES, EventKind, Timeline
-from planner.simulator.steady import Completions, Steady, steady_state
+from planner.simulator.steady import Completions, steady_state
 
 Floats = NDArray[np.float64]
 ENDS: tuple[EventKind, ...] = ("backward", "backward_weight")  # the last event of a unit on a worker
@@ -80,13 +80,23 @@ def summarize(timeline: Timeline) -> Summary:
     table = _Table(timeline)
     span = timeline.span_s
     count = table.minibatches or timeline.minibatches  # a recording may have only some minibatches of a run
-    steady = _steady(timeline, table)
+    stages = range(len(timeline.ranks))
+    completed = Completions(
+        replicas=[len(ranks) for ranks in timeline.ranks],
+        microbatches=timeline.microbatches,
+        accumulate=timeline.accumulate,
+        asynchronous=timeline.schedule.asynchronous,
+        ends_s=[table.completions(stage) for stage in stages],
+        last_forward_s=[table.last_forward(stage) for stage in stages],
+    )
+    steady = steady_state(completed, table.minibatches)
     start, end, pace_s = 0.0, span, span / count
     if steady is not None:
         start, end, pace_s = steady.start_s, steady.end_s, steady.seconds_per_minibatch
     busy = table.busy_s(start, end)
     own, shared = _links(timeline, start, end)
     length = end - start
+    curves = {curve.rank: curve for curve in timeline.memory}
     workers = tuple(
         WorkerUse(
             rank=rank,
@@ -94,10 +104,10 @@ def summarize(timeline: Timeline) -> Summary:
             compute_share=_share(busy[0, row], length),
             send_share=own.get((rank, True), _share(busy[1, row], length)),
             receive_share=own.get((rank, False), _share(busy[2, row], length)),
-            peak_bytes=peak,
-            limit_bytes=limit,
+            peak_bytes=max(curves[rank].held_bytes, default=0) if rank in curves else None,
+            limit_bytes=curves[rank].limit_bytes if rank in curves else None,
         )
-        for row, (rank, (peak, limit)) in enumerate(zip(table.ranks, _peaks(timeline), strict=True))
+        for row, rank in enumerate(table.ranks)
     )
     samples = None if timeline.microbatch_size is None else timeline.microbatch_size * timeline.microbatches
     busiest, busiest_share = _busiest(workers, shared)
@@ -108,14 +118,14 @@ def summarize(timeline: Timeline) -> Summary:
         schedule=timeline.schedule,
         minibatches=count,
         seconds=span,
-        start_up_s=min(table.completions(0), default=0.0),
-        drain_s=span - table.last_forward(),
+        start_up_s=min(completed.ends_s[0], default=0.0),
+        drain_s=span - completed.last_forward_s[0],
         steady=steady is not None,
         steady_from_s=start,
         steady_to_s=end,
         seconds_per_minibatch=pace_s,
-        samples_per_s=_rate(samples, pace_s),
-        samples_per_s_of_run=_rate(samples, span / count),
+        samples_per_s=None if samples is None or pace_s <= 0 else samples / pace_s,
+        samples_per_s_of_run=None if samples is None or span <= 0 else samples / (span / count),
         bubble_share=1 - _share(float(busy[0].mean()), length),
         bubble_share_of_run=1 - _share(float(table.busy_s(0.0, span)[0].mean()), span),
         busiest=busiest,
@@ -155,26 +165,11 @@ class _Table:
         return np.asarray(counted.reshape(len(LANE_NAMES), size))
 
     def completions(self, stage: int) -> list[float]:
-        """List when a stage finished its units."""
         found: list[float] = self.end_s[self.ends & (self.stage == stage)].tolist()
         return found
 
-    def last_forward(self, stage: int = 0) -> float:
-        """Return when a stage ended its last forward."""
+    def last_forward(self, stage: int) -> float:
         return float(self.end_s[self.forward & (self.stage == stage)].max(initial=0.0))
-
-
-def _steady(timeline: Timeline, table: _Table) -> Steady | None:
-    stages = range(len(timeline.ranks))
-    completed = Completions(
-        replicas=[len(ranks) for ranks in timeline.ranks],
-        microbatches=timeline.microbatches,
-        accumulate=timeline.accumulate,
-        asynchronous=timeline.schedule.asynchronous,
-        ends_s=[table.completions(stage) for stage in stages],
-        last_forward_s=[table.last_forward(stage) for stage in stages],
-    )
-    return steady_state(completed, table.minibatches)
 
 
 def _links(timeline: Timeline, start: float, end: float) -> tuple[dict[tuple[int, bool], float], tuple[LinkShare, ...]]:
@@ -193,14 +188,6 @@ def _links(timeline: Timeline, start: float, end: float) -> tuple[dict[tuple[int
     return own, tuple(shared)
 
 
-def _peaks(timeline: Timeline) -> list[tuple[int | None, int | None]]:
-    curves = {curve.rank: curve for curve in timeline.memory}
-    return [
-        (max(curve.held_bytes, default=0), curve.limit_bytes) if (curve := curves.get(rank)) else (None, None)
-        for rank in timeline.workers
-    ]
-
-
 def _busiest(workers: Iterable[WorkerUse], shared: Iterable[LinkShare]) -> tuple[str, float]:
     """Name the busiest resource and its share; a tie goes to the first, and computations come first."""
     found = [(f"the computation of worker {worker.rank}", worker.compute_share) for worker in workers]
@@ -212,7 +199,3 @@ def _busiest(workers: Iterable[WorkerUse], shared: Iterable[LinkShare]) -> tuple
 
 def _share(busy_s: float, length_s: float) -> float:
     return float(busy_s / length_s) if length_s > 0 else 0.0
-
-
-def _rate(samples: int | None, seconds: float) -> float | None:
-    return None if samples is None or seconds <= 0 else samples / seconds
