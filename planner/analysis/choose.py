@@ -28,32 +28,24 @@ COMPARED: tuple[Schedule, ...] = tuple(schedule for schedule in SCHEDULES if sch
 
 @dataclass(frozen=True)
 class Option:
-    """One schedule at one microbatch size.
-
-    Attributes:
-        schedule: that was solved for.
-        profile: the costs at the microbatch size.
-        microbatches: per minibatch.
-        plan: the best one, or None if there is none.
-        obstacle: why there is no plan.
-    """
+    """One schedule at one microbatch size, with the best plan or why there is none."""
 
     schedule: Schedule
-    profile: Profile
-    microbatches: int
+    profile: Profile  # the costs at the microbatch size
+    microbatches: int  # per minibatch
     plan: Plan | None
     obstacle: PlannerError | None
+
+    @property
+    def samples_per_minibatch(self) -> int:
+        """Samples per minibatch; microbatches if the profile does not know their size."""
+        return self.microbatches * (self.profile.microbatch_size or 1)
 
     @property
     def seconds_per_sample(self) -> float:
         """Seconds per sample of the plan; per microbatch if the profile does not know its size."""
         assert self.plan is not None
         return self.plan.predicted.seconds_per_minibatch / self.samples_per_minibatch
-
-    @property
-    def samples_per_minibatch(self) -> int:
-        """Samples per minibatch; microbatches if the profile does not know their size."""
-        return self.microbatches * (self.profile.microbatch_size or 1)
 
     @property
     def samples_per_update(self) -> int:
@@ -128,7 +120,9 @@ def choose(
                 found.append(Option(schedule, profile, count or 1, None, error))
     eligible = [option for option in found if option.plan is not None]
     if not eligible:
-        raise _least_demanding(found).obstacle or InfeasibleError("no schedule has a plan")
+        # The obstacle of 1f1b-flush, which holds least, says most.
+        least = min(found, key=lambda option: option.schedule is not FLUSH)
+        raise least.obstacle or InfeasibleError("no schedule has a plan")
     # The first of equals wins: smaller microbatches before larger ones, schedules in the order given.
     return Choice(min(eligible, key=lambda option: option.seconds_per_sample), tuple(found))
 
@@ -147,11 +141,6 @@ def with_best_synchronous(choice: Choice) -> Plan:
     return plan.model_copy(update={"synchronous": described_plan(SYNCHRONOUS, best)})
 
 
-def _least_demanding(options: Sequence[Option]) -> Option:
-    """Return the option whose obstacle to report: that of 1f1b-flush, which holds least."""
-    return min(options, key=lambda option: option.schedule is not FLUSH)
-
-
 def _check_alike(profiles: Sequence[Profile]) -> None:
     first = profiles[0]
     sizes = [profile.microbatch_size for profile in profiles]
@@ -166,9 +155,8 @@ def _check_alike(profiles: Sequence[Profile]) -> None:
                 f"a profile of '{profile.model}' does not know its batch size, so that it cannot be compared",
                 hint="give one profile, or profiles made with `batch_size`",
             )
-    for size in sizes:
-        if len(profiles) > 1 and sizes.count(size) > 1:
-            raise InputError(f"two profiles have the batch size {size}", hint="give one profile per batch size")
+    if twice := next((size for size in sizes if len(sizes) > 1 and sizes.count(size) > 1), None):
+        raise InputError(f"two profiles have the batch size {twice}", hint="give one profile per batch size")
 
 
 def _microbatches(profile: Profile, profiles: Sequence[Profile], cluster: Cluster, asked: int | None) -> int:

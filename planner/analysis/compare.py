@@ -78,8 +78,7 @@ def compare(
         cluster: solved for, if there is no plan.
         plan: made from this profile; it brings its cluster and schedule.
         options: how to solve; by default as `solve` does.
-        patience: how long all of it may take, in place of the options' time limit. When the time is over, the cost
-            model prices the rest.
+        patience: how long all of it may take. When the time is over, the cost model prices the rest.
 
     Raises:
         PlanError: if the plan was made from another profile.
@@ -101,7 +100,9 @@ def compare(
     ways = _ways(given)
     rows = [_row(given, way) for way in ways]
     parallel = next(row for row in rows if row.name == DATA_PARALLEL)
-    over = parallel if not parallel.over_memory_bytes else _best([row for row in rows if row.name not in OWN])
+    fitting = [row for row in rows if row.name not in OWN and not row.over_memory_bytes]
+    fastest_row = min(fitting, key=lambda row: row.seconds_per_microbatch, default=None)
+    over = fastest_row if parallel.over_memory_bytes else parallel
     relative = tuple(_relative(row, over, parallel.communication_bytes) for row in rows)
     return Comparison(
         model=profile.model, cluster=given.plan.cluster, rows=relative, over=None if over is None else over.name
@@ -130,13 +131,16 @@ def _ways(given: GivenPlan) -> list[Way]:
     straight = fastest(problem, [*baselines.straight(layer_costs, cluster, deadline.earlier(STRAIGHT)), equal_time])
     assert straight is not None  # there is equal_time at least
 
+    by_hand = {
+        "equal layers": baselines.equal_layers(layer_costs, cluster.gpus),
+        "equal parameters": baselines.equal_parameters(layer_costs, cluster.gpus),
+        "equal time": equal_time,
+    }
     ways = [
         Way(CHOSEN, given.problem, Evaluation(given.stages, given.price())),
         *usual_ways(given.options, layer_costs, cluster, Budget(deadline)),
         Way("straight pipeline", problem, straight),
-        Way("equal layers", problem, evaluate(problem, baselines.equal_layers(layer_costs, cluster.gpus))),
-        Way("equal parameters", problem, evaluate(problem, baselines.equal_parameters(layer_costs, cluster.gpus))),
-        Way("equal time", problem, evaluate(problem, equal_time)),
+        *(Way(name, problem, evaluate(problem, stages)) for name, stages in by_hand.items()),
     ]
     if plan.schedule is not GPIPE and not plan.schedule.chunked:
         microbatches = MICROBATCHES_PER_GPU * cluster.gpus
@@ -197,18 +201,9 @@ def busy_s(layer_costs: LayerCosts, stages: Sequence[Candidate], schedule: Sched
     return total
 
 
-def _best(rows: Sequence[ComparisonRow]) -> ComparisonRow | None:
-    """Return the fastest row that fits the memory."""
-    fitting = [row for row in rows if not row.over_memory_bytes]
-    return min(fitting, key=lambda row: row.seconds_per_microbatch, default=None)
-
-
 def _relative(row: ComparisonRow, over: ComparisonRow | None, parallel_bytes: float) -> ComparisonRow:
-    if row.over_memory_bytes:
-        over = None
-    return row.model_copy(
-        update={
-            "speedup": None if over is None else over.seconds_per_microbatch / row.seconds_per_microbatch,
-            "communication_cut": 1 - row.communication_bytes / parallel_bytes if parallel_bytes > 0 else None,
-        }
-    )
+    cut = 1 - row.communication_bytes / parallel_bytes if parallel_bytes > 0 else None
+    speedup = None
+    if over is not None and not row.over_memory_bytes:
+        speedup = over.seconds_per_microbatch / row.seconds_per_microbatch
+    return row.model_copy(update={"speedup": speedup, "communication_cut": cut})

@@ -22,7 +22,6 @@ from planner.simulator.simulation import Simulation
 from planner.simulator.summary import Summary, summarize
 
 COMPARED = ("forward", "backward", "backward_input", "backward_weight")
-_MOST = 0.95
 
 
 class Moment(Record):
@@ -70,29 +69,20 @@ class StageComparison(Record):
 
 
 class RunComparison(Record):
-    """A simulation and a measured run of the same minibatches.
-
-    `as_planned`: timing error of the simulation at the plan's stage times. `as_run`: the same at the run's mean stage
-    times.
-    """
+    """A simulation and a measured run of the same minibatches."""
 
     simulated: Summary
     measured: Summary
-    as_planned: TimingError
-    as_run: TimingError
+    as_planned: TimingError  # of the simulation at the plan's stage times
+    as_run: TimingError  # of the simulation at the run's mean stage times
     stages: tuple[StageComparison, ...]
 
 
 def compare_runs(plan: Plan, simulated: Timeline, measured: Timeline) -> RunComparison:
     """Compare a run with the simulation of its minibatches.
 
-    Args:
-        plan: the plan that was run.
-        simulated: what `simulate_recorded` returns for `plan` and `measured`.
-        measured: the run.
-
-    Raises:
-        InputError: if the run is of another plan.
+    `simulated`: what `simulate_recorded` returns for the plan that was run and `measured`. Raise InputError if the run
+    is of another plan.
     """
     as_planned = timing_error(simulated, measured)
     planned, found = mean_stage_times(simulated), mean_stage_times(measured)
@@ -107,11 +97,7 @@ def compare_runs(plan: Plan, simulated: Timeline, measured: Timeline) -> RunComp
 
 
 def timing_error(predicted: Timeline, measured: Timeline) -> TimingError:
-    """Compare starts and ends of every forward and backward.
-
-    Raises:
-        InputError: if the two are not runs of the same plan.
-    """
+    """Compare starts and ends of every forward and backward; raise InputError for runs of different plans."""
     for field in ("config", "schedule", "ranks", "microbatches"):
         expected, found = getattr(predicted, field), getattr(measured, field)
         if expected != found:
@@ -140,7 +126,7 @@ def timing_error(predicted: Timeline, measured: Timeline) -> TimingError:
     return TimingError(
         events=len(moments) // 2,
         median_share=median(shares),
-        p95_share=shares[int(_MOST * (len(shares) - 1))],
+        p95_share=shares[int(0.95 * (len(shares) - 1))],
         worst_share=shares[-1],
         worst=max(moments, key=lambda moment: moment.error_s),
     )
@@ -186,17 +172,13 @@ def with_stage_times(plan: Plan, times: Sequence[MeanStageTimes]) -> Plan:
         own: dict[str, float | tuple[float, ...]]
         own = {"forward_s": forward_s, "backward_s": backward_s, "update_s": update_s, "accumulate_s": 0.0}
         if stage.recompute_s is not None:
-            own |= {"recompute_s": recompute_s, "ready_s": _ready_s(stage, recompute_s, backward_s)}
+            own |= {"recompute_s": recompute_s}
+            if planned_s := stage.backward_s + stage.late_s:
+                # When gradients are ready in a backward, and a recomputation partly within it, of these lengths.
+                late_s = recompute_s * stage.late_s / stage.again_s if stage.again_s else 0.0
+                own["ready_s"] = tuple(seconds * (backward_s + late_s) / planned_s for seconds in stage.ready_s)
         timed.append(stage.model_copy(update=own))
     return plan.model_copy(update={"stages": tuple(timed)})
-
-
-def _ready_s(stage: Stage, recompute_s: float, backward_s: float) -> tuple[float, ...]:
-    """Return when gradients are ready in a backward, and a recomputation partly within it, of other lengths."""
-    if not (planned_s := stage.backward_s + stage.late_s):
-        return stage.ready_s
-    late_s = recompute_s * stage.late_s / stage.again_s if stage.again_s else 0.0
-    return tuple(seconds * (backward_s + late_s) / planned_s for seconds in stage.ready_s)
 
 
 def _compared(timeline: Timeline) -> dict[tuple[object, ...], Event]:

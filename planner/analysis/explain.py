@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import pairwise
 
 from planner.analysis.compare import STRAIGHT
 from planner.analysis.given_plan import GivenPlan, fastest
@@ -18,6 +20,7 @@ from planner.formats.plan_parts import Bottleneck, SolverReport, config_of
 from planner.formats.profile import Profile
 from planner.options.solving import SolveOptions
 from planner.solver.choose import baselines
+from planner.solver.evaluate.evaluation import evaluate
 from planner.solver.find_plan import find_plan
 from planner.solver.problem.budget import Budget, Patience
 from planner.solver.problem.problem import Problem
@@ -107,16 +110,21 @@ def explain(
         >>> why.bottleneck.stage, why.bottleneck.resource
         (1, 'compute')
     """
-    given = GivenPlan.of(profile, plan, options, patience)
+    given, bottleneck = GivenPlan.of(profile, plan, options, patience), plan.predicted.bottleneck
     return Explanation(
         model=profile.model,
         config=plan.config,
         cluster=plan.cluster,
         seconds_per_minibatch=given.seconds,
-        bottleneck=plan.predicted.bottleneck,
-        waiting_s=_waiting_s(given),
-        uses=_uses(given),
-        memory=_memory(plan),
+        bottleneck=bottleneck,
+        # Synchronous schedules idle in their bubble anyway, so the difference would not be waiting.
+        waiting_s=max(0.0, given.seconds - bottleneck.busy_s) if plan.schedule.asynchronous else 0.0,
+        uses=tuple(
+            ResourceUse(stage=number, resource=name, busy_s=float(busy_s), share=float(busy_s) / given.seconds)
+            for number, resources in enumerate(given.busy_resources())
+            for name, busy_s in resources.items()
+        ),
+        memory=tuple(_memory(plan, number) for number in range(len(plan.stages))),
         moves=_moves(given.within(MOVING)),
         next_best=_next_best(given.within(LOOKING)),
         what_if=_what_if(given),
@@ -125,34 +133,10 @@ def explain(
     )
 
 
-def _waiting_s(given: GivenPlan) -> float:
-    """Compute the time spent waiting, under schedules whose pace is their busiest resource.
-
-    Synchronous schedules idle in their bubble anyway, so the difference would not be waiting.
-    """
-    if not given.plan.schedule.asynchronous:
-        return 0.0
-    return max(0.0, given.seconds - given.plan.predicted.bottleneck.busy_s)
-
-
-def _uses(given: GivenPlan) -> tuple[ResourceUse, ...]:
-    return tuple(
-        ResourceUse(stage=number, resource=name, busy_s=float(busy_s), share=float(busy_s) / given.seconds)
-        for number, resources in enumerate(given.busy_resources())
-        for name, busy_s in resources.items()
-    )
-
-
-def _memory(plan: Plan) -> tuple[MemoryUse, ...]:
-    return tuple(
-        MemoryUse(
-            stage=number,
-            bytes=held,
-            slack_bytes=None if (limit := plan.cluster.memory_on(plan.stages[number].ranks)) is None else limit - held,
-            overhead_bytes=held - plan.tensor_bytes(number),
-        )
-        for number, held in enumerate(map(plan.memory_bytes, range(len(plan.stages))))
-    )
+def _memory(plan: Plan, stage: int) -> MemoryUse:
+    held, limit = plan.memory_bytes(stage), plan.cluster.memory_on(plan.stages[stage].ranks)
+    slack = None if limit is None else limit - held
+    return MemoryUse(stage=stage, bytes=held, slack_bytes=slack, overhead_bytes=held - plan.tensor_bytes(stage))
 
 
 def _moves(given: GivenPlan) -> tuple[BoundaryMove, ...]:
@@ -180,11 +164,11 @@ def _moves(given: GivenPlan) -> tuple[BoundaryMove, ...]:
 
 
 def _move(given: GivenPlan, boundary: int, ends: list[int], step: int) -> BoundaryMove | None:
-    stages = []
-    for stage, first, end in zip(given.stages, ends, ends[1:], strict=False):
-        layers = frozenset(range(first, end))
-        stages.append(Candidate(frozenset(range(first)), layers, stage.options, stage.ranks))
-    plan = given.evaluate(stages)
+    stages = [
+        replace(stage, before=frozenset(range(first)), layers=frozenset(range(first, end)))
+        for stage, (first, end) in zip(given.stages, pairwise(ends), strict=True)
+    ]
+    plan = evaluate(given.problem, stages)
     if plan.simulated != given.simulated:
         return None  # too little time to compare like with like
     position = ends[boundary + 1] if step < 0 else ends[boundary + 1] - 1
@@ -202,30 +186,24 @@ def _next_best(given: GivenPlan) -> Alternative | None:
     """Find the fastest plan with another config that fits, among the search's proposals and the baselines."""
     if given.plan.schedule.chunked:
         return None  # none of those has chunks
-    others = [stages for stages in _others(given) if _config(stages) != given.plan.config]
+    layer_costs, cluster, deadline = given.layer_costs, given.plan.cluster, given.patience.deadline
+    # Proposals are those of 1f1b, whose search is the quickest; each is evaluated under the plan's own schedule.
+    proposing = Problem(layer_costs, Setting(cluster), given.options.rules, budget=Budget(deadline))
+    found: list[Sequence[Candidate]] = [
+        *(baselines.data_parallel(layer_costs, count) for count in counts_to_try(cluster.gpus)),
+        *baselines.straight(layer_costs, cluster, deadline.earlier(STRAIGHT)),
+        baselines.equal_time(layer_costs, cluster.gpus),
+        *proposals(proposing, Chain(layer_costs)),
+    ]
+    others = [stages for stages in dict.fromkeys(map(tuple, found)) if _config(stages) != given.plan.config]
     best = fastest(given.problem, others, must_fit=True)
-    return (
-        None
-        if best is None or best.simulated != given.simulated
-        else _alternative(given, "the best other config", _config(best.stages), best.seconds)
-    )
+    if best is None or best.simulated != given.simulated:
+        return None
+    return _alternative(given, "the best other config", _config(best.stages), best.seconds)
 
 
 def _config(stages: Sequence[Candidate]) -> str:
     return config_of(tuple(stage.replicas for stage in stages))
-
-
-def _others(given: GivenPlan) -> list[Sequence[Candidate]]:
-    layer_costs, cluster = given.layer_costs, given.plan.cluster
-    found: list[Sequence[Candidate]] = [
-        baselines.data_parallel(layer_costs, count) for count in counts_to_try(cluster.gpus)
-    ]
-    deadline = given.patience.deadline.earlier(STRAIGHT)
-    found += [*baselines.straight(layer_costs, cluster, deadline), baselines.equal_time(layer_costs, cluster.gpus)]
-    # Proposals are those of 1f1b, whose search is the quickest; each is evaluated under the plan's own schedule.
-    budget = Budget(given.patience.deadline)
-    found += proposals(Problem(layer_costs, Setting(cluster), given.options.rules, budget=budget), Chain(layer_costs))
-    return list(dict.fromkeys(tuple(stages) for stages in found))
 
 
 def _what_if(given: GivenPlan) -> tuple[Alternative, ...]:
@@ -274,7 +252,7 @@ def _resolved(given: GivenPlan, what: str, cluster: Cluster) -> Alternative:
         seconds = (plan.solver.cost_model_s or seconds) / known * given.seconds
     elif cluster.gpus == given.plan.cluster.gpus:
         # The given plan runs there, too, and can win: the search stops within a tolerance of its bound.
-        own = given.evaluate(given.stages, cluster)
+        own = evaluate(given.problem_on(cluster), given.stages)
         if own.simulated == given.simulated and own.seconds < seconds:
             config, seconds = given.plan.config, own.seconds
     if seconds > given.seconds:  # too little time to search: the given plan runs there, too

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from planner.cost.candidate import Candidate, StageOptions
 from planner.cost.kinds import with_kinds
@@ -49,11 +49,7 @@ def priced_plan(
 
 
 def check_workers(needed: int, cluster: Cluster) -> None:
-    """Check that the cluster has the GPUs that stages need.
-
-    Raises:
-        InputError: naming both numbers.
-    """
+    """Check that the cluster has the GPUs that stages need; raise InputError naming both numbers."""
     if needed > cluster.gpus:
         raise InputError(
             f"the stages need {needed} GPUs, and the cluster has {cluster.gpus}", hint=f"give `gpus={needed}` or more"
@@ -76,21 +72,13 @@ def fastest(problem: Problem, plans: Iterable[Sequence[Candidate]], *, must_fit:
 
 @dataclass(frozen=True)
 class GivenPlan:
-    """A plan, the profile it was made from, and the options it was solved with.
-
-    Attributes:
-        layer_costs: costs of the profile's layers.
-        plan: from `solve` or `load_plan`.
-        options: under which it and its alternatives are priced.
-        stages: of the plan, by the positions of their layers.
-        patience: of everything that is solved or simulated, together.
-    """
+    """A plan, the profile it was made from, and the options it was solved with."""
 
     layer_costs: LayerCosts
     plan: Plan
-    options: SolveOptions
+    options: SolveOptions  # under which it and its alternatives are priced
     stages: tuple[Candidate, ...]
-    patience: Patience = field(default_factory=Patience)
+    patience: Patience  # of everything that is solved or simulated, together
 
     @classmethod
     def of(
@@ -107,11 +95,9 @@ class GivenPlan:
                 f"the plan was made from another profile of '{plan.model}' than this one of '{profile.model}'",
                 hint="give the plan's own `profile`, or solve again",
             )
-        names = [name for stage in plan.stages for name in stage.layers]
-        if missing := set(names) ^ set(layer_costs.position):
-            has, lacks = ("plan", "profile") if min(missing) in names else ("profile", "plan")
+        if missing := {name for stage in plan.stages for name in stage.layers} ^ set(layer_costs.position):
             raise PlanError(
-                f"the {has} has a layer '{min(missing)}', which the {lacks} has not",
+                f"only one of plan and profile has the layer '{min(missing)}'",
                 hint="make the plan again with: plan solve",
             )
         in_order = dict.fromkeys(rank for stage in plan.stages for rank in stage.ranks)
@@ -124,8 +110,7 @@ class GivenPlan:
             how = StageOptions(stage.replicas, stage.sharded, tuple(groups), tensor=stage.tensor)
             stages.append(Candidate(before, layers, how, () if as_usual else own.ranks))
             before |= layers
-        recorded = problem_of(options_of(plan), layer_costs, plan.cluster)
-        placed = with_kinds(layer_costs, stages, recorded.setting)
+        placed = with_kinds(layer_costs, stages, setting_of(options_of(plan), profile, plan.cluster))
         options = options or options_of(plan)
         patience = patience or Patience.of(options.time_limit_s, options.progress)
         return cls(layer_costs, plan, options, placed, patience)
@@ -155,21 +140,17 @@ class GivenPlan:
     @property
     def problem(self) -> Problem:
         """The problem of pricing the plan and its alternatives."""
-        return self._problem_on(self.layer_costs, self.plan.cluster)
+        return self.problem_on(self.plan.cluster)
 
     @property
     def _as_recorded(self) -> Problem:
-        """The problem that the plan itself records."""
         return problem_of(options_of(self.plan), self.layer_costs, self.plan.cluster)
 
-    def evaluate(self, stages: Sequence[Candidate], cluster: Cluster | None = None) -> Evaluation:
-        """Evaluate other stages under the same options, on the plan's cluster or on another one.
-
-        Where GPUs differ, stages run at the pace of those of their ranks.
-        """
-        if cluster is None:
-            return evaluate(self.problem, stages)
-        return evaluate(self._problem_on(layer_costs_on(self.layer_costs.profile, cluster), cluster), stages)
+    def problem_on(self, cluster: Cluster) -> Problem:
+        """Return the problem of pricing stages on a cluster under the plan's options."""
+        known = cluster == self.plan.cluster
+        layer_costs = self.layer_costs if known else layer_costs_on(self.layer_costs.profile, cluster)
+        return problem_of(self.options, layer_costs, cluster, Budget.unlimited(self.patience.deadline))
 
     def on(self, cluster: Cluster) -> Plan:
         """Return the plan's stages on another cluster, priced and simulated there, whether or not they fit its memory.
@@ -180,9 +161,6 @@ class GivenPlan:
         check_workers(self.plan.workers, cluster)
         layer_costs = layer_costs_on(self.layer_costs.profile, cluster)
         return priced_plan(self.options, layer_costs, cluster, self.stages, self.patience)
-
-    def _problem_on(self, layer_costs: LayerCosts, cluster: Cluster) -> Problem:
-        return problem_of(self.options, layer_costs, cluster, Budget.unlimited(self.patience.deadline))
 
     def busy_resources(self) -> Sequence[Busy]:
         """Compute the busy seconds per minibatch of each stage's resources."""

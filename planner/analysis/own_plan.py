@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import partial
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, zip_longest
 
 from planner.analysis.given_plan import check_workers, priced_plan
 from planner.cost.candidate import Candidate, Groups, StageOptions, whole_stage
@@ -34,14 +34,8 @@ def price(profile: Profile, cluster: Cluster, own: OwnPlan) -> Plan:
     Stages take consecutive ranks, and have as many units in flight as the schedule's paper says. The plan may need more
     memory than the GPUs have: `missing_memory` says so.
 
-    Args:
-        profile: costs per layer.
-        cluster: devices, memory and links, with at least as many GPUs as the stages use.
-        own: the stages and their schedule.
-
     Raises:
-        ClusterError: for kinds of GPUs that the profile does not know.
-        ProfileError: for groups of ranks of which the profile does not know what they cost.
+        ClusterError, ProfileError: for kinds of GPUs, or groups of ranks, that the profile does not know.
         PlanError: for a schedule whose weight versions do not suffice for so many stages.
         InputError: for stages that are not the profile's layers in order, or that need more GPUs than there are.
 
@@ -54,7 +48,17 @@ def price(profile: Profile, cluster: Cluster, own: OwnPlan) -> Plan:
     cluster = cluster_for(profile, cluster)
     layer_costs = layer_costs_on(profile, cluster)
     options = SolveOptions(schedule=own.schedule, microbatches=own.microbatches, depth="published", chunks=own.chunks)
-    _check_workers(own, options.chunks_per_gpu, cluster)
+    chunks = options.chunks_per_gpu
+    if len(own.stages) % chunks:
+        raise InputError(
+            f"{len(own.stages)} stages are not a multiple of {chunks} chunks per GPU under {own.schedule}",
+            hint="give as many stages as GPUs in a pipeline, times the chunks",
+        )
+    if chunks > 1 and len({stage.replicas for stage in own.stages}) > 1:
+        raise InputError(
+            f"under {own.schedule} all stages have the same number of replicas", hint="give `replicas` once for all"
+        )
+    check_workers(sum(stage.replicas * stage.tensor for stage in own.stages) // chunks, cluster)
     microbatches, replicas = options.microbatches_on(cluster, profile), [each.replicas for each in own.stages]
     if not own.schedule.chunked:  # whose depths are those of whole workers
         depths = map(partial(own.schedule.in_flight, microbatches=microbatches), replicas, gpus_after(replicas))
@@ -89,7 +93,10 @@ def stages_ending_at(profile: Profile, names: Iterable[str]) -> list[OwnStage]:
     ends = [0]
     for name in names:
         if name not in layers:
-            raise _unknown(profile, name)
+            raise InputError(
+                f"the profile of '{profile.model}' has no layer '{name}'",
+                hint="plan show profile.json lists the layers",
+            )
         ends.append(layers.index(name) + 1)
     if any(start >= end for start, end in pairwise([*ends, len(layers)])):
         raise InputError(
@@ -120,7 +127,22 @@ def _candidates(layer_costs: LayerCosts, stages: Sequence[OwnStage]) -> list[Can
         raise InputError(
             "some stages are described by blocks and some by layers", hint="describe all stages in the same way"
         )
-    groups = _by_blocks(profile, stages) if by_blocks else _by_layers(layer_costs, stages)
+    counts = [stage.blocks or len(stage.layers) for stage in stages]
+    blocks = _blocks(profile) if by_blocks else [range(number, number + 1) for number in range(len(profile.layers))]
+    named = [name for stage in stages for name in stage.layers]
+    for name, known in zip_longest(named, layer_costs.position):
+        if not by_blocks and name != known:
+            raise InputError(
+                f"the stages have the layer '{name}' where the profile of '{profile.model}' has '{known}'",
+                hint="list all layers, each once, in the profile's order",
+            )
+    if sum(counts) != len(blocks):
+        raise InputError(
+            f"the stages have {sum(counts)} blocks, and '{profile.model}' has {len(blocks)}",
+            hint=f"give numbers of blocks that add up to {len(blocks)}",
+        )
+    ends = [0, *(blocks[count - 1].stop for count in accumulate(counts))]
+    groups = [range(start, end) for start, end in pairwise(ends)]
     legal = set(legal_ends(layer_costs))
     found = []
     for stage, layers in zip(stages, groups, strict=True):
@@ -129,12 +151,8 @@ def _candidates(layer_costs: LayerCosts, stages: Sequence[OwnStage]) -> list[Can
                 f"no stage can end after layer '{profile.layers[layers.stop - 1].name}'",
                 hint="the profile's `no_cut_after` keeps it in one stage with the next layer",
             )
-        options = StageOptions(
-            stage.replicas,
-            stage.sharded,
-            _recomputing(layer_costs, layers, stage.recompute),
-            tensor=stage.tensor,
-        )
+        again = _recomputing(layer_costs, layers, stage.recompute)
+        options = StageOptions(stage.replicas, stage.sharded, again, tensor=stage.tensor)
         found.append(Candidate(frozenset(range(layers.start)), frozenset(layers), options))
     return found
 
@@ -157,57 +175,3 @@ def _recomputing(layer_costs: LayerCosts, layers: range, recompute: bool | int) 
 def _blocks(profile: Profile) -> list[range]:
     blocks = blocks_of(profile)
     return blocks if len(blocks) > 1 else [range(number, number + 1) for number in range(len(profile.layers))]
-
-
-def _by_blocks(profile: Profile, stages: Sequence[OwnStage]) -> list[range]:
-    blocks = _blocks(profile)
-    ends = list(accumulate((stage.blocks or 0 for stage in stages), initial=0))
-    if ends[-1] != len(blocks):
-        raise InputError(
-            f"the stages have {ends[-1]} blocks, and '{profile.model}' has {len(blocks)}",
-            hint=f"give numbers of blocks that add up to {len(blocks)}",
-        )
-    return [range(blocks[start].start, blocks[end - 1].stop) for start, end in pairwise(ends)]
-
-
-def _by_layers(layer_costs: LayerCosts, stages: Sequence[OwnStage]) -> list[range]:
-    profile, groups, start = layer_costs.profile, [], 0
-    for stage in stages:
-        for name in stage.layers:
-            if name not in layer_costs.position:
-                raise _unknown(profile, name)
-        group = range(start, start + len(stage.layers))
-        if [layer_costs.position[name] for name in stage.layers] != list(group):
-            raise InputError(
-                f"the stage from '{stage.layers[0]}' to '{stage.layers[-1]}' does not follow the stage before it in "
-                "the profile's order, or leaves layers out",
-                hint="list all layers, each once, in the profile's order",
-            )
-        groups.append(group)
-        start = group.stop
-    if start < len(profile.layers):
-        raise InputError(
-            f"no stage has the layer '{profile.layers[start].name}'",
-            hint="list all layers, each once, in the profile's order",
-        )
-    return groups
-
-
-def _check_workers(own: OwnPlan, chunks: int, cluster: Cluster) -> None:
-    """Refuse stages that do not fill their GPUs, or that need more GPUs than there are."""
-    if len(own.stages) % chunks:
-        raise InputError(
-            f"{len(own.stages)} stages are not a multiple of {chunks} chunks per GPU under {own.schedule}",
-            hint="give as many stages as GPUs in a pipeline, times the chunks",
-        )
-    if chunks > 1 and len({stage.replicas for stage in own.stages}) > 1:
-        raise InputError(
-            f"under {own.schedule} all stages have the same number of replicas", hint="give `replicas` once for all"
-        )
-    check_workers(sum(stage.replicas * stage.tensor for stage in own.stages) // chunks, cluster)
-
-
-def _unknown(profile: Profile, name: str) -> InputError:
-    return InputError(
-        f"the profile of '{profile.model}' has no layer '{name}'", hint="plan show profile.json lists the layers"
-    )

@@ -1,7 +1,4 @@
-"""Sweep one quantity of the cluster: how the plan changes with it, and where.
-
-Sweep the bandwidth around that of a plan's cluster.
-"""
+"""Sweep one quantity of the cluster: how the plan changes with it, and where."""
 
 from __future__ import annotations
 
@@ -27,19 +24,9 @@ from planner.solver.problem.budget import Patience
 def bandwidth_sweep(
     profile: Profile, plan: Plan, points: int, factor: float, patience: Patience | None = None
 ) -> Sweep:
-    """Solve for bandwidths from a `factor`-th of the plan's to `factor` times as much.
+    """Solve for so many bandwidths, from a `factor`-th of the plan's to `factor` times as much.
 
-    Only the outermost level that joins more than one member changes.
-
-    Args:
-        profile: the plan's profile.
-        plan: with its cluster and schedule.
-        points: number of bandwidths.
-        factor: above 1.
-        patience: how long all searches for plans may take together.
-
-    Raises:
-        InputError: for a number of points that makes no sense.
+    Only the outermost level that joins more than one member changes. `patience`: of all searches together.
     """
     levels = plan.cluster.levels
     outermost = max((n for n, level in enumerate(levels) if level.size > 1), default=0)
@@ -136,8 +123,7 @@ def sweep(
         values: see `spread`.
         cluster_at: returns the cluster with a value.
         options: how to solve; by default as `solve` does.
-        patience: how long all searches may take together, in place of the options' time limit. When the time is over,
-            changes are told less precisely.
+        patience: how long all searches may take together. When the time is over, changes are told less precisely.
 
     Raises:
         InputError: as `solve`.
@@ -182,11 +168,7 @@ def sweep(
 
 
 def spread(low: float, high: float, points: int, whole: bool) -> list[float]:
-    """Spread values from `low` to `high` in equal ratios; `whole` numbers only, all of them if `points` suffice.
-
-    Raises:
-        InputError: for a range that runs backwards, or a number of points that makes no sense.
-    """
+    """Spread values from `low` to `high` in equal ratios; `whole` numbers only, all of them if `points` suffice."""
     if low > high:
         raise InputError("the range runs backwards", hint="write the smaller value first, as in 1Gbps:100Gbps")
     if not 2 <= points <= MOST_POINTS:
@@ -267,16 +249,13 @@ def _point(value: float, plan: Plan) -> SweepPoint:
 def _change(points_of: _Points, low: SweepPoint, high: SweepPoint, quantity: Quantity) -> ConfigChange:
     """Find by bisection the first change from the config of the lower point."""
     below, above = low, high
-    while not _adjacent(below.value, above.value, quantity) and points_of.time_left:
-        middle = points_of.at(_middle(below.value, above.value, quantity), low.config)
+    while points_of.time_left:
+        least, most = below.value, above.value
+        if most - least <= 1 if quantity == "gpus" else most <= least * (1 + PRECISION):
+            break
+        value = math.sqrt(least * most)
+        if quantity != "bandwidth":
+            value = float(min(max(math.floor(value), math.floor(least) + 1), most - 1))
+        middle = points_of.at(value, low.config)
         below, above = (middle, above) if middle.config == low.config else (below, middle)
     return ConfigChange(below=below.value, from_config=below.config, above=above)
-
-
-def _adjacent(low: float, high: float, quantity: Quantity) -> bool:
-    return high - low <= 1 if quantity == "gpus" else high <= low * (1 + PRECISION)
-
-
-def _middle(low: float, high: float, quantity: Quantity) -> float:
-    middle = math.sqrt(low * high)
-    return middle if quantity == "bandwidth" else float(min(max(math.floor(middle), math.floor(low) + 1), high - 1))

@@ -58,13 +58,8 @@ def usual_ways(options: SolveOptions, layer_costs: LayerCosts, cluster: Cluster,
 
     All but the last run under the options' schedule, without chunks. Where that does not divide minibatches, the
     pipelines of blocks take as many microbatches as `plan solve` would. Replicas of the whole model have at least one
-    microbatch each. What does not fit the memory recomputes every block, unless the options forbid it.
-
-    Args:
-        options: of the plan that is compared.
-        layer_costs: of the model.
-        cluster: with the GPUs; where they differ, data parallelism on those of each kind is one more way.
-        budget: ends simulations at its deadline, and the cost model prices what is left.
+    microbatch each. What does not fit the memory recomputes every block, unless the options forbid it. Where GPUs
+    differ, data parallelism on those of each kind is one more way.
     """
     gpus, schedule, fastest = cluster.gpus, options.order.unchunked, fastest_rank(layer_costs, cluster)
     problem = problem_of(replace(options, schedule=schedule), layer_costs, cluster, budget)
@@ -129,11 +124,7 @@ def with_baselines(profile: Profile, plan: Plan, patience: Patience) -> Plan:
 def with_synchronous(profile: Profile, plan: Plan, options: SolveOptions, patience: Patience) -> Plan:
     """Return an asynchronous plan with the best one found under 1F1B with a flush; others as they are.
 
-    Args:
-        profile: that the plan was made from.
-        plan: from `options`.
-        options: of the search for it.
-        patience: of the search for the other plan, which takes no longer than that for the plan or `LEAST_S`.
+    The search for the other plan takes no longer than that for the plan, from `options`, or `LEAST_S`.
     """
     if not plan.schedule.asynchronous:
         return plan

@@ -14,7 +14,6 @@ DeviceType = Literal["cpu", "cuda"]
 Backend = Literal["gloo", "nccl"]
 
 CostModelName = Literal["resource", "pipedream", "paper"]
-COST_MODEL_NAMES: tuple[str, ...] = get_args(CostModelName)
 COST_MODEL_HELP = (
     "resource: what each processor and link does; pipedream: the optimizer PipeDream published; paper: the "
     "equation of its SOSP 2019 paper"
@@ -28,19 +27,12 @@ FLOAT_BYTES, HALF_BYTES = 4, 2  # of an element; scales of blocks are floats
 
 @dataclass(frozen=True)
 class Codec:
-    """How many bytes values take on a link.
-
-    Attributes:
-        name: in files and on the command line.
-        summary: for people.
-        element_bytes: of an element on the link; 0: the value's own.
-        block: elements that share a scale, because the codec's own range is small; 0: it needs no scale.
-    """
+    """How many bytes values take on a link."""
 
     name: CodecName
-    summary: str
-    element_bytes: int = 0
-    block: int = 0
+    summary: str  # for people
+    element_bytes: int = 0  # of an element on the link; 0: the value's own
+    block: int = 0  # elements that share a scale, because the codec's own range is small; 0: it needs no scale
 
     def size_bytes(self, value_bytes: int, element_bytes: int) -> int:
         """Return the bytes on the link of a value of `value_bytes`; as many where coding makes it no smaller."""

@@ -25,14 +25,8 @@ TF32 = "tf32"  # as a profile's dtype: float32 in memory, products of matrices i
 
 REMEDY = "make a profile with: plan profile model.py"
 KIND_COLUMNS = ("forward_s", "backward_s", "update_s", "accumulate_s", "workspace_bytes", "update_workspace_bytes")
-DEGREE_COLUMNS = (
-    *KIND_COLUMNS,
-    "weight_bytes",
-    "gradient_bytes",
-    "optimizer_bytes",
-    "buffer_bytes",
-    "saved_bytes",
-)
+_HELD = ("weight_bytes", "gradient_bytes", "optimizer_bytes", "buffer_bytes", "saved_bytes")
+DEGREE_COLUMNS = (*KIND_COLUMNS, *_HELD)
 
 
 class Value(Record):
@@ -271,12 +265,9 @@ class Profile(Record):
     @property
     def flops(self) -> int | None:
         """Model FLOPs of one microbatch, forward and backward; None where a layer's were not counted."""
-        total = 0
-        for layer in self.layers:
-            if layer.forward_flops is None or layer.backward_flops is None:
-                return None
-            total += layer.forward_flops + layer.backward_flops
-        return total
+        counts = [count for layer in self.layers for count in (layer.forward_flops, layer.backward_flops)]
+        known = [count for count in counts if count is not None]
+        return sum(known) if len(known) == len(counts) else None
 
     @property
     def tf32(self) -> bool:
@@ -300,11 +291,7 @@ def _check_columns(name: str, record: Record, layers: int) -> None:
 
 
 def load_profile(path: Path | str) -> Profile:
-    """Read `profile.json`.
-
-    Raises:
-        ProfileError: naming the file, the field and the value that is wrong.
-    """
+    """Read `profile.json`; raise ProfileError naming the file, the field and the value that is wrong."""
     return load_record(Profile, path, ProfileError, REMEDY)
 
 

@@ -34,34 +34,22 @@ EventKind = Literal[
 ]
 Lane = Literal["compute", "send", "receive", "all-reduce"]
 
-LANES: dict[EventKind, Lane] = {
-    "forward": "compute",
-    "recompute": "compute",
-    "backward": "compute",
-    "backward_input": "compute",
-    "backward_weight": "compute",
-    "update": "compute",
-    "send_activation": "send",
-    "send_gradient": "send",
-    "receive_activation": "receive",
-    "receive_gradient": "receive",
-    "all_reduce": "all-reduce",
-    "all_gather": "all-reduce",
+_DRAWN: dict[EventKind, tuple[Lane, str]] = {
+    "forward": ("compute", "F"),
+    "recompute": ("compute", "R"),
+    "backward": ("compute", "B"),
+    "backward_input": ("compute", "B"),
+    "backward_weight": ("compute", "W"),
+    "update": ("compute", "U"),
+    "send_activation": ("send", "A"),
+    "send_gradient": ("send", "G"),
+    "receive_activation": ("receive", "A"),
+    "receive_gradient": ("receive", "G"),
+    "all_reduce": ("all-reduce", "S"),
+    "all_gather": ("all-reduce", "S"),
 }
-LETTERS: dict[EventKind, str] = {
-    "forward": "F",
-    "recompute": "R",
-    "backward": "B",
-    "backward_input": "B",
-    "backward_weight": "W",
-    "update": "U",
-    "send_activation": "A",
-    "receive_activation": "A",
-    "send_gradient": "G",
-    "receive_gradient": "G",
-    "all_reduce": "S",
-    "all_gather": "S",
-}
+LANES: dict[EventKind, Lane] = {kind: lane for kind, (lane, _) in _DRAWN.items()}
+LETTERS: dict[EventKind, str] = {kind: letter for kind, (_, letter) in _DRAWN.items()}
 
 
 class Event(NamedTuple):
@@ -85,6 +73,12 @@ class Event(NamedTuple):
     def lane(self) -> Lane:
         """The part of the worker that was busy."""
         return LANES[self.kind]
+
+
+def _check_lengths(record: Record, *names: str) -> None:
+    lengths = {name: len(getattr(record, name)) for name in names}
+    if len(set(lengths.values())) > 1:
+        raise ValueError(f"the lists differ in length: {lengths}")
 
 
 class Events(Record):
@@ -118,9 +112,7 @@ class Events(Record):
 
     @model_validator(mode="after")
     def _check(self) -> Events:
-        lengths = {name: len(getattr(self, name)) for name in Event._fields}
-        if len(set(lengths.values())) > 1:
-            raise ValueError(f"the lists differ in length: {lengths}")
+        _check_lengths(self, *Event._fields)
         for number, (start, end) in enumerate(zip(self.start_s, self.end_s, strict=True)):
             if end < start:
                 raise ValueError(f"event {number} ends at {end} s, before it starts at {start} s")
@@ -137,8 +129,7 @@ class MemoryCurve(Record):
 
     @model_validator(mode="after")
     def _check(self) -> MemoryCurve:
-        if len(self.time_s) != len(self.held_bytes):
-            raise ValueError(f"{len(self.time_s)} times for {len(self.held_bytes)} sizes")
+        _check_lengths(self, "time_s", "held_bytes")
         return self
 
 
@@ -155,10 +146,7 @@ class LinkUse(Record):
 
     @model_validator(mode="after")
     def _check(self) -> LinkUse:
-        if len(self.start_s) != len(self.end_s):
-            raise ValueError(f"{len(self.start_s)} starts for {len(self.end_s)} ends")
-        if self.share and len(self.share) != len(self.start_s):
-            raise ValueError(f"{len(self.share)} shares for {len(self.start_s)} starts")
+        _check_lengths(self, "start_s", "end_s", *(("share",) if self.share else ()))
         return self
 
 
@@ -186,12 +174,9 @@ class Timeline(Record):
         source: Literal["simulated", "measured"],
         minibatches: int,
         events: Events,
-        *,
-        accumulate: int = 1,
-        memory: tuple[MemoryCurve, ...] = (),
-        links: tuple[LinkUse, ...] = (),
+        **others: Any,
     ) -> Timeline:
-        """Return the timeline of a run of `plan`."""
+        """Return the timeline of a run of `plan`; `others` are further fields."""
         return cls(
             source=source,
             model=plan.model,
@@ -201,10 +186,8 @@ class Timeline(Record):
             minibatches=minibatches,
             microbatches=plan.microbatches,
             microbatch_size=plan.microbatch_size,
-            accumulate=accumulate,
             events=events,
-            memory=memory,
-            links=links,
+            **others,
         )
 
     @property
@@ -241,11 +224,7 @@ class Timeline(Record):
 
 
 def load_timeline(path: Path | str) -> Timeline:
-    """Read a timeline.
-
-    Raises:
-        InputError: naming the file, the field and the value that is wrong.
-    """
+    """Read a timeline; raise InputError naming the file, the field and the value that is wrong."""
     return load_record(Timeline, path, InputError, REMEDY)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from statistics import median
 
@@ -28,16 +28,24 @@ def blocks_of(profile: Profile) -> list[range]:
     runs with the first block and the head with the last, as in most training frameworks. A model without lists is a
     single block.
     """
-    keys: list[str | None] = []
-    for layer in profile.layers:
-        found = BLOCK.match(layer.name)
-        keys.append(found[0] if found else (keys[-1] if keys else None))
-    first = next((key for key in keys if key is not None), None)
-    ends, blocks = 0, []
-    for _, group in groupby(first if key is None else key for key in keys):
-        start, ends = ends, ends + len(list(group))
-        blocks.append(range(start, ends))
-    return blocks
+    keys = _block_names(profile.layers)
+    before = next((key for key in keys if key is not None), None)
+    for position, key in enumerate(keys):
+        before = keys[position] = key or before
+    return [block for _, block in _runs(keys)]
+
+
+def _block_names(layers: Sequence[Layer]) -> list[str | None]:
+    matches = [BLOCK.match(layer.name) for layer in layers]
+    return [None if match is None else match[0] for match in matches]
+
+
+def _runs(keys: Sequence[str | None]) -> Iterator[tuple[str | None, range]]:
+    """Yield each run of equal keys with its positions."""
+    stop = 0
+    for key, group in groupby(keys):
+        start, stop = stop, stop + len(list(group))
+        yield key, range(start, stop)
 
 
 FEWEST_REPEATS = 4  # equal blocks that make a repetition
@@ -51,11 +59,8 @@ def block_ends(profile: Profile) -> frozenset[int]:
 
     What stands before, between and behind the blocks (an embedding, a head) is divided from them as well.
     """
-    blocks = repeated_blocks(profile)
-    return frozenset({block.start - 1 for block in blocks} | {block.stop - 1 for block in blocks}) - {
-        -1,
-        len(profile.layers) - 1,
-    }
+    ends = {end - 1 for block in repeated_blocks(profile) for end in (block.start, block.stop)}
+    return frozenset(ends) - {-1, len(profile.layers) - 1}
 
 
 def repeated_blocks(profile: Profile) -> list[range]:
@@ -73,20 +78,13 @@ def repeated_blocks(profile: Profile) -> list[range]:
 
 def _by_names(layers: Sequence[Layer]) -> list[range]:
     """Return the runs of layers that belong to the same element of a list of modules."""
-    matches = [BLOCK.match(layer.name) for layer in layers]
-    keys = [None if match is None else match[0] for match in matches]
+    keys = _block_names(layers)
     before: str | None = None
     for position, key in enumerate(keys):
         # A layer that belongs to no module, such as an addition, is in the block around it.
         following = next((each for each in keys[position:] if each is not None), None)
         before = keys[position] = key or (before if before == following else None)
-    blocks, start = [], 0
-    for key, group in groupby(keys):
-        stop = start + len(list(group))
-        if key is not None:
-            blocks.append(range(start, stop))
-        start = stop
-    return blocks
+    return [block for key, block in _runs(keys) if key is not None]
 
 
 def _by_kinds(profile: Profile) -> list[range]:

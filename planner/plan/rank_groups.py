@@ -97,20 +97,15 @@ def groups_of(cluster: Cluster, degree: int) -> Cluster:
                     hint=f"give degrees in `tensor` that divide {level.size}",
                 )
             size = 1
-        levels.append(_narrower(level, size, min(degree, devices) if level.shared else 1))
-        left, devices = max(1, left // level.size) if size == 1 else 1, devices * level.size
-    if left > 1:
-        raise ClusterError(f"{cluster.gpus} GPUs make no group of {degree} ranks", hint="give a smaller `tensor`")
-    return cluster.model_copy(update={"levels": tuple(levels)})
-
-
-def _narrower(level: Level, size: int, times: int) -> Level:
-    """Return the level with another size, and links of which a group has a part for the first of its ranks."""
-    reduce = level.all_reduce_bandwidth_bytes_per_s
-    return level.model_copy(
-        update={
+        # A group has a part of a shared link for the first of its ranks.
+        times, reduce = min(degree, devices) if level.shared else 1, level.all_reduce_bandwidth_bytes_per_s
+        narrower = {
             "size": size,
             "bandwidth_bytes_per_s": level.bandwidth_bytes_per_s / times,
             "all_reduce_bandwidth_bytes_per_s": None if reduce is None else reduce / times,
         }
-    )
+        levels.append(level.model_copy(update=narrower))
+        left, devices = max(1, left // level.size) if size == 1 else 1, devices * level.size
+    if left > 1:
+        raise ClusterError(f"{cluster.gpus} GPUs make no group of {degree} ranks", hint="give a smaller `tensor`")
+    return cluster.model_copy(update={"levels": tuple(levels)})

@@ -25,29 +25,25 @@ def synchronous_part(plan: Plan) -> Plan:
     Minibatches that the plan does not divide are divided into up to two microbatches per stage, as many as divide its
     samples evenly. Times of a microbatch are taken to shrink in proportion; small ones take longer than that on a GPU.
     """
-    schedule = plan.schedule.drained
-    parts = 1 if plan.schedule.divides else _parts(plan.microbatch_size or 1, _PARTS_PER_STAGE * len(plan.stages))
+    schedule, samples = plan.schedule.drained, plan.microbatch_size or 1
+    most = 1 if plan.schedule.divides else _PARTS_PER_STAGE * len(plan.stages)
+    parts = max(parts for parts in range(1, most + 1) if samples % parts == 0)
     microbatches = plan.microbatches * parts
-    ranks = tuple(stage.ranks for stage in plan.stages)
-    shape = PipelineShape(ranks, (), schedule, microbatches)
-    stages = [
-        stage.model_copy(
-            update={
-                "in_flight": shape.in_flight(number),
-                "forward_s": stage.forward_s / parts,
-                "backward_s": stage.backward_s / parts,
-                "recompute_s": None if stage.recompute_s is None else stage.recompute_s / parts,
-                "ready_s": tuple(seconds / parts for seconds in stage.ready_s),
-            }
-        )
-        for number, stage in enumerate(plan.stages)
-    ]
-    transfers = [
-        each.model_copy(
-            update={"output_bytes": each.output_bytes // parts, "gradient_bytes": each.gradient_bytes // parts}
-        )
-        for each in plan.transfers
-    ]
+    shape = PipelineShape(tuple(stage.ranks for stage in plan.stages), (), schedule, microbatches)
+    stages = []
+    for number, stage in enumerate(plan.stages):
+        shorter = {
+            "in_flight": shape.in_flight(number),
+            "forward_s": stage.forward_s / parts,
+            "backward_s": stage.backward_s / parts,
+            "recompute_s": None if stage.recompute_s is None else stage.recompute_s / parts,
+            "ready_s": tuple(seconds / parts for seconds in stage.ready_s),
+        }
+        stages.append(stage.model_copy(update=shorter))
+    transfers = []
+    for each in plan.transfers:
+        smaller = {"output_bytes": each.output_bytes // parts, "gradient_bytes": each.gradient_bytes // parts}
+        transfers.append(each.model_copy(update=smaller))
     size = None if plan.microbatch_size is None else plan.microbatch_size // parts
     changes = {"microbatch_size": size, "microbatches": microbatches, "schedule": schedule}
     return plan.model_copy(update={**changes, "stages": tuple(stages), "transfers": tuple(transfers)})
@@ -56,10 +52,6 @@ def synchronous_part(plan: Plan) -> Plan:
 def synchronous_minibatches(start: float, minibatches: int) -> int:
     """Return the length of a synchronous start of `start`, a share below 1 or a number of minibatches."""
     return round(start * minibatches) if start < 1 else min(int(start), minibatches)
-
-
-def _parts(samples: int, most: int) -> int:
-    return max(parts for parts in range(1, most + 1) if samples % parts == 0)
 
 
 def shape_of(plan: Plan) -> PipelineShape:
@@ -71,16 +63,12 @@ def shape_of(plan: Plan) -> PipelineShape:
         microbatches=plan.microbatches,
         depths=tuple(stage.in_flight for stage in plan.stages),
         vertical_sync=plan.vertical_sync,
-        shared=shared_pairs(plan),
+        shared=() if plan.vertical_sync else trainable_pairs(plan.shared, plan.replicas, plan.schedule),
     )
 
 
 def check_accumulate(plan: Plan, accumulate: int) -> None:
-    """Check that the plan's schedule can accumulate gradients over minibatches.
-
-    Raises:
-        InputError: with what to do instead.
-    """
+    """Check that the plan's schedule can accumulate over minibatches; raise InputError with what to do instead."""
     if accumulate < 1:
         raise InputError(f"`accumulate={accumulate}` never updates", hint="give 1 or more")
     if accumulate > 1 and (not plan.schedule.stashes or plan.vertical_sync):
@@ -90,11 +78,6 @@ def check_accumulate(plan: Plan, accumulate: int) -> None:
             f"and the plan's is {schedule}",
             hint="other schedules divide a minibatch, which may be of any size: solve with more `microbatches`",
         )
-
-
-def shared_pairs(plan: Plan) -> tuple[tuple[int, int], ...]:
-    """Return the pairs of stages that share weights; none where the plan cannot be trained because of them."""
-    return () if plan.vertical_sync else trainable_pairs(plan.shared, plan.replicas, plan.schedule)
 
 
 def trainable_pairs(

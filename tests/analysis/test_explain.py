@@ -18,6 +18,7 @@ from planner.schedule.one_stage import GPIPE
 from planner.simulator.simulate_plan import simulate
 from planner.simulator.summary import summarize
 from planner.solver import solve
+from planner.solver.evaluate.evaluation import evaluate
 from planner.solver.find_plan import find_plan
 from tests.samples import layer, profile
 
@@ -123,5 +124,5 @@ def test_a_plan_of_the_published_depth_is_priced_at_it() -> None:
     deeper = GivenPlan.of(MODEL, plan, SolveOptions())
     given = GivenPlan.of(MODEL, Plan.model_validate_json(plan.model_dump_json()))
     assert len(plan.stages) > 1
-    assert given.evaluate(given.stages).seconds == pytest.approx(plan.predicted.seconds_per_minibatch)
-    assert deeper.evaluate(given.stages).seconds < given.evaluate(given.stages).seconds
+    assert evaluate(given.problem, given.stages).seconds == pytest.approx(plan.predicted.seconds_per_minibatch)
+    assert evaluate(deeper.problem, given.stages).seconds < evaluate(given.problem, given.stages).seconds

@@ -9,6 +9,7 @@ from planner.cost.candidate import candidates
 from planner.cost.layer_costs import LayerCosts
 from planner.formats.cluster import hierarchical_cluster
 from planner.options.solving import SolveOptions
+from planner.solver.evaluate.evaluation import evaluate
 from tests.samples import layer, profile
 from tests.solver.search.levels.test_columns import in_all_orders
 
@@ -23,7 +24,7 @@ def test_the_ranks_of_a_plan_are_kept() -> None:
     for order in in_all_orders(stages):
         plan = priced_plan(options, LayerCosts(MODEL), SERVERS, order)
         given = GivenPlan.of(MODEL, plan)
-        assert given.evaluate(given.stages).seconds == pytest.approx(plan.predicted.seconds_per_minibatch)
+        assert evaluate(given.problem, given.stages).seconds == pytest.approx(plan.predicted.seconds_per_minibatch)
         prices.append((plan.stages[0].ranks, plan.predicted.seconds_per_minibatch))
     assert [ranks for ranks, _ in prices] == [(0, 1), (0, 2)]
     assert prices[0][1] != pytest.approx(prices[1][1])

@@ -17,6 +17,7 @@ from planner.plan.blocks import blocks_of
 from planner.schedule.one_stage import TWO_BW
 from planner.schedule.registry import NAMES, find
 from planner.solver import solve
+from planner.solver.evaluate.evaluation import evaluate
 from tests.samples import layer, profile
 
 PROFILES = Path(__file__).resolve().parents[2] / "profiles"
@@ -102,7 +103,9 @@ def test_units_recompute_and_replicas_divide_the_state() -> None:
     assert plan.stages[1] == plain.stages[1]
     given = GivenPlan.of(known, plan)
     assert given.price().memory == tuple(stage.memory for stage in plan.stages)
-    assert given.evaluate(given.stages).seconds == pytest.approx(plan.predicted.seconds_per_minibatch, rel=1e-12)
+    assert evaluate(given.problem, given.stages).seconds == pytest.approx(
+        plan.predicted.seconds_per_minibatch, rel=1e-12
+    )
 
 
 @pytest.mark.parametrize(
@@ -145,9 +148,15 @@ def test_what_does_not_fit_is_priced_and_said() -> None:
 @pytest.mark.parametrize(
     ("stages", "message"),
     [
-        ([OwnStage(layers=("a", "b")), OwnStage(layers=("c", "x"))], "has no layer 'x'"),
-        ([OwnStage(layers=("c", "d")), OwnStage(layers=("a", "b"))], "'c' to 'd' does not follow the stage before it"),
-        ([OwnStage(layers=("a",))], "no stage has the layer 'b'"),
+        (
+            [OwnStage(layers=("a", "b")), OwnStage(layers=("c", "x"))],
+            "the layer 'x' where the profile",
+        ),
+        (
+            [OwnStage(layers=("c", "d")), OwnStage(layers=("a", "b"))],
+            "the layer 'c' where the profile",
+        ),
+        ([OwnStage(layers=("a",))], "the layer 'None' where the profile of 'sample' has 'b'"),
         ([OwnStage(layers=("a", "b")), OwnStage(layers=("c", "d"))], "no stage can end after layer 'b'"),
         ([OwnStage(blocks=1), OwnStage(layers=("c", "d"))], "some stages are described by blocks and some by layers"),
         ([OwnStage(blocks=4, recompute=2)], "2 blocks are to recompute in the stage from 'a' to 'd', which has 1"),
