@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from planner.cost.candidate import Candidate
 from planner.cost.layer_costs import LayerCosts
-from planner.cost.network.buckets import Buckets, buckets_of
+from planner.cost.network.link import Buckets, buckets_of
 from planner.cost.overheads import Price
 from planner.cost.setting import Setting
 from planner.errors import InfeasibleError

@@ -6,7 +6,7 @@ import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from planner.cost.network.buckets import Buckets
+from planner.cost.network.link import Buckets
 from planner.cost.network.topology import Topology
 from planner.cost.work import WEIGHT_SHARE
 from planner.formats.cluster import Cluster
@@ -26,7 +26,7 @@ class StageCosts:
     recompute_s: float = 0.0  # the forward that is run once more before each backward
     accumulate_s: float = 0.0  # more of a backward, or its part for the weights, that adds to existing gradients
     # From the start of a backward that does not accumulate until each part of the gradients can be all-reduced, as in
-    # `planner.cost.network.buckets`, with `late_s`; empty for parts that are evenly spaced over the backward.
+    # `planner.cost.network.link`, with `late_s`; empty for parts that are evenly spaced over the backward.
     ready_s: tuple[float, ...] = ()
     ready_shares: tuple[float, ...] = ()  # of the gradients in each of these parts; empty for equal ones
     late_s: float = 0.0  # of `recompute_s`, when there are gradients already, of layers behind those that recompute

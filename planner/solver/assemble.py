@@ -10,8 +10,7 @@ from planner.cost.candidate import Candidate, whole_stage
 from planner.cost.communicators import with_overheads
 from planner.cost.kinds import everything_on, fastest_rank
 from planner.cost.layer_costs import LayerCosts
-from planner.cost.network.buckets import buckets_of
-from planner.cost.network.link import backward_and_reduce_s, ring_all_reduce_s
+from planner.cost.network.link import backward_and_reduce_s, buckets_of, ring_all_reduce_s
 from planner.cost.utilisation import utilisation
 from planner.cost.weight_copies import price_with_copies
 from planner.formats.plan import GIVEN as GIVEN_NAME

@@ -1,7 +1,16 @@
-"""The time of an asynchronous pipeline (1f1b): every replica's processor and links in the steady state.
+"""The time of pipelines that never drain, 1f1b and 2bw: every replica's processor and links in the steady state.
 
 Legend:  F forward, Bw backward, U update, R recomputation seconds;  W trainable bytes;  r replicas;  B bytes/s;
 a latency in s;  A seconds of accumulating gradients, which depend on W alone, not on how large a microbatch is.
+
+PipeDream-2BW (Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training", ICML 2021, section 3.1) accumulates
+gradients over a minibatch. Minibatch t, of m microbatches, runs at the version that minibatch t - 2 left,
+
+    w(t+1) = w(t) - lr·∇f(w(t-1)),
+
+so that a stage needs two versions however deep the pipeline is, provided that minibatch t - 2 is done when minibatch t
+begins. A replica that takes k = floor(m / r) of the microbatches or more, and has d in flight, has finished all but
+d - 1 of those before, hence the rule d - 1 <= k; the paper's m >= d is this without replicas.
 """
 
 from __future__ import annotations
@@ -9,9 +18,10 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike
 
-from planner.cost.models.cost_model import StageModel, finish_s, reduce_s, transfer_s
-from planner.cost.network.link import backward_and_reduce_s
+from planner.cost.models.cost_model import StageModel, end_s, finish_s, reduce_s, transfer_s
+from planner.cost.network.link import Link, backward_and_reduce_s, link_of
 from planner.cost.network.placement import Busy, Placement
+from planner.cost.setting import Setting
 from planner.cost.work import Floats, Work
 
 
@@ -60,5 +70,63 @@ class AsynchronousModel(StageModel):
             receive_s, send_s = loads.busiest(ranks)
             compute_s = placed.resources_s(work, len(ranks))["compute"]
             busy.append({"compute": compute_s, "receive": np.asarray(receive_s), "send": np.asarray(send_s)})
+        placement.add_shared(busy, loads, 1)
+        return busy
+
+
+class DoubleBufferedModel(AsynchronousModel):
+    """Busy time of each replica's processor and link per minibatch of m microbatches; the busiest runs n = ceil(m / r).
+
+        compute         n·(F + R + Bw) + (n-1)·A + U + max(AR/6, AR - Bw)
+        link, each way  n·(activations + gradients) / B + 2(r-1)·W / (r·B) + a·n·messages
+
+    Every microbatch takes its forward and backward, and all but the first accumulate gradients, A; Bw in the maximum is
+    the last backward, with its A. The update and the all-reduce come once per minibatch; the all-reduce begins with the
+    last backward, and the update waits for it. If r divides m, this is (F + Bw) / r + (U + the rest of AR) / m per
+    microbatch. With m = r it is the time of a round of 1f1b. More replicas than microbatches would idle, so r <= m.
+    """
+
+    def __init__(self, link: Link, microbatches: int) -> None:
+        super().__init__(link)
+        self.microbatches = microbatches
+
+    @classmethod
+    def of(cls, setting: Setting) -> DoubleBufferedModel:
+        return cls(link_of(setting.cluster), setting.microbatches)
+
+    def resources_s(self, work: Work, replicas: ArrayLike) -> Busy:
+        r = np.asarray(replicas, dtype=np.float64)
+        share = np.ceil(self.microbatches / r)
+        receive_s, send_s = transfer_s(work, self.link)
+        ring_s = self._ring_s(work, r)
+        return {
+            "compute": share * self._once_s(work)
+            + (share - 1) * work.accumulate_s
+            + end_s(work, r, self.microbatches, self.link),
+            "receive": share * receive_s + ring_s,
+            "send": share * send_s + ring_s,
+        }
+
+    def _once_s(self, work: Work) -> Floats:
+        """Compute the processor's seconds for one microbatch."""
+        return self._processor_s(work) - work.update_s + work.backward_s
+
+    def _ring_s(self, work: Work, replicas: Floats) -> Floats:
+        return 2 * (replicas - 1) / replicas * work.trainable_bytes / self.link.ring_bytes_per_s
+
+    def placed_s(self, placement: Placement) -> list[Busy]:
+        transfers, _ = placement.transfers()
+        loads = transfers.times(self.microbatches)
+        busy: list[Busy] = []
+        for ranks, work in zip(placement.ranks, placement.works, strict=True):
+            r = len(ranks)
+            loads.add_ring(ranks, r * float(work.trainable_bytes))  # once per minibatch, not per round of r
+            placed = DoubleBufferedModel(placement.topology.stage_link(ranks), self.microbatches)
+            ring_s = float(placed._ring_s(work, np.float64(r)))
+            share = np.ceil(self.microbatches / r) * r
+            receive_s, send_s = transfers.busiest(ranks)
+            own: Busy = {"compute": placed.resources_s(work, r)["compute"]}
+            own["receive"], own["send"] = (np.asarray(share * each_s + ring_s) for each_s in (receive_s, send_s))
+            busy.append(own)
         placement.add_shared(busy, loads, 1)
         return busy

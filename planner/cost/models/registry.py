@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from planner.cost.models.asynchronous import AsynchronousModel
+from planner.cost.models.asynchronous import AsynchronousModel, DoubleBufferedModel
 from planner.cost.models.cost_model import CostModel, StageModel
-from planner.cost.models.double_buffered import DoubleBufferedModel
 from planner.cost.models.interleaved import InterleavedModel
 from planner.cost.models.published import PaperModel, PipedreamModel
 from planner.cost.models.synchronous import SynchronousModel

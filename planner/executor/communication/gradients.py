@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from planner.cost.network.buckets import bucket_bytes
+from planner.cost.network.link import bucket_bytes
 
 
 class _Parts(NamedTuple):

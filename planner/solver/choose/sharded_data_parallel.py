@@ -25,8 +25,7 @@ from typing import Literal, TypeAlias
 
 from planner.cost.candidate import Candidate
 from planner.cost.communicators import with_overheads
-from planner.cost.network.buckets import bucket_bytes, buckets_of
-from planner.cost.network.link import BUCKETS, ring_all_reduce_s
+from planner.cost.network.link import BUCKETS, bucket_bytes, buckets_of, ring_all_reduce_s
 from planner.formats.plan_parts import StageMemory
 from planner.formats.profile import Profile
 from planner.plan.blocks import blocks_of

@@ -14,9 +14,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from planner.cost.layer_costs import LayerCosts
-from planner.cost.models.asynchronous import AsynchronousModel
-from planner.cost.models.cost_model import StageModel
-from planner.cost.models.double_buffered import DoubleBufferedModel
+from planner.cost.models.asynchronous import AsynchronousModel, DoubleBufferedModel
+from planner.cost.models.cost_model import StageModel, end_s, transfer_s
 from planner.cost.models.published import PaperModel, PipedreamModel
 from planner.cost.network.link import BUCKETS, Link, link_of
 from planner.cost.setting import Setting
@@ -217,13 +216,14 @@ class DoubleBufferedBounds(DoubleBufferedModel, AsynchronousBounds):
         shape = np.broadcast_shapes(work.compute_s.shape, np.shape(at_least), behind.shape)
         r = np.broadcast_to(np.maximum(np.minimum(np.asarray(at_least), IMPOSSIBLE), 1), shape).astype(np.int64)
         r = np.where(behind <= most, r, IMPOSSIBLE)  # else d - 1 > k, whatever r
-        busiest_link_s = np.maximum(*self._link_s(work))
+        busiest_link_s = np.maximum(*transfer_s(work, self.link))
         once_s = self._once_s(work)
         while True:
             r = np.where(r <= most, r, IMPOSSIBLE)
             here = np.minimum(r, most).astype(np.float64)
+            ending_s = end_s(work, here, most, self.link)
             wanted = np.maximum(
-                self._fewest_within(once_s + work.accumulate_s, target_s + work.accumulate_s - self._end_s(work, here)),
+                self._fewest_within(once_s + work.accumulate_s, target_s + work.accumulate_s - ending_s),
                 self._fewest_within(busiest_link_s, target_s - self._ring_s(work, here)),
             )
             share = most // np.minimum(r, most)

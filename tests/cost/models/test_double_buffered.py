@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from planner.cost.candidate import candidates
 from planner.cost.layer_costs import LayerCosts
-from planner.cost.models.asynchronous import AsynchronousModel
-from planner.cost.models.double_buffered import DoubleBufferedModel
+from planner.cost.models.asynchronous import AsynchronousModel, DoubleBufferedModel
 from planner.cost.network.link import Link, ring_all_reduce_s
 from planner.cost.pricing import price
 from planner.cost.setting import Setting

@@ -8,8 +8,7 @@ import pytest
 
 from planner.cost.candidate import Candidate, StageOptions, candidates, whole_stage
 from planner.cost.layer_costs import LayerCosts
-from planner.cost.models.asynchronous import AsynchronousModel
-from planner.cost.models.double_buffered import DoubleBufferedModel
+from planner.cost.models.asynchronous import AsynchronousModel, DoubleBufferedModel
 from planner.cost.models.synchronous import SynchronousModel
 from planner.cost.network.link import Link
 from planner.cost.pricing import price

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from planner.cost.network import buckets
-from planner.cost.network.buckets import Buckets, bucket_bytes, buckets_of
+from planner.cost.network import link as buckets
+from planner.cost.network.link import Buckets, bucket_bytes, buckets_of
 from planner.executor.communication.gradients import chunks
 from planner.formats.profile import Layer
 from tests.samples import layer

@@ -13,7 +13,7 @@ from planner.analysis.explain import explain
 from planner.analysis.usual_ways import DATA_PARALLEL
 from planner.cost.candidate import candidates
 from planner.cost.layer_costs import LayerCosts
-from planner.cost.network import buckets
+from planner.cost.network import link as buckets
 from planner.cost.network.link import BUCKETS, ring_all_reduce_s
 from planner.cost.pricing import busy_resources
 from planner.cost.setting import Setting
