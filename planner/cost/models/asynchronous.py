@@ -18,7 +18,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike
 
-from planner.cost.models.cost_model import StageModel, end_s, finish_s, reduce_s, transfer_s
+from planner.cost.models.cost_model import StageModel, ending_s, finish_s, reduce_s, transfer_s
 from planner.cost.network.link import Link, backward_and_reduce_s, link_of
 from planner.cost.network.placement import Busy, Placement
 from planner.cost.setting import Setting
@@ -102,7 +102,7 @@ class DoubleBufferedModel(AsynchronousModel):
         return {
             "compute": share * self._once_s(work)
             + (share - 1) * work.accumulate_s
-            + end_s(work, r, self.microbatches, self.link),
+            + ending_s(work, r, self.microbatches, self.link),
             "receive": share * receive_s + ring_s,
             "send": share * send_s + ring_s,
         }

@@ -43,7 +43,7 @@ def finish_s(work: Work, replicas: ArrayLike, link: Link) -> Floats:
     return np.where(work.sharded, work.update_s / np.asarray(replicas) + gather_s, work.update_s)
 
 
-def end_s(work: Work, replicas: ArrayLike, microbatches: int, link: Link, filling_s: Floats | float = 0.0) -> Floats:
+def ending_s(work: Work, replicas: ArrayLike, microbatches: int, link: Link, filling_s: Floats | float = 0.0) -> Floats:
     """Return the processor's seconds after the last of the microbatches' backwards.
 
     They are the rest of the all-reduce, what of the backward filled the bubble before, and the update.

@@ -11,7 +11,7 @@ from planner.cost.models.cost_model import (
     Held,
     PlanTime,
     UnpricedPlan,
-    end_s,
+    ending_s,
     finish_s,
     reduce_s,
     transfer_s,
@@ -70,10 +70,10 @@ class SynchronousModel(CostModel):
             latency_s[rows] += placed.sum_s(work.without_transfers(), r)
             resources = placed.resources_s(work, r)
             if self.schedule.pipelined:
-                ending_s = placed._end_s(work, r)
+                end_s = placed.end_s(work, r)
                 more = (np.ceil(self.microbatches / r) - 1) * r
                 receive_s, send_s = np.array([loads.busiest(placement.ranks[row]) for row in rows.tolist()]).T
-                resources["receive"], resources["send"] = more * receive_s + ending_s, more * send_s + ending_s
+                resources["receive"], resources["send"] = more * receive_s + end_s, more * send_s + end_s
             for place, row in enumerate(rows):
                 busy[row] = {name: np.asarray(seconds[place]) for name, seconds in resources.items()}
         if self.schedule.pipelined:
@@ -124,18 +124,19 @@ class SynchronousModel(CostModel):
         if not self.schedule.pipelined:
             return {"compute": 0.0 * r * work.forward_s}
         more = np.ceil(self.microbatches / r) - 1
-        ending_s = self._end_s(work, r)
+        end_s = self.end_s(work, r)
         handling_s = self.link.handling_s(work.received_bytes + work.sent_bytes)
         receive_s, send_s = transfer_s(work, self.link)
         once_s = work.forward_s + work.recompute_s + work.backward_s
         return {
-            "compute": more * (once_s + work.accumulate_s + handling_s) + ending_s,
-            "receive": more * receive_s + ending_s,
-            "send": more * send_s + ending_s,
+            "compute": more * (once_s + work.accumulate_s + handling_s) + end_s,
+            "receive": more * receive_s + end_s,
+            "send": more * send_s + end_s,
         }
 
-    def _end_s(self, work: Work, replicas: ArrayLike) -> Floats:
-        return end_s(work, replicas, self.microbatches, self.link, self._filling_s(work))
+    def end_s(self, work: Work, replicas: ArrayLike) -> Floats:
+        """Compute the seconds after the last backward: the rest of the all-reduce, and the update."""
+        return ending_s(work, replicas, self.microbatches, self.link, self._filling_s(work))
 
     def _filling_s(self, work: Work) -> Floats:
         """Compute the seconds by which a stage's weights' gradients shorten the bubble."""

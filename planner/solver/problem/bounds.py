@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from planner.cost.layer_costs import LayerCosts
 from planner.cost.models.asynchronous import AsynchronousModel, DoubleBufferedModel
-from planner.cost.models.cost_model import StageModel, end_s, transfer_s
+from planner.cost.models.cost_model import StageModel, ending_s, transfer_s
 from planner.cost.models.published import PaperModel, PipedreamModel
 from planner.cost.network.link import BUCKETS, Link, link_of
 from planner.cost.setting import Setting
@@ -221,9 +221,9 @@ class DoubleBufferedBounds(DoubleBufferedModel, AsynchronousBounds):
         while True:
             r = np.where(r <= most, r, IMPOSSIBLE)
             here = np.minimum(r, most).astype(np.float64)
-            ending_s = end_s(work, here, most, self.link)
+            end_s = ending_s(work, here, most, self.link)
             wanted = np.maximum(
-                self._fewest_within(once_s + work.accumulate_s, target_s + work.accumulate_s - ending_s),
+                self._fewest_within(once_s + work.accumulate_s, target_s + work.accumulate_s - end_s),
                 self._fewest_within(busiest_link_s, target_s - self._ring_s(work, here)),
             )
             share = most // np.minimum(r, most)
