@@ -48,15 +48,8 @@ def fit(
 ) -> Fit:
     """Find the fastest plan for a number of GPUs and for others, each with the same minibatch.
 
-    Args:
-        profile: costs per layer.
-        gpus: that were asked about.
-        cluster_of: returns the cluster with a number of GPUs.
-        options: how to solve.
-        patience: how long all answers may take together, in place of the options' time limit.
-
-    Raises:
-        InputError: as `solve`.
+    `cluster_of` returns the cluster with a number of GPUs. `patience`: how long all answers may take together, in place
+    of the options' time limit.
     """
     patience = patience or Patience.of(options.time_limit_s, options.progress)
     options = replace(options, microbatches=options.microbatches_on(cluster_of(gpus), profile), minibatch=None)

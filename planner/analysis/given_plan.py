@@ -84,11 +84,7 @@ class GivenPlan:
     def of(
         cls, profile: Profile, plan: Plan, options: SolveOptions | None = None, patience: Patience | None = None
     ) -> GivenPlan:
-        """Prepare `plan`; without `options`, take those that the plan records, and `patience` for what is solved.
-
-        Raises:
-            PlanError: if the plan was made from another profile.
-        """
+        """Prepare `plan`, with the options that it records by default; raise PlanError if its profile is another."""
         layer_costs = layer_costs_on(profile, plan.cluster)
         if plan.profile_digest != profile.digest:
             raise PlanError(
@@ -155,8 +151,7 @@ class GivenPlan:
     def on(self, cluster: Cluster) -> Plan:
         """Return the plan's stages on another cluster, priced and simulated there, whether or not they fit its memory.
 
-        Raises:
-            InputError: if the cluster has fewer GPUs than the plan.
+        Raise InputError if the cluster has fewer GPUs than the plan.
         """
         check_workers(self.plan.workers, cluster)
         layer_costs = layer_costs_on(self.layer_costs.profile, cluster)

@@ -69,10 +69,7 @@ def price(profile: Profile, cluster: Cluster, own: OwnPlan) -> Plan:
 def equal_stages(profile: Profile, count: int) -> list[OwnStage]:
     """Divide the model's blocks into `count` stages of equal length, the first ones longer by one if need be.
 
-    Of a model without lists of modules, each layer is a block.
-
-    Raises:
-        InputError: when there are fewer blocks than stages.
+    Of a model without lists of modules, each layer is a block. Raise InputError for fewer blocks than stages.
     """
     blocks = len(_blocks(profile))
     if not 1 <= count <= blocks:
@@ -84,11 +81,7 @@ def equal_stages(profile: Profile, count: int) -> list[OwnStage]:
 
 
 def stages_ending_at(profile: Profile, names: Iterable[str]) -> list[OwnStage]:
-    """Cut the profile after each named layer.
-
-    Raises:
-        InputError: for unknown layers, or for names out of order.
-    """
+    """Cut the profile after each named layer; raise InputError for unknown layers, or for names out of order."""
     layers = [layer.name for layer in profile.layers]
     ends = [0]
     for name in names:

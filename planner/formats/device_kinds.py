@@ -21,10 +21,8 @@ _OF_LAYERS = ("name", "weight_bytes", "gradient_bytes", "optimizer_bytes", "buff
 def profile_of_kinds(profiles: Mapping[str, Profile]) -> Profile:
     """Return one profile of the model on several kinds of devices, by their names.
 
-    The first kind is the profiled device of whatever knows one device only.
-
-    Raises:
-        ProfileError: at the first difference between the layers, or for a profile that has several kinds itself.
+    The first kind is the profiled device of whatever knows one device only. Raise ProfileError at the first difference
+    between the layers.
     """
     (first, base), *others = profiles.items()
     for name, profile in profiles.items():
@@ -54,8 +52,7 @@ def profile_on(profile: Profile, kind: DeviceKind) -> Profile:
 def cluster_for(profile: Profile, cluster: Cluster) -> Cluster:
     """Return the cluster with what the profile says of its kinds: measured devices, and memory where none is given.
 
-    Raises:
-        ClusterError: for kinds that the profile does not know, or a cluster that does not name them.
+    Raise ClusterError for kinds that the profile does not know, or a cluster that does not name them.
     """
     if profile.kinds and not cluster.kinds:
         names = ", ".join(kind.name for kind in profile.kinds)

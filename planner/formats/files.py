@@ -110,21 +110,13 @@ def save_record(record: Record, path: Path | str) -> None:
 
 
 def write_text(path: Path | str, text: str) -> None:
-    """Write `text` in place of `path`, as UTF-8; see `replacing`.
-
-    Raises:
-        PlannerError: when the disk is full or the folder cannot be written; nothing is left behind.
-    """
+    """Write `text` in place of `path`, as UTF-8; raise PlannerError, with nothing left behind, when it cannot be."""
     with _writing(Path(path)), replacing(Path(path)) as temporary:
         temporary.write_bytes(text.encode())
 
 
 def check_writable(path: Path | str) -> None:
-    """Try whether `path` could be written, before the work whose result it is to hold; nothing is left behind.
-
-    Raises:
-        PlannerError: when it could not be.
-    """
+    """Raise PlannerError if `path` could not be written, before the work whose result it is to hold."""
     path = Path(path)
     with _writing(path):
         if path.is_dir():
@@ -148,11 +140,8 @@ def _writing(path: Path) -> Iterator[None]:
 def replacing(path: Path) -> Iterator[Path]:
     """Yield a temporary file beside `path` to write to; when the block ends, it is flushed to disk and replaces `path`.
 
-    Missing folders are made. If the block or the replacement fails, the old file stays as it was and the temporary one
-    is removed.
-
-    Raises:
-        OSError: when the disk is full or the folder cannot be written.
+    Missing folders are made. If the block or the replacement fails, as when the disk is full, the old file stays as it
+    was and the temporary one is removed.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{uuid4().hex}")

@@ -47,11 +47,7 @@ def read_profiles(text: str) -> list[Profile]:
 
 
 def read_one_profile(text: str) -> Profile:
-    """Read one profile, which may be of several kinds of devices; see `read_profiles`.
-
-    Raises:
-        InputError: for profiles of several batch sizes.
-    """
+    """Read one profile, which may be of several kinds of devices; raise InputError for several batch sizes."""
     first, *others = read_profiles(text)
     if others:
         raise InputError(
@@ -63,10 +59,9 @@ def read_one_profile(text: str) -> Profile:
 
 def is_profile(path: Path) -> bool:
     """Return whether the file looks like a profile of any format rather than a plan."""
-    if is_graph_txt(path):
-        return True
     content = _json(path)
-    return is_piper(content) or (isinstance(content, dict) and "layers" in content and "stages" not in content)
+    ours = isinstance(content, dict) and "layers" in content and "stages" not in content
+    return ours or is_piper(content) or is_graph_txt(path)
 
 
 def _json(path: Path) -> object:

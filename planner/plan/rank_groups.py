@@ -80,10 +80,8 @@ def on_ranks(groups: Sequence[Ranks], degrees: Sequence[int]) -> list[Ranks]:
 def groups_of(cluster: Cluster, degree: int) -> Cluster:
     """Return the cluster of groups of so many ranks, which fill the innermost levels.
 
-    Links that the devices of a server share carry the messages of all ranks of a group at once.
-
-    Raises:
-        ClusterError: if groups of this size do not divide the levels evenly.
+    Links that the devices of a server share carry the messages of all ranks of a group at once. Raise ClusterError if
+    groups of this size do not divide the levels evenly.
     """
     if cluster.kinds:
         raise ClusterError(f"groups of {degree} ranks need GPUs of one kind", hint="solve with `tensor=1`")

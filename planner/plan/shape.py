@@ -92,8 +92,7 @@ def trainable_pairs(
 def check_versions(schedule: Schedule, microbatches: int, replicas: Sequence[int], depths: Sequence[int]) -> None:
     """Check that every stage can have its units in flight with the versions of weights that the schedule keeps.
 
-    Raises:
-        PlanError: with the least number of microbatches that would do.
+    Raise PlanError with the least number of microbatches that would do.
     """
 
     def suffice(number: int) -> bool:

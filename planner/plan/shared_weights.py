@@ -36,8 +36,7 @@ def shared_weights(
 ) -> Iterator[SharedWeight]:
     """Yield every weight that two stages use, once for each two of them.
 
-    Args:
-        parameters: the names of each layer's parameters, with the first name for all names of a tied one.
+    `parameters`: the names of each layer's parameters, with the first name for all names of a tied one.
     """
     users: dict[str, dict[int, str]] = {}  # weight -> stages that use it -> the first layer that does
     for number, layers in enumerate(stages):

@@ -124,9 +124,7 @@ class Collective:
     def join(self, rank: int, start_s: float, backward_s: float, arrived_s: float) -> Round | None:
         """Join the replica's next round, and return it if all replicas have joined it.
 
-        Args:
-            start_s, backward_s: start and length of its backward; 0 without one.
-            arrived_s: when a replica without a backward came to the all-reduce.
+        With the start and length of its backward; or, without one, 0 and when it came to the all-reduce.
         """
         number = self.joined[rank]
         self.joined[rank] += 1
@@ -147,15 +145,8 @@ class Collective:
 class Communication:
     """The messages and all-reduces of one simulation.
 
-    Args:
-        costs: of the pipeline.
-        on_arrival: told of a message: the sender's rank, the message, when it started and when it arrived.
-        on_round: told of a round that is over.
-
-    Attributes:
-        network: on which they share links.
-        links: of the cluster, with what each carried.
-        posted: whether all receives are open from the beginning, as in every minibatch but the first.
+    `on_arrival` is told of a message: the sender's rank, the message, when it started and when it arrived; `on_round`
+    of a round that is over.
     """
 
     def __init__(
@@ -166,7 +157,7 @@ class Communication:
     ) -> None:
         self.network, self.links = FairNetwork(), ClusterLinks(costs.cluster)
         self._costs, self._on_arrival, self._on_round = costs, on_arrival, on_round
-        self.posted = False
+        self.posted = False  # whether all receives are open from the beginning, as in every minibatch but the first
         # By the sender's rank and stage, the receiver's rank and stage, and whether of shared weights.
         self._connections: dict[tuple[int, int, int, int, bool], _Connection] = {}
         self._collectives: dict[tuple[int, bool], Collective] = {}

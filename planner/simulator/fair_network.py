@@ -93,15 +93,11 @@ class _Flow:
 
 
 class FairNetwork:
-    """Flows in progress, and their rates.
-
-    Attributes:
-        next_s: when the next flow ends, if none starts before; infinite without flows.
-        last_s: when the last flow has ended.
-    """
+    """Flows in progress, and their rates."""
 
     def __init__(self) -> None:
-        self.next_s, self.last_s = math.inf, 0.0
+        self.next_s = math.inf  # when the next flow ends, if none starts before; infinite without flows
+        self.last_s = 0.0  # when the last flow has ended
         # Expected ends, by time. A flow whose rate changes gets a new entry; the old one is recognised by its version.
         # The number in between breaks ties by age, because flows themselves cannot be compared.
         self._ends: list[tuple[float, int, int, _Flow]] = []
@@ -110,8 +106,7 @@ class FairNetwork:
     def start(self, now_s: float, path: LinkPath, size_bytes: float, on_end: Callable[[float], None]) -> None:
         """Send `size_bytes` over the path, and call `on_end` with the time at which they are over.
 
-        Args:
-            now_s: no earlier than the last start or end, and no later than `next_s`.
+        `now_s`: no earlier than the last start or end, and no later than `next_s`.
         """
         if size_bytes <= 0:
             on_end(now_s)

@@ -17,11 +17,8 @@ def simulate_recorded(plan: Plan, measured: Timeline) -> Timeline:
     """Simulate the minibatches of which `measured` has events.
 
     Minibatches keep their numbers in the run, and time counts from the start of the first of them. From a long run only
-    so many minibatches before and after are simulated as the pipeline takes to fill.
-
-    Raises:
-        InputError: for a run without computations.
-        PlanError: as `simulate`.
+    so many minibatches before and after are simulated as the pipeline takes to fill. Raise InputError for a run without
+    computations.
     """
     recorded = {event.minibatch for event in measured.events.rows() if event.kind == "forward"}
     if not recorded:

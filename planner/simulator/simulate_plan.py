@@ -126,11 +126,7 @@ def simulate(plan: Plan, minibatches: int | None = None, accumulate: int = 1) ->
 
 
 def simulated_s(plan: Plan, accumulate: int = 1) -> float:
-    """Compute the seconds per minibatch in the steady state of `plan`, as `simulate` does, without recording events.
-
-    Raises:
-        InputError, PlanError: as `simulate`.
-    """
+    """Compute the seconds per minibatch in the steady state of `plan`, as `simulate` does, without recording events."""
     check_accumulate(plan, accumulate)
     seconds = steady_s(costs_of(plan, accumulate))
     assert seconds is not None

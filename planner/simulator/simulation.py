@@ -56,14 +56,7 @@ _MESSAGE_KIND: dict[type[Send | Receive], int] = {
 
 
 class Simulation:
-    """One run of a pipeline. `events` is filled if it is a list.
-
-    Attributes:
-        completed: when each stage finished its units so far.
-        forwards_s: per stage, the ends of its forwards so far.
-        executed: number of instructions so far.
-        communication: with the links, and what they carried.
-    """
+    """One run of a pipeline. `events` is filled if it is a list."""
 
     def __init__(self, costs: PipelineCosts, minibatches: int, events: list[Event] | None = None) -> None:
         self.shape, self.stages, self.events, self._overlap = costs.shape, costs.stages, events, costs.cluster.overlap
@@ -76,8 +69,8 @@ class Simulation:
             ends_s=[[] for _ in costs.stages],
             last_forward_s=[0.0] * len(costs.stages),
         )
-        self.forwards_s: list[list[float]] = [[] for _ in costs.stages]
-        self.executed = 0
+        self.forwards_s: list[list[float]] = [[] for _ in costs.stages]  # per stage, the ends of its forwards so far
+        self.executed = 0  # number of instructions so far
         self._streams: dict[int, Iterator[Instruction]] = {
             rank: stream(self.shape, stage, rank, minibatches) for rank, stage in self.shape.first_stages.items()
         }

@@ -32,11 +32,7 @@ COST_MODELS: dict[tuple[Formula, CostModelName], type[CostModel]] = {
 
 
 def cost_model_of(setting: Setting) -> CostModel:
-    """Return the cost model for plans in this setting.
-
-    Raises:
-        InputError: for a published cost model with a schedule that it does not describe.
-    """
+    """Return the cost model for plans in this setting; raise InputError for a schedule that it does not describe."""
     name, schedule = setting.cost_model, setting.schedule
     if (schedule.formula, name) not in COST_MODELS:
         described = [each.name for each in SCHEDULES if (each.formula, name) in COST_MODELS]
