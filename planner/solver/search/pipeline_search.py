@@ -157,7 +157,7 @@ class PipelineSearch:
         """Return a search over every cut of the graph, or None where those are too many."""
         layer_costs = self.space.layer_costs
         most = MOST_STATES if self.problem.schedule.asynchronous else MOST_SYNCHRONOUS_STATES
-        words = enumerate_downsets(layer_costs, most)
+        words = enumerate_downsets(layer_costs, most, self.problem.deadline)
         return None if words is None else PipelineSearch(self.problem, Downsets(layer_costs, words, complete=True))
 
     def leaner(self) -> dict[str, Fits]:

@@ -9,20 +9,14 @@ import numpy as np
 
 from planner.cost.work import Integers
 from planner.solver.problem.bounds import Bounds
+from planner.solver.problem.budget import OutOfTimeError
 from planner.solver.problem.problem import Limits
 from planner.solver.problem.result import RESOLUTION, BoundedPath, CutPath
-from planner.solver.problem.states import Chain, StateSpace
+from planner.solver.problem.states import StateSpace
 from planner.solver.search.chain.search import Search
 from planner.solver.search.chain.ways import WaysOf
 from planner.solver.search.graph.downsets import Downsets
-from planner.solver.search.graph.lattice import (
-    Covers,
-    Lattice,
-    around,
-    depth_first,
-    enumerate_covers,
-    fewest_live_bytes,
-)
+from planner.solver.search.graph.lattice import Covers, Lattice, around, enumerate_covers
 from planner.solver.search.graph.relaxation import OutOfWorkError, Relaxation, WorkLeft
 from planner.solver.search.graph.windows import Windows
 from planner.units import SLACK
@@ -58,35 +52,34 @@ def search_beyond(
         known: the best plan over `space`, which is the answer if no faster plan is found.
         bound_only: where the cuts are too many to list, do not look for faster plans.
     """
-    start = BoundedPath(known, 0.0, space)
-    many = limits.gpus > _MANY_GPUS
-    covers = enumerate_covers(space.layer_costs, FEW_DOWNSETS if many else MOST_DOWNSETS)
-    if covers is not None:
-        return _Bracket(model, limits, covers, start).narrowed()
-    shards = WaysOf(space, limits, prices_shards=model.prices_shards).shards
-    bound_s = Windows(space.layer_costs, model, shards=shards).bound_s(limits, known.seconds)
-    if bound_only or many:
-        return replace(start, bound_s=bound_s)
-    return _along_orders(model, limits, known, space, bound_s)
+    layer_costs, many, deadline = space.layer_costs, limits.gpus > _MANY_GPUS, limits.deadline
+    ways = WaysOf(space, limits, prices_shards=model.prices_shards)
+    everything = ways.least(space.work(0, np.array([len(space) - 1])))
+    start = BoundedPath(known, float(model.least_s(everything)[0]) / limits.gpus * (1 - RESOLUTION), space)
+    try:
+        covers = enumerate_covers(layer_costs, FEW_DOWNSETS if many else MOST_DOWNSETS, deadline)
+        if covers is not None:
+            return _Bracket(model, limits, covers, start).narrowed()
+        windows = Windows(layer_costs, model, shards=ways.shards, deadline=deadline)
+    except OutOfTimeError:
+        return start
+    start = replace(start, bound_s=windows.bound_s(limits, known.seconds))
+    return start if bound_only or many else _nearby(model, limits, start)
 
 
-def _along_orders(model: Bounds, limits: Limits, best: CutPath, space: StateSpace, bound_s: float) -> BoundedPath:
-    """Search along other orders of the branches, and near the best plan's cuts, where cuts are too many to list."""
-    layer_costs = space.layer_costs
-    # The profile follows one order of the branches; others have cuts that it does not have.
-    for order in (depth_first, fewest_live_bytes):
-        chain = Chain(layer_costs, order(layer_costs))
-        if (better := Search(chain, model, limits).best(below_s=best.seconds)) is not None:
-            best, space = better, chain
+def _nearby(model: Bounds, limits: Limits, found: BoundedPath) -> BoundedPath:
+    """Search near the best plan's cuts, where cuts are too many to list."""
     for _ in range(_ROUNDS_UNLISTED):
+        best, space = found.path, found.space
+        assert best is not None
         cuts = [space.layers(0, state) for state in best.states[1:-1]]
-        if not cuts or best.seconds * (1 - _SETTLED) <= bound_s or limits.deadline.passed:
+        if not cuts or best.seconds * (1 - _SETTLED) <= found.bound_s or limits.deadline.passed:
             break
-        nearby = Downsets(layer_costs, around(layer_costs, cuts, _NEAR_UNLISTED), complete=False)
+        nearby = Downsets(space.layer_costs, around(space.layer_costs, cuts, _NEAR_UNLISTED), complete=False)
         if (better := Search(nearby, model, limits).best(best.seconds * (1 - _PRECISION), _PRECISION)) is None:
             break
-        best, space = better, nearby
-    return BoundedPath(best, min(bound_s, best.seconds), space)
+        found = BoundedPath(better, min(found.bound_s, better.seconds), nearby)
+    return found
 
 
 class _Bracket:
@@ -112,8 +105,10 @@ class _Bracket:
             self._narrow()
         if self.low_s < self._goal_s and not self.limits.deadline.passed:
             self._polish()
-            windows = Windows(self.space.layer_costs, self.model, shards=self.relaxation.shards)
-            self.low_s = max(self.low_s, windows.bound_s(self.limits, self.best.seconds))
+            with contextlib.suppress(OutOfTimeError):
+                shards, deadline = self.relaxation.shards, self.limits.deadline
+                windows = Windows(self.space.layer_costs, self.model, shards=shards, deadline=deadline)
+                self.low_s = max(self.low_s, windows.bound_s(self.limits, self.best.seconds))
         bound_s = self.best.seconds if self.low_s >= self._goal_s else self.low_s
         return BoundedPath(self.best, bound_s, self.best_space)
 

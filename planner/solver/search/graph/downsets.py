@@ -18,6 +18,7 @@ from planner.cost.candidate import Traffic
 from planner.cost.layer_costs import LayerCosts
 from planner.cost.work import Floats, Integers
 from planner.solver.problem.bounds import Bounds
+from planner.solver.problem.budget import NO_HURRY, Deadline, OutOfTimeError
 from planner.solver.problem.states import COUNTED, FRONTS, StateSpace, column
 from planner.solver.search.graph.lattice import Words, enumerate_covers, to_bits, to_words
 from planner.units import SLACK
@@ -123,9 +124,12 @@ class Downsets(StateSpace):
         return np.asarray(self._columns[value.producer] > used)
 
 
-def enumerate_downsets(layer_costs: LayerCosts, most: int) -> Words | None:
-    """Return every downset that ends at no forbidden place; None if there are more than `most`."""
-    covers = enumerate_covers(layer_costs, most)
+def enumerate_downsets(layer_costs: LayerCosts, most: int, deadline: Deadline = NO_HURRY) -> Words | None:
+    """Return every downset that ends at no forbidden place; None if there are more than `most`, or no time for them."""
+    try:
+        covers = enumerate_covers(layer_costs, most, deadline)
+    except OutOfTimeError:
+        return None
     return None if covers is None else covers.words
 
 

@@ -5,13 +5,13 @@ all downsets that contain a given one takes O(covers), though there are far more
 the first, and let every downset that can admit the group inherit from the one that has it (the zeta transform of a
 distributive lattice: Björklund et al., "Fast zeta transforms for lattices with few irreducibles", SODA 2012).
 
-Where a graph has too many cuts to list, some are chosen: those along a few orders, and those near given cuts.
+Where a graph has too many cuts to list, those near given cuts are.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from planner.cost.layer_costs import LayerCosts
 from planner.cost.work import Floats, Integers
+from planner.solver.problem.budget import NO_HURRY, Deadline
 from planner.solver.problem.states import uncut_groups
 
 
@@ -31,48 +32,12 @@ class Groups:
         self.group_of = {layer: number for number, group in enumerate(self.layers) for layer in group}
         self.needs: list[set[int]] = [set() for _ in self.layers]
         self.feeds: list[set[int]] = [set() for _ in self.layers]
-        # Values that groups send to others: bytes, and the groups that use them.
-        self.makes: list[list[tuple[int, set[int]]]] = [[] for _ in self.layers]
         for value in layer_costs.traffic:
             producer = self.group_of[value.producer]
             users = {self.group_of[user] for user in value.users} - {producer}
-            if users:
-                self.makes[producer].append((value.sent_bytes + value.returned_bytes, users))
             self.feeds[producer] |= users
             for user in users:
                 self.needs[user].add(producer)
-
-
-def depth_first(layer_costs: LayerCosts) -> list[tuple[int, ...]]:
-    """Return the groups in an order that follows each branch to its end before it begins the next."""
-    opened: dict[int, int] = {}
-
-    def latest(ready: set[int], graph: Groups, done: set[int]) -> int:
-        # Groups get their number when they become ready; the last one opened belongs to the branch being followed.
-        for group in sorted(ready, reverse=True):
-            opened.setdefault(group, len(opened))
-        return max(ready, key=lambda group: opened[group])
-
-    return _ordered(layer_costs, latest)
-
-
-def fewest_live_bytes(layer_costs: LayerCosts) -> list[tuple[int, ...]]:
-    """Return the groups in an order that adds the fewest live bytes at each step."""
-
-    def leanest(ready: set[int], graph: Groups, done: set[int]) -> int:
-        def growth(group: int) -> tuple[int, int]:
-            made = sum(size for size, _ in graph.makes[group])
-            freed = sum(
-                size
-                for source in graph.needs[group]
-                for size, users in graph.makes[source]
-                if group in users and users - done == {group}
-            )
-            return made - freed, group
-
-        return min(ready, key=growth)
-
-    return _ordered(layer_costs, leanest)
 
 
 def around(layer_costs: LayerCosts, cuts: Sequence[Sequence[int]], most: int) -> Words:
@@ -115,22 +80,6 @@ def _nearest(graph: Groups, weights: Sequence[float], cut: frozenset[int], most:
             away = distance + (weights[group] if (group in addable) != (group in cut) else -weights[group])
             heapq.heappush(queue, (away, changed, now, *steps))
     return found
-
-
-def _ordered(layer_costs: LayerCosts, choose: Callable[[set[int], Groups, set[int]], int]) -> list[tuple[int, ...]]:
-    graph = Groups(layer_costs)
-    missing = [len(needs) for needs in graph.needs]
-    ready, done, order = {group for group, needs in enumerate(missing) if not needs}, set[int](), []
-    while ready:
-        group = choose(ready, graph, done)
-        ready.remove(group)
-        done.add(group)
-        order.append(graph.layers[group])
-        for user in graph.feeds[group]:
-            missing[user] -= 1
-            if not missing[user]:
-                ready.add(user)
-    return order
 
 
 _WORD = 64
@@ -178,11 +127,7 @@ class Lattice:
             values[:] = np.where(self._within_each[span, span], values[None, :], np.inf).min(axis=1)
             return values.size**2
         visited = 0
-        for part in reversed(self._within(start, start + len(values))):
-            lower, upper = self._lower[part] - start, self._upper[part] - start
-            if int(upper.max()) >= len(values):
-                inside = upper < len(values)
-                lower, upper = lower[inside], upper[inside]
+        for lower, upper in self._within(start, start + len(values), downwards=True):
             values[lower] = np.minimum(values[lower], values[upper])
             visited += len(lower)
         return visited
@@ -194,43 +139,49 @@ class Lattice:
             values[:] = np.where(self._within_each[span, span], values[:, None], -np.inf).max(axis=0)
             return values.size**2
         visited = 0
-        for part in self._within(start, start + len(values)):
-            lower, upper = self._lower[part] - start, self._upper[part] - start
-            if int(upper.max()) >= len(values):
-                inside = upper < len(values)
-                lower, upper = lower[inside], upper[inside]
+        for lower, upper in self._within(start, start + len(values)):
             values[upper] = np.maximum(values[upper], values[lower])
             visited += len(lower)
         return visited
 
-    def _within(self, start: int, stop: int) -> list[slice]:
-        """Return the covers of each group whose lower state is in the range."""
+    def _within(self, start: int, stop: int, *, downwards: bool = False) -> Iterator[tuple[Integers, Integers]]:
+        """Yield the covers of each group between states in the range, which count from its start."""
         bases = np.arange(self._groups) * self._states
         firsts, ends = np.searchsorted(self._keys, bases + start), np.searchsorted(self._keys, bases + stop)
         some = np.flatnonzero(ends > firsts)
-        return [slice(first, end) for first, end in zip(firsts[some].tolist(), ends[some].tolist(), strict=True)]
+        for group in some[::-1] if downwards else some:
+            part = slice(firsts[group], ends[group])
+            lower, upper = self._lower[part] - start, self._upper[part] - start
+            if int(upper.max()) >= stop - start:
+                inside = upper < stop - start
+                lower, upper = lower[inside], upper[inside]
+            yield lower, upper
 
 
 _enumerated: WeakKeyDictionary[LayerCosts, tuple[int, Covers | None]] = WeakKeyDictionary()
 
 
-def enumerate_covers(layer_costs: LayerCosts, most: int) -> Covers | None:
+def enumerate_covers(layer_costs: LayerCosts, most: int, deadline: Deadline = NO_HURRY) -> Covers | None:
     """Return every downset that ends at no forbidden place; None if there are more than `most`. O(downsets · width).
 
     The last answer for a model is kept as long as its costs exist, because a search may need it twice.
+
+    Raises:
+        OutOfTimeError: if the deadline passes before they are known.
     """
     if layer_costs not in _enumerated or _enumerated[layer_costs][0] != most:
-        _enumerated[layer_costs] = most, _covers(layer_costs, most)
+        _enumerated[layer_costs] = most, _covers(layer_costs, most, deadline)
     return _enumerated[layer_costs][1]
 
 
-def _covers(layer_costs: LayerCosts, most: int) -> Covers | None:
+def _covers(layer_costs: LayerCosts, most: int, deadline: Deadline) -> Covers | None:
     graph = Groups(layer_costs)
     needs, feeds = [sum(1 << other for other in needs) for needs in graph.needs], graph.feeds
     masks, lowers, uppers, admitted = [0], [], [], []
     level = {0: 0}  # downsets of equal size, with their numbers
     ready = {0: tuple(number for number, need in enumerate(needs) if not need)}  # groups that each can admit
     while level:
+        deadline.check()
         larger: dict[int, int] = {}
         larger_ready: dict[int, tuple[int, ...]] = {}
         # Level by level: a downset is found again by its bits, whichever of its groups was added last.

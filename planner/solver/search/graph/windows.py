@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from planner.cost.layer_costs import LayerCosts
 from planner.cost.work import IMPOSSIBLE, Floats, Footprint, Work
 from planner.solver.problem.bounds import Bounds
+from planner.solver.problem.budget import NO_HURRY, Deadline
 from planner.solver.problem.problem import Limits
 from planner.solver.problem.states import column
 from planner.solver.search.chain.ways import taken
@@ -36,11 +37,18 @@ Flags = NDArray[np.bool_]
 class Windows:
     """Ranges of work before a cut, the layers surely before and after it, and the stages between such cuts."""
 
-    def __init__(self, layer_costs: LayerCosts, model: Bounds, *, shards: bool = False) -> None:
+    def __init__(
+        self, layer_costs: LayerCosts, model: Bounds, *, shards: bool = False, deadline: Deadline = NO_HURRY
+    ) -> None:
+        """Find the windows, and what stages between them cost.
+
+        Raises:
+            OutOfTimeError: if the deadline passes before they are known.
+        """
         # Under 2bw the update counts once for all microbatches, sharded it may take next to nothing: it is left out.
         without = model.microbatches > 1 or shards
         times = ("forward_s", "backward_s") if without else ("forward_s", "backward_s", "update_s")
-        self._shards = shards
+        self._shards, self._deadline = shards, deadline
         layers_s = np.sum([column(layer_costs, name) for name in times], axis=0)
         self.layer_costs, self.model, self.total_s = layer_costs, model, float(layers_s.sum())
         # Whole numbers: differences of sums must not depend on the order in which layers were added.
@@ -50,6 +58,7 @@ class Windows:
         self._everything = float(ticks.sum())
         low, high = self._edges(np.cumsum(ticks))
         for _ in range(2):  # layers that are surely before a cut make its window narrower, which makes more layers sure
+            deadline.check()
             must, may = self._everything - self._from[:, None] < low, self._up_to[:, None] <= high
             low, high = np.maximum(low, ticks @ must), np.minimum(high, ticks @ may)
             inhabited = (low <= high) & (may | ~must).all(axis=0)
@@ -64,13 +73,13 @@ class Windows:
         self._footprint = self._held()
 
     def bound_s(self, limits: Limits, at_most_s: float) -> float:
-        """Return seconds that no plan is below, up to `at_most_s`."""
+        """Return seconds that no plan is below, up to `at_most_s`, as near as time allows."""
         low_s, high_s = self.total_s * self.model.microbatches / limits.gpus * (1 - SLACK), at_most_s
         if low_s >= high_s:
             return low_s
         if not self._possible(high_s * (1 - SLACK), limits):
             return high_s * (1 - SLACK)
-        while high_s - low_s > _PRECISION * high_s:
+        while high_s - low_s > _PRECISION * high_s and not self._deadline.passed:
             middle_s = (low_s + high_s) / 2
             if self._possible(middle_s, limits):
                 high_s = middle_s
@@ -127,6 +136,7 @@ class Windows:
         zero = np.asarray(0.0)
         outputs, received, sent = np.zeros(len(self._low)), *np.zeros((2, len(self._low), len(self._low)))
         for value in self.layer_costs.traffic:
+            self._deadline.check()
             # In the windows whose cuts the value surely crosses.
             live = self._must[value.producer] & ~self._may[list(value.users)].all(axis=0)
             outputs += live * value.sent_bytes

@@ -129,7 +129,7 @@ def search_all_cuts(problem: Problem, space: StateSpace, along: CutPath, nearest
     """
     beyond = beyond_the_order(problem, space, nearest)
     sought = problem.cluster.gpus <= MOST_BOUNDED and not problem.deadline.passed
-    words = enumerate_downsets(space.layer_costs, MOST_DOWNSETS) if sought else None
+    words = enumerate_downsets(space.layer_costs, MOST_DOWNSETS, problem.deadline) if sought else None
     if words is None:
         return BoundedPath(along, min(beyond.bound_s, along.seconds), space, beyond.bound_s)
     assert beyond.path is not None

@@ -19,6 +19,7 @@ from planner.options.solving import RecomputeRule, StageRules
 from planner.schedule.registry import find
 from planner.solver import solve
 from planner.solver.problem.bounds import AsynchronousBounds, bounds_for
+from planner.solver.problem.budget import Deadline
 from planner.solver.problem.problem import Limits, Problem
 from planner.solver.problem.states import Chain
 from planner.solver.search.chain.search import Search
@@ -65,6 +66,17 @@ def test_a_plan_that_will_be_trained_keeps_the_order_and_says_what_that_costs() 
     assert [name for stage in plan.stages for name in stage.layers] == order
     assert plan.solver.status == "feasible"
     assert plan.solver.lower_bound_s == pytest.approx(12)
+
+
+def test_a_passed_deadline_leaves_the_known_plan_and_an_honest_bound() -> None:
+    layer_costs, model = LayerCosts(two_towers()), bounds_for("resource", Link(4.0))
+    chain, limits = Chain(layer_costs), Limits(2, deadline=Deadline.after(0.0))
+    known = Search(chain, model, Limits(2)).best()
+    assert known is not None
+    beyond = search_beyond(chain, model, limits, known)
+    assert beyond.path == known
+    assert 0 < beyond.bound_s <= 12
+    assert enumerate_downsets(LayerCosts(two_towers()), 100, Deadline.after(0.0)) is None
 
 
 def test_downsets_of_a_ladder() -> None:
