@@ -204,15 +204,6 @@ class Leaner:
             ]
             plan = priced(problem, recomputing)
             if plan.fits(problem.cluster):
-                # The way here went by what stages hold at one moment, and what counts is their peak: each stage in turn
-                # recomputes the least with which all still fit.
-                for number, (each, row) in enumerate(zip(choices, rows, strict=True)):
-                    for less in reversed(range(row)):
-                        fewer = list(plan.stages)
-                        fewer[number] = _with(fewer[number], each.groups(less))
-                        if not (leaner := priced(problem, fewer)).fits(problem.cluster):
-                            break
-                        plan = leaner
                 return plan if problem.allows(plan) else None
             for number, (each, row, held) in enumerate(zip(choices, rows, plan.price.gpu_bytes, strict=True)):
                 limit = problem.cluster.memory_of(plan.stages[number].options.kind)

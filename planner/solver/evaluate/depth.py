@@ -12,7 +12,7 @@ stage, one per replica, those that wait for the round to end, and those on the w
     r_s * d_s  >=  r_{s+1} * d_{s+1}  +  r_s  +  (r_s - 1)  +  transfers / T
 
 The choice starts from the depths that this inequality gives; simulating the streams decides. It is by time alone, and
-of equally fast depths the shallowest: were a minibatch in flight to gain some share of the time, then a better cluster,
+of equally fast ones the shallowest that is tried: were a minibatch in flight to gain some share of the time, then a better cluster,
 on which it gains a little less than that, would have the slower plan. `max_staleness` and the memory bound the depth.
 
 1f1b-flush has the same published depths, and waits for every message of every microbatch. Deeper pipelines cost it only
@@ -38,7 +38,6 @@ HOPELESS = 1.25  # ratio of times that deepening beyond the inequality at the to
 FAR = 1.5  # likewise under synchronous schedules
 NEAR = 1.1  # ratio of times that going still deeper, or less deep, does not gain
 RESERVED = 0.5  # share of the budget that is kept for other pipelines than the one that is being deepened
-HARDLY = 0.005  # if all stages one deeper gain no more than this, the first few stages do not either
 
 
 @dataclass(frozen=True)
@@ -126,68 +125,32 @@ def choose_depths(times: PipelineTimes, below_s: float = math.inf) -> DepthChoic
         None if the budget does not even allow to simulate the published depths.
     """
     published, counted = warm_up_depths(times.pipeline.shape.replicas), _counted_depths(times)
-    counted, last = tuple(map(min, counted, times.deepest)), len(published) - 1
     # The inequality is usually enough, and what is far from `below_s` with it needs no other simulation.
-    begin = published if math.isinf(below_s) else counted
-    first = price_depths(times, begin, needed=math.isinf(below_s), hopeless_s=below_s * HOPELESS)
-    if first is None or first.seconds_per_unit > below_s * HOPELESS:
-        return first
-    best = first
-    tried: dict[Depths, DepthChoice | None] = {begin: first}
-    # One pipeline with many depths to try must not use up what other candidates need.
-    reserved = times.budget.left * RESERVED
-
-    def consider(candidate: Depths) -> float:
-        """Simulate a candidate, keep it if it is better, and return the share of the time that it gains."""
-        nonlocal best
-        depths = tuple(map(min, candidate, times.deepest))
-        if best.seconds_per_unit <= times.busiest_s * (1 + SLACK):
-            return 0.0  # no depth is faster
-        if depths not in tried and times.budget.left < reserved:
-            times.budget.exhausted = False
-            return 0.0
-        if depths not in tried:
-            tried[depths] = price_depths(times, depths)
-        before, deeper = best.seconds_per_unit, tried[depths]
-        if deeper is None:
-            return 0.0
-        # Equals within rounding go to the one with fewer units in flight.
-        alike = abs(deeper.seconds_per_unit - before) <= SLACK * before
-        if sum(deeper.depths) < sum(best.depths) if alike else deeper.seconds_per_unit < before:
-            best = deeper
-        return 1 - deeper.seconds_per_unit / before
-
-    consider(counted)
-    consider(_counted_depths(times, more=1))
-    if best.seconds_per_unit > below_s * NEAR:
+    begin = published if math.isinf(below_s) else tuple(map(min, counted, times.deepest))
+    best = price_depths(times, begin, needed=math.isinf(below_s), hopeless_s=below_s * HOPELESS)
+    if best is None or best.seconds_per_unit > below_s * HOPELESS:
         return best
-    gained = consider(_more(counted, 1, last))
-    if gained > HARDLY:
-        # Long pipelines are slow to simulate: for those, deepen only the first stage or all.
-        for upto in range(1, last) if last < 8 else (1,):
-            consider(_more(counted, 1, upto))
-    consider(_more(counted, 2, last))
-    consider(published)
-    return best if best.depths == published or best.seconds_per_unit > below_s else _trimmed(times, best)
-
-
-def _more(depths: Depths, more: int, upto: int) -> Depths:
-    return tuple(depth + more * (stage < upto) for stage, depth in enumerate(depths))
-
-
-def _trimmed(times: PipelineTimes, best: DepthChoice) -> DepthChoice:
-    """Reduce the depth of the first stage, which has most in flight, as far as that costs no time."""
-    # Bisection, because the time falls with the depth; only the first stage, to keep the number of simulations small.
-    low, high = warm_up_depths(times.pipeline.shape.replicas)[0], best.depths[0]
-    while low < high:
-        middle = (low + high) // 2
-        less = price_depths(times, (middle, *best.depths[1:]))
-        if less is None:
+    tried, budget = {begin}, times.budget
+    # One pipeline with many depths to try must not use up what other candidates need.
+    reserved = budget.left * RESERVED
+    still_deeper = [(*(depth + more for depth in counted[:-1]), counted[-1]) for more in (1, 2)]
+    for wanted in (counted, _counted_depths(times, more=1), *still_deeper, published):
+        depths = tuple(map(min, wanted, times.deepest))
+        if best.seconds_per_unit <= times.busiest_s * (1 + SLACK):
+            break  # no depth is faster
+        if wanted in still_deeper and best.seconds_per_unit > below_s * NEAR:
             break
-        if less.seconds_per_unit > best.seconds_per_unit * (1 + SLACK):
-            low = middle + 1
-        else:
-            best, high = less, middle
+        if depths in tried:
+            continue
+        tried.add(depths)
+        if budget.left < reserved:
+            budget.exhausted = False
+        elif (choice := price_depths(times, depths)) is not None:
+            before_s, seconds = best.seconds_per_unit, choice.seconds_per_unit
+            # Equals within rounding go to the one with fewer units in flight.
+            alike = abs(seconds - before_s) <= SLACK * before_s
+            better = sum(depths) < sum(best.depths) if alike else seconds < before_s
+            best = choice if better else best
     return best
 
 
