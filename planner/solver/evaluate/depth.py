@@ -12,8 +12,9 @@ stage, one per replica, those that wait for the round to end, and those on the w
     r_s * d_s  >=  r_{s+1} * d_{s+1}  +  r_s  +  (r_s - 1)  +  transfers / T
 
 The choice starts from the depths that this inequality gives; simulating the streams decides. It is by time alone, and
-of equally fast ones the shallowest that is tried: were a minibatch in flight to gain some share of the time, then a better cluster,
-on which it gains a little less than that, would have the slower plan. `max_staleness` and the memory bound the depth.
+of equally fast depths the shallowest: were a minibatch in flight to gain some share of the time, then a
+better cluster, on which it gains a little less than that, would have the slower plan. `max_staleness` and the memory
+bound the depth.
 
 1f1b-flush has the same published depths, and waits for every message of every microbatch. Deeper pipelines cost it only
 the memory of more activations, because nothing is updated meanwhile.
@@ -133,13 +134,13 @@ def choose_depths(times: PipelineTimes, below_s: float = math.inf) -> DepthChoic
     tried, budget = {begin}, times.budget
     # One pipeline with many depths to try must not use up what other candidates need.
     reserved = budget.left * RESERVED
-    still_deeper = [(*(depth + more for depth in counted[:-1]), counted[-1]) for more in (1, 2)]
-    for wanted in (counted, _counted_depths(times, more=1), *still_deeper, published):
+    deeper = [(*(depth + more for depth in counted[:-1]), counted[-1]) for more in (1, 2)]
+    for number, wanted in enumerate((counted, _counted_depths(times, more=1), *deeper, published)):
         depths = tuple(map(min, wanted, times.deepest))
         if best.seconds_per_unit <= times.busiest_s * (1 + SLACK):
             break  # no depth is faster
-        if wanted in still_deeper and best.seconds_per_unit > below_s * NEAR:
-            break
+        if number == 2 and best.seconds_per_unit > below_s * NEAR:
+            return best
         if depths in tried:
             continue
         tried.add(depths)
@@ -151,6 +152,20 @@ def choose_depths(times: PipelineTimes, below_s: float = math.inf) -> DepthChoic
             alike = abs(seconds - before_s) <= SLACK * before_s
             better = sum(depths) < sum(best.depths) if alike else seconds < before_s
             best = choice if better else best
+    if best.depths == published or best.seconds_per_unit > below_s:
+        return best
+    # Reduce the depth of the first stage, which has most in flight, as far as that costs no time. By bisection, because
+    # the time falls with the depth; only the first stage, to keep the number of simulations small.
+    low, high = published[0], best.depths[0]
+    while low < high:
+        middle = (low + high) // 2
+        less = price_depths(times, (middle, *best.depths[1:]))
+        if less is None:
+            break
+        if less.seconds_per_unit > best.seconds_per_unit * (1 + SLACK):
+            low = middle + 1
+        else:
+            best, high = less, middle
     return best
 
 
