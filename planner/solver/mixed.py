@@ -11,12 +11,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import combinations, permutations
+from itertools import chain, combinations, permutations
 
 import numpy as np
 
 from planner.cost.kinds import everything_on, kind_on
-from planner.cost.network.link import Link
 from planner.errors import InfeasibleError, InputError
 from planner.solver.choose.first_plans import Leaner
 from planner.solver.choose.improvement import improved
@@ -97,11 +96,17 @@ def _along_lines(problem: Problem, kinds: Sequence[tuple[int, ...]], known: Sequ
     topology, found = problem.topology, list[Evaluation]()
     links = {problem.link, *(topology.link(level) for level in range(len(topology)))}
     known_s = min((plan.seconds for plan in known), default=np.inf)
+    states = min(MOST_STATES, int((MOST_ENTRIES / problem.cluster.gpus) ** 0.5))
+    everything = problem.layer_costs.single_stage
     # Where messages weigh more, there are fewer of them, and plans wait less.
     slower = [slowed(problem.link, times) for times in SLOWER_LINKS] if problem.simulates else []
     for link in (*sorted(links, key=lambda each: each.bandwidth_bytes_per_s), *slower):
         best_s = np.inf if link in slower else known_s
-        tables = _tables(problem, kinds, link)
+        tables = dict[Kinds, StagesOn]()  # all stages on GPUs of each set of kinds
+        for numbers in chain.from_iterable(combinations(range(len(kinds)), count + 1) for count in range(len(kinds))):
+            ranks = [rank for number in numbers for rank in kinds[number]]
+            kind = kind_on(problem.layer_costs, problem.cluster, everything, ranks)
+            tables[frozenset(numbers)] = StagesOn(problem, link, kind, len(ranks), states)
         entries = len(tables[frozenset({0})].space) ** 2 * problem.cluster.gpus
         for line in _lines(kinds, in_turns=entries <= SMALL):
             search = LineSearch(problem, tables, line)
@@ -114,18 +119,6 @@ def _along_lines(problem: Problem, kinds: Sequence[tuple[int, ...]], known: Sequ
                 return found
         known_s = min(known_s, best_s)
     return found
-
-
-def _tables(problem: Problem, kinds: Sequence[tuple[int, ...]], link: Link) -> dict[Kinds, StagesOn]:
-    """Return all stages on GPUs of each set of kinds."""
-    states = min(MOST_STATES, int((MOST_ENTRIES / problem.cluster.gpus) ** 0.5))
-    everything, tables = problem.layer_costs.single_stage, dict[Kinds, StagesOn]()
-    for count in range(1, len(kinds) + 1):
-        for numbers in combinations(range(len(kinds)), count):
-            ranks = [rank for number in numbers for rank in kinds[number]]
-            kind = kind_on(problem.layer_costs, problem.cluster, everything, ranks)
-            tables[frozenset(numbers)] = StagesOn(problem, link, kind, len(ranks), states)
-    return tables
 
 
 def _lines(kinds: Sequence[tuple[int, ...]], *, in_turns: bool) -> Iterator[Line]:

@@ -33,7 +33,6 @@ from planner.units import SLACK
 GRACE_S = 1.0  # to simulate these plans after the time limit: otherwise nobody knows which is the fastest
 MOST_SIMULATED = 3  # of the best by the cost model, before the search begins
 MOST_CUTS = 100  # among which any plan that fits is sought
-CLOSE = 1.1  # ratio of memories, the larger of which a plan fits, and the smaller none that was found
 
 
 class FirstPlans:
@@ -56,21 +55,10 @@ class FirstPlans:
         return self.best
 
     def leanest(self) -> Evaluation | None:
-        """Return the plan that needs least memory of those that a short search meets, whether it fits or not."""
-        leaner, cluster = Leaner(self._problem), self._problem.cluster
+        """Return the plan that needs least memory, whether it fits or not."""
+        leaner = Leaner(self._problem)
         plans = (leaner.leanest(usual.stages) for usual in _usual_plans(self._problem))
-        best = min(plans, key=_most_bytes, default=None)
-        problem, low = self._hurried(), cluster.memory_bytes
-        while best is not None and low is not None and _most_bytes(best) > low * CLOSE:
-            if problem.budget.deadline.passed:
-                break
-            middle = int((low * _most_bytes(best)) ** 0.5)
-            found = _plan_of_large_stages(problem.with_cluster(cluster.model_copy(update={"memory_bytes": middle})))
-            if found is None or _most_bytes(found) >= _most_bytes(best):
-                low = middle
-            else:
-                best = found
-        return best
+        return min(plans, key=lambda plan: max(plan.price.gpu_bytes), default=None)
 
     def at_least(self, found: Found) -> Found:
         """Return what a search has found, or one of these plans if that is faster."""
@@ -171,10 +159,6 @@ def _usual_plans(problem: Problem) -> Iterator[_Usual]:
                     continue
                 for sharded in {rule == "always" and replicas > 1, may_shard and replicas > 1}:
                     yield _Usual(cut, StageOptions(replicas, sharded=sharded), slowest_s)
-
-
-def _most_bytes(plan: Evaluation) -> int:
-    return max(plan.price.gpu_bytes)
 
 
 def _plan_of_large_stages(problem: Problem) -> Evaluation | None:
