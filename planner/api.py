@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -112,12 +113,7 @@ def run_job(job: Job, on_restart: Callable[[str], None] | None = None) -> TrainR
 
 def trace_writer(job: Job) -> Callable[[Timeline], None]:
     """Return a function that writes the trace that `job` asks for."""
-
-    def write(timeline: Timeline) -> None:
-        assert job.run_options.trace is not None
-        save_trace(timeline, job.run_options.trace)
-
-    return write
+    return partial(save_trace, path=job.run_options.trace or "")
 
 
 def check_trainable(plan: Plan) -> None:
@@ -182,30 +178,15 @@ def make_job(model: str | Path, plan: Plan, arguments: TrainArguments) -> Job:
     made: dict[str, Any] = {"options": options, "checkpoints": checkpoints, "run_options": run_options}
     made |= {"save_weights": None if path is None else str(path)}
     made |= {"seed": seed_of_run(checkpoints, plan, arguments.seed, baseline)}
-    job = Job(
-        **vars(arguments) | made,
-        model=str(model),
-        plan=plan,
-        predicted_samples_per_s=_predicted_samples_per_s(plan, options.accumulate),
-        predicted_start_samples_per_s=_predicted_start_samples_per_s(plan, options.synchronous_start),
-    )
+    # The plan predicts an update per minibatch, and no synchronous start.
+    if options.accumulate > 1 and plan.microbatch_size is not None:
+        made["predicted_samples_per_s"] = plan.microbatch_size / simulated_s(plan, options.accumulate)
+    if options.synchronous_start and plan.minibatch_size is not None:
+        made["predicted_start_samples_per_s"] = plan.minibatch_size / simulated_s(synchronous_part(plan))
+    job = Job(**vars(arguments) | made, model=str(model), plan=plan)
     if os.environ.get("RANK", "0") == "0":  # on other hosts nothing is written
         for path in (job.save_weights, run_options.trace, options.tensorboard and f"{options.tensorboard}/events"):
             if path is not None:
                 check_writable(path)
     device_kind(job)  # so that another kind than the plan's shows before any process starts
     return job
-
-
-def _predicted_samples_per_s(plan: Plan, accumulate: int) -> float | None:
-    """Predict the speed with fewer updates and all-reduces than the plan counts; None if it counts them right."""
-    if accumulate == 1 or plan.microbatch_size is None:
-        return None
-    return plan.microbatch_size / simulated_s(plan, accumulate)
-
-
-def _predicted_start_samples_per_s(plan: Plan, start: float) -> float | None:
-    """Predict the speed of a synchronous start; None without one."""
-    if not start or plan.minibatch_size is None:
-        return None
-    return plan.minibatch_size / simulated_s(synchronous_part(plan))

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import planner
-from planner.cli.arguments import Verbs, add_question_arguments, declare, options_of, patience_of, plan_of
+from planner.cli.arguments import Verbs, add_question_arguments, declare, patience_of, plan_of, read_options
 from planner.cli.cluster import cluster_of
 from planner.cli.output import print_answer, print_written
 from planner.errors import ClusterError, InputError
 from planner.options.numbers import is_count
+from planner.options.solving import SolveOptions
 from planner.units import parse_bandwidth, parse_bytes
 
 if TYPE_CHECKING:
@@ -121,7 +122,9 @@ def run_sweep(args: argparse.Namespace) -> int:
 
     with patience_of(args) as patience:
         profile = read_one_profile(args.profile)
-        swept = planner.sweep(profile, quantity, values, cluster_at, options=options_of(args), patience=patience)
+        swept = planner.sweep(
+            profile, quantity, values, cluster_at, options=read_options(SolveOptions, args), patience=patience
+        )
     print_answer(swept, args.json, sweep_report)
     if args.plot is not None:
         write_text(args.plot, sweep_svg(swept))

@@ -151,11 +151,6 @@ def add_rule_arguments(parser: argparse.ArgumentParser, time_limit: str = TIME_L
     add_options(parser, SolveOptions, "time_limit_s", default=time_limit)
 
 
-def options_of(args: argparse.Namespace) -> SolveOptions:
-    """Return how to solve, by the arguments."""
-    return read_options(SolveOptions, args)
-
-
 @contextmanager
 def patience_of(args: argparse.Namespace) -> Iterator[Patience]:
     """Start the clock of all that the verb does, by the arguments, and show on stderr how far the searches are."""
@@ -179,7 +174,7 @@ def plan_of(args: argparse.Namespace, profile: planner.Profile, patience: Patien
     described = any(given(args, name) for name in CLUSTER)
     path = PLAN if args.plan is None and PLAN.exists() and not described else args.plan
     if path is None:
-        return find_plan(profile, cluster_of(args, profile), options_of(args), patience.part(SOLVING))
+        return find_plan(profile, cluster_of(args, profile), read_options(SolveOptions, args), patience.part(SOLVING))
     refuse(args, "plan", *_SOLVING, *_RULES, why=", which says so itself")
     plan = planner.load_plan(path)
     return GivenPlan.of(profile, plan).on(cluster_of(args, profile)) if described else plan

@@ -15,8 +15,8 @@ from planner.cli.arguments import (
     add_options,
     add_rule_arguments,
     declare,
-    options_of,
     patience_of,
+    read_options,
 )
 from planner.cli.cluster import add_compress_argument, each
 from planner.cli.output import print_answer, print_progress
@@ -105,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
             profile,
             args.gpus,
             lambda gpus: _cluster(args, memory_bytes, gpus, per_server),
-            options_of(args),
+            read_options(SolveOptions, args),
             patience,
         )
     print_answer(answer, args.json, fit_report)

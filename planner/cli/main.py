@@ -40,16 +40,9 @@ your GPUs, and train it that way.
 
     plan profile model.py                       model on this device  -> profile.json
     plan solve --gpus 8 --bandwidth 10Gbps      profile and cluster   -> plan.json
-    plan fit llama-7b --gpus 8                  model's name          -> does it fit, how to split it, how fast
-    plan price --stages 4 --gpus 8 ...          your own stages       -> plan.json
-    plan show                                   plan                  -> table
-    plan compare, plan sweep, plan explain      alternatives to the plan, and what limits it
     plan simulate                               plan                  -> timeline, throughput, memory
     plan report                                 all of it             -> report.html
     plan train model.py                         plan                  -> trained model
-    plan export-weights checkpoints             checkpoint            -> model.safetensors
-    plan export --to megatron                   plan                  -> another system's files
-    plan selftest                               this machine          -> does all of it work here?
 
 New here? `plan quickstart` does all of it with a small model.
 """

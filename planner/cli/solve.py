@@ -183,16 +183,10 @@ def _chosen(
     from planner.analysis.choose import COMPARED, choose, with_best_synchronous
     from planner.report.tables.compare import choice_report
 
-    if options.alone:
-        raise InputError(
-            "--solver, --vertical-sync and constraints are for one schedule and one profile",
-            hint="give one --schedule and one --profile",
-        )
-    if options.cost_model != "resource":
-        raise InputError(
-            f"the cost model '{options.cost_model}' describes 1f1b at one batch size, so there is nothing to choose",
-            hint="use --cost-model resource",
-        )
+    if options.alone or options.cost_model != "resource":
+        alone = "--solver, --vertical-sync, constraints and cost models other than resource"
+        hint = "give one --schedule and one --profile"
+        raise InputError(f"{alone} are for one schedule and one profile", hint=hint)
     schedules = COMPARED if args.schedule in ALL else [options.order]
     choice = choose(profiles, cluster, options, schedules, patience.part(SEARCHING))
     if not args.json:

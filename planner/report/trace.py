@@ -62,13 +62,11 @@ def load_run(path: Path | str) -> Timeline:
     try:
         head = content["otherData"]["timeline"]
         events = Events.of(_event(row) for row in content["traceEvents"] if row["ph"] == "X")
+        return Timeline.model_validate({**head, "events": events.model_dump()})
     except (KeyError, TypeError):
         raise InputError(f"'{path}' is a trace of another program: it has no timeline", hint=_REMEDY) from None
-    try:
-        return Timeline.model_validate({**head, "events": events.model_dump()})
-    except (ValidationError, TypeError) as cause:
-        problem = first_problem(cause) if isinstance(cause, ValidationError) else str(cause)
-        raise InputError(f"'{path}': {problem}", hint=_REMEDY) from None
+    except ValidationError as cause:
+        raise InputError(f"'{path}': {first_problem(cause)}", hint=_REMEDY) from None
 
 
 def _slices(timeline: Timeline, events: Iterable[Event]) -> Iterator[TraceEvent]:
@@ -143,16 +141,11 @@ def _within(event: Event, share: float) -> float:
 
 
 def _event(row: TraceEvent) -> Event:
-    args = row["args"]
     end = round(row["ts"] + row["dur"], 3)  # to the bit equal to the start of an event that follows at once
     return Event(
         rank=row["pid"],
         kind=row["cat"],
-        stage=args["stage"],
-        minibatch=args["minibatch"],
-        microbatch=args["microbatch"],
         start_s=row["ts"] / MICROSECONDS,
         end_s=end / MICROSECONDS,
-        peer_rank=args.get("peer_rank"),
-        peer_stage=args.get("peer_stage"),
+        **row["args"],
     )
