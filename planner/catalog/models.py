@@ -30,98 +30,54 @@ from planner.formats.files import write_text
 Config = Mapping[str, Any]
 
 
-def _gpt2(width: int, layers: int, heads: int) -> Config:
-    return {
-        "architectures": ["GPT2LMHeadModel"],
-        "model_type": "gpt2",
-        "n_embd": width,
-        "n_layer": layers,
-        "n_head": heads,
-    }
+_LLAMA = (
+    "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads vocab_size "
+    "max_position_embeddings"
+)
+_KINDS = {  # by model_type: the class, and the fields of a configuration that say its size
+    "gpt2": ("GPT2LMHeadModel", "n_embd n_layer n_head"),
+    "bert": ("BertForMaskedLM", "hidden_size num_hidden_layers num_attention_heads intermediate_size"),
+    "t5": ("T5ForConditionalGeneration", "d_model d_ff num_layers num_heads"),
+    "vit": (
+        "ViTForImageClassification",
+        "hidden_size num_hidden_layers num_attention_heads intermediate_size patch_size",
+    ),
+    "gpt_neox": (
+        "GPTNeoXForCausalLM",
+        "hidden_size num_hidden_layers num_attention_heads intermediate_size vocab_size",
+    ),
+    "llama": ("LlamaForCausalLM", _LLAMA),
+    "mistral": ("MistralForCausalLM", _LLAMA),
+    "qwen2": ("Qwen2ForCausalLM", _LLAMA),
+}
 
 
-def _bert(width: int, layers: int, heads: int) -> Config:
-    return {
-        "architectures": ["BertForMaskedLM"],
-        "model_type": "bert",
-        "hidden_size": width,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "intermediate_size": 4 * width,
-    }
-
-
-def _t5(width: int, layers: int, heads: int) -> Config:
-    return {
-        "architectures": ["T5ForConditionalGeneration"],
-        "model_type": "t5",
-        "d_model": width,
-        "d_ff": 4 * width,
-        "num_layers": layers,
-        "num_heads": heads,
-    }
-
-
-def _vit(width: int, layers: int, heads: int, patch: int) -> Config:
-    return {
-        "architectures": ["ViTForImageClassification"],
-        "model_type": "vit",
-        "hidden_size": width,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "intermediate_size": 4 * width,
-        "patch_size": patch,
-    }
-
-
-def _llama(width: int, inner: int, layers: int, heads: int, groups: int, words: int = 32000) -> Config:
-    """Return a Llama: `groups` of heads share keys and values, and `words` are in the vocabulary."""
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": width,
-        "intermediate_size": inner,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": groups,
-        "vocab_size": words,
-        "max_position_embeddings": 4096 if words == 32000 else 8192,
-    }
-
-
-def _like_llama(kind: str, config: Config) -> Config:
-    return {**config, "architectures": [f"{kind}ForCausalLM"], "model_type": kind.lower()}
+def _config(kind: str, *sizes: int) -> Config:
+    name, fields = _KINDS[kind]
+    return {"architectures": [name], "model_type": kind, **dict(zip(fields.split(), sizes, strict=True))}
 
 
 MODELS: Mapping[str, Config] = {
-    "gpt2": _gpt2(768, 12, 12),
-    "gpt2-medium": _gpt2(1024, 24, 16),
-    "gpt2-large": _gpt2(1280, 36, 20),
-    "gpt2-xl": _gpt2(1600, 48, 25),
-    "bert-base": _bert(768, 12, 12),
-    "bert-large": _bert(1024, 24, 16),
-    "t5-base": _t5(768, 12, 12),
-    "t5-large": _t5(1024, 24, 16),
-    "vit-large": _vit(1024, 24, 16, 16),
-    "vit-huge": _vit(1280, 32, 16, 14),
-    "gpt-neox-20b": {
-        "architectures": ["GPTNeoXForCausalLM"],
-        "model_type": "gpt_neox",
-        "hidden_size": 6144,
-        "num_hidden_layers": 44,
-        "num_attention_heads": 64,
-        "intermediate_size": 24576,
-        "vocab_size": 50432,
-    },
-    "llama-7b": _llama(4096, 11008, 32, 32, 32),
-    "llama-13b": _llama(5120, 13824, 40, 40, 40),
-    "llama-70b": _llama(8192, 28672, 80, 64, 8),
-    "llama-3-8b": _llama(4096, 14336, 32, 32, 8, 128256),
-    "llama-3-70b": _llama(8192, 28672, 80, 64, 8, 128256),
-    "llama-3-405b": _llama(16384, 53248, 126, 128, 8, 128256),
-    "mistral-7b": _like_llama("Mistral", _llama(4096, 14336, 32, 32, 8)),
-    "qwen2.5-7b": _like_llama("Qwen2", _llama(3584, 18944, 28, 28, 4, 152064)),
-    "qwen2.5-72b": _like_llama("Qwen2", _llama(8192, 29568, 80, 64, 8, 152064)),
+    "gpt2": _config("gpt2", 768, 12, 12),
+    "gpt2-medium": _config("gpt2", 1024, 24, 16),
+    "gpt2-large": _config("gpt2", 1280, 36, 20),
+    "gpt2-xl": _config("gpt2", 1600, 48, 25),
+    "bert-base": _config("bert", 768, 12, 12, 3072),
+    "bert-large": _config("bert", 1024, 24, 16, 4096),
+    "t5-base": _config("t5", 768, 3072, 12, 12),
+    "t5-large": _config("t5", 1024, 4096, 24, 16),
+    "vit-large": _config("vit", 1024, 24, 16, 4096, 16),
+    "vit-huge": _config("vit", 1280, 32, 16, 5120, 14),
+    "gpt-neox-20b": _config("gpt_neox", 6144, 44, 64, 24576, 50432),
+    "llama-7b": _config("llama", 4096, 11008, 32, 32, 32, 32000, 4096),
+    "llama-13b": _config("llama", 5120, 13824, 40, 40, 40, 32000, 4096),
+    "llama-70b": _config("llama", 8192, 28672, 80, 64, 8, 32000, 4096),
+    "llama-3-8b": _config("llama", 4096, 14336, 32, 32, 8, 128256, 8192),
+    "llama-3-70b": _config("llama", 8192, 28672, 80, 64, 8, 128256, 8192),
+    "llama-3-405b": _config("llama", 16384, 53248, 126, 128, 8, 128256, 8192),
+    "mistral-7b": _config("mistral", 4096, 14336, 32, 32, 8, 32000, 4096),
+    "qwen2.5-7b": _config("qwen2", 3584, 18944, 28, 28, 4, 152064, 8192),
+    "qwen2.5-72b": _config("qwen2", 8192, 29568, 80, 64, 8, 152064, 8192),
 }
 
 
@@ -196,21 +152,30 @@ def find_model(name: str) -> NamedModel:
     elif (config := MODELS.get(name.lower())) is not None:
         found = NamedModel(name.lower(), config)
     else:
-        found = _of_class(name)
-    classes = found.config["architectures"]
+        made_from = None
+        if name.isidentifier() and name[:1].isupper():
+            with _told(name):
+                made_from = getattr(getattr(_transformers(name), name, None), "config_class", None)
+        if made_from is None:
+            near = difflib.get_close_matches(name.lower(), MODELS, n=3, cutoff=0.5)
+            meant = f"did you mean {' or '.join(near)}? " if near else ""
+            raise InputError(
+                f"there is no model '{name}'",
+                hint=f"{meant}Give a model file, a config.json, a class of transformers such as LlamaForCausalLM, or "
+                f"one of {', '.join(MODELS)}",
+            )
+        found = NamedModel(name, {"architectures": [name], "model_type": made_from.model_type})
     with _told(found.name):
-        if not hasattr(_transformers(found.name), classes[0]):
-            raise ValueError(f"it has no class {classes[0]}")
+        if not hasattr(_transformers(found.name), found.config["architectures"][0]):
+            raise ValueError(f"it has no class {found.config['architectures'][0]}")
     return found
 
 
 def _of_file(path: Path) -> NamedModel:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as cause:
-        raise InputError(f"'{path}' cannot be read: {cause.strerror}", hint="name a config.json") from None
-    except ValueError as cause:
-        raise InputError(f"'{path}' is not JSON: {cause}", hint="name a config.json of transformers") from None
+    except (OSError, ValueError) as cause:
+        raise InputError(f"'{path}' cannot be read as JSON: {cause}", hint="name a config.json") from None
     for field in ("architectures", "model_type"):
         if not isinstance(config, dict) or not config.get(field):
             raise InputError(
@@ -218,21 +183,6 @@ def _of_file(path: Path) -> NamedModel:
                 hint='a config.json of transformers has, such as "architectures": ["LlamaForCausalLM"]',
             )
     return NamedModel(path.resolve().parent.name if path.stem == "config" else path.stem, config)
-
-
-def _of_class(name: str) -> NamedModel:
-    transformers = _transformers(name) if name.isidentifier() and name[:1].isupper() else None
-    with _told(name):
-        made_from = getattr(getattr(transformers, name, None), "config_class", None)
-    if made_from is None:
-        near = difflib.get_close_matches(name.lower(), MODELS, n=3, cutoff=0.5)
-        meant = f"did you mean {' or '.join(near)}? " if near else ""
-        raise InputError(
-            f"there is no model '{name}'",
-            hint=f"{meant}Give a model file, a config.json, a class of transformers such as LlamaForCausalLM, or one "
-            f"of {', '.join(MODELS)}",
-        )
-    return NamedModel(name, {"architectures": [name], "model_type": made_from.model_type})
 
 
 def _transformers(name: str) -> Any:

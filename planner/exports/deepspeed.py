@@ -6,17 +6,8 @@ import json
 from string import Template
 
 from planner.errors import PlanError
-from planner.exports.limits import (
-    comment,
-    equal_degrees,
-    microbatches_per_pipeline,
-    remarks,
-    shards_everywhere,
-    stage_layers,
-)
+from planner.exports.limits import comment, model_remarks, stage_layers, target_of
 from planner.formats.plan import Plan
-
-SYSTEM = "DeepSpeed"
 
 _FILE = Template('''\
 """Stage boundaries of $model for DeepSpeed's PipelineModule, $stages stages; written by `plan export`.
@@ -86,38 +77,36 @@ def deepspeed_file(plan: Plan, name: str = "pipeline_partition") -> str:
     Raises:
         PlanError: for what DeepSpeed cannot express.
     """
-    degrees = equal_degrees(plan, SYSTEM)
-    replicas = degrees.replicas
+    target = target_of(plan, "DeepSpeed")
     if plan.schedule.chunked:
         raise PlanError(
             f"DeepSpeed has no schedule like {plan.schedule}: each of its workers has one stage",
             hint=f"solve with `schedule={plan.schedule.unchunked}`",
         )
-    said = remarks(plan, SYSTEM)
+    said = [*target.remarks, *model_remarks(plan, "DeepSpeed")]
     if not plan.schedule.alternates:
         said.append(f"DeepSpeed runs 1F1B with a flush, where the plan is for {plan.schedule}.")
     if any(stage.recompute for stage in plan.stages):
         said.append("Some stages recompute: set PipelineModule's activation_checkpoint_interval.")
-    if degrees.tensor > 1:
+    topology, imported, of_ranks = "num_stages=len(STAGE_STARTS)", "", ""
+    if target.tensor > 1:
         said.append("Give it layers that divide themselves over the axis 'model' of its topology, such as Megatron's.")
-    sharded = shards_everywhere(plan, SYSTEM, said)
+        topology = f"topology=PipeModelDataParallelTopology({len(plan.stages)}, {target.tensor}, {target.replicas})"
+        imported = "\nfrom deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology"
+        of_ranks = f" on {target.tensor} ranks"
     return _FILE.substitute(
         model=plan.model,
         name=name,
         stages=len(plan.stages),
         workers=plan.workers,
-        replicas=replicas,
-        of_ranks=f" on {degrees.tensor} ranks" if degrees.tensor > 1 else "",
-        import_topology="\nfrom deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology"
-        if degrees.tensor > 1
-        else "",
-        topology=f"topology=PipeModelDataParallelTopology({len(plan.stages)}, {degrees.tensor}, {replicas})"
-        if degrees.tensor > 1
-        else "num_stages=len(STAGE_STARTS)",
+        replicas=target.replicas,
+        of_ranks=of_ranks,
+        import_topology=imported,
+        topology=topology,
         remarks=f"\n{comment(said)}\n" if said else "",
         starts=json.dumps([stage.layers[0] for stage in plan.stages]),
         layers=stage_layers(plan),
         microbatch_size=plan.microbatch_size or "None  # unknown to the plan",
-        microbatches=microbatches_per_pipeline(plan, replicas, SYSTEM),
-        zero='\n    "zero_optimization": {"stage": 1},' if sharded else "",
+        microbatches=target.microbatches,
+        zero='\n    "zero_optimization": {"stage": 1},' if target.sharded else "",
     )

@@ -13,82 +13,63 @@ LEAST_PER_STAGE = 4  # microbatches per stage if the plan has one per minibatch,
 
 
 @dataclass(frozen=True)
-class Degrees:
-    """How the workers of a plan are divided: other systems copy whole pipelines, whose layers equal groups divide."""
+class Target:
+    """A plan as another system runs it: whole pipelines are copied, whose layers equal groups divide.
 
-    replicas: int  # of every stage
-    pipeline: int  # workers, or groups of them, that a pipeline has
-    tensor: int  # ranks of a group
+    Attributes:
+        replicas: of every stage.
+        pipeline: workers, or groups of them, that a pipeline has.
+        tensor: ranks of a group.
+        microbatches: that each copy of the pipeline runs between two updates.
+        sharded: whether the system must divide the optimizer's state: it does so in all stages or in none.
+        remarks: how its schedule and messages differ from the plan's.
+    """
+
+    replicas: int
+    pipeline: int
+    tensor: int
+    microbatches: int
+    sharded: bool
+    remarks: list[str]
 
 
-def equal_degrees(plan: Plan, system: str) -> Degrees:
-    """Return how many replicas all stages have, of how many ranks.
+def target_of(plan: Plan, system: str) -> Target:
+    """Return how a system that copies whole pipelines runs a plan.
 
     Raises:
-        PlanError: if stages have different numbers, or if ranks do not go stage by stage.
+        PlanError: if stages have different numbers of replicas or ranks, if ranks do not go stage by stage, or if the
+            microbatches cannot be divided among the copies.
     """
-    replicas, tensor = set(plan.replicas), set(plan.degrees)
-    if len(replicas) > 1 or len(tensor) > 1:
-        raise PlanError(
-            f"{system} copies whole pipelines, so it has no form for '{plan.config}', whose stages have different "
-            f"numbers of {'replicas' if len(replicas) > 1 else 'ranks'}",
-            hint="`plan train` runs it; `plan compare` prices straight pipelines"
-            if len(replicas) > 1
-            else "solve with one degree in `tensor`",
-        )
-    found = Degrees(replicas.pop(), plan.workers // len(plan.stages[0].ranks), tensor.pop())
-    ranks = [rank for stage in plan.stages[: found.pipeline] for rank in stage.ranks]
+    for numbers, what, hint in (
+        (plan.replicas, "replicas", "`plan train` runs it; `plan compare` prices straight pipelines"),
+        (plan.degrees, "ranks", "solve with one degree in `tensor`"),
+    ):
+        if len(set(numbers)) > 1:
+            raise PlanError(
+                f"{system} copies whole pipelines, so it has no form for '{plan.config}', whose stages have different "
+                f"numbers of {what}",
+                hint=hint,
+            )
+    replicas, pipeline = plan.replicas[0], plan.workers // len(plan.stages[0].ranks)
+    ranks = [rank for stage in plan.stages[:pipeline] for rank in stage.ranks]
     if ranks != list(range(len(ranks))):
         raise PlanError(
             f"{system} numbers workers stage by stage, but the plan's ranks are {ranks}",
             hint="solve for a cluster of one level, or list its kinds of GPUs in the order of the stages",
         )
-    return found
-
-
-def microbatches_per_pipeline(plan: Plan, replicas: int, system: str) -> int:
-    """Return the microbatches that each copy of the pipeline runs between two updates.
-
-    Raises:
-        PlanError: if the plan's microbatches cannot be divided among the copies.
-    """
     if plan.schedule.stashes:
-        return LEAST_PER_STAGE * len(plan.stages) if len(plan.stages) > 1 else 1
-    if plan.microbatches % replicas:
-        raise PlanError(
-            f"{system} gives each of the {replicas} pipelines the same number of microbatches, but {plan.microbatches} "
-            f"do not divide by {replicas}",
-            hint=f"solve with `microbatches={plan.microbatches // replicas * replicas + replicas}`",
-        )
-    return plan.microbatches // replicas
-
-
-def never_drains(plan: Plan) -> bool:
-    """Return whether the plan keeps several weight versions, which none of these systems does."""
-    return plan.schedule.asynchronous
-
-
-def shared_weights(plan: Plan) -> dict[tuple[int, ...], list[str]]:
-    """Group the weights that several stages train by these stages."""
-    holders: dict[str, set[int]] = {}
-    for shared in plan.shared:
-        for name in shared.weights:
-            holders.setdefault(name, set()).update(shared.stages)
-    found: dict[tuple[int, ...], list[str]] = {}
-    for name, stages in sorted(holders.items()):
-        found.setdefault(tuple(sorted(stages)), []).append(name)
-    return found
-
-
-def remarks(plan: Plan, system: str) -> list[str]:
-    """Say how the system's schedule differs from the plan's, and what the user who builds the layers must know."""
-    return [*schedule_remarks(plan, system), *_model_remarks(plan, system)]
-
-
-def schedule_remarks(plan: Plan, system: str) -> list[str]:
-    """Say how the system's schedule and messages differ from the plan's."""
+        microbatches = LEAST_PER_STAGE * len(plan.stages) if len(plan.stages) > 1 else 1
+    else:
+        microbatches, left = divmod(plan.microbatches, replicas)
+        if left:
+            raise PlanError(
+                f"{system} gives each of the {replicas} pipelines the same number of microbatches, but "
+                f"{plan.microbatches} do not divide by {replicas}",
+                hint=f"solve with `microbatches={(microbatches + 1) * replicas}`",
+            )
+    sharded = any(stage.sharded for stage in plan.stages)
     said = []
-    if never_drains(plan):
+    if plan.schedule.asynchronous:
         said.append(
             f"The plan's schedule, {plan.schedule}, keeps the pipeline full by stashing weights. {system} has no such "
             "schedule: it drains the pipeline before every update, so expect fewer samples/s than the plan predicts."
@@ -103,18 +84,23 @@ def schedule_remarks(plan: Plan, system: str) -> list[str]:
             f"The plan sends activations as {plan.cluster.compress}. {system} sends them as they are, so links are "
             "busier than the plan predicts."
         )
-    return said
+    return Target(replicas, pipeline, plan.degrees[0], microbatches, sharded, said)
 
 
-def shards_everywhere(plan: Plan, system: str, said: list[str]) -> bool:
-    """Return whether the system must divide the optimizer's state, and say so where it is more than the plan does."""
-    sharded = [stage.sharded for stage in plan.stages]
-    if any(sharded) and not all(sharded):
-        said.append(f"The plan divides the optimizer's state in some stages; {system} does so in all of them.")
-    return any(sharded)
+def shared_weights(plan: Plan) -> dict[tuple[int, ...], list[str]]:
+    """Group the weights that several stages train by these stages."""
+    holders: dict[str, set[int]] = {}
+    for shared in plan.shared:
+        for name in shared.weights:
+            holders.setdefault(name, set()).update(shared.stages)
+    found: dict[tuple[int, ...], list[str]] = {}
+    for name, stages in sorted(holders.items()):
+        found.setdefault(tuple(sorted(stages)), []).append(name)
+    return found
 
 
-def _model_remarks(plan: Plan, system: str) -> list[str]:
+def model_remarks(plan: Plan, system: str) -> list[str]:
+    """Say what the user who builds the layers for the system must know."""
     said = []
     several = [f"{len(t.values)} from stage {t.source} to {t.target}" for t in plan.transfers if len(t.values) > 1]
     if several:
@@ -144,6 +130,9 @@ def _model_remarks(plan: Plan, system: str) -> list[str]:
             f"Groups of {max(plan.degrees)} ranks divide the layers. {system}'s layers say themselves what is divided "
             "of them; the plan's costs are of what the planned model says."
         )
+    sharded = [stage.sharded for stage in plan.stages]
+    if any(sharded) and not all(sharded):
+        said.append(f"The plan divides the optimizer's state in some stages; {system} does so in all of them.")
     if plan.autocast is not None:
         said.append(f"The plan is for {plan.autocast} under autocast: use the same here.")
     if plan.memory_format is not None:

@@ -6,14 +6,7 @@ import json
 from string import Template
 
 from planner.errors import InputError, PlanError
-from planner.exports.limits import (
-    comment,
-    equal_degrees,
-    microbatches_per_pipeline,
-    schedule_remarks,
-    shared_weights,
-    stage_layers,
-)
+from planner.exports.limits import comment, shared_weights, stage_layers, target_of
 from planner.formats.plan import Plan
 
 SYSTEM = "torch.distributed.pipelining"
@@ -181,8 +174,8 @@ def torch_pipelining_file(plan: Plan, model: str | None, name: str = "train_pipe
         PlanError: for what PyTorch's schedules cannot express.
         InputError: without a model file.
     """
-    degrees = equal_degrees(plan, SYSTEM)
-    if degrees.tensor > 1:
+    target = target_of(plan, SYSTEM)
+    if target.tensor > 1:
         raise PlanError(
             f"a script for {SYSTEM} has whole layers on every worker, and those of '{plan.config}' are divided",
             hint="export with `system=torchtitan`, or solve with `tensor=1`",
@@ -196,16 +189,20 @@ def torch_pipelining_file(plan: Plan, model: str | None, name: str = "train_pipe
         raise InputError(
             f"a script for {SYSTEM} needs the model file", hint="give the model file that the plan was made for"
         )
-    replicas, workers = degrees.replicas, degrees.pipeline
-    microbatches = microbatches_per_pipeline(plan, replicas, SYSTEM)
-    schedule, said = _schedule(plan, microbatches)
-    said += schedule_remarks(plan, SYSTEM)
-    if any(stage.sharded for stage in plan.stages):
+    stages, said = len(plan.stages), target.remarks
+    schedule = plan.schedule.torch_name
+    if schedule == "Schedule1F1B" and target.microbatches < stages:
+        schedule = "ScheduleGPipe"
+        said.append(
+            f"Schedule1F1B needs at least as many microbatches as stages, and {stages} stages have "
+            f"{target.microbatches}: ScheduleGPipe takes the same time with so few."
+        )
+    if target.sharded:
         said.append("The plan divides the optimizer's state over replicas; this script keeps it on each of them.")
     return _SCRIPT.substitute(
         model=plan.model,
         name=name,
-        stages=len(plan.stages),
+        stages=stages,
         workers=plan.workers,
         remarks=f"\n{comment(said)}\n" if said else "",
         schedule=schedule,
@@ -216,24 +213,13 @@ def torch_pipelining_file(plan: Plan, model: str | None, name: str = "train_pipe
         channels_last=plan.memory_format == "channels-last",
         compiled=plan.compiled,
         microbatch_size=plan.microbatch_size,
-        microbatches=microbatches,
-        replicas=replicas,
+        microbatches=target.microbatches,
+        replicas=target.replicas,
         layers=stage_layers(plan),
         recompute=[stage.recompute_groups for stage in plan.stages],
-        pipeline_workers=workers,
-        worker_of=[plan.schedule.worker_of(stage, workers) for stage in range(len(plan.stages))],
+        pipeline_workers=target.pipeline,
+        worker_of=[plan.schedule.worker_of(stage, target.pipeline) for stage in range(stages)],
         loss=repr(plan.loss),
         shared=shared_weights(plan),
         threads=plan.device.threads or 1,
     )
-
-
-def _schedule(plan: Plan, microbatches: int) -> tuple[str, list[str]]:
-    """Return PyTorch's name of the schedule, and remarks on it."""
-    name = plan.schedule.torch_name
-    if name == "Schedule1F1B" and microbatches < len(plan.stages):
-        return "ScheduleGPipe", [
-            f"Schedule1F1B needs at least as many microbatches as stages, and {len(plan.stages)} stages have "
-            f"{microbatches}: ScheduleGPipe takes the same time with so few."
-        ]
-    return name, []

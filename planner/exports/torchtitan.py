@@ -6,10 +6,9 @@ import json
 import re
 
 from planner.errors import PlanError
-from planner.exports.limits import comment, equal_degrees, microbatches_per_pipeline, remarks, shards_everywhere
+from planner.exports.limits import comment, model_remarks, target_of
 from planner.formats.plan import Plan
 
-SYSTEM = "torchtitan"
 _BLOCK = re.compile(r"((?:.+?\.)?\d+)(?:\.|$)")
 _NO_MODULES = ("loss",)
 
@@ -20,33 +19,33 @@ def torchtitan_config(plan: Plan) -> str:
     Raises:
         PlanError: for what torchtitan cannot express.
     """
-    degrees = equal_degrees(plan, SYSTEM)
-    microbatches = microbatches_per_pipeline(plan, degrees.replicas, SYSTEM)
+    target = target_of(plan, "torchtitan")
     said = [
         f"{plan.model} for torchtitan: {plan.config} on {plan.workers} workers. Give it to a function of the model's "
         "config_registry: parallelism=PARALLELISM, training=TrainingConfig(**BATCH).",
         "The names of modules are those of the planned model: torchtitan's model must have the same.",
-        *remarks(plan, SYSTEM),
+        *target.remarks,
+        *model_remarks(plan, "torchtitan"),
     ]
-    sharded = shards_everywhere(plan, SYSTEM, said)
-    if sharded:
+    if target.sharded:
         said.append("torchtitan divides weights and gradients, too (FSDP), not the optimizer's state alone.")
     if any(stage.recompute for stage in plan.stages):
         said.append("Some stages recompute: set activation_checkpoint of the job.")
     size = plan.microbatch_size or 1
     fields: dict[str, object] = {
-        "pipeline_parallel_degree": degrees.pipeline,
-        "tensor_parallel_degree": degrees.tensor,
-        "data_parallel_replicate_degree": 1 if sharded else degrees.replicas,
-        "data_parallel_shard_degree": degrees.replicas if sharded else 1,
+        "pipeline_parallel_degree": target.pipeline,
+        "tensor_parallel_degree": target.tensor,
+        "data_parallel_replicate_degree": 1 if target.sharded else target.replicas,
+        "data_parallel_shard_degree": target.replicas if target.sharded else 1,
     }
-    if degrees.pipeline > 1:
+    if target.pipeline > 1:
         fields |= {
             "pipeline_parallel_schedule": plan.schedule.torch_name.removeprefix("Schedule"),
             "pipeline_parallel_microbatch_size": size,
             "module_fqns_per_model_part": _modules(plan),
         }
-    batch = {"local_batch_size": size * microbatches, "global_batch_size": size * microbatches * degrees.replicas}
+    local = size * target.microbatches
+    batch = {"local_batch_size": local, "global_batch_size": local * target.replicas}
     arguments = "".join(f"    {name}={_python(value)},\n" for name, value in fields.items())
     return (
         f"{comment(said)}\nfrom torchtitan.config import ParallelismConfig\n\n"

@@ -128,7 +128,7 @@ def test_wrong_input_is_told_before_any_worker_starts(folder: Path, capsys: pyte
     made = folder / "made"
     (made / "step-00000005").mkdir(parents=True)
     assert "there is no checkpoint 'nowhere'" in refused("--resume", "nowhere")
-    assert "is a file, not the folder of a checkpoint" in refused("--resume", str(folder / "model.py"))
+    assert "there is no checkpoint" in refused("--resume", str(folder / "model.py"))
     assert "there is no file" in refused("--resume", str(made))
     assert "has checkpoints of an earlier run" in refused("--checkpoint-every", "5", "--checkpoint-folder", str(made))
     assert "is a file, not a folder" in refused(

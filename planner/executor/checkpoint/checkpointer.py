@@ -23,13 +23,13 @@ import torch.distributed as dist
 from planner.errors import InputError, PlannerError
 from planner.executor.checkpoint.folders import (
     INDEX,
+    PROBE,
     Checkpoint,
     SavedCheckpoint,
     StagePart,
     folder_name,
     load_checkpoint,
     partial_name,
-    probe_name,
     prune,
     remove_leftovers,
     resolve,
@@ -59,13 +59,6 @@ class DataPosition:
     minibatches_per_epoch: int | None  # None without a dataset
 
 
-class _Start(Record):
-    """What rank 0 decided for all workers."""
-
-    token: str
-    resume: str | None
-
-
 class _WorkerPart(Record):
     """What a worker wrote, or why it could not."""
 
@@ -76,14 +69,7 @@ class _WorkerPart(Record):
 
 
 class Checkpointer:
-    """Restores and writes checkpoints of a job.
-
-    All workers create one, then call `restore` and `save` at the same points.
-
-    Args:
-        job: says where to write, how many checkpoints to keep, and which one to resume from.
-        data: how minibatches count its samples.
-    """
+    """Restores and writes checkpoints of a job: all workers create one, and call it at the same points."""
 
     def __init__(self, job: Job, stages: list[Restorable], data: DataPosition, heartbeat: Heartbeat) -> None:
         self._job = job
@@ -101,8 +87,7 @@ class Checkpointer:
         self.past = Past()  # on rank 0: losses and evaluations from before the workers were restarted
         self.newest: Path | None = None  # on rank 0
         self.seconds = 0.0  # spent in `save`
-        self._start = self._agree()
-        self.resumed_from = None if self._start.resume is None else Path(self._start.resume)
+        self._token, self.resumed_from = self._agree()
 
     def restore(self) -> int:
         """Fill this worker's stages from the checkpoint to resume from, if there is one.
@@ -142,7 +127,7 @@ class Checkpointer:
             InputError: when the model or optimizer has state that no checkpoint can hold.
         """
         began_s = time.perf_counter()
-        folder = self.folder / partial_name(minibatch, self._start.token)
+        folder = self.folder / partial_name(f"{minibatch:08}", self._token)
         self._heartbeat.enter("writing a checkpoint")
         parts: tuple[StagePart, ...] = ()
         # Before anything can fail, because ranks that divide a stage's weights gather them together.
@@ -182,19 +167,32 @@ class Checkpointer:
                 hint="make room and continue from the newest with `resume`",
             )
 
-    def _agree(self) -> _Start:
-        """Let rank 0 find the checkpoint to resume from, and check that all workers see the folder that it sees."""
+    def _agree(self) -> tuple[str, Path | None]:
+        """Return what rank 0 chooses for all: a token for names, and the checkpoint to resume from.
+
+        Raises:
+            InputError: when a worker does not see the folder that rank 0 sees.
+            PlannerError: when it cannot be written.
+        """
         self._heartbeat.enter("looking for checkpoints", meeting=True)
-        writes = self._job.checkpoints.every is not None
-        token, found = uuid.uuid4().hex[:8], None
+        options = self._job.checkpoints
+        writes, chosen = options.every is not None, b""
         if self._rank == 0:
-            found = resolve(self._job.checkpoints.resume, self.folder, writes=writes)
+            token, found = uuid.uuid4().hex[:8], resolve(options.resume, self.folder, writes=writes)
+            chosen = json.dumps([token, None if found is None else str(found)]).encode()
             if writes:
-                self._claim(token)
-        start = _Start(token=token, resume=None if found is None else str(found))
-        start = _Start.model_validate_json(broadcast_bytes(start.model_dump_json().encode(), self._group))
+                try:
+                    self.folder.mkdir(parents=True, exist_ok=True)
+                    remove_leftovers(self.folder)
+                    (self.folder / partial_name(PROBE, token)).mkdir()
+                except OSError as cause:
+                    raise PlannerError(
+                        f"checkpoints cannot be written to '{self.folder}': {cause.strerror}",
+                        hint="choose another `folder`",
+                    ) from None
+        token, resume = json.loads(broadcast_bytes(chosen, self._group))
         if writes:
-            probe = self.folder / probe_name(start.token)
+            probe = self.folder / partial_name(PROBE, token)
             if not probe.exists():
                 raise InputError(
                     f"worker {self._rank} on '{os.uname().nodename}' does not see what worker 0 writes to "
@@ -204,18 +202,7 @@ class Checkpointer:
             dist.barrier(self._group)  # all have looked before the probe goes
             if self._rank == 0:
                 probe.rmdir()
-        return start
-
-    def _claim(self, token: str) -> None:
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            remove_leftovers(self.folder)
-            (self.folder / probe_name(token)).mkdir()
-        except OSError as cause:
-            raise PlannerError(
-                f"checkpoints cannot be written to '{self.folder}': {cause.strerror}",
-                hint="choose another `folder`",
-            ) from None
+        return token, None if resume is None else Path(resume)
 
     def _complete(self, minibatch: int, folder: Path, replies: list[_WorkerPart]) -> None:
         """Make the folder a checkpoint, or remove it if a part is missing."""
@@ -228,8 +215,7 @@ class Checkpointer:
         if self._problem is None:
             try:
                 self._log.append(minibatch)
-                parts = [part for reply in replies for part in reply.parts]
-                self.newest = self._publish(minibatch, folder, parts)
+                self.newest = self._publish(minibatch, folder, [part for reply in replies for part in reply.parts])
                 prune(self.folder, self._job.checkpoints.keep)
             except OSError as cause:
                 self._problem = f"worker 0: {cause.strerror or cause}"
@@ -252,17 +238,9 @@ class Checkpointer:
         synced before the rename, so that after a crash no complete name stands for missing content. The parent is
         synced last: only then does the new name itself outlive a crash, and older checkpoints may be removed.
         """
-        save_record(self._index(minibatch, parts), folder / INDEX)
-        sync_folder(folder)
-        final = folder.with_name(folder_name(minibatch))
-        folder.rename(final)
-        sync_folder(self.folder)
-        return final
-
-    def _index(self, minibatch: int, parts: list[StagePart]) -> Checkpoint:
         plan = self._job.plan
         assert plan.graph_hash is not None
-        return Checkpoint(
+        index = Checkpoint(
             tool=__version__,
             torch=torch.__version__,
             model=plan.model,
@@ -275,6 +253,12 @@ class Checkpointer:
             minibatches_per_epoch=self._data.minibatches_per_epoch,
             parts=tuple(sorted(parts, key=lambda part: (part.stage, part.replica))),
         )
+        save_record(index, folder / INDEX)
+        sync_folder(folder)
+        final = folder.with_name(folder_name(minibatch))
+        folder.rename(final)
+        sync_folder(self.folder)
+        return final
 
 
 def position(saved: SavedCheckpoint, data: DataPosition) -> int:

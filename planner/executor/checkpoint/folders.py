@@ -33,6 +33,9 @@ from planner.workers.job import Job
 INDEX = "index.json"
 REMEDY = "train with `every=N` to write checkpoints"
 AUTO = "auto"  # the newest checkpoint in the run's own folder, or none
+# A folder by which rank 0 checks that all hosts see its files, named like a half-written checkpoint, so that
+# `remove_leftovers` removes one that a crash left behind.
+PROBE = "sign"
 _STEP, _PARTIAL, _REMOVED = "step-", ".partial", ".removed"
 _NO_RUN_ID = "none"  # torchrun's id of every run that was started without --rdzv-id
 
@@ -111,17 +114,9 @@ def folder_name(minibatch: int) -> str:
     return f"{_STEP}{minibatch:08}"
 
 
-def partial_name(minibatch: int, token: str) -> str:
-    """Return the name of a checkpoint while it is written; `token` tells the runs that write to one folder apart."""
-    return f".{folder_name(minibatch)}.{token}{_PARTIAL}"
-
-
-def probe_name(token: str) -> str:
-    """Return the name of a folder by which rank 0 checks that all hosts see its files.
-
-    It is named like a half-written checkpoint, so `remove_leftovers` removes one that a crash left behind.
-    """
-    return f".{_STEP}sign.{token}{_PARTIAL}"
+def partial_name(what: str, token: str) -> str:
+    """Return the name of a folder while it is written; `token` tells the runs that write to one folder apart."""
+    return f".{_STEP}{what}.{token}{_PARTIAL}"
 
 
 def complete(folder: Path) -> list[Path]:
@@ -141,10 +136,8 @@ def find(path: Path) -> Path:
     Raises:
         InputError: when there is none.
     """
-    if not path.exists():
-        raise InputError(f"there is no checkpoint '{path}'", hint=REMEDY)
     if not path.is_dir():
-        raise InputError(f"'{path}' is a file, not the folder of a checkpoint", hint=REMEDY)
+        raise InputError(f"there is no checkpoint '{path}'", hint=REMEDY)
     if (path / INDEX).exists():
         return path
     inside = complete(path)
@@ -161,7 +154,7 @@ def resolve(resume: str | None, folder: Path, *, writes: bool) -> Path | None:
     """
     if folder.exists() and not folder.is_dir():
         raise InputError(f"'{folder}' is a file, not a folder for checkpoints", hint="choose another `folder`")
-    inside = complete(folder) if folder.is_dir() else []
+    inside = complete(folder)
     if resume == AUTO:
         return inside[-1] if inside else None
     found = None if resume is None else find(Path(resume))
@@ -233,8 +226,10 @@ def seed_of_run(
 
 def after_failure(job: Job) -> Job:
     """Return the job to start after `job` failed: it resumes from its own newest checkpoint, or begins as before."""
-    options = _resuming(job.checkpoints)
-    return job if options is None else job.model_copy(update={"checkpoints": options, "started_again": True})
+    options = job.checkpoints
+    if options.every is None or not complete(Path(options.folder)):
+        return job
+    return job.model_copy(update={"checkpoints": replace(options, resume=AUTO), "started_again": True})
 
 
 def after_torchrun_restart(options: CheckpointOptions) -> CheckpointOptions | None:
@@ -243,17 +238,10 @@ def after_torchrun_restart(options: CheckpointOptions) -> CheckpointOptions | No
     None for the first workers of a run, and for a run without a checkpoint: those begin as the first ones did, or are
     refused for the same reason. Worker 0 decides, because it has the run's losses; the others follow what it finds.
     """
-    resuming = _resuming(options)
-    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) == 0 or resuming is None:
+    folder = Path(options.folder)
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0" or options.every is None or not complete(folder):
         return None
-    if os.environ["RANK"] == "0" and not is_of(Path(options.folder), torchrun_run_id()):
-        return None
-    return resuming
-
-
-def _resuming(options: CheckpointOptions) -> CheckpointOptions | None:
-    """Return `options` that resume from the newest checkpoint in the run's folder; None if it has or writes none."""
-    if options.every is None or not complete(Path(options.folder)):
+    if os.environ["RANK"] == "0" and not is_of(folder, torchrun_run_id()):
         return None
     return replace(options, resume=AUTO)
 

@@ -11,9 +11,9 @@ elements, or not at all. Each reads whatever parts there are.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -94,41 +94,40 @@ def take_state(
     alike; of an optimizer that replicas divide, too, each has its own part.
 
     Args:
-        optimizer: of `module`'s parameters.
         learning_rate_factor: learning rate relative to the user's.
         sharding: how replicas divide the optimizer; None where this one has all of it.
 
     Raises:
         InputError: when the optimizer has state that no checkpoint can hold.
     """
-    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    names = {parameter: name for name, parameter in module.named_parameters()}
     packed, division = optimizer.state_dict(), divided_weights(module)
     groups: list[ParameterGroup] = []
     states: dict[str, ParameterState] = {}
     tensors: dict[str, Tensor] = {}
-    for group in _groups(optimizer, packed, sharding):
-        own = tuple(names[id(parameter)] for parameter in group.parameters)
+    for parameters, stepped, packed_group in _groups(optimizer, packed, sharding):
         hyperparameters = {
             key: to_json(value, f"the optimizer's '{key}'")
-            for key, value in group.packed.items()
+            for key, value in packed_group.items()
             if key not in ("params", "param_names")
         }
+        own = tuple(names[parameter] for parameter in parameters)
         groups.append(ParameterGroup(parameters=own, hyperparameters=hyperparameters))
-        for number, (parameter, shard) in group.stepped.items():
+        for number, (parameter, shard) in stepped.items():
             if number not in packed["state"]:
                 continue
-            name, state = names[id(parameter)], packed["state"][number]
+            name, state = names[parameter], packed["state"][number]
             kept = {key: value for key, value in state.items() if isinstance(value, Tensor)}
             values = {k: to_json(v, f"the optimizer's '{k}' of '{name}'") for k, v in state.items() if k not in kept}
             part = None
             if shard is None or shard.whole:
                 kept = {k: division.whole(name, v) if v.shape == parameter.shape else v for k, v in kept.items()}
             else:
-                of_shard = tuple(key for key, value in kept.items() if value.shape == shard.stepped.shape)
-                part = StatePart(start=shard.start, stop=shard.stop, order=shard.order, tensors=of_shard)
+                sliced = None
                 if division.group is not None and (cut := division.cuts.get(name)) is not None:
                     sliced = Slice(place=division.group.place, of=division.group.degree, **asdict(cut))
-                    part = part.model_copy(update={"slice": sliced})
+                of_shard = tuple(key for key, value in kept.items() if value.shape == shard.stepped.shape)
+                part = StatePart(start=shard.start, stop=shard.stop, order=shard.order, tensors=of_shard, slice=sliced)
             if division.is_first_rank or (part is not None and part.slice is not None):
                 states[name] = ParameterState(tensors=tuple(kept), values=values, part=part)
                 tensors.update({stored: kept[key] for key, stored in states[name].stored(name).items()})
@@ -141,25 +140,26 @@ def give_state(
     optimizer: Optimizer,
     module: nn.Module,
     saved: Iterable[OptimizerState],
-    tensors: Mapping[str, Tensor],
+    read: Callable[[str], Tensor],
     learning_rate_factor: float = 1.0,
     sharding: Sharding | None = None,
 ) -> None:
     """Restore `module`'s optimizer from `saved`, the states of one or more stages.
 
+    Each parameter's state is joined to a whole, of which this worker keeps its part: one at a time is in memory.
+
     Args:
-        optimizer: of `module`'s parameters.
         saved: states that together have all of the optimizer's parameters, under names in `module`.
-        tensors: by `ParameterState.stored`; the optimizer may keep them without a copy.
+        read: returns a tensor by its name of `ParameterState.stored`; the optimizer may keep it without a copy.
         learning_rate_factor: learning rate relative to the user's.
         sharding: how replicas divide the optimizer; None where this one has all of it.
 
     Raises:
         InputError: when the optimizer is another than the one saved, or a part of its state is missing.
     """
-    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    names = {parameter: name for name, parameter in module.named_parameters()}
     # A tied parameter may have been saved under another of its names.
-    first = {name: names[id(parameter)] for name, parameter in module.named_parameters(remove_duplicate=False)}
+    first = {name: names[parameter] for name, parameter in module.named_parameters(remove_duplicate=False)}
     hyperparameters: dict[str, dict[str, Any]] = {}
     states: dict[str, list[tuple[str, ParameterState]]] = {}
     for part in saved:
@@ -180,91 +180,58 @@ def give_state(
             before.append((name, state))
     packed, division = optimizer.state_dict(), divided_weights(module)
     packed["state"] = {}
-    for own in _groups(optimizer, packed, sharding):
-        own.packed.update(_common([names[id(parameter)] for parameter in own.parameters], hyperparameters))
-        for number, (parameter, shard) in own.stepped.items():
-            name = names[id(parameter)]
+    for parameters, stepped, packed_group in _groups(optimizer, packed, sharding):
+        packed_group.update(_common([names[parameter] for parameter in parameters], hyperparameters))
+        for number, (parameter, shard) in stepped.items():
+            name = names[parameter]
             if name not in states:
                 continue
-            whole = torch.empty(division.whole_shape(name, parameter.shape), device="meta")
-            # A shard of a weight that ranks divide is a shard of this rank's part: first the part, then the shard.
-            of_whole = None if name in division.cuts else shard
-            found = joined(states[name], tensors, whole, of_whole)
+            shape = division.whole_shape(name, parameter.shape)
+            found = _joined(states[name], read, shape)
             for key, value in found.items():
-                if isinstance(value, Tensor) and value.shape == whole.shape:
+                if isinstance(value, Tensor) and value.shape == shape:
                     found[key] = division.part(name, value)
-            packed["state"][number] = found if shard is None or shard is of_whole else divided(found, shard)
+            packed["state"][number] = found if shard is None else divided(found, shard)
     optimizer.load_state_dict(packed)
 
 
-def needs(state: ParameterState, parameter: nn.Parameter, shards: Mapping[nn.Parameter, Shard] | None) -> bool:
-    """Return whether this replica reads a state of `parameter`: it has elements that the replica steps.
-
-    Args:
-        shards: what this replica steps, by parameter; None where it steps all of every parameter.
-    """
-    if shards is None:
-        return True
-    shard, part = shards.get(parameter), state.part
-    if shard is None or part is None or part.order != shard.order or part.slice is not None:
-        return shard is not None
-    return part.start < shard.stop and shard.start < part.stop
-
-
-def joined(
-    parts: Sequence[tuple[str, ParameterState]],
-    tensors: Mapping[str, Tensor],
-    parameter: Tensor,
-    shard: Shard | None,
+def _joined(
+    parts: Sequence[tuple[str, ParameterState]], read: Callable[[str], Tensor], shape: Sequence[int]
 ) -> dict[str, Any]:
-    """Return the state of a parameter, or of a shard of it, from one that is whole or from several parts.
+    """Return the state of a whole parameter from one that is whole, or from several parts.
 
     Args:
         parts: each with the parameter's name when it was saved; of elements that several have, the last one's count.
-        tensors: by the names of `ParameterState.stored`.
-        parameter: whose shape counts.
-        shard: of it; None to step all of it.
-
-    Raises:
-        InputError: when elements are missing.
+        shape: of the parameter.
     """
     name, last = parts[-1]
-    stored = last.stored(name)
-    divided_keys = () if last.part is None else last.part.tensors
-    found = {key: tensors[stored[key]] for key in last.tensors if key not in divided_keys}
-    if last.part is not None:
-        cut, of = Cut(0), 1
-        if (sliced := last.part.slice) is not None:
-            cut, of = Cut(sliced.dimension, sliced.blocks), sliced.of
-        shape = [size // of if each == cut.dimension else size for each, size in enumerate(parameter.shape)]
-        slices = [_of_slice(parts, last.part, place) for place in range(of)]
-        needed = range(math.prod(shape))
-        if of == 1 and shard is not None and shard.order == last.part.order:
-            needed = range(shard.start, shard.stop)
-        for own in slices:
-            _check_complete(name, [part for part, _ in own], needed)
-        for key in divided_keys:
-            wholes = [_whole([(part, tensors[stored[key]]) for part, stored in own], shape) for own in slices]
-            found[key] = wholes[0] if of == 1 else cut.whole(wholes)
+    of_part = () if last.part is None else last.part.tensors
+    found = {key: read(stored) for key, stored in last.stored(name).items() if key not in of_part}
     found |= {key: from_json(value) for key, value in last.values.items()}
-    return found if shard is None else divided(found, shard)
+    if last.part is None:
+        return found
+    cut, slices, own_shape = Cut(0), [last.part.slice], list(shape)
+    if (sliced := last.part.slice) is not None:
+        cut = Cut(sliced.dimension, sliced.blocks)
+        slices = [sliced.model_copy(update={"place": place}) for place in range(sliced.of)]
+        own_shape[cut.dimension] //= sliced.of
+    for key in of_part:
+        wholes = []
+        for place in slices:
+            like = last.part.order, place
+            alike = [(s.part, s.stored(n)[key]) for n, s in parts if s.part and (s.part.order, s.part.slice) == like]
+            _check_complete(name, [part for part, _ in alike], math.prod(own_shape))
+            wholes.append(_whole([(part, read(stored)) for part, stored in alike], own_shape))
+        found[key] = wholes[0] if sliced is None else cut.whole(wholes)
+    return found
 
 
-def _of_slice(
-    parts: Sequence[tuple[str, ParameterState]], like: StatePart, place: int
-) -> list[tuple[StatePart, dict[str, str]]]:
-    """Return the parts in the order of `like` that are of one of its slices, each with the names of its tensors."""
-    found = [(state.part, state.stored(name)) for name, state in parts if state.part is not None]
-    wanted = None if like.slice is None else like.slice.model_copy(update={"place": place})
-    return [(part, stored) for part, stored in found if part.order == like.order and part.slice == wanted]
-
-
-def _check_complete(name: str, parts: Sequence[StatePart], needed: range) -> None:
-    end = needed.start
+def _check_complete(name: str, parts: Sequence[StatePart], elements: int) -> None:
+    end = 0
     for part in sorted(parts, key=lambda part: part.start):
         if part.start <= end:
             end = max(end, part.stop)
-    if end < needed.stop:
+    if end < elements:
         raise InputError(
             f"the checkpoint has the optimizer's state of only some elements of '{name}': element {end} is missing",
             hint="resume from another checkpoint",
@@ -272,37 +239,29 @@ def _check_complete(name: str, parts: Sequence[StatePart], needed: range) -> Non
 
 
 def _whole(parts: Sequence[tuple[StatePart, Tensor]], shape: Sequence[int]) -> Tensor:
-    """Join parts into a tensor of the shape; the elements that no part has are undefined."""
+    """Join parts, which have all elements in one order of the dimensions, into a tensor of the shape."""
     flat = torch.empty(math.prod(shape), dtype=parts[0][1].dtype)
-    order: tuple[int, ...] = ()
     for part, elements in parts:
-        order = part.order
         flat[part.start : part.stop] = elements
+    order = parts[0][0].order
     laid_out = flat.view([shape[dimension] for dimension in order])
     return laid_out.permute([order.index(dimension) for dimension in range(len(order))])
 
 
-class _Stepped(NamedTuple):
-    """A parameter, and the shard of it that the optimizer steps; None where it steps the parameter."""
+def _groups(
+    optimizer: Optimizer, packed: Mapping[str, Any], sharding: Sharding | None
+) -> Iterator[tuple[Sequence[nn.Parameter], dict[int, tuple[nn.Parameter, Shard | None]], dict[str, Any]]]:
+    """Yield of each group the parameters on all replicas, what is stepped here by its number, and the packed group.
 
-    parameter: nn.Parameter
-    shard: Shard | None
-
-
-class _Group(NamedTuple):
-    parameters: Sequence[nn.Parameter]  # on all replicas
-    stepped: dict[int, _Stepped]  # here, by their numbers in the packed state
-    packed: dict[str, Any]
-
-
-def _groups(optimizer: Optimizer, packed: Mapping[str, Any], sharding: Sharding | None) -> Iterator[_Group]:
+    What is stepped is a parameter, or the shard of it that this replica has.
+    """
     shards = {} if sharding is None else {shard.stepped: shard for shard in sharding.shards.values()}
     for index, (group, packed_group) in enumerate(zip(optimizer.param_groups, packed["param_groups"], strict=True)):
-        stepped = {
-            number: _Stepped(shards[own].parameter, shards[own]) if own in shards else _Stepped(own, None)
-            for number, own in zip(packed_group["params"], group["params"], strict=True)
-        }
-        yield _Group(group["params"] if sharding is None else sharding.groups[index], stepped, packed_group)
+        stepped = {}
+        for number, own in zip(packed_group["params"], group["params"], strict=True):
+            shard = shards.get(own)
+            stepped[number] = (own if shard is None else shard.parameter, shard)
+        yield group["params"] if sharding is None else sharding.groups[index], stepped, packed_group
 
 
 def rescale_rates(state: dict[str, Any], ratio: float) -> dict[str, Any]:

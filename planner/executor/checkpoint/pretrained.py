@@ -7,9 +7,8 @@ A file is found as people publish them: one file, a folder with `model.safetenso
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from pathlib import Path
-from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -62,12 +61,13 @@ class Pretrained:
                 names.setdefault(tensor, []).append(name)
         sources: dict[str, str] = {}
         for tensor, tied in names.items():
-            wanted = [self._name_of(name) for name in tied]
+            wanted = tied if self._name_in_file is None else [n for name in tied if (n := self._name_in_file(name))]
             present = [name for name in wanted if name in self._shapes]
-            if not present and (missing := next((name for name in wanted if name is not None), None)) is not None:
-                self._refuse_missing(missing, tied[0])
+            if wanted and not present:
+                raise InputError(
+                    f"'{self.path}' has no '{wanted[0]}', which the model has as '{tied[0]}'", hint=self._hint(tied[0])
+                )
             for name in present:
-                assert name is not None
                 if self._shapes[name] != tuple(tensor.shape):
                     raise InputError(
                         f"'{name}' has the shape {self._shapes[name]} in '{self._files[name]}' and "
@@ -77,9 +77,14 @@ class Pretrained:
                     )
             if present:
                 # As load_state_dict does, which reads one name after the other, the last wins.
-                sources |= dict.fromkeys(tied, str(present[-1]))
-        if self._name_in_file is None:
-            self._refuse_unknown(state)
+                sources |= dict.fromkeys(tied, present[-1])
+        unknown = next((name for name in self._shapes if name not in state), None)
+        if self._name_in_file is None and unknown is not None:
+            raise InputError(
+                f"'{self._files[unknown]}' has '{unknown}', which the model does not have",
+                hint="are these the weights of this model? to take what it has and leave the rest, return "
+                "(path, lambda name: name) from pretrained()",
+            )
         return sources
 
     def fill(self, model: nn.Module, names: Collection[str]) -> None:
@@ -98,30 +103,15 @@ class Pretrained:
                 for source, tensor in each_tensor(file, here):
                     target[source].copy_(tensor)
 
-    def _name_of(self, name: str) -> str | None:
-        return name if self._name_in_file is None else self._name_in_file(name)
-
-    def _refuse_missing(self, missing: str, name: str) -> NoReturn:
-        last = name.rpartition(".")[2]
-        longer = next((known for known in self._shapes if known.endswith("." + name)), None)
-        shorter = next((known for known in self._shapes if name.endswith("." + known) and known != last), None)
-        if longer is not None:
-            hint = f"its names are longer: return (path, lambda name: '{longer.removesuffix(name)}' + name)"
-        elif shorter is not None:
-            prefix = name.removesuffix(shorter)
-            hint = f"its names are shorter: return (path, lambda name: name.removeprefix('{prefix}'))"
-        else:
-            hint = "return (path, function) from pretrained(), where the function gives None for such a name"
-        raise InputError(f"'{self.path}' has no '{missing}', which the model has as '{name}'", hint=hint)
-
-    def _refuse_unknown(self, state: Mapping[str, Tensor]) -> None:
-        unknown = next((name for name in self._shapes if name not in state), None)
-        if unknown is not None:
-            raise InputError(
-                f"'{self._files[unknown]}' has '{unknown}', which the model does not have",
-                hint="are these the weights of this model? to take what it has and leave the rest, return "
-                "(path, lambda name: name) from pretrained()",
-            )
+    def _hint(self, name: str) -> str:
+        """Say what pretrained() may return where the files do not have what the model calls `name`."""
+        for known in self._shapes:
+            if known.endswith("." + name):
+                return f"its names are longer: return (path, lambda name: '{known.removesuffix(name)}' + name)"
+            if "." in known and name.endswith("." + known):
+                prefix = name.removesuffix(known)
+                return f"its names are shorter: return (path, lambda name: name.removeprefix('{prefix}'))"
+        return "return (path, function) from pretrained(), where the function gives None for such a name"
 
 
 def fill_pretrained(spec: TrainingSpec, model: nn.Module, seed: int) -> None:
@@ -137,29 +127,24 @@ def fill_pretrained(spec: TrainingSpec, model: nn.Module, seed: int) -> None:
     torch.manual_seed(seed)
 
 
+_CONVERT = "weights are read from safetensors files alone; write one with: safetensors.torch.save_file(state, path)"
+
+
 def _files(path: Path) -> list[Path]:
-    if path.is_dir():
-        if (path / INDEX).exists():
-            return _listed(path / INDEX)
+    if path.is_dir() and not (path / INDEX).exists():
         found = [path / SINGLE] if (path / SINGLE).exists() else sorted(path.glob(f"*{SUFFIX}"))
-        if found:
-            return found
-        raise InputError(f"the folder '{path}' has no {SINGLE} and no {INDEX}", hint=_CONVERT)
-    if path.name.endswith(".index.json"):
-        return _listed(path)
+        if not found:
+            raise InputError(f"the folder '{path}' has no {SINGLE} and no {INDEX}", hint=_CONVERT)
+        return found
+    if path.is_dir() or path.name.endswith(".index.json"):
+        index = path / INDEX if path.is_dir() else path
+        try:
+            listed = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+            return [index.parent / str(name) for name in dict.fromkeys(listed)]
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            raise InputError(f"'{index}' is no index of safetensors files", hint='it has a "weight_map"') from None
     if not path.exists():
         raise InputError(f"there are no pretrained weights '{path}'", hint="correct what pretrained() returns")
     if path.suffix != SUFFIX:
         raise InputError(f"'{path}' is no safetensors file", hint=_CONVERT)
     return [path]
-
-
-_CONVERT = "weights are read from safetensors files alone; write one with: safetensors.torch.save_file(state, path)"
-
-
-def _listed(index: Path) -> list[Path]:
-    try:
-        listed = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
-        return [index.parent / str(name) for name in dict.fromkeys(listed)]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        raise InputError(f"'{index}' is no index of safetensors files", hint='it has a "weight_map"') from None

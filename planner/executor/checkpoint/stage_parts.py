@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,14 +20,15 @@ from planner.executor.checkpoint.optimizer_state import (
     SAME_OPTIMIZER,
     OptimizerState,
     give_state,
-    needs,
     rescale_rates,
     take_state,
 )
-from planner.executor.checkpoint.tensor_file import TensorFile, each_tensor, read_tensors, write_tensors
+from planner.executor.checkpoint.tensor_file import copy_of, each_tensor, opened, write_tensors
 from planner.executor.communication.sharding import Sharding
 from planner.executor.stage.optimizer import LossScaler
 from planner.model.tensor.division import divided_weights, whole_state
+
+SAME_MODEL = "is it a checkpoint of this model?"
 
 
 @dataclass
@@ -59,12 +61,16 @@ def content_of(own: Restorable) -> Content | None:
     Raises:
         InputError: when the model or optimizer has state that no checkpoint can hold.
     """
-    first, first_rank = own.replica == 0, divided_weights(own.module).is_first_rank
-    weights = whole_state(own.module) if first else _buffers(own.module)
+    first = own.replica == 0
+    weights = whole_state(own.module) if first else own.module.state_dict()
+    if not first:
+        for name, _ in own.module.named_parameters(remove_duplicate=False):
+            del weights[name]
     optimizer, tensors = None, dict[str, Tensor]()
     if own.optimizer is not None and (first or own.sharding is not None):
         optimizer, tensors = take_state(own.optimizer, own.module, own.learning_rate_factor, own.sharding)
-    if not first_rank:  # the first rank saves the weights, and all of the optimizer of which this one has no part
+    # The first rank saves the weights, and all of the optimizer of which this one has no part.
+    if not divided_weights(own.module).is_first_rank:
         weights, optimizer = {}, optimizer if tensors else None
     return Content(weights, optimizer, tensors) if weights or optimizer is not None else None
 
@@ -77,31 +83,23 @@ def write_part(folder: Path, own: Restorable, content: Content) -> StagePart:
         OSError: when the disk is full or the folder cannot be written.
     """
     division = divided_weights(own.module)
-    first = own.replica == 0 and division.is_first_rank
-    rank = "" if division.group is None or division.is_first_rank else f"-rank-{division.group.place}"
-    stem = f"stage-{own.stage}" + ("" if own.replica == 0 else f"-replica-{own.replica}") + rank
+    stem = f"stage-{own.stage}" + (f"-replica-{own.replica}" if own.replica else "")
+    if division.group is not None and not division.is_first_rank:
+        stem += f"-rank-{division.group.place}"
     tensors, aliases = distinct(content.weights)
-    weights = write_tensors(folder / f"{stem}.weights.safetensors", tensors)
-    file = None
-    extras: dict[str, Any] = {}
-    if first:
-        extras = {name: to_json(each.state_dict(), f"the state of the {name}") for name, each in own.extras.items()}
-    if content.optimizer is not None:
-        file = write_tensors(folder / f"{stem}.optimizer.safetensors", content.optimizer_tensors)
-    return StagePart(
+    extras = own.extras if own.replica == 0 and division.is_first_rank else {}
+    part = StagePart(
         stage=own.stage,
         replica=own.replica,
-        weights=weights,
+        weights=write_tensors(folder / f"{stem}.weights.safetensors", tensors),
         aliases=aliases,
         optimizer=content.optimizer,
-        optimizer_file=file,
-        extras=extras,
+        extras={name: to_json(each.state_dict(), f"the state of the {name}") for name, each in extras.items()},
     )
-
-
-def _buffers(module: nn.Module) -> dict[str, Tensor]:
-    parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
-    return {name: tensor for name, tensor in module.state_dict().items() if name not in parameters}
+    if content.optimizer is None:
+        return part
+    file = write_tensors(folder / f"{stem}.optimizer.safetensors", content.optimizer_tensors)
+    return part.model_copy(update={"optimizer_file": file})
 
 
 def distinct(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -158,14 +156,14 @@ def fill_module(own: Restorable, saved: SavedCheckpoint) -> None:
                 raise InputError(
                     f"'{name}' is {value.dtype} of shape {tuple(value.shape)} in the checkpoint '{saved.path}', and "
                     f"{tensor.dtype} of shape {tuple(shape)} in the model",
-                    hint="is it a checkpoint of this model?",
+                    hint=SAME_MODEL,
                 )
             tensor.copy_(division.part(name, value))
             missing.remove(name)
     if missing:
         raise InputError(
             f"the checkpoint '{saved.path}' has no '{min(missing)}', which the model has",
-            hint="is it a checkpoint of this model?",
+            hint=SAME_MODEL,
         )
 
 
@@ -177,18 +175,17 @@ def each_weight(path: Path, parts: Sequence[StagePart], names: set[str] | None =
     Raises:
         InputError: when a file is not the one that was written.
     """
-    source: dict[str, tuple[TensorFile, str]] = {}
-    for part in parts:
-        stored = {name: name for name in part.weights.tensors} | part.aliases
-        source |= {name: (part.weights, first) for name, first in stored.items() if names is None or name in names}
+    taken: set[str] = set()
     # File by file: each is hashed as a whole before anything is taken from it.
-    for file in dict.fromkeys(file for file, _ in source.values()):
+    for part in reversed(parts):
         called: dict[str, list[str]] = {}
-        for name, (its, first) in source.items():
-            if its is file:
-                called.setdefault(first, []).append(name)
-        for first, tensor in each_tensor(path / file.name, called, file):
-            yield from ((name, tensor) for name in called[first])
+        for name, stored in ({name: name for name in part.weights.tensors} | part.aliases).items():
+            if name not in taken and (names is None or name in names):
+                called.setdefault(stored, []).append(name)
+                taken.add(name)
+        if called:
+            for stored, tensor in each_tensor(path / part.weights.name, called, part.weights):
+                yield from ((name, tensor) for name in called[stored])
 
 
 def fill_optimizer(own: Restorable, saved: SavedCheckpoint) -> None:
@@ -200,24 +197,24 @@ def fill_optimizer(own: Restorable, saved: SavedCheckpoint) -> None:
     if own.optimizer is None:
         return
     parameters = dict(own.module.named_parameters(remove_duplicate=False))
-    shards = None if own.sharding is None else own.sharding.shards
-    division = divided_weights(own.module)
-    states, tensors = [], {}
-    for part in sorted(saved.index.parts, key=lambda part: part.stage == own.stage):
-        if part.optimizer is None or part.optimizer_file is None:
-            continue
-        trained = {name for group in part.optimizer.groups for name in group.parameters}
-        if not trained.intersection(parameters):
-            continue
-        needed = {
-            name: state
-            for name, state in part.optimizer.states.items()
-            if name in parameters and needs(state, parameters[name], None if name in division.cuts else shards)
-        }
-        states.append(part.optimizer.model_copy(update={"states": needed}))
-        names = {stored for name, state in needed.items() for stored in state.stored(name).values()}
-        tensors.update(read_tensors(saved.path / part.optimizer_file.name, names, part.optimizer_file))
-    give_state(own.optimizer, own.module, states, tensors, own.learning_rate_factor, own.sharding)
+    states: list[OptimizerState] = []
+    files: dict[str, Any] = {}  # open, by the names of the tensors in them
+
+    def read(name: str) -> Tensor:
+        if name not in files:
+            raise InputError(f"the checkpoint '{saved.path}' has no tensor '{name}'", hint=SAME_MODEL)
+        return copy_of(files[name], name)
+
+    with ExitStack() as stack:
+        for part in sorted(saved.index.parts, key=lambda part: part.stage == own.stage):
+            if part.optimizer is None or part.optimizer_file is None:
+                continue
+            if any(name in parameters for group in part.optimizer.groups for name in group.parameters):
+                here = {name: state for name, state in part.optimizer.states.items() if name in parameters}
+                states.append(part.optimizer.model_copy(update={"states": here}))
+                file = stack.enter_context(opened(saved.path / part.optimizer_file.name, part.optimizer_file))
+                files |= dict.fromkeys(part.optimizer_file.tensors, file)
+        give_state(own.optimizer, own.module, states, read, own.learning_rate_factor, own.sharding)
 
 
 def _extra_state(saved: SavedCheckpoint, name: str, stage: int, groups: int) -> tuple[dict[str, Any], float]:
@@ -226,14 +223,13 @@ def _extra_state(saved: SavedCheckpoint, name: str, stage: int, groups: int) -> 
     That of the same stage is preferred, but any will do: all have done the same minibatches. `groups` is the number of
     parameter groups that the optimizer has now.
     """
-    found = [part for part in saved.index.parts if name in part.extras]
+    found = sorted((part for part in saved.index.parts if name in part.extras), key=lambda part: part.stage != stage)
     if not found:
         raise InputError(
             f"the checkpoint '{saved.path}' has no state of a {name}, which the model file has now",
             hint="give the model file what the run began with",
         )
-    part = min(found, key=lambda part: part.stage != stage)
-    state: dict[str, Any] = from_json(part.extras[name])
+    state: dict[str, Any] = from_json(found[0].extras[name])
     rates = state.get("base_lrs")
     if rates is not None and len(rates) != groups:
         raise InputError(
@@ -241,4 +237,4 @@ def _extra_state(saved: SavedCheckpoint, name: str, stage: int, groups: int) -> 
             f"{groups}",
             hint=SAME_OPTIMIZER,
         )
-    return state, 1.0 if part.optimizer is None else part.optimizer.learning_rate_factor
+    return state, 1.0 if found[0].optimizer is None else found[0].optimizer.learning_rate_factor

@@ -17,10 +17,9 @@ import os
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from pydantic import Field
@@ -63,18 +62,12 @@ class TensorFile(Record):
     tensors: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class Fact:
+class Fact(NamedTuple):
     """What a file's header says of a tensor."""
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-
-    @property
-    def order(self) -> tuple[int, str]:
-        """Sorts tensors so that all are aligned."""
-        return (-self.dtype.itemsize, self.name)
 
     @property
     def size_bytes(self) -> int:
@@ -87,6 +80,11 @@ class Fact:
         return (min(_PIECE_BYTES, self.size_bytes - start) for start in range(0, self.size_bytes, _PIECE_BYTES))
 
 
+def aligned(facts: Iterable[Fact]) -> list[Fact]:
+    """Sort tensors so that all are aligned in their file."""
+    return sorted(facts, key=lambda fact: (-fact.dtype.itemsize, fact.name))
+
+
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> TensorFile:
     """Write `tensors`, moving a piece at a time to the CPU, and wait until they are on disk.
 
@@ -94,12 +92,9 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> TensorFile:
         InputError: for a dtype that the format lacks.
         OSError: when the disk is full or the folder cannot be written; the file is then incomplete.
     """
-    facts = [Fact(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
-    facts.sort(key=lambda fact: fact.order)
-    written = write_pieces(
-        path, facts, (piece.numpy().data for fact in facts for piece in byte_pieces(tensors[fact.name]))
-    )
-    return written.model_copy(update={"tensors": tuple(tensors)})
+    facts = aligned(Fact(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items())
+    pieces = (piece.numpy().data for fact in facts for piece in byte_pieces(tensors[fact.name]))
+    return write_pieces(path, facts, pieces).model_copy(update={"tensors": tuple(tensors)})
 
 
 def write_pieces(path: Path, facts: Sequence[Fact], pieces: Iterable[memoryview]) -> TensorFile:
@@ -166,10 +161,9 @@ def each_tensor(
     path: Path, names: Collection[str] | None = None, expected: TensorFile | None = None
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors `names`, or all of them, as `read_tensors` does but one at a time."""
-    with _opened(path, expected) as file:
+    with opened(path, expected) as file:
         for name in names if names is not None else file.keys():
-            # A copy, because the package's tensor is a view of the file, which may be removed from a shared disk.
-            yield name, file.get_tensor(name).clone()
+            yield name, copy_of(file, name)
 
 
 def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
@@ -178,14 +172,23 @@ def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
     Raises:
         InputError: when the file is missing, or is not a safetensors file.
     """
-    with _opened(path) as file:
-        names = file.keys()
-        return {name: tuple(file.get_slice(name).get_shape()) for name in names}
+    with opened(path) as file:
+        return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 - no mapping
+
+
+def copy_of(file: Any, name: str) -> Tensor:
+    """Return a tensor of an `opened` file as a copy: the package's is a view of the file, which may be removed."""
+    tensor: Tensor = file.get_tensor(name)
+    return tensor.clone()
 
 
 @contextmanager
-def _opened(path: Path, expected: TensorFile | None = None) -> Iterator[Any]:
-    """Open a file with the package, whose methods are not annotated; give its errors the place and a hint."""
+def opened(path: Path, expected: TensorFile | None = None) -> Iterator[Any]:
+    """Open a file with the package, whose methods are not annotated; give its errors the place and a hint.
+
+    Raises:
+        InputError: as `read_tensors` does.
+    """
     try:
         if expected is not None:
             _check(path, expected)

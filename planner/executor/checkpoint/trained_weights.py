@@ -11,11 +11,12 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,6 +28,7 @@ from planner.executor.checkpoint.stage_parts import distinct, each_weight
 from planner.executor.checkpoint.tensor_file import (
     SUFFIX,
     Fact,
+    aligned,
     byte_pieces,
     read_tensors,
     write_pieces,
@@ -36,9 +38,8 @@ from planner.executor.communication.control import broadcast_bytes, control_grou
 from planner.formats.files import replacing
 
 
-@dataclass(frozen=True)
-class _Held:
-    """A tensor that a worker holds."""
+class _Held(NamedTuple):
+    """A tensor, and the worker that holds it."""
 
     rank: int
     fact: Fact
@@ -60,7 +61,11 @@ def save_gathered(state: Mapping[str, Tensor], path: Path) -> None:
     facts = [(name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for name, tensor in own.items()]
     parts = gather_bytes(json.dumps([facts, aliases]).encode())
     if dist.get_rank() != 0:
-        _send_asked(own)
+        while asked := json.loads(broadcast_bytes(b"", control_group())):
+            rank, name = asked
+            if rank == dist.get_rank():
+                for piece in byte_pieces(own[name]):
+                    dist.send(piece, 0, control_group())
         return
     held: dict[str, _Held] = {}
     names: dict[str, str] = {}  # all of tied tensors, and whose values they have
@@ -69,21 +74,25 @@ def save_gathered(state: Mapping[str, Tensor], path: Path) -> None:
         # Stages that share a weight have equal copies: the last one's is taken.
         held |= {name: _Held(rank, Fact(name, getattr(torch, dtype), tuple(shape))) for name, dtype, shape in theirs}
         names |= {name: name for name, _, _ in theirs} | others
-    ordered = sorted(held.values(), key=lambda each: each.fact.order)
+
+    def pieces_of(facts: Sequence[Fact]) -> Generator[memoryview, None, None]:
+        for fact in facts:
+            yield from _pieces(held[fact.name], own)
 
     def write(path: Path) -> None:
+        ordered = aligned(each.fact for each in held.values())
         with replacing(path) as temporary:
             if path.suffix == SUFFIX:
-                with closing(_pieces(ordered, own)) as pieces:
-                    write_pieces(temporary, [each.fact for each in ordered], pieces)
+                with closing(pieces_of(ordered)) as pieces:
+                    write_pieces(temporary, ordered, pieces)
             else:
                 tensors = {name: _whole(each, own) for name, each in held.items()}
                 torch.save({name: tensors[first] for name, first in names.items()}, temporary)
 
     try:
-        _write_somewhere(path, sum(each.fact.size_bytes for each in ordered), write)
+        _write_somewhere(path, sum(each.fact.size_bytes for each in held.values()), write)
     finally:
-        _ask(None)
+        broadcast_bytes(b"[]", control_group())  # no more is asked for
 
 
 def _write_somewhere(path: Path, size_bytes: int, write: Callable[[Path], None]) -> None:
@@ -93,11 +102,9 @@ def _write_somewhere(path: Path, size_bytes: int, write: Callable[[Path], None])
         PlannerError: when it is another folder.
     """
     try:
-        write(path)
+        return write(path)
     except (OSError, RuntimeError) as cause:  # torch.save raises RuntimeError for a full disk
         problem = f"the weights cannot be written to '{path}': {cause}"
-    else:
-        return
     for folder in (Path(tempfile.gettempdir()), Path.home(), Path.cwd()):
         rescued = folder / f"{path.stem}-{os.getpid()}{path.suffix}"
         try:
@@ -109,51 +116,33 @@ def _write_somewhere(path: Path, size_bytes: int, write: Callable[[Path], None])
     raise PlannerError(f"{problem}; no other folder has room for them", hint="continue from the newest checkpoint")
 
 
-def _pieces(ordered: Sequence[_Held], own: Mapping[str, Tensor]) -> Generator[memoryview, None, None]:
-    for each in ordered:
-        yield from _pieces_of(each, own)
-
-
-def _pieces_of(held: _Held, own: Mapping[str, Tensor]) -> Generator[memoryview, None, None]:
+def _pieces(held: _Held, own: Mapping[str, Tensor]) -> Iterator[memoryview]:
     """Yield the bytes of a tensor, from this worker or from the one that holds it."""
     if held.rank == 0:
         yield from (piece.numpy().data for piece in byte_pieces(own[held.fact.name]))
         return
-    _ask(held)
-    room = torch.empty(0, dtype=torch.uint8)
+    broadcast_bytes(json.dumps([held.rank, held.fact.name]).encode(), control_group())
     sizes = iter(held.fact.piece_sizes)
     try:
         for size in sizes:
-            room = room if len(room) == size else torch.empty(size, dtype=torch.uint8)
-            dist.recv(room, held.rank, control_group())
-            yield room.numpy().data
+            yield _received(size, held.rank)
     finally:
         for size in sizes:  # of a file that cannot be written on: the worker sends them all the same
-            dist.recv(torch.empty(size, dtype=torch.uint8), held.rank, control_group())
+            _received(size, held.rank)
+
+
+def _received(size: int, rank: int) -> memoryview:
+    room = torch.empty(size, dtype=torch.uint8)
+    dist.recv(room, rank, control_group())
+    return room.numpy().data
 
 
 def _whole(held: _Held, own: Mapping[str, Tensor]) -> Tensor:
-    content, done = bytearray(held.fact.size_bytes), 0
-    for piece in _pieces_of(held, own):  # each is good until the next one is taken
-        content[done : done + len(piece)] = piece
-        done += len(piece)
-    if not content:
-        return torch.empty(held.fact.shape, dtype=held.fact.dtype)
-    return torch.frombuffer(content, dtype=held.fact.dtype).reshape(held.fact.shape)
-
-
-def _ask(held: _Held | None) -> None:
-    """Ask the worker that holds a tensor to send it; None tells all workers that there is nothing more to send."""
-    asked = [] if held is None else [held.rank, held.fact.name]
-    broadcast_bytes(json.dumps(asked).encode(), control_group())
-
-
-def _send_asked(own: Mapping[str, Tensor]) -> None:
-    while asked := json.loads(broadcast_bytes(b"", control_group())):
-        rank, name = asked
-        if rank == dist.get_rank():
-            for piece in byte_pieces(own[name]):
-                dist.send(piece, 0, control_group())
+    content = bytearray()
+    for piece in _pieces(held, own):  # each is good until the next one is taken
+        content += piece
+    found = torch.frombuffer(content, dtype=held.fact.dtype) if content else torch.empty(0, dtype=held.fact.dtype)
+    return found.reshape(held.fact.shape)
 
 
 @dataclass(frozen=True)

@@ -432,7 +432,7 @@ def test_which_checkpoint_a_run_goes_on_from(tmp_path: Path) -> None:
         resolve(str(tmp_path / "nothing"), folder, writes=False)
     with pytest.raises(InputError, match="there is no complete checkpoint in"):
         find(tmp_path)
-    with pytest.raises(InputError, match="is a file, not the folder of a checkpoint"):
+    with pytest.raises(InputError, match="there is no checkpoint"):
         find(newest / INDEX)
     with pytest.raises(InputError, match="is a file, not a folder for checkpoints"):
         resolve(None, newest / INDEX, writes=True)

@@ -59,7 +59,7 @@ def test_two_optimizers_become_one_that_goes_on_as_they_would(name: str) -> None
     whole.load_state_dict(split.state_dict())
     joined = OPTIMIZERS[name](list(whole.parameters()))
     tensors = {key: value.clone() for _, kept in taken for key, value in kept.items()}
-    give_state(joined, whole, [through_json(state) for state, _ in taken], tensors)
+    give_state(joined, whole, [through_json(state) for state, _ in taken], tensors.__getitem__)
     train(split, halves, 3)
     train(whole, [joined], 3)
     for one, other in zip(split.parameters(), whole.parameters(), strict=True):
@@ -79,7 +79,7 @@ def test_groups_are_found_by_their_parameters() -> None:
     part = nn.ModuleDict({"1": nn.Linear(3, 3)})
     optimizer = two_groups(part)
     optimizer.param_groups[0]["weight_decay"], optimizer.param_groups[1]["weight_decay"] = 7.0, 8.0
-    give_state(optimizer, part, [through_json(state)], tensors)
+    give_state(optimizer, part, [through_json(state)], tensors.__getitem__)
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.0, 0.3]
 
 
@@ -114,7 +114,7 @@ def test_parts_become_whole_and_other_parts(name: str, replicas: int) -> None:
 
     def content(states: list[tuple[OptimizerState, dict[str, torch.Tensor]]]) -> tuple[list[OptimizerState], Any]:
         tensors = {key: value.clone() for _, kept in states for key, value in kept.items()}
-        return [through_json(state) for state, _ in states], tensors
+        return [through_json(state) for state, _ in states], tensors.__getitem__
 
     first = convolutions(torch.channels_last)
     parts = parts_of(first, replicas)
@@ -157,20 +157,20 @@ def test_a_missing_part_is_refused() -> None:
         optimizer.step()
         taken.append(take_state(optimizer, whole, 1.0, sharding))
     with pytest.raises(InputError, match=r"only some elements of 'weight': element 0 is missing"):
-        give_state(AdamW(whole.parameters(), lr=0.1), whole, [taken[1][0]], taken[1][1])
+        give_state(AdamW(whole.parameters(), lr=0.1), whole, [taken[1][0]], taken[1][1].__getitem__)
 
 
 def test_what_does_not_fit_is_refused() -> None:
     whole = model()
     state, tensors = take_state(AdamW(whole.parameters(), lr=0.1), whole)
     with pytest.raises(InputError, match=r"has the state of AdamW, but the model file's optimizer is SGD"):
-        give_state(SGD(whole.parameters(), lr=0.1), whole, [state], tensors)
+        give_state(SGD(whole.parameters(), lr=0.1), whole, [state], tensors.__getitem__)
     few, kept = take_state(AdamW(whole[0].parameters(), lr=0.1), nn.ModuleDict({"0": whole[0]}))
     with pytest.raises(InputError, match=r"did not train '1\.weight'"):
-        give_state(AdamW(whole.parameters(), lr=0.1), whole, [few], kept)
+        give_state(AdamW(whole.parameters(), lr=0.1), whole, [few], kept.__getitem__)
     rest, others = take_state(AdamW(whole[1:].parameters(), lr=0.2), nn.ModuleDict({"1": whole[1], "2": whole[2]}))
     with pytest.raises(InputError, match=r"'1\.weight' was trained with lr = 0\.2, '0\.weight' with 0\.1"):
-        give_state(AdamW(whole.parameters(), lr=0.1), whole, [few, rest], kept | others)
+        give_state(AdamW(whole.parameters(), lr=0.1), whole, [few, rest], (kept | others).__getitem__)
 
 
 def test_what_json_cannot_hold_is_refused_with_its_place() -> None:
@@ -222,7 +222,7 @@ def test_rates_follow_the_factor_of_the_plan_that_goes_on() -> None:
     optimizer = SGD(whole.parameters(), lr=0.2, momentum=0.9)
     state, tensors = take_state(optimizer, whole, 2.0)
     other = SGD(whole.parameters(), lr=99.0)
-    give_state(other, whole, [through_json(state)], tensors, 3.0)
+    give_state(other, whole, [through_json(state)], tensors.__getitem__, 3.0)
     assert other.param_groups[0]["lr"] == pytest.approx(0.3)
     scheduler = schedulers.SequentialLR(
         optimizer, [schedulers.ConstantLR(optimizer, 1.0), schedulers.ConstantLR(optimizer, 1.0)], [3]
