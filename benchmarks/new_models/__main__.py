@@ -27,7 +27,7 @@ from planner.model.spec import TrainingSpec, load_model_file
 from planner.options.training import CheckpointOptions, RunOptions
 from planner.schedule.registry import find
 from planner.selftest.lab import even_plan
-from planner.selftest.training import Reference
+from planner.selftest.training import train_alone
 
 HERE = Path(__file__).parent
 PACKAGES = ("transformers", "timm", "diffusers", "peft")
@@ -162,8 +162,8 @@ def in_pipeline(spec: TrainingSpec, plans: Sequence[Plan]) -> Trained:
 
 def stashed(spec: TrainingSpec, profiled: Profile, plan: Plan) -> Trained:
     """Train in this process at the weight versions of PipeDream's formula."""
-    reference = Reference(spec, profiled, plan, SEED, torch.device("cpu"))
-    return Trained(reference.train(STEPS), reference.weights())
+    losses, trained = train_alone(spec, profiled, plan, SEED, torch.device("cpu"), STEPS)
+    return Trained(losses, dict(trained.state_dict()))
 
 
 def table(results: Results) -> str:

@@ -11,7 +11,7 @@ from planner.formats.cluster import flat_cluster
 from planner.formats.files import Record, write_text
 from planner.formats.names import Backend, DeviceType
 from planner.formats.plan import Plan, save_plan
-from planner.formats.profile import Profile, save_profile
+from planner.formats.profile import save_profile
 from planner.workers.job import Job, TrainResult
 
 MOST_WORKERS = 8  # enough for a tour; more would only take longer
@@ -52,7 +52,9 @@ class Tour:
 def quickstart(tour: Tour, show_progress: bool, on_phase: Callable[[str], None]) -> QuickstartResult:
     """Run the tour; raise PlannerError when the device or the backend is not there, or a run fails."""
     from planner.executor.worker import launch
+    from planner.model.spec import load_model_file
     from planner.profiler.links.measure_cluster import measure_host
+    from planner.profiler.measured.profiling import ProfilingOptions, profile_model
     from planner.solver import solve
     from planner.workers.place import available_cores, check_backend, gpus_here, kind_here
 
@@ -60,9 +62,15 @@ def quickstart(tour: Tour, show_progress: bool, on_phase: Callable[[str], None])
     check_backend(kind, tour.backend)
     there = max(1, gpus_here()) if kind == "cuda" else available_cores()
     workers = tour.workers or min(MOST_WORKERS, there)
-    model_path = folder / "model.py"
-    write_text(model_path, resources.files("planner.demo").joinpath("vgg16.py").read_text(encoding="utf-8"))
-    profile = _profile(model_path, workers, kind, on_phase)
+    model = folder / "model.py"
+    write_text(model, resources.files("planner.demo").joinpath("vgg16.py").read_text(encoding="utf-8"))
+    # As many as will share caches and memory in training; a GPU has its own.
+    processes = min(workers, there) if kind == "cpu" else 1
+    beside = "" if processes == 1 else f", with {processes - 1} more at work beside it"
+    unit = "core" if kind == "cpu" else "GPU"
+    on_phase(f"Profiling VGG-16 at batch {BATCH_SIZE} on one {unit}{beside} ...")
+    options = ProfilingOptions(device=kind, seconds=PROFILE_SECONDS, processes=processes)
+    profile = profile_model(load_model_file(str(model)), BATCH_SIZE, options)
     save_profile(profile, folder / "profile.json")
     on_phase("Measuring the link between the workers ...")
     sharing = -(-workers // there) if kind == "cuda" else workers  # of the memory that the profile tells of
@@ -70,38 +78,21 @@ def quickstart(tour: Tour, show_progress: bool, on_phase: Callable[[str], None])
     if workers > 1:
         cluster = measure_host(workers, kind, tour.backend).model_copy(update={"memory_bytes": memory_bytes})
     else:
-        between_processes = measure_host(2, "cpu").levels[0]
-        cluster = flat_cluster(1, between_processes.bandwidth_bytes_per_s, memory_bytes)
+        cluster = flat_cluster(1, measure_host(2, "cpu").levels[0].bandwidth_bytes_per_s, memory_bytes)
     plan = solve(profile, cluster)
     save_plan(plan, folder / "plan.json")
     on_phase(f"Training {steps} minibatches with the plan '{plan.config}' ...")
-    job = Job(model=str(model_path), plan=plan, steps=steps, show_progress=show_progress)
-    job = job.model_copy(update={"device": kind, "backend": tour.backend})
+    job = Job(model=str(model), plan=plan, steps=steps, show_progress=show_progress, device=kind, backend=tour.backend)
     pipeline = launch(job)
     on_phase(f"Training {steps} minibatches with DistributedDataParallel on {plan.workers} workers ...")
-    data_parallel = launch(job.model_copy(update={"baseline": "data-parallel"}))
     predicted = plan.predicted.samples_per_s
     return QuickstartResult(
         folder=str(folder),
         link_bytes_per_s=cluster.levels[0].bandwidth_bytes_per_s,
         plan=plan,
         pipeline=pipeline,
-        data_parallel=data_parallel,
+        data_parallel=launch(job.model_copy(update={"baseline": "data-parallel"})),
         predicted_data_parallel_samples_per_s=(
             None if predicted is None else predicted / plan.predicted.speedup_over_data_parallel
         ),
     )
-
-
-def _profile(model_path: Path, workers: int, kind: DeviceType, on_phase: Callable[[str], None]) -> Profile:
-    from planner.model.spec import load_model_file
-    from planner.profiler.measured.profiling import ProfilingOptions, profile_model
-    from planner.workers.place import available_cores
-
-    # As many as will share caches and memory in training; a GPU has its own.
-    processes = min(workers, available_cores()) if kind == "cpu" else 1
-    unit = "core" if kind == "cpu" else "GPU"
-    beside = "" if processes == 1 else f", with {processes - 1} more at work beside it"
-    on_phase(f"Profiling VGG-16 at batch {BATCH_SIZE} on one {unit}{beside} ...")
-    options = ProfilingOptions(device=kind, seconds=PROFILE_SECONDS, processes=processes)
-    return profile_model(load_model_file(str(model_path)), BATCH_SIZE, options)

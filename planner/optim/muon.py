@@ -39,20 +39,8 @@ _MOST_TOGETHER = 2**24
 
 # Rows or columns of these are one token's or one class's: orthogonalising mixes what is rarely seen together.
 _TABLES = frozenset(
-    [
-        "wte",
-        "wpe",
-        "tokens",
-        "positions",
-        "characters",
-        "head",
-        "heads",
-        "lm_head",
-        "fc",
-        "classifier",
-        "score",
-        "output_projection",
-    ]
+    ["wte", "wpe", "tokens", "positions", "characters"]
+    + ["head", "heads", "lm_head", "fc", "classifier", "score", "output_projection"]
 )
 
 
@@ -109,18 +97,15 @@ class NewestMuon(Optimizer):
         to_adamw: Callable[[str, nn.Parameter], bool] = is_table,
     ) -> None:
         shares = {"average": average, "newest": newest, "betas[0]": betas[0], "betas[1]": betas[1]}
-        for name, value in shares.items():
-            if not 0.0 <= value <= 1.0:
-                raise ValueError(f"{name} is {value}; it must be from 0 to 1")
-        for name, value in {"lr": lr, "vectors": vectors, "weight_decay": weight_decay, "eps": eps}.items():
-            if value < 0.0:
-                raise ValueError(f"{name} is {value}; it must not be negative")
-        matrices: list[nn.Parameter] = []
-        tables: list[nn.Parameter] = []
-        flat: list[nn.Parameter] = []
-        for name, parameter in named_parameters:
-            matrix = parameter.ndim >= 2 and not to_adamw(name, parameter)
-            (matrices if matrix else tables if parameter.ndim >= 2 else flat).append(parameter)
+        numbers = {"lr": lr, "vectors": vectors, "weight_decay": weight_decay, "eps": eps}
+        for name, value in (shares | numbers).items():
+            if value < 0.0 or (name in shares and value > 1.0):
+                raise ValueError(f"{name} is {value}; it must be {'from 0 to 1' if name in shares else '0 or more'}")
+        named = list(named_parameters)
+        large = [(name, parameter) for name, parameter in named if parameter.ndim >= 2]
+        tables = [parameter for name, parameter in large if to_adamw(name, parameter)]
+        matrices = [parameter for name, parameter in large if not to_adamw(name, parameter)]
+        flat = [parameter for _, parameter in named if parameter.ndim < 2]
         # All groups exist in every part of a model, so that schedulers and checkpoints find the same three.
         to_orthogonalise = {"average": average, "newest": newest, "weight_decay": weight_decay}
         by_adamw = {"orthogonal": False, "betas": betas, "eps": eps, "weight_decay": 0.0}

@@ -66,7 +66,9 @@ def _in_all_types(lab: Lab, model: str) -> Outcome:
             cut = cut_step(graph, batch, [[layer.name] for layer in graph.layers])
             # Before the module becomes float64, which widens the gradients that it holds.
             same = all(torch.equal(cut[name], whole[name]) for name in cut.keys() & whole.keys())
-            exact = _true_step(spec, graph.model, batch)
+            leaves, tree = batch.flatten()
+            wide = [each.double() if isinstance(each, Tensor) and each.is_floating_point() else each for each in leaves]
+            exact = whole_step(spec, graph.model.double(), Batch(*tree.unflatten(wide)), PLAIN)
         ratio, name = error_ratio(cut, whole, exact, torch.finfo(autocast_dtype(dtype) or torch.float32).eps)
         if not ratio <= MOST:
             return judged(
@@ -96,12 +98,6 @@ def error_ratio(cut: Step, whole: Step, exact: Step, eps: float) -> tuple[float,
     return ratios[worst], f"'{worst}'"
 
 
-def _true_step(spec: TrainingSpec, model: nn.Module, batch: Batch) -> Step:
-    leaves, tree = batch.flatten()
-    wide = [leaf.double() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf for leaf in leaves]
-    return whole_step(spec, model.double(), Batch(*tree.unflatten(wide)), PLAIN)
-
-
 def whole_step(spec: TrainingSpec, model: nn.Module, batch: Batch, options: ModuleOptions) -> Step:
     """Run a step of the user's own module; its buffers stay as they were."""
     with _fresh(model):
@@ -117,10 +113,9 @@ def cut_step(graph: LayerGraph, batch: Batch, cut: Sequence[Sequence[str]]) -> S
     Values cross as copies without history, gradients return by hand. The stages share the module's weights.
     """
     with _fresh(graph.model):
-        device = next(graph.model.parameters()).device
         known: dict[str, Tensor] = {}
         runs: list[Run] = []
-        for stage in (build_stage(graph, names).to(device) for names in cut):
+        for stage in (build_stage(graph, names).to(batch.device_type) for names in cut):
             received = {
                 spec.name: through_a_message(spec, known[spec.name], batch.size).requires_grad_(spec.requires_grad)
                 for spec in stage.received
@@ -141,14 +136,11 @@ def cut_step(graph: LayerGraph, batch: Batch, cut: Sequence[Sequence[str]]) -> S
 def stage_backward(run: Run, gradients: dict[str, Tensor], batch_size: int) -> None:
     """Run the backward of a stage that has run, from and into `gradients` of the values that cross."""
     stage, received, results = run
-    roots: list[Tensor] = [results["loss"]] if stage.has_loss else []
-    seeds: list[Tensor | None] = [None] if stage.has_loss else []
-    for spec in stage.sent:
-        if spec.requires_grad and spec.name in gradients:
-            roots.append(results[spec.name])
-            seeds.append(gradients.pop(spec.name))
-    if roots:
-        torch.autograd.backward(roots, seeds)
+    seeds: list[tuple[Tensor, Tensor | None]] = [(results["loss"], None)] if stage.has_loss else []
+    crossing = [spec.name for spec in stage.sent if spec.requires_grad and spec.name in gradients]
+    seeds += [(results[name], gradients.pop(name)) for name in crossing]
+    if seeds:
+        torch.autograd.backward([root for root, _ in seeds], [seed for _, seed in seeds])
     for spec in stage.received:
         if (gradient := received[spec.name].grad) is not None:
             gradients[spec.name] = through_a_message(spec.of_gradient, gradient, batch_size)

@@ -4,46 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import accumulate
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 
-from planner.analysis.own_plan import price
+from planner.analysis.own_plan import price, stages_ending_at
 from planner.api import profile, train
 from planner.formats.cluster import flat_cluster
 from planner.formats.names import Backend, DeviceType
-from planner.formats.own_plan import OwnPlan, OwnStage
+from planner.formats.own_plan import OwnPlan
 from planner.formats.plan import Plan
 from planner.formats.profile import Profile
 from planner.schedule.instructions import CHUNKS
 from planner.schedule.schedule import Schedule
+from planner.solver.choose.baselines import equal_counts
 from planner.workers.job import TrainResult
 
 SEED = 3
 BATCH_SIZE = 4  # samples of a microbatch
 _ANY_BANDWIDTH = 1e9  # of plans whose speed does not matter
 
-
 Result = Literal["passed", "failed", "skipped"]
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What a case found.
+class Outcome(NamedTuple):
+    """What a case found."""
 
-    Attributes:
-        result: whether it is as it should be; "skipped" where the case cannot run on this machine.
-        found: in words, with the numbers; why the case was skipped.
-        value: the number that was judged, if there is one.
-        limit: the most that it may be.
-    """
-
-    result: Result
-    found: str
-    value: float | None = None
-    limit: float | None = None
+    result: Result  # "skipped" where the case cannot run on this machine
+    found: str  # in words, with the numbers; why the case was skipped
+    value: float | None = None  # the number that was judged, if there is one
+    limit: float | None = None  # the most that it may be
 
 
 Case: TypeAlias = tuple[str, Callable[[], Outcome]]  # its name, and what finds its outcome; an exception fails it
@@ -56,19 +48,12 @@ def judged(good: bool, found: str, value: float | None = None, limit: float | No
 
 @dataclass
 class Lab:
-    """Where the checks run.
+    """Where the checks run."""
 
-    Attributes:
-        device: of all workers.
-        workers: of the runs that have several.
-        folder: for files; it goes when the self-test ends.
-        models: of the user's, to cut beside the built-in ones.
-    """
-
-    device: torch.device
-    workers: int
-    folder: Path
-    models: tuple[str, ...] = ()
+    device: torch.device  # of all workers
+    workers: int  # of the runs that have several
+    folder: Path  # for files; it goes when the self-test ends
+    models: tuple[str, ...] = ()  # of the user's, to cut beside the built-in ones
     _profiles: dict[tuple[str, int], Profile] = field(default_factory=dict)
 
     @property
@@ -107,13 +92,12 @@ def even_plan(
     """
     workers = sum(replicas)
     counts = [*replicas] * ((schedule.fixed_chunks or CHUNKS) if schedule.chunked else 1)
-    layers = [layer.name for layer in profile.layers]
-    ends = [end for end, name in enumerate(layers, 1) if name not in profile.no_cut_after]
-    cuts = [0, *(ends[len(ends) * stage // len(counts) - 1] for stage in range(1, len(counts) + 1))]
-    stages = tuple(
-        OwnStage(layers=tuple(layers[start:end]), replicas=count)
-        for (start, end), count in zip(pairwise(cuts), counts, strict=True)
+    legal = [layer.name for layer in profile.layers if layer.name not in profile.no_cut_after]
+    *ends, _ = accumulate(equal_counts(len(legal), len(counts)))
+    stages = zip(stages_ending_at(profile, [legal[end - 1] for end in ends]), counts, strict=True)
+    own = OwnPlan(
+        stages=tuple(stage.model_copy(update={"replicas": count}) for stage, count in stages),
+        schedule=schedule,
+        microbatches=microbatches or (2 * workers if schedule.divides else 1),
     )
-    microbatches = microbatches or (2 * workers if schedule.divides else 1)
-    own = OwnPlan(stages=stages, schedule=schedule, microbatches=microbatches)
     return price(profile, flat_cluster(workers, _ANY_BANDWIDTH), own)

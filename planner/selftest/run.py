@@ -122,16 +122,8 @@ def run_case(check: str, case: Case) -> Row:
     (name, find), started = case, time.monotonic()
     try:
         outcome = find()
-    except PlannerError as error:
-        outcome = Outcome("failed", error.message)
     except Exception as error:
-        outcome = Outcome("failed", reason_of(error))
-    return Row(
-        check=check,
-        name=name,
-        result=outcome.result,
-        found=outcome.found,
-        value=outcome.value if outcome.value is not None and math.isfinite(outcome.value) else None,  # JSON has no NaN
-        limit=outcome.limit,
-        seconds=time.monotonic() - started,
-    )
+        outcome = Outcome("failed", error.message if isinstance(error, PlannerError) else reason_of(error))
+    if outcome.value is not None and not math.isfinite(outcome.value):
+        outcome = outcome._replace(value=None)  # JSON has no NaN
+    return Row(check=check, name=name, seconds=time.monotonic() - started, **outcome._asdict())

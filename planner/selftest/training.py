@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from functools import partial
 
@@ -65,7 +66,7 @@ def _equals_one_process(lab: Lab, model: str, schedule: Schedule, replicas: Sequ
         return Outcome("skipped", f"the model has {len(profile.layers)} layers, too few for {lab.workers} workers")
     plan = even_plan(profile, schedule, replicas)
     found = [math.nan if entry.loss is None else entry.loss for entry in lab.train(model, plan, STEPS).losses]
-    expected = Reference(load_model_file(model), profile, plan, SEED, lab.device).train(STEPS)
+    expected, _ = train_alone(load_model_file(model), profile, plan, SEED, lab.device, STEPS)
     what = "delayed updates in one process" if schedule.asynchronous else "one process"
     return compared(found, expected, what, LIMIT_CUDA if lab.cuda else LIMIT_CPU)
 
@@ -84,54 +85,41 @@ def compared(found: Sequence[float], expected: Sequence[float], what: str, limit
     return judged(False, text, worst, limit)
 
 
-class Reference:
-    """The unsplit model, trained in this process as a plan says.
+def train_alone(
+    spec: TrainingSpec, profile: Profile, plan: Plan, seed: int, device: torch.device, minibatches: int
+) -> tuple[list[float], nn.Module]:
+    """Train the unsplit model in this process as a plan says; return the loss of each minibatch, and the model.
 
     Args:
         spec: of a model without dropout; its random numbers would be others than the workers'.
         plan: made from that profile; if stages share weights, its schedule must drain.
     """
-
-    def __init__(self, spec: TrainingSpec, profile: Profile, plan: Plan, seed: int, device: torch.device) -> None:
-        assert plan.microbatch_size is not None
-        torch.manual_seed(seed)
-        self._spec, self._plan, self._device = spec, plan, device
-        self._model = spec.build_model().to(device)
-        self._data = make_batches(spec, plan.microbatch_size, plan.microbatches, seed)
-        self._owners = _owners(profile, plan, self._model)
-
-    def train(self, minibatches: int) -> list[float]:
-        """Return the loss of each minibatch."""
-        shape, losses = shape_of(self._plan), []
-        own: list[dict[str, nn.Parameter]] = [{} for _ in self._plan.stages]
-        for name, owner in self._owners.items():
-            own[owner][name] = self._model.get_parameter(name)
-        with thread_count(1):  # as the workers: how a sum is divided over threads changes its rounding
-            stages = [
-                _Stage(parameters, self._spec, *unit_versions(shape, number, minibatches))
-                for number, parameters in enumerate(own)
-            ]
-            for minibatch in range(minibatches):
-                units = [Unit(minibatch, microbatch) for microbatch in range(self._plan.microbatches)]
-                losses.append(sum(self._run(stages, unit) for unit in units) / len(units))
-        for stage in stages:
-            stage.load(-1)
-        return losses
-
-    def weights(self) -> dict[str, Tensor]:
-        """Return the newest weights and the buffers, by name."""
-        return dict(self._model.state_dict())
-
-    def _run(self, stages: Sequence[_Stage], unit: Unit) -> float:
-        """Run a unit at each stage's version, and let the stages take its gradients; return its loss."""
-        for stage in stages:
-            stage.load(stage.used[unit])
-        batch = self._data.batch(unit).to(self._device)
-        loss = loss_of(self._model(*batch.args, **batch.kwargs), batch.target, self._spec.loss)
-        torch.autograd.backward(loss)
-        for stage in stages:
-            stage.take(unit)
-        return float(loss.detach())
+    assert plan.microbatch_size is not None
+    torch.manual_seed(seed)
+    model = spec.build_model().to(device)
+    data = make_batches(spec, plan.microbatch_size, plan.microbatches, seed)
+    shape, losses = shape_of(plan), []
+    with thread_count(1):  # as the workers: how a sum is divided over threads changes its rounding
+        stages = [
+            _Stage(parameters, spec, *_unit_versions(shape, number, minibatches))
+            for number, parameters in enumerate(_owned(profile, plan, model))
+        ]
+        for minibatch in range(minibatches):
+            units = [Unit(minibatch, microbatch) for microbatch in range(plan.microbatches)]
+            total = 0.0
+            for unit in units:
+                for stage in stages:
+                    stage.load(stage.used[unit])
+                batch = data.batch(unit).to(device)
+                loss = loss_of(model(*batch.args, **batch.kwargs), batch.target, spec.loss)
+                torch.autograd.backward(loss)
+                for stage in stages:
+                    stage.take(unit)
+                total += float(loss.detach())
+            losses.append(total / len(units))
+    for stage in stages:
+        stage.load(-1)
+    return losses, model
 
 
 class _Stage:
@@ -145,9 +133,10 @@ class _Stage:
         self, parameters: dict[str, nn.Parameter], spec: TrainingSpec, used: dict[Unit, int], rounds: dict[Unit, int]
     ) -> None:
         self.used, self._rounds, self._parameters = used, rounds, list(parameters.values())
+        self._left = Counter(rounds.values())  # units of each update that have not run
         self._optimizer = spec.optimizer(parameters) if parameters else None
         self._versions = [[parameter.detach().clone() for parameter in self._parameters]]
-        self._gradients: dict[int, list[list[Tensor | None]]] = {}
+        self._gradients: defaultdict[int, list[list[Tensor | None]]] = defaultdict(list)
 
     def load(self, version: int) -> None:
         """Give the parameters the values that they had after so many updates."""
@@ -158,12 +147,12 @@ class _Stage:
     def take(self, unit: Unit) -> None:
         """Keep a unit's gradients; update the newest weights with their mean when they are the round's last."""
         number = self._rounds[unit]
-        found = self._gradients.setdefault(number, [])
-        found.append([parameter.grad for parameter in self._parameters])
-        if len(found) < sum(each == number for each in self._rounds.values()):
+        self._gradients[number].append([parameter.grad for parameter in self._parameters])
+        self._left[number] -= 1
+        if self._left[number]:
             return
         self.load(-1)
-        for parameter, several in zip(self._parameters, zip(*found, strict=True), strict=True):
+        for parameter, *several in zip(self._parameters, *self._gradients.pop(number), strict=True):
             there = [gradient for gradient in several if gradient is not None]
             parameter.grad = torch.stack(there).mean(0) if there else None
         if self._optimizer is not None:
@@ -171,7 +160,7 @@ class _Stage:
         self._versions.append([parameter.detach().clone() for parameter in self._parameters])
 
 
-def unit_versions(shape: PipelineShape, stage: int, minibatches: int) -> tuple[dict[Unit, int], dict[Unit, int]]:
+def _unit_versions(shape: PipelineShape, stage: int, minibatches: int) -> tuple[dict[Unit, int], dict[Unit, int]]:
     """Read from a stage's instructions which version of the weights each unit uses, and which it is the first to miss.
 
     Versions count updates. Replicas of a stage have different units.
@@ -193,16 +182,15 @@ def unit_versions(shape: PipelineShape, stage: int, minibatches: int) -> tuple[d
     return used, rounds
 
 
-def _owners(profile: Profile, plan: Plan, model: nn.Module) -> dict[str, int]:
-    """Return the first stage that uses each trained parameter; a tied one has one name."""
+def _owned(profile: Profile, plan: Plan, model: nn.Module) -> list[dict[str, nn.Parameter]]:
+    """Return the trained parameters of each stage; a tied one has one name, in the first stage that uses it."""
     layers = {layer.name: layer.parameters for layer in profile.layers}
-    canonical = {id(parameter): name for name, parameter in reversed(list(model.named_parameters()))}
-    owners: dict[str, int] = {}
-    for number, stage in enumerate(plan.stages):
-        for name in (name for layer in stage.layers for name in layers[layer]):
-            if (parameter := model.get_parameter(name)).requires_grad:
-                owners.setdefault(canonical[id(parameter)], number)
-    return owners
+    left = {id(each): name for name, each in model.named_parameters() if each.requires_grad}
+    owned: list[dict[str, nn.Parameter]] = []
+    for stage in plan.stages:
+        own = (model.get_parameter(name) for layer in stage.layers for name in layers[layer])
+        owned.append({left.pop(id(parameter)): parameter for parameter in own if id(parameter) in left})
+    return owned
 
 
 def memory_cases(lab: Lab) -> Iterator[Case]:

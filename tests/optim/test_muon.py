@@ -204,5 +204,5 @@ def test_numbers_outside_their_range_are_refused() -> None:
     parameters = list(nn.Linear(2, 2).named_parameters())
     with pytest.raises(ValueError, match=r"newest is 1\.5; it must be from 0 to 1"):
         NewestMuon(parameters, newest=1.5)
-    with pytest.raises(ValueError, match=r"lr is -1; it must not be negative"):
+    with pytest.raises(ValueError, match=r"lr is -1; it must be 0 or more"):
         NewestMuon(parameters, lr=-1)

@@ -84,7 +84,7 @@ def test_the_reference_tells_schedules_apart_that_use_other_versions_of_the_weig
     model = training.CONVOLUTIONAL
     profile = lab.profile(model)
     one, other = (
-        training.Reference(load_model_file(model), profile, even_plan(profile, schedule, (1, 1)), SEED, CPU).train(8)
+        training.train_alone(load_model_file(model), profile, even_plan(profile, schedule, (1, 1)), SEED, CPU, 8)[0]
         for schedule in (ONE_F_ONE_B, NAIVE)
     )
     outcome = training.compared(one, other, "one process", training.LIMIT_CPU)
@@ -99,10 +99,10 @@ def test_the_reference_tells_schedules_apart_that_use_other_versions_of_the_weig
 def test_the_reference_keeps_tied_weights_equal(lab: Lab) -> None:
     profile = lab.profile(training.TRANSFORMER)
     plan = even_plan(profile, FLUSH, (1, 1))
-    reference = training.Reference(load_model_file(training.TRANSFORMER), profile, plan, SEED, CPU)
-    before = {name: value.clone() for name, value in reference.weights().items()}
-    reference.train(2)
-    after = reference.weights()
+    spec = load_model_file(training.TRANSFORMER)
+    torch.manual_seed(SEED)
+    before = spec.build_model().state_dict()
+    after = training.train_alone(spec, profile, plan, SEED, CPU, 2)[1].state_dict()
     tied = [name for name in after if name.endswith("linear1.weight")]
     assert torch.equal(after[tied[0]], after[tied[-1]])
     assert not torch.equal(after[tied[0]], before[tied[0]])

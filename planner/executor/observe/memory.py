@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import gc
 import resource
-from dataclasses import dataclass
+from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -16,8 +17,7 @@ _STATM = Path("/proc/self/statm")  # a tenth of the time that the status takes
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 
 
-@dataclass(frozen=True)
-class GpuMemory:
+class GpuMemory(NamedTuple):
     """What a worker's GPU holds beyond its tensors, at the peak: the allocator gives nothing back before the end."""
 
     reserved_bytes: int  # by the allocator for this worker's tensors: allocated at the peak, and fragments
@@ -42,7 +42,7 @@ class PeakMemory:
             # malloc keeps freed pages: reusing them would not show as growth.
             return_free_pages()
             _reset_high_water_mark()
-            self._before_bytes = _resident_bytes()
+            self._before_bytes = _status_bytes("VmRSS")
             self._code_bytes = _status_bytes("RssFile")
             self._before_own_bytes = _own_bytes()
 
@@ -74,14 +74,8 @@ class PeakMemory:
 
 
 def _reset_high_water_mark() -> None:
-    try:
+    with suppress(OSError):  # not Linux, or not permitted: the mark of the whole process is an upper bound
         _CLEAR_REFS.write_text("5")
-    except OSError:  # not Linux, or not permitted: the mark of the whole process is an upper bound
-        return
-
-
-def _resident_bytes() -> int:
-    return _status_bytes("VmRSS")
 
 
 def _own_bytes() -> int:

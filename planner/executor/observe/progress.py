@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 from planner.errors import InputError
@@ -21,10 +22,7 @@ def hook(spec: TrainingSpec) -> ProgressCallback | None:
         return None
 
     def call(progress: Progress) -> None:
-        metrics: dict[str, float | None] = {}
-        if progress.evaluation is not None:
-            metrics = {"loss": progress.evaluation.loss, **progress.evaluation.metrics}
-        spec.on_update(progress.minibatch, progress.loss, metrics)
+        spec.on_update(progress.minibatch, progress.loss, progress.metrics)
 
     return call
 
@@ -44,7 +42,7 @@ def tensorboard(folder: str, first: int = 0) -> ProgressCallback:
     def write(progress: Progress) -> None:
         nonlocal newest
         if progress.evaluation is not None:
-            for name, value in {"loss": progress.evaluation.loss, **progress.evaluation.metrics}.items():
+            for name, value in progress.metrics.items():
                 if value is not None:
                     writer.add_scalar(f"evaluation/{name}", value, progress.minibatch)
             writer.flush()
@@ -112,12 +110,16 @@ class Progress:
     seconds_left: float | None
     evaluation: Evaluation | None = None  # if one has just ended
 
+    @property
+    def metrics(self) -> dict[str, float | None]:
+        """Loss and metrics of the evaluation that has just ended; none after an update."""
+        return {} if self.evaluation is None else {"loss": self.evaluation.loss, **self.evaluation.metrics}
+
 
 ProgressCallback = Callable[[Progress], None]
 
 
-@dataclass(frozen=True)
-class SteadyState:
+class SteadyState(NamedTuple):
     """What a worker did between warm-up and drain."""
 
     units_per_s: float
@@ -180,9 +182,4 @@ def evaluated(evaluation: Evaluation, log: WorkerLog, minibatches: int) -> Progr
 def latest_loss(log: WorkerLog) -> float:
     """Return the loss of the newest minibatch in `log`: the sum of the parts that this worker has seen."""
     newest = log.losses[-1][0] if log.losses else -1
-    total = 0.0
-    for minibatch, part in reversed(log.losses):
-        if minibatch != newest:
-            break
-        total += part
-    return total
+    return sum(part for _, part in takewhile(lambda entry: entry[0] == newest, reversed(log.losses)))

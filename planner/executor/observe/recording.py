@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -22,33 +22,25 @@ from planner.schedule.instructions import Instruction, Message, Receive, Receive
 _ROUNDS = 8  # round trips per worker to compare clocks; the fastest of them counts
 
 
-@dataclass(frozen=True)
-class Window:
-    """The minibatches to record: from `first` to before `end`, or only the `last` ones of the run."""
-
-    first: int = 0
-    end: int | None = None
-    last: int | None = None
-
-    @classmethod
-    def chosen(cls, chosen: tuple[int, int] | int) -> Window:
-        """Make a window of (first, end), or of so many minibatches at the end of the run."""
-        return cls(last=chosen) if isinstance(chosen, int) else cls(chosen[0], chosen[1], None)
-
-
 class TraceRecorder:
     """Records instructions in bounded memory, in a few microseconds each.
 
     Args:
+        window: minibatches to record, from the first to before the second; or so many at the end of the run.
         device: that computes. On a GPU an instruction's time is that of its operations there, by events.
         held_bytes: returns the memory in use, which is recorded after each computation.
     """
 
     def __init__(
-        self, rank: int, window: Window, device: torch.device, held_bytes: Callable[[], int] | None = None
+        self,
+        rank: int,
+        window: tuple[int, int] | int,
+        device: torch.device,
+        held_bytes: Callable[[], int] | None = None,
     ) -> None:
         self._rank = rank
-        self.window = window
+        self._first, self._end = (0, sys.maxsize) if isinstance(window, int) else window
+        self.last = window if isinstance(window, int) else None
         self._clock = Clock(device)
         self._held_bytes = held_bytes
         self._notes: deque[tuple[int, Instruction, Mark, Mark, int | None]] = deque()
@@ -56,12 +48,11 @@ class TraceRecorder:
 
     def mark(self, instruction: Instruction) -> Mark | None:
         """Mark the beginning or the end of `instruction`; None outside the window."""
-        return self._clock.now() if self._wanted(_minibatch(instruction, self._newest)) else None
+        return self._clock.now() if self._first <= self._minibatch(instruction) < self._end else None
 
     def record(self, instruction: Instruction, start: Mark | None, end: Mark | None) -> None:
         """Record that `instruction` ran from `start` to `end`."""
-        # Updates and all-reduces count rounds, so they go with the newest minibatch.
-        minibatch = _minibatch(instruction, self._newest)
+        minibatch = self._minibatch(instruction)
         self._newest = max(self._newest, minibatch)
         if start is None or end is None:
             return
@@ -69,18 +60,24 @@ class TraceRecorder:
         computes = kind is not None and LANES[kind] == "compute"
         held = self._held_bytes() if computes and self._held_bytes is not None else None
         self._notes.append((minibatch, instruction, start, end, held))
-        if self.window.last is not None:
-            while self._notes[0][0] <= self._newest - self.window.last:
+        if self.last is not None:
+            while self._notes[0][0] <= self._newest - self.last:
                 self._notes.popleft()
 
     def events(self, first: int = 0) -> Iterator[Event]:
         """Yield what was recorded, on this worker's clock; after the run."""
         self._clock.settle()
-        for minibatch, instruction, start, end, _ in self._notes:
-            own = isinstance(instruction, Message) and instruction.peer_rank == self._rank
-            kind = _kind_of(type(instruction).__name__)
-            if kind is not None and minibatch >= first and not own:  # within one worker nothing is sent
-                yield _event(self._rank, instruction, kind, self._clock.seconds(start), self._clock.seconds(end))
+        for minibatch, each, start, end, _ in self._notes:
+            kind = _kind_of(type(each).__name__)
+            own = isinstance(each, Message) and each.peer_rank == self._rank  # within one worker nothing is sent
+            if kind is None or minibatch < first or own:
+                continue
+            unit = getattr(each, "unit", None)
+            if not isinstance(unit, Unit):
+                unit = Unit(getattr(each, "round"))  # noqa: B009 - an attribute of those that have no unit
+            peer = (each.peer_rank, each.peer_stage) if isinstance(each, Send | Receive) else (None, None)
+            times = self._clock.seconds(start), self._clock.seconds(end)
+            yield Event(self._rank, kind, each.stage, unit.minibatch, unit.microbatch, *times, *peer)
 
     def held(self, first: int = 0) -> Iterator[tuple[float, int]]:
         """Yield when memory was looked at and how much it was, on this worker's clock; after the run."""
@@ -89,8 +86,10 @@ class TraceRecorder:
             if held_bytes is not None and minibatch >= first:
                 yield self._clock.seconds(end), held_bytes
 
-    def _wanted(self, minibatch: int) -> bool:
-        return minibatch >= self.window.first and (self.window.end is None or minibatch < self.window.end)
+    def _minibatch(self, instruction: Instruction) -> int:
+        """Return the minibatch of an instruction; the newest one for updates and sums, which count rounds."""
+        unit = None if isinstance(instruction, SendShared | ReceiveShared) else getattr(instruction, "unit", None)
+        return unit.minibatch if isinstance(unit, Unit) else self._newest
 
 
 def gather_timeline(recorder: TraceRecorder, plan: Plan, minibatches: int, accumulate: int = 1) -> Timeline | None:
@@ -101,20 +100,18 @@ def gather_timeline(recorder: TraceRecorder, plan: Plan, minibatches: int, accum
     """
     offsets = _clock_offsets()
     # A worker's newest minibatch may be before the run's last, so it may have kept earlier ones than the run's last.
-    last = recorder.window.last
-    first = 0 if last is None else max(0, minibatches - last)
+    first = 0 if recorder.last is None else max(0, minibatches - recorder.last)
     own = {"events": [list(event) for event in recorder.events(first)], "held": list(recorder.held(first))}
-    gathered = gather_bytes(json.dumps(own).encode())
-    if not gathered:
+    parts = [json.loads(part) for part in gather_bytes(json.dumps(own).encode())]
+    if not parts:
         return None
-    parts = [json.loads(part) for part in gathered]
     events = [
         event._replace(start_s=event.start_s + offset, end_s=event.end_s + offset)
         for part, offset in zip(parts, offsets, strict=True)
         for event in (Event(*row) for row in part["events"])
     ]
-    start = min((event.start_s for event in events if event.lane == "compute"), default=0.0)
     # Time counts from the first computation: what a worker waited for before it is not of interest.
+    start = min((event.start_s for event in events if event.lane == "compute"), default=0.0)
     moved = [
         event._replace(start_s=max(0.0, event.start_s - start), end_s=event.end_s - start)
         for event in events
@@ -156,21 +153,6 @@ def _clock_offsets() -> Sequence[float]:
             trips.append((answered - asked, (asked + answered) / 2 - float(here)))
         offsets.append(min(trips)[1])
     return offsets
-
-
-def _minibatch(instruction: Instruction, newest: int) -> int:
-    if isinstance(instruction, SendShared | ReceiveShared):
-        return newest  # their unit is a round
-    unit = getattr(instruction, "unit", None)
-    return unit.minibatch if isinstance(unit, Unit) else newest
-
-
-def _event(rank: int, instruction: Instruction, kind: EventKind, start_s: float, end_s: float) -> Event:
-    unit = getattr(instruction, "unit", None)
-    if not isinstance(unit, Unit):
-        unit = Unit(getattr(instruction, "round"))  # noqa: B009 - an attribute of those that have no unit
-    peer = (instruction.peer_rank, instruction.peer_stage) if isinstance(instruction, Send | Receive) else (None, None)
-    return Event(rank, kind, instruction.stage, unit.minibatch, unit.microbatch, start_s, end_s, *peer)
 
 
 @cache

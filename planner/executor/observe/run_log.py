@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from pydantic import ValidationError
-
 from planner.formats.files import Record, write_text
 from planner.workers.job import Evaluation, Loss
 
@@ -79,8 +77,7 @@ class RunLog:
         entries = self._read(first) if again else []
         for leftover in self._path.parent.glob(f".{FILE}.*"):  # of a process that ended while it wrote
             leftover.unlink()
-        lines = [_Header(run=self._run), *entries]
-        text = "".join(line.model_dump_json() + "\n" for line in lines)
+        text = "".join(line.model_dump_json() + "\n" for line in (_Header(run=self._run), *entries))
         write_text(self._path, text)
         self._size = len(text.encode())
         losses = [Loss(minibatch=minibatch, loss=loss) for entry in entries for minibatch, loss in entry.losses]
@@ -110,21 +107,13 @@ class RunLog:
 
     def _read(self, first: int) -> list[_LogLine]:
         """Return the lines up to the checkpoint after `first` minibatches; none if the file is of another run."""
+        if not is_of(self._path.parent, self._run):
+            return []
         try:
             # A crash can leave half a line at the end.
             whole, _, _ = self._path.read_text(encoding="utf-8").rpartition("\n")
-            header, *lines = whole.splitlines()
-            if _Header.model_validate_json(header).run != self._run:
-                return []
-            entries = []
-            for line in lines:
-                entry = _LogLine.model_validate_json(line)
-                if entry.minibatch > first:  # of a checkpoint that was never completed
-                    break
-                entries.append(entry)
-        except FileNotFoundError:
-            return []
-        except (OSError, ValueError, ValidationError) as cause:
+            entries = [_LogLine.model_validate_json(line) for line in whole.splitlines()[1:]]
+        except (OSError, ValueError) as cause:
             _log.warning("the losses before the restart cannot be read from '%s': %s", self._path, cause)
             return []
-        return entries
+        return [entry for entry in entries if entry.minibatch <= first]  # later checkpoints were never completed

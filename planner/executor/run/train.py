@@ -21,7 +21,7 @@ from planner.executor.observe.progress import (
     progress_reporter,
     tensorboard,
 )
-from planner.executor.observe.recording import TraceRecorder, Window, gather_timeline
+from planner.executor.observe.recording import TraceRecorder, gather_timeline
 from planner.executor.run.agreement import check_schedule, take_place
 from planner.executor.run.context import PipelineContext, pipeline_context
 from planner.executor.run.data import RANDOM_BATCHES
@@ -82,10 +82,9 @@ def train(
     _advise(context)
     on_progress = _with_hooks(context, first, on_progress)
     peak = peak_memory(context, (stage.module for stage in context.stages.values()))
-    window = Window.chosen(options.trace_minibatches)
     recorder = None
     if options.trace is not None:
-        recorder = TraceRecorder(context.rank, window, place.compute, peak.now_bytes)
+        recorder = TraceRecorder(context.rank, options.trace_minibatches, place.compute, peak.now_bytes)
     observers = Observers(context.heartbeat, _update_callback(context, on_progress), recorder)
     loop = Loop(context, groups, observers, _whole_stream(context, first))
     run = _Run(context, loop, checkpointer, on_progress)

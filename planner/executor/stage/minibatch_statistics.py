@@ -56,9 +56,13 @@ class MinibatchStatistics:
             table[dist.get_rank(self._replicas)] = gathered
             dist.all_reduce(table, group=self._replicas)
             rows = list(table)
+        sizes = [1 + 2 * norm.mean.numel() for norm in self._norms]
         with torch.no_grad():
-            for norm, *parts in zip(self._norms, *(self._split(row) for row in rows), strict=True):
-                self._update(norm.running, reduce(combine, parts))
+            for norm, *parts in zip(self._norms, *(torch.split(row, sizes) for row in rows), strict=True):
+                width = norm.mean.numel()
+                split = [torch.split(part, [1, width, width]) for part in parts]
+                found = reduce(combine, [(count[0], mean, deviations) for count, mean, deviations in split])
+                self._update(norm.running, found)
 
     def _put_aside(self) -> None:
         if self._current is not None:
@@ -66,15 +70,6 @@ class MinibatchStatistics:
             self._current = None
             for norm in self._norms:
                 norm.restart()
-
-    def _split(self, row: Tensor) -> list[Statistics]:
-        found = []
-        for norm, part in zip(
-            self._norms, torch.split(row, [1 + 2 * norm.mean.numel() for norm in self._norms]), strict=True
-        ):
-            count, mean, deviations = torch.split(part, [1, norm.mean.numel(), norm.mean.numel()])
-            found.append((count[0], mean, deviations))
-        return found
 
     def _update(self, running: RunningStatistics, minibatch: Statistics) -> None:
         values, mean, deviations = minibatch

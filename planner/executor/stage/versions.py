@@ -81,15 +81,14 @@ class WeightVersions:
         self._kept = frozenset(kept)
         self._drop_unneeded()
         current = self._versions[self._newest]
+        self._newest += 1
         # Copy only if someone still needs the weights from before the step: the copy costs a pass over all weights.
-        if current.users or self._newest in self._kept:
+        if current.users or self._newest - 1 in self._kept:
             fresh = self._free.pop() if self._free else self._new_storage(current.data)
             torch._foreach_copy_(fresh, current.data)
-            self._newest += 1
             self._versions[self._newest] = _Version(fresh)
             self._point_at(self._newest)
         else:
-            self._newest += 1
             self._versions[self._newest] = self._versions.pop(self._newest - 1)
         self.most_versions = max(self.most_versions, len(self._versions) + len(self._free))
         with _unsafe_preserve_version_counter(tuple(self._parameters)):
@@ -101,14 +100,11 @@ class WeightVersions:
         return fresh
 
     def _drop_unneeded(self) -> None:
-        needed = {self._newest} | self._kept
-        for number in [n for n, version in self._versions.items() if not version.users and n not in needed]:
-            self._free.append(self._versions.pop(number).data)
+        for number in [number for number in self._versions if number != self._newest]:
+            self._drop_if_unneeded(number)
 
-    def _release(self, number: int) -> None:
-        version = self._versions[number]
-        version.users -= 1
-        if not version.users and number != self._newest and number not in self._kept:
+    def _drop_if_unneeded(self, number: int) -> None:
+        if not self._versions[number].users and number not in self._kept:
             self._free.append(self._versions.pop(number).data)
 
     def _point_at(self, number: int) -> None:
@@ -135,4 +131,6 @@ class _Pointed:
         if self._number != versions._newest:
             versions._point_at(versions._newest)
         if self._last_use:
-            versions._release(self._number)
+            versions._versions[self._number].users -= 1
+            if self._number != versions._newest:
+                versions._drop_if_unneeded(self._number)
