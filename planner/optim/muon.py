@@ -38,15 +38,13 @@ _FUSED = 3
 _MOST_TOGETHER = 2**24
 
 # Rows or columns of these are one token's or one class's: orthogonalising mixes what is rarely seen together.
-_TABLES = frozenset(
-    ["wte", "wpe", "tokens", "positions", "characters"]
-    + ["head", "heads", "lm_head", "fc", "classifier", "score", "output_projection"]
-)
+_EMBEDDINGS = {"wte", "wpe", "tokens", "positions", "characters"}
+_HEADS = {"head", "heads", "lm_head", "fc", "classifier", "score", "output_projection"}
 
 
 def is_table(name: str, parameter: nn.Parameter) -> bool:
     """Return whether a parameter is an embedding or a head, by its name in the model."""
-    return any(part in _TABLES or "embed" in part for part in name.split("."))
+    return any(part in _EMBEDDINGS | _HEADS or "embed" in part for part in name.split("."))
 
 
 class NewestMuon(Optimizer):
