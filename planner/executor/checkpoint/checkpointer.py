@@ -94,9 +94,6 @@ class Checkpointer:
 
         Returns:
             The number of minibatches done before.
-
-        Raises:
-            InputError: when the checkpoint does not fit the run, or is damaged.
         """
         first = 0
         if self.resumed_from is not None:
@@ -168,12 +165,7 @@ class Checkpointer:
             )
 
     def _agree(self) -> tuple[str, Path | None]:
-        """Return what rank 0 chooses for all: a token for names, and the checkpoint to resume from.
-
-        Raises:
-            InputError: when a worker does not see the folder that rank 0 sees.
-            PlannerError: when it cannot be written.
-        """
+        """Return what rank 0 chooses for all: a token for names, and the checkpoint to resume from."""
         self._heartbeat.enter("looking for checkpoints", meeting=True)
         options = self._job.checkpoints
         writes, chosen = options.every is not None, b""

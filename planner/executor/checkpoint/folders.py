@@ -8,7 +8,8 @@
             ...
         .step-00000300.f3a1.partial/      of a run that ended while it wrote
 
-A folder is renamed into place, so at any moment there is the whole checkpoint or none of it.
+A folder is renamed into place, so at any moment there is the whole checkpoint or none of it. Whatever chooses a
+checkpoint raises InputError when there is none, or when it is of another model or run.
 """
 
 from __future__ import annotations
@@ -85,11 +86,7 @@ class SavedCheckpoint:
         return [part for part in self.index.parts if part.replica == 0]
 
     def check_fits(self, plan: Plan, seed: int | None) -> None:
-        """Check that the checkpoint is of the plan's model and, unless `seed` is None, of a run with that seed.
-
-        Raises:
-            InputError: otherwise.
-        """
+        """Check that the checkpoint is of the plan's model and, unless `seed` is None, of a run with that seed."""
         index = self.index
         if index.graph_hash != plan.graph_hash:
             raise InputError(
@@ -131,11 +128,7 @@ def _minibatch_of(path: Path) -> int:
 
 
 def find(path: Path) -> Path:
-    """Return `path` if it is a checkpoint, or the newest complete checkpoint in it.
-
-    Raises:
-        InputError: when there is none.
-    """
+    """Return `path` if it is a checkpoint, or the newest complete checkpoint in it."""
     if not path.is_dir():
         raise InputError(f"there is no checkpoint '{path}'", hint=REMEDY)
     if (path / INDEX).exists():
@@ -147,11 +140,7 @@ def find(path: Path) -> Path:
 
 
 def resolve(resume: str | None, folder: Path, *, writes: bool) -> Path | None:
-    """Return the checkpoint that a run resumes from; None when it begins anew.
-
-    Raises:
-        InputError: when there is no such checkpoint, or the run would mix its checkpoints with another run's.
-    """
+    """Return the checkpoint that a run resumes from; None when it begins anew."""
     if folder.exists() and not folder.is_dir():
         raise InputError(f"'{folder}' is a file, not a folder for checkpoints", hint="choose another `folder`")
     inside = complete(folder)
@@ -204,11 +193,7 @@ def sync_folder(path: Path) -> None:
 def seed_of_run(
     options: CheckpointOptions, plan: Plan, seed: int | None = None, baseline: BaselineName | None = None
 ) -> int:
-    """Return the seed of a run with `plan`: that of the checkpoint it resumes from, or `seed`, or 0.
-
-    Raises:
-        InputError: when there is no such checkpoint, or it is of another model or seed.
-    """
+    """Return the seed of a run with `plan`: that of the checkpoint it resumes from, or `seed`, or 0."""
     if options.every is None and options.resume is None:
         return seed or 0
     if baseline is not None:

@@ -29,7 +29,7 @@ class Pretrained:
             the same names, where the files must have all of the model's, and no others.
 
     Raises:
-        InputError: when there are no such files.
+        InputError: when there are no such files; from the methods, when they cannot be read or are another model's.
     """
 
     def __init__(self, path: Path, name_in_file: NameInFile | None = None) -> None:
@@ -49,11 +49,7 @@ class Pretrained:
         return None if found is None else cls(*found)
 
     def sources(self, model: nn.Module) -> dict[str, str]:
-        """Return the name in the files for each parameter and buffer that is read, by every name in the model.
-
-        Raises:
-            InputError: when a tensor is missing, unknown or of another shape.
-        """
+        """Return the name in the files for each parameter and buffer that is read, by every name in the model."""
         state = model.state_dict(keep_vars=True)
         names: dict[Tensor, list[str]] = {}
         for name, tensor in state.items():
@@ -91,9 +87,6 @@ class Pretrained:
         """Overwrite the parameters and buffers of `model` called `names` with the files' values.
 
         One tensor at a time is in memory beside them. Values of another dtype are converted.
-
-        Raises:
-            InputError: as for `sources`, or when a file cannot be read.
         """
         state = model.state_dict(keep_vars=True)
         target = {source: state[name] for name, source in self.sources(model).items() if name in names}

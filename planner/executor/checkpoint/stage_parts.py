@@ -1,4 +1,8 @@
-"""Write each stage replica's part of a checkpoint, and restore stages from the parts that any plan wrote."""
+"""Write each stage replica's part of a checkpoint, and restore stages from the parts that any plan wrote.
+
+What writes raises InputError for state that no checkpoint can hold; what reads, for a checkpoint that does not fit, or
+a file that is not the one that was written.
+"""
 
 from __future__ import annotations
 
@@ -57,9 +61,6 @@ def content_of(own: Restorable) -> Content | None:
 
     Replicas have equal parameters, which the first one saves, but each has buffers of its own, and may have its part of
     the optimizer's state.
-
-    Raises:
-        InputError: when the model or optimizer has state that no checkpoint can hold.
     """
     first = own.replica == 0
     weights = whole_state(own.module) if first else own.module.state_dict()
@@ -119,11 +120,7 @@ def distinct(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, 
 
 
 def restore_stage(own: Restorable, saved: SavedCheckpoint) -> None:
-    """Restore one stage replica.
-
-    Raises:
-        InputError: when the checkpoint does not fit the stage, or a file is not the one that was written.
-    """
+    """Restore one stage replica."""
     fill_module(own, saved)
     if own.optimizer is None:
         return
@@ -138,9 +135,6 @@ def fill_module(own: Restorable, saved: SavedCheckpoint) -> None:
 
     Several parts may have the same buffer: each replica has BatchNorm statistics of its own. The same replica's is
     taken, or else the first replica's; among stages, the same stage's, or else the last one's.
-
-    Raises:
-        InputError: when a tensor is missing or has another shape, or a file is not the one that was written.
     """
     # Later parts win, so the preferred ones come last.
     parts = sorted(
@@ -171,9 +165,6 @@ def each_weight(path: Path, parts: Sequence[StagePart], names: set[str] | None =
     """Read those of the tensors `names` that `parts` have, or all, one at a time; later parts win.
 
     Tied parameters come under each of their names, as one tensor.
-
-    Raises:
-        InputError: when a file is not the one that was written.
     """
     taken: set[str] = set()
     # File by file: each is hashed as a whole before anything is taken from it.
@@ -189,11 +180,7 @@ def each_weight(path: Path, parts: Sequence[StagePart], names: set[str] | None =
 
 
 def fill_optimizer(own: Restorable, saved: SavedCheckpoint) -> None:
-    """Restore the optimizer of a stage, or of the whole model; does nothing where there is none.
-
-    Raises:
-        InputError: when it is another optimizer, or a file is not the one that was written.
-    """
+    """Restore the optimizer of a stage, or of the whole model; does nothing where there is none."""
     if own.optimizer is None:
         return
     parameters = dict(own.module.named_parameters(remove_duplicate=False))

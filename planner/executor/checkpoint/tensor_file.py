@@ -6,6 +6,8 @@
 
 The format: https://github.com/huggingface/safetensors. Its package does not write the files, because it would hold a
 second copy of a GPU's stage in memory, and would know no checksum. Reading the format cannot execute anything.
+
+What reads raises InputError when a file is missing, is not a safetensors file, or is not the `expected` one.
 """
 
 from __future__ import annotations
@@ -98,11 +100,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> TensorFile:
 
 
 def write_pieces(path: Path, facts: Sequence[Fact], pieces: Iterable[memoryview]) -> TensorFile:
-    """Write a file of the tensors that `facts` describe, in their order, whose bytes are `pieces`.
-
-    Raises:
-        InputError, OSError: as for `write_tensors`.
-    """
+    """Write a file of the tensors that `facts` describe, in their order, whose bytes are `pieces`."""
     assert sys.byteorder == "little"  # the byte order of the format, and of every platform of PyTorch
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -149,11 +147,7 @@ def byte_pieces(tensor: Tensor) -> Iterator[Tensor]:
 def read_tensors(
     path: Path, names: Collection[str] | None = None, expected: TensorFile | None = None
 ) -> dict[str, Tensor]:
-    """Read the tensors `names`, or all of them.
-
-    Raises:
-        InputError: when the file is missing, is not a safetensors file, or is not the `expected` one.
-    """
+    """Read the tensors `names`, or all of them."""
     return dict(each_tensor(path, names, expected))
 
 
@@ -167,11 +161,7 @@ def each_tensor(
 
 
 def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the tensors in a file, by name, without reading them.
-
-    Raises:
-        InputError: when the file is missing, or is not a safetensors file.
-    """
+    """Return the shapes of the tensors in a file, by name, without reading them."""
     with opened(path) as file:
         return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 - no mapping
 
@@ -184,11 +174,7 @@ def copy_of(file: Any, name: str) -> Tensor:
 
 @contextmanager
 def opened(path: Path, expected: TensorFile | None = None) -> Iterator[Any]:
-    """Open a file with the package, whose methods are not annotated; give its errors the place and a hint.
-
-    Raises:
-        InputError: as `read_tensors` does.
-    """
+    """Open a file with the package, whose methods are not annotated; give its errors the place and a hint."""
     try:
         if expected is not None:
             _check(path, expected)

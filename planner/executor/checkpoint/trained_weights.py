@@ -12,7 +12,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
@@ -96,11 +96,7 @@ def save_gathered(state: Mapping[str, Tensor], path: Path) -> None:
 
 
 def _write_somewhere(path: Path, size_bytes: int, write: Callable[[Path], None]) -> None:
-    """Write to `path`, or to another folder that has room: the weights of a long run must not be lost.
-
-    Raises:
-        PlannerError: when it is another folder.
-    """
+    """Write to `path`, or to another folder that has room: the weights of a long run must not be lost."""
     try:
         return write(path)
     except (OSError, RuntimeError) as cause:  # torch.save raises RuntimeError for a full disk
@@ -198,16 +194,13 @@ def read_trained(path: str | Path) -> dict[str, Tensor]:
         return dict(each_weight(saved.path, saved.first_replicas))
     if path.suffix == SUFFIX:
         return read_tensors(path)
-    try:
+    state = None
+    with suppress(OSError, RuntimeError, EOFError, ValueError, KeyError, UnpicklingError):
         state = torch.load(path, weights_only=True, map_location="cpu")
-    except (OSError, RuntimeError, EOFError, ValueError, KeyError, UnpicklingError):
+    if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
         raise InputError(
             f"'{path}' is no complete file of tensors",
             hint="give a checkpoint, a .safetensors file, or a file that training wrote with `save_weights`",
-        ) from None
-    if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
-        raise InputError(
-            f"'{path}' holds no state dict of tensors", hint="give a file that training wrote with `save_weights`"
         )
     return state
 
@@ -220,17 +213,17 @@ def load_weights(model: nn.Module, path: str | Path) -> None:
             unchanged.
     """
     saved, own = read_trained(path), model.state_dict(keep_vars=True)
-    hint = "build the model as the model file did when it was trained"
     # All checks come before the first copy, so that a failure leaves the model unchanged.
-    for names, where in ((own.keys() - saved.keys(), "the model"), (saved.keys() - own.keys(), f"'{path}'")):
-        if names:
-            raise InputError(f"'{min(names)}' is only in {where}: '{path}' has the weights of another model", hint=hint)
-    for name, tensor in own.items():
-        if saved[name].shape != tensor.shape:
-            raise InputError(
-                f"'{name}' has the shape {tuple(saved[name].shape)} in '{path}' and {tuple(tensor.shape)} in the model",
-                hint=hint,
-            )
+    for name in sorted(own.keys() | saved.keys()):
+        if name not in saved or name not in own:
+            where = "the model" if name in own else f"'{path}'"
+            problem = f"'{name}' is only in {where}: '{path}' has the weights of another model"
+        elif saved[name].shape != own[name].shape:
+            shapes = f"{tuple(saved[name].shape)} in '{path}' and {tuple(own[name].shape)} in the model"
+            problem = f"'{name}' has the shape {shapes}"
+        else:
+            continue
+        raise InputError(problem, hint="build the model as the model file did when it was trained")
     with torch.no_grad():
         for name, tensor in own.items():
             tensor.copy_(saved[name])

@@ -69,11 +69,7 @@ class RunLog:
         self._evaluations: list[Evaluation] = []
 
     def begin(self, first: int, *, again: bool) -> Past:
-        """Start the file anew, and return what the same run did before minibatch `first` if it is started `again`.
-
-        Raises:
-            PlannerError: when it cannot be written.
-        """
+        """Start the file anew, and return what the same run did before minibatch `first` if it is started `again`."""
         entries = self._read(first) if again else []
         for leftover in self._path.parent.glob(f".{FILE}.*"):  # of a process that ended while it wrote
             leftover.unlink()
