@@ -70,7 +70,7 @@ def _names(text: str) -> tuple[str, ...]:
 
 def quickstart(args: argparse.Namespace) -> int:
     """Profile, solve, train twice, and print the comparison."""
-    from planner.demo.quickstart import Tour, quickstart
+    from planner.demo.quickstart import quickstart
     from planner.errors import InputError
     from planner.profiler.this_machine import keep_freed_pages
 
@@ -78,8 +78,8 @@ def quickstart(args: argparse.Namespace) -> int:
         if value is not None and value < 1:
             raise InputError(f"`{option}={value}` is too few", hint=f"give `{option}` 1 or more")
     keep_freed_pages()  # as the workers do
-    tour = Tour(args.place, args.steps, args.gpus, args.device, args.backend)
-    result = quickstart(tour, show_progress=sys.stderr.isatty(), on_phase=print_progress)
+    given = args.place, args.steps, args.gpus, args.device, args.backend
+    result = quickstart(*given, show_progress=sys.stderr.isatty(), on_phase=print_progress)
     print_answer(result, args.json, _quickstart_report)
     return 0
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
@@ -30,27 +29,25 @@ class QuickstartResult(Record):
     predicted_data_parallel_samples_per_s: float | None
 
 
-@dataclass(frozen=True)
-class Tour:
-    """What the tour runs with.
+def quickstart(
+    folder: Path,
+    steps: int,
+    workers: int | None,
+    device: DeviceType | None,
+    backend: Backend | None,
+    *,
+    show_progress: bool,
+    on_phase: Callable[[str], None],
+) -> QuickstartResult:
+    """Run the tour; raise PlannerError when the device or the backend is not there, or a run fails.
 
-    Attributes:
+    Args:
         folder: gets model.py, profile.json and plan.json.
         steps: minibatches of each of the two runs.
         workers: worker processes; None for as many as there are GPUs, or cores, up to `MOST_WORKERS`.
-        device: "cpu" or "cuda", for profile and runs alike; None for GPUs where there are any.
+        device: for profile and runs alike; None for GPUs where there are any.
         backend: of messages; None for NCCL with GPUs.
     """
-
-    folder: Path
-    steps: int
-    workers: int | None = None
-    device: DeviceType | None = None
-    backend: Backend | None = None
-
-
-def quickstart(tour: Tour, show_progress: bool, on_phase: Callable[[str], None]) -> QuickstartResult:
-    """Run the tour; raise PlannerError when the device or the backend is not there, or a run fails."""
     from planner.executor.worker import launch
     from planner.model.spec import load_model_file
     from planner.profiler.links.measure_cluster import measure_host
@@ -58,10 +55,10 @@ def quickstart(tour: Tour, show_progress: bool, on_phase: Callable[[str], None])
     from planner.solver import solve
     from planner.workers.place import available_cores, check_backend, gpus_here, kind_here
 
-    folder, steps, kind = tour.folder, tour.steps, tour.device or kind_here()
-    check_backend(kind, tour.backend)
+    kind = device or kind_here()
+    check_backend(kind, backend)
     there = max(1, gpus_here()) if kind == "cuda" else available_cores()
-    workers = tour.workers or min(MOST_WORKERS, there)
+    workers = workers or min(MOST_WORKERS, there)
     model = folder / "model.py"
     write_text(model, resources.files("planner.demo").joinpath("vgg16.py").read_text(encoding="utf-8"))
     # As many as will share caches and memory in training; a GPU has its own.
@@ -76,13 +73,13 @@ def quickstart(tour: Tour, show_progress: bool, on_phase: Callable[[str], None])
     sharing = -(-workers // there) if kind == "cuda" else workers  # of the memory that the profile tells of
     memory_bytes = None if profile.device.memory_bytes is None else profile.device.memory_bytes // sharing
     if workers > 1:
-        cluster = measure_host(workers, kind, tour.backend).model_copy(update={"memory_bytes": memory_bytes})
+        cluster = measure_host(workers, kind, backend).model_copy(update={"memory_bytes": memory_bytes})
     else:
         cluster = flat_cluster(1, measure_host(2, "cpu").levels[0].bandwidth_bytes_per_s, memory_bytes)
     plan = solve(profile, cluster)
     save_plan(plan, folder / "plan.json")
     on_phase(f"Training {steps} minibatches with the plan '{plan.config}' ...")
-    job = Job(model=str(model), plan=plan, steps=steps, show_progress=show_progress, device=kind, backend=tour.backend)
+    job = Job(model=str(model), plan=plan, steps=steps, show_progress=show_progress, device=kind, backend=backend)
     pipeline = launch(job)
     on_phase(f"Training {steps} minibatches with DistributedDataParallel on {plan.workers} workers ...")
     predicted = plan.predicted.samples_per_s

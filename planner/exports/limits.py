@@ -133,12 +133,12 @@ def model_remarks(plan: Plan, system: str) -> list[str]:
     sharded = [stage.sharded for stage in plan.stages]
     if any(sharded) and not all(sharded):
         said.append(f"The plan divides the optimizer's state in some stages; {system} does so in all of them.")
-    if plan.autocast is not None:
-        said.append(f"The plan is for {plan.autocast} under autocast: use the same here.")
-    if plan.memory_format is not None:
-        said.append(f"The plan is for {plan.memory_format} weights and images: use the same memory format.")
-    if plan.compiled:
-        said.append("The plan is for stages compiled with torch.compile: compile them.")
+    settings = [
+        plan.autocast and f"{plan.autocast} under autocast",
+        plan.memory_format and f"{plan.memory_format} weights and images",
+        plan.compiled and "stages compiled with torch.compile",
+    ]
+    said += [f"The plan is for {setting}: use the same here." for setting in settings if setting]
     return said
 
 

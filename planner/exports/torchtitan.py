@@ -46,17 +46,11 @@ def torchtitan_config(plan: Plan) -> str:
         }
     local = size * target.microbatches
     batch = {"local_batch_size": local, "global_batch_size": local * target.replicas}
-    arguments = "".join(f"    {name}={_python(value)},\n" for name, value in fields.items())
+    arguments = "".join(f"    {name}={json.dumps(value)},\n" for name, value in fields.items())
     return (
         f"{comment(said)}\nfrom torchtitan.config import ParallelismConfig\n\n"
         f"PARALLELISM = ParallelismConfig(\n{arguments})\nBATCH = {json.dumps(batch)}\n"
     )
-
-
-def _python(value: object) -> str:
-    if not isinstance(value, list):
-        return json.dumps(value)
-    return "[\n" + "".join(f"        {json.dumps(each)},\n" for each in value) + "    ]"
 
 
 def _modules(plan: Plan) -> list[list[str]]:
