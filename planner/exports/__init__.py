@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from planner.exports.deepspeed import deepspeed_file
-from planner.exports.megatron import megatron_arguments
 from planner.exports.torch_pipelining import torch_pipelining_file
-from planner.exports.torchtitan import torchtitan_config
+from planner.exports.transformers import megatron_arguments, torchtitan_config
 from planner.formats.plan import Plan
 
 System = Literal["torch-pipelining", "deepspeed", "megatron", "torchtitan"]

@@ -53,7 +53,7 @@ class StagePart(Record):
     aliases: dict[str, str]
     optimizer: OptimizerState | None = None
     optimizer_file: TensorFile | None = None
-    extras: dict[str, Any]  # state of learning rate schedulers and the like, by `json_values.to_json`
+    extras: dict[str, Any]  # state of learning rate schedulers and the like, by `optimizer_state.to_json`
 
 
 class Checkpoint(Record):

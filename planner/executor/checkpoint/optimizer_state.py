@@ -6,11 +6,16 @@ A stage's optimizer numbers its parameters, and another plan gives it other para
 Replicas that divide the optimizer each write their part: consecutive elements in the order of the parameter's memory.
 Which order that was, the part says: another plan may lay the parameter out in another way, or divide it at other
 elements, or not at all. Each reads whatever parts there are.
+
+What optimizers and schedulers keep beside tensors goes through JSON without loss. JSON has no tuples, no infinities and
+no keys but strings; each of these becomes an object with one key that names its type. All other types are refused:
+reading never makes an object of a class that a file names.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, ClassVar
@@ -20,11 +25,62 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from planner.errors import InputError
-from planner.executor.checkpoint.json_values import from_json, to_json
 from planner.executor.communication.sharding import Shard, Sharding, divided
 from planner.formats.files import GrownRecord, Record
 from planner.model.tensor.dimensions import Cut
 from planner.model.tensor.division import divided_weights
+
+
+def to_json(value: Any, place: str) -> Any:
+    """Return `value` in JSON's types: of numbers, strings, None, tuples, lists, dicts and one-element tensors, nested.
+
+    Raises:
+        InputError: for a value of another type; `place` says what it is.
+    """
+    match value:
+        case None | bool() | int() | str():
+            return value
+        case float():
+            return value if math.isfinite(value) else {"float": str(value)}
+        case tuple():
+            return {"tuple": [to_json(item, place) for item in value]}
+        case list():
+            return [to_json(item, place) for item in value]
+        case dict():
+            kind = "counter" if isinstance(value, Counter) else "dict"
+            return {kind: [[to_json(key, place), to_json(item, place)] for key, item in value.items()]}
+        case Tensor() if value.numel() == 1:
+            # Exact for every floating-point dtype: a Python float is a float64, and JSON keeps all its digits.
+            return {
+                "tensor": [str(value.dtype).removeprefix("torch."), list(value.shape), to_json(value.item(), place)]
+            }
+        case _:
+            raise InputError(
+                f"{place} is a {type(value).__name__}, which a checkpoint cannot hold",
+                hint="a state_dict() of numbers, strings, tuples, lists, dicts and tensors can be saved",
+            )
+
+
+def from_json(value: Any) -> Any:
+    """Return the value that `to_json` was given; raise ValueError when `to_json` cannot have returned `value`."""
+    match value:
+        case None | bool() | int() | float() | str():
+            return value
+        case list():
+            return [from_json(item) for item in value]
+        case {"float": str(text)}:
+            return float(text)
+        case {"tuple": list(items)}:
+            return tuple(from_json(item) for item in items)
+        case {"dict": list(pairs)}:
+            return {from_json(key): from_json(item) for key, item in pairs}
+        case {"counter": list(pairs)}:
+            return Counter({from_json(key): from_json(item) for key, item in pairs})
+        case {"tensor": [str(dtype), list(shape), item]} if isinstance(getattr(torch, dtype, None), torch.dtype):
+            return torch.tensor(from_json(item), dtype=getattr(torch, dtype)).reshape(shape)
+        case _:
+            raise ValueError(f"{value!r} is not a value of a checkpoint")
+
 
 SAME_OPTIMIZER = "give the model file the optimizer() that the run began with"
 
@@ -73,7 +129,7 @@ class ParameterGroup(Record):
     """Parameters with the same hyperparameters."""
 
     parameters: tuple[str, ...]
-    hyperparameters: dict[str, Any]  # see planner.executor.checkpoint.json_values
+    hyperparameters: dict[str, Any]  # see `to_json`
 
 
 class OptimizerState(Record):

@@ -19,13 +19,14 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from planner.errors import InputError
 from planner.executor.checkpoint.folders import SavedCheckpoint, StagePart
-from planner.executor.checkpoint.json_values import from_json, to_json
 from planner.executor.checkpoint.optimizer_state import (
     SAME_OPTIMIZER,
     OptimizerState,
+    from_json,
     give_state,
     rescale_rates,
     take_state,
+    to_json,
 )
 from planner.executor.checkpoint.tensor_file import copy_of, each_tensor, opened, write_tensors
 from planner.executor.communication.sharding import Sharding

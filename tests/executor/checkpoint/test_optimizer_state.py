@@ -13,8 +13,14 @@ from torch.optim import SGD, Adagrad, AdamW, Optimizer, RMSprop
 from torch.optim import lr_scheduler as schedulers
 
 from planner.errors import InputError
-from planner.executor.checkpoint.json_values import from_json, to_json
-from planner.executor.checkpoint.optimizer_state import OptimizerState, give_state, rescale_rates, take_state
+from planner.executor.checkpoint.optimizer_state import (
+    OptimizerState,
+    from_json,
+    give_state,
+    rescale_rates,
+    take_state,
+    to_json,
+)
 from planner.executor.communication.sharding import Sharding
 from planner.model.elementwise import kept_whole
 from planner.optim import NewestMuon

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from planner.executor.checkpoint.folders import complete, load_checkpoint
-from planner.executor.checkpoint.json_values import from_json
+from planner.executor.checkpoint.optimizer_state import from_json
 from planner.executor.stage.optimizer import FIRST_SCALE
 from planner.formats.plan import Plan
 from planner.model.options import PLAIN, ModuleOptions
