@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parents[1] / "planner"
 _FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 _OTHER_PROGRAMS = re.compile(r"torchrun|--(nnodes|nproc-per-node|node-rank|rdzv-\w+|master-\w+)")
 # Packages that write command lines of other systems, or scripts with options of their own.
-_EXPORTS = ("exports/megatron.py", "exports/torch_pipelining.py")
+_EXPORTS = ("exports/transformers.py", "exports/torch_pipelining.py")
 
 
 def test_only_the_command_line_knows_flags() -> None:

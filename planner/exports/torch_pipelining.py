@@ -30,14 +30,12 @@ from torch.distributed.pipelining.schedules import $schedule
 
 from planner.executor.checkpoint.pretrained import fill_pretrained
 from planner.executor.communication.shared_gradients import separate_copies
-from planner.executor.run.data import make_batches
-from planner.executor.run.data import weighted
+from planner.executor.run.data import make_batches, weighted
 from planner.formats.profile import LossMean
-from planner.model.options import autocast_dtype
-from planner.model.spec import load_model_file
 from planner.model.capture.capture import capture_file
+from planner.model.options import ModuleOptions, autocast_dtype
+from planner.model.spec import load_model_file
 from planner.model.stage.stage import ChainedStage
-from planner.model.options import ModuleOptions
 from planner.schedule.instructions import Unit
 
 MODEL = $model_path
@@ -91,29 +89,12 @@ def main() -> None:
     graph = capture_file(spec, example, model, options=options)
     if graph.hash != GRAPH_HASH:
         raise SystemExit(f"the plan was made for another model than {MODEL}")
-    modules = {
-        index: ChainedStage(
-            graph,
-            STAGES[index],
-            MICROBATCH_SIZE,
-            seed=arguments.seed,
-            recompute=RECOMPUTE[index],
-        ).to(device)
-        for index in range(len(STAGES))
-        if WORKER_OF[index] == worker
-    }
-    stages = [
-        PipelineStage(
-            module,
-            index,
-            len(STAGES),
-            device,
-            input_args=module.input_args,
-            output_args=module.output_args,
-            group=pipelines[pipeline],
-        )
-        for index, module in modules.items()
-    ]
+    modules, stages, size, group = {}, [], MICROBATCH_SIZE, pipelines[pipeline]
+    for index in [index for index, own in enumerate(WORKER_OF) if own == worker]:
+        module = ChainedStage(graph, STAGES[index], size, seed=arguments.seed, recompute=RECOMPUTE[index])
+        modules[index] = module.to(device)
+        ends = {"input_args": module.input_args, "output_args": module.output_args}
+        stages.append(PipelineStage(module, index, len(STAGES), device, group=group, **ends))
     # The loss is the last layer of the last stage; $schedule averages its gradients over microbatches.
     schedule = $schedule($schedule_stages, MICROBATCHES, loss_fn=weighted_loss)
     separate_copies(list(modules.values()))  # the schedule divides the gradients of each stage
