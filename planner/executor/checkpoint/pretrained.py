@@ -61,7 +61,9 @@ class Pretrained:
             present = [name for name in wanted if name in self._shapes]
             if wanted and not present:
                 raise InputError(
-                    f"'{self.path}' has no '{wanted[0]}', which the model has as '{tied[0]}'", hint=self._hint(tied[0])
+                    f"'{self.path}' has no '{wanted[0]}', which the model has as '{tied[0]}'",
+                    hint=f"its names are such as '{min(self._shapes, default='')}': return (path, function) from "
+                    "pretrained(), where the function gives the name in the files, or None to keep a first value",
                 )
             for name in present:
                 if self._shapes[name] != tuple(tensor.shape):
@@ -95,16 +97,6 @@ class Pretrained:
                 here = [source for source in target if self._files[source] == file]
                 for source, tensor in each_tensor(file, here):
                     target[source].copy_(tensor)
-
-    def _hint(self, name: str) -> str:
-        """Say what pretrained() may return where the files do not have what the model calls `name`."""
-        for known in self._shapes:
-            if known.endswith("." + name):
-                return f"its names are longer: return (path, lambda name: '{known.removesuffix(name)}' + name)"
-            if "." in known and name.endswith("." + known):
-                prefix = name.removesuffix(known)
-                return f"its names are shorter: return (path, lambda name: name.removeprefix('{prefix}'))"
-        return "return (path, function) from pretrained(), where the function gives None for such a name"
 
 
 def fill_pretrained(spec: TrainingSpec, model: nn.Module, seed: int) -> None:

@@ -236,8 +236,8 @@ def _more(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     ("change", "words", "hint"),
     [
-        (_without, "has no 'norm.bias', which the model has", "gives None for such a name"),
-        (_longer, "has no 'embed.weight', which the model has", "'model.' + name"),
+        (_without, "has no 'norm.bias', which the model has", "or None to keep a first value"),
+        (_longer, "has no 'embed.weight', which the model has", "its names are such as 'model."),
         (_larger, r"'head.bias' has the shape \(7,\) in .*whole.safetensors' and \(19,\) in the model", "new head"),
         (_more, "has 'extra', which the model does not have", "leave the rest"),
     ],
