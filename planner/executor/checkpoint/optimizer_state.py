@@ -275,30 +275,26 @@ def _joined(
         wholes = []
         for place in slices:
             like = last.part.order, place
-            alike = [(s.part, s.stored(n)[key]) for n, s in parts if s.part and (s.part.order, s.part.slice) == like]
-            _check_complete(name, [part for part, _ in alike], math.prod(own_shape))
-            wholes.append(_whole([(part, read(stored)) for part, stored in alike], own_shape))
+            alike = [(n, s, s.part) for n, s in parts if s.part and (s.part.order, s.part.slice) == like]
+            elements = [(part, read(state.stored(called)[key])) for called, state, part in alike]
+            wholes.append(_whole(name, elements, own_shape))
         found[key] = wholes[0] if sliced is None else cut.whole(wholes)
     return found
 
 
-def _check_complete(name: str, parts: Sequence[StatePart], elements: int) -> None:
-    end = 0
-    for part in sorted(parts, key=lambda part: part.start):
-        if part.start <= end:
-            end = max(end, part.stop)
+def _whole(name: str, parts: Sequence[tuple[StatePart, Tensor]], shape: Sequence[int]) -> Tensor:
+    """Join parts, which have all elements in one order of the dimensions, into a tensor of the shape."""
+    end, elements = 0, math.prod(shape)
+    for part in sorted((part for part, _ in parts), key=lambda part: part.start):
+        end = max(end, part.stop) if part.start <= end else end
     if end < elements:
         raise InputError(
             f"the checkpoint has the optimizer's state of only some elements of '{name}': element {end} is missing",
             hint="resume from another checkpoint",
         )
-
-
-def _whole(parts: Sequence[tuple[StatePart, Tensor]], shape: Sequence[int]) -> Tensor:
-    """Join parts, which have all elements in one order of the dimensions, into a tensor of the shape."""
-    flat = torch.empty(math.prod(shape), dtype=parts[0][1].dtype)
-    for part, elements in parts:
-        flat[part.start : part.stop] = elements
+    flat = torch.empty(elements, dtype=parts[0][1].dtype)
+    for part, own in parts:
+        flat[part.start : part.stop] = own
     order = parts[0][0].order
     laid_out = flat.view([shape[dimension] for dimension in order])
     return laid_out.permute([order.index(dimension) for dimension in range(len(order))])

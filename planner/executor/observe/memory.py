@@ -41,7 +41,8 @@ class PeakMemory:
         else:
             # malloc keeps freed pages: reusing them would not show as growth.
             return_free_pages()
-            _reset_high_water_mark()
+            with suppress(OSError):  # not Linux, or not permitted: the mark of the whole process is an upper bound
+                _CLEAR_REFS.write_text("5")
             self._before_bytes = _status_bytes("VmRSS")
             self._code_bytes = _status_bytes("RssFile")
             self._before_own_bytes = _own_bytes()
@@ -71,11 +72,6 @@ class PeakMemory:
             return None
         free_bytes, total_bytes = torch.cuda.mem_get_info(self._device)
         return GpuMemory(torch.cuda.max_memory_reserved(self._device), total_bytes - free_bytes)
-
-
-def _reset_high_water_mark() -> None:
-    with suppress(OSError):  # not Linux, or not permitted: the mark of the whole process is an upper bound
-        _CLEAR_REFS.write_text("5")
 
 
 def _own_bytes() -> int:

@@ -84,7 +84,11 @@ class WeightVersions:
         self._newest += 1
         # Copy only if someone still needs the weights from before the step: the copy costs a pass over all weights.
         if current.users or self._newest - 1 in self._kept:
-            fresh = self._free.pop() if self._free else self._new_storage(current.data)
+            if self._free:
+                fresh = self._free.pop()
+            else:
+                fresh = [torch.empty_like(data) for data in current.data]
+                self._arrange(self._parameters, fresh)
             torch._foreach_copy_(fresh, current.data)
             self._versions[self._newest] = _Version(fresh)
             self._point_at(self._newest)
@@ -94,17 +98,12 @@ class WeightVersions:
         with _unsafe_preserve_version_counter(tuple(self._parameters)):
             step()
 
-    def _new_storage(self, like: list[Tensor]) -> list[Tensor]:
-        fresh = [torch.empty_like(data) for data in like]
-        self._arrange(self._parameters, fresh)
-        return fresh
-
     def _drop_unneeded(self) -> None:
-        for number in [number for number in self._versions if number != self._newest]:
+        for number in list(self._versions):
             self._drop_if_unneeded(number)
 
     def _drop_if_unneeded(self, number: int) -> None:
-        if not self._versions[number].users and number not in self._kept:
+        if number != self._newest and number not in self._kept and not self._versions[number].users:
             self._free.append(self._versions.pop(number).data)
 
     def _point_at(self, number: int) -> None:
@@ -132,5 +131,4 @@ class _Pointed:
             versions._point_at(versions._newest)
         if self._last_use:
             versions._versions[self._number].users -= 1
-            if self._number != versions._newest:
-                versions._drop_if_unneeded(self._number)
+            versions._drop_if_unneeded(self._number)
