@@ -214,7 +214,7 @@ def load_weights(model: nn.Module, path: str | Path) -> None:
     """
     saved, own = read_trained(path), model.state_dict(keep_vars=True)
     # All checks come before the first copy, so that a failure leaves the model unchanged.
-    for name in sorted(own.keys() | saved.keys()):
+    for name in dict.fromkeys((*own, *saved)):
         if name not in saved or name not in own:
             where = "the model" if name in own else f"'{path}'"
             problem = f"'{name}' is only in {where}: '{path}' has the weights of another model"
