@@ -17,7 +17,7 @@ from planner.solver.evaluate.evaluation import priced_path
 from planner.solver.problem.budget import OutOfTimeError
 from planner.solver.problem.infeasible import Fits
 from planner.solver.problem.problem import Limits, Problem
-from planner.solver.problem.result import RESOLUTION, BoundedPath, CutPath, Evaluation
+from planner.solver.problem.result import BoundedPath, CutPath, Evaluation
 from planner.solver.problem.states import Chain, StateSpace
 from planner.solver.search.chain.fewest import FEW_STATES
 from planner.solver.search.chain.search import Search
@@ -27,6 +27,7 @@ from planner.solver.search.graph.branches import MOST_STATES, search_beyond
 from planner.solver.search.graph.downsets import Downsets, enumerate_downsets
 from planner.solver.search.levels.columns import Columned, bound_beyond, search_columns
 from planner.solver.search.levels.levels import (
+    best_of,
     beyond_the_order,
     flat_search,
     nearest_path,
@@ -62,12 +63,10 @@ class PipelineSearch:
         if many and not self.problem.schedule.asynchronous and len(self.space) > MOST_SYNCHRONOUS_STATES:
             raise OutOfTimeError
         search = self._search(self.problem.limits)
-        if isinstance(search, SynchronousSearch):
-            path = search.best(max(self.problem.precision, RESOLUTION))
-        elif many and len(self.space) > MOST_EXACT_STATES:
+        if isinstance(search, Search) and many and len(self.space) > MOST_EXACT_STATES:
             path, search.interrupted = search.rough() or search.best(), True
         else:
-            path = search.best()
+            path = best_of(self.problem, search)
         self.interrupted = search.interrupted
         return path
 

@@ -85,7 +85,8 @@ class Relaxation:
         Only states that could be on a plan that meets the target have a meaningful answer, which is a lower bound.
         """
         least_s, gpus, last = self.least_s, self.gpus, len(self.space) - 1
-        least_before, least_after = self._around(target_s)
+        around = self.model.fewest_around_cut(self.space.outputs, self.space.gradients, target_s)
+        least_before, least_after = (np.maximum(gpus_there, 1) for gpus_there in around)
         after = np.full(last + 1, NEVER)
         after[last] = 0
         extent = {0: (last, last)}  # first and last state that has so many GPUs after it
@@ -177,11 +178,6 @@ class Relaxation:
         hopeless = k > _FIRST and (given - self.left.left) * self.gpus > _MARGIN * given * k
         if hopeless or self._deadline.passed:
             raise OutOfWorkError
-
-    def _around(self, target_s: float) -> tuple[Floats, Floats]:
-        """Return the GPUs that the bytes across each cut need before and after it."""
-        before, after = self.model.fewest_around_cut(self.space.outputs, self.space.gradients, target_s)
-        return np.maximum(before, 1), np.maximum(after, 1)
 
     def _range(self, least_s: float, most_s: float) -> tuple[int, int]:
         """Return a range with all states whose least time before them is within the bounds, and perhaps some more."""

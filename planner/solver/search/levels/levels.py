@@ -130,34 +130,30 @@ def search_all_cuts(problem: Problem, space: StateSpace, along: CutPath, nearest
     beyond = beyond_the_order(problem, space, nearest)
     sought = problem.cluster.gpus <= MOST_BOUNDED and not problem.deadline.passed
     words = enumerate_downsets(space.layer_costs, MOST_DOWNSETS, problem.deadline) if sought else None
+    best, found = along, BoundedPath(along, min(beyond.bound_s, along.seconds), space, beyond.bound_s)
     if words is None:
-        return BoundedPath(along, min(beyond.bound_s, along.seconds), space, beyond.bound_s)
+        return found
     assert beyond.path is not None
     everything = Downsets(space.layer_costs, words, complete=True)
     seeds: list[tuple[StateSpace, CutPath]] = [(space, along), (space, nearest), (beyond.space, beyond.path)]
-    best_space, best = space, along
+    fit = HierarchySearch.states_that_fit(problem)
     for _ in range(ROUNDS):
         if problem.deadline.passed:
             break
         worth = everything.worth(_nearest_model(problem), problem.cluster.gpus, best.seconds)
-        fit = HierarchySearch.states_that_fit(problem)
         cuts = sorted({origin.layers(0, state) for origin, path in seeds for state in path.states[1:-1]})
         states = worth if len(worth) <= fit or not cuts else everything.nearest(worth, cuts, fit)
         nearby = everything.only(states, complete=len(worth) <= fit)
         answer = HierarchySearch(problem, nearby).best(PathPrices(problem, nearby).seconds, None)
-        improved = answer.path is not None and answer.path.seconds < best.seconds * (1 - RESOLUTION)
+        if improved := answer.path is not None and answer.path.seconds < best.seconds * (1 - RESOLUTION):
+            assert answer.path is not None
+            best, seeds = answer.path, [(nearby, answer.path)]
+            found = replace(found, path=best, bound_s=min(beyond.bound_s, best.seconds), space=nearby)
         if nearby.complete:
-            bound_s, anywhere_s = min(answer.bound_s, best.seconds), beyond.bound_s
-            return (
-                replace(answer, anywhere_s=anywhere_s)
-                if improved
-                else BoundedPath(best, bound_s, best_space, anywhere_s)
-            )
-        if not improved or answer.path is None:
+            return replace(found, bound_s=min(answer.bound_s, best.seconds))
+        if not improved:
             break
-        best_space, best = nearby, answer.path
-        seeds = [(nearby, best)]
-    return BoundedPath(best, min(beyond.bound_s, best.seconds), best_space, beyond.bound_s)
+    return found
 
 
 def beyond_the_order(problem: Problem, space: StateSpace, nearest: CutPath) -> BoundedPath:
@@ -175,11 +171,9 @@ def nearest_path(problem: Problem, space: StateSpace) -> tuple[CutPath | None, b
     The path's seconds are a bound. Over many cuts it is found as precisely as such a bound needs to be.
     """
     search = nearest_search(problem, space, problem.limits)
-    if isinstance(search, SynchronousSearch):
-        return search.best(max(problem.precision, RESOLUTION)), search.interrupted
     # A bound needs no more precision than timings have, and precise searches over many cuts take long.
-    if len(space) <= 2 * MOST_ALIKE:
-        return search.best(), search.interrupted
+    if isinstance(search, SynchronousSearch) or len(space) <= 2 * MOST_ALIKE:
+        return best_of(problem, search), search.interrupted
     path = search.best(precision=PRECISION)
     return path and replace(path, seconds=path.seconds * (1 - PRECISION)), search.interrupted
 
@@ -259,21 +253,23 @@ def _alike(problem: Problem, space: StateSpace, nearest: CutPath) -> Iterator[Cu
         if link == links[0] and whole is space and isinstance(objective_of(problem), SynchronousModel):
             coarse: CutPath | None = nearest  # which is the best for these links
         else:
-            coarse = _best(problem, flat_search(problem, whole, problem.limits, link))
+            try:
+                coarse = best_of(problem, flat_search(problem, whole, problem.limits, link))
+            except OutOfTimeError:
+                return
         if coarse is not None:
             yield (path := _on(coarse, states))
             for _, size, _, _ in topology.shared:
                 yield with_replicas(path, [r // size * size or r for r in path.replicas])
 
 
-def _best(problem: Problem, search: Search | SynchronousSearch) -> CutPath | None:
-    """Return the best plan, as precisely as the problem asks; None if there is none, or no time for one."""
-    try:
-        if isinstance(search, Search):
-            return search.best()
-        return search.best(max(problem.precision, RESOLUTION))
-    except OutOfTimeError:
-        return None
+def best_of(problem: Problem, search: Search | SynchronousSearch) -> CutPath | None:
+    """Return the best plan, as precisely as the problem asks.
+
+    Raises:
+        OutOfTimeError: if the deadline passes before there is any plan.
+    """
+    return search.best() if isinstance(search, Search) else search.best(max(problem.precision, RESOLUTION))
 
 
 def flat_search(
