@@ -32,7 +32,7 @@ def solve_ilp(problem: Problem, solver: MilpName | None = None) -> IlpAnswer | N
         InputError: for what no integer program here expresses, and for problems that are too large.
         TimeoutError: if the deadline passes before any plan is found.
     """
-    refuse(problem)
+    _refuse(problem)
     solver = solver or installed()[0]
     columns = Columns(problem, all_cuts=not problem.keeps_order)
     answer = Flow(problem, columns, solver).solve()
@@ -57,12 +57,7 @@ def _over_all_cuts_s(problem: Problem, solver: MilpName) -> float:
     return answer.bound_s
 
 
-def refuse(problem: Problem) -> None:
-    """Refuse what no integer program here expresses.
-
-    Raises:
-        InputError: saying what.
-    """
+def _refuse(problem: Problem) -> None:
     constraints, cluster = problem.constraints, problem.cluster
     if len(cluster.joined) > 1:
         raise InputError(

@@ -61,7 +61,6 @@ class Columns:
         spaces = [_space(problem.layer_costs.on_kind(kind), all_cuts) for kind in problem.kinds]
         self.space = spaces[0]
         self._of_kinds = [(each, _states_in(each, self.space)) for each in spaces]
-        everything = len(problem.layer_costs.profile.layers)
         sets = [frozenset(self.space.layers(0, state)) for state in range(len(self.space))]
         # States that separate no group; the empty one and the whole model never do.
         groups = problem.groups
@@ -70,7 +69,6 @@ class Columns:
         )
         self.sets = sets
         self.last = len(self.space) - 1
-        assert len(sets[self.last]) == everything
 
     @cached_property
     def all(self) -> list[Column]:

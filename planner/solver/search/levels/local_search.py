@@ -28,11 +28,6 @@ _Shape = tuple[tuple[int, ...], tuple[int, ...]]  # states, replicas
 OptionsOf = Callable[[tuple[int, ...], tuple[int, ...]], tuple[StageOptions, ...]]
 
 
-def plainly(_: tuple[int, ...], replicas: tuple[int, ...]) -> tuple[StageOptions, ...]:
-    """Return the options of stages without anything special."""
-    return tuple(map(StageOptions, replicas))
-
-
 @dataclass(frozen=True)
 class Effort:
     """How long a local search may take.
@@ -57,12 +52,10 @@ class LocalSearch:
         gpus: that a plan may have.
         price: what is minimised; infinite for a path that does not fit the memory.
         effort: how long it may take.
-        ways: how the stages of a plan may run; by default without anything special.
+        ways: how the stages of a plan may run.
     """
 
-    def __init__(
-        self, space: StateSpace, gpus: int, price: Seconds, effort: Effort, ways: Sequence[OptionsOf] = (plainly,)
-    ) -> None:
+    def __init__(self, space: StateSpace, gpus: int, price: Seconds, effort: Effort, ways: Sequence[OptionsOf]) -> None:
         self._space, self._gpus, self._price, self._effort, self._ways = space, gpus, price, effort, ways
         self._bounds: dict[_Stages, float] = {}
         self._priced: dict[_Stages, float] = {}

@@ -22,6 +22,10 @@ from tests.samples import layer, profile
 PROFILES = File(__file__).parents[4] / "profiles"
 
 
+def plainly(_: tuple[int, ...], replicas: tuple[int, ...]) -> tuple[StageOptions, ...]:
+    return tuple(map(StageOptions, replicas))
+
+
 def seconds_on(profile: Profile, cluster: Cluster) -> tuple[Chain, dict[CutPath, float], LocalSearch]:
     """The cuts, what was priced, and local search by the cost model."""
     layer_costs = LayerCosts(profile)
@@ -34,7 +38,7 @@ def seconds_on(profile: Profile, cluster: Cluster) -> tuple[Chain, dict[CutPath,
         priced[path] = found
         return priced[path]
 
-    return space, priced, LocalSearch(space, cluster.gpus, seconds, Effort(500))
+    return space, priced, LocalSearch(space, cluster.gpus, seconds, Effort(500), [plainly])
 
 
 def test_a_single_stage_becomes_a_balanced_pipeline() -> None:
@@ -67,14 +71,14 @@ def test_it_never_prices_a_plan_twice_and_keeps_its_number() -> None:
     assert second is not None
     assert descents.from_(starts[0]) == first
     assert len(priced) < 500
-    limited = LocalSearch(Chain(LayerCosts(uneven)), 4, lambda path: 1.0 / len(path.states), Effort(3))
+    limited = LocalSearch(Chain(LayerCosts(uneven)), 4, lambda path: 1.0 / len(path.states), Effort(3), [plainly])
     assert limited.from_(starts[0]) is not None
     assert limited.over
 
 
 def test_where_nothing_fits_there_is_no_answer() -> None:
     two = profile(layer("a", output_bytes=1), layer("b"))
-    descents = LocalSearch(Chain(LayerCosts(two)), 2, lambda _: np.inf, Effort(100))
+    descents = LocalSearch(Chain(LayerCosts(two)), 2, lambda _: np.inf, Effort(100), [plainly])
     assert descents.from_(CutPath((0, 2), (StageOptions(2),), np.inf)) is None
 
 
