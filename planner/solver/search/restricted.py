@@ -23,6 +23,7 @@ from planner.cost.network.link import Link
 from planner.cost.work import Integers
 from planner.options.solving import ShardRule
 from planner.solver.evaluate.pipelines import MOST_WORKERS
+from planner.solver.problem.bounds import Bounds
 from planner.solver.problem.budget import OutOfTimeError
 from planner.solver.problem.problem import Limits, Problem
 from planner.solver.problem.result import RESOLUTION, CutPath, stages_along
@@ -51,15 +52,11 @@ class EndsSearch(FrontSearch):
         return np.where((state == 0) | (others == len(self.space) - 1), self.limits.most_replicas, 1)
 
 
-class StraightSearch(FrontSearch):
+class StraightSearch(Search):
     """Finds plans without replicas."""
 
-    def most_replicas(self, state: int, others: Integers) -> Integers:
-        return np.ones(len(others), dtype=np.int64)
-
-    def _data_parallel(self, replicas: Integers) -> CutPath | None:
-        """Return the single stage without replicas."""
-        return super()._data_parallel(replicas[:1])
+    def __init__(self, space: StateSpace, model: Bounds, limits: Limits) -> None:
+        super().__init__(space, model, replace(limits, most_replicas=1))
 
 
 class DataParallelSearch(Search):
