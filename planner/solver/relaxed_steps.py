@@ -129,7 +129,12 @@ def solve_with_room(problem: Problem, answer: Answer) -> Found:
         close_s = found.best.counted_s * (1 + TOLERANCE)
         if lean is not None and (problem.deadline.passed or lean.counted_s <= close_s):
             return relaxed.with_best(lean)
-        most = _most_communicators(problem, found.best)
+        beyond: Counter[int] = Counter()  # communicators of each worker that searches do not count
+        counts = communicators(problem.layer_costs, found.best.stages)
+        for stage, worker, held in zip(found.best.stages, found.best.price.workers, counts, strict=True):
+            known = 2 * int(problem.layer_costs.work(stage).neighbours) + (stage.replicas > 1)
+            beyond[worker] += held - known
+        most = max(beyond.values())
         if most <= count:
             break  # what lacks room are copies of tied weights, as no plan has less
         more = count + 1 if count < _FEW else min(most, 2 * count)
@@ -167,15 +172,6 @@ def _leaner(problem: Problem, plan: Evaluation) -> Evaluation | None:
         lean = simulated(replace(problem, budget=own), lean, plan.seconds)
         problem.budget.count += own.count
     return lean if _fits(problem, lean) else None
-
-
-def _most_communicators(problem: Problem, plan: Evaluation) -> int:
-    """Return how many the worker with most of them has beyond those that searches count, over all its stages."""
-    of_worker: Counter[int] = Counter()
-    counts = communicators(problem.layer_costs, plan.stages)
-    for stage, worker, count in zip(plan.stages, plan.price.workers, counts, strict=True):
-        of_worker[worker] += count - 2 * int(problem.layer_costs.work(stage).neighbours) - (stage.replicas > 1)
-    return max(of_worker.values())
 
 
 def _charged(problem: Problem, plan: Evaluation) -> Evaluation:

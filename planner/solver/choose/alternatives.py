@@ -85,7 +85,11 @@ class _Alternatives:
 
     def __init__(self, search: PipelineSearch) -> None:
         self._search, self._problem, self._budget = search, search.problem, search.problem.budget
-        self._copies = _counting_copies(search)
+        # The search over the profile itself does not know what the copies of a shared weight cost a stage, as the
+        # simulation does: here is the search in which every copy costs that, if there are any.
+        chain = isinstance(search.space, Chain)
+        counted = counted_with_copies(search.problem.layer_costs.profile) if chain else None
+        self._copies = None if counted is None else PipelineSearch(search.problem.with_profile(counted))
         self._local_search: LocalSearch | None = None
         # Where the copies of shared weights count, local search must see their cost, too.
         if self._problem.placed and self._problem.cluster.gpus <= MOST_PLACED:
@@ -202,14 +206,3 @@ class _Alternatives:
             return None if found is None else self._search.priced(found)
 
         return best_on
-
-
-def _counting_copies(search: PipelineSearch) -> PipelineSearch | None:
-    """Return the search in which every copy of a shared weight costs what it does; None without shared weights.
-
-    The search over the profile itself does not know what copies cost a stage. The simulation does.
-    """
-    if not isinstance(search.space, Chain):
-        return None
-    counted = counted_with_copies(search.problem.layer_costs.profile)
-    return None if counted is None else PipelineSearch(search.problem.with_profile(counted))
