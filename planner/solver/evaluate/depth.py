@@ -37,6 +37,7 @@ Depths = tuple[int, ...]
 TOLERANCE = 0.01  # a plan this close to the bound counts as optimal: timings are no better
 HOPELESS = 1.25  # ratio of times that deepening beyond the inequality at the top of this file does not gain
 FAR = 1.5  # likewise under synchronous schedules
+HARDLY = 0.005  # if all stages one deeper gain no more than this, the first few stages do not either
 NEAR = 1.1  # ratio of times that going still deeper, or less deep, does not gain
 RESERVED = 0.5  # share of the budget that is kept for other pipelines than the one that is being deepened
 
@@ -127,31 +128,47 @@ def choose_depths(times: PipelineTimes, below_s: float = math.inf) -> DepthChoic
     """
     published, counted = warm_up_depths(times.pipeline.shape.replicas), _counted_depths(times)
     # The inequality is usually enough, and what is far from `below_s` with it needs no other simulation.
-    begin = published if math.isinf(below_s) else tuple(map(min, counted, times.deepest))
+    counted = tuple(map(min, counted, times.deepest))
+    begin = published if math.isinf(below_s) else counted
     best = price_depths(times, begin, needed=math.isinf(below_s), hopeless_s=below_s * HOPELESS)
     if best is None or best.seconds_per_unit > below_s * HOPELESS:
         return best
-    tried, budget = {begin}, times.budget
+    tried: dict[Depths, DepthChoice | None] = {begin: best}
     # One pipeline with many depths to try must not use up what other candidates need.
-    reserved = budget.left * RESERVED
-    deeper = [(*(depth + more for depth in counted[:-1]), counted[-1]) for more in (1, 2)]
-    for number, wanted in enumerate((counted, _counted_depths(times, more=1), *deeper, published)):
+    reserved = times.budget.left * RESERVED
+
+    def consider(wanted: Depths) -> float:
+        """Simulate a candidate, keep it if it is better, and return the share of the time that it gains."""
+        nonlocal best
+        assert best is not None
         depths = tuple(map(min, wanted, times.deepest))
         if best.seconds_per_unit <= times.busiest_s * (1 + SLACK):
-            break  # no depth is faster
-        if number == 2 and best.seconds_per_unit > below_s * NEAR:
-            return best
-        if depths in tried:
-            continue
-        tried.add(depths)
-        if budget.left < reserved:
-            budget.exhausted = False
-        elif (choice := price_depths(times, depths)) is not None:
-            before_s, seconds = best.seconds_per_unit, choice.seconds_per_unit
-            # Equals within rounding go to the one with fewer units in flight.
-            alike = abs(seconds - before_s) <= SLACK * before_s
-            better = sum(depths) < sum(best.depths) if alike else seconds < before_s
-            best = choice if better else best
+            return 0.0  # no depth is faster
+        if depths not in tried and times.budget.left < reserved:
+            times.budget.exhausted = False
+            return 0.0
+        if depths not in tried:
+            tried[depths] = price_depths(times, depths)
+        if (choice := tried[depths]) is None:
+            return 0.0
+        before_s, seconds = best.seconds_per_unit, choice.seconds_per_unit
+        # Equals within rounding go to the one with fewer units in flight.
+        alike = abs(seconds - before_s) <= SLACK * before_s
+        if sum(depths) < sum(best.depths) if alike else seconds < before_s:
+            best = choice
+        return 1 - seconds / before_s
+
+    consider(counted)
+    consider(_counted_depths(times, more=1))
+    if best.seconds_per_unit > below_s * NEAR:
+        return best
+    last = len(published) - 1
+    if consider(_deeper(counted, 1, last)) > HARDLY:
+        # Long pipelines are slow to simulate: for those, deepen only the first stage or all.
+        for upto in range(1, last) if last < 8 else (1,):
+            consider(_deeper(counted, 1, upto))
+    consider(_deeper(counted, 2, last))
+    consider(published)
     if best.depths == published or best.seconds_per_unit > below_s:
         return best
     # Reduce the depth of the first stage, which has most in flight, as far as that costs no time. By bisection, because
@@ -167,6 +184,10 @@ def choose_depths(times: PipelineTimes, below_s: float = math.inf) -> DepthChoic
         else:
             best, high = less, middle
     return best
+
+
+def _deeper(depths: Depths, more: int, upto: int) -> Depths:
+    return tuple(depth + more * (stage < upto) for stage, depth in enumerate(depths))
 
 
 def _counted_depths(times: PipelineTimes, more: int = 0) -> Depths:
