@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from planner.analysis.given_plan import GivenPlan, fastest, problem_of
-from planner.analysis.usual_ways import DATA_PARALLEL, Way, usual_ways
+from planner.analysis.usual_ways import DATA_PARALLEL, Way, described, usual_ways
 from planner.cost.candidate import Candidate
 from planner.cost.layer_costs import LayerCosts
 from planner.cost.utilisation import utilisation
 from planner.formats.cluster import Cluster
 from planner.formats.files import Record
 from planner.formats.plan import Plan
-from planner.formats.plan_parts import OtherWay, ScheduleField
+from planner.formats.plan_parts import OtherWay
 from planner.formats.profile import Profile
 from planner.options.solving import SolveOptions
 from planner.schedule.instructions import MICROBATCHES_PER_GPU
@@ -30,19 +30,12 @@ OWN = (CHOSEN, SAME_CUT)  # rows with stages that the planner chose
 SOLVING = STRAIGHT = 0.5  # shares of the time left: to search for the plan, then for pipelines without replicas
 
 
-class ComparisonRow(Record):
+class ComparisonRow(OtherWay):
     """One way to train the model on the cluster. Times and bytes are per microbatch, which all rows have in common."""
 
-    name: str
-    config: str
-    schedule: ScheduleField
-    microbatches: int  # per minibatch
     workers: int
-    seconds_per_microbatch: float
     samples_per_s: float | None  # None if the profile does not know its batch size
     speedup: float | None  # over the way that the comparison names; None where no way fits, or this one does not
-    memory_bytes: int  # of the worker that needs most
-    over_memory_bytes: int  # by how much that exceeds the limit; 0 if it fits
     communication_bytes: float  # sent by all workers, per microbatch
     communication_bytes_per_sample: float | None
     communication_cut: float | None  # share of data parallel's bytes that is not sent; None if that sends none
@@ -157,20 +150,13 @@ def _row(given: GivenPlan, entry: Way) -> ComparisonRow:
     price, stages, microbatches = entry.plan.price, entry.plan.stages, entry.problem.microbatches
     seconds = entry.seconds_per_microbatch
     sent = price.communication_bytes / microbatches
-    memory = max(price.gpu_bytes)
     workers = entry.plan.gpus // price.chunks  # under interleaved each worker runs several stages
     busy = busy_s(given.layer_costs, stages, entry.problem.schedule, microbatches)
     return ComparisonRow(
-        name=entry.name,
-        config=entry.plan.config,
-        schedule=entry.problem.schedule,
-        microbatches=microbatches,
+        **dict(described(entry)),
         workers=workers,
-        seconds_per_microbatch=seconds,
         samples_per_s=None if size is None else size / seconds,
         speedup=None,
-        memory_bytes=memory,
-        over_memory_bytes=entry.over_memory_bytes,
         communication_bytes=sent,
         communication_bytes_per_sample=None if size is None else sent / size,
         communication_cut=None,

@@ -65,13 +65,10 @@ def fit(
 
     asked = row(gpus, SOLVING)
     others = list[FitRow]()
-    counts = _fewer(gpus) if asked.plan is not None else [gpus * 2**n for n in range(1, MOST_TIMES.bit_length())]
+    fewer = [gpus // 2**n for n in range(1, gpus.bit_length())]
+    counts = [gpus * 2**n for n in range(1, MOST_TIMES.bit_length())] if asked.plan is None else fewer
     for index, count in enumerate(counts):
         others.append(row(count, 1 / (len(counts) - index)))
         if (others[-1].plan is None) == (asked.plan is not None):
             break
     return Fit(model=profile.model, asked=asked, others=tuple(sorted(others, key=lambda row: -row.gpus)))
-
-
-def _fewer(gpus: int) -> list[int]:
-    return [gpus // 2**n for n in range(1, gpus.bit_length())]

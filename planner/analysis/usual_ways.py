@@ -118,7 +118,7 @@ def with_baselines(profile: Profile, plan: Plan, patience: Patience) -> Plan:
         ways = tuple(usual_ways(options_of(plan), layer_costs_on(profile, plan.cluster), plan.cluster, budget))
     except PlannerError as error:
         return plan.noting(f"the baselines were not priced: {error.message}")
-    return plan.model_copy(update={"baselines": tuple(map(_described, ways))})
+    return plan.model_copy(update={"baselines": tuple(map(described, ways))})
 
 
 def with_synchronous(profile: Profile, plan: Plan, options: SolveOptions, patience: Patience) -> Plan:
@@ -150,7 +150,8 @@ def described_plan(name: str, plan: Plan) -> OtherWay:
     )
 
 
-def _described(way: Way) -> OtherWay:
+def described(way: Way) -> OtherWay:
+    """Describe a priced way to train."""
     return OtherWay(
         name=way.name,
         config=way.plan.config,

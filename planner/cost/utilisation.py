@@ -8,8 +8,8 @@ is of the precision trained in. On a CPU, and for a device that is not in the ta
 
 from __future__ import annotations
 
-from planner.formats.profile import TF32, Profile
-from planner.profiler.estimated.devices import DTYPES, DType, find_device
+from planner.formats.profile import Profile
+from planner.profiler.estimated.devices import DTYPES, find_device
 
 
 def utilisation(profile: Profile, microbatches: int, seconds_per_minibatch: float, gpus: int) -> float | None:
@@ -26,10 +26,6 @@ def peak_flops_per_s(profile: Profile) -> float | None:
         return None
     if profile.device.peak_flops_per_s is not None:
         return profile.device.peak_flops_per_s
-    dtype, device = _precision(profile), find_device(profile.device.name)
+    wanted, device = profile.autocast or profile.dtype, find_device(profile.device.name)
+    dtype = next((dtype for dtype in DTYPES if dtype == wanted), None)
     return None if device is None or dtype is None else device.peak(dtype)
-
-
-def _precision(profile: Profile) -> DType | None:
-    wanted = profile.autocast or (TF32 if profile.tf32 else profile.dtype)
-    return next((dtype for dtype in DTYPES if dtype == wanted), None)

@@ -97,7 +97,11 @@ class Simulation:
             network_s = network.next_s
             # At equal times the network goes first: a message that ends now is there for a worker that looks now.
             if ready and ready[0][0] < network_s:
-                self._step()
+                now_s, rank = heapq.heappop(ready)
+                if rank < 0:
+                    self.communication.start_part(*self._parts[-rank - 1], now_s)
+                else:
+                    self._move(rank)
                 if enough is not None and len(self.completed.ends_s[0]) > backwards:
                     backwards = len(self.completed.ends_s[0])
                     if enough():
@@ -125,11 +129,7 @@ class Simulation:
         done = all(self._clock[rank] <= end_s + begun_s for rank, begun_s in self._begun.items())
         return end_s if len(ends) == 1 and idle and done and not any(self._next.values()) else None
 
-    def _step(self) -> None:
-        now_s, rank = heapq.heappop(self._ready)
-        if rank < 0:
-            self.communication.start_part(*self._parts[-rank - 1], now_s)
-            return
+    def _move(self, rank: int) -> None:
         instruction = self._next[rank]
         if instruction is not None and self._execute(rank, instruction):
             self.executed += 1
