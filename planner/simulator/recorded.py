@@ -45,19 +45,19 @@ def only_minibatches(timeline: Timeline, minibatches: range) -> Timeline:
         update={
             "minibatches": len(minibatches),
             "events": Events.of(moved),
-            "memory": tuple(_curve(curve, start, end) for curve in timeline.memory),
-            "links": tuple(_link(link, start, end) for link in timeline.links),
+            "memory": tuple(_part_of_curve(curve, start, end) for curve in timeline.memory),
+            "links": tuple(_part_of_link(link, start, end) for link in timeline.links),
         }
     )
 
 
-def _curve(curve: MemoryCurve, start: float, end: float) -> MemoryCurve:
+def _part_of_curve(curve: MemoryCurve, start: float, end: float) -> MemoryCurve:
     kept = slice(max(bisect_right(curve.time_s, start) - 1, 0), bisect_right(curve.time_s, end))
     times = tuple(max(0.0, time_s - start) for time_s in curve.time_s[kept])
     return curve.model_copy(update={"time_s": times, "held_bytes": curve.held_bytes[kept]})
 
 
-def _link(link: LinkUse, start: float, end: float) -> LinkUse:
+def _part_of_link(link: LinkUse, start: float, end: float) -> LinkUse:
     busy = [
         (max(s, start) - start, min(e, end) - start, share)
         for s, e, share in zip(link.start_s, link.end_s, link.share or [1.0] * len(link.start_s), strict=True)
