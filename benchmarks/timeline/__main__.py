@@ -24,7 +24,7 @@ from planner.formats.plan import Plan
 from planner.formats.timeline import Timeline
 from planner.report.svg import timeline_svg
 from planner.report.tables.runs import run_comparison_report
-from planner.simulator.recorded import only_minibatches, simulate_recorded
+from planner.simulator.simulate_plan import only_minibatches, simulate_recorded
 
 ROOT = Path(__file__).resolve().parents[2]
 TABLE, RESULTS = (Path(__file__).with_name(name) for name in ("results.md", "results.json"))

@@ -16,8 +16,7 @@ from planner.formats.files import Record
 from planner.formats.plan import Plan
 from planner.formats.plan_parts import Stage
 from planner.formats.timeline import Event, Timeline
-from planner.simulator.recorded import simulate_recorded
-from planner.simulator.simulate_plan import costs_of
+from planner.simulator.simulate_plan import costs_of, simulate_recorded
 from planner.simulator.simulation import Simulation
 from planner.simulator.summary import Summary, summarize
 

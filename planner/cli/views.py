@@ -171,7 +171,7 @@ def _timelines(
 ) -> tuple[planner.Timeline, planner.Timeline | None]:
     """Return the simulation, and the run that an argument names if it does: then of the run's minibatches."""
     from planner.report.trace import load_run
-    from planner.simulator.recorded import simulate_recorded
+    from planner.simulator.simulate_plan import simulate_recorded
 
     if getattr(args, run) is None:
         return planner.simulate(plan, args.minibatches, args.accumulate or 1), None

@@ -17,8 +17,7 @@ from planner.formats.cluster import Level, flat_cluster
 from planner.formats.plan import Plan
 from planner.formats.timeline import Event, Events, Timeline
 from planner.report.tables.runs import run_comparison_report
-from planner.simulator.recorded import simulate_recorded
-from planner.simulator.simulate_plan import costs_of, simulate
+from planner.simulator.simulate_plan import costs_of, simulate, simulate_recorded
 from tests.samples import layer
 from tests.simulator.plans import equal_layers, plan_of
 from tests.timelines import EVENTS, by_hand

@@ -9,8 +9,7 @@ from planner.errors import InputError
 from planner.formats.cluster import flat_cluster
 from planner.formats.plan import Plan
 from planner.plan.shape import check_accumulate
-from planner.simulator.recorded import only_minibatches, simulate_recorded
-from planner.simulator.simulate_plan import simulate, simulated_s
+from planner.simulator.simulate_plan import only_minibatches, simulate, simulate_recorded, simulated_s
 from planner.simulator.summary import summarize
 from tests.samples import layer
 from tests.simulator.plans import equal_layers, plan_of

@@ -8,8 +8,7 @@ from planner.analysis.compare_runs import timing_error
 from planner.errors import InputError
 from planner.formats.plan import Plan
 from planner.formats.timeline import Events, Timeline
-from planner.simulator.recorded import only_minibatches, simulate_recorded
-from planner.simulator.simulate_plan import default_minibatches, simulate
+from planner.simulator.simulate_plan import default_minibatches, only_minibatches, simulate, simulate_recorded
 from planner.simulator.summary import summarize
 from tests.simulator.plans import equal_layers, plan_of
 

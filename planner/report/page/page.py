@@ -36,7 +36,7 @@ from planner.report.page.sections import (
 from planner.report.svg import ink_on
 from planner.report.tables.plan import cluster_line, gpus, schedule_line
 from planner.report.timeline import COLOURS, TEXTS, Row, opening, rows_of, shown_workers
-from planner.simulator.recorded import ROUNDS
+from planner.simulator.simulate_plan import ROUNDS
 from planner.simulator.summary import Summary, summarize
 from planner.version import __version__
 
