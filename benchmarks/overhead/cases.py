@@ -70,7 +70,7 @@ def bare_unit(context: PipelineContext, stage: HeldStage) -> Callable[[], None]:
     inputs = parts.read_batch(batch) if parts.inputs else []
     numbers = [evaluate_number(expression, SAMPLES) for expression in parts.expressions]
     received = [torch.randn(spec.shape(SAMPLES)) for spec in parts.received]
-    fixed = (parts.weights, *parts.code.registries, context.place.compute, stage.module._key, None, *inputs)
+    fixed = (context.place.compute, stage.module._key, None, *inputs)
     run = parts.code.run
     gradients: list[Tensor | None] = [None if parts.has_loss else torch.ones(s.shape(SAMPLES)) for s in parts.sent]
 

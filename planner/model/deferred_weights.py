@@ -21,7 +21,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from typing_extensions import Self
 
 from planner.errors import ModelFileError, PlannerError
@@ -43,7 +43,7 @@ class DeferredModel:
 
     Attributes:
         model: its parameters are on the meta device until `materialize`.
-        draws_buffers: whether the constructor makes buffers by random numbers.
+        draws_buffers: whether the constructor makes buffers by random numbers; without `draw`, these have no values.
 
     Raises:
         ModelFileError: when the constructor reads the weights that it makes.
@@ -61,15 +61,13 @@ class DeferredModel:
             self._values[nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)] = parameter
         _replace(self.model, {value: deferred for deferred, value in self._values.items()})
         # Buffers are small, and captured with the model.
-        deferred = {id(buffer): buffer for buffer in self.model.buffers() if self._tape.puts_off(buffer)}
-        self._buffers = [(torch.zeros_like(buffer), buffer) for buffer in deferred.values()]
-        zeros = dict(zip(deferred, (zero for zero, _ in self._buffers), strict=True))
-        for module in self.model.modules():
-            module._buffers.update({name: zeros.get(id(buffer), buffer) for name, buffer in module._buffers.items()})
-        self.draws_buffers = self._tape.draws(deferred.values())
+        buffers = [buffer for buffer in self.model.buffers() if self._tape.puts_off(buffer)]
+        self.draws_buffers = self._tape.draws(buffers)
+        if draw or not self.draws_buffers:
+            self._tape.replay(buffers)
 
     def materialize(self, names: Collection[str]) -> None:
-        """Give the parameters called `names`, and all buffers, the values that the constructor gives them.
+        """Give the parameters called `names` the values that the constructor gives them.
 
         Call it once. Parameters that the constructor itself made on the meta device stay there.
 
@@ -77,10 +75,9 @@ class DeferredModel:
             names: of a tied parameter any of its names.
         """
         values = {parameter: self._values[parameter] for parameter in _without_values(self.model, names)}
-        self._tape.replay([*values.values(), *(buffer for _, buffer in self._buffers)])
+        self._tape.replay(values.values())
+        self._tape.forget()
         _replace(self.model, values)
-        for zero, buffer in self._buffers:
-            zero.copy_(buffer)
 
 
 def allocate(model: nn.Module, names: Collection[str]) -> None:
@@ -166,9 +163,6 @@ class _Operation(NamedTuple):
     generator: torch.Generator | None  # that it draws from
     state: Tensor | None  # of the generator before
 
-    def storages(self) -> set[int]:
-        return {_key(tensor) for tensor in (*_tensors((self.args, self.kwargs)), *self.made)}
-
 
 class _Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Mode that puts operations on large tensors off; what they write is put off, too.
@@ -206,8 +200,12 @@ class _Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Return whether the values of `tensors` depend on random numbers."""
         return any(operation.generator is not None for operation in self._leading_to(tensors))
 
+    def forget(self) -> None:
+        """Drop the operations, and the memory that they would write."""
+        self._operations.clear()
+
     def replay(self, wanted: Iterable[Tensor]) -> None:
-        """Run the operations that lead to the values of `wanted`; all others are forgotten."""
+        """Run the operations that lead to the values of `wanted`, each from the making of its memory on."""
         operations = self._leading_to(wanted)
         states = {each.generator: each.generator.get_state() for each in operations if each.generator is not None}
         with torch.no_grad():
@@ -220,14 +218,13 @@ class _Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     tensor.copy_(value)
         for generator, before in states.items():
             generator.set_state(before)
-        self._operations.clear()
 
     def _leading_to(self, wanted: Iterable[Tensor]) -> list[_Operation]:
         needed = {_key(tensor) for tensor in wanted}
         found = []
         for operation in reversed(self._operations):
             if any(_key(tensor) in needed for tensor in (*operation.written, *operation.made)):
-                needed |= operation.storages()
+                needed.update(map(_key, (*_tensors((operation.args, operation.kwargs)), *operation.made)))
                 found.append(operation)
         return found[::-1]
 
@@ -237,7 +234,7 @@ class _Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         used = _tensors((args, kwargs))
         put_off = [tensor for tensor in used if self.puts_off(tensor)]
-        if (put_off and _moves_no_values(func)) or not (put_off or (not used and self._is_large(func, args, kwargs))):
+        if _moves_no_values(func) if put_off else used or not self._is_large(func, args, kwargs):
             return func(*args, **kwargs)
         random = torch.Tag.nondeterministic_seeded in func.tags
         written = _written(func, args, kwargs)
@@ -259,12 +256,20 @@ class _Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         state = generator.get_state() if generator is not None and self._draw else None
         result: Any = None
         if state is not None:
-            result = func(*tree_map(self._scratch, args), **tree_map(self._scratch, kwargs))
+            # Into other memory: as many random numbers are drawn for it.
+            result = func(*tree_map_only(Tensor, self._scratch, args), **tree_map_only(Tensor, self._scratch, kwargs))
         elif not written:
-            result = func(*tree_map(_meta, args), **_on_meta(func, tree_map(_meta, kwargs)))
+            result = func(*tree_map_only(Tensor, _meta, args), **_on_meta(func, tree_map_only(Tensor, _meta, kwargs)))
         result = None if written else tree_map(self._without_values, result)
         made = [tensor.detach() for tensor in tree_leaves(result)] if result is not None else []
-        kept_args, kept_kwargs = tree_map(lambda leaf: self._kept(leaf, written), (args, kwargs))
+        own = {id(tensor) for tensor in written}
+
+        def kept(tensor: Tensor) -> Tensor:
+            """Return an argument such that what happens to it later does not show, but for its put-off values."""
+            is_shared = self.puts_off(tensor) or id(tensor) in own
+            return tensor.detach() if is_shared else tensor.detach().clone()
+
+        kept_args, kept_kwargs = tree_map_only(Tensor, kept, (args, kwargs))
         self._put_off.update(_key(tensor) for tensor in (*written, *made))
         self._operations.append(
             _Operation(func, kept_args, kept_kwargs, [tensor.detach() for tensor in written], made, generator, state)
@@ -273,15 +278,8 @@ class _Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return result
         return written[0] if len(written) == 1 else tuple(written)
 
-    def _kept(self, leaf: Any, written: list[Tensor]) -> Any:
-        """Return an argument such that what happens to it later does not show, but for its put-off values."""
-        if not isinstance(leaf, Tensor):
-            return leaf
-        return leaf.detach() if self.puts_off(leaf) or any(leaf is each for each in written) else leaf.detach().clone()
-
-    def _scratch(self, leaf: Any) -> Any:
-        """Return other memory for a put-off tensor: as many random numbers are drawn for it."""
-        return _unwritten(leaf) if isinstance(leaf, Tensor) and self.puts_off(leaf) else leaf
+    def _scratch(self, tensor: Tensor) -> Tensor:
+        return _unwritten(tensor) if self.puts_off(tensor) else tensor
 
     def _without_values(self, leaf: Any) -> Tensor:
         if not isinstance(leaf, Tensor):
@@ -330,10 +328,8 @@ def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if _has_storage(leaf)]
 
 
-def _meta(leaf: Any) -> Any:
-    if not isinstance(leaf, Tensor):
-        return leaf
-    return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
+def _meta(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 def _takes_device(func: Any) -> bool:

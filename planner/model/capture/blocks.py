@@ -8,98 +8,54 @@ and schedules work as on a traced graph.
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_flatten
 
 from planner.errors import CaptureError, ModelFileError, PlannerError, first_line, reason_of
 from planner.model.batch import Batch
-from planner.model.capture.block_graph import BlockGraph
 from planner.model.capture.failure import decides_by_values, refuse_untrainable
 from planner.model.capture.fake import fake_batch, fake_device, fake_modules, pretended
-from planner.model.capture.graph import LayerGraph, tensors_of
+from planner.model.capture.graph import (
+    BlockChain,
+    BlockLayer,
+    GraphLayer,
+    Input,
+    LayerGraph,
+    ValueSpec,
+    expanded_dimensions,
+    graph_digest,
+    memory_order,
+    structure_of,
+    tensors_of,
+)
+from planner.model.capture.layers import adopt_unused
+from planner.model.capture.operations import Names
+from planner.model.capture.size import BATCH, Size, SizeReader
 from planner.model.loss import loss_of
 from planner.model.options import PLAIN, ModuleOptions, autocasting, lay_out
-from planner.model.randomness import keep_state, random_state_kept
+from planner.model.randomness import keep_state
 from planner.model.spec import LossFunction
 
 _CONTRACT = "each block takes what the one before it returned, as in nn.Sequential; see docs/guides/own-model.md"
+_Named = Sequence[tuple[str, nn.Module]]
+_Span = tuple[int, int]
 
 
-def _call(name: str, block: nn.Module, value: Any, batch: Batch | None) -> Any:
-    """Run a block on `value`, or on the arguments of `batch` if one is given."""
-    try:
-        return block(*batch.args, **batch.kwargs) if batch is not None else block(value)
-    except Exception as cause:  # whatever the user's forward raises
-        raise CaptureError(f"block '{name}' fails: {reason_of(cause)}", hint=_CONTRACT) from cause
+@dataclass(frozen=True)
+class _Results:
+    """What blocks return, and the loss, on a batch and on twice as many samples; spans of blocks that share a layer."""
 
-
-def joined_by_writes(named: Sequence[tuple[str, nn.Module]], batch: Batch) -> list[tuple[int, int]]:
-    """Return spans of blocks whose last one writes into memory that the first one made."""
-    spans: list[tuple[int, int]] = []
-    makers: dict[int, int] = {}
-    alive: list[Any] = []  # freed memory would be given to another value, and look shared
-    value: Any = None
-    with random_state_kept(torch.device(batch.device_type)):
-        for index, (name, block) in enumerate(named):
-            taken = tensors_of(value)
-            versions = [tensor._version for tensor in taken]  # PyTorch counts in-place changes here
-            value = _call(name, block, value, None if index else batch)
-            for tensor, version in zip(taken, versions, strict=True):
-                if tensor._version != version:
-                    spans.append((makers[_storage(tensor)], index))
-            for tensor in tensors_of(value):
-                makers.setdefault(_storage(tensor), index)
-            alive.append(value)
-    return spans
-
-
-def joined_by_buffers(named: Sequence[tuple[str, nn.Module]]) -> list[tuple[int, int]]:
-    """Return spans of blocks that share a buffer, whose state must stay in one stage."""
-    users: dict[int, list[int]] = {}
-    for index, (_, block) in enumerate(named):
-        for buffer in block.buffers():
-            users.setdefault(id(buffer), []).append(index)
-    return [(indices[0], indices[-1]) for indices in users.values()]
-
-
-def run_blocks(named: Sequence[tuple[str, nn.Module]], batch: Batch, loss: LossFunction | None) -> list[Any]:
-    """Return what each block returns, and the loss."""
-    results: list[Any] = []
-    torch.manual_seed(0)
-    for index, (name, block) in enumerate(named):
-        results.append(_call(name, block, results[-1] if index else None, None if index else batch))
-    return [*results, loss_of(results[-1], batch.target, loss)]
-
-
-def check_loss(model: nn.Module, batch: Batch, loss: LossFunction | None, found: Tensor) -> None:
-    """Check that the blocks' loss is a number that can be trained, and equals the model's.
-
-    Raises:
-        CaptureError: otherwise.
-    """
-    if found.dim() or not found.requires_grad:
-        what = "does not depend on the model's parameters" if not found.dim() else "is not a single number"
-        raise CaptureError(
-            f"the loss {what}", hint="loss(output, target) must return a 0-dimensional tensor made from the output"
-        )
-    with torch.no_grad():
-        torch.manual_seed(0)
-        expected = loss_of(model(*batch.args, **batch.kwargs), batch.target, loss)
-    if not torch.allclose(found.detach(), expected, rtol=1e-3, atol=1e-6, equal_nan=True):
-        raise CaptureError(
-            f"the blocks compute another loss than the model on example_batch(): {found.item():.6g} instead of "
-            f"{expected.item():.6g}",
-            hint=_CONTRACT,
-        )
-
-
-def _storage(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
+    small: list[Any]
+    large: list[Any]
+    joined: list[_Span]
 
 
 def capture_blocks(
@@ -135,38 +91,85 @@ def capture_blocks(
         lay_out(model)
         example = example.channels_last()
     named = _named(model, blocks)
-    buffers = joined_by_buffers(named)
-    with keep_state(model), autocasting(example.device_type, options.autocast):
-        if values:
-            joined, small, large = _run(named, example, loss)
-            check_loss(model, example, loss, small[-1])
-        else:
-            joined, small, large = _run_without_values(named, example, loss)
-    graph = BlockGraph(model, named, example, loss, options).build(small, large, [*joined, *buffers])
-    if options.device != "cuda" or options.autocast is None:
-        return graph
-    # Autocast on CUDA leaves other dtypes. The hash is the same for each device that the model may train on.
-    joined, small, large = _run_on_cuda(named, example, loss, options.autocast)
-    there = BlockGraph(model, named, example, loss, options).build(small, large, [*joined, *buffers])
-    return replace(there, hash=graph.hash)
+    build = partial(_graph, model, named, example, loss, options)
+    with keep_state(model):
+        with autocasting(example.device_type, options.autocast):
+            if values:
+                results = _run(named, example, loss)
+                _check_loss(model, example, loss, results.small[-1])
+            else:
+                results = _run_without_values(named, example, loss)
+        graph = build(results)
+        if options.device != "cuda" or options.autocast is None:
+            return graph
+        # Autocast on CUDA leaves other dtypes. The hash is the same for each device that the model may train on.
+        return replace(build(_run_on_cuda(named, example, loss, options.autocast)), hash=graph.hash)
 
 
-def _run(
-    named: Sequence[tuple[str, nn.Module]], example: Batch, loss: LossFunction | None
-) -> tuple[list[tuple[int, int]], list[Any], list[Any]]:
-    """Return the spans of blocks that share memory, and what the blocks return for the batch and for it twice."""
-    joined = joined_by_writes(named, example)
-    small, large = (run_blocks(named, sample, loss) for sample in (example, example.doubled()))
-    return joined, small, large
+def _run(named: _Named, example: Batch, loss: LossFunction | None) -> _Results:
+    small, joined = _run_blocks(named, example, loss)
+    large, _ = _run_blocks(named, example.doubled(), loss)
+    users: dict[int, list[int]] = {}
+    for index, (_, block) in enumerate(named):
+        for buffer in block.buffers():  # its state must stay in one stage
+            users.setdefault(id(buffer), []).append(index)
+    return _Results(small, large, [*joined, *((indices[0], indices[-1]) for indices in users.values())])
+
+
+def _run_blocks(named: _Named, batch: Batch, loss: LossFunction | None) -> tuple[list[Any], list[_Span]]:
+    """Return what each block returns, and the loss; and from each block that made memory to those that write it."""
+    results: list[Any] = []  # kept, for freed memory would be given to another value, and look shared
+    spans: list[_Span] = []
+    makers: dict[int, int] = {}
+    torch.manual_seed(0)
+    for index, (name, block) in enumerate(named):
+        taken = tensors_of(results[-1]) if index else []
+        versions = [tensor._version for tensor in taken]  # PyTorch counts in-place changes here
+        try:
+            results.append(block(results[-1]) if index else block(*batch.args, **batch.kwargs))
+        except Exception as cause:  # whatever the user's forward raises
+            raise CaptureError(f"block '{name}' fails: {reason_of(cause)}", hint=_CONTRACT) from cause
+        for tensor, version in zip(taken, versions, strict=True):
+            if tensor._version != version:
+                spans.append((makers[_storage(tensor)], index))
+        for tensor in tensors_of(results[-1]):
+            makers.setdefault(_storage(tensor), index)
+    return [*results, loss_of(results[-1], batch.target, loss)], spans
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _check_loss(model: nn.Module, batch: Batch, loss: LossFunction | None, found: Tensor) -> None:
+    """Check that the blocks' loss is a number that can be trained, and equals the model's.
+
+    Raises:
+        CaptureError: otherwise.
+    """
+    if found.dim() or not found.requires_grad:
+        what = "does not depend on the model's parameters" if not found.dim() else "is not a single number"
+        raise CaptureError(
+            f"the loss {what}", hint="loss(output, target) must return a 0-dimensional tensor made from the output"
+        )
+    with torch.no_grad():
+        torch.manual_seed(0)
+        expected = loss_of(model(*batch.args, **batch.kwargs), batch.target, loss)
+    if not torch.allclose(found.detach(), expected, rtol=1e-3, atol=1e-6, equal_nan=True):
+        raise CaptureError(
+            f"the blocks compute another loss than the model on example_batch(): {found.item():.6g} instead of "
+            f"{expected.item():.6g}",
+            hint=_CONTRACT,
+        )
 
 
 def _run_without_values(
-    named: Sequence[tuple[str, nn.Module]],
+    named: _Named,
     example: Batch,
     loss: LossFunction | None,
     device: torch.device = torch.device("cpu"),  # noqa: B008  # immutable
-) -> tuple[list[tuple[int, int]], list[Any], list[Any]]:
-    """Return what `_run` returns, by copies of the blocks on tensors without data."""
+) -> _Results:
+    """Run copies of the blocks on tensors without data."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     try:
         fakes = fake_modules([block for _, block in named], mode, device)
@@ -183,10 +186,8 @@ def _run_without_values(
         ) from error
 
 
-def _run_on_cuda(
-    named: Sequence[tuple[str, nn.Module]], example: Batch, loss: LossFunction | None, autocast: torch.dtype
-) -> tuple[list[tuple[int, int]], list[Any], list[Any]]:
-    """Return what `_run` returns, by copies of the blocks on CUDA under autocast; without data where they need none."""
+def _run_on_cuda(named: _Named, example: Batch, loss: LossFunction | None, autocast: torch.dtype) -> _Results:
+    """Run copies of the blocks on CUDA under autocast; without data where they need none."""
     device = fake_device("cuda")
     try:
         with pretended("cuda"), autocasting("cuda", autocast):
@@ -240,3 +241,124 @@ def _check_owned(index: int, block: nn.Module, model: nn.Module) -> None:
                 f"block {index} of blocks(model) has a parameter or buffer of its own, '{name}'",
                 hint="make all parameters and buffers in build_model(); blocks() only groups the modules",
             )
+
+
+def block(*_: Any) -> Any:
+    """Stand for blocks in the graph; a stage runs the modules themselves."""
+    raise AssertionError("a graph of blocks is not executed")
+
+
+def _graph(
+    model: nn.Module, named: _Named, batch: Batch, loss: LossFunction | None, options: ModuleOptions, run: _Results
+) -> LayerGraph:
+    """Return the graph of the blocks, one opaque operation per layer.
+
+    Raises:
+        CaptureError: where something that crosses a cut cannot be sent.
+    """
+    code = fx.Graph()
+    specs: dict[fx.Node, ValueSpec] = {}
+
+    def value(node: fx.Node, small: Any, large: Any) -> fx.Node:
+        if isinstance(small, Tensor):
+            specs[node] = _spec(node.name, small, large, batch.size)
+        return node
+
+    leaves, batch_spec = batch.flatten()
+    pairs = enumerate(zip(leaves, batch.doubled().flatten()[0], strict=True))
+    inputs = [value(code.placeholder(f"batch_{index}"), *pair) for index, pair in pairs]
+    arguments = len(inputs) - batch_spec.children()[-1].num_leaves  # the targets are the last leaves
+    end = len(named)
+    # An output that cannot be sent stays in one layer with the loss, which counts as one block more.
+    spans = [*run.joined, *([(end - 1, end)] if structure_of(run.small[-2]) is None else [])]
+    inside = {index for first, last in spans for index in range(first + 1, last + 1)}
+    starts = [index for index in range(end + 1) if index not in inside]
+    graph_layers: list[GraphLayer] = []
+    layers: list[BlockLayer] = []
+    takes, taken = None, inputs[:arguments]
+    for start, after in zip(starts, [*starts[1:], end + 1], strict=True):
+        blocks = tuple(named[start:after])
+        has_loss = after > end
+        taken = [*taken, *(inputs[arguments:] if has_loss else ())]
+        node = code.call_function(block, (_description(blocks), *taken))
+        small, large = run.small[after - 1], run.large[after - 1]
+        gives, made = None, list[fx.Node]()
+        if has_loss:
+            value(node, small, large)
+        else:
+            gives = structure_of(small)
+            if gives is None:
+                raise CaptureError(
+                    f"block '{blocks[-1][0]}' returns something that cannot be sent to another stage",
+                    hint="return tensors, within tuples, lists and dicts, beside numbers and strings",
+                )
+            tensors = zip(tensors_of(small), gives.tensors(large, blocks[-1][0]), strict=True)
+            for index, pair in enumerate(tensors):
+                made.append(value(code.call_function(operator.getitem, (node, index)), *pair))
+        layers.append(BlockLayer(blocks, takes, gives, tuple(each.name for each in made)))
+        graph_layers.append(_layer(model, blocks, (node, *made)))
+        takes, taken = gives, made
+    code.output(node)
+    names = Names(model, fx.GraphModule(nn.Module(), fx.Graph()))
+    graph = LayerGraph(
+        model=model,
+        module=fx.GraphModule(nn.Module(), code),
+        names=names,
+        reader=SizeReader([]),
+        layers=adopt_unused(graph_layers, names),
+        specs=specs,
+        inputs=tuple(Input(node, specs.get(node)) for node in inputs),
+        batch_spec=batch_spec,
+        outputs=(),  # the output's values are those that the layer before the loss gives: see `blocks`
+        output_spec=tree_flatten([])[1],
+        loss=node,
+        tied_parameters=names.tied,
+        batch_size=None,
+        options=options,
+        written=frozenset(),  # no node says what blocks write
+        blocks=BlockChain(tuple(layers), loss, model.training),
+    )
+    return replace(graph, hash=graph_digest(graph, specs))
+
+
+def _layer(model: nn.Module, blocks: _Named, nodes: tuple[fx.Node, ...]) -> GraphLayer:
+    tensors = {id(t) for _, module in blocks for t in (*module.parameters(), *module.buffers())}
+    parameters = tuple(n for n, p in model.named_parameters() if id(p) in tensors)
+    buffers = tuple(n for n, b in model.named_buffers() if id(b) in tensors)
+    kinds = [type(module).__name__ for _, module in blocks] or ["loss"]
+    op = "+".join(kinds if len(kinds) <= 3 else [*kinds[:3], "..."])
+    return GraphLayer(blocks[0][0] if blocks else "loss", op, nodes, parameters, buffers)
+
+
+def _description(blocks: _Named) -> str:
+    """Describe blocks by the classes within them, so that graphs of different models differ."""
+    return "; ".join(
+        f"{name}: " + ", ".join(f"{path} {type(part).__name__}" for path, part in module.named_modules())
+        for name, module in blocks
+    )
+
+
+def _spec(name: str, small: Tensor, large: Tensor, samples: int) -> ValueSpec:
+    """Return the spec of a value, given the value for `samples` samples and for twice as many."""
+    if small.dim() != large.dim() or small.dtype != large.dtype or small.requires_grad != large.requires_grad:
+        raise CaptureError(
+            f"value '{name}' is {small.dtype} of {small.dim()} dimensions for {samples} samples, but {large.dtype} of "
+            f"{large.dim()} for {2 * samples}",
+            hint="what crosses from block to block must have the same type for every batch",
+        )
+    sizes = tuple(_size(*pair, samples) for pair in zip(small.shape, large.shape, strict=True))
+    order, expanded = memory_order(small), expanded_dimensions(small)
+    return ValueSpec(name, small.dtype, small.requires_grad, sizes, order, expanded)
+
+
+def _size(small: int, large: int, samples: int) -> Size:
+    """Return the linear function of the batch size that gives both sizes."""
+    if small == large:
+        return small
+    per_sample, rest = divmod(large - small, samples)
+    if rest:
+        raise CaptureError(
+            f"a block returns {small} elements along a dimension for {samples} samples, and {large} for {2 * samples}",
+            hint="a size that depends on the data cannot cross from block to block",
+        )
+    return per_sample * BATCH + (small - per_sample * samples)

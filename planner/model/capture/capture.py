@@ -119,7 +119,6 @@ def observed(trace: Trace, options: ModuleOptions) -> LayerGraph:
     model, module = trace.model, trace.module
     facts, on_cpu = _facts(trace, options)
     names = Names(model, module)
-    _check_weights_unchanged(module, names, facts)
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
     reader = SizeReader(placeholders)
     operations = [node for node in module.graph.nodes if node.op == "call_function" and not _is_number(node, reader)]
@@ -141,6 +140,7 @@ def observed(trace: Trace, options: ModuleOptions) -> LayerGraph:
         tied_parameters=names.tied,
         batch_size=None if reader.dynamic else trace.example.size,
         options=options,
+        written=_written(module, names, facts),
     )
     # The hash is the same for each device that the model may train on, whose values differ under autocast.
     return dataclasses.replace(graph, hash=graph_digest(graph, _specs(values, reader, on_cpu)))
@@ -272,19 +272,22 @@ def _outputs(trace: Trace, specs: dict[fx.Node, ValueSpec]) -> tuple[fx.Node, li
     return loss, [next(rest) if isinstance(leaf, Tensor) else leaf for leaf in trace.output.leaves]
 
 
-def _check_weights_unchanged(module: fx.GraphModule, names: Names, facts: TensorFacts) -> None:
-    # By storage, because an operation may write a parameter through a view of it.
-    parameters = {
-        storage: name
-        for node in module.graph.nodes
-        if (name := names.parameter(node)) is not None
-        for storage in facts.storages[node]
-    }
-    for node in module.graph.nodes:
-        for storage in facts.writes[node]:
-            if storage in parameters:
+def _written(module: fx.GraphModule, names: Names, facts: TensorFacts) -> frozenset[fx.Node]:
+    """Return the nodes that read buffers and constants which the forward writes.
+
+    Raises:
+        CaptureError: when it writes a parameter.
+    """
+    # By storage, because an operation may write a tensor through a view of it.
+    writers = {storage: node for node in module.graph.nodes for storage in facts.writes[node]}
+    found: set[fx.Node] = set()
+    for node in module.graph.find_nodes(op="get_attr"):
+        for storage in facts.storages[node] & writers.keys():
+            if (parameter := names.parameter(node)) is not None:
                 raise CaptureError(
-                    f"parameter '{parameters[storage]}' is changed in forward, by {node.target}",
+                    f"parameter '{parameter}' is changed in forward, by {writers[storage].target}",
                     hint="minibatches in flight need the weights they started with; without Embedding(max_norm=...) "
                     "or in-place changes of weights the model can be trained in a pipeline",
                 )
+            found.add(node)
+    return frozenset(found)

@@ -21,25 +21,31 @@ from planner.errors import CaptureError, LayerError, PlannerError, first_line, r
 from planner.model.capture.operations import scope_of
 
 _LIBRARIES = (Path(torch.__file__).parent, Path(__file__).parents[2])  # whose frames are not the user's
-_LOGGERS = ("torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor", "torch._export")
 _FUNCTION_HINTS = {
     "CheckpointFunction": "call torch.utils.checkpoint.checkpoint with use_reentrant=False",
     "BackwardHookFunction": "remove the module's backward hooks; hooks on its parameters work",
 }
 _DATA_DEPENDENT = ("data-dependent", "GuardOnDataDependent", "DynamicOutputShape", "DataDependentOutput")
+_VALUE_HINT = (
+    "replace Python's if, while and .item() on tensors by operations such as torch.where, or name the parts of the "
+    "model in blocks(model): see docs/guides/own-model.md; make distributions with validate_args=False; where only the "
+    "model's own loss does this, give it no labels, and define loss(output, target)"
+)
 _NEEDS_DATA = (DataDependentOutputException, DynamicOutputShapeException)
 
 
 def capture_failure(cause: Exception, model: nn.Module) -> PlannerError:
     """Return the error for a model whose tracing raised `cause`."""
-    inner = _planner_error(cause)
-    if inner is not None:
-        return inner
+    inner: BaseException | None = cause
+    while inner is not None:
+        if isinstance(inner, PlannerError):
+            return inner
+        inner = inner.__cause__ or inner.__context__
     frame = _user_frame(cause)
     place = f" at {frame.filename}:{frame.lineno}, '{frame.line}'" if frame is not None else ""
     what = f"{type(model).__name__} cannot be captured as a graph{place}"
     if any(word in f"{type(cause).__name__} {cause}" for word in _DATA_DEPENDENT):
-        return CaptureError(f"{what}: this depends on the values of a tensor", hint=_value_hint(cause))
+        return CaptureError(f"{what}: this depends on the values of a tensor", hint=_VALUE_HINT)
     if (unsupported := re.search(r"Unsupported input type <class '([^']+)'>", first_line(cause))) is not None:
         return CaptureError(
             f"example_batch() gives the model a {unsupported[1].rpartition('.')[2]}, which no graph can take",
@@ -59,26 +65,11 @@ def decides_by_values(error: BaseException | None) -> bool:
     return error is not None
 
 
-def _value_hint(cause: Exception) -> str:
-    """Return the way out for a forward that decides by the value of a tensor."""
-    files = [frame.filename for frame in traceback.extract_tb(cause.__traceback__)]
-    if any("torch/distributions/" in file for file in files):
-        return "make the distribution with validate_args=False: it looks at the values of its arguments otherwise"
-    hint = (
-        "replace Python's if, while and .item() on tensors by operations such as torch.where, or name the parts of the "
-        "model in blocks(model): see docs/guides/own-model.md"
-    )
-    user = _user_frame(cause)
-    if user is not None and "labels" in (user.line or ""):
-        hint += "; if only the model's own loss does this, give it no labels, and define loss(output, target)"
-    return hint
-
-
 def operation_failure(cause: Exception, places: Mapping[str, str]) -> LayerError | None:
     """Return the error for a captured operation that raised `cause` while the model trained.
 
     Args:
-        places: where the user's file makes each value of the generated code, by the value's name.
+        places: where the user's file makes each value of the generated code, by the value's name; empty for blocks.
 
     Returns:
         None when the user's own code raised it, in a block: then the frames of `cause` lead to the user's line.
@@ -86,7 +77,7 @@ def operation_failure(cause: Exception, places: Mapping[str, str]) -> LayerError
     generated = [
         frame for frame in traceback.extract_tb(cause.__traceback__) if frame.filename.startswith("<eval_with")
     ]
-    if not generated:
+    if not generated or not places:
         return None
     # A line of generated code begins with the value that it makes: "linear_1 = torch.nn.functional.linear(...)".
     name = re.match(r"\w+", generated[-1].line or "")
@@ -102,9 +93,9 @@ def user_place(node: fx.Node) -> str | None:
     For operations that only library code asked for, "module 'path'" or "loss()" says in which part they are.
     """
     frames = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
-    own = [(file, line) for file, line in frames if not any(Path(file).is_relative_to(part) for part in _LIBRARIES)]
+    own = [f"{file}:{line}" for file, line in frames if _is_users(file)]
     if own:
-        return f"{own[-1][0]}:{own[-1][1]}"
+        return own[-1]
     scope = scope_of(node)
     if scope is None:
         return "loss()" if frames else None
@@ -180,10 +171,9 @@ def refuse_kept_tensors() -> Iterator[None]:
         yield
     for warning in caught:
         text = str(warning.message)
-        # LSTM and GRU rebuild the list of their weights in forward; that is harmless, the weights are parameters.
-        kept = [name for name in re.findall(r"self\.model\.([\w.\[\]]+)", text) if "_flat_weights" not in name]
         if "assigned during export" in text:
-            if kept:
+            # LSTM and GRU rebuild the list of their weights in forward; that is harmless, the weights are parameters.
+            if kept := [name for name in re.findall(r"self\.model\.([\w.\[\]]+)", text) if "_flat_weights" not in name]:
                 raise CaptureError(
                     f"the model keeps a tensor in 'self.{kept[0]}' from one forward to the next",
                     hint="keep state in buffers that are changed in place, and nothing else",
@@ -204,32 +194,21 @@ def _held_tensors(model: nn.Module) -> dict[tuple[nn.Module, str], Tensor]:
 @contextlib.contextmanager
 def silent_tracer() -> Iterator[None]:
     """Keep the tracer's own reports off the terminal; the error says what matters of them."""
-    loggers = [logging.getLogger(name) for name in _LOGGERS]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.CRITICAL)
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
     try:
         with contextlib.redirect_stderr(io.StringIO()):
             yield
     finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
-
-
-def _planner_error(cause: BaseException | None) -> PlannerError | None:
-    while cause is not None:
-        if isinstance(cause, PlannerError):
-            return cause
-        cause = cause.__cause__ or cause.__context__
-    return None
+        logging.disable(before)
 
 
 def _user_frame(cause: BaseException) -> traceback.FrameSummary | None:
     """Return the innermost frame that is not the planner's, PyTorch's or generated."""
-    frames = [
-        frame
-        for frame in traceback.extract_tb(cause.__traceback__)
-        if Path(frame.filename).is_file()
-        and not any(Path(frame.filename).is_relative_to(library) for library in _LIBRARIES)
-    ]
-    return frames[-1] if frames else None
+    frames = traceback.extract_tb(cause.__traceback__)
+    own = [frame for frame in frames if Path(frame.filename).is_file() and _is_users(frame.filename)]
+    return own[-1] if own else None
+
+
+def _is_users(file: str) -> bool:
+    return not any(Path(file).is_relative_to(library) for library in _LIBRARIES)

@@ -7,24 +7,25 @@ without autocast, whose rules differ between devices.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from itertools import product
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from planner.model.capture.fake import fake_device, pretended
 from planner.model.capture.graph import expanded_dimensions, memory_order
-from planner.model.capture.operations import movable, moved, nested_graph, place_nested
+from planner.model.capture.operations import enters_region, movable, moved, place_nested
 from planner.model.options import autocasting
 
-# Their schemas do not say that they write these arguments: running mean and variance.
-_WRITES_SILENTLY = {"aten::batch_norm": (3, 4), "aten::instance_norm": (3, 4)}
+# Not all schemas of BatchNorm say that it writes these arguments.
+_RUNNING = ("running_mean", "running_var")
 
 
 @dataclass
@@ -91,12 +92,17 @@ class _FakeRun(fx.Interpreter):
         self._mode, self._device = mode, device
         self._attributes: dict[int, Any] = {}
         self.facts = TensorFacts()
+        self._writes = _Writes()
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         args, kwargs = moved(target, args, kwargs, self._device, self._device.type)
-        return super().call_function(target, args, kwargs)
+        if isinstance(target, torch._ops.HigherOrderOperator) and not enters_region(target):
+            return super().call_function(target, args, kwargs)  # a branch or a loop, in which export permits no writes
+        with self._writes:
+            return super().call_function(target, args, kwargs)
 
     def run_node(self, n: fx.Node) -> Any:
+        self._writes.storages.clear()
         value = super().run_node(n)
         facts = self.facts
         if isinstance(value, Tensor) and not _is_wrapped(value) and not _depends_on_data(value):
@@ -104,7 +110,8 @@ class _FakeRun(fx.Interpreter):
             facts.orders[n] = memory_order(value)
             facts.expanded[n] = expanded_dimensions(value)
         facts.storages[n] = _storages(value)
-        facts.writes[n] = _storages([self.env[node] for node in _written_nodes(n, self.module)])
+        # Of its arguments: what it wrote besides has been freed, and its number may be another value's later.
+        facts.writes[n] = _storages([self.env[each] for each in n.all_input_nodes]) & self._writes.storages
         return value
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
@@ -119,6 +126,23 @@ class _FakeRun(fx.Interpreter):
             place_nested(nested, torch.empty((), device=self._device))
             return nested
         return _fake(value, self._mode, self._device) if isinstance(value, Tensor) else value
+
+
+class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Mode that collects the storages that operations write in place, those of nested graphs included."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.storages: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        declared = func._schema.arguments
+        named = ((each, kwargs.get(each.name)) for each in declared[len(args) :])
+        for argument, value in chain(zip(declared, args, strict=False), named):
+            if (argument.alias_info is not None and argument.alias_info.is_write) or argument.name in _RUNNING:
+                self.storages |= _storages(value)
+        return func(*args, **kwargs)
 
 
 def _fake(tensor: Tensor, mode: FakeTensorMode, device: torch.device) -> Tensor:
@@ -147,56 +171,3 @@ def _unwrapped(tensor: Tensor) -> Tensor:
 
 def _depends_on_data(tensor: Tensor) -> bool:
     return any(isinstance(size, torch.SymInt) for size in tensor.shape)
-
-
-def _written_nodes(node: fx.Node, module: torch.nn.Module) -> Iterator[fx.Node]:
-    """Yield the arguments that `node` writes in place, by itself or in a nested graph."""
-    if node.op != "call_function":
-        return
-    if isinstance(node.target, torch._ops.HigherOrderOperator):
-        for graph, operands in _nested(node, module):
-            written = _written_inputs(graph)
-            yield from (operand for operand, input_ in operands if input_ in written)
-        return
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return
-    schema = node.target._schema
-    silent = _WRITES_SILENTLY.get(schema.name, ())
-    for index, argument in enumerate(schema.arguments):
-        writes = argument.alias_info is not None and argument.alias_info.is_write
-        if writes or index in silent:
-            given = node.args[index] if index < len(node.args) else node.kwargs.get(argument.name)
-            yield from (leaf for leaf in tree_leaves(given) if isinstance(leaf, fx.Node))
-
-
-def _nested(node: fx.Node, module: torch.nn.Module) -> Iterator[tuple[fx.GraphModule, list[tuple[fx.Node, fx.Node]]]]:
-    """Yield each nested graph that `node` runs, with pairs of an operand and the graph's input that receives it."""
-    leaves = tree_leaves((node.args, node.kwargs))
-    nodes = {at: leaf for at, leaf in enumerate(leaves) if isinstance(leaf, fx.Node)}
-    graphs = {at: graph for at, leaf in nodes.items() if (graph := nested_graph(leaf, module)) is not None}
-    given = leaves[max(graphs, default=-1) + 1 :]  # operands follow the graphs
-    for graph in graphs.values():
-        inputs = graph.graph.find_nodes(op="placeholder")
-        # An operator may pass values in another way: then any of them may be any input.
-        pairs = zip(given, inputs, strict=True) if len(inputs) == len(given) else product(leaves, inputs)
-        yield graph, [(operand, input_) for operand, input_ in pairs if isinstance(operand, fx.Node)]
-
-
-def _written_inputs(graph: fx.GraphModule) -> set[fx.Node]:
-    """Return the inputs of a nested graph that one of its operations writes, perhaps through a view."""
-    origins: dict[fx.Node, set[fx.Node]] = {}  # the inputs whose memory a value may lie in
-    written: set[fx.Node] = set()
-    for node in graph.graph.nodes:
-        sources = [] if _makes_new_memory(node) else node.all_input_nodes
-        origins[node] = set().union(*(origins[each] for each in sources))
-        if node.op == "placeholder":
-            origins[node] = {node}
-        for each in _written_nodes(node, graph):
-            written |= origins[each]
-    return written
-
-
-def _makes_new_memory(node: fx.Node) -> bool:
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return False
-    return all(returned.alias_info is None for returned in node.target._schema.returns)

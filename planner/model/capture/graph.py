@@ -216,6 +216,7 @@ class LayerGraph:
         tied_parameters: groups of names of one and the same parameter.
         batch_size: the only one that the graph is valid for; None when it is valid for any.
         options: how its stages run.
+        written: nodes that read buffers and constants whose memory the forward writes.
         hash: of operations, arguments, shapes and parameter names; the same in every process and for every batch size.
         blocks: modules to run instead of the graph's operations, for a model whose file names its blocks.
     """
@@ -234,6 +235,7 @@ class LayerGraph:
     tied_parameters: tuple[tuple[str, ...], ...]
     batch_size: int | None
     options: ModuleOptions
+    written: frozenset[fx.Node]
     hash: str = ""
     blocks: BlockChain | None = None
 

@@ -66,7 +66,7 @@ def group_layers(
     ]
     layers = [_layer(run, names) for run in _unique_names(_merge(runs, spans))]
     # In evaluation the stages have the weights that training gave them, whether an operation reads them or not.
-    return _adopt_unused(layers, names) if model.training else tuple(layers)
+    return adopt_unused(layers, names) if model.training else tuple(layers)
 
 
 def _runs(operations: Sequence[fx.Node], model: nn.Module) -> list[_Run]:
@@ -214,7 +214,7 @@ def _layer(run: _Run, names: Names) -> GraphLayer:
     )
 
 
-def _adopt_unused(layers: list[GraphLayer], names: Names) -> tuple[GraphLayer, ...]:
+def adopt_unused(layers: list[GraphLayer], names: Names) -> tuple[GraphLayer, ...]:
     """Give each weight that no operation reads to the layer of the closest name.
 
     Then the stages' states together are the model's.

@@ -25,12 +25,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 MODEL = "model"  # attribute of the exported wrapper that holds the user's model
 _PREFIX = MODEL + "."
 
-# Operations that draw nothing where this argument is zero, nor where they have an argument `train` that is false.
-_SHARES = {
-    **dict.fromkeys(("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout"), "p"),
-    **dict.fromkeys(("lstm", "gru", "rnn_tanh", "rnn_relu"), "dropout"),
-    "scaled_dot_product_attention": "dropout_p",
-}
+# An operation draws nothing where one of these arguments is zero, nor where it has an argument `train` that is false.
+_SHARES = ("p", "dropout", "dropout_p")
 
 
 class Names:
@@ -80,7 +76,7 @@ class Names:
         return self._first[name] if name in tensors and isinstance(tensors[name], Tensor) else None
 
 
-def nested_graph(node: fx.Node, module: nn.Module) -> fx.GraphModule | None:
+def _nested_graph(node: fx.Node, module: nn.Module) -> fx.GraphModule | None:
     """Return the graph within the flat graph `module`, of a no_grad region for instance, that `node` reads."""
     graph = getattr(module, str(node.target), None) if node.op == "get_attr" else None
     return graph if isinstance(graph, fx.GraphModule) else None
@@ -97,7 +93,7 @@ def scope_of(node: fx.Node) -> str | None:
 # The tracer's checks of its assumptions pin a device or cost time. A stage checks its inputs itself.
 _CHECKS = ("_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_constrain_range")
 _PLACE = "_place"  # name of the buffer
-_AUTOCAST = "wrap_with_autocast"
+_AUTOCAST, _NO_GRAD = "wrap_with_autocast", "wrap_with_set_grad_enabled"
 
 
 def is_check(node: fx.Node) -> bool:
@@ -125,6 +121,11 @@ def moved(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], device:
 def enters_autocast(target: Any) -> bool:
     """Return whether an operation runs a nested graph under torch.autocast."""
     return isinstance(target, torch._ops.HigherOrderOperator) and target.__name__ == _AUTOCAST
+
+
+def enters_region(target: torch._ops.HigherOrderOperator) -> bool:
+    """Return whether an operation runs its nested graph once as it is, under no_grad or autocast."""
+    return target.__name__ in (_AUTOCAST, _NO_GRAD)
 
 
 def movable(graph: fx.GraphModule) -> fx.GraphModule:
@@ -172,14 +173,11 @@ def is_random(node: fx.Node, module: nn.Module) -> bool:
     """Return whether an operation draws random numbers; dropout of probability 0 does not."""
     if isinstance(node.target, torch._ops.OpOverload):
         return torch.Tag.nondeterministic_seeded in node.target.tags and not _draws_nothing(node, node.target)
-    graphs = [graph for argument in node.all_input_nodes if (graph := nested_graph(argument, module)) is not None]
+    graphs = [graph for argument in node.all_input_nodes if (graph := _nested_graph(argument, module)) is not None]
     return any(is_random(inner, graph) for graph in graphs for inner in graph.graph.nodes)
 
 
 def _draws_nothing(node: fx.Node, target: torch._ops.OpOverload) -> bool:
-    share = _SHARES.get(target.overloadpacket.__name__.rstrip("_"))
-    if share is None:
-        return False
     given = {argument.name: argument.default_value for argument in target._schema.arguments}
     given |= dict(zip(given, node.args, strict=False)) | node.kwargs
-    return given[share] == 0 or given.get("train") is False
+    return any(given.get(name) == 0 for name in _SHARES) or given.get("train") is False

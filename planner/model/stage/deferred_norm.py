@@ -19,7 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from planner.model.capture.operations import Names
 
 _BATCH_NORM = torch.ops.aten.batch_norm.default
-_MEAN, _VAR, _TRAINING, _MOMENTUM, _EPS, _CUDNN = 3, 4, 5, 6, 7, 8  # its arguments
+_MEAN, _VAR, TRAINING, _MOMENTUM, _EPS, _CUDNN = 3, 4, 5, 6, 7, 8  # its arguments
 _COUNTER = "num_batches_tracked"
 
 
@@ -96,7 +96,7 @@ def combine(one: Statistics, other: tuple[Tensor | int, Tensor, Tensor]) -> Stat
 
 def running_statistics(node: fx.Node, names: Names) -> RunningStatistics | None:
     """Return the buffers that `node` updates, if it is a BatchNorm in training; else None."""
-    if node.target is not _BATCH_NORM or not node.args[_TRAINING]:
+    if node.target is not _BATCH_NORM or not node.args[TRAINING]:
         return None
     buffers = [names.buffer(source) if isinstance(source, fx.Node) else None for source in node.args[_MEAN : _VAR + 1]]
     mean, var = buffers

@@ -150,22 +150,13 @@ def _model_output(graph: LayerGraph) -> ModelOutput:
         assert before.gives is not None
         gives, names = before.gives, before.values
         return lambda known, _: gives.value([known[name] for name in names])
-    indices = {leaf.node: index for index, leaf in enumerate(graph.inputs)}
-    spec = graph.output_spec
-    # A leaf of the batch by its index, a value by its name, or what is no tensor as it is.
-    leaves = [
-        (indices.get(leaf), leaf.name, None) if isinstance(leaf, fx.Node) else (None, None, leaf)
-        for leaf in graph.outputs
-    ]
+    spec, inputs = graph.output_spec, [leaf.node.name for leaf in graph.inputs]
+    # Tensors by name; what is no tensor, in a tuple, as it is.
+    leaves = [leaf.name if isinstance(leaf, fx.Node) else (leaf,) for leaf in graph.outputs]
 
     def output(known: Mapping[str, Tensor], batch: Batch) -> Any:
-        inputs = batch.flatten()[0]
-        return spec.unflatten(
-            [
-                inputs[index] if index is not None else known[name] if name is not None else other
-                for index, name, other in leaves
-            ]
-        )
+        found = dict(zip(inputs, batch.flatten()[0], strict=True)) | dict(known)
+        return spec.unflatten([found[leaf] if isinstance(leaf, str) else leaf[0] for leaf in leaves])
 
     return output
 
@@ -199,13 +190,9 @@ def separate_buffers(evaluation: StageModule) -> None:
 
 def share_buffers(evaluation: StageModule, training: StageModule) -> None:
     """Let a stage in evaluation use the buffers of the stage in training, which moving to a device has replaced."""
+    holders = dict(evaluation.named_modules(remove_duplicate=False))
     for name, buffer in training.named_buffers(remove_duplicate=False):
-        if name.startswith(CONSTANT):
-            continue  # graphs number their constants: one of the same name may be another one
         path, _, last = name.rpartition(".")
-        try:
-            holder = evaluation.get_submodule(path)
-        except AttributeError:  # evaluation does not use it
-            continue
-        if last in holder._buffers:
-            holder._buffers[last] = buffer
+        # Evaluation may not use it. Graphs number their constants: one of the same name may be another one.
+        if path in holders and last in holders[path]._buffers and not name.startswith(CONSTANT):
+            holders[path]._buffers[last] = buffer

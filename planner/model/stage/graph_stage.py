@@ -1,17 +1,19 @@
-"""Build a stage of a captured model: it runs generated code, the operations of its layers."""
+"""Generate the code of a stage: the operations of its layers, or calls of its blocks."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
 from planner.model.capture.failure import user_place
 from planner.model.capture.graph import GraphLayer, LayerGraph
 from planner.model.capture.operations import enters_autocast, is_random, movable, moved
 from planner.model.capture.size import is_symbolic
 from planner.model.randomness import reseed
+from planner.model.stage.block_stage import StageBlocks, made_last
 from planner.model.stage.code import FUNCTIONS, Registries, compiled, uncompiled
 from planner.model.stage.deferred_norm import (
     DeferredNorm,
@@ -28,100 +30,108 @@ from planner.model.tensor.regions import Regions
 CONSTANT = "_constant_"  # begins the names of constants and nested graphs, which are of this graph alone
 
 
-def _notify(observer: LayerObserver | None, index: int, value: Tensor | None) -> None:
+def _notify(observer: LayerObserver | None, index: int, values: Sequence[Tensor]) -> None:
     if observer is not None:
-        observer.after_layer(index, value)
+        observer.after_layer(index, made_last(values))
 
 
-class GraphCode:
-    """The code of the stage within `boundary`: generated, in segments."""
+class StageCode:
+    """The code of the stage within `boundary`, in segments.
+
+    Attributes:
+        weights: bare modules with the stage's parameters and buffers; segments add their constants.
+        numbers: that the layers use and that depend on the batch size alone, as expressions of it.
+        places: where the user's file makes each value of the code, by the value's name; empty for blocks.
+    """
 
     def __init__(self, graph: LayerGraph, boundary: Boundary, variant: Variant) -> None:
         self._graph, self._variant = graph, variant
-        self.weights = weights_of(graph, boundary.layers)
-        self.numbers = _numbers(graph, boundary)
+        self._blocks = None if graph.blocks is None else StageBlocks(graph, boundary, variant)
+        self.weights = weights_of(graph, boundary.layers) if self._blocks is None else self._blocks.weights
+        self.numbers = self._numbers(boundary)
         self.places: dict[str, str] = {}
 
     def segment(self, part: Boundary) -> tuple[Segment, set[str]]:
-        """Return the segment within `part`, and the names of the buffers that it reads."""
-        builder = _Builder(self._graph, part, self._variant, self.weights)
-        segment = builder.build()
+        """Return the segment within `part`, and the names of buffers that it writes, or of modules that have them."""
+        builder = _Builder(self._graph, part, self._variant, self, self._blocks)
+        segment = builder.build([*part.takes, *self._numbers(part)])
         self.places |= builder.places
-        return segment, builder.buffers()
+        return segment, builder.written()
 
-
-def _numbers(graph: LayerGraph, boundary: Boundary) -> dict[fx.Node, Any]:
-    """Return the numbers that the layers use and that depend on the batch size alone, as expressions of it."""
-    numbers = {}
-    for node in boundary.used:
-        expression = graph.reader.expression(node.meta["val"]) if is_symbolic(node.meta.get("val")) else None
-        if expression is not None:
-            numbers[node] = expression
-    return numbers
+    def _numbers(self, part: Boundary) -> dict[fx.Node, Any]:
+        values = {node: node.meta.get("val") for node in part.used}
+        found = {node: self._graph.reader.expression(value) for node, value in values.items() if is_symbolic(value)}
+        return {node: expression for node, expression in found.items() if expression is not None}
 
 
 class _Builder:
-    """Builder of a segment's code: the operations of its layers, copied into a graph of their own.
+    """Builder of a segment's code: the operations of its layers, copied into a graph of their own."""
 
-    Args:
-        weights: of the stage; constants and modules of the segment are added.
-    """
-
-    def __init__(self, graph: LayerGraph, boundary: Boundary, variant: Variant, weights: nn.Module) -> None:
-        self._graph, self._boundary, self._variant = graph, boundary, variant
-        self._layers = boundary.layers
-        self._reseed = uncompiled(reseed) if variant.compiled else reseed
-        self._weights = weights
-        self.places: dict[str, str] = {}  # where the user's file makes each value of the code
+    def __init__(
+        self, graph: LayerGraph, part: Boundary, variant: Variant, stage: StageCode, blocks: StageBlocks | None
+    ) -> None:
+        self._graph, self._part, self._variant, self._blocks = graph, part, variant, blocks
+        self._weights = stage.weights
+        self._compiled = variant.compiled and blocks is None  # each block is compiled by itself
+        self.places: dict[str, str] = {}
         self._new = fx.Graph()
         self._kind: fx.Node | None = None  # of the device, for the graphs nested within that run under autocast
         self._copies: dict[fx.Node, fx.Node] = {}
         self._attributes: dict[fx.Node, str] = {}
         self._regions = Regions(graph, variant.division, self._new)
         self._deferred: dict[fx.Node, RunningStatistics] = {}
-        if variant.defer_batch_norm:
-            nodes = [node for layer in self._layers for node in layer.nodes]
-            found = {node: running_statistics(node, graph.names) for node in nodes}
+        if variant.defer_batch_norm and blocks is None:
+            found = {node: running_statistics(node, graph.names) for layer in part.layers for node in layer.nodes}
             self._deferred = {node: running for node, running in found.items() if running is not None}
 
-    def build(self) -> Segment:
-        graph, boundary = self._graph, self._boundary
-        taken = [*boundary.takes, *_numbers(graph, boundary)]
-        self._declare(taken)
-        for index, layer in enumerate(self._layers, start=boundary.first):
-            # Each random layer is seeded anew, so that its numbers do not depend on what the process ran before.
-            if any(is_random(node, graph.module) for node in layer.nodes):
-                self._new.call_function(self._reseed, (self._key, self._device, index))
+    def written(self) -> set[str]:
+        """Return the names of the buffers that the segment writes, and of the DeferredNorms that it calls."""
+        if self._blocks is not None:  # which may write any
+            buffers = {name for layer in self._part.layers for name in layer.buffers}
+            return buffers | self._blocks.deferred_in(self._part.layers)
+        written = {name for node, name in self._attributes.items() if node in self._graph.written}
+        return written | {deferred_name(running.mean) for running in self._deferred.values()}
+
+    def build(self, taken: Sequence[fx.Node]) -> Segment:
+        """Return the segment, whose code takes the values `taken`."""
+        registries = self._declare(taken)
+        reseeding = uncompiled(reseed) if self._compiled else reseed
+        for index, layer in enumerate(self._part.layers, start=self._part.first):
+            # Each random layer is seeded anew, so that its numbers do not depend on what the process ran before. From
+            # outside, one cannot see whether a block draws random numbers.
+            if self._blocks is not None or any(is_random(node, self._graph.module) for node in layer.nodes):
+                self._new.call_function(reseeding, (self._key, self._device, index))
+            if self._blocks is not None:
+                call, *_ = layer.nodes
+                values = tuple(self._copies[value] for value in call.args[1:])  # type: ignore[index]
+                self._copies[call] = self._new.call_function(self._blocks.code_of(index), values)
             for node in layer.nodes:
-                self._copy(node)
+                if node not in self._copies:
+                    self._copy(node)
             if self._variant.observable:
-                self._new.call_function(_notify, (self._observer, index, self._last_on_gradient_path(layer)))
-        self._new.output(tuple(self._regions.whole(node, self._copies) for node in boundary.makes))
+                self._new.call_function(_notify, (self._observer, index, self._on_gradient_path(layer)))
+        makes = self._part.makes
+        self._new.output(tuple(self._regions.whole(node, self._copies) for node in makes))
         # Only the generated function is kept; the module around it, with the graph, is dropped.
         run = type(fx.GraphModule(self._weights, self._new)).forward
         self.places = {copy.name: place for node, copy in self._copies.items() if (place := user_place(node))}
-        run = compiled(run) if self._variant.compiled else run
-        names = (tuple(node.name for node in nodes) for nodes in (taken, boundary.makes))
-        return Segment(run, self._registries.values, *names)
+        run = compiled(run) if self._compiled else run
+        run = partial(run, self._weights, *registries.values)
+        return Segment(run, tuple(node.name for node in taken), tuple(node.name for node in makes))
 
-    def buffers(self) -> set[str]:
-        """Return the names of buffers that the segment reads, constants and those of nested graphs among them."""
-        names = {name for layer in self._layers for name in layer.buffers} | set(self._attributes.values())
-        return names | {deferred_name(running.mean) for running in self._deferred.values()}
-
-    def _declare(self, taken: Sequence[fx.Node]) -> None:
+    def _declare(self, taken: Sequence[fx.Node]) -> Registries:
         """Make the arguments of the code, in the order of `Segment.run`."""
-        sources = (source for layer in self._layers for node in layer.nodes for source in node.all_input_nodes)
+        sources = (source for layer in self._part.layers for node in layer.nodes for source in node.all_input_nodes)
         self._attributes = {source: self._attribute(source) for source in sources if source.op == "get_attr"}
         is_module = dict(self._weights.named_modules())
         # Fast calls and look-ups save Python's time, which compiled code does not take.
-        tensors = () if self._variant.compiled else (n for n in self._attributes.values() if n not in is_module)
+        tensors = () if self._compiled else (n for n in self._attributes.values() if n not in is_module)
         self._registries = Registries(self._weights, tensors, self._new)
         self._device = self._new.placeholder("device")
         self._key = self._new.placeholder("random_key")
         self._observer = self._new.placeholder("observer")
-        for node in taken:
-            self._copies[node] = self._new.placeholder(node.name)
+        self._copies = {node: self._new.placeholder(node.name) for node in taken}
+        return self._registries
 
     def _copy(self, node: fx.Node) -> None:
         if self._deferred and counts_minibatches(node, self._graph.names, self._deferred.values()):
@@ -139,7 +149,7 @@ class _Builder:
         copy = self._new.node_copy(node, self._regions.reader(node, self._copies))
         # The stage runs where its inputs are.
         copy.args, copy.kwargs = moved(node.target, copy.args, copy.kwargs, self._device, self._kind)
-        if not self._variant.compiled:
+        if not self._compiled:
             copy.target = FUNCTIONS.get(copy.target, copy.target)
         self._copies[node] = self._regions.result(node, copy)
 
@@ -153,12 +163,11 @@ class _Builder:
             place, tuple(self._regions.whole(a, self._copies) if isinstance(a, fx.Node) else a for a in given)
         )
 
-    def _last_on_gradient_path(self, layer: GraphLayer) -> fx.Node | None:
-        for node in reversed(layer.nodes):
-            spec = self._graph.specs.get(node)
-            if spec is not None and spec.requires_grad and node in self._graph.loss_path:
-                return self._copies[node]
-        return None
+    def _on_gradient_path(self, layer: GraphLayer) -> list[fx.Node]:
+        """Return the values of a layer among which is the one whose backward runs first; of operations, the last."""
+        specs, path = self._graph.specs, self._graph.loss_path
+        nodes = [node for node in layer.nodes if node in specs and specs[node].requires_grad and node in path]
+        return [self._copies[node] for node in (nodes if self._blocks is not None else nodes[-1:])]
 
     def _attribute(self, node: fx.Node) -> str:
         names = self._graph.names

@@ -17,7 +17,7 @@ from planner.model.batch import Batch
 from planner.model.capture.graph import LOSS, GraphLayer, Input, LayerGraph, ValueSpec
 from planner.model.capture.size import evaluate_number, samples_in
 from planner.model.options import channels_last
-from planner.model.stage.code import Registry
+from planner.model.stage.deferred_norm import TRAINING
 from planner.model.stage.weights import RecurrentWeights
 from planner.model.tensor.division import UNDIVIDED, DividedWeights
 
@@ -109,15 +109,15 @@ def boundary_of(graph: LayerGraph, first: int, last: int, keep: Sequence[str] = 
 def stage_boundary(graph: LayerGraph, first: int, last: int, keep: Sequence[str]) -> Boundary:
     """Return the boundary of a stage: as `boundary_of`, but something that it takes tells the size of the batch."""
     boundary = boundary_of(graph, first, last, keep)
-    if _tell_batch_size(graph.specs.get(node) for node in boundary.takes):
+
+    def tells_batch_size(node: fx.Node) -> bool:
+        return node in graph.specs and any(samples_in(size, 0) is not None for size in graph.specs[node].sizes)
+
+    if any(tells_batch_size(node) for node in boundary.takes):
         return boundary
     # Layers that use no input may still depend on the size of the batch.
-    telling = [(i, leaf) for i, leaf in enumerate(graph.inputs) if _tell_batch_size([leaf.spec])]
+    telling = [(i, leaf) for i, leaf in enumerate(graph.inputs) if tells_batch_size(leaf.node)]
     return replace(boundary, inputs=(*boundary.inputs, *telling[:1]))
-
-
-def _tell_batch_size(specs: Iterable[ValueSpec | None]) -> bool:
-    return any(samples_in(size, 0) is not None for spec in specs if spec is not None for size in spec.sizes)
 
 
 @dataclass(frozen=True)
@@ -125,14 +125,12 @@ class Segment:
     """Consecutive layers of a stage that run as one piece of code.
 
     Attributes:
-        run: (weights, *registries, device, key, observer, *taken) -> made.
-        registries: of the modules that hold the weights.
+        run: (device, key, observer, *taken) -> made.
         takes: names of the values that it reads: the stage's own, or those that earlier segments make.
         makes: names of the values that `run` returns.
     """
 
     run: Callable[..., tuple[Tensor, ...]]
-    registries: tuple[Registry, ...]
     takes: tuple[str, ...]
     makes: tuple[str, ...]
 
@@ -196,52 +194,36 @@ class StageParts:
         ]
 
     def numbers(self, inputs: Sequence[Any], received: Sequence[Tensor]) -> Sequence[Any]:
-        """Return the numbers that the code takes with these values, which are checked.
+        """Return the numbers that the code takes with these values, whose dtypes and shapes are checked.
 
         What values of some shapes and dtypes give is kept: a run has one or two sizes of microbatches.
 
         Raises:
             ModelFileError: when an input is not like that of the example batch.
         """
-        tensors = [tensor for _, tensor in self._input_specs(inputs)] if inputs else []
-        seen = tuple([(tensor.shape, tensor.dtype) for tensor in (*tensors, *received)])
+        given = [*zip(self.received, received, strict=True)]
+        given += [(spec, leaf) for (_, spec), leaf in zip(self.inputs, inputs, strict=True) if spec is not None]
+        seen = tuple([(tensor.shape, tensor.dtype) for _, tensor in given])
         found = self._numbers.get(seen)
         if found is None:
-            size = self.batch_size(inputs, received)
-            self.check(inputs, received, size)
+            size = self._batch_size(given)
+            for spec, tensor in given:
+                if tensor.dtype != spec.dtype or tensor.shape != spec.shape(size):
+                    raise ModelFileError(
+                        f"batch input '{spec.name}' is {tensor.dtype} of shape {tuple(tensor.shape)}, the model was "
+                        f"captured with {spec.dtype} of shape {spec.shape(size)}",
+                        hint="dataset() and example_batch() must give tensors of the same shape and dtype",
+                    )
             found = self._numbers[seen] = [evaluate_number(expression, size) for expression in self.expressions]
         return found
 
-    def batch_size(self, inputs: Sequence[Any], received: Sequence[Tensor]) -> int:
+    def _batch_size(self, given: Iterable[tuple[ValueSpec, Tensor]]) -> int:
         """Return the number of samples, as the values tell; 0 where nothing in the stage depends on it."""
         if self.fixed_batch_size is not None:
             return self.fixed_batch_size
-        for spec, tensor in (*zip(self.received, received, strict=True), *self._input_specs(inputs)):
-            for size, value in zip(spec.sizes, tensor.shape, strict=False):
-                samples = samples_in(size, value)
-                if samples is not None:
-                    return samples
-        return 0
-
-    def check(self, inputs: Sequence[Any], received: Sequence[Tensor], size: int) -> None:
-        """Check dtypes and shapes, because the captured operations rely on them.
-
-        Raises:
-            ModelFileError: when an input is not like that of the example batch.
-        """
-        for spec, tensor in self._input_specs(inputs):
-            if tensor.dtype != spec.dtype or tensor.shape != spec.shape(size):
-                raise ModelFileError(
-                    f"batch input '{spec.name}' is {tensor.dtype} of shape {tuple(tensor.shape)}, the model was "
-                    f"captured with {spec.dtype} of shape {spec.shape(size)}",
-                    hint="dataset() and example_batch() must give tensors of the same shape and dtype",
-                )
-        for spec, tensor in zip(self.received, received, strict=True):
-            assert tensor.dtype == spec.dtype, (spec.name, tensor.dtype)
-            assert tensor.shape == spec.shape(size), (spec.name, tuple(tensor.shape))
-
-    def _input_specs(self, inputs: Sequence[Any]) -> list[tuple[ValueSpec, Tensor]]:
-        return [(spec, leaf) for (_, spec), leaf in zip(self.inputs, inputs, strict=True) if spec is not None]
+        sizes = ((size, value) for spec, tensor in given for size, value in zip(spec.sizes, tensor.shape, strict=False))
+        found = (samples_in(size, value) for size, value in sizes)
+        return next((samples for samples in found if samples is not None), 0)
 
 
 def _structure(spec: TreeSpec) -> object:
@@ -255,18 +237,11 @@ def _outline(spec: TreeSpec) -> str:
     return repr(spec.unflatten(["*"] * spec.num_leaves)).replace("'*'", "*")
 
 
-_TRAINING = 5  # position of this argument of aten.batch_norm
-
-
 def least_batch_size(layers: Iterable[GraphLayer]) -> int:
     """Return 2 where a BatchNorm has one value per channel and sample, of which there is no variance; else 1."""
-    return 2 if any(_needs_two(node) for layer in layers for node in layer.nodes) else 1
-
-
-def _needs_two(node: fx.Node) -> bool:
-    if node.target is not torch.ops.aten.batch_norm.default or not node.args[_TRAINING]:
-        return False
-    source = node.args[0]
-    assert isinstance(source, fx.Node)
-    positions = source.meta["val"].shape[2:]
-    return all(isinstance(size, int) for size in positions) and math.prod(positions) == 1
+    for node in (node for layer in layers for node in layer.nodes):
+        if node.target is torch.ops.aten.batch_norm.default and node.args[TRAINING]:
+            positions = node.args[0].meta["val"].shape[2:]  # type: ignore[union-attr]
+            if all(isinstance(size, int) for size in positions) and math.prod(positions) == 1:
+                return 2
+    return 1

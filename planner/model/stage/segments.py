@@ -80,53 +80,42 @@ def joined(segments: Sequence[Segment], takes: Sequence[str], results: Sequence[
         # What only this segment still needs must not outlive it: activations would take memory until the stage's end.
         steps.append((segment, [name for name in segment.takes if name not in needed]))
         needed.update(segment.takes)
-    return Segment(partial(_run, steps[::-1], tuple(takes), tuple(results)), (), tuple(takes), tuple(results))
+    steps.reverse()
+
+    def run(device: torch.device, key: RandomKey, observer: Any, *values: Any) -> tuple[Tensor, ...]:
+        known = dict(zip(takes, values, strict=True))
+        for segment, last_used in steps:
+            taken = [known[name] for name in segment.takes]
+            for name in last_used:
+                del known[name]
+            known.update(zip(segment.makes, segment.run(device, key, observer, *taken), strict=True))
+        return tuple(known[name] for name in results)
+
+    return Segment(run, tuple(takes), tuple(results))
 
 
-def _run(
-    steps: Sequence[tuple[Segment, Sequence[str]]],
-    takes: tuple[str, ...],
-    results: tuple[str, ...],
-    weights: nn.Module,
-    device: torch.device,
-    key: RandomKey,
-    observer: Any,
-    *values: Any,
-) -> tuple[Tensor, ...]:
-    known = dict(zip(takes, values, strict=True))
-    for segment, last_used in steps:
-        taken = [known[name] for name in segment.takes]
-        for name in last_used:
-            del known[name]
-        made = segment.run(weights, *segment.registries, device, key, observer, *taken)
-        known.update(zip(segment.makes, made, strict=True))
-    return tuple(known[name] for name in results)
-
-
-def recomputing(segment: Segment, buffers: ChangingBuffers, places: Mapping[str, str]) -> Segment:
+def recomputing(segment: Segment, buffers: Sequence[Place], places: Mapping[str, str]) -> Segment:
     """Return a segment that keeps only what it takes, and runs again before its backward.
 
     Args:
-        buffers: that it reads.
+        buffers: that it writes.
         places: where the user's file makes each value of the code.
     """
 
-    def run(
-        weights: nn.Module, device: torch.device, key: RandomKey, observer: Any, *values: Any
-    ) -> tuple[Tensor, ...]:
+    def run(device: torch.device, key: RandomKey, observer: Any, *values: Any) -> tuple[Tensor, ...]:
         # The stage's key will have been set for other units when the forward runs again.
-        key = key.copy()
-        forward = partial(segment.run, weights, *segment.registries, device, key, observer)
+        forward = partial(segment.run, device, key.copy(), observer)
         if not torch.is_grad_enabled():
             return forward(*values)
-        before: list[Buffers] = []  # of the first forward, once it runs
+        before: Buffers = []  # of the first forward, once it runs
+        has_run = False
 
         def forward_twice(*values: Any) -> tuple[Tensor, ...]:
-            if not before:
-                with buffers.recorded(learn=key.is_set) as found:
-                    before.append(found)
-                    return forward(*values)
-            with buffers.replaced(before[0]):
+            nonlocal before, has_run
+            if not has_run:
+                before, has_run = _copies(buffers), True
+                return forward(*values)
+            with _replaced(before):
                 try:
                     return forward(*values)
                 except FAILURES as cause:
@@ -145,7 +134,7 @@ def recomputing(segment: Segment, buffers: ChangingBuffers, places: Mapping[str,
         )
         return made
 
-    return replace(segment, run=run, registries=())
+    return replace(segment, run=run)
 
 
 class Place(NamedTuple):
@@ -158,82 +147,40 @@ class Place(NamedTuple):
 Buffers = Sequence[tuple[Place, Tensor]]
 
 
-class ChangingBuffers:
-    """The buffers of some layers that their forwards write, such as BatchNorm's statistics."""
-
-    def __init__(self, places: Sequence[Place]) -> None:
-        self._places = list(places)
-        self._learned = not self._places  # whether `_places` are those of buffers that change
-
-    @contextmanager
-    def recorded(self, *, learn: bool) -> Iterator[Buffers]:
-        """Yield the changing buffers as they were before the first forward of a unit, which runs inside.
-
-        Args:
-            learn: whether this forward shows which buffers change at all. Samples must pass through it: zeros, which a
-                stage is warmed up with, may leave a buffer as it is.
-        """
-        before = _copies(self._places)
-        yield before
-        if learn and not self._learned:
-            changed = {id(place.registry) for place, value in before if not torch.equal(value, _read(place))}
-            # Take all buffers of a module that changed one: another may have been written with the value it had.
-            self._places = [place for place in self._places if id(place.registry) in changed]
-            self._learned = True
-            before[:] = [(place, value) for place, value in before if id(place.registry) in changed]
-
-    @contextmanager
-    def replaced(self, before: Buffers) -> Iterator[None]:
-        """Let a second forward read and write `before` in place of the buffers."""
-        now = [(place, _read(place)) for place, _ in before]
-        _point(before)
-        try:
-            yield
-        finally:
-            _point(now)
-
-
 def places_of(weights: nn.Module, names: Set[str]) -> list[Place]:
     """Return where the tree at `weights` has the buffers called `names`, and those of the modules called so.
 
     Each buffer counts under all its names.
     """
     found = [
-        (f"{path}.{name}" if path else name, Place(module._buffers, name), buffer)
+        (path, f"{path}.{name}" if path else name, Place(module._buffers, name), buffer)
         for path, module in weights.named_modules()
         for name, buffer in module._buffers.items()
         if buffer is not None
     ]
-    wanted = {id(buffer) for name, _, buffer in found if any(owner in names for owner in _with_owners(name))}
-    return [place for _, place, buffer in found if id(buffer) in wanted]
+    wanted = {id(buffer) for path, name, _, buffer in found if path in names or name in names}
+    return [place for _, _, place, buffer in found if id(buffer) in wanted]
 
 
-def _with_owners(name: str) -> Iterator[str]:
-    """Yield a buffer's name, and the paths of the modules that it is in."""
-    while name:
-        yield name
-        name = name.rpartition(".")[0]
-
-
-def _read(place: Place) -> Tensor:
-    value = place.registry[place.name]
-    assert value is not None
-    return value
-
-
-def _copies(places: Sequence[Place]) -> list[tuple[Place, Tensor]]:
+def _copies(places: Sequence[Place]) -> Buffers:
     """Return copies of the buffers; one for a buffer that has several names."""
     made: dict[int, Tensor] = {}
-    copies = []
-    for place in places:
-        value = _read(place)
-        copy = made.get(id(value))
-        if copy is None:
-            copy = made[id(value)] = value.detach().clone()
-        copies.append((place, copy))
-    return copies
+    for registry, name in places:
+        value = registry[name]
+        assert value is not None
+        if id(value) not in made:
+            made[id(value)] = value.detach().clone()
+    return [(place, made[id(place.registry[place.name])]) for place in places]
 
 
-def _point(values: Buffers) -> None:
-    for (registry, name), value in values:
+@contextmanager
+def _replaced(before: Buffers) -> Iterator[None]:
+    """Let a second forward read and write `before` in place of the buffers."""
+    now = [(place, place.registry[place.name]) for place, _ in before]
+    for (registry, name), value in before:
         registry[name] = value
+    try:
+        yield
+    finally:
+        for (registry, name), current in now:
+            registry[name] = current

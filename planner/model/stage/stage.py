@@ -14,11 +14,10 @@ from planner.model.capture.failure import operation_failure
 from planner.model.capture.graph import LayerGraph, ValueSpec
 from planner.model.options import autocasting, lay_out
 from planner.model.randomness import RandomKey, keep_state
-from planner.model.stage.block_stage import BlockCode
 from planner.model.stage.deferred_norm import DeferredNorm
-from planner.model.stage.graph_stage import GraphCode
+from planner.model.stage.graph_stage import StageCode
 from planner.model.stage.parts import AS_CAPTURED, LayerObserver, StageParts, Variant, least_batch_size, stage_boundary
-from planner.model.stage.segments import FAILURES, ChangingBuffers, divided, joined, places_of, recomputing
+from planner.model.stage.segments import FAILURES, divided, joined, places_of, recomputing
 from planner.model.stage.weights import recurrent_weights
 from planner.model.tensor.division import UNDIVIDED, DividedWeights
 
@@ -118,7 +117,7 @@ class StageModule(nn.Module):
         context = (self._device(inputs, values), self._key, self._observer)
         with autocasting(context[0].type, parts.autocast):
             try:
-                results = code.run(parts.weights, *code.registries, *context, *inputs, *values, *numbers)
+                results = code.run(*context, *inputs, *values, *numbers)
             except FAILURES as cause:
                 failure = operation_failure(cause, parts.places)
                 if failure is None:
@@ -147,12 +146,12 @@ def build_stage(
         CaptureError: when a layer is unknown, or the layers are not consecutive.
     """
     boundary = stage_boundary(graph, *_range(graph, layer_names), keep)
-    code = (GraphCode if graph.blocks is None else BlockCode)(graph, boundary, variant)
+    code = StageCode(graph, boundary, variant)
     segments = []
     for part, again in divided(graph, boundary, variant.recompute):
         segment, buffers = code.segment(part)
         if again:
-            segment = recomputing(segment, ChangingBuffers(places_of(code.weights, buffers)), code.places)
+            segment = recomputing(segment, places_of(code.weights, buffers), code.places)
         segments.append(segment)
     takes = [node.name for node in (*boundary.takes, *code.numbers)]
     parts = StageParts(

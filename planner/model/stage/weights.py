@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -45,7 +46,7 @@ class RecurrentWeights:
     def join(self, weights: Sequence[Tensor]) -> None:
         """Move `weights`, those called `names`, into one piece of memory, if cuDNN will run the layer."""
         first = weights[0]
-        if any(weight.dtype != first.dtype or not _runs_on_cudnn(weight) for weight in weights):
+        if any(weight.dtype != first.dtype or not cudnn.is_acceptable(weight) for weight in weights):  # type: ignore[no-untyped-call]
             return
         if len({weight.data_ptr() for weight in weights}) < len(weights):
             return  # weights that are one and the same cannot lie side by side
@@ -88,28 +89,16 @@ def recurrent_weights(graph: LayerGraph, layers: Sequence[GraphLayer]) -> tuple[
 
 def _of_operations(graph: LayerGraph, layers: Sequence[GraphLayer]) -> Iterator[RecurrentWeights]:
     for node in (node for layer in layers for node in layer.nodes):
-        mode = _mode(node)
-        if mode is None:
-            continue
-        nodes = node.args[_WEIGHTS]
-        assert isinstance(nodes, (list, tuple))
-        names = [graph.names.parameter(each) for each in nodes if isinstance(each, fx.Node)]
-        known = tuple(name for name in names if name is not None)
-        if len(known) == len(nodes):
-            count, both, batch_first = (node.args[i] for i in (_LAYERS, _BIDIRECTIONAL, _BATCH_FIRST))
-            assert isinstance(count, int)
-            yield RecurrentWeights(known, mode, count, bool(both), bool(batch_first))
-
-
-def _mode(node: fx.Node) -> str | None:
-    # Packed sequences, whose operations are the overloads `data`, cannot be captured.
-    if not isinstance(node.target, torch._ops.OpOverload) or node.target._overloadname != "input":
-        return None
-    return _MODES.get(str(node.target.overloadpacket.__name__))
-
-
-def _runs_on_cudnn(weight: Tensor) -> bool:
-    return bool(cudnn.is_acceptable(weight))  # type: ignore[no-untyped-call]
+        # Packed sequences, whose operations are the overloads `data`, cannot be captured.
+        if isinstance(node.target, torch._ops.OpOverload) and node.target._overloadname == "input":
+            mode = _MODES.get(node.target.overloadpacket.__name__)
+            nodes: Any = node.args[_WEIGHTS] if mode is not None else ()
+            names = [graph.names.parameter(each) for each in nodes if isinstance(each, fx.Node)]
+            known = tuple(name for name in names if name is not None)
+            if mode is not None and len(known) == len(nodes):
+                count, both, batch_first = (node.args[i] for i in (_LAYERS, _BIDIRECTIONAL, _BATCH_FIRST))
+                assert isinstance(count, int)
+                yield RecurrentWeights(known, mode, count, bool(both), bool(batch_first))
 
 
 def _of_modules(model: nn.Module, inside: set[nn.Module]) -> Iterator[RecurrentWeights]:
@@ -129,24 +118,19 @@ def weights_of(graph: LayerGraph, layers: Sequence[GraphLayer]) -> nn.Module:
 
 def add_missing(root: nn.Module, graph: LayerGraph, names: Sequence[str]) -> None:
     """Add the model's parameters and buffers called `names` to the tree at `root`, each under all its names."""
-    present = {
-        name
-        for name, _ in (*root.named_parameters(remove_duplicate=False), *root.named_buffers(remove_duplicate=False))
-    }
+    present = {*dict(root.named_parameters(remove_duplicate=False)), *dict(root.named_buffers(remove_duplicate=False))}
     wanted = set(graph.names_of(sorted(set(names)))) - present
-    for name, parameter in graph.model.named_parameters(remove_duplicate=False):
-        if name in wanted:
-            holder, last = _holder(root, name)
-            holder.register_parameter(last, parameter)
-    for name, buffer in graph.model.named_buffers(remove_duplicate=False):
-        if name in wanted:
-            holder, last = _holder(root, name)
-            holder.register_buffer(last, buffer, persistent=_is_persistent(graph.model, name))
-
-
-def _holder(root: nn.Module, name: str) -> tuple[nn.Module, str]:
-    path, _, last = name.rpartition(".")
-    return holder_of(root, path), last
+    parameters = graph.model.named_parameters(remove_duplicate=False)
+    for name, tensor in (*parameters, *graph.model.named_buffers(remove_duplicate=False)):
+        if name not in wanted:
+            continue
+        path, _, last = name.rpartition(".")
+        holder = holder_of(root, path)
+        if isinstance(tensor, nn.Parameter):
+            holder.register_parameter(last, tensor)
+        else:
+            persistent = last not in graph.model.get_submodule(path)._non_persistent_buffers_set
+            holder.register_buffer(last, tensor, persistent=persistent)
 
 
 def holder_of(root: nn.Module, path: str) -> nn.Module:
@@ -155,12 +139,5 @@ def holder_of(root: nn.Module, path: str) -> nn.Module:
     for part in path.split(".") if path else []:
         if part not in holder._modules:
             holder.add_module(part, nn.Module())
-        child = holder._modules[part]
-        assert child is not None
-        holder = child
+        holder = holder.get_submodule(part)
     return holder
-
-
-def _is_persistent(model: nn.Module, name: str) -> bool:
-    path, _, last = name.rpartition(".")
-    return last not in model.get_submodule(path)._non_persistent_buffers_set

@@ -66,24 +66,24 @@ def packing(product: fx.Node) -> Packing | None:
 
 def _opened(user: fx.Node, value: fx.Node, dimension: int) -> tuple[set[int], int] | None:
     """Return the borders of the blocks that an operation makes values of their own, and the dimension of those."""
-    operation = packet_of(user)
+    operation, size = packet_of(user), shape_of(value)[dimension]
     if along(user) == dimension:
         if operation in PARTS:
             sizes = [part.shape[dimension] for part in user.meta["val"]]
             return set(accumulate(sizes, initial=0)), dimension
-        if operation in (_aten.slice, _aten.narrow):
-            size, start = shape_of(value)[dimension], user.args[2] if len(user.args) > 2 else 0
-            step = user.args[4] if operation is _aten.slice and len(user.args) > 4 else 1
-            start = start or 0  # None, too
-            if isinstance(start, int) and step == 1:
-                start %= size
-                return {start, start + shape_of(user)[dimension]}, dimension
-    if operation in VIEWS:
-        outer = dimension_of(user, {value: dimension})
-        count, size = (shape_of(user)[outer], shape_of(value)[dimension]) if outer is not None else (1, 1)
-        if outer is not None and count < size and _taken_apart(user, outer):
+        step = user.args[4] if operation is _aten.slice and len(user.args) > 4 else 1
+        if operation in (_aten.slice, _aten.narrow) and step == 1 and isinstance(start := start_of(user), int):
+            return {start % size, start % size + shape_of(user)[dimension]}, dimension
+    if operation in VIEWS and (outer := dimension_of(user, {value: dimension})) is not None:
+        count = shape_of(user)[outer]
+        if count < size and _taken_apart(user, outer):
             return set(range(0, size + 1, size // count)), outer + 1
     return None
+
+
+def start_of(node: fx.Node) -> Any:
+    """Return where a slice begins."""
+    return (node.args[2] if len(node.args) > 2 else 0) or 0  # None, too
 
 
 def _taken_apart(node: fx.Node, dimension: int) -> bool:
@@ -91,10 +91,9 @@ def _taken_apart(node: fx.Node, dimension: int) -> bool:
     for user in node.users:
         if along(user) == dimension and packet_of(user) in (*ONES, *PARTS):
             return True
-        if packet_of(user) in _MOVES:
-            moved = dimension_of(user, {node: dimension})
-            if moved is not None and _taken_apart(user, moved):
-                return True
+        moved = dimension_of(user, {node: dimension}) if packet_of(user) in _MOVES else None
+        if moved is not None and _taken_apart(user, moved):
+            return True
     return False
 
 
@@ -123,6 +122,14 @@ PRODUCTS: Mapping[Any, Product] = {
 }
 
 
+def weight_of(node: fx.Node) -> Any:
+    """Return the weight of a product or an embedding; None for other operations."""
+    if node.target is _aten.embedding.default:
+        return node.args[0]
+    product = PRODUCTS.get(node.target)
+    return None if product is None else node.args[product.weight]
+
+
 @dataclass(frozen=True)
 class Cut:
     """Along which dimension a tensor is divided, and the blocks of it that are divided each.
@@ -137,22 +144,18 @@ class Cut:
 
     def part(self, whole: Tensor, place: int, of: int) -> Tensor:
         """Return one of so many ranks' part."""
-        blocks = torch.split(whole, self._sizes(whole.shape[self.dimension]), self.dimension)
+        blocks = torch.split(whole, list(self.blocks) or whole.shape[self.dimension], self.dimension)
         return torch.cat([block.chunk(of, self.dimension)[place] for block in blocks], self.dimension)
 
     def whole(self, parts: Sequence[Tensor]) -> Tensor:
         """Return the tensor of which these are all ranks' parts, in the order of the ranks."""
-        total = sum(part.shape[self.dimension] for part in parts)
-        sizes = [size // len(parts) for size in self._sizes(total)]
+        sizes = [size // len(parts) for size in self.blocks] or parts[0].shape[self.dimension]
         blocks = zip(*(torch.split(part, sizes, self.dimension) for part in parts), strict=True)
         return torch.cat([piece for block in blocks for piece in block], self.dimension)
 
     def divides(self, size: int, of: int) -> bool:
         """Return whether so many ranks have parts of equal size."""
-        return not any(each % of for each in self._sizes(size))
-
-    def _sizes(self, size: int) -> list[int]:
-        return list(self.blocks) or [size]
+        return not any(each % of for each in self.blocks or [size])
 
 
 VIEWS = (_aten.view, _aten.reshape, _aten.unflatten)
@@ -225,20 +228,21 @@ def dimension_of(node: fx.Node, divided: Mapping[fx.Node, int]) -> int | None:
         return dimension if batch else None
     if operation in _ALONG:
         own = along(node)
+        if own is None or own == dimension:
+            return None
         same = all(divided.get(each) == dimension for each in node.all_input_nodes if shape_of(each))
-        return (
-            None if own is None or not same or own == dimension else dimension - (operation in ONES and own < dimension)
-        )
+        return dimension - (operation in ONES and own < dimension) if same else None
     if not isinstance(first, fx.Node):
         return None
-    if operation in _RESHAPES and first in divided:
-        return _viewed(shape_of(first), shape_of(node), divided[first])
-    if operation in (_aten.transpose, _aten.permute) and first in divided:
-        return _moved(node, len(shape_of(first)), divided[first])
-    if operation in _SAME and first in divided:
+    if first in divided:
         before, after = shape_of(first), shape_of(node)
-        same = len(before) == len(after) and before[dimension] == after[dimension]
-        return dimension if same else None
+        if operation in _RESHAPES:
+            return _viewed(before, after, divided[first])
+        if operation in (_aten.transpose, _aten.permute):
+            return _moved(node, len(before), divided[first])
+        if operation in _SAME:
+            same = len(before) == len(after) and before[dimension] == after[dimension]
+            return dimension if same else None
     return _pointwise(node, divided) if torch.Tag.pointwise in node.target.tags else None  # type: ignore[union-attr]
 
 

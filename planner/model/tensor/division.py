@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from operator import getitem
 from typing import TYPE_CHECKING
@@ -13,13 +12,11 @@ from torch import Tensor, fx, nn
 
 from planner.errors import PlanError
 from planner.model.capture.graph import LayerGraph
-from planner.model.tensor.dimensions import PRODUCTS, VIEWS, Cut, Packing, packet_of, packing, shape_of
+from planner.model.tensor.dimensions import PRODUCTS, VIEWS, Cut, dimension_of, packet_of, packing, shape_of, weight_of
 from planner.model.tensor.parallel_plan import COLUMNS, ROWS, Plan, style_of
 
 if TYPE_CHECKING:  # importing DTensor takes a second, which only plans with groups are worth
     from planner.model.tensor.group import TensorGroup
-
-_aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
@@ -101,22 +98,28 @@ def division_of(graph: LayerGraph, plan: Plan, group: TensorGroup) -> DividedWei
             "ranks divide the products of a captured graph, and the model file names blocks, which run as they are",
             hint="leave out blocks(), or solve with `tensor=1`",
         )
-    found, readers = {}, _readers(graph)
-    products: dict[str, list[fx.Node]] = {}
-    for name, reads in readers.items():
-        products.setdefault(name.rpartition(".")[0], []).extend(_products(reads))
+    weights = {node: name for node in graph.module.graph.nodes if (name := graph.names.parameter(node)) is not None}
+    products: dict[str, list[fx.Node]] = {}  # by the module that has the weight
+    for node in graph.module.graph.nodes:
+        if node.target in PRODUCTS and (name := weights.get(weight_of(node))) is not None:
+            products.setdefault(name.rpartition(".")[0], []).append(node)
     whole = {module for module, own in products.items() if any(_splits_heads(each, group.degree) for each in own)}
+    found = {}
     for name, parameter in graph.model.named_parameters():
         aliases = graph.names_of([name])
         modules = {alias.rpartition(".")[0] for alias in aliases}
         styles = {style_of(plan, module) for module in modules - whole}
         style = next((each for each in (*COLUMNS, *ROWS) if each in styles), None)
-        dimension = None if style is None else _dimension(readers.get(name, ()), parameter, style)
-        if dimension is None:
+        if style is None or (parameter.dim() == 1 and style in ROWS):  # the bias of a sum is added once
             continue
-        packed = [packing(product) for module in modules for product in products.get(module, ())]
-        columns = style in COLUMNS and len(packed) == 1
-        cut = Cut(dimension, packed[0].blocks if columns and packed[0] is not None else ())
+        users = [node for module in modules for node in products.get(module, ())]
+        dimension = 0
+        for node in users:
+            if weights[weight_of(node)] in aliases:
+                product = PRODUCTS[node.target]
+                dimension = product.inputs if style in ROWS else product.outputs
+        packed = packing(users[0]) if style in COLUMNS and len(users) == 1 else None
+        cut = Cut(dimension, packed.blocks if packed is not None else ())
         if not cut.divides(parameter.shape[dimension], group.degree):
             size = " + ".join(map(str, cut.blocks or (parameter.shape[dimension],)))
             raise PlanError(
@@ -128,60 +131,26 @@ def division_of(graph: LayerGraph, plan: Plan, group: TensorGroup) -> DividedWei
     return DividedWeights(group, found)
 
 
-_Reads = Sequence[tuple[fx.Node, int]]  # operations, each with the place among its arguments
-
-
-def _readers(graph: LayerGraph) -> Mapping[str, _Reads]:
-    """Return the operations that read each parameter."""
-    found: dict[str, list[tuple[fx.Node, int]]] = {}
-    for source in graph.module.graph.nodes:
-        if (name := graph.names.parameter(source)) is not None:
-            reads = found.setdefault(name, [])
-            for user in source.users:
-                reads += [(user, place) for place, argument in enumerate(user.args) if argument is source]
-    return found
-
-
-def _products(reads: _Reads) -> list[fx.Node]:
-    """Return the products of which this is the weight."""
-    return [node for node, place in reads if node.target in PRODUCTS and PRODUCTS[node.target].weight == place]
-
-
-def _dimension(reads: _Reads, parameter: Tensor, style: str) -> int | None:
-    """Return the dimension along which a weight is divided; None where each rank has the whole of it."""
-    rows = style in ROWS
-    if parameter.dim() == 1:
-        return None if rows else 0  # the bias of a sum is added once
-    for product in _products(reads):
-        return PRODUCTS[product.target].inputs if rows else PRODUCTS[product.target].outputs
-    return 0
-
-
 def _splits_heads(product: fx.Node, degree: int) -> bool:
     """Return whether a product's outputs are heads that the ranks do not divide: its module stays whole then."""
     packed = packing(product)
-    if packed is None:
-        return any(_heads(user) % degree for user in product.users)
-    for opened, dimension in packed.opened.items():
-        if packet_of(opened) in VIEWS:
-            heads = [shape_of(opened)[dimension]]
+    opened = {product: len(shape_of(product)) - 1} if packed is None else packed.opened
+    for node, dimension in opened.items():
+        if packet_of(node) in VIEWS:
+            counts = [shape_of(node)[dimension]]
         else:
-            values = [user for user in opened.users if user.target is getitem] or [opened]
-            heads = [_heads(user) for value in values for user in value.users]
-        if any(count % degree for count in heads):
+            values = [user for user in node.users if user.target is getitem] or [node]
+            counts = [_heads(user, value) for value in values for user in value.users]
+        if any(count % degree for count in counts):
             return True
     return False
 
 
-def _heads(view: fx.Node) -> int:
-    """Return the outermost of the sizes that a view divides the last dimension of its input into; 0 if it keeps it."""
-    if packet_of(view) not in VIEWS:
-        return 0
-    last, sizes = shape_of(view.all_input_nodes[0])[-1], shape_of(view)
-    for place in range(len(sizes) - 1, 0, -1):
-        if math.prod(size for size in sizes[place:]) == last:
-            return int(sizes[place]) if place < len(sizes) - 1 else 0
-    return 0
+def _heads(view: fx.Node, value: fx.Node) -> int:
+    """Return the outermost of the sizes that a view divides a value's last dimension into; 0 if it keeps it."""
+    last = len(shape_of(value)) - 1
+    place = dimension_of(view, {value: last}) if packet_of(view) in VIEWS else None
+    return 0 if place is None or place == len(shape_of(view)) - 1 else int(shape_of(view)[place])
 
 
 def sums_up(node: fx.Node, cuts: Mapping[fx.Node, Cut]) -> bool:
@@ -190,26 +159,5 @@ def sums_up(node: fx.Node, cuts: Mapping[fx.Node, Cut]) -> bool:
     Args:
         cuts: how weights are divided, by the nodes that read them.
     """
-    if node.target is _aten.embedding.default:
-        cut, dimension = cuts.get(node.all_input_nodes[0]), 0
-    elif node.target in PRODUCTS:
-        weight = node.args[PRODUCTS[node.target].weight]
-        cut = cuts.get(weight) if isinstance(weight, fx.Node) else None
-        dimension = PRODUCTS[node.target].inputs
-    else:
-        return False
-    return cut is not None and cut.dimension == dimension
-
-
-def packings(graph: LayerGraph, cuts: Mapping[fx.Node, Cut]) -> list[Packing]:
-    """Return what the graph packs in products whose weights are divided by blocks.
-
-    Args:
-        cuts: how weights are divided, by the nodes that read them.
-    """
-    found = []
-    for node in graph.module.graph.nodes:
-        if node.target in PRODUCTS and (cut := cuts.get(node.args[PRODUCTS[node.target].weight])) is not None:
-            packed = packing(node) if cut.blocks else None
-            found += [] if packed is None else [packed]
-    return found
+    cut = cuts.get(weight_of(node))
+    return cut is not None and cut.dimension == (PRODUCTS[node.target].inputs if node.target in PRODUCTS else 0)

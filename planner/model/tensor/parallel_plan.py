@@ -23,7 +23,7 @@ from torch import fx, nn
 from planner.errors import InputError
 from planner.model.capture.graph import LayerGraph
 from planner.model.spec import TrainingSpec
-from planner.model.tensor.dimensions import PRODUCTS, Cut, Packing, dimension_of, packing, shape_of
+from planner.model.tensor.dimensions import PRODUCTS, Cut, Packing, dimension_of, packing, shape_of, weight_of
 
 Plan = Mapping[str, str]  # how modules are divided, by patterns of their names
 COLUMNS, ROWS = ("colwise", "packed_colwise"), ("rowwise", "embedding_rowwise")
@@ -89,7 +89,7 @@ class _Search:
         # A weight that is used once, as the weight of a product or an embedding.
         self._weights: dict[fx.Node, str] = {}
         for name, (user, *others) in users.items():
-            weight = _weight_of(user)
+            weight = weight_of(user)
             if not others and name.endswith(".weight") and weight is not None and names.get(weight) == name:
                 self._weights[user] = name
         self._shapes = {name: parameter.shape for name, parameter in graph.model.named_parameters()}
@@ -166,11 +166,3 @@ def _value_of(product: fx.Node) -> fx.Node:
     value = product.args[PRODUCTS[product.target].weight - 1]
     assert isinstance(value, fx.Node)
     return value
-
-
-def _weight_of(node: fx.Node) -> fx.Node | None:
-    """Return the weight of a product or an embedding."""
-    product = PRODUCTS.get(node.target)
-    place = 0 if node.target is _aten.embedding.default else None if product is None else product.weight
-    weight = None if place is None else node.args[place]
-    return weight if isinstance(weight, fx.Node) else None

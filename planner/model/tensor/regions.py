@@ -11,8 +11,19 @@ from torch import Tensor, fx
 
 from planner.model.capture.graph import LayerGraph
 from planner.model.capture.operations import is_random
-from planner.model.tensor.dimensions import PARTS, VIEWS, Cut, Packing, packet_of, shape_of
-from planner.model.tensor.division import DividedWeights, packings, sums_up
+from planner.model.tensor.dimensions import (
+    PARTS,
+    PRODUCTS,
+    VIEWS,
+    Cut,
+    Packing,
+    packet_of,
+    packing,
+    shape_of,
+    start_of,
+    weight_of,
+)
+from planner.model.tensor.division import DividedWeights, sums_up
 
 if TYPE_CHECKING:
     from planner.model.tensor.group import TensorGroup
@@ -43,9 +54,12 @@ class Regions:
         if division.group is not None:
             names = {node: graph.names.parameter(node) or "" for node in graph.module.graph.nodes}
             self._weights = {node: division.cuts[name] for node, name in names.items() if name in division.cuts}
-            for packing in packings(graph, self._weights):
-                self._packed |= {node: Cut(each, packing.blocks) for node, each in packing.packed.items()}
-                self._opened |= dict.fromkeys(packing.opened, packing)
+            for node in graph.module.graph.nodes:
+                cut = self._weights.get(weight_of(node)) if node.target in PRODUCTS else None
+                packed = packing(node) if cut is not None and cut.blocks else None
+                if packed is not None:
+                    self._packed |= {value: Cut(each, packed.blocks) for value, each in packed.packed.items()}
+                    self._opened |= dict.fromkeys(packed.opened, packed)
             self._replaced = {
                 _aten.dropout.default: division.group.dropout,
                 _aten.scaled_dot_product_attention.default: division.group.attention,
@@ -101,11 +115,8 @@ class Regions:
         elif packet_of(node) in PARTS:
             copy.target, copy.args, copy.kwargs = self._group.split, (value, blocks, dimension), {}
         else:
-            start = 0 if len(node.args) < 3 else node.args[2] or 0
-            assert isinstance(start, int)
-            length = shape_of(node)[dimension]
-            copy.target, copy.kwargs = self._group.narrow, {}
-            copy.args = (value, start % shape_of(source)[dimension], length, dimension)
+            start, length = start_of(node) % shape_of(source)[dimension], shape_of(node)[dimension]
+            copy.target, copy.args, copy.kwargs = self._group.narrow, (value, start, length, dimension), {}
 
     @property
     def _group(self) -> TensorGroup:
