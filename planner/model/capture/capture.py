@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from planner.model.capture.failure import (
     refuse_untrainable,
     silent_tracer,
 )
-from planner.model.capture.fake_run import TensorFacts, fake_run
+from planner.model.capture.fake import TensorFacts, fake_run
 from planner.model.capture.graph import LOSS, Input, LayerGraph, ValueSpec, graph_digest
 from planner.model.capture.layers import group_layers
 from planner.model.capture.operations import MODEL, Names, is_check
@@ -201,27 +202,23 @@ def _export(forward: _ForwardToLoss, batch: Batch) -> fx.GraphModule:
 
 def _facts(trace: Trace, options: ModuleOptions) -> tuple[TensorFacts, TensorFacts]:
     """Return the facts on the device that trains, and those on a CPU."""
-    module, leaves = trace.module, trace.example.flatten()[0]
+    run = partial(fake_run, trace.module, trace.example.flatten()[0])
     try:
         # Without autocast nothing depends on the device but the layout that its kernels choose, if it is there to ask.
         if options.device != "cuda" or (options.autocast is None and not torch.cuda.is_available()):
-            facts = fake_run(module, leaves, "cpu", options.autocast)
+            facts = run("cpu", options.autocast)
             return facts, facts
-        facts = fake_run(module, leaves, options.device, options.autocast)
-        on_cpu = _facts_on_cpu(module, leaves, options.autocast)
+        facts = run(options.device, options.autocast)
+        try:
+            on_cpu = run("cpu", options.autocast)
+        except RuntimeError:
+            # Some operations refuse the mixed dtypes that autocast leaves on a CPU, and take those that CUDA's leaves.
+            on_cpu = run("cpu", None)
     except PlannerError:
         raise
     except Exception as cause:  # whatever the tracer's operations raise on tensors without data
         raise capture_failure(cause, trace.model) from cause
     return facts.sharing_as(on_cpu), on_cpu
-
-
-def _facts_on_cpu(module: fx.GraphModule, leaves: list[Any], autocast: torch.dtype | None) -> TensorFacts:
-    try:
-        return fake_run(module, leaves, "cpu", autocast)
-    except RuntimeError:
-        # Some operations refuse the mixed dtypes that autocast leaves on a CPU, and take those that it leaves on CUDA.
-        return fake_run(module, leaves, "cpu", None)
 
 
 def _clean(module: fx.GraphModule) -> None:
@@ -243,18 +240,16 @@ def _is_number(node: fx.Node, reader: SizeReader) -> bool:
 
 
 def _specs(nodes: Sequence[fx.Node], reader: SizeReader, facts: TensorFacts) -> dict[fx.Node, ValueSpec]:
-    return {node: spec for node in nodes if (spec := _spec(node, reader, facts)) is not None}
-
-
-def _spec(node: fx.Node, reader: SizeReader, facts: TensorFacts) -> ValueSpec | None:
-    value = node.meta.get("val")
-    if not isinstance(value, Tensor) or value.layout != torch.strided or node not in facts.orders:
-        return None
-    sizes = reader.sizes(value)
-    if sizes is None:
-        return None
-    requires_grad, order = facts.requires_grad[node], facts.orders[node]
-    return ValueSpec(node.name, facts.dtypes[node], requires_grad, sizes, order, facts.expanded[node])
+    specs = {}
+    for node in nodes:
+        value = node.meta.get("val")
+        if isinstance(value, Tensor) and value.layout == torch.strided and node in facts.orders:
+            sizes = reader.sizes(value)
+            if sizes is not None:
+                dtype, requires_grad = facts.dtypes[node], facts.requires_grad[node]
+                order, expanded = facts.orders[node], facts.expanded[node]
+                specs[node] = ValueSpec(node.name, dtype, requires_grad, sizes, order, expanded)
+    return specs
 
 
 def _outputs(trace: Trace, specs: dict[fx.Node, ValueSpec]) -> tuple[fx.Node, list[Any]]:

@@ -1,7 +1,11 @@
-"""Models and batches without data, so that a step of them computes nothing and needs no memory.
+"""Run models and graphs on tensors without data, among others to find what torch.export does not record.
 
-PyTorch has two kinds of such tensors. Models are built on the meta device. They run as fake tensors that pretend to be
-on a CPU, or on CUDA, because PyTorch chooses operations by device, and on the meta device some are others.
+Export traces under no_grad, so the graph does not tell which values need a gradient. Nor does it tell which values
+share memory, without which a cut could separate an in-place operation from the value that it changes. And it was traced
+without autocast, whose rules differ between devices.
+
+PyTorch has two kinds of tensors without data. Models are built on the meta device. They run as fake tensors that
+pretend to be on a CPU, or on CUDA, because PyTorch chooses operations by device: on the meta device some are others.
 
 Where PyTorch was built without CUDA, `pretended` lets fake tensors be on it, so that PyTorch's own rules for autocast
 are observed instead of a copy of its tables. Three things are in the way: autograd and some operations ask for the
@@ -13,20 +17,27 @@ from __future__ import annotations
 
 import copy
 import ctypes
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 from unittest import mock
 
 import torch
-from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_map
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from planner.errors import CaptureError, ModelFileError
 from planner.model.batch import Batch
+from planner.model.capture.graph import expanded_dimensions, memory_order
+from planner.model.capture.operations import enters_region, movable, moved, place_nested
+from planner.model.options import autocasting
 
 T = TypeVar("T")
 
@@ -65,18 +76,17 @@ def make_fake(module: nn.Module, device: torch.device = _CPU) -> None:
 
 def fake_batch(batch: Batch, device: torch.device = _CPU) -> Batch:
     """Return a batch of fake tensors of the active mode on `device`."""
-    return Batch(*tree_map(lambda leaf: _fake_input(leaf, device), (batch.args, batch.kwargs, batch.target)))
+    leaves = (batch.args, batch.kwargs, batch.target)
+    return Batch(*tree_map_only(Tensor, lambda leaf: _without_data(leaf, device), leaves))
 
 
 def _fake_weight(tensor: Tensor, device: torch.device) -> Tensor:
-    empty = _fake_input(tensor, device)
+    empty = _without_data(tensor, device)
     return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
 
 
-def _fake_input(leaf: Any, device: torch.device) -> Any:
-    if not isinstance(leaf, Tensor):
-        return leaf
-    return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=device)
+def _without_data(tensor: Tensor, device: torch.device) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
 
 
 _CUDA, _META = 1, 14  # c10::DeviceType
@@ -140,3 +150,150 @@ def _gru_cell(
     _input_gates: Tensor, _hidden_gates: Tensor, hx: Tensor, _bias: Tensor | None = None, _hidden: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     return torch.empty_like(hx), hx.new_empty(hx.shape[0], 5 * hx.shape[1])
+
+
+# Not all schemas of BatchNorm say that it writes these arguments.
+_RUNNING = ("running_mean", "running_var")
+
+
+@dataclass
+class TensorFacts:
+    """What the values of a graph are like, by node.
+
+    Attributes:
+        requires_grad: whether the value needs a gradient.
+        dtypes: element type; like `orders` and `expanded`, only of values that another stage could receive.
+        orders: dimensions from the outermost in memory to the innermost.
+        expanded: dimensions along which the memory holds one element for all.
+        storages: the memory that the value lies in.
+        writes: the memory that the operation writes in place.
+    """
+
+    requires_grad: Mapping[fx.Node, bool] = field(default_factory=dict)
+    dtypes: dict[fx.Node, torch.dtype] = field(default_factory=dict)
+    orders: dict[fx.Node, tuple[int, ...]] = field(default_factory=dict)
+    expanded: dict[fx.Node, tuple[int, ...]] = field(default_factory=dict)
+    storages: dict[fx.Node, frozenset[int]] = field(default_factory=dict)
+    writes: dict[fx.Node, frozenset[int]] = field(default_factory=dict)
+
+    def sharing_as(self, other: TensorFacts) -> TensorFacts:
+        """Return these facts, with memory counted as shared or written also where it is so in `other`."""
+
+        def joined(mine: dict[fx.Node, frozenset[int]], others: dict[fx.Node, frozenset[int]]) -> Any:
+            # Complements are negative: the numbers of one run stay apart from those of the other.
+            return {node: mine[node] | {~storage for storage in others[node]} for node in mine}
+
+        storages, writes = joined(self.storages, other.storages), joined(self.writes, other.writes)
+        return replace(self, storages=storages, writes=writes)
+
+
+def fake_run(module: fx.GraphModule, leaves: list[Any], kind: str, autocast: torch.dtype | None) -> TensorFacts:
+    """Run `module` on `leaves` (as `Batch.flatten` gives them) without data, weights or side effects.
+
+    Args:
+        module: its weights may be FakeTensors already, those of a model that is never built.
+        leaves: on any device.
+        kind: of the device to run on, "cpu" or "cuda", which need not be there.
+        autocast: the dtype to run under torch.autocast with; None for none.
+    """
+    device = fake_device(kind)
+    with (
+        pretended(kind),
+        FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True) as mode,
+    ):
+        run = _FakeRun(module, mode, device)
+        fake = tree_map_only(Tensor, lambda leaf: _fake(leaf, mode, device), leaves)
+        with torch.enable_grad(), torch.random.fork_rng(devices=[]), autocasting(kind, autocast):
+            run.run(*fake, enable_io_processing=False)
+    # Read at the end: an in-place operation can make a value made before it need a gradient.
+    run.facts.requires_grad = {
+        node: any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(value))
+        for node, value in run.env.items()
+    }
+    return run.facts
+
+
+class _FakeRun(fx.Interpreter):
+    def __init__(self, module: fx.GraphModule, mode: FakeTensorMode, device: torch.device) -> None:
+        # All values are kept to the end, because freed memory would be given to another value, and look shared.
+        super().__init__(module, garbage_collect_values=False)
+        self._mode, self._device = mode, device
+        self._attributes: dict[int, Any] = {}
+        self.facts = TensorFacts()
+        self._writes = _Writes()
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        args, kwargs = moved(target, args, kwargs, self._device, self._device.type)
+        if isinstance(target, torch._ops.HigherOrderOperator) and not enters_region(target):
+            return super().call_function(target, args, kwargs)  # a branch or a loop, in which export permits no writes
+        with self._writes:
+            return super().call_function(target, args, kwargs)
+
+    def run_node(self, n: fx.Node) -> Any:
+        self._writes.storages.clear()
+        value = super().run_node(n)
+        facts = self.facts
+        if (
+            isinstance(value, Tensor)
+            and not _is_wrapped(value)
+            and not any(isinstance(size, torch.SymInt) for size in value.shape)  # which would depend on data
+        ):
+            facts.dtypes[n] = value.dtype
+            facts.orders[n] = memory_order(value)
+            facts.expanded[n] = expanded_dimensions(value)
+        facts.storages[n] = _storages(value)
+        # Of its arguments: what it wrote besides has been freed, and its number may be another value's later.
+        facts.writes[n] = _storages([self.env[each] for each in n.all_input_nodes]) & self._writes.storages
+        return value
+
+    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
+        value = super().get_attr(target, args, kwargs)
+        if id(value) not in self._attributes:  # tied parameters must stay one tensor
+            placed = value
+            if isinstance(value, fx.GraphModule):
+                placed = movable(value)
+                place_nested(placed, torch.empty((), device=self._device))
+            elif isinstance(value, Tensor):
+                placed = _fake(value, self._mode, self._device)
+            self._attributes[id(value)] = placed
+        return self._attributes[id(value)]
+
+
+class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Mode that collects the storages that operations write in place, those of nested graphs included."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.storages: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        declared = func._schema.arguments
+        named = ((each, kwargs.get(each.name)) for each in declared[len(args) :])
+        for argument, value in chain(zip(declared, args, strict=False), named):
+            if (argument.alias_info is not None and argument.alias_info.is_write) or argument.name in _RUNNING:
+                self.storages |= _storages(value)
+        return func(*args, **kwargs)
+
+
+def _fake(tensor: Tensor, mode: FakeTensorMode, device: torch.device) -> Tensor:
+    if not isinstance(tensor, FakeTensor) and tensor.device == device:
+        return mode.from_tensor(tensor, static_shapes=True)
+    # A FakeTensor of another mode cannot be converted, so an equal one is made in this mode.
+    return _without_data(tensor, device).requires_grad_(tensor.requires_grad)
+
+
+def _storages(value: Any) -> frozenset[int]:
+    tensors = (_unwrapped(leaf) for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
+    return frozenset(int(tensor.untyped_storage()._cdata) for tensor in tensors)
+
+
+def _is_wrapped(tensor: Tensor) -> bool:
+    """Return whether a tensor exists inside torch.vmap or torch.func only."""
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+
+
+def _unwrapped(tensor: Tensor) -> Tensor:
+    while _is_wrapped(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor

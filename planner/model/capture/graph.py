@@ -266,25 +266,22 @@ class LayerGraph:
     @cached_property
     def edges(self) -> tuple[ValueEdge, ...]:
         """The uses of values by later layers, each once, ordered by the source."""
-        edges: dict[ValueEdge, None] = {}
-        for node in self.crossing:
-            source = self.owner[node]
-            for user in node.users:
-                target = self.owner.get(user, source)
-                if target != source:
-                    edges[ValueEdge(self.layers[source].name, node.name, self.layers[target].name)] = None
+        names = [layer.name for layer in self.layers]
+        edges = dict.fromkeys(
+            ValueEdge(names[self.owner[node]], node.name, names[self.owner[user]])
+            for node in self.crossing
+            for user in node.users
+            if self.owner.get(user, self.owner[node]) != self.owner[node]
+        )
         return tuple(sorted(edges, key=lambda edge: self.position[edge.source]))
 
     @cached_property
     def loss_path(self) -> frozenset[fx.Node]:
         """Operations from which the loss is computed."""
-        path: set[fx.Node] = set()
-        pending = [self.loss]
-        while pending:
-            node = pending.pop()
-            if node not in path:
-                path.add(node)
-                pending += node.all_input_nodes
+        path = {self.loss}
+        for node in reversed(self.module.graph.nodes):  # users come after what they use
+            if node in path:
+                path.update(node.all_input_nodes)
         return frozenset(path)
 
     def names_of(self, parameters: Sequence[str]) -> tuple[str, ...]:
@@ -301,10 +298,7 @@ def graph_digest(graph: LayerGraph, specs: Mapping[fx.Node, ValueSpec]) -> str:
     Args:
         graph: captured for any device.
     """
-    sha = hashlib.sha256()
-    for line in _lines(graph, specs):
-        sha.update(line.encode() + b"\n")
-    return sha.hexdigest()
+    return hashlib.sha256("".join(line + "\n" for line in _lines(graph, specs)).encode()).hexdigest()
 
 
 def _lines(graph: LayerGraph, specs: Mapping[fx.Node, ValueSpec]) -> list[str]:

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import count, takewhile
 
 import torch
 from torch import fx, nn
 
-from planner.model.capture.fake_run import TensorFacts
+from planner.model.capture.fake import TensorFacts
 from planner.model.capture.graph import GraphLayer, ValueSpec
 from planner.model.capture.operations import Names, scope_of
 
@@ -77,33 +78,32 @@ def _runs(operations: Sequence[fx.Node], model: nn.Module) -> list[_Run]:
     leaves = {scope for scope in inner if not any(other.startswith(scope + ".") for other in inner)}
     runs: list[_Run] = []
     pending: list[fx.Node] = []  # light operations at the start of a module: they join the layer after them
-
-    def start(scope: str | None, name: str, op: str, node: fx.Node) -> None:
-        runs.append(_Run(scope, _call(node), name, op, [*pending, node]))
-        pending.clear()
-
     for index, node in enumerate(operations):
-        scope = scopes[node]
+        scope, call, name = scopes[node], _call(node), _op_name(node)
+        last = runs[-1] if runs and not pending else None
         if scope is _LOSS and index > last_of_model:
-            if runs and runs[-1].scope is _LOSS:
-                runs[-1].nodes.append(node)
-            else:
-                start(_LOSS, "loss", "loss", node)
+            joins, new = bool(runs) and runs[-1].scope is _LOSS, _Run(_LOSS, call, "loss", "loss", [])
+            last = runs[-1] if joins else None
         elif scope in leaves and scope:
-            if runs and runs[-1].call == _call(node) and not pending:
-                runs[-1].nodes.append(node)
-            else:
-                start(scope, scope, type(model.get_submodule(scope)).__name__, node)
-        elif not _is_light(node):
-            start(scope or "", _join(scope or "", _op_name(node)), "aten." + _op_name(node), node)
-        elif runs and not pending and _encloses(scope or "", runs[-1].scope):
-            runs[-1].nodes.append(node)
+            joins = last is not None and last.call == call
+            new = _Run(scope, call, scope, type(model.get_submodule(scope)).__name__, [])
         else:
-            pending.append(node)
-    if pending and runs:
+            place = scope or ""
+            joins = _is_light(node) and last is not None and _encloses(place, last.scope)
+            new = _Run(place, call, f"{place}.{name}".removeprefix("."), "aten." + name, [])
+            if _is_light(node) and not joins:
+                pending.append(node)
+                continue
+        if joins and last is not None:
+            last.nodes.append(node)
+        else:
+            new.nodes += [*pending, node]
+            pending.clear()
+            runs.append(new)
+    if pending and not runs:
+        runs.append(_Run("", _call(pending[0]), "forward", "forward", []))
+    if pending:
         runs[-1].nodes += pending
-    elif pending:
-        start("", "forward", "forward", pending.pop())
     return runs
 
 
@@ -139,10 +139,6 @@ def _is_light(node: fx.Node) -> bool:
     )
 
 
-def _join(scope: str, name: str) -> str:
-    return f"{scope}.{name}" if scope else name
-
-
 def _spans_of_uncrossable(owner: dict[fx.Node, int], specs: Mapping[fx.Node, ValueSpec]) -> Iterable[tuple[int, int]]:
     """Yield the span from each operation whose result cannot be sent to the last operation that uses it."""
     for node, index in owner.items():
@@ -172,21 +168,16 @@ def _spans_of_writes(
 
 def _merge(runs: list[_Run], spans: Iterable[tuple[int, int]]) -> list[_Run]:
     joined = {index for first, last in spans for index in range(first + 1, last + 1)}
-    merged: list[_Run] = []
-    parts = 1
+    groups: list[list[_Run]] = []
     for index, run in enumerate(runs):
-        if index not in joined:
-            merged.append(run)
-            parts = 1
-            continue
-        before = merged[-1]
-        before.nodes += run.nodes
-        parts += 1
-        if parts <= 3:
-            before.op += "+" + run.op
-        elif parts == 4:
-            before.op += "+..."
-    return merged
+        if index in joined:
+            groups[-1].append(run)
+        else:
+            groups.append([run])
+    for first, *others in groups:
+        first.nodes += [node for run in others for node in run.nodes]
+        first.op = "+".join([first.op, *(run.op for run in others[:2]), *(["..."] if len(others) > 2 else [])])
+    return [first for first, *_ in groups]
 
 
 def _unique_names(runs: list[_Run]) -> list[_Run]:
@@ -194,10 +185,8 @@ def _unique_names(runs: list[_Run]) -> list[_Run]:
     seen: set[str] = set()
     for run in runs:
         if run.name in seen:
-            number = 2
-            while f"{run.name}_{number}" in taken:
-                number += 1
-            run.name = f"{run.name}_{number}"
+            base = run.name
+            run.name = next(name for number in count(2) if (name := f"{base}_{number}") not in taken)
             taken.add(run.name)
         seen.add(run.name)
     return runs
@@ -214,31 +203,22 @@ def _layer(run: _Run, names: Names) -> GraphLayer:
     )
 
 
-def adopt_unused(layers: list[GraphLayer], names: Names) -> tuple[GraphLayer, ...]:
+def adopt_unused(layers: Sequence[GraphLayer], names: Names) -> tuple[GraphLayer, ...]:
     """Give each weight that no operation reads to the layer of the closest name.
 
     Then the stages' states together are the model's.
     """
     used = {name for layer in layers for name in (*layer.parameters, *layer.buffers)}
-    parameters, buffers = ([name for name in group if name not in used] for group in names.all())
-    closest = {
-        name: max(range(len(layers)), key=lambda i: (_shared_parts(layers[i].name, name), -i))
-        for name in (*parameters, *buffers)
-    }
-    return tuple(
-        replace(
-            layer,
-            parameters=(*layer.parameters, *(name for name in parameters if closest[name] == index)),
-            buffers=(*layer.buffers, *(name for name in buffers if closest[name] == index)),
-        )
-        for index, layer in enumerate(layers)
-    )
+    adopted = list(layers)
+    for kind, group in zip(("parameters", "buffers"), names.all(), strict=True):
+        for name in group:
+            if name not in used:
+                closest = max(range(len(layers)), key=lambda i: (_shared_parts(layers[i].name, name), -i))
+                own = (*getattr(adopted[closest], kind), name)
+                adopted[closest] = replace(adopted[closest], **{kind: own})
+    return tuple(adopted)
 
 
 def _shared_parts(one: str, other: str) -> int:
-    count = 0
-    for mine, theirs in zip(one.split("."), other.split("."), strict=False):
-        if mine != theirs:
-            break
-        count += 1
-    return count
+    pairs = zip(one.split("."), other.split("."), strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))

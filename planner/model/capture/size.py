@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 
 import sympy
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 BATCH = sympy.Symbol("batch", integer=True, positive=True)
 
@@ -52,12 +52,10 @@ class SizeReader:
     """
 
     def __init__(self, placeholders: list[fx.Node]) -> None:
-        self._symbols: dict[Any, sympy.Symbol] = {}
-        for node in placeholders:
-            value = node.meta.get("val")
-            if isinstance(value, torch.Tensor) and value.dim() and isinstance(value.shape[0], torch.SymInt):
-                for symbol in value.shape[0].node.expr.free_symbols:
-                    self._symbols[symbol] = BATCH
+        values = [node.meta.get("val") for node in placeholders]
+        firsts = [value.shape[0] for value in values if isinstance(value, Tensor) and value.dim()]
+        symbols = (size.node.expr.free_symbols for size in firsts if isinstance(size, torch.SymInt))
+        self._symbols = dict.fromkeys(set().union(*symbols), BATCH)
 
     @property
     def dynamic(self) -> bool:
@@ -73,13 +71,7 @@ class SizeReader:
 
     def sizes(self, tensor: torch.Tensor) -> tuple[Size, ...] | None:
         """Return the tensor's shape; None when it depends on data."""
-        sizes: list[Size] = []
-        for size in tensor.shape:
-            if isinstance(size, int):
-                sizes.append(size)
-                continue
-            expression = self.expression(size)
-            if expression is None:
-                return None
-            sizes.append(int(expression) if expression.is_Integer else expression)
-        return tuple(sizes)
+        found = [size if isinstance(size, int) else self.expression(size) for size in tensor.shape]
+        if any(size is None for size in found):
+            return None
+        return tuple(int(size) if size.is_Integer else size for size in map(sympy.sympify, found))

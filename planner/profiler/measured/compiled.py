@@ -23,7 +23,7 @@ from torch import Tensor
 from planner.formats.profile import Compiled
 from planner.model.batch import Batch
 from planner.model.capture.graph import LOSS, LayerGraph
-from planner.model.stage.block_stage import made_last
+from planner.model.stage.graph_stage import made_last
 from planner.model.stage.parts import COMPILED, LayerObserver
 from planner.model.stage.stage import StageModule, build_stage
 from planner.profiler.make_profile import Measurement
