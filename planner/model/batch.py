@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import PyTree, TreeSpec, tree_flatten, tree_leaves, tree_map
+from torch.utils._pytree import PyTree, TreeSpec, tree_flatten, tree_leaves, tree_map_only
 from torch.utils.data import default_collate
 
 from planner.errors import ModelFileError, first_line
@@ -109,10 +109,7 @@ class Batch:
 
     def channels_last(self) -> Batch:
         """Return this batch with the model's inputs in channels-last format; the target keeps its format."""
-        args, kwargs = tree_map(
-            lambda leaf: channels_last(leaf) if isinstance(leaf, Tensor) else leaf, (self.args, self.kwargs)
-        )
-        return Batch(args, kwargs, self.target)
+        return Batch(*tree_map_only(Tensor, channels_last, (self.args, self.kwargs)), self.target)
 
     def doubled(self) -> Batch:
         """Return a batch with every sample twice."""
@@ -122,22 +119,22 @@ class Batch:
         """Return a batch of `size` samples, those of this one in turn."""
         copies = -(-size // self.size)
 
-        def repeat(leaf: Any) -> Any:
-            return torch.cat([leaf] * copies)[:size] if isinstance(leaf, Tensor) and leaf.dim() else leaf
+        def repeat(tensor: Tensor) -> Tensor:
+            return torch.cat([tensor] * copies)[:size] if tensor.dim() else tensor
 
-        return _batch_of(tree_map(repeat, self._tree()))
+        return _batch_of(tree_map_only(Tensor, repeat, self._tree()))
 
     def distinct(self) -> Batch:
         """Return this batch with copies of tensors that occur twice, as inputs and labels of language models may."""
         seen: set[int] = set()
 
-        def distinct(leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor) or id(leaf) not in seen:
-                seen.add(id(leaf))
-                return leaf
-            return leaf.clone()
+        def distinct(tensor: Tensor) -> Tensor:
+            if id(tensor) in seen:
+                return tensor.clone()
+            seen.add(id(tensor))
+            return tensor
 
-        return _batch_of(tree_map(distinct, self._tree()))
+        return _batch_of(tree_map_only(Tensor, distinct, self._tree()))
 
     @cached_property
     def _flat(self) -> tuple[list[Any], TreeSpec]:
@@ -211,8 +208,7 @@ def collate(items: Sequence[Any]) -> Batch:
 
 
 def _batch_of(tree: Any) -> Batch:
-    args, kwargs, target = tree
-    return Batch(args, kwargs, target)
+    return Batch(*tree)
 
 
 def _described(value: Any) -> str:

@@ -129,10 +129,7 @@ _TENSOR = object()  # stands for a tensor among the leaves
 
 @dataclass(frozen=True, eq=False)
 class Structure:
-    """The structure of what a block returns.
-
-    Tensors stand within lists, tuples and dicts, beside numbers and strings, which must be the same for every batch.
-    """
+    """What a block returns besides tensors: lists, tuples, dicts, numbers and strings, the same for every batch."""
 
     spec: TreeSpec
     leaves: tuple[Any, ...]
@@ -302,14 +299,11 @@ def graph_digest(graph: LayerGraph, specs: Mapping[fx.Node, ValueSpec]) -> str:
 
 
 def _lines(graph: LayerGraph, specs: Mapping[fx.Node, ValueSpec]) -> list[str]:
-    lines = [
-        f"parameter {name} {tuple(parameter.shape)} {parameter.dtype} {parameter.requires_grad}"
-        for name, parameter in graph.model.named_parameters(remove_duplicate=False)
-    ]
-    lines += [
-        f"buffer {name} {tuple(buffer.shape)} {buffer.dtype}"
-        for name, buffer in graph.model.named_buffers(remove_duplicate=False)
-    ]
+    lines = []
+    for name, parameter in graph.model.named_parameters(remove_duplicate=False):
+        lines.append(f"parameter {name} {tuple(parameter.shape)} {parameter.dtype} {parameter.requires_grad}")
+    for name, buffer in graph.model.named_buffers(remove_duplicate=False):
+        lines.append(f"buffer {name} {tuple(buffer.shape)} {buffer.dtype}")
     lines += [f"tied {group}" for group in graph.tied_parameters]
     # Added when they are set only, so that the hashes of graphs without them stay as they were.
     lines += [f"autocast {graph.options.autocast}"] if graph.options.autocast is not None else []

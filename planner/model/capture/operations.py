@@ -41,14 +41,12 @@ class Names:
 
     def __init__(self, model: nn.Module, module: fx.GraphModule) -> None:
         self._module = module
-        self._first: dict[str, str] = {}
-        groups: dict[int, list[str]] = {}
         self._parameters = dict(model.named_parameters(remove_duplicate=False))
         self._buffers = dict(model.named_buffers(remove_duplicate=False))
+        groups: dict[int, list[str]] = {}
         for name, tensor in (self._parameters | self._buffers).items():
-            group = groups.setdefault(id(tensor), [])
-            group.append(name)
-            self._first[name] = group[0]
+            groups.setdefault(id(tensor), []).append(name)
+        self._first = {name: group[0] for group in groups.values() for name in group}
         self.tied = tuple(tuple(group) for group in groups.values() if len(group) > 1)
 
     def parameter(self, node: fx.Node) -> str | None:
@@ -64,22 +62,15 @@ class Names:
         assert node.op == "get_attr"
         return attrgetter(str(node.target))(self._module)
 
-    def all(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    def all(self) -> tuple[tuple[str, ...], ...]:
         """Return the names of all parameters and of all buffers, each tensor once."""
-        first = set(self._first.values())
-        return tuple(n for n in self._parameters if n in first), tuple(n for n in self._buffers if n in first)
+        return tuple(tuple(n for n in named if self._first[n] == n) for named in (self._parameters, self._buffers))
 
     def _name(self, node: fx.Node, tensors: dict[str, Any]) -> str | None:
         if node.op != "get_attr":
             return None
         name = str(node.target).removeprefix(_PREFIX)
         return self._first[name] if name in tensors and isinstance(tensors[name], Tensor) else None
-
-
-def _nested_graph(node: fx.Node, module: nn.Module) -> fx.GraphModule | None:
-    """Return the graph within the flat graph `module`, of a no_grad region for instance, that `node` reads."""
-    graph = getattr(module, str(node.target), None) if node.op == "get_attr" else None
-    return graph if isinstance(graph, fx.GraphModule) else None
 
 
 def scope_of(node: fx.Node) -> str | None:
@@ -149,17 +140,14 @@ def _movable_code(code: fx.Graph) -> fx.Graph:
         if is_check(node):
             continue
         device = kind = None
-        if enters_autocast(node.target) or _has_device(node):
+        leaves = tree_leaves((node.args, dict(node.kwargs)))
+        if enters_autocast(node.target) or any(isinstance(leaf, torch.device) for leaf in leaves):
             device = new.call_function(getattr, (new.get_attr(_PLACE), "device"))
         if enters_autocast(node.target):
             kind = new.call_function(getattr, (device, "type"))
         copy = copies[node] = new.node_copy(node, copies.__getitem__)
         copy.args, copy.kwargs = moved(copy.target, copy.args, copy.kwargs, device, kind)
     return new
-
-
-def _has_device(node: fx.Node) -> bool:
-    return any(isinstance(leaf, torch.device) for leaf in tree_leaves((node.args, dict(node.kwargs))))
 
 
 def place_nested(graph: nn.Module, place: Tensor) -> None:
@@ -173,8 +161,9 @@ def is_random(node: fx.Node, module: nn.Module) -> bool:
     """Return whether an operation draws random numbers; dropout of probability 0 does not."""
     if isinstance(node.target, torch._ops.OpOverload):
         return torch.Tag.nondeterministic_seeded in node.target.tags and not _draws_nothing(node, node.target)
-    graphs = [graph for argument in node.all_input_nodes if (graph := _nested_graph(argument, module)) is not None]
-    return any(is_random(inner, graph) for graph in graphs for inner in graph.graph.nodes)
+    read = [getattr(module, str(each.target), None) for each in node.all_input_nodes if each.op == "get_attr"]
+    nested = [graph for graph in read if isinstance(graph, fx.GraphModule)]
+    return any(is_random(inner, graph) for graph in nested for inner in graph.graph.nodes)
 
 
 def _draws_nothing(node: fx.Node, target: torch._ops.OpOverload) -> bool:

@@ -34,36 +34,25 @@ def divided(graph: LayerGraph, boundary: Boundary, groups: Sequence[Sequence[str
         groups: names of the layers of each group that recomputes.
 
     Raises:
-        CaptureError: when the layers of a group do not follow one another in the stage.
+        CaptureError: when the layers of a group do not follow one another in the stage, or are in two groups.
     """
-    spans = sorted(_span(graph, boundary, names) for names in groups)
     segments = []
     start = boundary.first
-    for first, last in [*spans, (boundary.last + 1, boundary.last)]:
-        if first < start:
+    for positions, names in sorted((sorted(graph.position.get(name, -1) for name in names), names) for names in groups):
+        first, last = positions[0], positions[-1]
+        if first < start or last > boundary.last or positions != list(range(first, last + 1)):
             raise CaptureError(
-                f"layer '{graph.layers[first].name}' is in two groups that recompute", hint="make the plan again"
+                f"the layers {list(names)}, which are to recompute together, do not follow one another in their stage, "
+                "or some are in two groups",
+                hint="make the plan again with: plan solve",
             )
-        if start < first:
-            segments.append((start, first - 1, False))
-        if first <= last:
-            segments.append((first, last, True))
+        segments += [(start, first - 1, False), (first, last, True)]
         start = last + 1
+    segments = [each for each in [*segments, (start, boundary.last, False)] if each[0] <= each[1]]
     if len(segments) == 1:
         return [(boundary, segments[0][2])]
     kept = [node.name for node in boundary.sent]
     return [(boundary_of(graph, first, last, kept), again) for first, last, again in segments]
-
-
-def _span(graph: LayerGraph, boundary: Boundary, names: Sequence[str]) -> tuple[int, int]:
-    positions = sorted(graph.position.get(name, -1) for name in names)
-    inside = positions and boundary.first <= positions[0] and positions[-1] <= boundary.last
-    if not inside or positions != list(range(positions[0], positions[0] + len(positions))):
-        raise CaptureError(
-            f"the layers {list(names)}, which are to recompute together, do not follow one another in their stage",
-            hint="make the plan again with: plan solve",
-        )
-    return positions[0], positions[-1]
 
 
 def joined(segments: Sequence[Segment], takes: Sequence[str], results: Sequence[str]) -> Segment:
