@@ -86,19 +86,12 @@ def capture(model: nn.Module, batch: Batch, loss: LossFunction | None, *, option
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Trace:
-    """What the tracer made of a model and its loss, before anything is known of the device that will train.
+    """What the tracer made of a model and its loss, before anything is known of the device that will train."""
 
-    Attributes:
-        model: the user's.
-        module: the flat graph.
-        example: the batch that it was traced with.
-        output: the model's.
-    """
-
-    model: nn.Module
-    module: fx.GraphModule
-    example: Batch
-    output: _Output
+    model: nn.Module  # the user's
+    module: fx.GraphModule  # the flat graph
+    example: Batch  # the batch that it was traced with
+    output: _Output  # the model's
 
 
 def traced(model: nn.Module, batch: Batch, loss: LossFunction | None, *, channels_last: bool = False) -> Trace:

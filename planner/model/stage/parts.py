@@ -63,25 +63,16 @@ COMPILED = Variant(compiled=True)
 
 @dataclass(frozen=True)
 class Boundary:
-    """The values that layers first..last of a graph exchange with the rest.
-
-    Attributes:
-        layers: first..last.
-        used: every node that they read.
-        inputs: leaves of the batch, with their index there.
-        received: from earlier stages.
-        sent: to later stages, made here or received.
-        loss: the node that makes it, if it is here.
-    """
+    """The values that layers first..last of a graph exchange with the rest."""
 
     first: int
     last: int
-    layers: tuple[GraphLayer, ...]
-    used: tuple[fx.Node, ...]
-    inputs: tuple[tuple[int, Input], ...]
-    received: tuple[fx.Node, ...]
-    sent: tuple[fx.Node, ...]
-    loss: fx.Node | None
+    layers: tuple[GraphLayer, ...]  # first..last
+    used: tuple[fx.Node, ...]  # every node that they read
+    inputs: tuple[tuple[int, Input], ...]  # leaves of the batch, with their index there
+    received: tuple[fx.Node, ...]  # from earlier stages
+    sent: tuple[fx.Node, ...]  # to later stages, made here or received
+    loss: fx.Node | None  # the node that makes it, if it is here
 
     @property
     def takes(self) -> tuple[fx.Node, ...]:
@@ -122,44 +113,29 @@ def stage_boundary(graph: LayerGraph, first: int, last: int, keep: Sequence[str]
 
 @dataclass(frozen=True)
 class Segment:
-    """Consecutive layers of a stage that run as one piece of code.
+    """Consecutive layers of a stage that run as one piece of code."""
 
-    Attributes:
-        run: (device, key, observer, *taken) -> made.
-        takes: names of the values that it reads: the stage's own, or those that earlier segments make.
-        makes: names of the values that `run` returns.
-    """
-
-    run: Callable[..., tuple[Tensor, ...]]
-    takes: tuple[str, ...]
-    makes: tuple[str, ...]
+    run: Callable[..., tuple[Tensor, ...]]  # (device, key, observer, *taken) -> made
+    takes: tuple[str, ...]  # names of the values that it reads: the stage's own, or those that earlier segments make
+    makes: tuple[str, ...]  # names of the values that `run` returns
 
 
 @dataclass(frozen=True)
 class StageParts:
-    """What a stage consists of. It keeps no graph and no node: these lead to the whole model's weights.
-
-    Attributes:
-        least_batch_size: the fewest samples that it can be trained on.
-        code: it takes the inputs, the received values and the numbers; it makes the sent values, then the loss.
-        expressions: in the batch size, of the numbers that the code takes.
-        places: where the user's file makes each value of the code, by the value's name.
-        inputs: index among the batch's leaves.
-        fixed_batch_size: the only number of samples that it takes; None when it takes any.
-    """
+    """What a stage consists of. It keeps no graph and no node: these lead to the whole model's weights."""
 
     layer_names: tuple[str, ...]
-    least_batch_size: int
+    least_batch_size: int  # the fewest samples that it can be trained on
     weights: nn.Module
-    code: Segment
-    expressions: tuple[Any, ...]
-    places: Mapping[str, str]
+    code: Segment  # it takes the inputs, the received values and the numbers; it makes the sent values, then the loss
+    expressions: tuple[Any, ...]  # in the batch size, of the numbers that the code takes
+    places: Mapping[str, str]  # where the user's file makes each value of the code, by the value's name
     batch_spec: TreeSpec
-    inputs: tuple[tuple[int, ValueSpec | None], ...]
+    inputs: tuple[tuple[int, ValueSpec | None], ...]  # index among the batch's leaves
     received: tuple[ValueSpec, ...]
     sent: tuple[ValueSpec, ...]
     has_loss: bool
-    fixed_batch_size: int | None
+    fixed_batch_size: int | None  # the only number of samples that it takes; None when it takes any
     autocast: torch.dtype | None
     channels_last: bool
     recurrent: tuple[RecurrentWeights, ...]

@@ -27,21 +27,13 @@ _WEIGHTS, _LAYERS, _BIDIRECTIONAL, _BATCH_FIRST = 2, 4, 7, 8  # positions of arg
 
 @dataclass(frozen=True)
 class RecurrentWeights:
-    """The weights of one recurrent layer.
+    """The weights of one recurrent layer."""
 
-    Attributes:
-        names: of the parameters, in the operation's order.
-        mode: cuDNN's name of the kind of layer.
-        layers: how many are stacked.
-        bidirectional: whether each runs both ways.
-        batch_first: whether the first dimension of its input is the batch.
-    """
-
-    names: tuple[str, ...]
-    mode: str
-    layers: int
-    bidirectional: bool
-    batch_first: bool
+    names: tuple[str, ...]  # of the parameters, in the operation's order
+    mode: str  # cuDNN's name of the kind of layer
+    layers: int  # how many are stacked
+    bidirectional: bool  # whether each runs both ways
+    batch_first: bool  # whether the first dimension of its input is the batch
 
     def join(self, weights: Sequence[Tensor]) -> None:
         """Move `weights`, those called `names`, into one piece of memory, if cuDNN will run the layer."""

@@ -156,15 +156,10 @@ def _is_tensor(node: fx.Node) -> bool:
 
 @dataclass(frozen=True)
 class DividedWeights:
-    """The weights of a stage that its ranks divide.
+    """The weights of a stage that its ranks divide."""
 
-    Attributes:
-        group: the ranks; None for a single one.
-        cuts: by weight, under all of its names, how it is divided.
-    """
-
-    group: TensorGroup | None = None
-    cuts: Mapping[str, Cut] = field(default_factory=dict)
+    group: TensorGroup | None = None  # the ranks; None for a single one
+    cuts: Mapping[str, Cut] = field(default_factory=dict)  # by weight, under all of its names, how it is divided
 
     @property
     def is_first_rank(self) -> bool:
