@@ -93,13 +93,10 @@ class Regions:
 
     def whole(self, node: fx.Node, copies: dict[fx.Node, fx.Node]) -> fx.Node:
         """Return a value as it is on every rank."""
-        if node in self._weights:
-            copy = self._within(node, copies)
-        elif node in self._inside and _is_tensor(node):
-            copy = copies[node]
-        else:
+        if node not in self._weights and not (node in self._inside and _is_tensor(node)):
             return copies[node]
         if node not in self._left:
+            copy = self._within(node, copies)
             cut = self._packed.get(node, self._weights.get(node, Cut(0)))
             self._left[node] = self._code.call_function(self._group.leave, (copy, cut.dimension, cut.blocks))
         return self._left[node]
@@ -141,12 +138,13 @@ class Regions:
         if node in self._inside or not _is_tensor(node):
             return copies[node]
         if node not in self._entered:
-            copy = copies[node]
-            self._entered[node] = (
-                self._code.call_function(self._group.part, (copy, self._weights[node].dimension))
-                if node in self._weights
-                else self._code.call_function(self._group.enter, (copy,))
+            cut = self._weights.get(node)
+            given = (
+                (self._group.enter, (copies[node],))
+                if cut is None
+                else (self._group.part, (copies[node], cut.dimension))
             )
+            self._entered[node] = self._code.call_function(*given)
         return self._entered[node]
 
 

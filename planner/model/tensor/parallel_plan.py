@@ -15,6 +15,7 @@ divided by their vocabulary, unless a product uses their weight, too.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -43,9 +44,6 @@ def style_of(plan: Plan, name: str) -> str | None:
     """Return how a module is divided; a star in a pattern stands for a number."""
     general = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
     return plan.get(name, plan.get(general))
-
-
-_aten = torch.ops.aten
 
 
 def tensor_parallel_plan(training_spec: TrainingSpec, graph: LayerGraph, degree: int) -> Plan:
@@ -80,18 +78,14 @@ class _Search:
     def __init__(self, graph: LayerGraph, degree: int) -> None:
         self._degree = degree
         self._nodes = [node for layer in graph.layers for node in layer.nodes]
-        users: dict[str, list[fx.Node]] = {}
         names = {node: graph.names.parameter(node) for node in graph.module.graph.nodes}
-        for node in self._nodes:
-            for source in node.all_input_nodes:
-                if (name := names.get(source)) is not None:
-                    users.setdefault(name, []).append(node)
+        uses = Counter(names[source] for node in self._nodes for source in node.all_input_nodes)
         # A weight that is used once, as the weight of a product or an embedding.
         self._weights: dict[fx.Node, str] = {}
-        for name, (user, *others) in users.items():
-            weight = weight_of(user)
-            if not others and name.endswith(".weight") and weight is not None and names.get(weight) == name:
-                self._weights[user] = name
+        for node in self._nodes:
+            name = names.get(weight_of(node))
+            if name is not None and uses[name] == 1 and name.endswith(".weight"):
+                self._weights[node] = name
         self._shapes = {name: parameter.shape for name, parameter in graph.model.named_parameters()}
         self._packings: dict[fx.Node, Packing | None] = {
             node: packing(node) for node in self._weights if node.target in PRODUCTS
@@ -102,15 +96,11 @@ class _Search:
 
     def plan(self) -> dict[str, str]:
         """Return what the last walk has found."""
-        found = {self._module(node): "colwise" for node in self._columns}
-        found |= {self._module(node): "rowwise" for node in self._rows}
+        styles = dict.fromkeys(self._columns, "colwise") | dict.fromkeys(self._rows, "rowwise")
         for node, name in self._weights.items():
-            if node.target is _aten.embedding.default and self._shapes[name][0] % self._degree == 0:
-                found[self._module(node)] = "embedding_rowwise"
-        return found
-
-    def _module(self, node: fx.Node) -> str:
-        return self._weights[node].rpartition(".")[0]
+            if node.target is torch.ops.aten.embedding.default and self._shapes[name][0] % self._degree == 0:
+                styles[node] = "embedding_rowwise"
+        return {self._weights[node].rpartition(".")[0]: style for node, style in styles.items()}
 
     def tried(self) -> bool:
         """Walk once; return whether nothing failed."""
