@@ -8,7 +8,7 @@ PyTorch's BatchNorm.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -146,11 +146,7 @@ def defer_module(path: str, module: nn.Module) -> DeferredNorm | None:
     prefix = f"{path}." if path else ""
     running = RunningStatistics(f"{prefix}running_mean", f"{prefix}running_var", f"{prefix}{_COUNTER}", module.momentum)
     norm = DeferredNorm(running, module.running_mean)
-    module.__dict__["forward"] = _forward_of(module, norm)  # of this object alone; it is found before the class's
-    return norm
 
-
-def _forward_of(module: _BatchNorm, norm: DeferredNorm) -> Callable[[Tensor], Tensor]:
     def forward(x: Tensor) -> Tensor:
         if not module.training:
             return _BatchNorm.forward(module, x)
@@ -158,4 +154,5 @@ def _forward_of(module: _BatchNorm, norm: DeferredNorm) -> Callable[[Tensor], Te
         result: Tensor = norm(x, module.weight, module.bias, module.eps, torch.backends.cudnn.enabled)
         return result
 
-    return forward
+    module.__dict__["forward"] = forward  # of this object alone; it is found before the class's
+    return norm

@@ -16,11 +16,13 @@ from torch import Tensor, fx
 
 from planner.errors import CaptureError
 from planner.model.batch import Batch
-from planner.model.capture.graph import GraphLayer, LayerGraph, ValueSpec
+from planner.model.capture.graph import LayerGraph, ValueSpec
 from planner.model.stage.graph_stage import CONSTANT
 from planner.model.stage.parts import Variant
 from planner.model.stage.stage import StageModule, build_stage
 from planner.model.tensor.division import UNDIVIDED, DividedWeights
+
+_ELSEWHERE = "cut the model elsewhere, or evaluate the unsplit model with the saved weights"
 
 
 def matching_cut(training: LayerGraph, cut: Sequence[Sequence[str]], evaluation: LayerGraph) -> list[list[str]]:
@@ -40,7 +42,17 @@ def matching_cut(training: LayerGraph, cut: Sequence[Sequence[str]], evaluation:
     for layer in training.layers:
         for name in (*layer.parameters, *layer.buffers):
             holders.setdefault(name, set()).add(stage_of[layer.name])
-    fixed = [_stage_of_weights(layer, holders, stage_of.get(layer.name)) for layer in evaluation.layers]
+    fixed = []  # a stage that holds all weights of a layer, preferably that of its name; None without weights
+    for layer in evaluation.layers:
+        possible = [holders[name] for name in (*layer.parameters, *layer.buffers) if name in holders]
+        common = set[int]().union(*possible).intersection(*possible)  # tied weights may be in several stages
+        if possible and not common:
+            raise CaptureError(
+                f"in evaluation layer '{layer.name}' needs weights that training holds in several stages",
+                hint=_ELSEWHERE,
+            )
+        named = stage_of.get(layer.name)
+        fixed.append(named if named in common else min(common, default=None))
     stages: list[list[str]] = [[] for _ in cut]
     # Values travel forward only, so a layer's stage is never before that of the layer before it.
     current = 0
@@ -52,28 +64,11 @@ def matching_cut(training: LayerGraph, cut: Sequence[Sequence[str]], evaluation:
             raise CaptureError(
                 f"in evaluation layer '{layer.name}' runs after layers of stage {current}, but stage {ahead} holds "
                 "the weights",
-                hint="cut the model elsewhere, or evaluate the unsplit model with the saved weights",
+                hint=_ELSEWHERE,
             )
         current = min(max(current, stage_of.get(layer.name, current)), ahead)
         stages[current].append(layer.name)
     return stages
-
-
-def _stage_of_weights(layer: GraphLayer, holders: dict[str, set[int]], named: int | None) -> int | None:
-    """Return a stage that holds all weights of `layer`, preferably `named`; None for a layer without weights.
-
-    Tied weights may be in several stages.
-    """
-    possible = [holders[name] for name in (*layer.parameters, *layer.buffers) if name in holders]
-    if not possible:
-        return None
-    common = set.intersection(*possible)
-    if not common:
-        raise CaptureError(
-            f"in evaluation layer '{layer.name}' needs weights that training holds in several stages",
-            hint="cut the model elsewhere, or evaluate the unsplit model with the saved weights",
-        )
-    return named if named in common else min(common)
 
 
 # The model's output of the values at the last stage, by name, and the batch.

@@ -139,12 +139,8 @@ class Regions:
             return copies[node]
         if node not in self._entered:
             cut = self._weights.get(node)
-            given = (
-                (self._group.enter, (copies[node],))
-                if cut is None
-                else (self._group.part, (copies[node], cut.dimension))
-            )
-            self._entered[node] = self._code.call_function(*given)
+            enter, given = (self._group.enter, ()) if cut is None else (self._group.part, (cut.dimension,))
+            self._entered[node] = self._code.call_function(enter, (copies[node], *given))
         return self._entered[node]
 
 
