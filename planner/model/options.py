@@ -23,12 +23,7 @@ if TYPE_CHECKING:
     from planner.formats.plan import Plan
     from planner.formats.profile import Autocast, Profile
 
-_NAMES = {
-    "bfloat16": torch.bfloat16,
-    "bf16": torch.bfloat16,
-    "float16": torch.float16,
-    "fp16": torch.float16,
-}
+_NAMES = {"bfloat16": torch.bfloat16, "bf16": torch.bfloat16, "float16": torch.float16, "fp16": torch.float16}
 # By the number of dimensions: samples, channels, and two or three of space.
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 

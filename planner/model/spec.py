@@ -11,7 +11,7 @@ import math
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
@@ -49,12 +49,11 @@ def import_file(path: Path) -> ModuleType:
     try:
         with on_path(path.parent):
             spec.loader.exec_module(module)
-    except SyntaxError as cause:
-        del sys.modules[name]
-        place = f"{cause.filename}:{cause.lineno}"
-        raise ModelFileError(f"{place} is not Python: {cause.msg}", hint="correct the file") from cause
     except (Exception, SystemExit) as cause:  # whatever the user's code raises, sys.exit() included
         del sys.modules[name]
+        if isinstance(cause, SyntaxError):
+            place = f"{cause.filename}:{cause.lineno}"
+            raise ModelFileError(f"{place} is not Python: {cause.msg}", hint="correct the file") from cause
         raise ModelFileError(
             f"'{path}' cannot be imported, it fails at {failing_line(cause, path.parent) or path}: {reason_of(cause)}",
             hint="python " + str(path) + " shows the whole traceback",
@@ -175,12 +174,10 @@ class TrainingSpec:
             pretrained: what pretrained() of a model file returns. The model's weights may then be on the meta device.
         """
         batch = make_batch(example_batch, "example_batch")
-        functions: dict[str, Callable[..., Any]] = {"build_model": lambda: model, "example_batch": batch.repeated}
-        optional = {"loss": loss, "optimizer": optimizer, "scheduler": scheduler}
-        functions |= {name: function for name, function in optional.items() if function is not None}
-        if pretrained is not None:
-            functions["pretrained"] = lambda: pretrained
-        return cls(type(model).__name__, functions)
+        functions: dict[str, Any] = {"build_model": lambda: model, "example_batch": batch.repeated}
+        functions |= {"loss": loss, "optimizer": optimizer, "scheduler": scheduler}
+        functions["pretrained"] = None if pretrained is None else lambda: pretrained
+        return cls(type(model).__name__, {name: each for name, each in functions.items() if each is not None})
 
     def __post_init__(self) -> None:
         for name in self.functions:
@@ -199,14 +196,11 @@ class TrainingSpec:
     def loss_weight(self, target: Any) -> float:
         """Return how many labels of `target` count in its mean loss; call it only where that is defined."""
         weight = self._call("loss_weight", target)
-        try:
-            number = float(weight)
-        except (TypeError, ValueError, RuntimeError):
-            number = -1.0
-        if not 0 <= number < math.inf:
-            hint = "for example: return (target != PAD).sum()"
-            raise self._wrong_type("loss_weight", weight, "a number of labels, 0 or more", hint)
-        return number
+        with suppress(TypeError, ValueError, RuntimeError):
+            if 0 <= float(weight) < math.inf:
+                return float(weight)
+        hint = "for example: return (target != PAD).sum()"
+        raise self._wrong_type("loss_weight", weight, "a number of labels, 0 or more", hint)
 
     def defines(self, name: str) -> bool:
         """Return whether there is a user's function `name`."""
@@ -224,8 +218,7 @@ class TrainingSpec:
 
     def without_model(self) -> TrainingSpec:
         """Return this spec without build_model(), which keeps a model in memory alive."""
-        kept = {name: function for name, function in self.functions.items() if name != "build_model"}
-        return replace(self, functions=kept)
+        return replace(self, functions={name: f for name, f in self.functions.items() if name != "build_model"})
 
     def example_batch(self, batch_size: int) -> Batch:
         """Return a batch of `batch_size` samples."""

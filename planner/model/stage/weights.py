@@ -70,11 +70,9 @@ def recurrent_weights(graph: LayerGraph, layers: Sequence[GraphLayer]) -> tuple[
         first, last = (graph.position[layer.name] for layer in (layers[0], layers[-1]))
         blocks = [block for layer in graph.blocks.layers[first : last + 1] for _, block in layer.blocks]
         found = _of_modules(graph.model, {module for block in blocks for module in block.modules()})
-    taken: set[str] = set()
-    apart = []
+    apart: list[RecurrentWeights] = []
     for weights in found:
-        if taken.isdisjoint(weights.names):
-            taken.update(weights.names)
+        if not any(set(weights.names) & set(other.names) for other in apart):
             apart.append(weights)
     return tuple(apart)
 
