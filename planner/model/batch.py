@@ -109,7 +109,8 @@ class Batch:
 
     def channels_last(self) -> Batch:
         """Return this batch with the model's inputs in channels-last format; the target keeps its format."""
-        return Batch(*tree_map_only(Tensor, channels_last, (self.args, self.kwargs)), self.target)
+        args, kwargs = tree_map_only(Tensor, channels_last, (self.args, self.kwargs))
+        return Batch(args, kwargs, self.target)
 
     def doubled(self) -> Batch:
         """Return a batch with every sample twice."""

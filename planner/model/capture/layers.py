@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count, takewhile
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -214,8 +215,8 @@ def adopt_unused(layers: Sequence[GraphLayer], names: Names) -> tuple[GraphLayer
         for name in group:
             if name not in used:
                 closest = max(range(len(layers)), key=lambda i: (_shared_parts(layers[i].name, name), -i))
-                own = (*getattr(adopted[closest], kind), name)
-                adopted[closest] = replace(adopted[closest], **{kind: own})
+                more: dict[str, Any] = {kind: (*getattr(adopted[closest], kind), name)}
+                adopted[closest] = replace(adopted[closest], **more)
     return tuple(adopted)
 
 

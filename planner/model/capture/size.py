@@ -53,7 +53,7 @@ class SizeReader:
 
     def __init__(self, placeholders: list[fx.Node]) -> None:
         values = [node.meta.get("val") for node in placeholders]
-        firsts = [value.shape[0] for value in values if isinstance(value, Tensor) and value.dim()]
+        firsts: list[Any] = [value.shape[0] for value in values if isinstance(value, Tensor) and value.dim()]
         symbols = (size.node.expr.free_symbols for size in firsts if isinstance(size, torch.SymInt))
         self._symbols = dict.fromkeys(set().union(*symbols), BATCH)
 
