@@ -21,38 +21,23 @@ from planner.version import __version__
 
 @dataclass(frozen=True)
 class LayerMeasurement:
-    """What one layer costs in training.
-
-    Attributes:
-        times: of its forward and backward.
-        update: the optimizer's step on its parameters, and the accumulation of their gradients.
-        saved_bytes: from forward to backward.
-        workspace_bytes: uncompiled; 0 where nothing ran.
-        flops: model FLOPs of its forward and its backward.
-    """
+    """What one layer costs in training."""
 
     times: StepTimes
     update: LayerUpdate
-    saved_bytes: int
-    workspace_bytes: int
-    flops: tuple[int, int]
+    saved_bytes: int  # from forward to backward
+    workspace_bytes: int  # uncompiled
+    flops: tuple[int, int]  # model FLOPs of forward and backward
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """What a model costs in training.
-
-    Attributes:
-        layers: in their order.
-        whole: steps of the user's model as it is, or of all layers compiled at once; None for estimates.
-        compiled: what the layers' times were computed from, where stages will be compiled.
-        passes: whole steps of a first measurement, and of a second one if there was one.
-    """
+    """What a model costs in training."""
 
     layers: Sequence[LayerMeasurement]
-    whole: StepTimes | None = None
-    compiled: Compiled | None = None
-    passes: Sequence[StepTimes] = ()
+    whole: StepTimes | None = None  # the user's model as it is, or all layers compiled at once; None for estimates
+    compiled: Compiled | None = None  # what the layers' times were computed from, where stages will be compiled
+    passes: Sequence[StepTimes] = ()  # whole steps of a first measurement, and of a second one if there was one
 
 
 def make_profile(model: str, graph: LayerGraph, batch_size: int, measured: Measurement, device: Device) -> Profile:

@@ -30,15 +30,10 @@ _CHAINED: frozenset[OpClass] = frozenset({"pointwise", "special", "random", "nor
 
 @dataclass
 class Flow:
-    """Who writes and who reads each value of a step.
-
-    Attributes:
-        operations: of the forward and the backward.
-        backward: number of the first operation of the backward, which is a program of its own.
-    """
+    """Who writes and who reads each value of a step."""
 
     operations: Sequence[Operation]
-    backward: int
+    backward: int  # number of the first operation of the backward, which is a program of its own
     writer: dict[int, int] = field(default_factory=dict)
     readers: dict[int, list[int]] = field(default_factory=dict)
 
@@ -69,17 +64,11 @@ def compiler(flow: Flow) -> list[str | None]:
 
 @dataclass(frozen=True)
 class Execution:
-    """How a device runs a step.
+    """How a device runs a step."""
 
-    Attributes:
-        kind: whose operations run: "cpu" or "cuda".
-        fusion: which operations are fused into one kernel: `compiler`, or the kernels of another program.
-        master_weights: weights and gradients are in half precision, and the optimizer updates copies in float32;
-            otherwise half precision means autocast.
-    """
-
-    kind: Literal["cpu", "cuda"] = "cpu"
-    fusion: Fusion | None = None
+    kind: Literal["cpu", "cuda"] = "cpu"  # whose operations run
+    fusion: Fusion | None = None  # into one kernel: `compiler`, or the kernels of another program
+    # Weights and gradients in half precision, and copies in float32; otherwise half precision means autocast.
     master_weights: bool = False
 
 

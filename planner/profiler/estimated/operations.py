@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import torch
@@ -44,22 +45,16 @@ _NO_WORK = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_stri
 
 @dataclass(frozen=True)
 class Operation:
-    """One operation, or the sum of a sequence that takes several `launches` (the steps of a recurrent layer).
-
-    Attributes:
-        op_class, flops, bytes, dtype, launches: what decides its time.
-        name: of the operation, without namespace and overload.
-        product: of a matrix product or a convolution: how many of equal size, m, n and k.
-        reads, writes: values by number, with their bytes. An operation that changes a value writes a new one.
-    """
+    """One operation, or the sum of a sequence that takes several `launches` (the steps of a recurrent layer)."""
 
     op_class: OpClass
     flops: float
     bytes: float
     dtype: DType
     launches: int = 1
-    name: str = ""
-    product: tuple[int, int, int, int] | None = None
+    name: str = ""  # without namespace and overload
+    product: tuple[int, int, int, int] | None = None  # or convolution: how many of equal size, m, n and k
+    # Values by number, with their bytes. An operation that changes a value writes a new one.
     reads: tuple[tuple[int, int], ...] = ()
     writes: tuple[tuple[int, int], ...] = ()
 
@@ -83,29 +78,46 @@ class OperationRecorder(Counter):  # type: ignore[no-untyped-call]  # of a base 
         self.until: list[int] = []  # number of operations before each mark
         self.totals_until: list[Totals] = []  # counts before each mark
         self._values: dict[int, int] = {}  # number of the value that a storage has now
-        self._last = -1
+        self._numbers = count()
 
     def saw(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         super().saw(func, args, kwargs, out)
         self.allocated.note((args, kwargs), out)
-        if func.namespace not in ("prim", COLLECTIVES):
-            for operation in operations_of(func, args, kwargs, out, self._single, gpu=self._gpu):
-                named = replace(operation, op_class=self._op_class or operation.op_class, **self._flow(operation))
-                self.operations.append(named)
+        name = func._schema.name.partition("::")[2]
+        read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        written = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)] or _changed(func, args)
+        idle = func.namespace in ("prim", COLLECTIVES) or name.rstrip("_") in _NO_WORK
+        if idle or _is_view(func, read, written):
+            return
+        dtype = _HALF.get((read or written)[0].dtype, self._single) if read or written else self._single
+        if name.startswith("mkldnn_rnn_layer"):
+            self.operations += _recurrent(name, args, dtype)
+            return
+        op_class = _class_of(name, args, dtype)
+        moved = 2 * _bytes(written) if name in _LOOKUPS else _bytes(read) + _bytes(written)
+        if self._gpu and name.removesuffix("_") in _TWICE:
+            moved += _bytes(read)
+        # Values have numbers instead of storages, whose memory is used again.
+        reads = tuple((self._values.get(storage, -1 - storage), size) for storage, size in map(_sized, read))
+        self._values.update({address_of(tensor): next(self._numbers) for tensor in written})
+        self.operations.append(
+            Operation(
+                self._op_class or op_class,
+                _flops(func, args, kwargs, out) if op_class in COMPUTE_CLASSES else 0.0,
+                moved,
+                dtype,
+                name=name.removesuffix("_"),
+                product=_product(name, args, written),
+                reads=reads,
+                writes=tuple((self._values[storage], size) for storage, size in map(_sized, written)),
+            )
+        )
 
     def end_span(self) -> int:
         """End a span of operations and of allocations, and return its number."""
         self.totals_until.append(self.mark())
         self.until.append(len(self.operations))
         return self.allocated.mark()
-
-    def _flow(self, operation: Operation) -> dict[str, Any]:
-        """Return what it reads and writes, by numbers of values instead of storages, whose memory is used again."""
-        reads = tuple((self._values.get(storage, -1 - storage), size) for storage, size in operation.reads)
-        for storage, _ in operation.writes:
-            self._values[storage] = self._last = self._last + 1
-        writes = tuple((self._values[storage], size) for storage, size in operation.writes)
-        return {"reads": reads, "writes": writes}
 
 
 class RecurrentWorkspace(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -126,54 +138,21 @@ class RecurrentWorkspace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return (*out[:3], torch.empty(shape, dtype=sequence.dtype))
 
 
-def operations_of(
-    func: torch._ops.OpOverload,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    out: Any,
-    single: DType,
-    *,
-    gpu: bool = False,
-) -> Iterator[Operation]:
-    """Yield what one call does: nothing for views and allocations."""
-    name = func._schema.name.partition("::")[2]
-    read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-    written = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)] or _changed(func, args)
-    if name.rstrip("_") in _NO_WORK or _is_view(func, read, written):
-        return
-    dtype = _HALF.get((read or written)[0].dtype, single) if read or written else single
-    if name.startswith("mkldnn_rnn_layer"):
-        yield from _recurrent(name, args, dtype)
-        return
-    op_class = _class_of(name, args, dtype)
-    moved = 2 * _bytes(written) if name in _LOOKUPS else _bytes(read) + _bytes(written)
-    if gpu and name.removesuffix("_") in _TWICE:
-        moved += _bytes(read)
-    yield Operation(
-        op_class,
-        _flops(func, args, kwargs, out) if op_class in COMPUTE_CLASSES else 0.0,
-        moved,
-        dtype,
-        name=name.removesuffix("_"),
-        product=_product(name, args, written),
-        reads=_values(read),
-        writes=_values(written),
-    )
-
-
 def _changed(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> list[Tensor]:
     """Return the lists of tensors that an optimizer's kernel changes in place of returning results."""
+    if func._schema.returns:
+        return []
     changed = [
         value
         for argument, value in zip(func._schema.arguments, args, strict=False)
         # Fused optimizers could unscale the gradients in place, but do so only when they are given a scale.
         if argument.alias_info is not None and argument.alias_info.is_write and argument.name != "grads"
     ]
-    return [leaf for leaf in tree_leaves(changed) if isinstance(leaf, Tensor)] if not func._schema.returns else []
+    return [leaf for leaf in tree_leaves(changed) if isinstance(leaf, Tensor)]
 
 
-def _values(tensors: Sequence[Tensor]) -> tuple[tuple[int, int], ...]:
-    return tuple((address_of(tensor), _bytes([tensor])) for tensor in tensors)
+def _sized(tensor: Tensor) -> tuple[int, int]:
+    return address_of(tensor), _bytes([tensor])
 
 
 def _product(name: str, args: tuple[Any, ...], written: Sequence[Tensor]) -> tuple[int, int, int, int] | None:

@@ -48,41 +48,23 @@ _HALF = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 @dataclass(frozen=True)
 class StepTrace:
-    """What a training step does, layer by layer, on no device in particular.
-
-    Attributes:
-        model: its name.
-        dtype: of products and convolutions.
-        batch_size: samples.
-        graph: the captured model, with fake weights.
-        costs: of the operations of forward and backward.
-        until: number of operations before each mark.
-        layers: marks between their operations.
-        saved_bytes: from forward to backward, by layer.
-        workspace_bytes: what forward or backward allocates beyond what the step holds anyway, by layer.
-        updates: by layer.
-        unfused: the costs without fusion, where a compiler fuses; None otherwise.
-        weights: of the stage, by the first layer that uses them; a rank's parts, where ranks divide them.
-        counts: model FLOPs of the layers, and what the collectives of ranks that divide them move.
-        tokens_per_sample: of the batch; None where it is not of token ids.
-        with_data: the step ran with data, because its sizes depend on values.
-    """
+    """What a training step does, layer by layer, on no device in particular."""
 
     model: str
-    dtype: DType
+    dtype: DType  # of products and convolutions
     batch_size: int
-    graph: LayerGraph
-    costs: Costs
-    until: Sequence[int]
-    layers: LayerMarks[int]
-    saved_bytes: list[int]
-    workspace_bytes: list[int]
+    graph: LayerGraph  # with fake weights
+    costs: Costs  # of the operations of forward and backward
+    until: Sequence[int]  # number of operations before each mark
+    layers: LayerMarks[int]  # marks between their operations
+    saved_bytes: list[int]  # from forward to backward, by layer
+    workspace_bytes: list[int]  # what a layer's forward or backward allocates beyond what the step holds anyway
     updates: list[UpdateTrace]
-    weights: list[dict[str, nn.Parameter]]
+    weights: list[dict[str, nn.Parameter]]  # by the first layer that uses them; a rank's parts, where ranks divide them
     counts: LayerCounts
-    unfused: Costs | None = None
-    tokens_per_sample: int | None = None
-    with_data: bool = False
+    unfused: Costs | None = None  # where a compiler fuses
+    tokens_per_sample: int | None = None  # of a batch of token ids
+    with_data: bool = False  # because its sizes depend on values
 
     def layer_seconds(self, spec: DeviceSpec) -> tuple[list[float], list[float], list[float]]:
         """Return the forward, backward and update seconds of each layer on such a device."""

@@ -36,17 +36,9 @@ _LEAST_LEFT = 0.5  # of a run's time, however much it exchanges
 
 @dataclass(frozen=True)
 class CompiledTimes:
-    """Measurements of compiled code.
+    """Measurements of runs of layers, each compiled, and of the model compiled at once."""
 
-    Attributes:
-        spans: layers of each run.
-        runs: times of each run.
-        whole: times of the model compiled at once.
-        saved_bytes: of each run.
-        exchanged_bytes: of each run.
-    """
-
-    spans: Sequence[range]
+    spans: Sequence[range]  # layers of each run
     runs: Sequence[StepTimes]
     whole: StepTimes
     saved_bytes: Sequence[int]

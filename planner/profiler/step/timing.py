@@ -22,20 +22,12 @@ ProgressCallback = Callable[[str, float], None]  # is told the phase and how muc
 
 @dataclass(frozen=True)
 class Effort:
-    """How long to measure.
+    """How long to measure."""
 
-    Attributes:
-        seconds: stop after the repeat that exceeds them.
-        repeats: at most.
-        least_repeats: at least, whatever the time.
-        warmup: steps that do not count. The first ones allocate memory, fill caches and choose kernels.
-        progress: is told the phase and how much of it is done.
-    """
-
-    seconds: float
-    repeats: int
-    least_repeats: int
-    warmup: int
+    seconds: float  # until the repeat that exceeds them
+    repeats: int  # at most
+    least_repeats: int  # whatever the time
+    warmup: int  # steps that do not count: the first ones allocate memory, fill caches and choose kernels
     progress: ProgressCallback = field(default=lambda _phase, _done: None)
 
 

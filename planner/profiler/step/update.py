@@ -27,21 +27,13 @@ _LEAST_METERED_BYTES = 10**6
 
 @dataclass(frozen=True)
 class LayerUpdate:
-    """Cost of the optimizer's step on one layer's parameters alone, and of adding to their gradients.
-
-    Attributes:
-        update_s: seconds of the step.
-        optimizer_bytes: of its state.
-        update_workspace_bytes: the most that it allocates beyond its state.
-        accumulate_s: by which adding to the gradients takes longer than setting them.
-        accumulate_thread_s: processor time of that, on a CPU.
-    """
+    """Cost of the optimizer's step on one layer's parameters alone, and of adding to their gradients."""
 
     update_s: float
-    optimizer_bytes: int
-    update_workspace_bytes: int = 0
-    accumulate_s: float = 0.0
-    accumulate_thread_s: float | None = None
+    optimizer_bytes: int  # its state
+    update_workspace_bytes: int = 0  # the most that it allocates beyond its state
+    accumulate_s: float = 0.0  # by which adding to the gradients takes longer than setting them
+    accumulate_thread_s: float | None = None  # processor time of that, on a CPU
 
 
 def still(optimizer: Optimizer) -> Optimizer:
