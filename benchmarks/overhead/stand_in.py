@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from planner.executor.communication.messages import Layouts, Outgoing
-from planner.executor.communication.routes import LinkGroups, route_of
+from planner.executor.communication.routes import LinkGroups, lane_of
 from planner.executor.run.context import PipelineContext, pipeline_context
 from planner.executor.run.loop import Groups, make_worker
 from planner.executor.run.worker import Observers, PipelineWorker
@@ -44,11 +44,11 @@ class Neighbours:
         """Make the messages of all receives among `instructions`."""
         for receive in instructions:
             if isinstance(receive, Receive):
-                layout, route = layouts.layout(receive), route_of(receive)
+                layout, lane = layouts.layout(receive), lane_of(receive, dist.get_rank())
                 values = {slot.spec.name: torch.randn(slot.shape, device=self.wire) * 1e-3 for slot in layout.slots}
                 message = Outgoing(layout, self.wire)
                 message.fill(receive.unit, values)
-                self.waiting[receive.peer_rank, route.tag, self.groups.of(route)].append(message.buffer)
+                self.waiting[receive.peer_rank, lane.tag, self.groups.of(lane)].append(message.buffer)
 
     def hand_over(self, lane: _Lane, buffer: Tensor) -> None:
         """Fill `buffer` with the next message."""

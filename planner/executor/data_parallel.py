@@ -17,9 +17,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from planner.errors import PlanError
 from planner.executor.checkpoint.pretrained import fill_pretrained
+from planner.executor.communication.control import message_timeout
 from planner.executor.observe.progress import ProgressCallback, progress_reporter, steady_state
 from planner.executor.run.agreement import take_place
-from planner.executor.run.context import Context, data_groups
+from planner.executor.run.context import Context
 from planner.executor.run.data import RANDOM_BATCHES, BatchSource, make_batches, weighted
 from planner.executor.run.lifecycle import (
     connect_all,
@@ -39,6 +40,7 @@ from planner.model.randomness import random_state_kept
 from planner.model.spec import TrainingSpec
 from planner.model.stage.code import compiled
 from planner.schedule.instructions import Backward, Forward, Instruction, Unit, Update
+from planner.workers.groups import DataGroups
 from planner.workers.heartbeat import Heartbeat
 from planner.workers.job import Job, TrainResult, WorkerReport
 from planner.workers.supervisor import Supervisor
@@ -70,11 +72,6 @@ class Rounds:
     world: int
 
     @property
-    def divided(self) -> bool:
-        """Whether several workers compute one minibatch."""
-        return self.planned > 1
-
-    @property
     def per_update(self) -> int:
         """Microbatches in a round, of all workers."""
         return max(self.planned, self.world)
@@ -82,12 +79,12 @@ class Rounds:
     @property
     def per_minibatch(self) -> int:
         """Microbatches in the baseline's minibatch."""
-        return self.per_update if self.divided else 1
+        return self.per_update if self.planned > 1 else 1
 
     @property
     def minibatches(self) -> int:
         """The baseline's minibatches in a round."""
-        return 1 if self.divided else self.world
+        return self.per_update // self.per_minibatch
 
     def count(self, data: BatchSource, steps: int | None, epochs: int | None) -> int:
         """Return the number of rounds in a run of `steps` of the plan's minibatches, or of `epochs`.
@@ -95,8 +92,7 @@ class Rounds:
         All rounds are whole: DistributedDataParallel hangs when a worker has fewer backwards than the others.
         """
         own_steps = None if steps is None else -(-steps * self.planned // self.per_minibatch)
-        minibatches = data.minibatches(own_steps, epochs)
-        return -(-minibatches // self.minibatches)
+        return -(-data.minibatches(own_steps, epochs) // self.minibatches)
 
     def planned_minibatches(self, round_: int) -> int:
         """Return how many of the plan's minibatches end in `round_`."""
@@ -104,15 +100,14 @@ class Rounds:
 
     def parts(self, data: BatchSource, round_: int, rank: int) -> Iterator[Part]:
         """Yield what worker `rank` computes in `round_`: at least one part, because all must join the all-reduce."""
-        if not self.divided:
+        if self.planned == 1:
             yield Part(Unit(round_ * self.world + rank), share=1.0, factor=1.0, last=True)
             return
         units = [Unit(round_, number) for number in range(rank, self.per_update, self.world)]
-        sizes = {unit: data.size(unit) for unit in units if data.size(unit)}
         # A last, smaller minibatch may have nothing for this worker. It computes the first microbatch, with factor 0.
-        for number, (unit, size) in enumerate(sizes.items() or [(Unit(round_), 0)], start=1):
-            share = data.share(unit) if size else 0.0
-            yield Part(unit, share, share * self.world, last=number >= len(sizes))
+        shares = {unit: data.share(unit) for unit in units if data.size(unit)} or {Unit(round_): 0.0}
+        for number, (unit, share) in enumerate(shares.items(), start=1):
+            yield Part(unit, share, share * self.world, last=number == len(shares))
 
 
 def train_data_parallel(
@@ -153,7 +148,7 @@ def train_data_parallel(
         heartbeat=heartbeat,
         data=data,
         minibatches=rounds.count(data, job.steps, job.epochs) * rounds.minibatches,
-        groups=data_groups(job, place),
+        groups=DataGroups(place, message_timeout(job.run_options.hang_timeout_s)),
     )
     with joined(context, supervisor or Supervisor(job, heartbeat)):
         return _train(context, rounds, model, on_progress)
@@ -174,7 +169,7 @@ def _train(
     make_random_batches(context, first)
     units = (part.unit for round_ in range(count) for part in worker.parts(round_))
     with reading_ahead(context.data, units):
-        seconds = train_together(context, lambda: worker.run(worker.stream(count)))
+        seconds, _ = train_together(context, lambda: worker.run(worker.stream(count)))
     worker.settle()
     per_round = sum(1 for _ in worker.parts(0))
     steady = steady_state(worker.log.completions, start_up=5 * per_round, drain=0, per_round=per_round)
@@ -190,13 +185,14 @@ def _train(
     result = gather_result(context, mine, worker.log, seconds)
     if result is None:
         return None
-    own = {
-        "config": str(context.plan.workers),
-        "schedule": "data-parallel",
-        "samples_per_s": sum(report.samples_per_s for report in result.reports),
-        "predicted_samples_per_s": None,
-    }
-    return result.model_copy(update=own)
+    return result.model_copy(
+        update={
+            "config": str(context.plan.workers),
+            "schedule": "data-parallel",
+            "samples_per_s": sum(report.samples_per_s for report in result.reports),
+            "predicted_samples_per_s": None,
+        }
+    )
 
 
 class DataParallelWorker(Worker):
@@ -208,9 +204,7 @@ class DataParallelWorker(Worker):
 
     def __init__(self, context: Context, rounds: Rounds, model: nn.Module, observers: Observers) -> None:
         super().__init__(observers, context.place.compute, stop_on_nan=context.job.run_options.stop_on_nan)
-        self._context = context
-        self._rounds = rounds
-        self._options = module_options(context.plan)
+        self._context, self._rounds, self._options = context, rounds, module_options(context.plan)
         # Blocks may skip weights depending on the values that they see; for other models one step shows it.
         unused = context.spec.defines("blocks") or self._leaves_out_weights(model)
         group = context.groups.for_collectives(None)
@@ -267,13 +261,13 @@ class DataParallelWorker(Worker):
 
     def _leaves_out_weights(self, model: nn.Module) -> bool:
         """Return whether some weight gets no gradient: DistributedDataParallel hangs unless it is told."""
-        before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        before = [buffer.clone() for buffer in model.buffers()]
         with random_state_kept(self._context.place.compute):
             batch = self._context.spec.example_batch(self._context.microbatch_size).to(self._context.place.compute)
             torch.autograd.backward(unsplit_loss(model, self._context.spec, batch, self._options))
         unused = any(parameter.requires_grad and parameter.grad is None for parameter in model.parameters())
         model.zero_grad(set_to_none=True)
         with torch.no_grad():
-            for name, buffer in model.named_buffers():
-                buffer.copy_(before[name])
+            for buffer, value in zip(model.buffers(), before, strict=True):
+                buffer.copy_(value)
         return unused

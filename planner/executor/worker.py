@@ -10,6 +10,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -93,7 +94,11 @@ def run_worker(
 
     die_with_parent()
     keep_freed_pages()
-    _use_interface(job)
+    if (interface := job.run_options.interface) is not None:  # torchrun, unlike our launcher, does not set this up
+        from planner.workers.launch import VARIABLES, address_of
+
+        address_of(interface)  # or an error that lists the host's
+        os.environ.update(dict.fromkeys(VARIABLES, interface))
     _show_warnings(job)
     on_progress = ProgressShown() if job.show_progress else None
     heartbeat = start_heartbeat(job)
@@ -133,15 +138,6 @@ def run_worker(
             on_progress.line.keep()
 
 
-def _use_interface(job: Job) -> None:
-    """Listen on the interface that the job names: torchrun, unlike our launcher, does not set this up."""
-    if (interface := job.run_options.interface) is not None:
-        from planner.workers.launch import VARIABLES, address_of
-
-        address_of(interface)  # or an error that lists the host's
-        os.environ.update(dict.fromkeys(VARIABLES, interface))
-
-
 def _show_warnings(job: Job) -> None:
     """Print warnings of the library on lines of their own."""
     over_progress = "\r\x1b[K" if job.show_progress else ""
@@ -170,14 +166,8 @@ class ProgressShown:
         self._shown_s = now
         text = f"minibatch {progress.minibatch}/{progress.minibatches}  loss {progress.loss:.4f}"
         if progress.samples_per_s is not None and progress.seconds_left is not None:
-            text += f"  {progress.samples_per_s:.1f} samples/s  {_clock(progress.seconds_left)} left"
+            text += f"  {progress.samples_per_s:.1f} samples/s  {timedelta(seconds=round(progress.seconds_left))} left"
         self.line.show(text)
-
-
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 if __name__ == "__main__":

@@ -1,36 +1,28 @@
-"""Start the workers on this host through torchrun's launcher, and say why one failed.
+"""Start the workers on this host as torchrun does, and say why one failed.
 
-torchrun's own rendezvous opens a store that listens on all addresses of the host. Its launcher accepts other handlers,
-and torch's store accepts a socket that is already bound: here it listens on one address only.
+torchrun opens a store that listens on all addresses of the host. torch's store accepts a socket that is already bound:
+here it listens on one address only.
 """
 
 from __future__ import annotations
 
 import fcntl
-import logging
 import os
 import signal
 import socket
 import struct
+import subprocess
 import sys
 import tempfile
-import uuid
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
+from typing import NoReturn
 
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # exported by a star import
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.rendezvous import (
-    RendezvousHandler,
-    RendezvousInfo,
-    RendezvousParameters,
-    RendezvousStoreInfo,
-    rendezvous_handler_registry,
-)
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported by a star import
 
 from planner.errors import InputError, WorkerError
 from planner.formats.files import save_record
@@ -39,11 +31,11 @@ from planner.workers.job import LAUNCHER_VARIABLE, RESULT_FILE, TIMELINE_FILE, J
 from planner.workers.local_watch import LocalWatch, explain
 from planner.workers.place import CUDA_VARIABLES
 
-BACKEND = "plan-one-host"
 LOOPBACK = "lo"
 VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # by which torch's backends choose an interface
 _TIMEOUT = timedelta(minutes=5)
-SHUTDOWN_S = "10"  # seconds from SIGTERM to SIGKILL, for the workers that are left when one has failed
+_LOOK_S = 0.1  # between two looks at the processes
+_SHUTDOWN_S = 10.0  # from SIGTERM to SIGKILL, for the workers that are left when one has failed
 _SIOCGIFADDR = 0x8915  # <linux/sockios.h>: get an interface's IPv4 address
 
 
@@ -64,63 +56,6 @@ def address_of(interface: str) -> str:
                 f"'{interface}' is no network interface with an IPv4 address here", hint=f"interfaces here: {names}"
             ) from None
     return socket.inet_ntoa(answer[20:24])
-
-
-class OneHost(RendezvousHandler):
-    """Rendezvous of a single launcher, which holds the store that its workers use."""
-
-    def __init__(self, address: str, run_id: str) -> None:
-        self._run_id = run_id
-        self._address = address
-        self._store: TCPStore | None = None
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        """Open the store; nobody is waited for, because the caller is the only member."""
-        listening = socket.create_server((self._address, 0))
-        port = listening.getsockname()[1]
-        # Detached, because the store closes the socket.
-        descriptor = listening.detach()
-        # Without libuv: with it, the store of PyTorch 2.7 takes no socket that listens already.
-        self._store = TCPStore(
-            self._address, port, is_master=True, timeout=_TIMEOUT, master_listen_fd=descriptor, use_libuv=False
-        )
-        bootstrap = RendezvousStoreInfo(self._address, port)
-        return RendezvousInfo(PrefixStore(self._run_id, self._store), 0, 1, bootstrap)
-
-    @property
-    def use_agent_store(self) -> bool:
-        """Let the workers use the launcher's store instead of opening one."""
-        return True
-
-    def get_backend(self) -> str:
-        return BACKEND
-
-    def get_run_id(self) -> str:
-        return self._run_id
-
-    def is_closed(self) -> bool:
-        return False
-
-    def set_closed(self) -> None:
-        """Do nothing: nobody else could join."""
-
-    def num_nodes_waiting(self) -> int:
-        return 0
-
-    def shutdown(self) -> bool:
-        """Close the port."""
-        self._store = None
-        return True
-
-
-def _create(parameters: RendezvousParameters) -> RendezvousHandler:
-    return OneHost(parameters.endpoint, parameters.run_id)
-
-
-def register() -> None:
-    """Register `BACKEND` with torch's launcher."""
-    # Not a lambda: a launcher that restarts its workers registers again, and torch accepts only the same function.
-    rendezvous_handler_registry.register(BACKEND, _create)
 
 
 @contextmanager
@@ -151,67 +86,95 @@ def run_workers(module: str, job: Job, on_timeline: Callable[[Timeline], None] |
     """
     interface = job.run_options.interface or os.environ.get("GLOO_SOCKET_IFNAME", LOOPBACK).split(",")[0]
     address = address_of(interface)
-    register()
-    with tempfile.TemporaryDirectory(prefix="plan-train-") as folder:
-        job = job.model_copy(update={"folder": folder})
-        job_path, result_path = Path(folder) / "job.json", Path(folder) / RESULT_FILE
-        save_record(job, job_path)
-        config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=job.plan.workers,
-            run_id=uuid.uuid4().hex,
-            rdzv_backend=BACKEND,
-            rdzv_endpoint=address,
-            local_addr=address,
-            logs_specs=DefaultLogsSpecs(log_dir=folder),
-            max_restarts=0,
-            monitor_interval=0.1,
+    with tempfile.TemporaryDirectory(prefix="plan-train-") as name, socket.create_server((address, 0)) as listening:
+        folder, port, workers = Path(name), listening.getsockname()[1], str(job.plan.workers)
+        job = job.model_copy(update={"folder": name})
+        save_record(job, folder / "job.json")
+        # Detached, because the store closes the socket, when it is freed. Without libuv: with it, the store of PyTorch
+        # 2.7 takes no socket that listens already.
+        store = TCPStore(
+            address, port, is_master=True, timeout=_TIMEOUT, master_listen_fd=listening.detach(), use_libuv=False
         )
-        with _quiet_launcher(), environment(_worker_variables(interface)):
-            watch = LocalWatch(Path(folder), job)
-            watch.start()
-            try:
-                elastic_launch(config, sys.executable)("-m", module, str(job_path))
-            except ChildFailedError as cause:
-                exit_codes = {rank: process.exitcode for rank, process in cause.failures.items()}
-                error = explain(exit_codes, Path(folder), job)
-                raise error from error.__cause__
-            except SignalException as cause:
-                # The launcher has ended the workers. Ctrl-C then ends this process as it would any other.
-                if cause.sigval == signal.SIGINT:
-                    raise KeyboardInterrupt from None
-                raise WorkerError(f"training was ended by {cause.sigval.name}") from None
-            finally:
-                watch.stop()
-        if not result_path.exists():
+        defaults = {"OMP_NUM_THREADS": "1", **CUDA_VARIABLES}
+        variables = {
+            **{name: value for name, value in defaults.items() if name not in os.environ},
+            **dict.fromkeys(VARIABLES, interface),
+            LAUNCHER_VARIABLE: str(os.getpid()),
+            # Those of torchrun that workers read.
+            "MASTER_ADDR": address,
+            "MASTER_PORT": str(port),
+            "WORLD_SIZE": workers,
+            "LOCAL_WORLD_SIZE": workers,
+            "GROUP_RANK": "0",
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+        }
+        watch = LocalWatch(folder, job)
+        watch.start()
+        try:
+            with _told_of_signals():
+                failed = _run([sys.executable, "-m", module, str(folder / "job.json")], variables, job.plan.workers)
+        finally:
+            watch.stop()
+            del store
+        if failed:
+            error = explain(failed, folder, job)
+            raise error from error.__cause__
+        if not (result_path := folder / RESULT_FILE).exists():
             raise WorkerError("the workers ended without an error and without a result")
-        if on_timeline is not None and (timeline_path := Path(folder) / TIMELINE_FILE).exists():
+        if on_timeline is not None and (timeline_path := folder / TIMELINE_FILE).exists():
             on_timeline(load_timeline(timeline_path))
         return TrainResult.model_validate_json(result_path.read_text(encoding="utf-8"))
 
 
 @contextmanager
-def _quiet_launcher() -> Iterator[None]:
-    """Silence torchrun's log: `launch` says in one sentence what happened."""
-    # Some of its loggers have a level of their own, which their parent's does not override.
-    loggers = [
-        logger
-        for name, logger in logging.root.manager.loggerDict.items()
-        if name.startswith("torch.distributed.elastic") and isinstance(logger, logging.Logger)
-    ]
-    before = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.CRITICAL)
+def _told_of_signals() -> Iterator[None]:
+    """Let the signals that end this process end the workers first; Ctrl-C does so by itself."""
+
+    def end(number: int, _: object) -> NoReturn:
+        raise WorkerError(f"training was ended by {signal.Signals(number).name}")
+
+    main = threading.current_thread() is threading.main_thread()  # no other may set handlers
+    before = {each: signal.signal(each, end) for each in (signal.SIGTERM, signal.SIGHUP) if main}
     try:
         yield
     finally:
-        for logger, level in zip(loggers, before, strict=True):
-            logger.setLevel(level)
+        for each, handler in before.items():
+            signal.signal(each, handler)
 
 
-def _worker_variables(interface: str) -> dict[str, str]:
-    """Return what the workers inherit: one network interface, and one thread unless the environment says otherwise."""
-    defaults = {"OMP_NUM_THREADS": "1", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": SHUTDOWN_S, **CUDA_VARIABLES}
-    wanted = {name: value for name, value in defaults.items() if name not in os.environ}
-    return {**wanted, **dict.fromkeys(VARIABLES, interface), LAUNCHER_VARIABLE: str(os.getpid())}
+def _run(command: Sequence[str], variables: Mapping[str, str], workers: int) -> dict[int, int]:
+    """Run `command` once per worker, until all have ended or one has failed; then end the others.
+
+    Returns:
+        The exit codes of the workers that failed, by rank; negative for a signal.
+    """
+    processes: list[subprocess.Popen[bytes]] = []
+    try:
+        for rank in range(workers):
+            own = {**os.environ, **variables, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            # A session of its own, so that what a worker starts ends with it, and Ctrl-C is the launcher's affair.
+            processes.append(subprocess.Popen(command, env=own, start_new_session=True))
+        while True:
+            codes = [process.poll() for process in processes]
+            failed = {rank: code for rank, code in enumerate(codes) if code}
+            if failed or None not in codes:
+                return failed
+            time.sleep(_LOOK_S)
+    finally:
+        left = [process for process in processes if process.poll() is None]
+        for process in left:
+            _signal(process, signal.SIGTERM)
+        deadline = time.monotonic() + _SHUTDOWN_S
+        for process in left:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, deadline - time.monotonic()))
+        for process in left:
+            if process.poll() is None:
+                _signal(process, signal.SIGKILL)
+                process.wait()
+
+
+def _signal(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, number)

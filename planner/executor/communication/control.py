@@ -47,9 +47,8 @@ def message_timeout(hang_timeout_s: float) -> timedelta:
 
 
 def join_group(timeout: timedelta = TIMEOUT) -> None:
-    """Join the process group that torchrun's environment describes."""
+    """Join the process group that torchrun's environment describes: see `control_group`."""
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    # The default group carries control traffic, on the CPU, whatever device trains: see `control_group`.
     store = worker_store(timeout)
     # The keys of an earlier group of this process have the addresses of connections that are gone.
     own = PrefixStore(f"group_{nth_time(store, 'group')}", store)
@@ -105,7 +104,4 @@ def merge_losses(parts: Iterable[str | bytes]) -> tuple[Loss, ...]:
     for part in parts:
         for minibatch, loss in json.loads(part):
             total[minibatch] += loss
-    return tuple(
-        Loss(minibatch=minibatch, loss=total[minibatch] if math.isfinite(total[minibatch]) else None)
-        for minibatch in sorted(total)
-    )
+    return tuple(Loss(minibatch=key, loss=total[key] if math.isfinite(total[key]) else None) for key in sorted(total))

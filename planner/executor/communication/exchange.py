@@ -1,13 +1,7 @@
-"""Exchange a tensor of equal rows, one for each member of a group: sum every row at its owner, or hand every row on.
-
-Both halves of a ring all-reduce move (r-1)/r of the bytes (Patarasuk & Yuan 2009, section 3), and so do these.
-NCCL has both. gloo's reduce_scatter is an all-reduce that is thrown away in part: 28 ms for 16 MB where an all-reduce
-takes 21. So over gloo each member sends every row to its owner, or its own row to every other member: 8 ms.
-"""
+"""Exchange a tensor of equal rows, one for each member of a group: sum every row at its owner, or hand every row on."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,127 +12,101 @@ from torch import Tensor
 from planner.workers.groups import GLOO
 
 
-class Exchange(ABC):
-    """Exchanges rows among the members of `group`.
+class Exchange:
+    """Exchanges a tensor of equal rows, one for each member of `group`, with NCCL's own operations, in place.
 
-    All members call the same methods in the same order: what travels carries no header.
+    All members call the same methods in the same order: what travels carries no header. Both halves of a ring
+    all-reduce move (r-1)/r of the bytes (Patarasuk & Yuan 2009, section 3), and so do these.
+
+    Attributes:
+        own: this member's number.
+        places: by member, where its row lies in the tensor.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
-        self.own = dist.get_rank(group)  # this member's row
-        self.members = dist.get_world_size(group)
+        self._group = group
+        self.own, self._members = dist.get_rank(group), dist.get_world_size(group)
+        self.places: Sequence[int] = range(self._members)
 
-    @abstractmethod
-    def places(self) -> Sequence[int]:
-        """Return, by owner, where its row lies in a tensor of `members` rows."""
-
-    @abstractmethod
-    def reduce_scatter(self, rows: Tensor) -> ReduceScatter:
-        """Begin to add up all members' rows, each at its owner, which has the sum in place of its own row.
-
-        Args:
-            rows: of shape (members, elements), in the order of `places`. It may be read and written until the end.
-        """
-
-    @abstractmethod
-    def all_gather(self, rows: Tensor) -> Callable[[], object]:
-        """Begin to give every member all owners' rows, and return what waits for it.
-
-        Args:
-            rows: of shape (members, elements), in the order of `places`; only this member's own row has content.
-        """
-
-
-def exchange_over(group: dist.ProcessGroup) -> Exchange:
-    """Return the exchange that suits the group's backend."""
-    return (_Direct if dist.get_backend(group) == GLOO else _Collective)(group)
-
-
-class ReduceScatter:
-    """A sum of rows under way."""
-
-    def __init__(self, work: dist.Work) -> None:
-        self._work = work
-
-    def done(self) -> bool:
-        """Return whether `wait` would return at once and free memory."""
-        return False  # NCCL sums in place: nothing is freed by asking
-
-    def wait(self) -> None:
-        """Wait for the sum; on a GPU the stream waits, and the host does not."""
-        self._work.wait()
-
-
-class _Collective(Exchange):
-    """NCCL's own operations, in place."""
-
-    def places(self) -> Sequence[int]:
-        return range(self.members)
-
-    def reduce_scatter(self, rows: Tensor) -> ReduceScatter:
+    def reduce_scatter(self, rows: Tensor) -> RowSum:
+        """Begin to add up all members' rows, each at its owner, which has the sum in place of its own row."""
         post = _named("reduce_scatter_single", "reduce_scatter_tensor")
-        return ReduceScatter(post(rows[self.own], rows.view(-1), group=self.group, async_op=True))
+        return RowSum(post(rows[self.own], rows.view(-1), group=self._group, async_op=True))
 
     def all_gather(self, rows: Tensor) -> Callable[[], object]:
+        """Begin to give every member all owners' rows, and return what waits for it."""
         post = _named("all_gather_single", "all_gather_into_tensor")
-        work = post(rows.view(-1), rows[self.own], group=self.group, async_op=True)
+        work = post(rows.view(-1), rows[self.own], group=self._group, async_op=True)
         return lambda: work.wait()
 
 
 class _Direct(Exchange):
-    """Every row goes straight to its owner, over gloo.
+    """Sends every row straight to its owner, over gloo.
 
-    The own row is the last one: the others then lie together, in the order of the members, as all_to_all takes them.
-    A message of its own for each row would do, but gloo does not say whether messages have arrived.
+    gloo's reduce_scatter is an all-reduce that is thrown away in part: 28 ms for 16 MB where an all-reduce takes 21,
+    and this 8. The own row is the last one: the others then lie together, in the order of the members, as all_to_all
+    takes them. A message of its own for each row would do, but gloo does not say whether messages have arrived.
     """
 
-    def places(self) -> Sequence[int]:
-        last = self.members - 1
-        return [last if owner == self.own else owner - (owner > self.own) for owner in range(self.members)]
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__(group)
+        last = self._members - 1
+        self.places = [last if owner == self.own else owner - (owner > self.own) for owner in range(self._members)]
 
-    def reduce_scatter(self, rows: Tensor) -> ReduceScatter:
-        elements = rows.shape[1]
-        sizes = [0 if member == self.own else elements for member in range(self.members)]
+    def reduce_scatter(self, rows: Tensor) -> RowSum:
+        sizes = [0 if member == self.own else rows.shape[1] for member in range(self._members)]
         received = torch.empty_like(rows[:-1])
-        work = dist.all_to_all_single(received.view(-1), rows[:-1].view(-1), sizes, sizes, self.group, async_op=True)
+        work = dist.all_to_all_single(received.view(-1), rows[:-1].view(-1), sizes, sizes, self._group, async_op=True)
         assert work is not None
-        return _DirectSum(work, received, rows[-1], self.own)
+        own, terms = rows[-1], list(received)
+        terms.insert(self.own, own)
+        return RowSum(work, terms, own)
 
     def all_gather(self, rows: Tensor) -> Callable[[], object]:
         works: list[dist.Work | None] = []  # PyTorch's annotations do not know that these are never None
-        for owner, place in enumerate(self.places()):
+        for owner, place in enumerate(self.places):
             if owner != self.own:
-                peer = dist.get_global_rank(self.group, owner)
-                works.append(dist.isend(rows[-1], peer, self.group))
-                works.append(dist.irecv(rows[place], peer, self.group))
+                peer = dist.get_global_rank(self._group, owner)
+                works.append(dist.isend(rows[-1], peer, self._group))
+                works.append(dist.irecv(rows[place], peer, self._group))
         return lambda: [work.wait() for work in works if work is not None]
 
 
-class _DirectSum(ReduceScatter):
-    """Adds up in the order of the members, so that a sum does not depend on which of them has it."""
+class RowSum:
+    """A sum of rows under way.
 
-    def __init__(self, work: dist.Work, received: Tensor, own: Tensor, index: int) -> None:
-        super().__init__(work)
-        self._received: Tensor | None = received
-        self._own = own
-        self._index = index
+    Args:
+        terms: to be added up here, when all have come, in the order of the members: so a sum does not depend on which
+            of them has it. None where NCCL sums in place.
+        own: where their sum goes.
+    """
 
-    def done(self) -> bool:
-        return self._work.is_completed()
+    def __init__(self, work: dist.Work, terms: Sequence[Tensor] = (), own: Tensor | None = None) -> None:
+        self._work: dist.Work | None = work
+        self._terms, self._own = terms, own
+
+    def poll(self) -> None:
+        """Add up if all terms have come: they take as much memory as all gradients of the bucket."""
+        if self._terms and self._work is not None and self._work.is_completed():
+            self.wait()
 
     def wait(self) -> None:
-        if self._received is None:
+        """Wait for the sum; on a GPU the stream waits, and the host does not."""
+        if self._work is None:
             return
         self._work.wait()
-        terms = list(self._received)
-        terms.insert(self._index, self._own)
-        total, *others = terms
-        for other in others:
-            total += other
-        if total is not self._own:
-            self._own.copy_(total)
-        self._received = None  # as large as all gradients of the bucket, but for the own ones
+        if self._own is not None:
+            total, *others = self._terms
+            for other in others:
+                total += other
+            if total is not self._own:
+                self._own.copy_(total)
+        self._work, self._terms = None, ()
+
+
+def exchange_over(group: dist.ProcessGroup) -> Exchange:
+    """Return the exchange that suits the group's backend."""
+    return (_Direct if dist.get_backend(group) == GLOO else Exchange)(group)
 
 
 def _named(new: str, old: str) -> Callable[..., Any]:

@@ -8,22 +8,13 @@ place in the order of calls. DistributedDataParallel cannot be used here: it exp
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from planner.cost.network.link import bucket_bytes
-
-
-class _Parts(NamedTuple):
-    """One flat tensor with all gradients of a bucket, and per parameter the number of replicas that had a gradient."""
-
-    flat: Tensor
-    views: list[Tensor]
-    present: Tensor
 
 
 class Bucket(ABC):
@@ -36,79 +27,91 @@ class Bucket(ABC):
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.parameters = list(parameters)
         self.ready: set[int] = set()  # parameters whose gradients are complete, by their index
+        self._missing: list[int] = []  # parameters without a gradient here
 
     @property
     def full(self) -> bool:
         """Whether all gradients are complete."""
         return len(self.ready) == len(self.parameters)
 
-    @abstractmethod
     def post(self, group: dist.ProcessGroup) -> None:
         """Move all gradients from `.grad` into the bucket, and begin to reduce them over `group`.
 
         All at once: on a GPU that is one kernel for the bucket, and not two for each parameter.
         """
+        gradients = {index: each.grad for index, each in enumerate(self.parameters) if each.grad is not None}
+        self._missing = [index for index in range(len(self.parameters)) if index not in gradients]
+        for parameter in self.parameters:
+            parameter.grad = None
+        self._reduce(gradients, group)
 
     def poll(self) -> None:
         """Free what a reduction that has come to its end no longer needs; never waits."""
         return
 
-    @abstractmethod
     def finish(self, divisor: int) -> None:
         """Wait for the sums and set gradients to them, divided by `divisor`.
 
-        Where no replica had a gradient, it becomes None: optimizers skip those parameters.
+        Where no replica had a gradient, it stays None: optimizers skip those parameters.
         """
+        sums, had = self._sums()
+        if divisor > 1:
+            sums.div_(divisor)
+        # Other replicas may have had one. Only then is it read, because that waits for the sums on a GPU.
+        kept = had.tolist() if self._missing else []
+        lost = {index for index in self._missing if not kept[index]}
+        self._give(sums, [index for index in range(len(self.parameters)) if index not in lost])
+
+    @abstractmethod
+    def _reduce(self, gradients: Mapping[int, Tensor], group: dist.ProcessGroup) -> None:
+        """Begin to sum up the gradients, by index of their parameters, and how many replicas have each."""
+
+    @abstractmethod
+    def _sums(self) -> tuple[Tensor, Tensor]:
+        """Wait for the sums; return them, and per parameter the number of replicas that had a gradient."""
+
+    @abstractmethod
+    def _give(self, sums: Tensor, indices: Sequence[int]) -> None:
+        """Make `sums` the gradients of these parameters."""
 
 
 class WholeBucket(Bucket):
     """A bucket that is all-reduced: each replica has the averages of all gradients in `.grad`."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        super().__init__(parameters)
-        self._work: dist.Work | None = None
-        self._parts: _Parts | None = None
-        self._missing: list[int] = []  # parameters without a gradient here
-
-    @property
-    def parts(self) -> _Parts:
-        """The flat tensor and its parts, until `finish`."""
-        if self._parts is None:
-            first, sizes = self.parameters[0], [parameter.numel() for parameter in self.parameters]
-            flat = torch.empty(sum(sizes) + len(sizes), dtype=first.dtype, device=first.device)
-            *pieces, present = torch.split(flat, [*sizes, len(sizes)])
-            views = [piece.view_as(parameter) for piece, parameter in zip(pieces, self.parameters, strict=True)]
-            self._parts = _Parts(flat, views, present)
-        return self._parts
-
-    def post(self, group: dist.ProcessGroup) -> None:
-        views, present = self.parts.views, self.parts.present
-        self._missing = [index for index, parameter in enumerate(self.parameters) if parameter.grad is None]
-        filled = [(view, p.grad) for view, p in zip(views, self.parameters, strict=True) if p.grad is not None]
-        if filled:
-            torch._foreach_copy_([view for view, _ in filled], [gradient for _, gradient in filled])
+    def _reduce(self, gradients: Mapping[int, Tensor], group: dist.ProcessGroup) -> None:
+        first, sizes = self.parameters[0], [parameter.numel() for parameter in self.parameters]
+        self._flat = torch.empty(sum(sizes) + len(sizes), dtype=first.dtype, device=first.device)
+        views, present = self._views(self._flat), self._flat[-len(sizes) :]
+        copy_all([views[index] for index in gradients], list(gradients.values()))
         present.fill_(1)
         for index in self._missing:
             views[index].zero_()
             present[index] = 0
-        for parameter in self.parameters:
-            parameter.grad = None
-        self._work = dist.all_reduce(self.parts.flat, group=group, async_op=True)
+        self._work = dist.all_reduce(self._flat, group=group, async_op=True)
 
-    def finish(self, divisor: int) -> None:
+    def _sums(self) -> tuple[Tensor, Tensor]:
         assert self._work is not None
         self._work.wait()
-        if divisor > 1:
-            self.parts.flat[: -len(self.parameters)].div_(divisor)
-        for parameter, view in zip(self.parameters, self.parts.views, strict=True):
-            parameter.grad = view
-        if self._missing:
-            # Others may have had one. Only then is it read, because that waits for the all-reduce on a GPU.
-            had = self.parts.present.tolist()
-            for index in self._missing:
-                if not had[index]:
-                    self.parameters[index].grad = None
-        self._work = self._parts = None
+        count = len(self.parameters)
+        sums, had = self._flat[:-count], self._flat[-count:]
+        del self._work, self._flat
+        return sums, had
+
+    def _give(self, sums: Tensor, indices: Sequence[int]) -> None:
+        views = self._views(sums)
+        for index in indices:
+            self.parameters[index].grad = views[index]
+
+    def _views(self, flat: Tensor) -> list[Tensor]:
+        sizes = [parameter.numel() for parameter in self.parameters]
+        pieces = torch.split(flat[: sum(sizes)], sizes)
+        return [piece.view_as(parameter) for piece, parameter in zip(pieces, self.parameters, strict=True)]
+
+
+def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Copy each source to its target, in one kernel on a GPU."""
+    if targets:  # PyTorch refuses empty lists
+        torch._foreach_copy_(targets, sources)
 
 
 class GradientAverager:

@@ -21,26 +21,13 @@ from torch import Tensor
 from planner.errors import first_line
 from planner.executor.communication.later import Reader
 from planner.executor.communication.messages import Layout, Outgoing, check, header_here, unpack
-from planner.executor.communication.routes import LinkGroups, Route, route_of
+from planner.executor.communication.routes import Lane, LinkGroups, lane_of
 from planner.schedule.instructions import POSTED, Instruction, Receive, Send, SendShared, matching_receive
 from planner.workers.failures import ConnectionLostError
 from planner.workers.place import Place
 
 LayoutOf = Callable[[Receive | Send], Layout]
 Segments = Iterable[Iterable[Instruction]]  # a worker's stream; between two segments the pipeline is empty
-
-
-@dataclass(frozen=True)
-class SendLimits:
-    """How many sends on a route may be unfinished at once; for the next, a worker waits for the oldest.
-
-    Args:
-        messages: with as many as there can be units in flight, the wait never blocks: the oldest unit has come back.
-        rounds: by stage, of gradients of shared weights: rounds that the stage can be ahead of the slowest sharer.
-    """
-
-    messages: int
-    rounds: Callable[[int], int] = lambda _: 0
 
 
 @dataclass(slots=True)
@@ -65,28 +52,34 @@ class Posted:
 class Links(ABC):
     """All messages of this worker.
 
-    Both ends have the messages of one route in the same order. Messages between other stages of the same two workers
+    Both ends have the messages of one lane in the same order. Messages between other stages of the same two workers
     may be in another order at each end; they have another tag, or another group.
 
     Args:
+        most: sends on a lane that may be unfinished at once; for the next, a worker waits for the oldest. With as many
+            as there can be units in flight, the wait never blocks: the oldest unit has come back.
         place: the device that messages are made on, and the device that computes with their values.
         stream: the worker's instructions, as far as they are known in advance.
+        rounds: as `most`, of gradients of shared weights, by stage: rounds that it can be ahead of the slowest sharer.
     """
 
     _rounds_more = 0  # sends of shared gradients that may be unfinished beyond the limit
 
     def __init__(
-        self, groups: LinkGroups, layout_of: LayoutOf, limits: SendLimits, place: Place, stream: Segments
+        self,
+        groups: LinkGroups,
+        layout_of: LayoutOf,
+        most: int,
+        place: Place,
+        stream: Segments,
+        rounds: Callable[[int], int] = lambda _: 0,
     ) -> None:
-        self._groups = groups
-        self._layout_of = layout_of
-        self._limits = limits
-        self._place = place
+        self._groups, self._layout_of, self._place = groups, layout_of, place
+        self._most, self._rounds = most, rounds
         self._moves = place.wire != place.compute
         self._rank = dist.get_rank()
-        self._sent: defaultdict[Route, deque[tuple[dist.Work, Outgoing]]] = defaultdict(deque)
-        self._ends: dict[Route, tuple[dist.ProcessGroup, int]] = {}
-        self._left: dict[Route, Outgoing] = {}  # the newest that has left, to be filled again
+        self._sent: defaultdict[Lane, deque[tuple[dist.Work, Outgoing]]] = defaultdict(deque)
+        self._left: dict[Lane, Outgoing] = {}  # the newest that has left, to be filled again
         self._within: dict[Receive, dict[str, Tensor]] = {}  # between two stages of this worker
         self._follow(stream)
 
@@ -111,21 +104,15 @@ class Links(ABC):
             self._within[matching_receive(send, self._rank)] = {n: value.detach() for n, value in own.items()}
             return
         for each in self._groups.copies(send, self._rank):
-            self._send(each, values)
-
-    def _send(self, send: Send, values: dict[str, Tensor]) -> None:
-        route = route_of(send)
-        # Before the message is packed, so that it takes the memory of one that has left.
-        if route.shared:
-            self._finish(route, self._limits.rounds(send.stage) + self._rounds_more)
-        else:
-            self._finish(route, self._limits.messages - 1)
-        self._start(send, route, values)
+            lane = lane_of(each, self._rank)
+            # Before the message is packed, so that it takes the memory of one that has left.
+            self._finish(lane, self._rounds(each.stage) + self._rounds_more if lane.shared else self._most - 1)
+            self._start(each, lane, self._packed(each, lane, values))
 
     def drain(self) -> None:
         """Wait until everything sent has left."""
-        for route in self._sent:
-            self._finish(route, 0)
+        for lane in self._sent:
+            self._finish(lane, 0)
         self.settle()
 
     def expect(self, under_way: Callable[[], Iterable[Receive]]) -> None:
@@ -145,46 +132,38 @@ class Links(ABC):
         """Wait for the message of `receive`."""
 
     @abstractmethod
-    def _start(self, send: Send, route: Route, values: dict[str, Tensor]) -> None:
-        """Begin to send `values`."""
+    def _start(self, send: Send, lane: Lane, message: Outgoing) -> None:
+        """Begin to send `message`."""
 
-    def _packed(self, send: Send, route: Route, values: dict[str, Tensor]) -> Outgoing:
+    def _packed(self, send: Send, lane: Lane, values: dict[str, Tensor]) -> Outgoing:
         layout = self._layout_of(send)
-        message = self._left.pop(route, None)
+        message = self._left.pop(lane, None)
         if message is None or message.layout is not layout:
             message = Outgoing(layout, self._place.wire)
         message.fill(send.unit, values)
         return message
 
-    def _post_send(self, route: Route, message: Outgoing) -> None:
-        group, tag = self._end(route)
-        work = dist.isend(message.buffer, route.peer_rank, group, tag=tag)
+    def _post_send(self, lane: Lane, message: Outgoing) -> None:
+        work = dist.isend(message.buffer, lane.receiver, self._groups.of(lane), tag=lane.tag)
         assert work is not None
         # Over NCCL the transfer begins when this stream has filled the buffer: isend records that in an event.
         # The buffer must live until the transfer ends, and gloo reports the end only to a caller that waits for it.
-        self._sent[route].append((work, message))
+        self._sent[lane].append((work, message))
 
     def _post_receive(self, receive: Receive, layout: Layout, buffer: Tensor) -> Posted:
-        group, tag = self._end(route_of(receive))
-        work = dist.irecv(buffer, receive.peer_rank, group, tag=tag)
+        lane = lane_of(receive, self._rank)
+        work = dist.irecv(buffer, lane.sender, self._groups.of(lane), tag=lane.tag)
         assert work is not None
         return Posted(receive, layout, buffer, work)
 
-    def _end(self, route: Route) -> tuple[dist.ProcessGroup, int]:
-        """Return the group and the tag of a route's messages, looked up once."""
-        end = self._ends.get(route)
-        if end is None:
-            end = self._ends[route] = self._groups.of(route), route.tag
-        return end
-
-    def _finish(self, route: Route, keep: int) -> None:
-        pending = self._sent[route]
+    def _finish(self, lane: Lane, keep: int) -> None:
+        pending = self._sent[lane]
         while len(pending) > keep:
             work, message = pending.popleft()
             # Over NCCL the stream waits, not the host: what fills the buffer next does so after the transfer has ended.
-            wait_for(work, route.peer_rank)
-            if not route.shared:  # those are as large as the weights, and not worth their memory
-                self._left[route] = message
+            wait_for(work, lane.receiver)
+            if not lane.shared:  # those are as large as the weights, and not worth their memory
+                self._left[lane] = message
 
 
 def wait_for(work: dist.Work, peer: int) -> None:
@@ -203,48 +182,48 @@ def wait_for(work: dist.Work, peer: int) -> None:
 
 
 class GlooLinks(Links):
-    """Posts `POSTED` receives per route ahead, of the worker's stream as far as it is known."""
+    """Posts `POSTED` receives per lane ahead, of the worker's stream as far as it is known."""
 
     def _follow(self, stream: Segments) -> None:
-        # All routes share one iteration over the stream, so each keeps what another has passed on its way.
+        # All lanes share one iteration over the stream, so each keeps what another has passed on its way.
         each_one = chain.from_iterable(stream)
         self._receives = (each for each in each_one if isinstance(each, Receive) and each.peer_rank != self._rank)
-        self._passed: defaultdict[Route, deque[Receive]] = defaultdict(deque)
-        self._posted: dict[Route, deque[Posted]] = {}
+        self._passed: defaultdict[Lane, deque[Receive]] = defaultdict(deque)
+        self._posted: dict[Lane, deque[Posted]] = {}
 
     def _take(self, receive: Receive) -> Posted:
-        route = route_of(receive)
+        lane = lane_of(receive, self._rank)
         # Gradients of shared weights are as large as the weights: a second buffer is not worth its memory.
-        ahead = 1 if route.shared else POSTED
-        queue = self._posted.get(route)
+        ahead = 1 if lane.shared else POSTED
+        queue = self._posted.get(lane)
         if queue is None:
-            queue = self._posted[route] = deque()
+            queue = self._posted[lane] = deque()
             for _ in range(ahead):
-                self._post_next(route)
+                self._post_next(lane)
         if not queue:
             queue.append(self._post(receive))  # the stream was not known in advance
         posted = queue.popleft()
         assert posted.receive == receive, (posted.receive, receive)
         # Posting takes time. Before the wait, it is hidden by it; after the wait, it would delay the computation.
         if ahead > 1:
-            self._post_next(route)
+            self._post_next(lane)
         posted.wait()
         if ahead == 1:
-            self._post_next(route)
+            self._post_next(lane)
         check(posted.layout, receive.unit, header_here(posted.buffer), f"rank {receive.peer_rank}")
         return posted
 
-    def _start(self, send: Send, route: Route, values: dict[str, Tensor]) -> None:
-        self._post_send(route, self._packed(send, route, values))
+    def _start(self, send: Send, lane: Lane, message: Outgoing) -> None:
+        self._post_send(lane, message)
 
-    def _post_next(self, route: Route) -> None:
-        passed = self._passed[route]
+    def _post_next(self, lane: Lane) -> None:
+        passed = self._passed[lane]
         while not passed:
             receive = next(self._receives, None)
             if receive is None:
                 return
-            self._passed[route_of(receive)].append(receive)
-        self._posted[route].append(self._post(passed.popleft()))
+            self._passed[lane_of(receive, self._rank)].append(receive)
+        self._posted[lane].append(self._post(passed.popleft()))
 
     def _post(self, receive: Receive) -> Posted:
         layout = self._layout_of(receive)

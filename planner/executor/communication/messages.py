@@ -36,8 +36,6 @@ from planner.schedule.instructions import (
 from planner.workers.coding import Coding, coding_of
 
 SCALE = "loss scale"  # the sender's scale, as a value of a message of gradients; no operation's name has a space
-
-
 _ALIGNMENT = 64  # bytes: a cache line, and enough for vector instructions of any width
 _CHECKSUM, _MINIBATCH, _MICROBATCH = 0x7FFF, 0xFFFFFFFF, 0xFFFF  # what fits into the header, from its top to its bottom
 
@@ -132,16 +130,7 @@ def header_here(buffer: Tensor) -> int:
 
 
 def check(layout: Layout, unit: Unit, word: int, sender: str) -> None:
-    """Check that a message is the expected one.
-
-    Args:
-        layout: of the expected message.
-        unit: of the expected message.
-        sender: for the error.
-
-    Raises:
-        WorkerError: when it is another.
-    """
+    """Raise WorkerError if a message of `sender`, with the header `word`, is not the expected one."""
     if word == _word(layout, unit):
         return
     checksum, minibatch, microbatch = word >> 48 & _CHECKSUM, word >> 16 & _MINIBATCH, word & _MICROBATCH
@@ -180,11 +169,8 @@ class Layouts:
         with_scale: bool,
         codec: Codec = CODECS["none"],
     ) -> None:
-        self._transfers = transfers
-        self._shared = shared
-        self._size_of = size_of
-        self._with_scale = with_scale
-        self._codec = codec
+        self._transfers, self._shared, self._size_of = transfers, shared, size_of
+        self._with_scale, self._codec = with_scale, codec
         self._made: dict[tuple[type[Receive | Send], int, int, int], Layout] = {}
 
     def layout(self, message: Receive | Send) -> Layout:

@@ -32,7 +32,7 @@ from torch import Tensor
 from planner.executor.communication.later import Later
 from planner.executor.communication.links import GlooLinks, Links, Posted, Segments
 from planner.executor.communication.messages import Outgoing, header
-from planner.executor.communication.routes import Route, route_of
+from planner.executor.communication.routes import Lane, lane_of
 from planner.schedule.instructions import Instruction, Message, Receive, Send
 from planner.workers.groups import GLOO
 from planner.workers.place import Place
@@ -58,10 +58,10 @@ class NCCLLinks(Links):
         groups, rank = self._groups, self._rank
         self._runs = (run for segment in stream for run in _runs(groups.copied(segment, rank), rank))
         self._run: deque[Message] = deque()  # what is left of the present one
-        self._waiting: list[tuple[Route, Outgoing]] = []  # its sends so far
+        self._waiting: list[tuple[Lane, Outgoing]] = []  # its sends so far
         self._posted: deque[Posted] = deque()  # its receives
         self._early: dict[Receive, Posted] = {}  # posted before a pause
-        self._spare: dict[Route, _Buffer] = {}
+        self._spare: dict[Lane, _Buffer] = {}
         self._later = Later(self._place.wire)
         self._side: torch.cuda.Stream | None = None
         if self._place.wire.type == "cuda":
@@ -76,10 +76,11 @@ class NCCLLinks(Links):
     def settle(self) -> None:
         self._later.flush()
 
-    def _start(self, send: Send, route: Route, values: dict[str, Tensor]) -> None:
+    def _start(self, send: Send, lane: Lane, message: Outgoing) -> None:
         self._reach(send)
-        # Packed now, because it may allocate memory; posted with the last send of the run, and the receives after it.
-        self._waiting.append((route, self._packed(send, route, values)))
+        # Packed before, because that may allocate memory; posted with the last send of the run, and the receives
+        # after it.
+        self._waiting.append((lane, message))
         if not (self._run and isinstance(self._run[0], Send)):
             self._post()
 
@@ -109,25 +110,25 @@ class NCCLLinks(Links):
         prepared = [self._prepared(receive) for receive in receives]
         # From here to the last call nothing may be allocated: the allocator may wait for the whole device, and so for a
         # send just posted, whose receiver waits for what this run has yet to post.
-        for route, message in self._waiting:
-            self._post_send(route, message)
+        for lane, message in self._waiting:
+            self._post_send(lane, message)
         self._waiting.clear()
         for receive, (buffer, spare) in zip(receives, prepared, strict=True):
             self._posted.append(self._post_into(receive, buffer, spare))
 
     def _post_into(self, receive: Receive, buffer: _Buffer, spare: _Buffer | None) -> Posted:
         if spare is not None:
-            self._spare[route_of(receive)] = spare
+            self._spare[lane_of(receive, self._rank)] = spare
         with self._on_side_stream(buffer):
             return self._post_receive(receive, self._layout_of(receive), buffer.memory)
 
     def _prepared(self, receive: Receive) -> tuple[_Buffer, _Buffer | None]:
-        """Return the buffer for a message, and one for the next of its route, if that is worth its memory."""
-        route, size = route_of(receive), self._layout_of(receive).size_bytes
-        kept = self._spare.pop(route, None)
+        """Return the buffer for a message, and one for the next of its lane, if that is worth its memory."""
+        lane, size = lane_of(receive, self._rank), self._layout_of(receive).size_bytes
+        kept = self._spare.pop(lane, None)
         buffer = kept if kept is not None and len(kept.memory) == size else self._fresh(size)
         # Gradients of shared weights are as large as the weights: a second buffer is not worth its memory.
-        return buffer, None if route.shared else self._allocated(size)
+        return buffer, None if lane.shared else self._allocated(size)
 
     def _allocated(self, size_bytes: int) -> _Buffer:
         memory = torch.empty(size_bytes, dtype=torch.uint8, device=self._place.wire)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cache
 from itertools import count
 from typing import NamedTuple
@@ -15,11 +15,10 @@ from planner.schedule.instructions import Instruction, Receive, ReceiveShared, S
 from planner.workers.groups import DataGroups
 
 Receivers = Callable[[int, Send], Sequence[int]]  # the ranks that take what a rank sends
-Streams = Mapping[int, Iterable[Instruction]]  # of all workers, by rank
 
 
 class Lane(NamedTuple):
-    """One direction between two stages on two workers; both ends name it alike."""
+    """One direction between two stages on two workers; both ends have its messages in the same order."""
 
     sender: int  # ranks
     receiver: int
@@ -28,38 +27,24 @@ class Lane(NamedTuple):
     forward: bool  # from the earlier stage to the later
     shared: bool  # gradients of weights that both stages hold
 
-
-class Route(NamedTuple):
-    """Messages that both ends have in the same order: one direction between two stages, to or from one peer."""
-
-    forward: bool  # from the earlier of the two stages to the later
-    sends: bool
-    source: int  # the earlier of the two stages
-    target: int
-    peer_rank: int
-    shared: bool  # gradients of weights that both stages hold
-
     @property
     def tag(self) -> int:
         """The tag that tells its messages from those between other stages of the same two workers."""
         return (self.shared * 10_000 + self.source) * 10_000 + self.target
 
-    def lane(self, rank: int) -> Lane:
-        """Return the lane of the messages that worker `rank` sends or receives on this route."""
-        ends = (rank, self.peer_rank) if self.sends else (self.peer_rank, rank)
-        return Lane(*ends, self.source, self.target, self.forward, self.shared)
 
-
-def route_of(message: Receive | Send) -> Route:
-    """Return the route that a message takes."""
+def lane_of(message: Receive | Send, rank: int) -> Lane:
+    """Return the lane of a message that worker `rank` sends or receives."""
     shared = isinstance(message, (ReceiveShared, SendShared))
-    return _route(message.stage, message.peer_stage, message.peer_rank, isinstance(message, Send), shared)
+    if isinstance(message, Send):
+        return _lane(rank, message.peer_rank, message.stage, message.peer_stage, shared)
+    return _lane(message.peer_rank, rank, message.peer_stage, message.stage, shared)
 
 
-@cache  # for every message, a lookup instead of a new Route
-def _route(stage: int, peer_stage: int, peer_rank: int, sends: bool, shared: bool) -> Route:
-    source, target = sorted((stage, peer_stage))
-    return Route((stage == source) == sends, sends, source, target, peer_rank, shared)
+@cache  # for every message, a lookup instead of a new Lane
+def _lane(sender: int, receiver: int, from_stage: int, to_stage: int, shared: bool) -> Lane:
+    source, target = sorted((from_stage, to_stage))
+    return Lane(sender, receiver, source, target, from_stage < to_stage, shared)
 
 
 def lanes_of(streams: Mapping[int, Iterable[Instruction]]) -> list[Lane]:
@@ -69,7 +54,7 @@ def lanes_of(streams: Mapping[int, Iterable[Instruction]]) -> list[Lane]:
     go through it together do not wait for each other in one long chain.
     """
     found = {
-        route_of(each).lane(rank)
+        lane_of(each, rank)
         for rank, stream in streams.items()
         for each in stream
         if isinstance(each, Send) and each.peer_rank != rank
@@ -84,9 +69,8 @@ def lanes_of(streams: Mapping[int, Iterable[Instruction]]) -> list[Lane]:
     return sorted(found, key=lambda lane: (turns[lane], lane))
 
 
-@dataclass(frozen=True)
 class LinkGroups:
-    """Process groups for messages.
+    """Process groups for messages; all workers make them together.
 
     gloo matches messages by their tags, so two groups of all workers do: one per direction, because activations and
     gradients must not queue behind each other.
@@ -94,27 +78,27 @@ class LinkGroups:
     NCCL has no tags. Operations on one communicator run in the order of their calls, and match by that order alone;
     two workers agree on it for one lane only. So each lane has a group of its own, of two workers. That also keeps one
     worker's messages from queueing behind another's.
+
+    Args:
+        streams: of all workers by rank, long enough that every pair that ever exchanges messages does.
+        receivers: of each message; those whom the streams name, if nothing else is said.
     """
 
-    activations: dist.ProcessGroup | None = None
-    gradients: dist.ProcessGroup | None = None
-    by_lane: Mapping[Lane, dist.ProcessGroup] = field(default_factory=dict)
-    receivers: Receivers = lambda _, send: (send.peer_rank,)
-
-    @classmethod
-    def create(cls, groups: DataGroups, streams: Callable[[], Streams], receivers: Receivers = receivers) -> LinkGroups:
-        """Make the groups.
-
-        Args:
-            streams: of all workers, long enough that every pair that ever exchanges messages does.
-            receivers: of each message; those whom the streams name, if nothing else is said.
-        """
+    def __init__(
+        self,
+        groups: DataGroups,
+        streams: Mapping[int, Iterable[Instruction]],
+        receivers: Receivers = lambda _, send: (send.peer_rank,),
+    ) -> None:
+        self._receivers = receivers
+        self._by_direction: dict[bool, dist.ProcessGroup] = {}
+        self._by_lane: dict[Lane, dist.ProcessGroup] = {}
         if groups.tagged:
-            return cls(groups.for_collectives(None), groups.for_collectives(None), receivers=receivers)
-        # Making a group is a call of all workers, and NCCL connects a lane at its first use: one order for all.
-        links = cls(receivers=receivers)
-        lanes = lanes_of({rank: links.copied(stream, rank) for rank, stream in streams().items()})
-        return replace(links, by_lane={lane: groups.for_messages(lane.sender, lane.receiver) for lane in lanes})
+            self._by_direction = {forward: groups.for_collectives(None) for forward in (True, False)}
+        else:
+            # Making a group is a call of all workers, and NCCL connects a lane at its first use: one order for all.
+            lanes = lanes_of({rank: self.copied(stream, rank) for rank, stream in streams.items()})
+            self._by_lane = {lane: groups.for_messages(lane.sender, lane.receiver) for lane in lanes}
 
     def copied(self, stream: Iterable[Instruction], rank: int) -> Iterator[Instruction]:
         """Yield a worker's stream with a send for each receiver."""
@@ -126,10 +110,9 @@ class LinkGroups:
 
     def copies(self, send: Send, rank: int) -> Sequence[Send]:
         """Return what a worker sends to other workers in place of `send`: nothing, or one or several messages."""
-        ranks = self.receivers(rank, send)
+        ranks = self._receivers(rank, send)
         return (send,) if ranks == (send.peer_rank,) else [replace(send, peer_rank=each) for each in ranks]
 
-    def of(self, route: Route) -> dist.ProcessGroup:
-        """Return the group of a route's messages."""
-        group = self.activations if route.forward else self.gradients
-        return group or self.by_lane[route.lane(dist.get_rank())]
+    def of(self, lane: Lane) -> dist.ProcessGroup:
+        """Return the group of a lane's messages."""
+        return self._by_direction.get(lane.forward) or self._by_lane[lane]

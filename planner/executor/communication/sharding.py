@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from planner.errors import ModelFileError
-from planner.executor.communication.exchange import Exchange, ReduceScatter, exchange_over
-from planner.executor.communication.gradients import Bucket, chunks, whole_buckets
+from planner.executor.communication.exchange import Exchange, RowSum, exchange_over
+from planner.executor.communication.gradients import Bucket, chunks, copy_all, whole_buckets
 
 # Slices begin at multiples of so many elements. PyTorch computes the last few elements of a tensor one by one on a CPU,
 # and others as vectors, with other roundings: with aligned slices each element is computed as in the whole tensor.
@@ -160,46 +160,35 @@ class DividedBucket(Bucket):
         self._wire = wire
         self.exchange: Exchange  # with the other replicas; set when they have connected
         self._rows: Tensor | None = None  # from the first gradients to the end of the update
-        self._summing: ReduceScatter | None = None
-        self._missing: set[int] = set()  # parameters without a gradient here
+        self._summing: RowSum | None = None
 
-    def post(self, group: dist.ProcessGroup) -> None:
+    def poll(self) -> None:
+        if self._summing is not None:
+            self._summing.poll()
+
+    def _reduce(self, gradients: Mapping[int, Tensor], group: dist.ProcessGroup) -> None:
         # Gaps and missing gradients must be numbers like others.
         self._rows = torch.zeros(self._shape, dtype=self.parameters[0].dtype, device=self._wire)
-        self._missing = {index for index, parameter in enumerate(self.parameters) if parameter.grad is None}
-        gradients = {
-            index: elements(parameter.grad, parameter)
-            for index, parameter in enumerate(self.parameters)
-            if parameter.grad is not None
-        }
-        pieces = [piece for piece in self.pieces if piece.parameter in gradients]
-        _copy(self._views(pieces), [gradients[piece.parameter][piece.start : piece.stop] for piece in pieces])
+        flat = {index: elements(gradient, self.parameters[index]) for index, gradient in gradients.items()}
+        pieces = [piece for piece in self.pieces if piece.parameter in flat]
+        copy_all(self._views(pieces), [flat[piece.parameter][piece.start : piece.stop] for piece in pieces])
         self._rows[:, self._elements :] = 1
         for index in self._missing:
             self._rows[:, self._elements + index] = 0
-        for parameter in self.parameters:
-            parameter.grad = None
         self._summing = self.exchange.reduce_scatter(self._rows)
 
-    def poll(self) -> None:
-        if self._summing is not None and self._summing.done():
-            self._summing.wait()
-
-    def finish(self, divisor: int) -> None:
+    def _sums(self) -> tuple[Tensor, Tensor]:
         assert self._summing is not None
         assert self._rows is not None
         self._summing.wait()
         self._summing = None
-        own = self._rows[self.exchange.places()[self.exchange.own]]
-        values, had = own[: self._elements], own[self._elements :]
-        if divisor > 1:
-            values.div_(divisor)
-        # Others may have had one. Only then is it read, because that waits for the sums on a GPU.
-        kept = had.tolist() if self._missing else []
+        own = self._rows[self.exchange.places[self.exchange.own]]
+        return own[: self._elements], own[self._elements :]
+
+    def _give(self, sums: Tensor, indices: Sequence[int]) -> None:
         for piece, shard in self.shards.items():
-            if piece.parameter not in self._missing or kept[piece.parameter]:
-                part = values[piece.in_row]
-                shard.stepped.grad = shard.laid_out(part.to(shard.stepped.device))
+            if piece.parameter in indices:
+                shard.stepped.grad = shard.laid_out(sums[piece.in_row].to(shard.stepped.device))
 
     def post_weights(self) -> Callable[[], object]:
         """Begin to give all replicas this one's new weights, and return what waits for theirs.
@@ -209,20 +198,19 @@ class DividedBucket(Bucket):
         if self._rows is None:  # the gradients were summed elsewhere
             self._rows = torch.empty(self._shape, dtype=self.parameters[0].dtype, device=self._wire)
         stepped = [shard.stepped.data for shard in self.shards.values()]
-        _copy(self._views(self.shards), [elements(weights, weights) for weights in stepped])
+        copy_all(self._views(self.shards), [elements(weights, weights) for weights in stepped])
         return self.exchange.all_gather(self._rows)
 
     def store_weights(self) -> None:
         """Put the others' new weights, which have come, into the parameters."""
         pieces = [piece for piece in self.pieces if piece not in self.shards]
-        weights = {index: elements(parameter.data, parameter) for index, parameter in enumerate(self.parameters)}
-        _copy([weights[piece.parameter][piece.start : piece.stop] for piece in pieces], self._views(pieces))
+        weights = [elements(parameter.data, parameter) for parameter in self.parameters]
+        copy_all([weights[piece.parameter][piece.start : piece.stop] for piece in pieces], self._views(pieces))
         self._rows = None
 
     def _views(self, pieces: Collection[Piece]) -> list[Tensor]:
         assert self._rows is not None
-        rows, places = self._rows, self.exchange.places()
-        return [rows[places[piece.owner], piece.in_row] for piece in pieces]
+        return [self._rows[self.exchange.places[piece.owner], piece.in_row] for piece in pieces]
 
 
 class Sharding:
@@ -242,22 +230,16 @@ class Sharding:
     ) -> None:
         for parameter in parameters:
             _make_dense(parameter)
-        together = list(shared)
-        self._alone = [parameter for parameter in parameters if parameter not in set(together)], together
+        self._shared = list(shared)
+        self._alone = [parameter for parameter in parameters if parameter not in set(self._shared)]
         self._replica, self._wire = replica, wire
-        self._shared = whole_buckets(together)
-        self._apart: list[DividedBucket] = []
+        self.buckets: list[Bucket] = []  # what reduces the gradients of a round
         self._divided: list[DividedBucket] = []
         self.shards: dict[nn.Parameter, Shard] = {}
         self.groups: list[list[nn.Parameter]] = []  # whole parameters of the optimizer's groups, on all replicas
         self._group: dist.ProcessGroup | None = None
         # Told what comes next, and whether that is to wait for the other replicas.
         self.note: Callable[[str, bool], object] = lambda activity, waits: None
-
-    @property
-    def buckets(self) -> list[Bucket]:
-        """What reduces the gradients of a round."""
-        return [*self._apart, *self._shared]
 
     def divide(self, optimizer: Optimizer, whole: Collection[nn.Parameter] = ()) -> None:
         """Let `optimizer`, which has not stepped yet, step this replica's shards alone.
@@ -269,15 +251,15 @@ class Sharding:
         Raises:
             ModelFileError: when it has state that cannot be divided.
         """
-        replicas = self._replica[1]
-        self._apart, of_shared = (
+        apart, of_shared = (
             [
                 DividedBucket(chunk, self._replica, self._wire, whole)
-                for chunk in _filled(chunks(parameters), replicas, whole)
+                for chunk in _filled(chunks(parameters), self._replica[1], whole)
             ]
-            for parameters in self._alone
+            for parameters in (self._alone, self._shared)
         )
-        self._divided = self._apart + of_shared
+        self._divided = apart + of_shared
+        self.buckets = [*apart, *whole_buckets(self._shared)]
         self.shards = {shard.parameter: shard for bucket in self._divided for shard in bucket.shards.values()}
         for group in optimizer.param_groups:
             self.groups.append(list(group["params"]))
@@ -361,8 +343,3 @@ def _make_dense(parameter: nn.Parameter) -> None:
             parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
             return
         expected *= size
-
-
-def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
-    if targets:  # PyTorch refuses empty lists
-        torch._foreach_copy_(targets, sources)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -12,41 +11,36 @@ from planner.model.capture.graph import ValueSpec
 from planner.schedule.versions import sharers
 
 
-@dataclass(frozen=True)
-class SharedParameter:
-    """A parameter of a stage that other stages hold too; `stages` are all of them, in order."""
-
-    name: str
-    parameter: nn.Parameter
-    stages: tuple[int, ...]
-
-    @property
-    def spec(self) -> ValueSpec:
-        """Its gradient as a value of a message."""
-        shape = tuple(self.parameter.shape)
-        return ValueSpec(self.name, self.parameter.dtype, False, shape, tuple(range(len(shape))))
-
-
 class SharedGradients:
     """Gradients of the weights that one stage shares, from the end of a round until their sum is applied.
 
     Args:
-        parameters: that it shares.
+        module: the stage's.
+        pairs: by pair of stages, the names of the parameters that both hold.
     """
 
-    def __init__(self, stage: int, parameters: Iterable[SharedParameter]) -> None:
+    def __init__(self, stage: int, module: nn.Module, pairs: Mapping[tuple[int, int], Collection[str]]) -> None:
         self._stage = stage
-        self._parameters = sorted(parameters, key=lambda each: each.name)
+        parameters = dict(module.named_parameters(remove_duplicate=False))
+        self._stages: dict[str, list[int]] = {}  # that hold each parameter, in order
+        for name in sorted({name for pair, names in pairs.items() if stage in pair for name in names}):
+            holding = [pair for pair, names in pairs.items() if name in names]
+            self._stages[name] = sorted({stage, *sharers(holding, stage)})
+        self.parameters = {name: parameters[name] for name in self._stages}
         self._rounds: dict[int, dict[int, dict[str, Tensor]]] = {}  # by round and stage
 
     @property
     def counted_elsewhere(self) -> list[nn.Parameter]:
         """Parameters whose gradient an earlier stage counts in the global gradient norm."""
-        return [each.parameter for each in self._parameters if each.stages[0] != self._stage]
+        return [self.parameters[name] for name, stages in self._stages.items() if stages[0] != self._stage]
 
     def specs(self, peer: int) -> list[ValueSpec]:
         """Return the gradients that are exchanged with stage `peer`, as values of a message."""
-        return [each.spec for each in self._parameters if peer in each.stages]
+        shared = {name: self.parameters[name] for name, stages in self._stages.items() if peer in stages}
+        return [
+            ValueSpec(name, each.dtype, False, tuple(each.shape), tuple(range(each.dim())))
+            for name, each in shared.items()
+        ]
 
     def take(self, round_: int, peer: int) -> dict[str, Tensor]:
         """Return the stage's own gradients of a round, for the weights that it shares with `peer`.
@@ -55,7 +49,7 @@ class SharedGradients:
         another stage may have one.
         """
         own = self._own(round_)
-        return {each.name: own[each.name] for each in self._parameters if peer in each.stages}
+        return {name: own[name] for name, stages in self._stages.items() if peer in stages}
 
     def accept(self, round_: int, peer: int, gradients: dict[str, Tensor]) -> None:
         """Store the gradients of stage `peer`."""
@@ -70,43 +64,25 @@ class SharedGradients:
         first term: what was sent is a copy, and what was received belongs to this stage.
         """
         held = self._rounds.pop(round_)
-        for each in self._parameters:
-            total, *others = (held[stage].pop(each.name) for stage in each.stages)
+        for name, parameter in self.parameters.items():
+            total, *others = (held[stage].pop(name) for stage in self._stages[name])
             for other in others:
                 total += other
-            each.parameter.grad = total
+            parameter.grad = total
 
     def _own(self, round_: int) -> dict[str, Tensor]:
         held = self._rounds.setdefault(round_, {})
         if self._stage not in held:
-            own: dict[str, Tensor] = {}
-            for each in self._parameters:
-                gradient = each.parameter.grad
-                each.parameter.grad = None
-                own[each.name] = torch.zeros_like(each.parameter) if gradient is None else _compact(gradient.detach())
-            held[self._stage] = own
+            own = held[self._stage] = {}
+            for name, parameter in self.parameters.items():
+                gradient, parameter.grad = parameter.grad, None
+                own[name] = torch.zeros_like(parameter) if gradient is None else _compact(gradient.detach())
         return held[self._stage]
 
 
 def _compact(gradient: Tensor) -> Tensor:
     """Return `gradient`, cloned if it is a view of a bucket: kept for later rounds, it would keep the whole bucket."""
     return gradient if gradient.untyped_storage().nbytes() == gradient.nbytes else gradient.clone()
-
-
-def shared_parameters(
-    stage: int, module: nn.Module, pairs: Mapping[tuple[int, int], Collection[str]]
-) -> list[SharedParameter]:
-    """Return the parameters that a stage shares with others.
-
-    Args:
-        pairs: by pair of stages, the names of the parameters that both hold.
-    """
-    parameters = dict(module.named_parameters(remove_duplicate=False))
-    found = []
-    for name in sorted({name for pair, shared in pairs.items() if stage in pair for name in shared}):
-        holding = [pair for pair, shared in pairs.items() if name in shared]
-        found.append(SharedParameter(name, parameters[name], tuple(sorted({stage, *sharers(holding, stage)}))))
-    return found
 
 
 def separate_copies(modules: Sequence[nn.Module]) -> None:

@@ -1,8 +1,6 @@
 """What all workers agree on before they build anything: one job, on hosts and devices that its plan was made for.
 
 Every worker tells the others what it began with and what it sees, and all decide alike by that.
-
-Check what a worker needs before it trains: enough workers, and a plan that cannot deadlock.
 """
 
 from __future__ import annotations
@@ -34,15 +32,7 @@ from planner.workers.meeting import exchange, worker_store
 from planner.workers.numerics import numerics_of
 from planner.workers.place import Place, Seat, assign_gpus, choose_place, names_of, own_seat, take
 
-
-def check_world(plan: Plan) -> None:
-    """Check that as many processes were started as the plan has workers; raise PlanError when they were not."""
-    world, needed = int(os.environ["WORLD_SIZE"]), plan.workers
-    if world != needed:
-        raise PlanError(
-            f"plan '{plan.config}' needs {needed} workers, but {world} were started",
-            hint=f"start {needed}: --nnodes times --nproc-per-node of torchrun, or the tasks of srun",
-        )
+_log = logging.getLogger(__name__)
 
 
 def check_schedule(plan: Plan) -> None:
@@ -57,9 +47,6 @@ def check_schedule(plan: Plan) -> None:
         check_streams(shape_of(of_groups(plan)), minibatches=4 * max(plan.replicas) * max(depths))
     except ScheduleError:
         raise deadlock(plan) from None
-
-
-_log = logging.getLogger(__name__)
 
 
 def take_place(job: Job, heartbeat: Heartbeat) -> Place:
@@ -96,13 +83,9 @@ def take_place(job: Job, heartbeat: Heartbeat) -> Place:
 
 def compare_backends(plan: Plan, place: Place) -> None:
     """Warn, on worker 0, if the plan's links are those of another backend."""
-    measured = plan.cluster.backend
+    measured, text = plan.cluster.backend, "the links were measured over %s, and messages go over %s: "
     if measured not in (None, place.backend) and os.environ["RANK"] == "0":
-        _log.warning(
-            "the links were measured over %s, and messages go over %s: predictions may not hold",
-            measured,
-            place.backend,
-        )
+        _log.warning(text + "predictions may not hold", measured, place.backend)
 
 
 def device_kind(job: Job) -> DeviceType | None:
@@ -167,12 +150,10 @@ def check_servers(plan: Plan, seats: Sequence[Seat]) -> None:
 def _grouped(keys: Sequence[int]) -> str:
     """Write the ranks with the same key: "0-3, 4-7", or "0+2, 1+3" if they are not consecutive."""
     groups = [[rank for rank, key in enumerate(keys) if key == group] for group in dict.fromkeys(keys)]
-    shown = [
-        f"{ranks[0]}-{ranks[-1]}"
-        if ranks == list(range(ranks[0], ranks[-1] + 1)) and len(ranks) > 1
-        else "+".join(map(str, ranks))
-        for ranks in groups
-    ]
+    shown = []
+    for ranks in groups:
+        consecutive = len(ranks) > 1 and ranks[-1] - ranks[0] == len(ranks) - 1
+        shown.append(f"{ranks[0]}-{ranks[-1]}" if consecutive else "+".join(map(str, ranks)))
     return ", ".join(shown[:4] + ["..."] * (len(shown) > 4))
 
 
@@ -189,19 +170,20 @@ def check_gpus(plan: Plan, seats: Sequence[Seat]) -> None:
             continue  # the plan leaves these GPUs idle
         expected = names[own[0].rank] if kind is None or kind.device is None else kind.device
         others = [seat for seat in own if names[seat.rank] != expected]
-        if others and kind is None:
+        if not others:
+            continue
+        found = f"{names_of(others)} would compute on {names[others[0].rank]}, and "
+        if kind is None:
             raise PlanError(
-                f"{names_of(others)} would compute on {names[others[0].rank]}, and {names_of(own[:1])} on {expected}, "
-                "but the plan takes all GPUs as equal",
+                f"{found}{names_of(own[:1])} on {expected}, but the plan takes all GPUs as equal",
                 hint="name the kinds of GPUs with `kinds=NAME=N,NAME=N` and solve again, or choose equal ones with "
                 "CUDA_VISIBLE_DEVICES",
             )
-        if others:
-            raise PlanError(
-                f"{names_of(others)} would compute on {names[others[0].rank]}, and the plan was made for {expected} "
-                f"there: workers {ranks.start} to {ranks.stop - 1} are {kind.title if kind is not None else ''}",
-                hint="start the hosts in the order of the cluster's `kinds`, or solve again for the GPUs as they are",
-            )
+        raise PlanError(
+            f"{found}the plan was made for {expected} there: workers {ranks.start} to {ranks.stop - 1} are "
+            f"{kind.title}",
+            hint="start the hosts in the order of the cluster's `kinds`, or solve again for the GPUs as they are",
+        )
 
 
 def same_for_all(job: Job) -> dict[str, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -14,10 +14,10 @@ from torch import nn
 
 from planner.executor.communication.control import message_timeout
 from planner.executor.communication.sharding import Sharding
-from planner.executor.communication.shared_gradients import SharedGradients, SharedParameter, shared_parameters
+from planner.executor.communication.shared_gradients import SharedGradients
 from planner.executor.run.data import BatchSource, DividedStart, make_batches, weighted
 from planner.executor.run.reading_ahead import ReadAhead
-from planner.executor.run.stages import Modules, build_modules, check_sizes, tensor_group, transferred
+from planner.executor.run.stages import build_modules, check_sizes, tensor_group, transferred
 from planner.executor.stage.optimizer import StageOptimizer
 from planner.formats.plan import Plan
 from planner.formats.plan_parts import Stage
@@ -35,7 +35,7 @@ from planner.schedule.instructions import Instruction, Send
 from planner.schedule.schedule import PipelineShape
 from planner.workers.groups import DataGroups
 from planner.workers.heartbeat import Heartbeat
-from planner.workers.job import Job, StartResult
+from planner.workers.job import Job
 from planner.workers.place import Place
 
 if TYPE_CHECKING:
@@ -94,16 +94,6 @@ class SynchronousStart:
 
     minibatches: int
     shape: PipelineShape
-
-    def result(self, job: Job, samples: int, seconds: float) -> StartResult:
-        """Return what was measured: so many samples in so many seconds, checkpoints included."""
-        return StartResult(
-            minibatches=self.minibatches,
-            schedule=self.shape.schedule.name,
-            microbatches=self.shape.microbatches,
-            samples_per_s=samples / seconds,
-            predicted_samples_per_s=job.predicted_start_samples_per_s,
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,41 +161,51 @@ def pipeline_context(
     Raises:
         PlannerError: when the model, the plan and the options do not fit together.
     """
-    rank = int(os.environ["RANK"])
+    rank, options = int(os.environ["RANK"]), job.options
     numbers = [number for number, stage in enumerate(job.plan.stages) if rank in stage.ranks]
     tensor = tensor_group(job.plan, rank)
     built = build_modules(job, numbers, spec, place.compute.type, tensor)
-    seen = job.model_copy(update={"plan": plan_of_tensor_rank(job.plan, 0 if tensor is None else tensor.place)})
-    plan = seen.plan
+    plan = plan_of_tensor_rank(job.plan, 0 if tensor is None else tensor.place)
     spec = spec.without_model()
     # The graphs are full of cycles; with them go the weights of other stages, if they were made.
     gc.collect()
-    transfers = transferred(plan, built.training)
-    for module in built.training.values():
+    modules = built.training
+    transfers = transferred(plan, modules)
+    for module in modules.values():
         module.to(place.compute)
     return_free_pages()  # of the model: workers keep what they free for the next step otherwise
-    assert plan.microbatch_size is not None  # or building the modules had failed
+
+    def make(part: Plan) -> BatchSource:
+        assert part.microbatch_size is not None  # or building the modules had failed
+        made = make_batches(spec, part.microbatch_size, part.microbatches, job.seed, drop_last=options.drop_last)
+        return weighted(made, part.loss, spec, whole=any(module.has_loss for module in modules.values()))
+
+    shape, start = shape_of(plan), None
+    shape = replace(shape, accumulate=options.accumulate, shared=tuple(sorted(built.shared)))
     if data is None:
         # After the model: dataset() may draw random numbers, which must not change the initial weights.
-        has_loss = any(module.has_loss for module in built.training.values())
-
-        def make(part: Plan) -> BatchSource:
-            assert part.microbatch_size is not None
-            sizes = part.microbatch_size, part.microbatches
-            made = make_batches(spec, *sizes, job.seed, drop_last=job.options.drop_last)
-            return weighted(made, part.loss, spec, whole=has_loss)
-
         made = make(plan)
-        if job.options.synchronous_start:
-            made = DividedStart(make(synchronous_part(plan)), made, _start_length(job, made))
+        if options.synchronous_start:
+            first = synchronous_part(plan)
+            length = synchronous_minibatches(options.synchronous_start, made.minibatches(job.steps, job.epochs))
+            start = SynchronousStart(length, replace(shape_of(first), shared=shape.shared))
+            made = DividedStart(make(first), made, length)
         data = ReadAhead(made, pinned=place.compute.type == "cuda")
-    check_sizes(built.training.values(), data.last_sizes)
-    check_sizes(built.training.values(), data.start_sizes, of_start=True)
-    shape = replace(shape_of(plan), accumulate=job.options.accumulate, shared=tuple(sorted(built.shared)))
-    start = None
-    if job.options.synchronous_start:
-        start_shape = replace(shape_of(synchronous_part(plan)), shared=shape.shared)
-        start = SynchronousStart(_start_length(job, data), start_shape)
+    check_sizes(modules.values(), data.last_sizes)
+    check_sizes(modules.values(), data.start_sizes, of_start=True)
+    held = {}
+    for number, module in modules.items():
+        shared = SharedGradients(number, module, built.shared)
+        together = shape.minibatches_per_update(number) if options.scale_lr else 1
+        optimizer = StageOptimizer(
+            spec,
+            module,
+            learning_rate_factor=together / (1 + options.late_lr * shape.late(number)),
+            clip_grad_norm=options.clip_grad_norm,
+            scale_loss=job.scales_loss,
+            sharding=sharding_of(plan.stages[number], module, shared, rank, place.wire),
+        )
+        held[number] = HeldStage(number, module, optimizer, shared)
     context = PipelineContext(
         job=job,
         spec=spec,
@@ -214,11 +214,11 @@ def pipeline_context(
         heartbeat=heartbeat or Heartbeat(),
         data=data,
         minibatches=data.minibatches(job.steps, job.epochs),
-        groups=data_groups(job, place),
+        groups=DataGroups(place, message_timeout(job.run_options.hang_timeout_s)),
         shape=shape,
         tensor=tensor,
         start=start,
-        stages=_held_stages(seen, built, spec, shape, place),
+        stages=held,
         transfers=transfers,
         evaluation=built.evaluation,
         deferred=built.deferred,
@@ -228,36 +228,8 @@ def pipeline_context(
     return context
 
 
-def _start_length(job: Job, data: BatchSource) -> int:
-    return synchronous_minibatches(job.options.synchronous_start, data.minibatches(job.steps, job.epochs))
-
-
-def data_groups(job: Job, place: Place) -> DataGroups:
-    """Return what makes the worker's process groups for data."""
-    return DataGroups(place, message_timeout(job.run_options.hang_timeout_s))
-
-
-def _held_stages(
-    job: Job, built: Modules, spec: TrainingSpec, shape: PipelineShape, place: Place
-) -> dict[int, HeldStage]:
-    stages, rank = {}, int(os.environ["RANK"])
-    for number, module in built.training.items():
-        shared = shared_parameters(number, module, built.shared)
-        together = shape.minibatches_per_update(number) if job.options.scale_lr else 1
-        optimizer = StageOptimizer(
-            spec,
-            module,
-            learning_rate_factor=together / (1 + job.options.late_lr * shape.late(number)),
-            clip_grad_norm=job.options.clip_grad_norm,
-            scale_loss=job.scales_loss,
-            sharding=sharding_of(job.plan.stages[number], module, shared, rank, place.wire),
-        )
-        stages[number] = HeldStage(number, module, optimizer, SharedGradients(number, shared))
-    return stages
-
-
 def sharding_of(
-    stage: Stage, module: nn.Module, shared: Collection[SharedParameter], rank: int, wire: torch.device
+    stage: Stage, module: nn.Module, shared: SharedGradients, rank: int, wire: torch.device
 ) -> Sharding | None:
     """Return a worker's share of a stage's optimizer; None where each replica has the whole of it."""
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
@@ -265,7 +237,7 @@ def sharding_of(
         return None
     # In the order of the process group, which torch sorts by rank: the plan's may be another.
     member = sorted(stage.ranks).index(rank), stage.replicas
-    return Sharding(trained, member, [each.parameter for each in shared], wire)
+    return Sharding(trained, member, shared.parameters.values(), wire)
 
 
 def _warm_up(context: PipelineContext) -> None:
@@ -276,9 +248,9 @@ def _warm_up(context: PipelineContext) -> None:
     it is done before messages are under way, the better.
     """
     context.heartbeat.enter("compiling its stages" if context.plan.compiled else "warming its stages up")
-    if context.plan.compiled:
-        check_compiler(context.place.compute.type)
     compute = context.place.compute
+    if context.plan.compiled:
+        check_compiler(compute.type)
     with random_state_kept(compute):
         for size in {context.microbatch_size, *filter(None, (*context.data.last_sizes, *context.data.start_sizes))}:
             batch = context.spec.example_batch(size).to(compute)

@@ -15,15 +15,16 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from planner.executor.communication.control import gather_bytes
-from planner.executor.communication.links import SendLimits
 from planner.executor.communication.messages import Layouts
 from planner.executor.communication.nccl_links import links_over
 from planner.executor.communication.routes import LinkGroups
@@ -34,7 +35,7 @@ from planner.model.batch import Batch
 from planner.model.loss import weight_function
 from planner.model.options import autocasting
 from planner.model.randomness import random_state_kept
-from planner.model.stage.evaluation import EvaluationStages, separate_buffers, share_buffers
+from planner.model.stage.evaluation import separate_buffers, share_buffers
 from planner.schedule.derived import evaluation_stream, group_size, segment_stream
 from planner.schedule.instructions import (
     Forward,
@@ -52,20 +53,12 @@ from planner.workers.job import Evaluation
 
 
 class MessagesUnderWay:
-    """Follows the streams of all workers from one evaluation to the next.
-
-    Args:
-        first: minibatch that the segment begins with.
-        last: minibatch that it ends before.
-    """
+    """Follows all workers' streams of minibatches `first` to before `last`, from one evaluation to the next."""
 
     def __init__(self, shape: PipelineShape, rank: int, first: int, last: int) -> None:
-        self._shape = shape
-        self._rank = rank
-        self._first = first
+        self._shape, self._rank, self._first, self._point = shape, rank, first, first
         self._streams = {r: segment_stream(shape, stage, r, first, last) for r, stage in shape.first_stages.items()}
         self._sent: dict[Receive, None] = {}  # in the order of sending, and not yet taken
-        self._point = first
 
     def before(self, point: int) -> list[Receive]:
         """Return what the worker has yet to take of what is sent before the evaluation after minibatch `point`."""
@@ -105,7 +98,13 @@ class Evaluator:
         self._context = context
         self._stages = context.evaluation
         self._replicas = replicas
-        _move(context, self._stages)
+        for number, module in self._stages.modules.items():
+            module.to(context.place.compute)
+            if context.is_first_replica(number):
+                # Moving a module may replace its buffers, which cuts the tie to those of training.
+                share_buffers(module, context.stages[number].module)
+            else:
+                separate_buffers(module)
         fixed = self._stages.batch_size
         self._data = data or EvaluationBatches(
             context.spec.evaluation_dataset(), fixed or context.microbatch_size, drop_last=fixed is not None
@@ -113,26 +112,19 @@ class Evaluator:
         self._weight = weight_function(context.plan.loss or LossMean(over="samples"), context.spec)
         channels = tuple(Channel(source, target, gradient=False) for source, target in sorted(self._stages.transfers))
         self._shape = replace(context.shape, channels=channels)
-        self._groups = LinkGroups.create(context.groups, lambda: self._all_streams(), context.receivers)
-        self._last_ranks = self._shape.ranks[self._stages.last]
+        self._groups = LinkGroups(context.groups, self._all_streams(), context.receivers)
         self._layouts = Layouts(self._stages.transfers, {}, self._data.size, with_scale=False)
-        self.done: list[Evaluation] = []  # on the first replica of the last stage
 
     def run(self, minibatch: int) -> Evaluation | None:
-        """Evaluate after `minibatch` minibatches.
-
-        Returns:
-            The result on the first replica of the last stage, None elsewhere.
-        """
-        totals: dict[str, float] = {}
+        """Evaluate after `minibatch` minibatches; return the result on the first replica of the last stage."""
+        totals: Counter[str] = Counter()
         self._context.heartbeat.enter("preparing to evaluate", meeting=True)
         self._fetch_buffers()
-        compute = self._context.place.compute
         # Random numbers that the evaluation draws must not change those of training.
-        with torch.no_grad(), random_state_kept(compute):
+        with torch.no_grad(), random_state_kept(self._context.place.compute):
             for unit, batch, results, known in self._forwards():
                 if "loss" in results:
-                    self._add(totals, unit, batch, results["loss"], known)
+                    totals.update(self._sums(unit, batch, results["loss"], known))
         return self._merge(minibatch, totals)
 
     def _fetch_buffers(self) -> None:
@@ -150,9 +142,9 @@ class Evaluator:
         Yields, for each forward: its unit, its batch if the stage reads one, its results, and all values that its stage
         has received or made.
         """
-        place, limits = self._context.place, SendLimits(2 * group_size(self._shape))
+        place, most = self._context.place, 2 * group_size(self._shape)
         stream = [evaluation_stream(self._shape, self._context.rank, self._data.batches)]
-        links = links_over(place)(self._groups, self._layouts.layout, limits, place, stream)
+        links = links_over(place)(self._groups, self._layouts.layout, most, place, stream)
         known: dict[tuple[int, Unit], dict[str, Tensor]] = {}
         for instruction in evaluation_stream(self._shape, self._context.rank, self._data.batches):
             assert isinstance(instruction, (ReceiveActivation, Forward, SendActivation))
@@ -165,8 +157,9 @@ class Evaluator:
                     # The values of the unit before have been sent: free them.
                     for key in [key for key in known if key != (stage, unit) and key[0] == stage]:
                         del known[key]
-                    batch = self._batch(stage, unit)
-                    results = self._forward(stage, batch, values)
+                    batch, module = self._batch(stage, unit), self._stages.modules.get(stage)
+                    # None: all of the stage's layers are for training only.
+                    results: dict[str, Tensor] = {} if module is None else module(batch, values)
                     values.update(results)
                     yield unit, batch, results, values
                 case SendActivation(stage=stage, peer_stage=target):
@@ -188,16 +181,8 @@ class Evaluator:
         )
         return self._data.batch(unit).to(self._context.place.compute) if needed else None
 
-    def _forward(self, stage: int, batch: Batch | None, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        module = self._stages.modules.get(stage)
-        if module is None:  # all of the stage's layers are for training only
-            return {}
-        results: dict[str, Tensor] = module(batch, values)
-        return results
-
-    def _add(
-        self, totals: dict[str, float], unit: Unit, batch: Batch | None, loss: Tensor, known: Mapping[str, Tensor]
-    ) -> None:
+    def _sums(self, unit: Unit, batch: Batch | None, loss: Tensor, known: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Return the loss of a batch and the metrics, each times what it is a mean over, and the loss' weight."""
         samples = self._data.size(unit)
         weight = samples if batch is None else self._weight(batch)
         # A mean over nothing is not a number, and counts nothing.
@@ -207,38 +192,21 @@ class Evaluator:
             with autocasting(self._context.place.compute.type, self._stages.autocast):
                 metrics = self._context.spec.metrics(self._stages.output(known, batch), batch.target)
             found |= {name: value * samples for name, value in metrics.items()}
-        for name, value in found.items():
-            totals[name] = totals.get(name, 0.0) + value
+        return found
 
-    def _merge(self, minibatch: int, totals: dict[str, float]) -> Evaluation | None:
+    def _merge(self, minibatch: int, totals: Mapping[str, float]) -> Evaluation | None:
         """Gather the sums of the last stage's replicas on the first of them, which returns the means."""
-        if self._context.rank not in self._last_ranks:
-            return None
-        content = json.dumps(totals).encode()
-        parts = gather_bytes(content, ranks=self._last_ranks)
+        ranks = self._shape.ranks[self._stages.last]
+        parts = gather_bytes(json.dumps(totals).encode(), ranks=ranks) if self._context.rank in ranks else []
         if not parts or not self._context.leads_tensor_group:
             return None
-        sums: dict[str, float] = {}
+        sums: Counter[str] = Counter()
         for part in parts:
-            for name, value in json.loads(part).items():
-                sums[name] = sums.get(name, 0.0) + value
+            sums.update(json.loads(part))
         counted = sums.pop(_WEIGHT)
         loss = _finite(sums.pop("loss") / counted) if counted else None
         means = {name: _finite(value / self._data.samples) for name, value in sums.items()}
-        evaluation = Evaluation(minibatch=minibatch, samples=self._data.samples, loss=loss, metrics=means)
-        self.done.append(evaluation)
-        return evaluation
-
-
-def _move(context: PipelineContext, stages: EvaluationStages) -> None:
-    """Move the stages to where this worker computes, with training's buffers on first replicas."""
-    for number, module in stages.modules.items():
-        module.to(context.place.compute)
-        if context.is_first_replica(number):
-            # Moving a module may replace its buffers, which cuts the tie to those of training.
-            share_buffers(module, context.stages[number].module)
-        else:
-            separate_buffers(module)
+        return Evaluation(minibatch=minibatch, samples=self._data.samples, loss=loss, metrics=means)
 
 
 def evaluation_points(shape: PipelineShape, first: int, last: int, every: int) -> list[int]:
@@ -263,14 +231,12 @@ def updates_between(shape: PipelineShape, stages: Iterable[int], first: int, sta
 
 def until_updated(instructions: Iterator[Instruction], updates: Mapping[int, int]) -> Iterator[Instruction]:
     """Yield from `instructions` until each of a worker's stages has had so many more updates."""
-    left = {stage: count for stage, count in updates.items() if count}
-    while left:
+    left = dict(updates)
+    while max(left.values(), default=0) > 0:
         instruction = next(instructions)
         yield instruction
         if isinstance(instruction, Update):
             left[instruction.stage] -= 1
-            if not left[instruction.stage]:
-                del left[instruction.stage]
 
 
 def _finite(value: float) -> float | None:

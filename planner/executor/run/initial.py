@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,8 +17,6 @@ from torch import nn
 
 from planner.errors import ModelFileError, PlanError, PlannerError
 from planner.executor.checkpoint.pretrained import Pretrained
-from planner.formats.plan import Plan
-from planner.model.batch import Batch
 from planner.model.capture.capture import capture_file
 from planner.model.capture.graph import LayerGraph
 from planner.model.deferred_weights import DeferredModel, allocate
@@ -70,25 +69,17 @@ def defers(job: Job) -> bool:
     if job.defer_weights is not None:
         return job.defer_weights
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return local * _weights_bytes(job.plan) > _WHOLE_MODELS * host_memory_bytes()
+    weights_bytes = sum(stage.memory.weights_bytes for stage in job.plan.stages)  # from above: with versions
+    return local * weights_bytes > _WHOLE_MODELS * host_memory_bytes()
 
 
 def host_memory_bytes() -> int:
     """Return the memory that the host, or the container, has for all its processes."""
-    limits = (_limit_bytes(path) for path in _LIMITS)
-    return min([os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *(limit for limit in limits if limit)])
-
-
-def _limit_bytes(path: Path) -> int | None:
-    try:
-        return int(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # no such control group, or "max"
-        return None
-
-
-def _weights_bytes(plan: Plan) -> int:
-    """Return the bytes of the model's weights, from above: some stages count several versions."""
-    return sum(stage.memory.weights_bytes for stage in plan.stages)
+    found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for path in _LIMITS:
+        with suppress(OSError, ValueError):  # no such control group, or "max"
+            found = min(found, int(path.read_text(encoding="utf-8")))
+    return found
 
 
 @dataclass(frozen=True)
@@ -116,17 +107,16 @@ class _Making:
 
     def deferred(self) -> InitialModel:
         """Build this worker's weights alone."""
-        deferred = self._built_from_files() or self._drawn()
+        deferred = self._built_from_files()
+        if deferred is None:
+            self._seed()
+            deferred = DeferredModel(self.spec.build_model)
         made = self._captured(deferred.model, deferred=True)
         names = self._own(made.graph)
         read = set() if self.pretrained is None else self.pretrained.sources(deferred.model).keys()
         deferred.materialize(names - read)
         self._read(deferred.model, names)
         return made
-
-    def _drawn(self) -> DeferredModel:
-        self._seed()
-        return DeferredModel(self.spec.build_model)
 
     def _built_from_files(self) -> DeferredModel | None:
         """Return the model without random numbers; None unless files have all that the constructor would draw."""
@@ -135,7 +125,7 @@ class _Making:
         with generators_kept():
             try:
                 deferred = DeferredModel(self.spec.build_model, draw=False)
-            except ModelFileError:  # it reads values that it makes, perhaps small ones, which are made for `_drawn`
+            except ModelFileError:  # it reads values that it makes, perhaps small ones, which are made where it draws
                 return None
         parameters = {name for name, _ in deferred.model.named_parameters(remove_duplicate=False)}
         all_read = parameters <= self.pretrained.sources(deferred.model).keys() and not deferred.draws_buffers
@@ -147,8 +137,8 @@ class _Making:
 
     def _captured(self, model: nn.Module, *, deferred: bool) -> InitialModel:
         plan, spec = self.job.plan, self.spec
-        options = replace(module_options(plan), device=self.kind)
-        example = self._example()
+        assert plan.microbatch_size is not None  # or the plan is not trainable
+        options, example = replace(module_options(plan), device=self.kind), spec.example_batch(plan.microbatch_size)
         graph = capture_file(spec, example, model, options=options)
         if graph.hash != plan.graph_hash:
             raise PlanError(
@@ -160,10 +150,6 @@ class _Making:
         if self.job.options.evaluate_every is not None:
             evaluation = capture_file(spec, example, model, training=False, options=options)
         return InitialModel(graph, evaluation, deferred)
-
-    def _example(self) -> Batch:
-        assert self.job.plan.microbatch_size is not None  # or the plan is not trainable
-        return self.spec.example_batch(self.job.plan.microbatch_size)
 
     def _own(self, graph: LayerGraph) -> set[str]:
         """Return all names of the parameters of this worker's stages."""

@@ -9,14 +9,15 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from planner.errors import PlanError
 from planner.executor.communication.control import control_group, join_group, message_timeout
 from planner.executor.observe.memory import PeakMemory
-from planner.executor.run.agreement import check_world
 from planner.executor.run.context import Context
 from planner.schedule.instructions import Unit
 from planner.workers.ending import abort_groups, keep_failures_ours
@@ -25,6 +26,7 @@ from planner.workers.job import Job
 from planner.workers.place import set_cuda_variables
 from planner.workers.supervisor import Supervisor
 
+T = TypeVar("T")
 _NICER = 5  # the thread that computes than those that move messages
 
 
@@ -34,7 +36,12 @@ def start_worker(job: Job, heartbeat: Heartbeat | None = None) -> Heartbeat:
     Raises:
         PlanError: when the plan needs another number of workers.
     """
-    check_world(job.plan)
+    world, needed = int(os.environ["WORLD_SIZE"]), job.plan.workers
+    if world != needed:
+        raise PlanError(
+            f"plan '{job.plan.config}' needs {needed} workers, but {world} were started",
+            hint=f"start {needed}: --nnodes times --nproc-per-node of torchrun, or the tasks of srun",
+        )
     torch.set_num_threads(job.plan.device.threads or 1)
     keep_failures_ours()
     set_cuda_variables()
@@ -88,18 +95,18 @@ def connect_all(context: Context) -> None:
     context.groups.use_once()
 
 
-def train_together(context: Context, train: Callable[[], None]) -> float:
-    """Call `train` on all workers at the same time, and return the seconds until the last one is done."""
+def train_together(context: Context, train: Callable[[], T]) -> tuple[float, T]:
+    """Call `train` on all workers at the same time; return the seconds until the last is done, and its result."""
     connect_all(context)
     if context.place.kind == "cpu" and sys.platform == "linux":
         _let_messages_interrupt(threading.get_native_id())
     context.heartbeat.enter("waiting for the others to start", meeting=True)
     dist.barrier(control_group())
     start = time.perf_counter()
-    train()
+    result = train()
     context.heartbeat.enter("waiting for the last worker", meeting=True)
     dist.barrier(control_group())
-    return time.perf_counter() - start
+    return time.perf_counter() - start, result
 
 
 @cache  # once per thread, however many runs it trains

@@ -20,7 +20,7 @@ from planner.executor.checkpoint.checkpointer import Checkpointer, DataPosition
 from planner.executor.checkpoint.stage_parts import Restorable
 from planner.executor.checkpoint.trained_weights import save_gathered
 from planner.executor.communication.control import control_group
-from planner.executor.communication.links import Segments, SendLimits
+from planner.executor.communication.links import Segments
 from planner.executor.communication.messages import Layouts
 from planner.executor.communication.nccl_links import links_over
 from planner.executor.communication.routes import LinkGroups
@@ -50,8 +50,8 @@ class Groups:
     def create(cls, context: PipelineContext) -> Groups:
         """Make the groups. torch.distributed wants every worker to make every group, in the same order."""
         by_tensor_rank = list(zip(*map(context.shapes_of_tensor_ranks, context.shapes), strict=True))
-        streams = (dict(all_streams(*shapes)) for shapes in by_tensor_rank)
-        links = LinkGroups.create(context.groups, lambda: ChainMap(*streams), context.receivers)
+        streams = ChainMap(*(dict(all_streams(*shapes)) for shapes in by_tensor_rank))
+        links = LinkGroups(context.groups, streams, context.receivers)
         for ranks in groups_of_ranks(context.job.plan):
             group = context.groups.for_collectives(ranks)
             if context.tensor is not None and context.rank in ranks:
@@ -84,26 +84,29 @@ def make_worker(context: PipelineContext, groups: Groups, observers: Observers, 
     Args:
         upcoming: a copy of the worker's stream by segments, as far as it is known: links look ahead in it.
     """
-    held = context.stages
-    shared = {number: stage.shared for number, stage in held.items()}
-    codec = CODECS[context.plan.cluster.compress]
-    layouts = Layouts(context.transfers, shared, context.data.size, with_scale=context.job.scales_loss, codec=codec)
-    in_flight = max(shape.in_flight(stage) for shape in context.shapes for stage in range(len(context.plan.stages)))
-    limits = SendLimits(in_flight, context.shape.lag)
-    links = links_over(context.place)(groups.links, layouts.layout, limits, context.place, upcoming)
-    stages = {number: StageReplica(stage, context, groups.replicas.get(number)) for number, stage in held.items()}
-    stop_on_nan = context.job.run_options.stop_on_nan
-    return PipelineWorker(
-        stages, links, observers, context.place.compute, stop_on_nan=stop_on_nan, joint_norm=_joint_norm(context)
+    job, held = context.job, context.stages
+    layouts = Layouts(
+        context.transfers,
+        {number: stage.shared for number, stage in held.items()},
+        context.data.size,
+        with_scale=job.scales_loss,
+        codec=CODECS[context.plan.cluster.compress],
     )
-
-
-def _joint_norm(context: PipelineContext) -> JointNorm | None:
-    """Make the norm over all stages, if they clip or scale; under asynchronous schedules each stage is by itself."""
-    needed = context.job.options.clip_grad_norm is not None or context.job.scales_loss
-    if not needed or context.shape.asynchronous:
-        return None
-    return JointNorm(control_group())
+    in_flight = max(shape.in_flight(stage) for shape in context.shapes for stage in range(len(context.plan.stages)))
+    links = links_over(context.place)(
+        groups.links, layouts.layout, in_flight, context.place, upcoming, context.shape.lag
+    )
+    stages = {number: StageReplica(stage, context, groups.replicas.get(number)) for number, stage in held.items()}
+    # Under asynchronous schedules each stage clips and scales by itself.
+    joint = (job.options.clip_grad_norm is not None or job.scales_loss) and not context.shape.asynchronous
+    return PipelineWorker(
+        stages,
+        links,
+        observers,
+        context.place.compute,
+        stop_on_nan=job.run_options.stop_on_nan,
+        joint_norm=JointNorm(control_group()) if joint else None,
+    )
 
 
 class Loop:
@@ -129,6 +132,7 @@ class Loop:
         self.evaluator = None
         if context.evaluation is not None:
             self.evaluator = Evaluator(context, groups.replicas, evaluation_data)
+        self.evaluations: list[Evaluation] = []  # so far, on the worker that has their results
         self._context = context
         self.begin(0)
 
@@ -140,7 +144,8 @@ class Loop:
         self._executed = 0
         self._messages: MessagesUnderWay | None = None
         self._point = first  # of the last evaluation
-        self.worker.restart()
+        for stage in self.worker.stages.values():
+            stage.versions.restart()  # each segment of a stream counts versions of the weights from 0
 
     def run_allowed(self, count: int) -> None:
         """Execute the next instructions that the first `count` minibatches of the run allow."""
@@ -172,6 +177,8 @@ class Loop:
         assert self.evaluator is not None
         began_s = time.perf_counter()
         evaluation = self.evaluator.run(minibatch)
+        if evaluation is not None:
+            self.evaluations.append(evaluation)
         self.worker.log.paused_s += time.perf_counter() - began_s
         return evaluation
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from planner.executor.checkpoint.checkpointer import Checkpointer
@@ -23,7 +22,7 @@ _SLOWER = 1.1  # computing this much slower than profiled is a reason
 
 def report_of(context: PipelineContext, worker: PipelineWorker, peak: PeakMemory) -> WorkerReport:
     """Summarise what this worker measured of its stages."""
-    plan, shape, stages = context.plan, context.shape, worker.stages
+    shape, stages = context.shape, worker.stages
     depth, first = shape.in_flight(0), min(stages)
     steady = steady_state(
         worker.log.completions,
@@ -37,7 +36,7 @@ def report_of(context: PipelineContext, worker: PipelineWorker, peak: PeakMemory
         busy_share=steady.busy_share,
         # Backwards of all the worker's stages are counted, and each unit has one in every stage.
         samples_per_s=steady.units_per_s * context.microbatch_size / len(stages),
-        predicted_memory_bytes=plan.tensor_bytes(first),
+        predicted_memory_bytes=context.plan.tensor_bytes(first),
         **memory_fields(peak),
         weight_versions=max(replica.versions.most_versions for replica in stages.values()),
         deferred_weights=context.deferred,
@@ -79,7 +78,9 @@ def gather_result(
     if context.rank != 0:
         return None
     job, plan, data, place = context.job, context.plan, context.data, context.place
-    past = Past() if checkpointer is None else checkpointer.past
+    past, resumed, newest = Past(), None, None
+    if checkpointer is not None:
+        past, resumed, newest = checkpointer.past, checkpointer.resumed_from, checkpointer.newest
     # Every sample passes the last stage once.
     samples_per_s = sum(reports[rank].samples_per_s for rank in plan.stages[-1].ranks)
     predicted = job.predicted_samples_per_s or plan.predicted.samples_per_s
@@ -98,17 +99,17 @@ def gather_result(
         samples_per_s=samples_per_s,
         predicted_samples_per_s=predicted,
         synchronous_start=start,
-        likely_cause=likely_cause(job.plan, reports, predicted, samples_per_s)
-        if predicted and job.baseline is None
-        else None,
+        likely_cause=None
+        if job.baseline is not None or not predicted
+        else likely_cause(job.plan, reports, predicted, samples_per_s),
         random_data=data.random,
         losses=(*past.losses, *losses),
         evaluations=(*past.evaluations, *map(Evaluation.model_validate_json, evaluated)),
         reports=tuple(reports),
         saved_weights=job.save_weights,
-        resumed_from=_text(checkpointer.resumed_from) if checkpointer is not None else None,
-        checkpoint=_text(checkpointer.newest) if checkpointer is not None else None,
-        checkpoint_s=checkpointer.seconds if checkpointer is not None else 0.0,
+        resumed_from=None if resumed is None else str(resumed),
+        checkpoint=None if newest is None else str(newest),
+        checkpoint_s=0.0 if checkpointer is None else checkpointer.seconds,
     )
 
 
@@ -120,7 +121,11 @@ def likely_cause(
         return None
     assert plan.minibatch_size is not None
     measured_s = plan.minibatch_size / measured_samples_per_s
-    slower = max(report.busy_share * measured_s / _compute_s(plan, report.rank) for report in reports)
+    slower = 0.0  # than profiled, the worst worker
+    for report in reports:
+        own = [stage for stage in plan.stages if report.rank in stage.ranks]
+        compute_s = sum(plan.computing_s(stage) / len(stage.ranks) for stage in own)  # per minibatch, by the profile
+        slower = max(slower, report.busy_share * measured_s / compute_s)
     if slower < _SLOWER:
         return (
             "workers computed as fast as profiled and waited longer for messages: the links are slower than the "
@@ -134,12 +139,3 @@ def likely_cause(
             f"each other down; profile again with `processes={plan.workers}` if they share one"
         )
     return f"{computed}: something else uses the devices, or they run at another clock; profile again"
-
-
-def _compute_s(plan: Plan, rank: int) -> float:
-    """Return the seconds that a worker computes per minibatch by the profile."""
-    return sum(plan.computing_s(stage) / len(stage.ranks) for stage in plan.stages if rank in stage.ranks)
-
-
-def _text(path: Path | None) -> str | None:
-    return None if path is None else str(path)

@@ -16,7 +16,7 @@ from planner.executor.run.context import HeldStage, PipelineContext
 from planner.executor.stage.minibatch_statistics import MinibatchStatistics
 from planner.executor.stage.split_backward import WeightGradients, input_gradients
 from planner.executor.stage.versions import WeightVersions
-from planner.model.capture.graph import LOSS, ValueSpec
+from planner.model.capture.graph import LOSS
 from planner.schedule.instructions import Unit
 
 
@@ -44,7 +44,7 @@ class StageReplica:
         self.module = stage.module
         self.optimizer = stage.optimizer
         self.versions = WeightVersions(parameters, stage.module.arrange)
-        self._shared = stage.shared
+        self.shared = stage.shared
         self._transfers = context.transfers
         self._averager = None
         if replicas is not None:
@@ -78,7 +78,10 @@ class StageReplica:
         """
         record = self._record(unit)
         if self._data.size(unit) == 0:
-            record.outputs = {spec.name: self._nothing(spec) for spec in self.module.sent}
+            record.outputs = {
+                spec.name: torch.zeros(spec.shape(0), dtype=spec.dtype, device=self._device)
+                for spec in self.module.sent
+            }
             return
         batch = self._data.batch(unit).to(self._device) if self.module.needs_batch else None
         self._statistics.begin(unit.minibatch)
@@ -147,10 +150,8 @@ class StageReplica:
     def gradient(self, unit: Unit, source: int) -> dict[str, Tensor]:
         """Return the gradients, after the backward of `unit`, of the values that stage `source` sent."""
         record = self._units[unit]
-        values: dict[str, Tensor] = {}
-        for name in self._with_gradient(source, self.index):
-            value = record.received.pop(name)
-            values[name] = value.grad if value.grad is not None else torch.zeros_like(value)
+        received = {name: record.received.pop(name) for name in self._with_gradient(source, self.index)}
+        values = {n: torch.zeros_like(v) if v.grad is None else v.grad for n, v in received.items()}
         self._forget_if_done(unit, record)
         self.optimizer.note_sent(values.values())
         if self.optimizer.scaler is not None:
@@ -166,21 +167,9 @@ class StageReplica:
             gradients = [parameter.grad for parameter in self.optimizer.parameters if parameter.grad is not None]
             torch._foreach_div_(gradients, divisor)
 
-    def shared_gradients(self, round_: int, peer: int) -> dict[str, Tensor]:
-        """Take this stage's gradients of the weights shared with stage `peer` out of `.grad`, and return them."""
-        return self._shared.take(round_, peer)
-
-    def accept_shared(self, round_: int, peer: int, values: dict[str, Tensor]) -> None:
-        """Store the gradients that stage `peer` sent for the shared weights."""
-        self._shared.accept(round_, peer, values)
-
-    def add_shared(self, round_: int) -> None:
-        """Put the sums of the shared weights' gradients of `round_` into `.grad`, for the next update."""
-        self._shared.add(round_)
-
     def norm_share(self) -> float:
         """Return this replica's part of the squared norm over all stages."""
-        return self.optimizer.squared_norm(self._shared.counted_elsewhere) if self._counts_in_norm else 0.0
+        return self.optimizer.squared_norm(self.shared.counted_elsewhere) if self._counts_in_norm else 0.0
 
     def update(self, round_: int, kept: Collection[int] = (), squared_norm: float | None = None) -> None:
         """Step the optimizer, which makes a new weight version.
@@ -201,8 +190,7 @@ class StageReplica:
 
     def _record(self, unit: Unit) -> _InFlight:
         """Return what is kept for `unit`, from its first message on."""
-        record = self._units.get(unit)
-        if record is None:
+        if (record := self._units.get(unit)) is None:
             record = self._units[unit] = _InFlight()
         return record
 
@@ -216,20 +204,14 @@ class StageReplica:
             return torch.zeros_like(loss.detach())
         return loss if share == 1.0 else loss * share
 
-    def _nothing(self, spec: ValueSpec) -> Tensor:
-        """Make a value of no samples."""
-        return torch.zeros(spec.shape(0), dtype=spec.dtype, device=self._device)
-
     def _with_gradient(self, source: int, target: int) -> list[str]:
         """Return the values from stage `source` to `target` whose gradients go back."""
         return [spec.name for spec in self._transfers[source, target] if spec.requires_grad]
 
     def _forget_if_done(self, unit: Unit, record: _InFlight) -> None:
         """Drop the unit after its backward, unless gradients of received values have yet to be sent."""
-        for value in record.received.values():
-            if value.requires_grad:
-                return
-        del self._units[unit]
+        if not any(value.requires_grad for value in record.received.values()):
+            del self._units[unit]
 
 
 def _roots(loss: Tensor | None, record: _InFlight) -> tuple[list[GradientEdge], list[Tensor | None]]:

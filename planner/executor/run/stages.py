@@ -1,7 +1,4 @@
-"""Build the modules of a worker's stages from the plan and the model.
-
-The ranks that divide a worker's layers with it, as its plan says.
-"""
+"""Build the modules of a worker's stages from the plan and the model, and the group of ranks that divides them."""
 
 from __future__ import annotations
 
@@ -13,7 +10,6 @@ from planner.errors import ModelFileError, PlanError
 from planner.executor.communication.shared_gradients import separate_copies, use_parameters
 from planner.executor.run.initial import initial_model
 from planner.formats.plan import Plan
-from planner.formats.plan_parts import Stage, Transfer
 from planner.model.capture.graph import LayerGraph, ValueSpec
 from planner.model.spec import TrainingSpec
 from planner.model.stage.evaluation import EvaluationStages, build_evaluation
@@ -51,8 +47,8 @@ def check_divided(plan: Plan) -> None:
     """
     if max(plan.degrees) == 1:
         return
-    problem = None
     one = f"solve with one degree, `tensor={max(plan.degrees)}`"
+    problem = None
     if len({(stage.ranks, stage.tensor) for stage in plan.stages}) > len({stage.ranks for stage in plan.stages}):
         problem = "stages on the same ranks whose groups have different sizes", one
     elif any(len({plan.stages[stage].tensor for stage in shared.stages}) > 1 for shared in plan.shared):
@@ -101,29 +97,28 @@ def build_modules(
             hint="profile your model file with: plan profile model.py",
         )
     initial = initial_model(job, stages, spec, kind)
-    graph, evaluation = initial.graph, initial.evaluation
+    graph, evaluated = initial.graph, None
     shared = _shared(job, graph, spec)
-    # An undivided minibatch is its own microbatch, whose statistics are the whole minibatch's.
-    defer_norms = job.options.deferred_batch_norm and plan.microbatches > 1
     division = UNDIVIDED
     if tensor is not None:
         division = division_of(graph, tensor_parallel_plan(spec, graph, tensor.degree), tensor)
-    variant = Variant(compiled=plan.compiled, defer_batch_norm=defer_norms, division=division)
-    modules = {stage: _built(graph, plan.stages[stage], variant) for stage in stages}
+    # An undivided minibatch is its own microbatch, whose statistics are the whole minibatch's.
+    defer_norms = job.options.deferred_batch_norm and plan.microbatches > 1
+    alike = Variant(compiled=plan.compiled, defer_batch_norm=defer_norms, division=division)
+    modules = {}
+    for number in stages:
+        stage = plan.stages[number]
+        variant = replace(alike, recompute=stage.recompute_groups)
+        modules[number] = build_stage(graph, stage.layers, variant=variant)
     separate_copies(list(modules.values()))
     for module in modules.values():
         keep_parts(module)
-    if evaluation is None:
-        return Modules(modules, None, shared, initial.deferred)
-    cut = [stage.layers for stage in plan.stages]
-    evaluated = build_evaluation(graph, cut, evaluation, stages, output=spec.defines("metrics"), division=division)
-    for stage, module in evaluated.modules.items():
-        use_parameters(module, modules[stage])
+    if initial.evaluation is not None:
+        cut, output = [stage.layers for stage in plan.stages], spec.defines("metrics")
+        evaluated = build_evaluation(graph, cut, initial.evaluation, stages, output=output, division=division)
+        for number, module in evaluated.modules.items():
+            use_parameters(module, modules[number])
     return Modules(modules, evaluated, shared, initial.deferred)
-
-
-def _built(graph: LayerGraph, stage: Stage, variant: Variant) -> StageModule:
-    return build_stage(graph, stage.layers, variant=replace(variant, recompute=stage.recompute_groups))
 
 
 def _shared(job: Job, graph: LayerGraph, spec: TrainingSpec) -> SharedNames:
@@ -186,20 +181,17 @@ def transferred(plan: Plan, modules: Mapping[int, StageModule]) -> dict[tuple[in
     Raises:
         PlanError: when the plan sends a value that the stages do not exchange.
     """
-    return {
-        (t.source, t.target): _specs_of(t, [modules[stage] for stage in (t.source, t.target) if stage in modules])
-        for t in plan.transfers
-        if t.source in modules or t.target in modules
-    }
-
-
-def _specs_of(transfer: Transfer, ends: Iterable[StageModule]) -> list[ValueSpec]:
-    specs = {spec.name: spec for end in ends for spec in (*end.received, *end.sent)}
-    missing = [name for name in transfer.values if name not in specs]
-    if missing:
-        raise PlanError(
-            f"the plan sends value '{missing[0]}' from stage {transfer.source} to {transfer.target}, but the stages "
-            "do not exchange it",
-            hint="make the plan again with: plan solve",
-        )
-    return [specs[name] for name in transfer.values]
+    found = {}
+    for t in plan.transfers:
+        ends = [modules[stage] for stage in (t.source, t.target) if stage in modules]
+        specs = {spec.name: spec for end in ends for spec in (*end.received, *end.sent)}
+        missing = next((name for name in t.values if name not in specs), None)
+        if ends and missing is not None:
+            raise PlanError(
+                f"the plan sends value '{missing}' from stage {t.source} to {t.target}, but the stages do not "
+                "exchange it",
+                hint="make the plan again with: plan solve",
+            )
+        if ends:
+            found[t.source, t.target] = [specs[name] for name in t.values]
+    return found

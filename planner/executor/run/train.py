@@ -80,17 +80,22 @@ def train(
     groups = Groups.create(context)
     checkpointer, first = restore(context)
     _advise(context)
-    on_progress = _with_hooks(context, first, on_progress)
+    if context.reports_for(len(context.plan.stages) - 1):
+        folder = context.job.options.tensorboard
+        own = tensorboard(folder, first) if folder is not None else None
+        on_progress = all_of(on_progress, hook(context.spec), own)
     peak = peak_memory(context, (stage.module for stage in context.stages.values()))
     recorder = None
     if options.trace is not None:
         recorder = TraceRecorder(context.rank, options.trace_minibatches, place.compute, peak.now_bytes)
     observers = Observers(context.heartbeat, _update_callback(context, on_progress), recorder)
     loop = Loop(context, groups, observers, _whole_stream(context, first))
-    run = _Run(context, loop, checkpointer, on_progress)
-    make_random_batches(context, _first_units(context, first))
+    soon = context.stream(first, min(first + RANDOM_BATCHES, context.minibatches))
+    make_random_batches(context, _units(context, soon))
     with reading_ahead(context.data, _units(context, chain.from_iterable(_whole_stream(context, first)))):
-        seconds = train_together(context, lambda: run.train(first))
+        seconds, start = train_together(
+            context, lambda: _train_segments(context, loop, checkpointer, first, on_progress)
+        )
     report = report_of(context, loop.worker, peak)
     result = gather_result(
         context,
@@ -98,9 +103,9 @@ def train(
         loop.worker.log,
         seconds,
         first=first,
-        evaluations=run.evaluations,
+        evaluations=loop.evaluations,
         checkpointer=checkpointer,
-        start=run.start_result,
+        start=start,
     )
     if context.job.save_weights is not None:
         save_weights(context, Path(context.job.save_weights))
@@ -108,58 +113,59 @@ def train(
         checkpointer.check_last()
     if recorder is not None:
         context.heartbeat.enter("gathering the trace", meeting=True)
-        accumulate = context.shape.accumulate
-        timeline = gather_timeline(recorder, context.plan, context.minibatches, accumulate)
+        timeline = gather_timeline(recorder, context.plan, context.minibatches, context.shape.accumulate)
         if timeline is not None and on_timeline is not None:
             on_timeline(timeline)
     return result
 
 
-class _Run:
-    """Drives the loop through the segments of a run, with evaluations in them and checkpoints between them."""
+def _train_segments(
+    context: PipelineContext,
+    loop: Loop,
+    checkpointer: Checkpointer | None,
+    first: int,
+    on_progress: ProgressCallback | None,
+) -> StartResult | None:
+    """Train from minibatch `first` to the end, with evaluations in the segments and checkpoints between them.
 
-    def __init__(
-        self,
-        context: PipelineContext,
-        loop: Loop,
-        checkpointer: Checkpointer | None,
-        on_progress: ProgressCallback | None,
-    ) -> None:
-        self._context, self._loop, self._checkpointer, self._on_progress = context, loop, checkpointer, on_progress
-        self.start_result: StartResult | None = None
-        # Those so far, on the worker that has their results.
-        self.evaluations = [] if loop.evaluator is None else loop.evaluator.done
+    Returns:
+        What was measured of the synchronous start, if there is one.
+    """
+    began_s = time.perf_counter()
+    worker, result = loop.worker, None
+    for start, end in context.segments(first):
+        loop.begin(start, end)
+        for point in _evaluation_points(context, start, end):
+            loop.run_to_evaluation(point)
+            evaluation = loop.evaluate(point)
+            if evaluation is not None and on_progress is not None:
+                on_progress(evaluated(evaluation, worker.log, context.minibatches))
+        loop.drain()
+        worker.settle()
+        if context.start is not None and end == context.start.minibatches:
+            seconds = time.perf_counter() - began_s - worker.log.paused_s
+            result = StartResult(
+                minibatches=end,
+                schedule=context.start.shape.schedule.name,
+                microbatches=context.start.shape.microbatches,
+                samples_per_s=sum(map(context.data.minibatch_size, range(first, end))) / seconds,
+                predicted_samples_per_s=context.job.predicted_start_samples_per_s,
+            )
+            worker.log.completions.clear()  # the plan's speed is measured from here on
+        if checkpointer is not None and context.job.checkpoints.every is not None:
+            checkpointer.save(end, worker.log.losses, loop.evaluations)
+    context.heartbeat.enter("waiting for the last messages", meeting=True)
+    worker.drain()
+    return result
 
-    def train(self, first: int) -> None:
-        """Train from minibatch `first` to the end."""
-        began_s = time.perf_counter()
-        context, worker = self._context, self._loop.worker
-        for start, end in context.segments(first):
-            self._loop.begin(start, end)
-            for point in self._evaluation_points(start, end):
-                self._loop.run_to_evaluation(point)
-                evaluation = self._loop.evaluate(point)
-                if evaluation is not None and self._on_progress is not None:
-                    self._on_progress(evaluated(evaluation, worker.log, context.minibatches))
-            self._loop.drain()
-            worker.settle()
-            if context.start is not None and end == context.start.minibatches:
-                seconds = time.perf_counter() - began_s - worker.log.paused_s
-                samples = sum(map(context.data.minibatch_size, range(first, end)))
-                self.start_result = context.start.result(context.job, samples, seconds)
-                worker.log.completions.clear()  # the plan's speed is measured from here on
-            if self._checkpointer is not None and context.job.checkpoints.every is not None:
-                self._checkpointer.save(end, worker.log.losses, self.evaluations)
-        context.heartbeat.enter("waiting for the last messages", meeting=True)
-        worker.drain()
 
-    def _evaluation_points(self, first: int, last: int) -> list[int]:
-        every = self._context.job.options.evaluate_every
-        if every is None:
-            return []
-        points = evaluation_points(self._context.shape_at(first), first, last, every)
-        at_end = last == self._context.minibatches and last not in points
-        return [*points, last] if at_end else points
+def _evaluation_points(context: PipelineContext, first: int, last: int) -> list[int]:
+    every = context.job.options.evaluate_every
+    if every is None:
+        return []
+    points = evaluation_points(context.shape_at(first), first, last, every)
+    at_end = last == context.minibatches and last not in points
+    return [*points, last] if at_end else points
 
 
 def restore(context: PipelineContext) -> tuple[Checkpointer | None, int]:
@@ -195,7 +201,10 @@ def _advise(context: PipelineContext) -> None:
 
 def late_momentum(late: int, optimizer: Optimizer) -> str | None:
     """Return advice on gradients that are `late` updates late; None for few, or for an optimizer of little momentum."""
-    momentum = max(map(_momentum, optimizer.param_groups), default=0.0)
+    momentum = 0.0  # the share of older gradients in each update: SGD's momentum, or Adam's first beta
+    for group in optimizer.param_groups:
+        share = group["betas"][0] if isinstance(group.get("betas"), tuple) else group.get("momentum", 0.0)
+        momentum = max(momentum, share if isinstance(share, float) else 0.0)
     if late < MOMENTUM_UPDATES or momentum < _LARGE_MOMENTUM:
         return None
     return (
@@ -206,22 +215,10 @@ def late_momentum(late: int, optimizer: Optimizer) -> str | None:
     )
 
 
-def _momentum(group: dict[str, object]) -> float:
-    """Return the share of older gradients in each update of a group: SGD's momentum, or Adam's first beta."""
-    betas = group.get("betas")
-    share = betas[0] if isinstance(betas, tuple) else group.get("momentum", 0.0)
-    return share if isinstance(share, float) else 0.0
-
-
 def _whole_stream(context: PipelineContext, first: int) -> Iterator[Iterator[Instruction]]:
     """Yield the instructions of all segments."""
     for start, end in context.segments(first):
         yield context.stream(start, end)
-
-
-def _first_units(context: PipelineContext, first: int) -> Iterator[Unit]:
-    """Yield the units of the first minibatches whose samples this worker reads."""
-    return _units(context, context.stream(first, min(first + RANDOM_BATCHES, context.minibatches)))
 
 
 def _units(context: PipelineContext, instructions: Iterable[Instruction]) -> Iterator[Unit]:
@@ -229,14 +226,6 @@ def _units(context: PipelineContext, instructions: Iterable[Instruction]) -> Ite
     for each in instructions:
         if isinstance(each, Forward) and context.stages[each.stage].module.needs_batch and context.data.size(each.unit):
             yield each.unit
-
-
-def _with_hooks(context: PipelineContext, first: int, on_progress: ProgressCallback | None) -> ProgressCallback | None:
-    """Add the user's hook and TensorBoard, on the worker that reports updates."""
-    if not context.reports_for(len(context.plan.stages) - 1):
-        return on_progress
-    folder = context.job.options.tensorboard
-    return all_of(on_progress, hook(context.spec), tensorboard(folder, first) if folder is not None else None)
 
 
 def _update_callback(

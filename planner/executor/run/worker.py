@@ -115,20 +115,17 @@ class Worker(ABC):
 
     def _note_update(self, update: Update) -> None:
         on_update = self._observers.on_update
-        if on_update is None:
-            return
-        if self._newest_loss is None:
-            on_update(update, self.log)
-        else:
+        if on_update is not None and self._newest_loss is not None:
             # Behind the losses of its minibatches, so that they are in the log.
             self._later.read(self._newest_loss, lambda _: on_update(update, self.log))
+        elif on_update is not None:
+            on_update(update, self.log)
 
 
 class PipelineWorker(Worker):
     """Runs the stages of one rank: one, or several chunks.
 
     Args:
-        stop_on_nan: raise when a loss is not finite.
         joint_norm: sums the norm over all stages, where they clip or skip an update together.
     """
 
@@ -152,21 +149,17 @@ class PipelineWorker(Worker):
                 stage.optimizer.sharding.note = self._note_wait
         self._due: list[Update] = []  # updates of this worker's stages that wait for those of its other stages
 
-    def restart(self) -> None:
-        """Count weight versions from 0 again, as each segment of the stream does; the pipeline must be empty."""
-        for stage in self.stages.values():
-            stage.versions.restart()
-
     def expect(self, under_way: Callable[[], Iterable[Receive]]) -> None:
         """Prepare for a pause, in which these messages are under way to this worker."""
         self._links.expect(under_way)
 
     def settle(self) -> None:
-        """Wait for the checks of all messages received so far; the pipeline must be empty."""
+        """Wait for the checks of all messages received so far, and for all computations; the pipeline must be empty."""
         self._links.settle()
+        super().settle()
 
     def drain(self) -> None:
-        """Wait until all messages have left and all computations have ended."""
+        """Wait until all messages have left, too."""
         self._links.drain()
         self.settle()
 
@@ -190,11 +183,11 @@ class PipelineWorker(Worker):
             case SendGradient(unit=unit, peer_stage=source):
                 self._links.send(instruction, stage.gradient(unit, source))
             case SendShared(unit=unit, peer_stage=peer):
-                self._links.send(instruction, stage.shared_gradients(unit.minibatch, peer))
+                self._links.send(instruction, stage.shared.take(unit.minibatch, peer))
             case ReceiveShared(unit=unit, peer_stage=peer):
-                stage.accept_shared(unit.minibatch, peer, self._links.receive(instruction))
+                stage.shared.accept(unit.minibatch, peer, self._links.receive(instruction))
             case AddShared(round=round_):
-                stage.add_shared(round_)
+                stage.shared.add(round_)
             case AllReduce():
                 stage.average(instruction.divisor)
             case Update():
@@ -216,10 +209,10 @@ class PipelineWorker(Worker):
     def _update(self, instruction: Update) -> None:
         """Update the stage, or all of this worker's stages at once when their gradients are complete."""
         self._due.append(instruction)
-        if self._joint_norm is not None and len(self._due) < len(self.stages):
-            return
         norm = None
         if self._joint_norm is not None:
+            if len(self._due) < len(self.stages):
+                return
             share = sum(stage.norm_share() for stage in self.stages.values())
             self._observers.heartbeat.enter("waiting for all gradients' norm", meeting=True)
             norm = self._joint_norm.sum(share)

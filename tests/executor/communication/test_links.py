@@ -7,9 +7,8 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
-from planner.executor.communication.routes import LinkGroups, lanes_of, route_of
+from planner.executor.communication.routes import LinkGroups, lane_of, lanes_of
 from planner.executor.run.loop import all_streams
 from planner.schedule.chunked import INTERLEAVED
 from planner.schedule.instructions import Instruction, ReceiveActivation, ReceiveGradient, Send, SendActivation, Unit
@@ -49,31 +48,24 @@ class Made(DataGroups):
         return f"group {len(self.made)}"
 
 
-@pytest.fixture
-def rank(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    own = [0]
-    monkeypatch.setattr(dist, "get_rank", lambda: own[0])
-    return own
-
-
 @pytest.mark.parametrize("shape", [CHUNKED, STRAIGHT])
 def test_two_groups_do_with_tags(shape: PipelineShape) -> None:
     made = Made(tagged=True)
-    groups = LinkGroups.create(made, lambda: all_streams(shape))
+    groups = LinkGroups(made, all_streams(shape))
     assert made.made == [None, None]
-    activation = groups.of(route_of(ReceiveActivation(1, Unit(0), 0, 0)))
-    assert activation == groups.activations != groups.of(route_of(ReceiveGradient(0, Unit(0), 1, 1)))
+    activations = {groups.of(lane_of(ReceiveActivation(s, Unit(0), s - 1, 0), 1)) for s in (1, 3)}
+    assert len(activations) == 1
+    assert groups.of(lane_of(ReceiveGradient(0, Unit(0), 1, 1), 0)) not in activations
 
 
-def test_without_tags_each_direction_between_two_stages_of_two_workers_has_a_group(rank: list[int]) -> None:
+def test_without_tags_each_direction_between_two_stages_of_two_workers_has_a_group() -> None:
     """Two workers exchange the values of stages 0-1, 1-2 and 2-3 in an order that only each pair agrees on."""
     made = Made(tagged=False)
-    groups = LinkGroups.create(made, lambda: all_streams(CHUNKED))
+    groups = LinkGroups(made, all_streams(CHUNKED))
     assert sorted(made.made, key=str) == [(0, 1)] * 3 + [(1, 0)] * 3
-    there = groups.of(route_of(SendActivation(0, Unit(0), 1, 1)))
-    rank[0] = 1
-    assert groups.of(route_of(ReceiveActivation(1, Unit(0), 0, 0))) == there
-    assert groups.of(route_of(ReceiveActivation(3, Unit(0), 2, 0))) != there
+    there = groups.of(lane_of(SendActivation(0, Unit(0), 1, 1), 0))
+    assert groups.of(lane_of(ReceiveActivation(1, Unit(0), 0, 0), 1)) == there
+    assert groups.of(lane_of(ReceiveActivation(3, Unit(0), 2, 0), 1)) != there
 
 
 @pytest.mark.parametrize("shape", [CHUNKED, STRAIGHT, REPLICATED])
@@ -82,7 +74,7 @@ def test_every_message_of_a_long_run_has_its_lane(shape: PipelineShape) -> None:
     lanes = set(lanes_of(all_streams(shape)))
     for own, stage in shape.first_stages.items():
         sends: Iterator[Instruction] = shape.schedule.stream(shape, stage, own, 40)
-        assert all(route_of(each).lane(own) in lanes for each in sends if isinstance(each, Send))
+        assert all(lane_of(each, own) in lanes for each in sends if isinstance(each, Send))
 
 
 def test_lanes_of_disjoint_workers_stand_side_by_side() -> None:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from planner.executor.communication.control import gather_bytes
-from planner.executor.communication.shared_gradients import SharedGradients, shared_parameters
+from planner.executor.communication.shared_gradients import SharedGradients
 from planner.executor.run import train
 from planner.executor.run.context import HeldStage, PipelineContext, sharding_of
 from planner.executor.run.data import BatchSource
@@ -314,7 +314,7 @@ def _held(
 ) -> HeldStage:
     transfers, names = exchanged
     module: Any = _Stage(number, run, transfers, tensor)
-    shared = shared_parameters(number, module, names)
+    shared = SharedGradients(number, module, names)
     spec: Any = _Spec()
     optimizer = StageOptimizer(
         spec,
@@ -323,7 +323,7 @@ def _held(
         scale_loss=run.autocast == "float16",
         sharding=sharding_of(planned, module, shared, rank, CPU.wire),
     )
-    return HeldStage(number, module, optimizer, SharedGradients(number, shared))
+    return HeldStage(number, module, optimizer, shared)
 
 
 def _shared_name(pair: tuple[int, int]) -> str:
