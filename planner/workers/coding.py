@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cache
 
@@ -17,40 +16,27 @@ _MOST = 127  # of an int8 whose negative exists, too
 _LEAST_SCALE = torch.finfo(torch.float32).tiny  # of a block of zeros
 
 
-class Coding(ABC):
-    """The content of a value's place in a message, where the value is of `dtype` and its wire shape is `shape`."""
-
-    @abstractmethod
-    def place(self, buffer: Tensor, start: int, shape: tuple[int, ...]) -> Tensor:
-        """Return the value's place in the message `buffer`, from byte `start` on, as `write` and `read` take it."""
-
-    @abstractmethod
-    def write(self, place: Tensor, value: Tensor) -> None:
-        """Write the value."""
-
-    @abstractmethod
-    def read(self, place: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-        """Return the value, which may be a view of its place."""
-
-
 @dataclass(frozen=True)
-class Cast(Coding):
+class Cast:
     """The value's elements in `dtype`: its own, or a smaller one, to which they are rounded."""
 
     dtype: torch.dtype
 
     def place(self, buffer: Tensor, start: int, shape: tuple[int, ...]) -> Tensor:
+        """Return the place of a value of `shape` in the message `buffer`, from byte `start` on."""
         return buffer.view(self.dtype).as_strided(shape, _strides(shape), start // self.dtype.itemsize)
 
     def write(self, place: Tensor, value: Tensor) -> None:
+        """Write the value to its place."""
         place.copy_(value)
 
     def read(self, place: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+        """Return the value of `dtype` and `shape` in its place, which may be a view of it."""
         return place.to(dtype)  # itself, where it is that already
 
 
 @dataclass(frozen=True)
-class Blocks(Coding):
+class Blocks:
     """Blocks of consecutive elements as int8, and then a float32 for each: its largest magnitude, over 127.
 
     The last block is filled up with zeros. Of a block with a NaN or an infinity, nothing that is read is finite.
@@ -59,10 +45,12 @@ class Blocks(Coding):
     block: int
 
     def place(self, buffer: Tensor, start: int, shape: tuple[int, ...]) -> Tensor:
+        """Return the place of a value, as `Cast` does."""
         blocks = -(-math.prod(shape) // self.block)
         return buffer[start : start + blocks * (self.block + torch.float32.itemsize)]
 
     def write(self, place: Tensor, value: Tensor) -> None:
+        """Write the value to its place."""
         elements, scales = self._parts(place)
         flat = value.reshape(-1).float()
         missing = elements.numel() - len(flat)
@@ -74,6 +62,7 @@ class Blocks(Coding):
         scales.copy_(scale)
 
     def read(self, place: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+        """Return the value in its place."""
         elements, scales = self._parts(place)
         return (elements * scales).view(-1)[: math.prod(shape)].view(shape).to(dtype)
 
@@ -82,6 +71,9 @@ class Blocks(Coding):
         blocks = len(place) // (self.block + torch.float32.itemsize)
         end = blocks * self.block
         return place[:end].view(torch.int8).view(blocks, self.block), place[end:].view(torch.float32).view(blocks, 1)
+
+
+Coding = Cast | Blocks
 
 
 @cache  # for every message, a lookup

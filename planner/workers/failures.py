@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import ast
 import os
-import re
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 
@@ -16,8 +15,6 @@ import torch.distributed as dist
 
 from planner.errors import InputError, LayerError, PlannerError, WorkerError, reason_of
 from planner.model.spec import split_location
-from planner.units import format_bytes
-from planner.workers.ending import within
 from planner.workers.heartbeat import Beat, Heartbeat, State
 from planner.workers.job import Failure, Job
 
@@ -55,15 +52,15 @@ def failure_of(job: Job, error: BaseException, heartbeat: Heartbeat | None = Non
     rank = int(os.environ.get("RANK", "0"))
     beat = heartbeat.read() if heartbeat is not None else None
     known = error if isinstance(error, PlannerError) else None
-    message = known.message if known else f"{reason_of(error)}{_at(_place(error, job))}"
-    hint = known.hint if known else "the whole traceback: plan -vv train ..."
     memory = memory_failure(error)
-    if memory is not None:
-        message, hint = memory, MEMORY_HINT
+    message = memory or (known.message if known else reason_of(error))
+    hint = MEMORY_HINT if memory else known.hint if known else "the whole traceback: plan -vv train ..."
     if isinstance(known, LayerError):
-        message = f"{memory or known.message}{_at(_resolve(known.place, job))}"
-    elif memory is not None:
-        message += _at(_place(error, job))
+        message += _at(_resolve(known.place, job))
+    elif memory or not known:
+        frames = traceback.extract_tb(error.__traceback__)
+        place = innermost([[(frame.filename, frame.lineno or 0, frame.name) for frame in frames]], job)
+        message += _at(None if place is None else place.partition(" in ")[0])
     return Failure(
         rank=rank,
         stage=stage_of(job, rank, beat),
@@ -125,13 +122,6 @@ def innermost(stacks: Sequence[Sequence[Frame]], job: Job) -> str | None:
     return None if chosen is None else _shorter(f"{chosen[0]}:{chosen[1]} in {chosen[2]}()")
 
 
-def _place(error: BaseException, job: Job) -> str | None:
-    """Return file and line where `error` was raised."""
-    frames = traceback.extract_tb(error.__traceback__)
-    place = innermost([[(frame.filename, frame.lineno or 0, frame.name) for frame in frames]], job)
-    return None if place is None else place.partition(" in ")[0]
-
-
 def _at(place: str | None) -> str:
     return f" ({_shorter(place)})" if place else ""
 
@@ -167,51 +157,15 @@ MEMORY_HINT = (
 )
 # What raises no error type of its own: cuBLAS and NCCL when their own allocations fail, and the allocator of the CPU.
 _WORDS = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "DefaultCPUAllocator: can't allocate memory")
-_ANSWER_S = 1.0
-_ASKED = re.compile(r"[Tt]ried to allocate (?P<amount>[\d.]+)\s*(?P<unit>GiB|MiB|KiB|bytes)")
 
 
 def memory_failure(error: BaseException) -> str | None:
-    """Return in one sentence how memory was exhausted, if that is what `error` says or was raised for.
-
-    The numbers are those of now: tensors that the traceback holds have not been freed yet.
-    """
-    for cause in _causes(error):
+    """Return how memory was exhausted, in PyTorch's words, if that is what `error` says or was raised for."""
+    cause: BaseException | None = error
+    while cause is not None:
         if isinstance(cause, (torch.OutOfMemoryError, MemoryError)) or (
             isinstance(cause, RuntimeError) and any(word in str(cause) for word in _WORDS)
         ):
-            return f"out of memory{_asked(str(cause))}{_gpu_use(cause)}"
+            return f"out of memory: {reason_of(cause)}"
+        cause = cause.__cause__
     return None
-
-
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__
-
-
-def _asked(text: str) -> str:
-    asked = _ASKED.search(text)
-    if asked is None:
-        return ""
-    scale = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "bytes": 1}[asked["unit"]]
-    return f" when {format_bytes(round(float(asked['amount']) * scale))} more were needed"
-
-
-def _gpu_use(cause: BaseException) -> str:
-    """Return what the GPU's memory is used for; "" where it was not the GPU's that was exhausted."""
-    on_cpu = isinstance(cause, MemoryError) or "DefaultCPUAllocator" in str(cause)
-    if on_cpu or not torch.cuda.is_available():
-        return ""
-    device = torch.cuda.current_device()  # of this thread
-    # The reason must not wait for the device, which may be past answering.
-    return next(iter(within(_ANSWER_S, lambda: _read_gpu(device))), "")
-
-
-def _read_gpu(device: int) -> str:
-    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
-    allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
-    return (
-        f": {format_bytes(allocated)} allocated and {format_bytes(reserved)} reserved of the "
-        f"{format_bytes(total_bytes)} of cuda:{device}, {format_bytes(free_bytes)} free"
-    )

@@ -38,13 +38,10 @@ class DataGroups:
 
     def __init__(self, place: Place, timeout: timedelta) -> None:
         self._place = place
-        self._timeout = timeout
+        # Whether messages of one group are told apart by tags, so that one group does for many.
+        self.tagged = place.backend == GLOO
+        self._timeout = timeout if self.tagged else max(timeout, _POSTED_FOR)
         self._unused: list[Callable[[torch.Tensor], dist.Work | None]] = []
-
-    @property
-    def tagged(self) -> bool:
-        """Whether messages of one group are told apart by tags, so that one group does for many."""
-        return self._place.backend == GLOO
 
     def for_collectives(self, ranks: Iterable[int] | None) -> dist.ProcessGroup:
         """Make a group of `ranks`, or of all workers, for all-reduces and broadcasts."""
@@ -79,6 +76,5 @@ class DataGroups:
             wait_for_device(self._place.wire)
 
     def _make(self, members: list[int]) -> dist.ProcessGroup:
-        timeout = self._timeout if self.tagged else max(self._timeout, _POSTED_FOR)
-        group: dist.ProcessGroup = dist.new_group(members, timeout=timeout, backend=self._place.backend)
+        group: dist.ProcessGroup = dist.new_group(members, timeout=self._timeout, backend=self._place.backend)
         return group

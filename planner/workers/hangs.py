@@ -42,7 +42,6 @@ class Hang:
     stage: int | None
     message: str
     busy: bool = False  # whether the place in its code tells more
-    frozen: bool = False  # whether it is the cause for certain
 
     def failure(self, place: str | None) -> Failure:
         """Return the report of this hang; `place` is the line of code that the worker is at, if known."""
@@ -98,46 +97,34 @@ class HangDetector:
             return None
         # A worker that waits may have stopped up to a step before the cause did, which may not be late yet. So it is
         # looked for among all that have not moved for half the time.
-        for judge in (self._frozen, self._busy):
+        for frozen in (True, False):
             for rank in (rank for rank in longest if stuck[rank] > limit_s / 2):
-                hang = judge(rank, stuck[rank])
-                if hang is not None:
-                    return hang if rank in late or hang.frozen else None
+                sign = self._seen[rank].sign
+                found = f"has not moved for {stuck[rank]:.0f} s, {sign.beat.describe()}"
+                if frozen and sign.frozen is not None:
+                    return self._hang(rank, f"{found}: it {sign.frozen}")
+                if not frozen and sign.beat.state in (State.PREPARING, State.COMPUTING):
+                    return self._hang(rank, found, busy=True) if rank in late else None
         for rank in late:
-            hang = self._undelivered(rank, stuck[rank])
-            if hang is not None:
-                return hang
+            why = self._undelivered(self._seen[rank].sign.beat)
+            if why is not None:
+                return self._hang(rank, f"{_waited(stuck[rank], self._seen[rank].sign.beat)}, {why}")
         if len(late) < len(set(chain(*self._ranks))):
             return None
         waited = _waited(stuck[late[0]], self._seen[late[0]].sign.beat)
         return self._hang(late[0], f"{waited}, and all others wait too: a message was lost")
 
-    def _frozen(self, rank: int, stuck_s: float) -> Hang | None:
-        sign = self._seen[rank].sign
-        if sign.frozen is None:
-            return None
-        message = f"has not moved for {stuck_s:.0f} s, {sign.beat.describe()}: it {sign.frozen}"
-        return self._hang(rank, message, frozen=True)
-
-    def _busy(self, rank: int, stuck_s: float) -> Hang | None:
-        beat = self._seen[rank].sign.beat
-        if beat.state not in (State.PREPARING, State.COMPUTING):
-            return None
-        return self._hang(rank, f"has not moved for {stuck_s:.0f} s, {beat.describe()}", busy=True)
-
-    def _undelivered(self, rank: int, stuck_s: float) -> Hang | None:
-        beat = self._seen[rank].sign.beat
+    def _undelivered(self, beat: Beat) -> str | None:
+        """Say why what a worker waits for does not come, if the others have done their part."""
         match beat.state:
-            # A send waits only for transfers of units that should have come back long ago: see `SendLimits`.
+            # A send waits only for transfers of units that should have come back long ago: see `Links`.
             case State.SENDING:
-                why = "the link carries nothing"
+                return "the link carries nothing"
             case State.REDUCING if all(self._reduces_too(other, beat) for other in self._ranks[beat.stage or 0]):
-                why = "and so have the stage's other workers: a link between them carries nothing"
+                return "and so have the stage's other workers: a link between them carries nothing"
             case State.RECEIVING if self._was_sent(beat):
-                why = "which were sent: the link carries nothing"
-            case _:
-                return None
-        return self._hang(rank, f"{_waited(stuck_s, beat)}, {why}")
+                return "which were sent: the link carries nothing"
+        return None
 
     def _was_sent(self, beat: Beat) -> bool:
         peer = self._seen.get(-1 if beat.peer_rank is None else beat.peer_rank)
@@ -152,11 +139,11 @@ class HangDetector:
         other = seen.sign.beat if seen is not None else None
         return other is not None and (other.state, other.stage, other.unit) == (beat.state, beat.stage, beat.unit)
 
-    def _hang(self, rank: int, message: str, *, busy: bool = False, frozen: bool = False) -> Hang:
+    def _hang(self, rank: int, message: str, *, busy: bool = False) -> Hang:
         stage = self._seen[rank].sign.beat.stage
         if stage is None:
             stage = next((number for number, ranks in enumerate(self._ranks) if rank in ranks), None)
-        return Hang(rank, stage, message, busy, frozen)
+        return Hang(rank, stage, message, busy)
 
 
 def _waited(stuck_s: float, beat: Beat) -> str:

@@ -105,30 +105,28 @@ class Beat:
 
     def describe(self) -> str:
         """Return it as part of a sentence: "in the forward of minibatch 17", "waiting for ... from worker 0"."""
-        of_evaluation = self.activity.startswith(_EVALUATION.decode())
-        unit = f"minibatch {self.unit.minibatch}" + (" of the evaluation" if of_evaluation else "")
+        name = self.activity.removeprefix(_EVALUATION.decode())
+        unit = f"minibatch {self.unit.minibatch}" + (" of the evaluation" if name != self.activity else "")
         if self.unit.microbatch:
             unit += f", microbatch {self.unit.microbatch}"
-        kind = "activations" if "Activation" in self.activity else "gradients"
-        if "Shared" in self.activity:
+        kind = "activations" if "Activation" in name else "gradients"
+        if "Shared" in name:
             kind, unit = "shared weights' gradients", f"round {self.unit.minibatch}"
-        match self.state:
-            case State.PREPARING | State.MEETING:
+        match self.state, name:
+            case ((State.PREPARING | State.MEETING), _):
                 return f"while {self.activity}"
-            case State.RECEIVING:
+            case State.RECEIVING, _:
                 return f"waiting for the {kind} of {unit} from worker {self.peer_rank}"
-            case State.SENDING:
+            case State.SENDING, _:
                 return f"sending the {kind} of {unit} to worker {self.peer_rank}"
-            case State.REDUCING:
+            case State.REDUCING, _:
                 return f"in the all-reduce of round {self.unit.minibatch}"
-            case State.COMPUTING:
-                if self.activity == "AddShared":
-                    return f"adding up the shared weights' gradients of round {self.unit.minibatch}"
-                if self.activity == "Update":
-                    return f"in the update after minibatch {self.unit.minibatch}"
-                name = self.activity.removeprefix(_EVALUATION.decode())
-                words = "".join(f" {c.lower()}" if c.isupper() else c for c in name)
-                return f"in the{words} of {unit}"
+            case _, "AddShared":
+                return f"adding up the {kind} of {unit}"
+            case _, "Update":
+                return f"in the update after {unit}"
+        words = "".join(f" {c.lower()}" if c.isupper() else c for c in name)
+        return f"in the{words} of {unit}"
 
 
 class Heartbeat:

@@ -69,8 +69,7 @@ class LocalWatch(threading.Thread):
 
     def __init__(self, folder: Path, job: Job) -> None:
         super().__init__(name="hang watch", daemon=True)
-        self._folder = folder
-        self._job = job
+        self._folder, self._job = folder, job
         self._detector = HangDetector([stage.ranks for stage in job.plan.stages], job.run_options.hang_timeout_s)
         self._ended = threading.Event()
         self._starting: dict[int, int] = {}  # process ids by rank, of workers that have no page yet
@@ -145,22 +144,18 @@ def explain(exit_codes: Mapping[int, int], folder: Path, job: Job) -> WorkersFai
     """
     paths = sorted(folder.glob("failure-*.json"), key=lambda path: path.stat().st_mtime_ns)
     left = [Failure.model_validate_json(path.read_text("utf-8")) for path in paths]
-    for failure in left:
-        if not failure.consequence:
-            return error_of(failure)
-    hint = "look for the reason in its last messages"
-    killed = {rank: -code for rank, code in sorted(exit_codes.items()) if code < 0 and code != -signal.SIGTERM}
-    if killed:
-        rank, number = next(iter(killed.items()))
-        beat = read_beat(folder, rank)
-        ended = f"was killed by {signal.Signals(number).name}, {'while starting' if beat is None else beat.describe()}"
-        if number == signal.SIGKILL:
-            hint = "the system ends processes that exhaust its memory; see the kernel's log"
-    elif left:
+    # A stable sort: the first worker's own error, or else the first consequence of one.
+    left.sort(key=lambda failure: failure.consequence)
+    signals = [rank for rank, code in sorted(exit_codes.items()) if code < 0 and code != -signal.SIGTERM]
+    if left and not (left[0].consequence and signals):
         return error_of(left[0])
-    else:
-        (rank, code), beat = min(exit_codes.items()), None
-        ended = f"ended with exit code {code} and left no reason"
+    rank, beat, hint = min(signals or exit_codes), None, "look for the reason in its last messages"
+    ended = f"ended with exit code {exit_codes[rank]} and left no reason"
+    if signals:
+        beat, name = read_beat(folder, rank), signal.Signals(-exit_codes[rank]).name
+        ended = f"was killed by {name}, {'while starting' if beat is None else beat.describe()}"
+        if name == "SIGKILL":
+            hint = "the system ends processes that exhaust its memory; see the kernel's log"
     message = f"{worker_name(rank, stage_of(job, rank, beat))} {ended}"
     return WorkersFailedError(message, hint=hint, exit_code=WorkerError.exit_code, again=True)
 

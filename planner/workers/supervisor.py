@@ -82,7 +82,7 @@ class Supervisor:
         """Say that this worker ends as it should, before its connections close."""
         if self._watch is not None:
             self._watch.say_goodbye()
-            self._watch.stop()
+        self.stop()
 
     def stop(self) -> None:
         """Watch no longer, because this worker is about to end."""

@@ -14,12 +14,11 @@ Workers of `planner.workers.launch` are watched by their launcher instead: see `
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
 from traceback import extract_stack
@@ -30,6 +29,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # exported by a star import
 
 from planner.errors import PlannerError, WorkerError, first_line
+from planner.formats.files import Record
 from planner.workers.ending import ABORT_S, GRACE_S, within
 from planner.workers.failures import error_of, innermost, stage_of, worker_name
 from planner.workers.hangs import Hang, HangDetector, Sign, times_of_main_thread
@@ -85,52 +85,18 @@ class NextWorker:
             self._on_gone(self._next)
 
 
-class Bulletin:
-    """Failures that workers report to each other, in torchrun's store."""
+class _Page(Record):
+    """What a worker writes into the store of itself, again and again."""
 
-    def __init__(self) -> None:
-        self.place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        store = TCPStore(
-            os.environ["MASTER_ADDR"],
-            int(os.environ["MASTER_PORT"]),
-            is_master=False,
-            wait_for_workers=False,
-            timeout=_CONNECT,
-        )
-        self.store = PrefixStore(f"plan/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-
-    def post(self, failure: Failure) -> None:
-        """Report why a worker ends. The first report that is no consequence of others is the cause for all."""
-        text = failure.model_copy(update={"traceback": ""}).model_dump_json()
-        self.store.set(f"failure/{failure.rank}", text)
-        if not failure.consequence:
-            self._first("cause", failure.rank)
-
-    def cause(self) -> Failure | None:
-        """Return the failure that the run ends with, if one was reported."""
-        if not self.store.check(["cause"]):
-            return None
-        return Failure.model_validate_json(self.store.get(f"failure/{int(self.store.get('cause'))}"))
-
-    def first_gone(self, rank: int) -> int:
-        """Record that the process of `rank` is gone, and return the first of which that was recorded.
-
-        When a worker dies, torchrun ends the other workers of its host, and their connections break as well.
-        """
-        return self._first("gone", rank)
-
-    def is_first_here(self) -> bool:
-        """Return whether this worker is the first of its host to ask, so that each host reports an error once."""
-        asked: int = self.store.add(f"told/{os.environ.get('GROUP_RANK', '0')}", 1)
-        return asked == 1
-
-    def _first(self, key: str, rank: int) -> int:
-        # Sets the key only where it is missing, and returns what it holds then.
-        return int(self.store.compare_set(key, "", str(rank)))
+    beat: str  # its heartbeat's page, in hexadecimal
+    sequence: int  # of this writing
+    place: str | None  # in its code
+    cpu_s: float
+    starved_s: float
 
 
 class StoreWatch:
-    """Watches all workers from this one, until it is stopped.
+    """Watches all workers from this one, through torchrun's store, until it is stopped.
 
     Args:
         job: that they run.
@@ -148,22 +114,23 @@ class StoreWatch:
         *,
         hangs: bool = True,
     ) -> None:
-        self._job = job
-        self._heartbeat = heartbeat
-        self._end_process = end_process
-        self._hangs = hangs
+        self._job, self._heartbeat, self._end_process, self._hangs = job, heartbeat, end_process, hangs
         self._rank = int(os.environ["RANK"])
-        self._everyone = set(range(job.plan.workers))
-        self._detector = HangDetector([stage.ranks for stage in job.plan.stages], job.run_options.hang_timeout_s)
+        self._timeout_s = job.run_options.hang_timeout_s
+        self._detector = HangDetector([stage.ranks for stage in job.plan.stages], self._timeout_s)
         # At least ten exchanges within a time-out: a worker counts as silent after half of it.
-        self._interval_s = min(2.0, job.run_options.hang_timeout_s / 10)
+        self._interval_s = min(2.0, self._timeout_s / 10)
         self._stopped = threading.Event()
         self._ending = threading.Lock()  # held by the thread that ends this worker
         self._main = threading.main_thread().ident
-        self._bulletin = Bulletin()
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        self._place = f"{host}:{port}"
+        store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=_CONNECT)
+        self._store = PrefixStore(f"plan/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
         self._next: NextWorker | None = None
         self._reached = 0  # number of the last exchange with the store
-        self._last_sequence: dict[int, tuple[int, float]] = {}
+        self._known = [self._rank]  # ranks that have written a page
+        self._last_sequence: dict[int, tuple[int, float]] = {}  # by rank, and when it was new
         targets = (self._exchange, self._watch_exchange)
         self._threads = [threading.Thread(target=target, name="hang watch", daemon=True) for target in targets]
         for thread in self._threads:
@@ -192,7 +159,7 @@ class StoreWatch:
         self._ending.acquire()  # waits for ever where another thread is ending this process
         self._stopped.set()
         # Bounded, because the store's host may be what failed.
-        within(GRACE_S, lambda: self._bulletin.post(failure))
+        within(GRACE_S, lambda: self._post(failure))
 
     def explained(self, failure: Failure) -> PlannerError | None:
         """Return the error to end with after `failure` was posted, or None if this host has reported one already.
@@ -210,23 +177,48 @@ class StoreWatch:
         deadline = time.monotonic() + GRACE_S
         while cause is None and time.monotonic() < deadline:
             time.sleep(0.1)
-            cause = self._bulletin.cause()
-        return cause or failure, self._bulletin.is_first_here()
+            cause = self._cause()
+        return cause or failure, self._is_first_here()
+
+    def _post(self, failure: Failure) -> None:
+        """Report why a worker ends. The first report that is no consequence of others is the cause for all."""
+        text = failure.model_copy(update={"traceback": ""}).model_dump_json()
+        self._store.set(f"failure/{failure.rank}", text)
+        if not failure.consequence:
+            self._first("cause", failure.rank)
+
+    def _cause(self) -> Failure | None:
+        """Return the failure that the run ends with, if one was reported."""
+        if not self._store.check(["cause"]):
+            return None
+        return Failure.model_validate_json(self._store.get(f"failure/{int(self._store.get('cause'))}"))
+
+    def _is_first_here(self) -> bool:
+        """Return whether this worker is the first of its host to ask, so that each host reports an error once."""
+        asked: int = self._store.add(f"told/{os.environ.get('GROUP_RANK', '0')}", 1)
+        return asked == 1
+
+    def _first(self, key: str, rank: int) -> int:
+        """Set a key where it is missing, and return what it holds then."""
+        return int(self._store.compare_set(key, "", str(rank)))
+
+    def _pages(self) -> dict[int, _Page]:
+        """Return by rank what all wrote that have written."""
+        unknown = [rank for rank in range(self._job.plan.workers) if rank not in self._known]
+        self._known += [rank for rank in unknown if self._store.check([f"page/{rank}"])]
+        texts = self._store.multi_get([f"page/{rank}" for rank in self._known])
+        return {rank: _Page.model_validate_json(text) for rank, text in zip(self._known, texts, strict=True)}
 
     def _exchange(self) -> None:
         """Write this worker's heartbeat and judge all, in a thread."""
         sequence = 0
-        known = {self._rank}
         while not self._stopped.wait(self._interval_s):
             sequence += 1
             try:
-                self._bulletin.store.set(f"page/{self._rank}", self._own(sequence))
-                known |= {rank for rank in self._everyone - known if self._bulletin.store.check([f"page/{rank}"])}
-                ranks = sorted(known)
-                pages = self._bulletin.store.multi_get([f"page/{rank}" for rank in ranks])
-                cause = self._bulletin.cause()
-            except RuntimeError as cause:
-                self._lost(first_line(cause))
+                self._store.set(f"page/{self._rank}", self._own(sequence).model_dump_json())
+                pages, cause = self._pages(), self._cause()
+            except RuntimeError as error:
+                self._lost(first_line(error))
                 return
             self._reached = sequence
             if cause is not None:
@@ -234,63 +226,59 @@ class StoreWatch:
                 if not self._stopped.wait(_FIRST_ENDS_S):
                     self._end_with(cause)
                 return
-            hang = self._judge(ranks, pages) if self._hangs else None
+            hang = self._judge(pages) if self._hangs else None
             if hang is not None:
-                known_place = hang.busy and hang.rank in ranks
-                self._end_with(
-                    hang.failure(json.loads(pages[ranks.index(hang.rank)])["place"] if known_place else None)
-                )
+                self._end_with(hang.failure(pages[hang.rank].place if hang.busy and hang.rank in pages else None))
                 return
 
-    def _own(self, sequence: int) -> str:
+    def _own(self, sequence: int) -> _Page:
         """Return this worker's page with the place in the code and the times that only its own process knows."""
         frames = sys._current_frames()
         frames.pop(threading.get_ident())
         threads = sorted(frames, key=lambda thread: thread != self._main)
-        place = innermost(
-            [[(f.filename, f.lineno or 0, f.name) for f in extract_stack(frames[thread])] for thread in threads],
-            self._job,
+        stacks = [[(f.filename, f.lineno or 0, f.name) for f in extract_stack(frames[thread])] for thread in threads]
+        return _Page(
+            beat=self._heartbeat.page.hex(),
+            sequence=sequence,
+            place=innermost(stacks, self._job),
+            cpu_s=time.process_time(),
+            starved_s=times_of_main_thread()[1],
         )
-        page = self._heartbeat.page.hex()
-        times = {"cpu_s": time.process_time(), "starved_s": times_of_main_thread()[1]}
-        return json.dumps({"page": page, "sequence": sequence, "place": place, **times})
 
-    def _judge(self, ranks: Sequence[int], pages: Sequence[bytes]) -> Hang | None:
+    def _judge(self, pages: Mapping[int, _Page]) -> Hang | None:
         now = time.monotonic()
         # torchrun starts all workers at once, so one that has written nothing yet can hang, too.
-        signs = {rank: Sign(Beat.none_yet(rank)) for rank in self._everyone - set(ranks)}
-        for rank, text in zip(ranks, pages, strict=True):
-            told = json.loads(text)
-            beat = Beat.read(bytes.fromhex(told["page"]))
+        signs = {rank: Sign(Beat.none_yet(rank)) for rank in range(self._job.plan.workers) if rank not in pages}
+        for rank, page in pages.items():
+            beat = Beat.read(bytes.fromhex(page.beat))
             if beat is None:
                 continue
-            last, since = self._last_sequence.get(rank, (None, now))
-            if last != told["sequence"]:
-                since = now
-            self._last_sequence[rank] = (told["sequence"], since)
-            silent = now - since > self._job.run_options.hang_timeout_s / 2
+            if self._last_sequence.get(rank, (None, now))[0] != page.sequence:
+                self._last_sequence[rank] = page.sequence, now
+            silent = now - self._last_sequence[rank][1] > self._timeout_s / 2
             frozen = "does not respond: it is stopped, or its host or its link is down" if silent else None
-            signs[rank] = Sign(beat, told["cpu_s"], told["starved_s"], frozen)
+            signs[rank] = Sign(beat, page.cpu_s, page.starved_s, frozen)
         return self._detector.look(signs, now)
 
     def _end_with(self, cause: Failure) -> None:
         """End this worker because of `cause`, unless the main thread ends it already."""
         if self._ending.acquire(blocking=False):
-            tells = within(GRACE_S, self._bulletin.is_first_here)
+            tells = within(GRACE_S, self._is_first_here)
             self._end_process(error_of(cause) if tells != [False] else None)
 
     def _gone(self, rank: int) -> None:
         """Report that the process of `rank` is gone, if it left no reason; each worker's `_exchange` then ends it."""
         with suppress(RuntimeError):  # the store is gone, too: then `_exchange` tells
-            rank = self._bulletin.first_gone(rank)
+            # When a worker dies, torchrun ends the other workers of its host, and their connections break as well:
+            # the first one of which that was recorded counts.
+            rank = self._first("gone", rank)
             time.sleep(_LAST_WORDS_S)
-            if self._bulletin.cause() is None:
-                self._bulletin.post(self._without_reason(rank))
+            if self._cause() is None:
+                self._post(self._without_reason(rank))
 
     def _without_reason(self, rank: int) -> Failure:
-        key = f"page/{rank}"
-        told = self._bulletin.store.get(key) if self._bulletin.store.check([key]) else None
-        beat = None if told is None else Beat.read(bytes.fromhex(json.loads(told)["page"]))
+        page = self._pages().get(rank)
+        beat = None if page is None else Beat.read(bytes.fromhex(page.beat))
         return Failure(
             rank=rank,
             stage=stage_of(self._job, rank, beat),
@@ -312,7 +300,7 @@ class StoreWatch:
         while not self._stopped.wait(self._interval_s):
             ticks = ticks + 1 if self._reached == reached else 0
             reached = self._reached
-            if ticks * self._interval_s > self._job.run_options.hang_timeout_s:
+            if ticks * self._interval_s > self._timeout_s:
                 self._lost(f"no answer for {ticks * self._interval_s:.0f} s")
                 return
 
@@ -323,8 +311,7 @@ class StoreWatch:
         name = worker_name(self._rank, stage_of(self._job, self._rank, None))
         self._end_process(
             WorkerError(
-                f"{name}, {self._heartbeat.read().describe()}: lost torchrun's store at "
-                f"{self._bulletin.place}: {reason}",
+                f"{name}, {self._heartbeat.read().describe()}: lost torchrun's store at {self._place}: {reason}",
                 hint="its host or the link to it is down, or another worker failed first: see the first host",
             )
         )

@@ -30,11 +30,7 @@ class Made(DataGroups):
     def __init__(self, *, tagged: bool) -> None:
         super().__init__(CPU, timedelta(0))
         self.made: list[tuple[int, int] | None] = []
-        self.is_tagged = tagged
-
-    @property
-    def tagged(self) -> bool:
-        return self.is_tagged
+        self.tagged = tagged
 
     def for_collectives(self, ranks: object) -> Any:
         assert ranks is None
