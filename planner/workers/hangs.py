@@ -2,7 +2,7 @@
 
 A worker that waits is only a consequence as long as the peer that it waits for has not done its part. So the cause is,
 in this order: a worker that does not respond at all; a worker whose own work does not end; a link that does not deliver
-what was sent. The streams of a checked plan cannot stop in any other way.
+what was sent, when all workers wait. The streams of a checked plan cannot stop in any other way.
 """
 
 from __future__ import annotations
@@ -14,11 +14,9 @@ from itertools import chain
 from pathlib import Path
 
 from planner.errors import WorkerError
-from planner.schedule.instructions import ReceiveActivation, ReceiveGradient
 from planner.workers.heartbeat import Beat, State
 from planner.workers.job import Failure
 
-_ACTIVATION, _GRADIENT = ReceiveActivation.__name__, ReceiveGradient.__name__
 # A worker that uses more than this share of the time that it had a core to run on makes progress while it prepares.
 BUSY_SHARE = 0.05
 _LEAST_S = 0.1  # below this, what it ran and waited for a core tells nothing
@@ -105,49 +103,18 @@ class HangDetector:
                     return self._hang(rank, f"{found}: it {sign.frozen}")
                 if not frozen and sign.beat.state in (State.PREPARING, State.COMPUTING):
                     return self._hang(rank, found, busy=True) if rank in late else None
-        for rank in late:
-            why = self._undelivered(self._seen[rank].sign.beat)
-            if why is not None:
-                return self._hang(rank, f"{_waited(stuck[rank], self._seen[rank].sign.beat)}, {why}")
         if len(late) < len(set(chain(*self._ranks))):
             return None
-        waited = _waited(stuck[late[0]], self._seen[late[0]].sign.beat)
-        return self._hang(late[0], f"{waited}, and all others wait too: a message was lost")
-
-    def _undelivered(self, beat: Beat) -> str | None:
-        """Say why what a worker waits for does not come, if the others have done their part."""
-        match beat.state:
-            # A send waits only for transfers of units that should have come back long ago: see `Links`.
-            case State.SENDING:
-                return "the link carries nothing"
-            case State.REDUCING if all(self._reduces_too(other, beat) for other in self._ranks[beat.stage or 0]):
-                return "and so have the stage's other workers: a link between them carries nothing"
-            case State.RECEIVING if self._was_sent(beat):
-                return "which were sent: the link carries nothing"
-        return None
-
-    def _was_sent(self, beat: Beat) -> bool:
-        peer = self._seen.get(-1 if beat.peer_rank is None else beat.peer_rank)
-        if peer is None or beat.peer_stage is None or beat.activity not in (_ACTIVATION, _GRADIENT):
-            return False  # messages of an evaluation are not recorded as sent
-        last = peer.sign.beat.sent.get((beat.peer_stage, beat.activity == _ACTIVATION))
-        unit = beat.unit
-        return last is not None and (last.minibatch, last.microbatch) >= (unit.minibatch, unit.microbatch)
-
-    def _reduces_too(self, rank: int, beat: Beat) -> bool:
-        seen = self._seen.get(rank)
-        other = seen.sign.beat if seen is not None else None
-        return other is not None and (other.state, other.stage, other.unit) == (beat.state, beat.stage, beat.unit)
+        # All wait, the first one for what another one has sent: the streams of a checked plan cannot stop otherwise.
+        waited = f"has waited for {stuck[late[0]]:.0f} s {self._seen[late[0]].sign.beat.describe()}"
+        waited = waited.replace(" s waiting for", " s for")
+        return self._hang(late[0], f"{waited}, and all others wait too: a link carries nothing, or lost a message")
 
     def _hang(self, rank: int, message: str, *, busy: bool = False) -> Hang:
         stage = self._seen[rank].sign.beat.stage
         if stage is None:
             stage = next((number for number, ranks in enumerate(self._ranks) if rank in ranks), None)
         return Hang(rank, stage, message, busy)
-
-
-def _waited(stuck_s: float, beat: Beat) -> str:
-    return f"has waited for {stuck_s:.0f} s {beat.describe()}".replace(" s waiting for", " s for")
 
 
 def _has_moved(seen: _Seen, sign: Sign, now_s: float) -> bool:

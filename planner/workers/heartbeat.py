@@ -4,8 +4,7 @@ Writing it costs about a microsecond per instruction and sends nothing. It can b
 main thread writes it before each instruction, so that it names the one that does not end, and the page is read without
 the worker's help. A thread that sent beats would go on while the main thread hangs.
 
-    page:  pid, beats, state, stage, peer rank, peer stage, minibatch, microbatch, slowest_s, activity (40 bytes)
-    then:  per stage of the worker and direction, the last unit that was sent: stage, direction, minibatch, microbatch
+    page:  pid, beats, state, stage, peer rank, minibatch, microbatch, slowest_s, activity (40 bytes)
 """
 
 from __future__ import annotations
@@ -14,8 +13,7 @@ import mmap
 import os
 import struct
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 from typing import get_args
@@ -28,19 +26,14 @@ from planner.schedule.instructions import (
     Instruction,
     Message,
     Receive,
-    SendActivation,
-    SendGradient,
     Unit,
     Update,
 )
 
-_PAGE = struct.Struct("<qqiiiiqid40s")
-_SENT = struct.Struct("<iiqq")
-_SENT_START = 128
+_PAGE = struct.Struct("<qqiiiqid40s")
 _NONE = -1
 _EVALUATION = b"Evaluation:"
 _FIRST = Unit(0)
-_NO_PEER = (_NONE, _NONE)
 
 
 class State(IntEnum):
@@ -66,11 +59,7 @@ _DESCRIBED = {kind: (_state_of(kind), kind.__name__.encode()) for kind in get_ar
 
 @dataclass(frozen=True)
 class Beat:
-    """What a worker was doing when its page was read.
-
-    `sent` has the last unit sent by (stage, whether activations). Units are sent in the order of the stage's stream, so
-    all earlier ones were sent as well.
-    """
+    """What a worker was doing when its page was read."""
 
     pid: int
     beats: int  # grows with every instruction and phase
@@ -79,9 +68,7 @@ class Beat:
     stage: int | None = None
     unit: Unit = _FIRST
     peer_rank: int | None = None
-    peer_stage: int | None = None
     slowest_s: float = 0.0  # the longest instruction so far
-    sent: Mapping[tuple[int, bool], Unit] = field(default_factory=dict)
 
     @classmethod
     def read(cls, page: bytes) -> Beat | None:
@@ -89,14 +76,9 @@ class Beat:
         pid, beats, state, *places, minibatch, microbatch, slowest_s, activity = _PAGE.unpack_from(page)
         if not beats:
             return None
-        stage, peer_rank, peer_stage = (None if place == _NONE else place for place in places)
-        sent = {}
-        for start in range(_SENT_START, len(page) - _SENT.size + 1, _SENT.size):
-            sender, activation, sent_minibatch, sent_microbatch = _SENT.unpack_from(page, start)
-            if sender:  # stage + 1: zeros are an empty place
-                sent[sender - 1, bool(activation)] = Unit(sent_minibatch, sent_microbatch)
+        stage, peer_rank = (None if place == _NONE else place for place in places)
         text, unit = activity.rstrip(b"\0").decode(), Unit(minibatch, microbatch)
-        return cls(pid, beats, State(state), text, stage, unit, peer_rank, peer_stage, slowest_s, sent)
+        return cls(pid, beats, State(state), text, stage, unit, peer_rank, slowest_s)
 
     @classmethod
     def none_yet(cls, pid: int) -> Beat:
@@ -136,24 +118,18 @@ class Heartbeat:
         path: file of the page; None to keep it in memory, for threads of this process.
     """
 
-    def __init__(self, path: Path | None = None, stages: tuple[int, ...] = ()) -> None:
-        size = _SENT_START + 2 * _SENT.size * len(stages)
+    def __init__(self, path: Path | None = None) -> None:
         if path is None:
-            self._page = mmap.mmap(-1, size)
+            self._page = mmap.mmap(-1, _PAGE.size)
         else:
             with path.open("w+b") as file:
-                file.truncate(size)
-                self._page = mmap.mmap(file.fileno(), size)
+                file.truncate(_PAGE.size)
+                self._page = mmap.mmap(file.fileno(), _PAGE.size)
         self._pid = os.getpid()
         self._beats = 0
         self._slowest_s = 0.0
         self._began_s: float | None = None
         self._last_backward = 0  # minibatch
-        self._sent_at = {
-            (stage, activation): _SENT_START + _SENT.size * (2 * index + activation)
-            for index, stage in enumerate(stages)
-            for activation in (False, True)
-        }
 
     def begin(self, instruction: Instruction, *, evaluating: bool = False) -> None:
         """Record that the worker starts `instruction`; those of an evaluation count its minibatches, not training's."""
@@ -170,14 +146,9 @@ class Heartbeat:
             unit = instruction.unit
             if isinstance(instruction, (Backward, BackwardInput)):
                 self._last_backward = unit[0]
-        peer = (instruction.peer_rank, instruction.peer_stage) if isinstance(instruction, Message) else _NO_PEER
+        peer_rank = instruction.peer_rank if isinstance(instruction, Message) else _NONE
         state, name = _DESCRIBED[type(instruction)]
-        self._write(state, _EVALUATION + name if evaluating else name, instruction.stage, unit, peer)
-        if isinstance(instruction, (SendActivation, SendGradient)) and not evaluating:
-            activation = isinstance(instruction, SendActivation)
-            place = self._sent_at.get((instruction.stage, activation))
-            if place is not None:
-                _SENT.pack_into(self._page, place, instruction.stage + 1, activation, *unit)
+        self._write(state, _EVALUATION + name if evaluating else name, instruction.stage, unit, peer_rank)
 
     def enter(self, activity: str, *, meeting: bool = False) -> None:
         """Record that the worker enters a phase outside of its schedule.
@@ -189,7 +160,7 @@ class Heartbeat:
         if self._began_s is not None:
             self._slowest_s = max(self._slowest_s, time.perf_counter() - self._began_s)
             self._began_s = None
-        self._write(State.MEETING if meeting else State.PREPARING, activity.encode(), _NONE, _FIRST, _NO_PEER)
+        self._write(State.MEETING if meeting else State.PREPARING, activity.encode(), _NONE, _FIRST, _NONE)
 
     def read(self) -> Beat:
         """Return what was written last."""
@@ -201,8 +172,10 @@ class Heartbeat:
         """A copy of the page, for `Beat.read`."""
         return self._page[:]
 
-    def _write(self, state: State, activity: bytes, stage: int, unit: tuple[int, int], peer: tuple[int, int]) -> None:
+    def _write(self, state: State, activity: bytes, stage: int, unit: tuple[int, int], peer_rank: int) -> None:
         # Counted, so that an instruction that is repeated is told from one that does not end. A reader may see half a
         # write, which does no harm: only a page that has stopped changing is judged.
         self._beats += 1
-        _PAGE.pack_into(self._page, 0, self._pid, self._beats, state, stage, *peer, *unit, self._slowest_s, activity)
+        _PAGE.pack_into(
+            self._page, 0, self._pid, self._beats, state, stage, peer_rank, *unit, self._slowest_s, activity
+        )

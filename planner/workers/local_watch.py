@@ -34,13 +34,12 @@ _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function
 def start_heartbeat(job: Job) -> Heartbeat:
     """Start to note what this worker does: where the launcher reads it, or else in its own memory."""
     rank = int(os.environ["RANK"])
-    stages = tuple(index for index, stage in enumerate(job.plan.stages) if rank in stage.ranks)
     if job.folder is None:
-        return Heartbeat(stages=stages)
+        return Heartbeat()
     folder = Path(job.folder)
     # Never closed: the handler writes to it for as long as the process lives.
     faulthandler.register(_DUMP_SIGNAL, file=_dump_path(folder, rank).open("w"), all_threads=True)
-    heartbeat = Heartbeat(beat_path(folder, rank), stages)
+    heartbeat = Heartbeat(beat_path(folder, rank))
     heartbeat.enter("starting")
     return heartbeat
 
