@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from planner.executor.communication.links import LinkGroups, lane_of
 from planner.executor.communication.messages import Layouts, Outgoing
-from planner.executor.communication.routes import LinkGroups, lane_of
 from planner.executor.run.context import PipelineContext, pipeline_context
 from planner.executor.run.loop import Groups, make_worker
 from planner.executor.run.worker import Observers, PipelineWorker

@@ -24,13 +24,14 @@ from planner.executor.run.context import Context
 from planner.executor.run.data import RANDOM_BATCHES, BatchSource, make_batches, weighted
 from planner.executor.run.lifecycle import (
     connect_all,
+    gather_result,
     joined,
     make_random_batches,
+    memory_fields,
     peak_memory,
     start_worker,
     train_together,
 )
-from planner.executor.run.outcome import gather_result, memory_fields
 from planner.executor.run.reading_ahead import ReadAhead, reading_ahead
 from planner.executor.run.worker import Observers, Worker
 from planner.executor.stage.optimizer import StageOptimizer

@@ -15,7 +15,7 @@ from planner.cost.communicators import communicators
 from planner.cost.layer_costs import LayerCosts
 from planner.cost.overheads import COMMUNICATOR_BYTES, CONTEXT_BYTES, FRAGMENTED, Overheads, Reserve
 from planner.cost.setting import Setting
-from planner.executor.communication.routes import lanes_of
+from planner.executor.communication.links import lanes_of
 from planner.executor.run.loop import all_streams
 from planner.formats.cluster import flat_cluster
 from planner.formats.plan import Plan

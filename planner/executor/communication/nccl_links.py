@@ -30,9 +30,8 @@ import torch
 from torch import Tensor
 
 from planner.executor.communication.later import Later
-from planner.executor.communication.links import GlooLinks, Links, Posted, Segments
+from planner.executor.communication.links import GlooLinks, Lane, Links, Posted, Segments, lane_of
 from planner.executor.communication.messages import Outgoing, header
-from planner.executor.communication.routes import Lane, lane_of
 from planner.schedule.instructions import Instruction, Message, Receive, Send
 from planner.workers.groups import GLOO
 from planner.workers.place import Place

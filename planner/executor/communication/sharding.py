@@ -24,8 +24,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from planner.errors import ModelFileError
-from planner.executor.communication.exchange import Exchange, RowSum, exchange_over
-from planner.executor.communication.gradients import Bucket, chunks, copy_all, whole_buckets
+from planner.executor.communication.gradients import (
+    Bucket,
+    Exchange,
+    RowSum,
+    chunks,
+    copy_all,
+    exchange_over,
+    whole_buckets,
+)
 
 # Slices begin at multiples of so many elements. PyTorch computes the last few elements of a tensor one by one on a CPU,
 # and others as vectors, with other roundings: with aligned slices each element is computed as in the whole tensor.

@@ -25,9 +25,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from planner.executor.communication.control import gather_bytes
+from planner.executor.communication.links import LinkGroups
 from planner.executor.communication.messages import Layouts
 from planner.executor.communication.nccl_links import links_over
-from planner.executor.communication.routes import LinkGroups
 from planner.executor.run.context import PipelineContext
 from planner.executor.run.data import EvaluationBatches, EvaluationData
 from planner.formats.profile import LossMean

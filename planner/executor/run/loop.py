@@ -20,10 +20,9 @@ from planner.executor.checkpoint.checkpointer import Checkpointer, DataPosition
 from planner.executor.checkpoint.stage_parts import Restorable
 from planner.executor.checkpoint.trained_weights import save_gathered
 from planner.executor.communication.control import control_group
-from planner.executor.communication.links import Segments
+from planner.executor.communication.links import LinkGroups, Segments
 from planner.executor.communication.messages import Layouts
 from planner.executor.communication.nccl_links import links_over
-from planner.executor.communication.routes import LinkGroups
 from planner.executor.run.context import PipelineContext
 from planner.executor.run.data import ENDLESS, EvaluationData
 from planner.executor.run.evaluator import Evaluator, MessagesUnderWay, until_updated, updates_between

@@ -26,9 +26,16 @@ from planner.executor.run.agreement import check_schedule, take_place
 from planner.executor.run.context import PipelineContext, pipeline_context
 from planner.executor.run.data import RANDOM_BATCHES
 from planner.executor.run.evaluator import evaluation_points
-from planner.executor.run.lifecycle import joined, make_random_batches, peak_memory, start_worker, train_together
+from planner.executor.run.lifecycle import (
+    gather_result,
+    joined,
+    make_random_batches,
+    peak_memory,
+    report_of,
+    start_worker,
+    train_together,
+)
 from planner.executor.run.loop import Groups, Loop, make_checkpointer, save_weights
-from planner.executor.run.outcome import gather_result, report_of
 from planner.executor.run.reading_ahead import reading_ahead
 from planner.executor.run.worker import Observers
 from planner.formats.timeline import Timeline

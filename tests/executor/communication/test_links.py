@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from planner.executor.communication.routes import LinkGroups, lane_of, lanes_of
+from planner.executor.communication.links import LinkGroups, lane_of, lanes_of
 from planner.executor.run.loop import all_streams
 from planner.schedule.chunked import INTERLEAVED
 from planner.schedule.instructions import Instruction, ReceiveActivation, ReceiveGradient, Send, SendActivation, Unit

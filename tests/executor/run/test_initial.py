@@ -14,9 +14,9 @@ from torch import nn
 from planner.errors import InputError, PlannerError
 from planner.executor.checkpoint import pretrained
 from planner.executor.checkpoint.tensor_file import each_tensor, write_tensors
-from planner.executor.run import initial
+from planner.executor.run import stages
 from planner.executor.run.context import PipelineContext, pipeline_context
-from planner.executor.run.initial import defers
+from planner.executor.run.stages import defers
 from planner.formats.plan import Plan
 from planner.model.spec import TrainingSpec, in_memory, load_model_file
 from planner.options.training import TrainingOptions
@@ -113,7 +113,7 @@ def test_deferred_where_the_host_has_no_room(model: Path, monkeypatch: pytest.Mo
     bytes_ = sum(stage.memory.weights_bytes for stage in plan.stages)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
     for host, expected in ((6 * bytes_ + 10, False), (6 * bytes_ - 10, True)):
-        monkeypatch.setattr(initial, "host_memory_bytes", lambda host=host: host)
+        monkeypatch.setattr(stages, "host_memory_bytes", lambda host=host: host)
         assert defers(job) == expected
         assert not defers(job.model_copy(update={"defer_weights": False}))
         assert defers(job.model_copy(update={"defer_weights": True}))
@@ -124,7 +124,7 @@ def test_built_whole_where_it_cannot_be_deferred(tmp_path: Path, monkeypatch: py
     """Without being asked for, deferred weights stop no model: these blocks decide by values."""
     path = write_model(tmp_path, "blocks", "sgd")
     spec, plan = load_model_file(path), _plan(path)
-    monkeypatch.setattr(initial, "host_memory_bytes", lambda: 1)
+    monkeypatch.setattr(stages, "host_memory_bytes", lambda: 1)
     assert not _context(spec, plan, 0, None).deferred
     with pytest.raises(PlannerError, match="decide by values") as caught:
         _context(spec, plan, 0, True)
@@ -279,5 +279,5 @@ def test_what_is_no_file_of_weights(returned: str, words: str, model: Path, tmp_
 
 
 def test_a_host_without_control_groups_has_the_memory_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(initial, "_LIMITS", ())
-    assert initial.host_memory_bytes() > 2**20
+    monkeypatch.setattr(stages, "_LIMITS", ())
+    assert stages.host_memory_bytes() > 2**20

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from planner.executor.run.outcome import likely_cause
+from planner.executor.run.lifecycle import likely_cause
 from planner.formats.plan import Plan
 from planner.workers.job import WorkerReport
 from tests.executor.plans import make_plan
