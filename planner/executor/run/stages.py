@@ -1,19 +1,31 @@
 """Build the modules of a worker's stages from the plan and the model, and the group of ranks that divides them.
 
-The model has initial values for a worker's own weights: all others may have no memory. The values are the same however they are made: by the whole constructor, by the part of it that makes the worker's
-weights, or from the files that pretrained() names. So hosts of different memory need not agree on a way.
+The model has initial values for a worker's own weights: all others may have no memory. The values are the same however
+they are made: by the whole constructor, by the part of it that makes the worker's weights, or from the files that
+pretrained() names. So hosts of different memory need not agree on a way.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from planner.errors import ModelFileError, PlanError
+import torch
+from torch import nn
+
+from planner.errors import ModelFileError, PlanError, PlannerError
+from planner.executor.checkpoint.pretrained import Pretrained
 from planner.executor.communication.shared_gradients import separate_copies, use_parameters
 from planner.formats.plan import Plan
+from planner.model.capture.capture import capture_file
 from planner.model.capture.graph import LayerGraph, ValueSpec
+from planner.model.deferred_weights import DeferredModel, allocate
+from planner.model.options import module_options
+from planner.model.randomness import generators_kept
 from planner.model.spec import TrainingSpec
 from planner.model.stage.evaluation import EvaluationStages, build_evaluation
 from planner.model.stage.parts import Variant
@@ -25,19 +37,7 @@ from planner.workers.job import Job
 
 if TYPE_CHECKING:
     from planner.model.tensor.group import TensorGroup
-import os
-from contextlib import suppress
-from pathlib import Path
 
-import torch
-from torch import nn
-
-from planner.errors import PlannerError
-from planner.executor.checkpoint.pretrained import Pretrained
-from planner.model.capture.capture import capture_file
-from planner.model.deferred_weights import DeferredModel, allocate
-from planner.model.options import module_options
-from planner.model.randomness import generators_kept
 
 # Of the host's memory that whole models, one per local worker, may take: training on a CPU needs the rest, and on a GPU
 # its data and checkpoints do.
