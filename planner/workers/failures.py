@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from planner.errors import InputError, LayerError, PlannerError, WorkerError, reason_of
+from planner.errors import InputError, LayerError, PlannerError, WorkerError, first_line, reason_of
 from planner.model.spec import split_location
 from planner.workers.heartbeat import Beat, Heartbeat, State
 from planner.workers.job import Failure, Job
@@ -166,6 +166,6 @@ def memory_failure(error: BaseException) -> str | None:
         if isinstance(cause, (torch.OutOfMemoryError, MemoryError)) or (
             isinstance(cause, RuntimeError) and any(word in str(cause) for word in _WORDS)
         ):
-            return f"out of memory: {reason_of(cause)}"
+            return f"out of memory: {first_line(cause)}"
         cause = cause.__cause__
     return None

@@ -171,7 +171,7 @@ def test_under_torchrun_a_failing_dataset_is_told_once_with_its_line(folder: Pat
     [
         ("target", "worker 1 (stage 1), in the forward of minibatch ", f"IndexError: Target 9 is out of bounds. (loss() at model.py:{line_of('def loss')})"),  # noqa: E501
         ("step", "worker ", f"in the update after minibatch 4: ValueError: no step (model.py:{line_of('no step')})"),
-        ("memory", "worker 0 (stage 0), in the forward of minibatch ", f": out of memory when 1126 TB more were needed (model.py:{line_of('torch.empty')})"),  # noqa: E501
+        ("memory", "worker 0 (stage 0), in the forward of minibatch ", f" (Cannot allocate memory) (model.py:{line_of('torch.empty')})"),  # noqa: E501
         ("nan", "worker 1 (stage 1), in the backward of minibatch ", " is nan"),
     ],
 )  # fmt: skip

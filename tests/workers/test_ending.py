@@ -116,23 +116,19 @@ def test_an_abort_forgets_the_groups() -> None:
     abort_groups()  # there are none
 
 
-def test_an_exhausted_gpu_is_told_with_what_took_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    gib = 2**30
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (gib // 2, 40 * gib))
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 36 * gib)
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 38 * gib)
-    told = ": 38.7 GB allocated and 40.8 GB reserved of the 42.9 GB of cuda:1, 537 MB free"  # decimal, as everywhere
+def test_an_exhausted_gpu_is_told_in_the_words_of_pytorch() -> None:
     asked = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 1 has a total capacity of")
-    assert memory_failure(asked) == f"out of memory when 2.15 GB more were needed{told}"
+    told = memory_failure(asked)
+    assert told is not None
+    assert told.startswith("out of memory: ")
+    assert "Tried to allocate 2.00 GiB" in told
     wrapped = ValueError("in a layer")
     wrapped.__cause__ = RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
-    assert memory_failure(wrapped) == f"out of memory{told}"
+    assert "CUBLAS_STATUS_ALLOC_FAILED" in (memory_failure(wrapped) or "")
 
 
 def test_an_exhausted_host_is_told_with_what_was_asked_for() -> None:
     with pytest.raises(RuntimeError) as raised:
         torch.empty(2**50, dtype=torch.uint8)
-    assert memory_failure(raised.value) == "out of memory when 1126 TB more were needed"
+    assert "1125899906842624 bytes" in (memory_failure(raised.value) or "")
     assert memory_failure(KeyError("memory")) is None

@@ -45,7 +45,7 @@ class ReadAhead(ChangedBatches):
         super().__init__(source)
         source.pinned = pinned
         self._worth_s = worth_s
-        self._upcoming: Iterator[Unit] = iter(())
+        self._upcoming: Iterator[Unit] = iter(())  # none any more, where the thread is of no use
         self._times_s: list[float] = []  # of the trials
         self._thread: threading.Thread | None = None
         self._ready: queue.Queue[tuple[Unit, Batch] | None] = queue.Queue(AHEAD)
@@ -53,8 +53,7 @@ class ReadAhead(ChangedBatches):
 
     def begin(self, units: Iterable[Unit]) -> None:
         """Expect `units` to be asked for, in this order."""
-        self._upcoming = iter(units)
-        self._times_s = []
+        self._upcoming, self._times_s = iter(units), []
 
     def end(self, *, wait: bool = True) -> None:
         """Read nothing ahead from now on; `wait` until the thread has ended."""
@@ -69,12 +68,15 @@ class ReadAhead(ChangedBatches):
         self._thread = None
 
     def batch(self, unit: Unit) -> Batch:
-        if self._thread is None:
-            return self._try(unit) if self._takes_next(unit) else self._source.batch(unit)
-        found = self._ready.get()
-        if found is not None and found[0] == unit:
-            return found[1]
-        self.end()
+        if self._thread is not None:
+            found = self._ready.get()
+            if found is not None and found[0] == unit:
+                return found[1]
+            self.end()
+        elif next(self._upcoming, None) == unit:
+            return self._try(unit)
+        else:
+            self._upcoming = iter(())
         return self._source.batch(unit)
 
     @property
@@ -82,35 +84,24 @@ class ReadAhead(ChangedBatches):
         """Whether a thread reads ahead."""
         return self._thread is not None
 
-    def _takes_next(self, unit: Unit) -> bool:
-        """Return whether `unit` is the one that was to be expected; if not, expect none any more."""
-        if next(self._upcoming, None) == unit:
-            return True
-        self._upcoming = iter(())
-        return False
-
     def _try(self, unit: Unit) -> Batch:
         """Read a batch, and start the thread for those after it when enough have shown that it is worth it."""
         before, start_s = _global_generators(), time.perf_counter()
         batch = self._source.batch(unit)
         self._times_s.append(time.perf_counter() - start_s)
         # A default device holds in the thread that set it only.
-        if not _equal(before, _global_generators()) or torch.get_default_device().type != "cpu":
-            self._upcoming = iter(())
-        elif len(self._times_s) == TRIALS:
-            if median(self._times_s) >= self._worth_s:
-                self._start()
-            else:
-                self._upcoming = iter(())
+        alone = _global_generators() == before and torch.get_default_device().type == "cpu"
+        if alone and len(self._times_s) < TRIALS:
+            return batch
+        units, self._upcoming = self._upcoming, iter(())
+        if alone and median(self._times_s) >= self._worth_s:
+            self._stop, self._ready = threading.Event(), queue.Queue(AHEAD)
+            # A daemon: a dataset that hangs must not keep a worker that has failed from ending.
+            self._thread = threading.Thread(
+                target=self._run, args=(units, self._ready, self._stop), name="reading ahead", daemon=True
+            )
+            self._thread.start()
         return batch
-
-    def _start(self) -> None:
-        self._stop, self._ready = threading.Event(), queue.Queue(AHEAD)
-        # A daemon: a dataset that hangs must not keep a worker that has failed from ending.
-        self._thread = threading.Thread(
-            target=self._run, args=(self._upcoming, self._ready, self._stop), name="reading ahead", daemon=True
-        )
-        self._thread.start()
 
     def _run(self, units: Iterator[Unit], ready: queue.Queue[tuple[Unit, Batch] | None], stop: threading.Event) -> None:
         try:
@@ -156,15 +147,8 @@ class _RefusesDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **kwargs)
 
 
-def _global_generators() -> tuple[Any, ...]:
+def _global_generators() -> tuple[object, ...]:
     """Return the states of the generators that all threads share: PyTorch's, Python's, and NumPy's where it is used."""
     numpy = sys.modules.get("numpy")
-    return torch.get_rng_state(), random.getstate(), None if numpy is None else numpy.random.get_state()[1:3]
-
-
-def _equal(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
-    torch_one, python_one, numpy_one = one
-    torch_other, python_other, numpy_other = other
-    if not torch.equal(torch_one, torch_other) or python_one != python_other:
-        return False
-    return numpy_one is None or (numpy_one[1] == numpy_other[1] and bool((numpy_one[0] == numpy_other[0]).all()))
+    state = None if numpy is None else numpy.random.get_state()
+    return torch.get_rng_state().tolist(), random.getstate(), state and (state[1].tolist(), state[2])
