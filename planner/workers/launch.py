@@ -109,14 +109,12 @@ def run_workers(module: str, job: Job, on_timeline: Callable[[Timeline], None] |
             "TORCHELASTIC_RESTART_COUNT": "0",
             "TORCHELASTIC_USE_AGENT_STORE": "True",
         }
-        watch = LocalWatch(folder, job)
-        watch.start()
+        command = [sys.executable, "-m", module, str(folder / "job.json")]
         try:
             with _told_of_signals():
-                failed = _run([sys.executable, "-m", module, str(folder / "job.json")], variables, job.plan.workers)
+                failed = _run(command, variables, job.plan.workers, LocalWatch(folder, job))
         finally:
-            watch.stop()
-            del store
+            del store  # which lives as long as the workers
         if failed:
             error = explain(failed, folder, job)
             raise error from error.__cause__
@@ -143,7 +141,7 @@ def _told_of_signals() -> Iterator[None]:
             signal.signal(each, handler)
 
 
-def _run(command: Sequence[str], variables: Mapping[str, str], workers: int) -> dict[int, int]:
+def _run(command: Sequence[str], variables: Mapping[str, str], workers: int, watch: LocalWatch) -> dict[int, int]:
     """Run `command` once per worker, until all have ended or one has failed; then end the others.
 
     Returns:
@@ -160,6 +158,7 @@ def _run(command: Sequence[str], variables: Mapping[str, str], workers: int) -> 
             failed = {rank: code for rank, code in enumerate(codes) if code}
             if failed or None not in codes:
                 return failed
+            watch.look([process.pid for process in processes])
             time.sleep(_LOOK_S)
     finally:
         left = [process for process in processes if process.poll() is None]

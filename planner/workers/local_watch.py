@@ -12,16 +12,15 @@ import faulthandler
 import os
 import re
 import signal
-import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from planner.errors import WorkerError
 from planner.formats.files import save_record
 from planner.workers.failures import WorkersFailedError, error_of, innermost, stage_of, worker_name
-from planner.workers.hangs import Hang, HangDetector, look_at
+from planner.workers.hangs import HangDetector, look_at
 from planner.workers.heartbeat import Beat, Heartbeat
 from planner.workers.job import Failure, Job
 
@@ -63,47 +62,33 @@ def leave_failure(folder: Path, failure: Failure) -> None:
     save_record(failure, folder / f"failure-{failure.rank}.json")
 
 
-class LocalWatch(threading.Thread):
-    """Reads the workers' heartbeats in `folder` until it is stopped."""
+class LocalWatch:
+    """Reads the workers' heartbeats in `folder`."""
 
     def __init__(self, folder: Path, job: Job) -> None:
-        super().__init__(name="hang watch", daemon=True)
         self._folder, self._job = folder, job
-        self._detector = HangDetector([stage.ranks for stage in job.plan.stages], job.run_options.hang_timeout_s)
-        self._ended = threading.Event()
-        self._starting: dict[int, int] = {}  # process ids by rank, of workers that have no page yet
+        timeout_s = job.run_options.hang_timeout_s
+        self._detector = HangDetector([stage.ranks for stage in job.plan.stages], timeout_s)
+        self._interval_s, self._due_s = min(INTERVAL_S, timeout_s / 5), 0.0
 
-    def run(self) -> None:
-        """Wait until a worker hangs, leave its failure and kill it. The launcher then ends the others."""
-        while not self._ended.wait(min(INTERVAL_S, self._job.run_options.hang_timeout_s / 5)):
-            beats = {rank: beat for rank in range(self._job.plan.workers) if (beat := self._beat(rank)) is not None}
-            hang = self._detector.look({rank: look_at(beat) for rank, beat in beats.items()}, time.monotonic())
-            if hang is not None:
-                self._end(hang)
-                return
+    def look(self, pids: Sequence[int]) -> None:
+        """If a worker hangs, leave its failure and kill it; looks every half second.
 
-    def stop(self) -> None:
-        """Stop watching; no worker is killed after this."""
-        self._ended.set()
-        self.join()
-
-    def _beat(self, rank: int) -> Beat | None:
-        """Return what worker `rank` does; None before its process exists."""
-        beat = read_beat(self._folder, rank)
-        if beat is None and rank not in self._starting:
-            self._starting |= _children()
-        if beat is None and rank in self._starting:
-            return Beat.none_yet(self._starting[rank])
-        return beat
-
-    def _end(self, hang: Hang) -> None:
-        beat = self._beat(hang.rank)
-        assert beat is not None
-        place = self._place(hang.rank, beat.pid) if hang.busy else None
-        # The reason comes before the kill, which wakes the launcher and makes it look for one.
+        Args:
+            pids: of the workers' processes, by rank: one that has not begun to write its page may hang, too.
+        """
+        if time.monotonic() < self._due_s:
+            return
+        self._due_s = time.monotonic() + self._interval_s
+        beats = {rank: read_beat(self._folder, rank) or Beat.none_yet(pid) for rank, pid in enumerate(pids)}
+        hang = self._detector.look({rank: look_at(beat) for rank, beat in beats.items()}, time.monotonic())
+        if hang is None:
+            return
+        place = self._place(hang.rank, pids[hang.rank]) if hang.busy else None
+        # The reason comes before the kill, after which the launcher looks for one.
         leave_failure(self._folder, hang.failure(place))
         with suppress(ProcessLookupError):
-            os.kill(beat.pid, signal.SIGKILL)
+            os.kill(pids[hang.rank], signal.SIGKILL)
 
     def _place(self, rank: int, pid: int) -> str | None:
         path = _dump_path(self._folder, rank)
@@ -161,14 +146,3 @@ def explain(exit_codes: Mapping[int, int], folder: Path, job: Job) -> WorkersFai
 
 def _dump_path(folder: Path, rank: int) -> Path:
     return folder / f"stack-{rank}.txt"
-
-
-def _children() -> dict[int, int]:
-    """Return process ids by rank of the workers that this process started; none on systems without /proc."""
-    found: dict[int, int] = {}
-    for listed in Path("/proc/self/task").glob("*/children"):
-        for pid in map(int, listed.read_text().split()):
-            with suppress(OSError):
-                variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-                found |= {int(text[5:]): pid for text in variables if text.startswith(b"RANK=")}
-    return found
