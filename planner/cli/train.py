@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from planner.workers.job import Job
 
 TRAIN = """\
-Train the model as the plan says: one process per worker on this host, started through torchrun's own launcher.
+Train the model as the plan says: one process per worker on this host.
 
 On several hosts, start the same command on each with torchrun, and it runs as one of the plan's workers:
 

@@ -1,9 +1,4 @@
-"""Minibatches and evaluation batches that a user's loop hands in.
-
-The instructions that the minibatches handed in so far allow.
-
-Losses of minibatches, known on every worker of a user's loop.
-"""
+"""Minibatches and evaluation batches that a user's loop hands in, and their losses, known on every worker."""
 
 from __future__ import annotations
 
@@ -37,8 +32,7 @@ class SharedLosses:
     def __init__(self, group: dist.ProcessGroup, lag: int, width: int, parts_of: Callable[[int], int]) -> None:
         self._group, self._lag, self._width, self._parts_of = group, lag, width, parts_of
         self._pending: deque[tuple[int, Tensor, dist.Work]] = deque()
-        self._sums: dict[int, list[float]] = {}  # loss and number of parts
-        self._missing: dict[int, int] = {}
+        self._sums: dict[int, tuple[float, float]] = {}  # loss so far, and parts that are missing
         self.known: dict[int, float] = {}  # by minibatch
 
     def exchange(self, count: int, parts: Sequence[tuple[int, float]]) -> None:
@@ -49,7 +43,7 @@ class SharedLosses:
             parts: those of the last `width` minibatches.
         """
         if count and count - 1 not in self.known:
-            self._missing.setdefault(count - 1, self._parts_of(count - 1))
+            self._sums.setdefault(count - 1, (0.0, self._parts_of(count - 1)))
         sums = torch.zeros(self._width, 2, dtype=torch.float64)
         for minibatch, part in parts:
             sums[minibatch % self._width] += torch.tensor([part, 1.0], dtype=torch.float64)
@@ -75,11 +69,11 @@ class SharedLosses:
         for minibatch in range(max(0, count - self._width), count):
             loss, parts = sums[minibatch % self._width].tolist()
             if parts:
-                total = self._sums.setdefault(minibatch, [0.0, 0.0])
-                total[0], total[1] = total[0] + loss, total[1] + parts
-                if total[1] == self._missing[minibatch]:
-                    self.known[minibatch] = total[0]
-                    del self._sums[minibatch], self._missing[minibatch]
+                total, missing = self._sums.pop(minibatch)
+                if parts == missing:
+                    self.known[minibatch] = total + loss
+                else:
+                    self._sums[minibatch] = total + loss, missing - parts
 
 
 class FedBatches(BatchSource):
@@ -94,32 +88,28 @@ class FedBatches(BatchSource):
         super().__init__(microbatches)
         self._kept = kept
         self._shares_of = shares or shares_by_samples
-        self._parts: dict[int, list[Batch]] = {}
-        self._sizes: dict[int, int] = {}
-        self._shares: dict[int, list[float]] = {}
+        self._fed: dict[int, tuple[int, list[Batch], list[float]]] = {}  # samples, microbatches and their shares
         self.count = 0  # minibatches handed in, those before a checkpoint included
 
     def feed(self, batch: Batch) -> None:
         """Take the next minibatch."""
-        self._parts[self.count] = batch.split(min(self.microbatches, batch.size))
-        self._sizes[self.count] = batch.size
-        self._shares[self.count] = self._shares_of(self._parts[self.count])
+        parts = batch.split(min(self.microbatches, batch.size))
+        self._fed[self.count] = batch.size, parts, self._shares_of(parts)
+        self._fed.pop(self.count - self._kept, None)
         self.count += 1
-        for kept in (self._parts, self._sizes, self._shares):
-            kept.pop(self.count - 1 - self._kept, None)
 
     def batch(self, unit: Unit) -> Batch:
-        return self._parts[unit.minibatch][unit.microbatch]
+        return self._fed[unit.minibatch][1][unit.microbatch]
 
     def share(self, unit: Unit) -> float:
-        return self._shares[unit.minibatch][unit.microbatch] if self.size(unit) else 0.0
+        return self._fed[unit.minibatch][2][unit.microbatch] if self.size(unit) else 0.0
 
     def parts_of(self, minibatch: int) -> int:
         """Count the parts of a minibatch's loss: its microbatches that have samples."""
-        return len(self._parts[minibatch])
+        return len(self._fed[minibatch][1])
 
     def minibatch_size(self, minibatch: int) -> int:
-        return self._sizes[minibatch]
+        return self._fed[minibatch][0]
 
     def minibatches(self, steps: int | None, epochs: int | None) -> int:
         return ENDLESS

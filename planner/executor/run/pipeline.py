@@ -223,7 +223,7 @@ class Pipeline:
         self.drain()
         if self._checkpoints is None or self._checkpoints.folder != Path(folder):
             options = CheckpointOptions(folder=str(folder), every=1, keep=keep, resume=self._resumed)
-            self._checkpoints = self._checkpointer(options)
+            self._checkpoints = make_checkpointer(self._context, options, per_epoch=None)
             self._checkpoints.begin(self._data.count)
         self._checkpoints.save(self._data.count)
         self._context.heartbeat.enter("running the script's own code")
@@ -246,16 +246,13 @@ class Pipeline:
                 f"a checkpoint cannot be loaded after {self._data.count} minibatches",
                 hint="load it before the first step",
             )
-        found = self._checkpointer(CheckpointOptions(resume=str(path)))
+        found = make_checkpointer(self._context, CheckpointOptions(resume=str(path)), per_epoch=None)
         first = found.restore()
         self._resumed = str(found.resumed_from)
         self._data.count = first
         self._loop.begin(first)
         self._context.heartbeat.enter("running the script's own code")
         return first
-
-    def _checkpointer(self, options: CheckpointOptions) -> Checkpointer:
-        return make_checkpointer(self._context, options, per_epoch=None)
 
     def save_weights(self, path: str | Path) -> None:
         """Drain, and write the whole model's weights to one file on the first worker; all workers call it."""
