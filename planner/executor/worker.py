@@ -89,14 +89,12 @@ def run_worker(
     """
     from planner.profiler.this_machine import keep_freed_pages
     from planner.workers.ending import GRACE_S, die_with_parent, end_process
-    from planner.workers.local_watch import start_heartbeat
+    from planner.workers.launch import VARIABLES, address_of, start_heartbeat
     from planner.workers.supervisor import Supervisor
 
     die_with_parent()
     keep_freed_pages()
     if (interface := job.run_options.interface) is not None:  # torchrun, unlike our launcher, does not set this up
-        from planner.workers.launch import VARIABLES, address_of
-
         address_of(interface)  # or an error that lists the host's
         os.environ.update(dict.fromkeys(VARIABLES, interface))
     _show_warnings(job)

@@ -1,13 +1,20 @@
-"""Start the workers on this host as torchrun does, and say why one failed.
+"""Start the workers on this host as torchrun does, watch them, and say why one failed.
 
 torchrun opens a store that listens on all addresses of the host. torch's store accepts a socket that is already bound:
 here it listens on one address only.
+
+The launcher reads what workers leave in the job's folder: a page of memory per worker, which says what its main thread
+does, and the reasons of failures. The watch in torchrun's store (`planner.workers.watch`) needs a thread of each worker
+that still runs. This one needs no help of theirs: it sees a worker that hangs with the interpreter's lock, one that is
+alone in its run, one that has not started yet, and what a killed one did last.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import fcntl
 import os
+import re
 import signal
 import socket
 import struct
@@ -27,8 +34,10 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported
 from planner.errors import InputError, WorkerError
 from planner.formats.files import save_record
 from planner.formats.timeline import Timeline, load_timeline
-from planner.workers.job import LAUNCHER_VARIABLE, RESULT_FILE, TIMELINE_FILE, Job, TrainResult
-from planner.workers.local_watch import LocalWatch, explain
+from planner.workers.failures import WorkersFailedError, error_of, innermost, stage_of, worker_name
+from planner.workers.hangs import HangDetector, look_at
+from planner.workers.heartbeat import Beat, Heartbeat
+from planner.workers.job import LAUNCHER_VARIABLE, RESULT_FILE, TIMELINE_FILE, Failure, Job, TrainResult
 from planner.workers.place import CUDA_VARIABLES
 
 LOOPBACK = "lo"
@@ -37,6 +46,128 @@ _TIMEOUT = timedelta(minutes=5)
 _LOOK_S = 0.1  # between two looks at the processes
 _SHUTDOWN_S = 10.0  # from SIGTERM to SIGKILL, for the workers that are left when one has failed
 _SIOCGIFADDR = 0x8915  # <linux/sockios.h>: get an interface's IPv4 address
+_WATCHED_S = 0.5  # between two looks at their heartbeats
+_DUMP_SIGNAL = signal.SIGUSR1  # makes a worker dump its stack
+_DUMP_S = 2.0  # how long a worker has to do that
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>\S+)')
+
+
+def start_heartbeat(job: Job) -> Heartbeat:
+    """Start to note what this worker does: where the launcher reads it, or else in its own memory."""
+    rank = int(os.environ["RANK"])
+    if job.folder is None:
+        return Heartbeat()
+    folder = Path(job.folder)
+    # Never closed: the handler writes to it for as long as the process lives.
+    faulthandler.register(_DUMP_SIGNAL, file=_dump_path(folder, rank).open("w"), all_threads=True)
+    heartbeat = Heartbeat(beat_path(folder, rank))
+    heartbeat.enter("starting")
+    return heartbeat
+
+
+def beat_path(folder: Path, rank: int) -> Path:
+    """Return the path of the page on which worker `rank` writes what it does."""
+    return folder / f"heartbeat-{rank}"
+
+
+def read_beat(folder: Path, rank: int) -> Beat | None:
+    """Return what worker `rank` did last; None if it has not begun."""
+    try:
+        page = beat_path(folder, rank).read_bytes()
+    except FileNotFoundError:
+        return None
+    return Beat.read(page) if page else None
+
+
+def leave_failure(folder: Path, failure: Failure) -> None:
+    """Write `failure` for the launcher."""
+    save_record(failure, folder / f"failure-{failure.rank}.json")
+
+
+class LocalWatch:
+    """Reads the workers' heartbeats in `folder`."""
+
+    def __init__(self, folder: Path, job: Job) -> None:
+        self._folder, self._job = folder, job
+        timeout_s = job.run_options.hang_timeout_s
+        self._detector = HangDetector([stage.ranks for stage in job.plan.stages], timeout_s)
+        self._interval_s, self._due_s = min(_WATCHED_S, timeout_s / 5), 0.0
+
+    def look(self, pids: Sequence[int]) -> None:
+        """If a worker hangs, leave its failure and kill it; looks every half second.
+
+        Args:
+            pids: of the workers' processes, by rank: one that has not begun to write its page may hang, too.
+        """
+        if time.monotonic() < self._due_s:
+            return
+        self._due_s = time.monotonic() + self._interval_s
+        beats = {rank: read_beat(self._folder, rank) or Beat.none_yet(pid) for rank, pid in enumerate(pids)}
+        hang = self._detector.look({rank: look_at(beat) for rank, beat in beats.items()}, time.monotonic())
+        if hang is None:
+            return
+        place = self._place(hang.rank, pids[hang.rank]) if hang.busy else None
+        # The reason comes before the kill, after which the launcher looks for one.
+        leave_failure(self._folder, hang.failure(place))
+        with suppress(ProcessLookupError):
+            os.kill(pids[hang.rank], signal.SIGKILL)
+
+    def _place(self, rank: int, pid: int) -> str | None:
+        path = _dump_path(self._folder, rank)
+        if not path.exists():  # no handler yet: the signal would end the process
+            return None
+        with suppress(ProcessLookupError):
+            os.kill(pid, _DUMP_SIGNAL)
+        deadline, before, dump = time.monotonic() + _DUMP_S, "", ""
+        # A worker that gets little of a core may still be writing.
+        while (not dump or dump != before) and time.monotonic() < deadline:
+            time.sleep(0.1)
+            before, dump = dump, path.read_text(encoding="utf-8", errors="replace")
+        return place_in_dump(dump, self._job)
+
+
+def place_in_dump(dump: str, job: Job) -> str | None:
+    """Return where a worker is, from faulthandler's dump of all threads; None for an empty dump.
+
+    It has the main thread last, and each thread's innermost frame first.
+    """
+    threads = [_FRAME.finditer(thread) for thread in reversed(dump.split("most recent call first"))]
+    return innermost(
+        [[(frame["file"], int(frame["line"]), frame["function"]) for frame in frames][::-1] for frames in threads], job
+    )
+
+
+def explain(exit_codes: Mapping[int, int], folder: Path, job: Job) -> WorkersFailedError:
+    """Return the first cause of a failed run.
+
+    Candidates, in this order: the first worker's own error; a signal, except SIGTERM, with which the launcher itself
+    ends the remaining workers; a lost connection; an exit code alone.
+
+    Args:
+        exit_codes: by rank, of the workers that failed; negative for a signal.
+        folder: with the workers' failures and heartbeats.
+        job: that they ran.
+    """
+    paths = sorted(folder.glob("failure-*.json"), key=lambda path: path.stat().st_mtime_ns)
+    left = [Failure.model_validate_json(path.read_text("utf-8")) for path in paths]
+    # A stable sort: the first worker's own error, or else the first consequence of one.
+    left.sort(key=lambda failure: failure.consequence)
+    signals = [rank for rank, code in sorted(exit_codes.items()) if code < 0 and code != -signal.SIGTERM]
+    if left and not (left[0].consequence and signals):
+        return error_of(left[0])
+    rank, beat, hint = min(signals or exit_codes), None, "look for the reason in its last messages"
+    ended = f"ended with exit code {exit_codes[rank]} and left no reason"
+    if signals:
+        beat, name = read_beat(folder, rank), signal.Signals(-exit_codes[rank]).name
+        ended = f"was killed by {name}, {'while starting' if beat is None else beat.describe()}"
+        if name == "SIGKILL":
+            hint = "the system ends processes that exhaust its memory; see the kernel's log"
+    message = f"{worker_name(rank, stage_of(job, rank, beat))} {ended}"
+    return WorkersFailedError(message, hint=hint, exit_code=WorkerError.exit_code, again=True)
+
+
+def _dump_path(folder: Path, rank: int) -> Path:
+    return folder / f"stack-{rank}.txt"
 
 
 def address_of(interface: str) -> str:
