@@ -38,11 +38,7 @@ class Numerics:
     deterministic: bool = False
 
     def check(self, device_type: str) -> None:
-        """Refuse TF32 on a CPU.
-
-        Raises:
-            InputError: for that.
-        """
+        """Raise InputError for TF32 on a CPU."""
         if self.tf32 and device_type != "cuda":
             raise InputError("TF32 is a mode of GPUs, not of a CPU", hint="give `dtype=float32`, or `device=cuda`")
 

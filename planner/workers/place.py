@@ -168,11 +168,7 @@ def choose_place(seats: Sequence[Seat], rank: int, device: DeviceType | None, ba
 
 
 def check_backend(device: DeviceType, backend: Backend | None) -> None:
-    """Refuse NCCL between CPUs.
-
-    Raises:
-        InputError: for that.
-    """
+    """Raise InputError for NCCL between CPUs."""
     if device == "cpu" and backend == "nccl":
         raise InputError(
             "`backend=nccl` sends from GPUs, and `device=cpu` computes on none",

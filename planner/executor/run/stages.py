@@ -199,11 +199,7 @@ def tensor_group(plan: Plan, rank: int) -> TensorGroup | None:
 
 
 def check_divided(plan: Plan) -> None:
-    """Check that the executor can divide layers as a plan says.
-
-    Raises:
-        PlanError: when it cannot.
-    """
+    """Check that the executor can divide layers as a plan says; raise PlanError when it cannot."""
     if max(plan.degrees) == 1:
         return
     one = f"solve with one degree, `tensor={max(plan.degrees)}`"
