@@ -155,10 +155,12 @@ def explain(exit_codes: Mapping[int, int], folder: Path, job: Job) -> WorkersFai
     signals = [rank for rank, code in sorted(exit_codes.items()) if code < 0 and code != -signal.SIGTERM]
     if left and not (left[0].consequence and signals):
         return error_of(left[0])
-    rank, beat, hint = min(signals or exit_codes), None, "look for the reason in its last messages"
+    rank = min(signals or exit_codes)
+    beat = read_beat(folder, rank) if signals else None
+    hint = "look for the reason in its last messages"
     ended = f"ended with exit code {exit_codes[rank]} and left no reason"
     if signals:
-        beat, name = read_beat(folder, rank), signal.Signals(-exit_codes[rank]).name
+        name = signal.Signals(-exit_codes[rank]).name
         ended = f"was killed by {name}, {'while starting' if beat is None else beat.describe()}"
         if name == "SIGKILL":
             hint = "the system ends processes that exhaust its memory; see the kernel's log"

@@ -180,8 +180,8 @@ def pipeline_context(
         made = make_batches(spec, part.microbatch_size, part.microbatches, job.seed, drop_last=options.drop_last)
         return weighted(made, part.loss, spec, whole=any(module.has_loss for module in modules.values()))
 
-    shape, start = shape_of(plan), None
-    shape = replace(shape, accumulate=options.accumulate, shared=tuple(sorted(built.shared)))
+    start = None
+    shape = replace(shape_of(plan), accumulate=options.accumulate, shared=tuple(sorted(built.shared)))
     if data is None:
         # After the model: dataset() may draw random numbers, which must not change the initial weights.
         made = make(plan)

@@ -100,9 +100,9 @@ def gather_result(
     if context.rank != 0:
         return None
     job, plan, data, place = context.job, context.plan, context.data, context.place
-    past, resumed, newest = Past(), None, None
-    if checkpointer is not None:
-        past, resumed, newest = checkpointer.past, checkpointer.resumed_from, checkpointer.newest
+    past = Past() if checkpointer is None else checkpointer.past
+    resumed = None if checkpointer is None else checkpointer.resumed_from
+    newest = None if checkpointer is None else checkpointer.newest
     # Every sample passes the last stage once.
     samples_per_s = sum(reports[rank].samples_per_s for rank in plan.stages[-1].ranks)
     predicted = job.predicted_samples_per_s or plan.predicted.samples_per_s

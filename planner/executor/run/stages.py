@@ -252,7 +252,7 @@ def build_modules(
             hint="profile your model file with: plan profile model.py",
         )
     initial = initial_model(job, stages, spec, kind)
-    graph, evaluated = initial.graph, None
+    graph = initial.graph
     shared = _shared(job, graph, spec)
     division = UNDIVIDED
     if tensor is not None:
@@ -268,6 +268,7 @@ def build_modules(
     separate_copies(list(modules.values()))
     for module in modules.values():
         keep_parts(module)
+    evaluated = None
     if initial.evaluation is not None:
         cut, output = [stage.layers for stage in plan.stages], spec.defines("metrics")
         evaluated = build_evaluation(graph, cut, initial.evaluation, stages, output=output, division=division)

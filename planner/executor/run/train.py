@@ -139,7 +139,8 @@ def _train_segments(
         What was measured of the synchronous start, if there is one.
     """
     began_s = time.perf_counter()
-    worker, result = loop.worker, None
+    worker = loop.worker
+    result = None
     for start, end in context.segments(first):
         loop.begin(start, end)
         for point in _evaluation_points(context, start, end):
