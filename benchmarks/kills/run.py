@@ -21,7 +21,7 @@ import torch
 
 from benchmarks.kills.plans import MODEL, write_plan
 from planner.workers.heartbeat import Beat
-from planner.workers.launch import read_beat
+from planner.workers.local_watch import read_beat
 
 ROOT = Path(__file__).parents[2]
 STEPS = 150

@@ -47,6 +47,10 @@ T = TypeVar("T")
 
 def keep_failures_ours() -> None:
     """Let NCCL's own threads end no worker, unless the environment says otherwise; call it before any group is made."""
+    # torchrun's agent sets this one to 1 where nobody set it, so 1 is no wish of the user's there.
+    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    if "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get(name) == "1":
+        del os.environ[name]
     for name, value in _NCCL_VARIABLES.items():
         os.environ.setdefault(name, value)
 

@@ -14,7 +14,7 @@ from planner.workers.ending import END_S, bound_exit, end_within
 from planner.workers.failures import error_of, failure_of
 from planner.workers.heartbeat import Heartbeat
 from planner.workers.job import Failure, Job
-from planner.workers.launch import leave_failure
+from planner.workers.local_watch import leave_failure
 from planner.workers.watch import StoreWatch
 
 _log = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ Heartbeats would tell only after a time-out that a process is gone, and so would
 for a peer that was killed. So each worker also waits for a message that the next one never sends: a connection that
 breaks ends the wait at once.
 
-Workers of `planner.workers.launch` are watched by their launcher instead: see `planner.workers.launch`.
+Workers of `planner.workers.launch` are watched by their launcher instead: see `planner.workers.local_watch`.
 """
 
 from __future__ import annotations

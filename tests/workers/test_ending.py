@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # exported by a star import
 
-from planner.workers.ending import abort_groups, within
+from planner.workers.ending import abort_groups, keep_failures_ours, within
 from planner.workers.failures import memory_failure
 
 TIMEOUT_S = 240
@@ -132,3 +132,23 @@ def test_an_exhausted_host_is_told_with_what_was_asked_for() -> None:
         torch.empty(2**50, dtype=torch.uint8)
     assert "1125899906842624 bytes" in (memory_failure(raised.value) or "")
     assert memory_failure(KeyError("memory")) is None
+
+
+@pytest.mark.parametrize(
+    ("given", "torchrun", "then"), [(None, False, "0"), ("1", True, "0"), ("1", False, "1"), ("3", True, "3")]
+)
+def test_nccls_watchdog_ends_no_worker_unless_the_user_says_so(
+    given: str | None, torchrun: bool, then: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    for other in ("TORCH_NCCL_RETHROW_CUDA_ERRORS", "TORCH_NCCL_ENABLE_MONITORING", "TORCH_NCCL_DUMP_ON_TIMEOUT"):
+        monkeypatch.setenv(other, "0")  # so that they are as before at the end
+    monkeypatch.setenv(name, given or "")
+    if given is None:
+        monkeypatch.delenv(name)
+    if torchrun:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    else:
+        monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    keep_failures_ours()
+    assert os.environ[name] == then

@@ -26,7 +26,7 @@ from planner.schedule.instructions import (
 from planner.workers.hangs import Hang, HangDetector, Sign, look_at
 from planner.workers.heartbeat import Beat, Heartbeat, State
 from planner.workers.job import Job
-from planner.workers.launch import beat_path, place_in_dump, read_beat
+from planner.workers.local_watch import beat_path, place_in_dump, read_beat
 from tests.executor.models import write_model
 from tests.executor.plans import make_plan, structural_profile
 
