@@ -69,7 +69,8 @@ class Assignment:
             raise TimeoutError
         stages = self._stages(runs)
         seconds = self.request.longest_s(stages)
-        bound_s = min(max(outcome.bound / self._scale, 0.0), seconds)
+        # CBC tells no bound when its time ends.
+        bound_s = min(max(outcome.bound / self._scale, self.request.relaxed_s), seconds)
         # What the solver calls optimal is so to its tolerance.
         optimal = outcome.status == "optimal"
         return IlpAnswer(stages, seconds, seconds if optimal else bound_s, optimal)

@@ -77,8 +77,8 @@ def test_a_report_takes_baselines_from_its_comparison() -> None:
     beside = with_rows(plan, comparison)
     assert [way.name for way in beside.baselines] == [row.name for row in comparison.rows[1:-1]]
     page = report_page(beside, simulate(plan, 20))
-    assert "does not fit<small>100 MB too many" in page
-    assert "Baselines: " in page
+    assert "data parallel does not fit (100 MB too many)" in page
+    assert "<td>baselines</td>" in page
     assert with_rows(beside, comparison) is beside
 
 
