@@ -138,8 +138,9 @@ def testbed() -> dict[str, float]:
     if os.geteuid() != 0:
         raise NotHereError("network namespaces need root")
     seed = int(time.strftime("%Y%m%d"))
-    rows = [row for _, row in measured(draw(seed, TESTBED_CASES), range(TESTBED_CASES), TESTBED_S)]
-    for row in rows:
+    rows = []
+    for _, row in measured(draw(seed, TESTBED_CASES), range(TESTBED_CASES), TESTBED_S):
+        rows.append(row)
         said = row.failure or f"{row.error:+.1%}"
         print(f"  seed {seed}: {row.model} on {row.devices}, {row.plan}: {said}", file=sys.stderr, flush=True)
     errors = [abs(row.error) for row in rows if not row.failure]

@@ -32,7 +32,9 @@ def test_a_part_has_its_own_time_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert watch.microseconds(units=2) == pytest.approx({"inner": 2e6, "outer": 1e6})
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case", [CASES[0], *(pytest.param(case, marks=pytest.mark.slow) for case in CASES[1:])], ids=lambda case: case.name
+)
 def test_every_case_is_measured(case: Case) -> None:
     result = measure(case, pairs=2, units=8)
     assert len(result.pairs_us) == 2

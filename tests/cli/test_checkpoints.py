@@ -94,6 +94,7 @@ def losses(process: subprocess.CompletedProcess[str]) -> dict[int, float]:
     return {entry["minibatch"]: entry["loss"] for entry in json.loads(process.stdout)["losses"]}
 
 
+@pytest.mark.slow
 def test_with_a_worker_less_one_solves_again_and_goes_on(folder: Path) -> None:
     """Three workers, then two, over the end of an epoch, whose last minibatch is smaller; then the unsplit model."""
     run = ("train", "model.py", "--checkpoint-every", "4", "--checkpoint-folder", "smaller", "--keep", "2", "--json")

@@ -6,6 +6,8 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 from planner.cli.this_machine import selftest_report
 from planner.selftest.run import SelftestReport
 
@@ -16,6 +18,7 @@ def plan(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
 
 
+@pytest.mark.slow
 def test_the_chosen_checks_are_run_and_told() -> None:
     done = plan("--device", "cpu", "--only", "links", "--json")
     assert done.returncode == 0, done.stderr

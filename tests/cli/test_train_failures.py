@@ -108,6 +108,7 @@ def failing(folder: Path, fault: str, *arguments: str, launcher: tuple[str, ...]
     return done.returncode, done.stderr.strip().splitlines()
 
 
+@pytest.mark.slow
 def test_user_code_that_blocks_is_named_with_its_line(folder: Path) -> None:
     code, lines = failing(folder, "sleep", "--hang-timeout", "5")
     assert code == 1
@@ -155,6 +156,7 @@ def test_a_failing_task_of_slurm_ends_all_with_one_reason(folder: Path) -> None:
     assert told.startswith("error: worker 0 (stage 0), in the forward of minibatch ")
 
 
+@pytest.mark.slow
 def test_under_torchrun_a_failing_dataset_is_told_once_with_its_line(folder: Path) -> None:
     torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m")
     code, lines = failing(folder, "data", launcher=torchrun)

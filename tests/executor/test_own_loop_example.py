@@ -68,7 +68,7 @@ def one_process(epochs: int) -> tuple[nn.Module, list[str]]:
     return model, lines
 
 
-@pytest.mark.parametrize("schedule", ["1f1b-flush", pytest.param("gpipe", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("schedule", [pytest.param(name, marks=pytest.mark.slow) for name in ("1f1b-flush", "gpipe")])
 def test_the_example_resumes_under_another_plan(schedule: str, tmp_path: Path) -> None:
     path = tmp_path / "own_loop.py"
     shutil.copy(EXAMPLE, path)

@@ -68,6 +68,7 @@ def test_the_script_computes_what_plan_train_computes(
     assert losses_of_script(script, plan.workers) == pytest.approx([loss.loss for loss in ours.losses], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_microbatches_count_by_their_labels(tmp_path: Path) -> None:
     """Microbatches of one sample, some without any label."""
     path = tmp_path / "padded.py"

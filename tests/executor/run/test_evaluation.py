@@ -65,7 +65,7 @@ def cases(path: Path, plan: Plan) -> list[Case]:
 @pytest.mark.parametrize(
     ("replicas", "others"),
     [
-        pytest.param((1, 1), [("gpipe", 2)], id="1-1"),
+        pytest.param((1, 1), [("gpipe", 2)], id="1-1", marks=pytest.mark.slow),
         pytest.param((2, 1), [("1f1b-flush", 2)], id="2-1", marks=pytest.mark.slow),
         pytest.param((1, 2), [("2bw", 4)], id="1-2", marks=pytest.mark.slow),
     ],

@@ -124,7 +124,7 @@ FOUR = [
 @pytest.mark.parametrize(
     "cases",
     [
-        pytest.param(FEW, id="few"),
+        pytest.param(FEW, id="few", marks=pytest.mark.slow),
         pytest.param(THREE, id="3 workers", marks=pytest.mark.slow),
         pytest.param(FOUR, id="4 workers", marks=pytest.mark.slow),
     ],

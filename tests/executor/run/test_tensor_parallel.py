@@ -101,7 +101,7 @@ def assert_close(found: Weights, expected: Weights) -> None:
         pytest.param("attention", (2, 1), (1, 2), PIPELINED[:3], 20, id="2-1x2", marks=pytest.mark.slow),
         pytest.param("attention", (1, 1), (4, 2), PIPELINED[:3], 20, id="1x4-1x2", marks=pytest.mark.slow),
         pytest.param("attention", (2,), (2,), PIPELINED[:3], 20, id="2x2", marks=pytest.mark.slow),
-        pytest.param("packed", (1,), (2,), [("1f1b", 1)], 6, id="1x2, packed"),
+        pytest.param("packed", (1,), (2,), [("1f1b", 1)], 6, id="1x2, packed", marks=pytest.mark.slow),
         pytest.param("packed", (1, 1, 1), (1, 2, 1), PIPELINED[:3], 20, id="1-1x2-1, packed", marks=pytest.mark.slow),
         pytest.param("packed", (2,), (2,), PIPELINED[:3], 20, id="2x2, packed", marks=pytest.mark.slow),
         pytest.param("packed", (1, 1), (4, 2), PIPELINED[:3], 20, id="1x4-1x2, packed", marks=pytest.mark.slow),

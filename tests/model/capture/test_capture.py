@@ -41,6 +41,7 @@ def hash_of(spec: str, batch_size: int) -> str:
     return capture(file.build_model(), file.example_batch(batch_size), file.loss).hash
 
 
+@pytest.mark.slow
 def test_hash_is_the_same_in_every_process() -> None:
     torch.manual_seed(2)
     theirs = subprocess.run(
