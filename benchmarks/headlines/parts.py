@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import statistics
 import subprocess
@@ -91,6 +92,8 @@ def searches() -> dict[str, float]:
 
 def large() -> dict[str, float]:
     """Ask how 70 billion parameters fit 64 and 512 GPUs."""
+    if importlib.util.find_spec("transformers") is None:
+        raise NotHereError("the model is built by transformers, which is not installed")
     found = {}
     for gpus in ("64", "512"):
         with tempfile.TemporaryDirectory() as folder:
