@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
 from planner.exports.deepspeed import deepspeed_file
 from planner.exports.torch_pipelining import torch_pipelining_file
@@ -12,7 +12,6 @@ from planner.exports.transformers import megatron_arguments, torchtitan_config
 from planner.formats.plan import Plan
 
 System = Literal["torch-pipelining", "deepspeed", "megatron", "torchtitan"]
-SYSTEMS: tuple[System, ...] = get_args(System)
 
 _WRITERS: dict[System, Callable[[Plan, str | None], str]] = {
     "torch-pipelining": torch_pipelining_file,

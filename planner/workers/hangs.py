@@ -94,15 +94,19 @@ class HangDetector:
         if not late:
             return None
         # A worker that waits may have stopped up to a step before the cause did, which may not be late yet. So it is
-        # looked for among all that have not moved for half the time.
-        for frozen in (True, False):
-            for rank in (rank for rank in longest if stuck[rank] > limit_s / 2):
-                sign = self._seen[rank].sign
-                found = f"has not moved for {stuck[rank]:.0f} s, {sign.beat.describe()}"
-                if frozen and sign.frozen is not None:
-                    return self._hang(rank, f"{found}: it {sign.frozen}")
-                if not frozen and sign.beat.state in (State.PREPARING, State.COMPUTING):
-                    return self._hang(rank, found, busy=True) if rank in late else None
+        # looked for among all that have not moved for half the time: first one that does not respond, then one whose
+        # own work does not end, which must be late itself.
+        still = {rank: self._seen[rank].sign for rank in longest if stuck[rank] > limit_s / 2}
+
+        def found(rank: int) -> str:
+            return f"has not moved for {stuck[rank]:.0f} s, {still[rank].beat.describe()}"
+
+        for rank, sign in still.items():
+            if sign.frozen is not None:
+                return self._hang(rank, f"{found(rank)}: it {sign.frozen}")
+        for rank, sign in still.items():
+            if sign.beat.state in (State.PREPARING, State.COMPUTING):
+                return self._hang(rank, found(rank), busy=True) if rank in late else None
         if len(late) < len(set(chain(*self._ranks))):
             return None
         # All wait, the first one for what another one has sent: the streams of a checked plan cannot stop otherwise.

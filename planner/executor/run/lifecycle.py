@@ -38,8 +38,10 @@ from planner.workers.job import Evaluation, Job, StartResult, TrainResult, Worke
 from planner.workers.place import set_cuda_variables
 from planner.workers.supervisor import Supervisor
 
+T = TypeVar("T")
 WORTH_SAYING = 0.15  # a run this much slower than predicted wants a reason
 _SLOWER = 1.1  # computing this much slower than profiled is a reason
+_NICER = 5  # the thread that computes than those that move messages
 
 
 def report_of(context: PipelineContext, worker: PipelineWorker, peak: PeakMemory) -> WorkerReport:
@@ -161,10 +163,6 @@ def likely_cause(
             f"each other down; profile again with `processes={plan.workers}` if they share one"
         )
     return f"{computed}: something else uses the devices, or they run at another clock; profile again"
-
-
-T = TypeVar("T")
-_NICER = 5  # the thread that computes than those that move messages
 
 
 def start_worker(job: Job, heartbeat: Heartbeat | None = None) -> Heartbeat:
