@@ -25,6 +25,7 @@ SOURCES = ("vtrain", "mist", "aceso a100", "aceso a10g", "aceso l4", "calculon",
 SCHEDULES = ("1f1b", "2bw", "1f1b-flush")
 TESTBED_CASES, TESTBED_S = 10, 8.0
 TWO_CORES_MINUTES = 4.0
+QUICKSTARTS = 3  # one run alone was 8% off, the next 23%
 
 
 class NotHereError(Exception):
@@ -168,7 +169,13 @@ def two_cores() -> dict[str, float]:
 
 
 def quickstart() -> dict[str, float]:
-    """Run `plan quickstart`: the speed-up over DistributedDataParallel, and how far it was predicted."""
+    """Run `plan quickstart` some times: its median speed-up over DDP, and how far its worst prediction was off."""
+    runs = [_quickstart() for _ in range(QUICKSTARTS)]
+    found = {name: statistics.median(run[name] for run in runs) for name in runs[0]}
+    return found | {"quickstart.error": max(run["quickstart.error"] for run in runs)}
+
+
+def _quickstart() -> dict[str, float]:
     from planner.demo.quickstart import QuickstartResult
 
     with tempfile.TemporaryDirectory() as folder:
@@ -320,7 +327,7 @@ NUMBERS: Sequence[Number] = (
     Number("two_cores.ddp", "1f1b over DDP", "measured", ".2f", "higher", 0.1),
     Number("two_cores.torch", "1f1b-flush over torch's 1F1B, 8 microbatches", "measured", ".2f", "higher", 0.05),
     Number("quickstart.speedup", "plan quickstart over DDP", "measured", ".2f", "higher", 0.08),
-    Number("quickstart.error", "plan quickstart's worst prediction", "measured", ".0%", least=0.06),
+    Number("quickstart.error", "plan quickstart's worst prediction of three runs", "measured", ".0%", least=0.1),
     Number("quickstart.gbps", "plan quickstart's link, Gbit/s", "measured", ".1f", "higher", 0.5),
     Number("quickstart.wall", "plan quickstart, wall s", "measured", ".0f", spread=0.25, of_machine=True),
     *_of_gpus(),
