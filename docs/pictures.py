@@ -15,7 +15,7 @@ from pathlib import Path
 import planner
 from planner.analysis.explain import ResourceUse, explain
 from planner.cli.main import main as plan_command
-from planner.report.svg import OKABE_ITO, Font, box, document, line, profile_svg, text, timeline_svg
+from planner.reporting.svg import OKABE_ITO, Font, box, document, line, profile_svg, text, timeline_svg
 from planner.units import format_seconds
 
 ROOT = Path(__file__).resolve().parents[1]

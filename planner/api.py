@@ -28,7 +28,7 @@ from planner.profiler.estimated.devices import parse_dtype
 from planner.profiler.estimated.estimate import EstimateOptions, estimate_profile, load_device
 from planner.profiler.estimated.execution import compiler
 from planner.profiler.measured.profiling import ProfilingOptions, profile_model
-from planner.report.trace import save_trace
+from planner.reporting.trace import save_trace
 from planner.simulator.simulate_plan import simulated_s
 from planner.workers.job import Job, TrainResult
 

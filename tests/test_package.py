@@ -50,4 +50,10 @@ def test_the_source_distribution_builds_the_same_package(built: Path) -> None:
     (sdist,) = built.glob(f"pipeline_planner-{__version__}.tar.gz")
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    assert {"pyproject.toml", "README.md", "LICENSE", "planner/py.typed", "planner/report/page/html/page.js"} <= names
+    assert {
+        "pyproject.toml",
+        "README.md",
+        "LICENSE",
+        "planner/py.typed",
+        "planner/reporting/page/html/page.js",
+    } <= names

@@ -22,7 +22,7 @@ from planner.formats.cluster import flat_cluster
 from planner.formats.files import write_text
 from planner.formats.plan import Plan
 from planner.model.spec import load_model_file
-from planner.report.svg import timeline_svg
+from planner.reporting.svg import timeline_svg
 from planner.schedule.instructions import Unit
 from planner.simulator.simulate_plan import simulate
 

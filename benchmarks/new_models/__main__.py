@@ -26,8 +26,8 @@ from planner.formats.profile import Profile
 from planner.model.spec import TrainingSpec, load_model_file
 from planner.options.training import CheckpointOptions, RunOptions
 from planner.schedule.registry import find
-from planner.selftest.lab import even_plan
-from planner.selftest.training import train_alone
+from planner.selfcheck.lab import even_plan
+from planner.selfcheck.training import train_alone
 
 HERE = Path(__file__).parent
 PACKAGES = ("transformers", "timm", "diffusers", "peft")

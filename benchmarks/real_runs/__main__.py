@@ -27,7 +27,7 @@ from planner.formats.plan import Plan
 from planner.formats.profile import Profile
 from planner.profiler.links.measure_cluster import measure_host
 from planner.profiler.this_machine import keep_freed_pages
-from planner.report.tables.profile import disturbance_words
+from planner.reporting.tables.profile import disturbance_words
 from planner.schedule.registry import SCHEDULES, find
 from planner.workers.job import Job, TrainResult
 

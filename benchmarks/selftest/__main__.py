@@ -15,7 +15,7 @@ from benchmarks.kept import between_marks, environment
 from planner.cli.this_machine import selftest_report
 from planner.formats.files import write_text
 from planner.profiler.this_machine import keep_freed_pages
-from planner.selftest.run import WORKERS, Row, SelftestReport, selftest
+from planner.selfcheck.run import WORKERS, Row, SelftestReport, selftest
 
 README = Path(__file__).with_name("README.md")
 

@@ -22,7 +22,7 @@ from planner.formats.cluster import Cluster
 from planner.formats.own_plan import OwnPlan, OwnStage
 from planner.profiler.links.measure_cluster import measure_host
 from planner.profiler.this_machine import keep_freed_pages
-from planner.report.tables.profile import disturbance_words
+from planner.reporting.tables.profile import disturbance_words
 from planner.schedule.registry import DEFAULT
 from planner.workers.job import Job
 

@@ -36,7 +36,7 @@ from planner.executor.run.train import train_worker
 from planner.formats.timeline import Timeline
 from planner.profiler.links.measure_cluster import measure_cluster
 from planner.profiler.this_machine import keep_freed_pages
-from planner.report.trace import save_trace
+from planner.reporting.trace import save_trace
 from planner.workers.job import Job
 
 _CLONE_NEWNET = 0x40000000

@@ -22,8 +22,8 @@ from benchmarks.timeline.real import RealCase
 from planner.analysis.compare_runs import RunComparison, compare_runs
 from planner.formats.plan import Plan
 from planner.formats.timeline import Timeline
-from planner.report.svg import timeline_svg
-from planner.report.tables.runs import run_comparison_report
+from planner.reporting.svg import timeline_svg
+from planner.reporting.tables.runs import run_comparison_report
 from planner.simulator.simulate_plan import only_minibatches, simulate_recorded
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -15,7 +15,7 @@ from planner.formats.importers import read_profile
 from planner.formats.plan import Plan
 from planner.formats.timeline import Timeline
 from planner.options.training import RunOptions
-from planner.report.trace import load_run
+from planner.reporting.trace import load_run
 from planner.units import parse_bandwidth
 from planner.workers.job import Job
 

@@ -15,7 +15,7 @@ from planner.formats.cluster import Cluster, load_cluster
 from planner.formats.plan import Plan, save_plan
 from planner.formats.profile import Profile, load_profile
 from planner.formats.timeline import Timeline
-from planner.report.trace import load_run
+from planner.reporting.trace import load_run
 
 TIMEOUT_S = 110.0
 PROFILE_SECONDS = 5.0

@@ -75,14 +75,14 @@ def add_parser(verbs: Verbs) -> None:
 
 def run_compare(args: argparse.Namespace) -> int:
     """Compare and print."""
-    from planner.report.tables.compare import comparison_report
+    from planner.reporting.tables.compare import comparison_report
 
     return _ask(args, planner.compare, comparison_report)
 
 
 def run_explain(args: argparse.Namespace) -> int:
     """Explain and print."""
-    from planner.report.tables.explain import explanation_report
+    from planner.reporting.tables.explain import explanation_report
 
     return _ask(args, planner.explain, explanation_report)
 
@@ -103,8 +103,8 @@ def run_sweep(args: argparse.Namespace) -> int:
     from planner.analysis.sweep import spread
     from planner.formats.files import write_text
     from planner.formats.importers import read_one_profile
-    from planner.report.svg import sweep_svg
-    from planner.report.tables.compare import sweep_report
+    from planner.reporting.svg import sweep_svg
+    from planner.reporting.tables.compare import sweep_report
 
     if args.plot is not None and args.plot.suffix != ".svg":
         raise InputError(f"`plot={args.plot}` is not an SVG file", hint="name it FILE.svg")

@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
     """Estimate, solve, save, and print the answer."""
     from planner.analysis.fit import fit
     from planner.catalog.models import find_model
-    from planner.report.tables.fit import fit_report
+    from planner.reporting.tables.fit import fit_report
 
     per_server = _per_server(args)
     with patience_of(args) as patience:

@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
     from planner.analysis.own_plan import missing_memory
     from planner.analysis.usual_ways import with_baselines
     from planner.formats.importers import read_one_profile
-    from planner.report.tables.plan import plan_report
+    from planner.reporting.tables.plan import plan_report
     from planner.solver.problem.budget import Patience
 
     profile = read_one_profile(args.profile)

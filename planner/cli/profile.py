@@ -77,7 +77,7 @@ def add_parser(verbs: Verbs) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure, save, and print the profile."""
-    from planner.report.tables.profile import profile_report
+    from planner.reporting.tables.profile import profile_report
 
     if args.links:
         _run_links(args)
@@ -104,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
 def _run_links(args: argparse.Namespace) -> NoReturn:
     from planner.formats.cluster import save_cluster
     from planner.profiler.links.measure_cluster import measure_cluster
-    from planner.report.tables.plan import cluster_report
+    from planner.reporting.tables.plan import cluster_report
     from planner.workers.ending import end_process
 
     if args.model is not None:

@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     """Solve, save, and print the plan."""
     from planner.analysis.usual_ways import with_baselines
     from planner.formats.importers import read_profiles
-    from planner.report.tables.plan import plan_report
+    from planner.reporting.tables.plan import plan_report
 
     if args.verify is not None:
         planner.load_model_file(args.verify)  # before the search, whose answer would wait for a file that is not there
@@ -101,8 +101,8 @@ def _complaints(
 ) -> Iterator[tuple[str, str, str]]:
     """Yield the notes and warnings on a plan: which they are, what they say, and a hint."""
     from planner.plan.shared_weights import obstacle, shared_weights, trained_parameters
-    from planner.report.tables.plan import staleness_warning
-    from planner.report.tables.profile import shared_host_notes
+    from planner.reporting.tables.plan import staleness_warning
+    from planner.reporting.tables.profile import shared_host_notes
     from planner.units import format_bytes
 
     if replaced := _replaced(args.output, plan):
@@ -140,8 +140,8 @@ def _verified(model: str, profile: planner.Profile, plan: planner.Plan) -> str:
     """Compare the sum of the layers of each stage with the stage as it is measured by itself, for one microbatch."""
     from planner.profiler.measured.verify import verify
     from planner.profiler.this_machine import keep_freed_pages
-    from planner.report.tables.stages import layer_range
-    from planner.report.tables.table import table_of
+    from planner.reporting.tables.stages import layer_range
+    from planner.reporting.tables.table import table_of
     from planner.units import format_seconds
 
     keep_freed_pages()  # as the workers do
@@ -181,7 +181,7 @@ def _chosen(
     patience: Patience,
 ) -> planner.Plan:
     from planner.analysis.choose import COMPARED, choose, with_best_synchronous
-    from planner.report.tables.compare import choice_report
+    from planner.reporting.tables.compare import choice_report
 
     if options.alone or options.cost_model != "resource":
         alone = "--solver, --vertical-sync, constraints and cost models other than resource"

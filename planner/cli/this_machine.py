@@ -14,7 +14,7 @@ from planner.options.training import TrainArguments
 
 if TYPE_CHECKING:
     from planner.demo.quickstart import QuickstartResult
-    from planner.selftest.run import Row, SelftestReport
+    from planner.selfcheck.run import Row, SelftestReport
 
 QUICKSTART = """\
 Profile VGG-16 on this machine, find the best plan for its GPUs or cores, train it on scikit-learn's digits, train
@@ -86,8 +86,8 @@ def quickstart(args: argparse.Namespace) -> int:
 
 def _quickstart_report(result: QuickstartResult) -> str:
     """Return the plan's run beside data parallelism's, and what to do next."""
-    from planner.report.tables.runs import loss_ends, percent_error
-    from planner.report.tables.table import table_of
+    from planner.reporting.tables.runs import loss_ends, percent_error
+    from planner.reporting.tables.table import table_of
     from planner.units import format_bandwidth
 
     rows, misses = [], ""
@@ -127,7 +127,7 @@ def miss_words(name: str, error: float, likely_cause: str | None) -> str:
 def selftest(args: argparse.Namespace) -> int:
     """Run the checks, and print a table of them."""
     from planner.profiler.this_machine import keep_freed_pages
-    from planner.selftest.run import selftest
+    from planner.selfcheck.run import selftest
 
     def show(row: Row) -> None:
         print_progress(f"{row.result:8}{row.check}: {row.name} ({row.seconds:.0f} s)")
@@ -140,7 +140,7 @@ def selftest(args: argparse.Namespace) -> int:
 
 def selftest_report(report: SelftestReport) -> str:
     """Return the rows as a table, and their number by result."""
-    from planner.report.tables.table import Table
+    from planner.reporting.tables.table import Table
 
     rows = [
         [row.check, row.name, row.result, textwrap.fill(row.found, FOUND_WIDTH), f"{row.seconds:.1f}"]

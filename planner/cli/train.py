@@ -94,7 +94,7 @@ def train(args: argparse.Namespace) -> int:
     """Train, then print what was predicted beside what was measured."""
     from planner.api import make_job, run_job
     from planner.executor.checkpoint.folders import after_torchrun_restart
-    from planner.report.tables.runs import training_report
+    from planner.reporting.tables.runs import training_report
     from planner.workers.meeting import started_as_worker
 
     checkpoints = read_options(CheckpointOptions, args)
@@ -119,7 +119,7 @@ def _run_as_worker(job: Job, as_json: bool) -> NoReturn:
     from planner.api import trace_writer
     from planner.executor.checkpoint.folders import torchrun_run_id
     from planner.executor.worker import run_worker
-    from planner.report.tables.runs import training_report
+    from planner.reporting.tables.runs import training_report
     from planner.workers.ending import end_process
 
     def tell(error: planner.PlannerError) -> None:

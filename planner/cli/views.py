@@ -124,9 +124,9 @@ def show(args: argparse.Namespace) -> int:
     """Print the file's content."""
     from planner.formats.importers import is_profile, read_profile
     from planner.formats.pipedream import graph_txt
-    from planner.report.svg import profile_svg
-    from planner.report.tables.plan import plan_report
-    from planner.report.tables.profile import profile_report
+    from planner.reporting.svg import profile_svg
+    from planner.reporting.tables.plan import plan_report
+    from planner.reporting.tables.profile import profile_report
 
     if is_profile(args.file):
         profile = read_profile(args.file)
@@ -151,8 +151,8 @@ def show(args: argparse.Namespace) -> int:
 def simulate(args: argparse.Namespace) -> int:
     """Simulate, print, and write the trace."""
     from planner.analysis.compare_runs import compare_runs
-    from planner.report.tables.runs import run_comparison_report, run_report
-    from planner.report.trace import save_trace
+    from planner.reporting.tables.runs import run_comparison_report, run_report
+    from planner.reporting.trace import save_trace
 
     plan = planner.load_plan(args.plan)
     timeline, measured = _timelines(args, plan, "against")
@@ -170,7 +170,7 @@ def _timelines(
     args: argparse.Namespace, plan: planner.Plan, run: str
 ) -> tuple[planner.Timeline, planner.Timeline | None]:
     """Return the simulation, and the run that an argument names if it does: then of the run's minibatches."""
-    from planner.report.trace import load_run
+    from planner.reporting.trace import load_run
     from planner.simulator.simulate_plan import simulate_recorded
 
     if getattr(args, run) is None:
@@ -185,9 +185,9 @@ def report(args: argparse.Namespace) -> int:
     from planner.analysis.compare import with_rows
     from planner.analysis.sweep import MOST_POINTS
     from planner.formats.files import write_text
-    from planner.report.page.page import report_page
-    from planner.report.svg import timeline_svg
-    from planner.report.timeline import opening
+    from planner.reporting.page.page import report_page
+    from planner.reporting.svg import timeline_svg
+    from planner.reporting.timeline import opening
 
     style, output = _style(args)
     if args.points != 0 and not 2 <= args.points <= MOST_POINTS:

@@ -14,7 +14,7 @@ from planner.errors import PlanError
 from planner.formats.cluster import flat_cluster, hierarchical_cluster
 from planner.formats.profile import Profile, load_profile
 from planner.options.solving import SolveOptions
-from planner.report.tables.compare import comparison_report
+from planner.reporting.tables.compare import comparison_report
 from planner.schedule.registry import find
 from planner.solver import solve
 from planner.solver.choose import baselines

@@ -16,7 +16,7 @@ from planner.errors import InputError
 from planner.formats.cluster import Level, flat_cluster
 from planner.formats.plan import Plan
 from planner.formats.timeline import Event, Events, Timeline
-from planner.report.tables.runs import run_comparison_report
+from planner.reporting.tables.runs import run_comparison_report
 from planner.simulator.simulate_plan import costs_of, simulate, simulate_recorded
 from tests.samples import layer
 from tests.simulator.plans import equal_layers, plan_of

@@ -13,7 +13,7 @@ from planner.formats.cluster import Cluster, flat_cluster, hierarchical_cluster
 from planner.formats.plan import Plan
 from planner.formats.profile import load_profile
 from planner.options.solving import SolveOptions
-from planner.report.tables.explain import explanation_report, sentences
+from planner.reporting.tables.explain import explanation_report, sentences
 from planner.schedule.one_stage import GPIPE
 from planner.simulator.simulate_plan import simulate
 from planner.simulator.summary import summarize

@@ -12,8 +12,8 @@ from planner.analysis.usual_ways import with_baselines, with_synchronous
 from planner.formats.cluster import flat_cluster
 from planner.formats.plan import load_plan, save_plan
 from planner.options.solving import SolveOptions
-from planner.report.page.page import report_page
-from planner.report.tables.plan import plan_report
+from planner.reporting.page.page import report_page
+from planner.reporting.tables.plan import plan_report
 from planner.simulator.simulate_plan import simulate
 from planner.solver import solve
 from planner.solver.find_plan import find_plan

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.deepspeed_example.__main__ import compare, example_plan
 from planner.formats.plan import Plan
-from planner.report.svg import timeline_svg
+from planner.reporting.svg import timeline_svg
 from planner.simulator.simulate_plan import simulate
 
 

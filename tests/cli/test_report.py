@@ -13,11 +13,11 @@ from planner.cli.main import main
 from planner.formats.cluster import flat_cluster
 from planner.formats.plan import load_plan, save_plan
 from planner.formats.profile import save_profile
-from planner.report.trace import save_trace
+from planner.reporting.trace import save_trace
 from planner.simulator.simulate_plan import simulate
 from planner.solver import solve
 from tests.cli.test_main import MODEL, plan
-from tests.report.page.test_page import Elements, slower
+from tests.reporting.page.test_page import Elements, slower
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from planner.cli.this_machine import selftest_report
-from planner.selftest.run import SelftestReport
+from planner.selfcheck.run import SelftestReport
 
 
 def plan(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -9,12 +9,12 @@ import pytest
 from planner.analysis.compare_runs import RunComparison
 from planner.cli.main import main
 from planner.formats.plan import load_plan, save_plan
-from planner.report.tables.runs import run_report
-from planner.report.trace import load_run, save_trace
+from planner.reporting.tables.runs import run_report
+from planner.reporting.trace import load_run, save_trace
 from planner.simulator.simulate_plan import simulate
 from planner.simulator.summary import Summary, summarize
 from tests.cli.test_main import plan
-from tests.report.test_trace import check_trace
+from tests.reporting.test_trace import check_trace
 from tests.simulator.plans import equal_layers, plan_of
 
 

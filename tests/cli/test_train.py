@@ -17,7 +17,7 @@ import torch
 
 from planner.formats.plan import load_plan, save_plan
 from planner.model.spec import load_model_file
-from planner.report.trace import load_run
+from planner.reporting.trace import load_run
 from planner.workers.local_watch import read_beat
 from tests.cli.in_process import plan
 from tests.executor.models import write_model

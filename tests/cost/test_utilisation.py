@@ -8,8 +8,8 @@ from planner.cost.utilisation import peak_flops_per_s
 from planner.formats.cluster import flat_cluster
 from planner.formats.profile import Device, Profile
 from planner.profiler.estimated.devices import DEVICES, find_device
-from planner.report.tables.plan import plan_report
-from planner.report.tables.profile import profile_report
+from planner.reporting.tables.plan import plan_report
+from planner.reporting.tables.profile import profile_report
 from planner.solver import solve
 from tests.samples import layer, profile
 

@@ -18,7 +18,7 @@ from planner.model.options import autocasting
 from planner.model.spec import LossFunction
 from planner.model.stage.parts import Variant
 from planner.model.stage.stage import StageModule, build_stage
-from planner.selftest.cuts import stage_backward, through_a_message
+from planner.selfcheck.cuts import stage_backward, through_a_message
 
 
 @dataclass(frozen=True)

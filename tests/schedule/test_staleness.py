@@ -6,7 +6,7 @@ import pytest
 
 from planner.formats.cluster import flat_cluster
 from planner.formats.plan import Plan
-from planner.report.tables.plan import plan_report, staleness_warning
+from planner.reporting.tables.plan import plan_report, staleness_warning
 from planner.schedule.instructions import Backward, BackwardWeight, Forward, Unit, Update
 from planner.schedule.registry import SCHEDULES
 from planner.schedule.schedule import Channel, PipelineShape, Schedule

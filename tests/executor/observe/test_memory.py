@@ -12,7 +12,7 @@ import torch
 from planner.executor.observe.memory import GpuMemory, PeakMemory
 from planner.executor.run.lifecycle import memory_fields
 from planner.profiler.this_machine import describe_device
-from planner.report.tables.runs import workers_table
+from planner.reporting.tables.runs import workers_table
 from planner.workers.job import WorkerReport
 
 GB = 10**9

@@ -24,7 +24,7 @@ from planner.profiler.estimated.devices import (
 from planner.profiler.estimated.estimate import EstimateOptions, estimate_profile
 from planner.profiler.estimated.trace import StepTrace, trace_step
 from planner.profiler.measured.profiling import ProfilingOptions, profile_model
-from planner.report.tables.profile import profile_report
+from planner.reporting.tables.profile import profile_report
 from tests.executor.models import MODELS, write_model
 from tests.profiler.measured.test_profiling import MODEL as TIED
 

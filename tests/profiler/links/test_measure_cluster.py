@@ -17,7 +17,7 @@ from planner.errors import InputError, WorkerError
 from planner.formats.cluster import Cluster, Level, load_cluster
 from planner.profiler.links.levels import pairs_by_turn
 from planner.profiler.links.measure_cluster import measure_cluster, measure_host
-from planner.report.tables.plan import NO_OVERLAP, cluster_report
+from planner.reporting.tables.plan import NO_OVERLAP, cluster_report
 from planner.workers.place import cores_to_send
 
 

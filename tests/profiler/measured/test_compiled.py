@@ -17,7 +17,7 @@ from planner.profiler.measured.compiled import CompiledTimes, as_compiled, equal
 from planner.profiler.measured.profiling import ProfilingOptions, profile_model
 from planner.profiler.measured.verify import verify
 from planner.profiler.step.timing import StepTimes
-from planner.report.tables.profile import profile_report
+from planner.reporting.tables.profile import profile_report
 from planner.solver import solve
 from tests.executor.models import write_model
 

@@ -22,7 +22,7 @@ from planner.profiler.measured import step_measurement
 from planner.profiler.measured.other_processes import check_processes, contention, disturbance
 from planner.profiler.measured.profiling import ProfilingOptions, profile_model
 from planner.profiler.step.timing import Effort, StepTimes
-from planner.report.tables.profile import disturbance_words, profile_report
+from planner.reporting.tables.profile import disturbance_words, profile_report
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from planner.cost.layer_costs import LayerCosts
 from planner.formats.cluster import Cluster, flat_cluster
 from planner.formats.profile import Profile
 from planner.options.solving import SolveOptions
-from planner.report.tables.compare import comparison_report
+from planner.reporting.tables.compare import comparison_report
 from planner.schedule.one_stage import FLUSH
 from planner.solver.choose import baselines
 from planner.solver.choose.sharded_data_parallel import ZeroStage, sharded_data_parallel

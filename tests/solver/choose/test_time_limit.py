@@ -10,7 +10,7 @@ import pytest
 from planner.formats.cluster import Cluster, flat_cluster, hierarchical_cluster
 from planner.formats.plan import Plan
 from planner.formats.profile import Profile
-from planner.report.tables.plan import plan_report
+from planner.reporting.tables.plan import plan_report
 from planner.schedule.one_stage import ONE_F_ONE_B
 from planner.schedule.schedule import Channel, PipelineShape
 from planner.simulator.pipeline_costs import PipelineCosts, StageCosts

@@ -20,8 +20,8 @@ from planner.cost.setting import Setting
 from planner.formats.cluster import Cluster, flat_cluster, hierarchical_cluster
 from planner.formats.profile import Profile
 from planner.options.solving import SolveOptions
-from planner.report.tables.explain import explanation_report
-from planner.report.tables.plan import plan_report
+from planner.reporting.tables.explain import explanation_report
+from planner.reporting.tables.plan import plan_report
 from planner.schedule.registry import find
 from planner.simulator.simulate_plan import simulate
 from planner.simulator.summary import summarize

@@ -21,7 +21,7 @@ from planner.formats.cluster import flat_cluster
 from planner.formats.plan import Plan
 from planner.formats.profile import Profile
 from planner.options.solving import RecomputeRule, ShardRule, StageRules
-from planner.report.tables.plan import plan_report
+from planner.reporting.tables.plan import plan_report
 from planner.schedule.chunked import INTERLEAVED
 from planner.simulator.pipeline_costs import StageCosts
 from planner.solver import solve

@@ -13,7 +13,7 @@ from planner.cost.setting import Setting
 from planner.errors import InfeasibleError
 from planner.formats.cluster import flat_cluster
 from planner.formats.profile import Profile
-from planner.report.tables.plan import plan_report
+from planner.reporting.tables.plan import plan_report
 from planner.schedule.one_stage import GPIPE
 from planner.solver import solve
 from tests.examples import examples

@@ -12,10 +12,10 @@ from planner.analysis.explain import Explanation
 from planner.analysis.sweep import Sweep
 from planner.formats.plan import Plan
 from planner.formats.timeline import EventKind, Timeline
-from planner.report.svg import sweep_svg
-from planner.report.tables.compare import comparison_legend, comparison_table, sweep_table
-from planner.report.tables.explain import explanation_tables, sentences
-from planner.report.tables.plan import (
+from planner.reporting.svg import sweep_svg
+from planner.reporting.tables.compare import comparison_legend, comparison_table, sweep_table
+from planner.reporting.tables.explain import explanation_tables, sentences
+from planner.reporting.tables.plan import (
     bottleneck_place,
     gpus,
     over_data_parallel,
@@ -23,7 +23,7 @@ from planner.report.tables.plan import (
     prediction_lines,
     staleness_line,
 )
-from planner.report.tables.runs import (
+from planner.reporting.tables.runs import (
     bubble_of_run,
     legend,
     pace_table,
@@ -33,9 +33,9 @@ from planner.report.tables.runs import (
     timing_table,
     worker_table,
 )
-from planner.report.tables.stages import memory_table, stage_table
-from planner.report.tables.table import Table
-from planner.report.timeline import COLOURS, TEXTS, colour_legend
+from planner.reporting.tables.stages import memory_table, stage_table
+from planner.reporting.tables.table import Table
+from planner.reporting.timeline import COLOURS, TEXTS, colour_legend
 from planner.simulator.summary import Summary
 from planner.units import format_bytes, format_memory, format_rate, format_seconds
 

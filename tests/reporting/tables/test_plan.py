@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from planner.formats.cluster import flat_cluster
 from planner.formats.profile import Device
-from planner.report.tables.plan import plan_report
-from planner.report.tables.profile import profile_report
-from planner.report.tables.stages import layer_range, recomputing
+from planner.reporting.tables.plan import plan_report
+from planner.reporting.tables.profile import profile_report
+from planner.reporting.tables.stages import layer_range, recomputing
 from planner.solver import solve
 from planner.units import format_bytes
 from tests.samples import layer, profile

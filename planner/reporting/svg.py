@@ -11,9 +11,9 @@ from planner.analysis.sweep import Sweep, SweepPoint
 from planner.formats.plan_parts import short_config
 from planner.formats.profile import Profile
 from planner.formats.timeline import Event, EventKind, Lane, Timeline
-from planner.report.tables.compare import NONE_FITS, value_text
-from planner.report.tables.profile import output_bytes, time_s
-from planner.report.timeline import COLOURS, TEXTS, colour_legend, rows_of, shown_workers
+from planner.reporting.tables.compare import NONE_FITS, value_text
+from planner.reporting.tables.profile import output_bytes, time_s
+from planner.reporting.timeline import COLOURS, TEXTS, colour_legend, rows_of, shown_workers
 from planner.units import format_bytes, format_rate, format_seconds
 
 Point = tuple[float, float]

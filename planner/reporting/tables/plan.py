@@ -10,8 +10,8 @@ from planner.formats.cluster import Cluster
 from planner.formats.plan import GIVEN, Plan
 from planner.formats.plan_parts import Bottleneck, OtherWay, SolverReport, short_config
 from planner.formats.profile import Profile
-from planner.report.tables.stages import memory_table, stage_table
-from planner.report.tables.table import named_values, table_of
+from planner.reporting.tables.stages import memory_table, stage_table
+from planner.reporting.tables.table import named_values, table_of
 from planner.schedule.instructions import LATE_UPDATES, MOMENTUM_UPDATES
 from planner.units import (
     format_bandwidth,

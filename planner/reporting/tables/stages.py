@@ -9,7 +9,7 @@ from itertools import groupby
 from planner.formats.plan import Plan
 from planner.formats.plan_parts import Stage, StageMemory
 from planner.plan.blocks import BLOCK
-from planner.report.tables.table import Table, table_of
+from planner.reporting.tables.table import Table, table_of
 from planner.units import format_bytes, format_seconds
 
 _PARTS = tuple(name for name in StageMemory.model_fields if name.endswith("_bytes"))

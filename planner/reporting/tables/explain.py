@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from planner.analysis.explain import Alternative, Explanation
 from planner.formats.plan import GIVEN
 from planner.formats.plan_parts import short_config
-from planner.report.tables.plan import bottleneck_place, bound_words, simulated_words
-from planner.report.tables.table import Table, table_of
+from planner.reporting.tables.plan import bottleneck_place, bound_words, simulated_words
+from planner.reporting.tables.table import Table, table_of
 from planner.units import format_bytes, format_change, format_seconds, times_words
 
 _NAMES = {

@@ -9,9 +9,9 @@ from typing import Literal
 from planner.formats.plan import Plan
 from planner.formats.profile import Layer, LossMean, Profile
 from planner.plan.blocks import FEWEST_REPEATS, kind_of, repeated_blocks
-from planner.report.tables.plan import options_words
-from planner.report.tables.stages import block_of
-from planner.report.tables.table import Table, named_values, table_of
+from planner.reporting.tables.plan import options_words
+from planner.reporting.tables.stages import block_of
+from planner.reporting.tables.table import Table, named_values, table_of
 from planner.units import format_bytes, format_flops, format_seconds
 
 CORES_NOT_MODELLED = (

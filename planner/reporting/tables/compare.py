@@ -9,8 +9,8 @@ from planner.analysis.usual_ways import DATA_PARALLEL, EQUAL_STAGES
 from planner.errors import InputError
 from planner.formats.plan_parts import short_config
 from planner.options.solving import MinibatchError
-from planner.report.tables.plan import bottleneck_place, cluster_line, less_or_more, speed_over
-from planner.report.tables.table import Table, named_values, table_of
+from planner.reporting.tables.plan import bottleneck_place, cluster_line, less_or_more, speed_over
+from planner.reporting.tables.table import Table, named_values, table_of
 from planner.units import format_bandwidth, format_bytes, format_memory, format_rate, format_seconds
 
 _BAR_LENGTH = 40

@@ -18,7 +18,7 @@ from planner.model.spec import load_model_file
 from planner.profiler.links.measure_cluster import measure_host
 from planner.profiler.this_machine import describe_gpu, describe_processor, describe_software, thread_count
 from planner.schedule.one_stage import ONE_F_ONE_B
-from planner.selftest.lab import BATCH_SIZE, Case, Lab, Outcome, even_plan, location
+from planner.selfcheck.lab import BATCH_SIZE, Case, Lab, Outcome, even_plan, location
 from planner.units import format_bandwidth, format_bytes, format_seconds
 
 TRIVIAL, STEPS = location("build_trivial"), 300

@@ -30,8 +30,8 @@ from planner.schedule.instructions import Backward, BackwardWeight, Forward, Uni
 from planner.schedule.one_stage import FLUSH, ONE_F_ONE_B
 from planner.schedule.registry import SCHEDULES
 from planner.schedule.schedule import PipelineShape, Schedule, stream
-from planner.selftest.lab import SEED, Case, Lab, Outcome, even_plan, judged, location
-from planner.selftest.models import KILLED
+from planner.selfcheck.lab import SEED, Case, Lab, Outcome, even_plan, judged, location
+from planner.selfcheck.models import KILLED
 from planner.units import format_bytes
 from planner.workers.job import WorkerReport
 from planner.workers.launch import environment

@@ -12,7 +12,7 @@ import pytest
 
 from planner.errors import InputError
 from planner.formats.timeline import Event, Events, Timeline, save_timeline
-from planner.report.trace import chrome_trace, load_run, save_trace
+from planner.reporting.trace import chrome_trace, load_run, save_trace
 from tests.timelines import EVENTS, by_hand
 
 

@@ -22,7 +22,7 @@ from planner.analysis.sweep import Sweep
 from planner.formats.plan import Plan
 from planner.formats.plan_parts import short_config
 from planner.formats.timeline import LANES, LETTERS, Timeline
-from planner.report.page.sections import (
+from planner.reporting.page.sections import (
     comparison_section,
     figures,
     limits_section,
@@ -33,9 +33,9 @@ from planner.report.page.sections import (
     sweep_section,
     timeline_section,
 )
-from planner.report.svg import ink_on
-from planner.report.tables.plan import cluster_line, gpus, schedule_line
-from planner.report.timeline import COLOURS, TEXTS, Row, opening, rows_of, shown_workers
+from planner.reporting.svg import ink_on
+from planner.reporting.tables.plan import cluster_line, gpus, schedule_line
+from planner.reporting.timeline import COLOURS, TEXTS, Row, opening, rows_of, shown_workers
 from planner.simulator.simulate_plan import ROUNDS
 from planner.simulator.summary import Summary, summarize
 from planner.version import __version__
@@ -121,7 +121,7 @@ def fill(name: str, values: dict[str, str]) -> str:
 
 
 def _part(name: str) -> str:
-    return files("planner.report.page").joinpath("html").joinpath(name).read_text(encoding="utf-8")
+    return files("planner.reporting.page").joinpath("html").joinpath(name).read_text(encoding="utf-8")
 
 
 def script_json(content: object) -> str:

@@ -19,9 +19,9 @@ from planner.errors import InputError
 from planner.formats.cluster import hierarchical_cluster
 from planner.formats.plan import Plan
 from planner.formats.timeline import Events, Timeline
-from planner.report.page.page import report_page, script_json
-from planner.report.svg import timeline_svg
-from planner.report.timeline import MOST_WORKERS, opening, shown_workers
+from planner.reporting.page.page import report_page, script_json
+from planner.reporting.svg import timeline_svg
+from planner.reporting.timeline import MOST_WORKERS, opening, shown_workers
 from planner.simulator.simulate_plan import simulate
 from planner.simulator.summary import summarize
 from planner.solver import solve
@@ -210,7 +210,7 @@ def test_the_parts_are_packaged() -> None:
         import tomllib
 
         content = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-        patterns = content["tool"]["setuptools"]["package-data"]["planner.report.page"]
+        patterns = content["tool"]["setuptools"]["package-data"]["planner.reporting.page"]
         parts = list((ROOT / "planner" / "report" / "page" / "html").iterdir())
         assert len(parts) >= 6
         assert all(any(fnmatch(f"html/{part.name}", pattern) for pattern in patterns) for part in parts)

@@ -26,7 +26,7 @@ from planner.model.options import PLAIN, ModuleOptions, autocast_dtype, autocast
 from planner.model.spec import TrainingSpec, load_model_file
 from planner.model.stage.stage import StageModule, build_stage
 from planner.profiler.this_machine import thread_count
-from planner.selftest.lab import SEED, Case, Lab, Outcome, judged, location
+from planner.selfcheck.lab import SEED, Case, Lab, Outcome, judged, location
 
 SAMPLES = 2
 MOST = 3.0  # times the error of the whole model; of 90 tensors of T5 and BERT in bfloat16 the largest was 1.2

@@ -8,8 +8,8 @@ from itertools import combinations
 import pytest
 
 from planner.formats.timeline import LANES
-from planner.report.svg import ink_on, luminance
-from planner.report.timeline import COLOURS
+from planner.reporting.svg import ink_on, luminance
+from planner.reporting.timeline import COLOURS
 
 Matrix = tuple[tuple[float, float, float], ...]
 # Machado, Oliveira & Fernandes 2009, severity 1, on linear RGB.

@@ -12,9 +12,9 @@ from planner.errors import InputError
 from planner.model.spec import load_model_file
 from planner.model.stage.stage import StageModule
 from planner.schedule.one_stage import FLUSH, NAIVE, ONE_F_ONE_B
-from planner.selftest import cuts, training
-from planner.selftest.lab import SEED, Lab, Outcome, even_plan, judged, location
-from planner.selftest.run import CHECKS, run_case, selftest
+from planner.selfcheck import cuts, training
+from planner.selfcheck.lab import SEED, Lab, Outcome, even_plan, judged, location
+from planner.selfcheck.run import CHECKS, run_case, selftest
 from planner.workers.job import WorkerReport
 
 CPU = torch.device("cpu")

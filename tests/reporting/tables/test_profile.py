@@ -11,10 +11,10 @@ from planner.cli.main import main
 from planner.formats.cluster import flat_cluster
 from planner.formats.plan_parts import LONGEST_CONFIG, short_config
 from planner.formats.profile import Disturbance, Profile, load_profile
-from planner.report.svg import profile_svg
-from planner.report.tables.profile import CORES_NOT_MODELLED, collapsed, profile_report, shared_host_notes
-from planner.report.tables.stages import layer_range
-from planner.report.tables.table import Table
+from planner.reporting.svg import profile_svg
+from planner.reporting.tables.profile import CORES_NOT_MODELLED, collapsed, profile_report, shared_host_notes
+from planner.reporting.tables.stages import layer_range
+from planner.reporting.tables.table import Table
 from planner.solver import solve
 from tests.plan.test_blocks import transformer
 

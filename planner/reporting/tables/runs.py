@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from planner.analysis.compare_runs import RunComparison, TimingError
 from planner.formats.plan import Plan
 from planner.formats.plan_parts import short_config
-from planner.report.tables.plan import pace
-from planner.report.tables.table import Table, named_values, table_of
+from planner.reporting.tables.plan import pace
+from planner.reporting.tables.table import Table, named_values, table_of
 from planner.simulator.summary import Summary, WorkerUse
 from planner.units import format_bytes, format_rate, format_seconds
 

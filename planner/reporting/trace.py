@@ -20,7 +20,7 @@ from pydantic import ValidationError
 from planner.errors import InputError
 from planner.formats.files import first_problem, write_text
 from planner.formats.timeline import Event, EventKind, Events, Lane, Timeline, load_timeline
-from planner.report.timeline import LANE_ORDER, side_by_side
+from planner.reporting.timeline import LANE_ORDER, side_by_side
 from planner.simulator.summary import stages_of
 
 MICROSECONDS = 1e6

@@ -5,7 +5,7 @@ from __future__ import annotations
 from planner.analysis.fit import Fit
 from planner.formats.plan import Plan
 from planner.formats.plan_parts import short_config
-from planner.report.tables.plan import (
+from planner.reporting.tables.plan import (
     best_baseline_line,
     cluster_line,
     options_words,
@@ -15,8 +15,8 @@ from planner.report.tables.plan import (
     speed_over,
     staleness_line,
 )
-from planner.report.tables.stages import recomputing
-from planner.report.tables.table import Table, named_values
+from planner.reporting.tables.stages import recomputing
+from planner.reporting.tables.table import Table, named_values
 from planner.units import format_bytes, format_rate, format_share_of_memory
 
 

@@ -14,8 +14,8 @@ from planner.errors import InputError, PlannerError, reason_of
 from planner.formats.files import Record
 from planner.formats.names import DeviceType
 from planner.profiler.this_machine import check_positive, parse_device
-from planner.selftest import cuts, machine, training
-from planner.selftest.lab import Case, Lab, Outcome, Result
+from planner.selfcheck import cuts, machine, training
+from planner.selfcheck.lab import Case, Lab, Outcome, Result
 from planner.version import __version__
 from planner.workers.launch import environment
 from planner.workers.meeting import worker_variables

@@ -14,10 +14,10 @@ import pytest
 from planner.analysis.compare import compare
 from planner.analysis.sweep import bandwidth_sweep
 from planner.formats.cluster import flat_cluster
-from planner.report.page.page import report_page
+from planner.reporting.page.page import report_page
 from planner.simulator.simulate_plan import simulate
 from planner.solver import solve
-from tests.report.page.test_page import evil_plan, slower
+from tests.reporting.page.test_page import evil_plan, slower
 from tests.samples import layer, profile
 
 if TYPE_CHECKING:
