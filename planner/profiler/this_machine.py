@@ -20,8 +20,10 @@ from planner.units import format_bytes
 from planner.version import __version__
 
 # mallopt(3)
-_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -2, -3, -4
 _NEVER, _GROW_BYTES = 2**31 - 1, 2**26
+_OWN_PAGES_BYTES, _MOST_MAPPINGS = 2**18, 2**15  # fewer than the 65,530 that Linux gives a process
+_keeps_pages = False
 
 
 def keep_freed_pages() -> None:
@@ -33,6 +35,8 @@ def keep_freed_pages() -> None:
     """
     if any(name.startswith("MALLOC_") for name in os.environ) or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
         return
+    global _keeps_pages
+    _keeps_pages = True
     # Blocks from mmap are returned when they are freed, whatever the trim threshold, so there must be none.
     if (mallopt := _glibc("mallopt")) is not None:
         for parameter, value in ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, _NEVER), (_M_TOP_PAD, _GROW_BYTES)):
@@ -43,6 +47,25 @@ def return_free_pages() -> None:
     """Return the pages that are free now to the system; later ones are kept as before. Without glibc, do nothing."""
     if (trim := _glibc("malloc_trim")) is not None:
         trim(0)
+
+
+@contextmanager
+def large_blocks_apart() -> Iterator[None]:
+    """Give large blocks pages of their own within the context, which are returned when they are freed.
+
+    What lives long in small blocks, as the profiler's records do, otherwise comes to lie within the freed large ones,
+    which then fit no further tensor: a step of a recurrent scan took 12 times its memory.
+    """
+    mallopt = _glibc("mallopt") or (lambda *_: 0)
+    mallopt(_M_MMAP_MAX, _MOST_MAPPINGS)
+    mallopt(_M_MMAP_THRESHOLD, _OWN_PAGES_BYTES)
+    try:
+        yield
+    finally:
+        # The most that glibc's own, moving threshold becomes: setting it has ended that it moves.
+        mallopt(_M_MMAP_THRESHOLD, 2**25)
+        if _keeps_pages:
+            mallopt(_M_MMAP_MAX, 0)
 
 
 def _glibc(function: str) -> Any:

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from planner.model.batch import Batch
 from planner.model.stage.parts import LayerObserver
 from planner.profiler.step.timing import Forward, LayerMarks
+from planner.profiler.this_machine import large_blocks_apart
 
 _MARK = "planner: between layers"
 _MEMORY = "[memory]"
@@ -156,12 +157,15 @@ class _CpuMeter:
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
         self._profile = profile(use_kineto=False, profile_memory=True)
         self._marks = 0
+        self._apart = large_blocks_apart()
 
     def __enter__(self) -> None:
+        self._apart.__enter__()
         self._profile.__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *error: Any) -> None:
         self._profile.__exit__(*error)  # type: ignore[no-untyped-call]
+        self._apart.__exit__(*error)
 
     def mark(self) -> int:
         with record_function(_MARK):
