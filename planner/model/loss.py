@@ -12,7 +12,7 @@ from typing import Any, TypeAlias, TypeGuard
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import TreeSpec, tree_leaves, tree_map
 
 from planner.errors import CaptureError
 from planner.formats.profile import LossMean
@@ -47,6 +47,24 @@ def _own_loss(output: Any) -> Any:
             hint="define loss(output, target) in the model file",
         )
     return loss
+
+
+_UNCAPTURED = "loss_as_it_is"
+
+
+def uncaptured_loss(loss: LossFunction, output_spec: TreeSpec, target_spec: TreeSpec) -> Callable[..., Tensor]:
+    """Return the operation of a graph that calls the user's loss on the leaves of output and target."""
+
+    def loss_as_it_is(*leaves: Any) -> Tensor:
+        end = output_spec.num_leaves
+        return loss_of(output_spec.unflatten(leaves[:end]), target_spec.unflatten(leaves[end:]), loss)
+
+    return loss_as_it_is
+
+
+def is_uncaptured_loss(target: Any) -> bool:
+    """Return whether the operation of a graph calls the user's loss as it is."""
+    return getattr(target, "__name__", None) == _UNCAPTURED
 
 
 def unsplit_loss(model: Callable[..., Any], spec: TrainingSpec, batch: Batch, options: ModuleOptions) -> Tensor:

@@ -152,9 +152,9 @@ def _check_loss(model: nn.Module, batch: Batch, loss: LossFunction | None, found
         raise CaptureError(
             f"the loss {what}", hint="loss(output, target) must return a 0-dimensional tensor made from the output"
         )
-    with torch.no_grad():
-        torch.manual_seed(0)
-        expected = loss_of(model(*batch.args, **batch.kwargs), batch.target, loss)
+    torch.manual_seed(0)
+    # With gradients, which a forward may itself ask for, as of its input.
+    expected = loss_of(model(*batch.args, **batch.kwargs), batch.target, loss).detach()
     if not torch.allclose(found.detach(), expected, rtol=1e-3, atol=1e-6, equal_nan=True):
         raise CaptureError(
             f"the blocks compute another loss than the model on example_batch(): {found.item():.6g} instead of "

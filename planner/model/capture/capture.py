@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 from functools import partial
@@ -9,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import Dim, export
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map
 
@@ -17,6 +19,7 @@ from planner.model.batch import Batch
 from planner.model.capture.blocks import capture_blocks
 from planner.model.capture.failure import (
     capture_failure,
+    is_of_tracer,
     refuse_assignments,
     refuse_custom_autograd,
     refuse_kept_tensors,
@@ -29,8 +32,9 @@ from planner.model.capture.layers import group_layers
 from planner.model.capture.operations import MODEL, Names, is_check
 from planner.model.capture.size import SizeReader, is_symbolic
 from planner.model.deferred_weights import allocate_buffers, is_deferred, without_storage
-from planner.model.loss import loss_of
+from planner.model.loss import loss_of, uncaptured_loss
 from planner.model.options import PLAIN, ModuleOptions, lay_out
+from planner.model.randomness import keep_state
 from planner.model.spec import LossFunction, TrainingSpec
 
 
@@ -60,7 +64,12 @@ def capture_file(
     if spec.defines("blocks"):
         return capture_blocks(model, spec.blocks(model), batch, spec.loss, options=options, values=not deferred)
     if not deferred:
-        return capture(model, batch, spec.loss, options=options)
+        try:
+            return capture(model, batch, spec.loss, options=options)
+        except CaptureError as failure:
+            if not is_of_tracer(failure) or not _has_values(model):
+                raise
+            raise _with_blocks(failure, model, batch, spec.loss) from failure
     if options.channels_last:
         lay_out(model)  # now, because without storage nothing can be copied
     with without_storage(model):
@@ -102,10 +111,90 @@ def traced(model: nn.Module, batch: Batch, loss: LossFunction | None, *, channel
     if channels_last:
         lay_out(model)
         example = example.channels_last()
-    forward = _ForwardToLoss(model, loss)
-    module = _export(forward, example)
+    forward = _ForwardToLoss(model, lambda output, target: loss_of(output, target, loss))
+    try:
+        module = _export(forward, example)
+    except CaptureError as failure:
+        if loss is None or not is_of_tracer(failure):
+            raise
+        forward, module = _export_without_loss(model, example, loss, failure)
     _clean(module)
     return Trace(model, module, example, forward.output)
+
+
+def _export_without_loss(
+    model: nn.Module, example: Batch, loss: LossFunction, failure: CaptureError
+) -> tuple[_ForwardToLoss, fx.GraphModule]:
+    """Trace the model alone, and let its graph call the loss as it is; raise `failure` where the loss is not at fault.
+
+    CTC losses look at lengths, for instance. The call is one operation, which the last stage runs.
+    """
+    forward = _ForwardToLoss(model, None)
+    try:
+        module = _export(forward, example)
+        if _has_values(model):
+            with keep_state(model):
+                found = loss_of(model(*example.args, **example.kwargs), example.target, loss)
+            if found.dim() or not found.requires_grad:
+                raise failure
+    except Exception as cause:  # whatever the tracer, or the user's loss, raises
+        raise failure from cause
+    graph, spec = module.graph, example.flatten()[1].children()[-1]
+    returned = graph.output_node().args[0]
+    assert isinstance(returned, (tuple, list))
+    rest = iter(returned)
+    leaves = [next(rest) if isinstance(leaf, Tensor) else leaf for leaf in forward.output.leaves]
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    targets = placeholders[len(placeholders) - spec.num_leaves :]
+    with graph.inserting_before(graph.output_node()):
+        node = graph.call_function(uncaptured_loss(loss, forward.output.spec, spec), (*leaves, *targets))
+    node.meta["val"] = torch.empty((), device="meta")
+    graph.output_node().args = ((node, *returned),)
+    return forward, module
+
+
+def _has_values(model: nn.Module) -> bool:
+    """Return whether the weights are in memory: those of deferred and of estimated models are not."""
+    return not any(
+        isinstance(p, FakeTensor) or p.is_meta or p.untyped_storage().nbytes() < p.nbytes for p in model.parameters()
+    )
+
+
+def _with_blocks(failure: CaptureError, model: nn.Module, batch: Batch, loss: LossFunction | None) -> CaptureError:
+    """Return the failure with a hint that names blocks as which the model can be captured; itself if there are none."""
+    for modules, names in ((_called(model, batch)), ([model], "model")):
+        try:
+            capture_blocks(model, modules, batch, loss)
+        except Exception:  # whatever the user's forward raises on what it is not made for
+            continue
+        whole = " (all of it in one stage; write modules for its parts to have several)" if names == "model" else ""
+        way = f"or let the model file name parts that run as they are{whole}: def blocks(model): return [{names}]"
+        return CaptureError(failure.message, hint=f"{failure.hint}; {way}")
+    return failure
+
+
+def _called(model: nn.Module, batch: Batch) -> tuple[list[nn.Module], str]:
+    """Return the model's children, those of lists in place of these, in the order of their calls; and Python for it."""
+    expressions: dict[nn.Module, str] = {}
+    lists: dict[str, str] = {}
+    for name, child in model.named_children():
+        if isinstance(child, (nn.ModuleList, nn.Sequential)):
+            expressions |= {part: f"model.{name}[{index}]" for index, part in enumerate(child)}
+            lists[", ".join(f"model.{name}[{index}]" for index in range(len(child)))] = f"*model.{name}"
+        else:
+            expressions[child] = f"model.{name}"
+    order: dict[nn.Module, None] = {}
+    hooks = [part.register_forward_hook(lambda part, *_: order.setdefault(part)) for part in expressions]
+    try:
+        with keep_state(model), contextlib.suppress(Exception):
+            model(*batch.args, **batch.kwargs)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    names = ", ".join(expressions[part] for part in order)
+    for parts, short in lists.items():
+        names = names.replace(parts, short) if parts else names
+    return list(order), names
 
 
 def observed(trace: Trace, options: ModuleOptions) -> LayerGraph:
@@ -144,6 +233,7 @@ class _ForwardToLoss(nn.Module):
     """The model followed by the loss, so that both are captured together."""
 
     def __init__(self, model: nn.Module, loss: LossFunction | None) -> None:
+        """Take a loss of output and target; with None, the output alone is returned."""
         super().__init__()
         self.add_module(MODEL, model)
         self._loss = loss
@@ -153,9 +243,9 @@ class _ForwardToLoss(nn.Module):
         model = self.get_submodule(MODEL)
         with refuse_assignments(model):
             output = model(*args, **kwargs)
-        loss = loss_of(output, target, self._loss)
+        losses = [] if self._loss is None else [self._loss(output, target)]
         self.output.leaves, self.output.spec = tree_flatten(as_tree(output))
-        return (loss, *(leaf for leaf in self.output.leaves if isinstance(leaf, Tensor)))
+        return (*losses, *(leaf for leaf in self.output.leaves if isinstance(leaf, Tensor)))
 
 
 class _Output:

@@ -16,10 +16,12 @@ from unittest import mock
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.utils._pytree import tree_leaves
 
 from planner.errors import CaptureError, LayerError, PlannerError, first_line, reason_of
 from planner.model.capture.operations import scope_of
 
+_log = logging.getLogger(__name__)
 _LIBRARIES = (Path(torch.__file__).parent, Path(__file__).parents[2])  # whose frames are not the user's
 _FUNCTION_HINTS = {
     "CheckpointFunction": "call torch.utils.checkpoint.checkpoint with use_reentrant=False",
@@ -56,6 +58,11 @@ def capture_failure(cause: Exception, model: nn.Module) -> PlannerError:
         f"{what}: {reason_of(cause)}",
         hint="the model must run on example_batch(n), and must not depend on the values of tensors",
     )
+
+
+def is_of_tracer(failure: CaptureError) -> bool:
+    """Return whether it is the tracer that fails, and not a model that could not be trained in a pipeline either."""
+    return "cannot be captured" in failure.message
 
 
 def decides_by_values(error: BaseException | None) -> bool:
@@ -122,6 +129,25 @@ def refuse_untrainable(model: nn.Module) -> None:
             f"{type(model).__name__} has no parameters" + ("" if has_none else " that require a gradient"),
             hint="there is nothing to train; are they in modules or nn.Parameter, and not frozen?",
         )
+
+
+def warn_of_unregistered(model: nn.Module) -> None:
+    """Say which weights never train, because they are in a Python list, tuple or dict: PyTorch does not."""
+    known = {id(parameter) for parameter in model.parameters()}
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if name.startswith("_") or not isinstance(value, (list, tuple, dict)):
+                continue
+            for kind, wanted in (("Module", nn.Module), ("Parameter", nn.Parameter)):
+                held = [each for each in tree_leaves(value) if isinstance(each, wanted)]
+                weights = [p for each in held for p in (each.parameters() if isinstance(each, nn.Module) else [each])]
+                if not known.issuperset(map(id, weights)):
+                    _log.warning(
+                        f"warning: the {kind.lower()}s in the {type(value).__name__} "
+                        f"'{path}{'.' if path else ''}{name}' of {type(model).__name__} will never be trained, moved "
+                        "to a GPU or saved, because PyTorch does not see them there; hint: make it an "
+                        f"nn.{kind}{'Dict' if isinstance(value, dict) else 'List'}"
+                    )
 
 
 @contextlib.contextmanager

@@ -37,6 +37,7 @@ from planner.errors import CaptureError, ModelFileError
 from planner.model.batch import Batch
 from planner.model.capture.graph import expanded_dimensions, memory_order
 from planner.model.capture.operations import enters_region, movable, moved, place_nested
+from planner.model.loss import is_uncaptured_loss
 from planner.model.options import autocasting
 
 T = TypeVar("T")
@@ -223,6 +224,9 @@ class _FakeRun(fx.Interpreter):
         self._writes = _Writes()
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if is_uncaptured_loss(target):  # it may need values; all that matters here is what its result is like
+            floating = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+            return sum(leaf.to(torch.promote_types(leaf.dtype, torch.float32)).sum() for leaf in floating)
         args, kwargs = moved(target, args, kwargs, self._device, self._device.type)
         if isinstance(target, torch._ops.HigherOrderOperator) and not enters_region(target):
             return super().call_function(target, args, kwargs)  # a branch or a loop, in which export permits no writes

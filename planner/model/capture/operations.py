@@ -22,6 +22,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from planner.model.loss import is_uncaptured_loss
+
 MODEL = "model"  # attribute of the exported wrapper that holds the user's model
 _PREFIX = MODEL + "."
 
@@ -161,6 +163,8 @@ def is_random(node: fx.Node, module: nn.Module) -> bool:
     """Return whether an operation draws random numbers; dropout of probability 0 does not."""
     if isinstance(node.target, torch._ops.OpOverload):
         return torch.Tag.nondeterministic_seeded in node.target.tags and not _draws_nothing(node, node.target)
+    if is_uncaptured_loss(node.target):
+        return True  # from outside, one cannot see whether it does
     read = [getattr(module, str(each.target), None) for each in node.all_input_nodes if each.op == "get_attr"]
     nested = [graph for graph in read if isinstance(graph, fx.GraphModule)]
     return any(is_random(inner, graph) for graph in nested for inner in graph.graph.nodes)

@@ -19,7 +19,7 @@ from planner.errors import InputError, LayerError
 from planner.formats.profile import MemoryFormat
 from planner.model.batch import Batch, make_batch
 from planner.model.capture.capture import capture_file
-from planner.model.capture.failure import capture_failure, decides_by_values
+from planner.model.capture.failure import capture_failure, decides_by_values, warn_of_unregistered
 from planner.model.capture.fake import fake_batch, fake_modules, make_fake, on_meta
 from planner.model.capture.graph import LOSS, LayerGraph
 from planner.model.options import ModuleOptions, lay_out
@@ -185,6 +185,7 @@ class _Tracer:
         """Run a step without data, or with data where sizes depend on it."""
         spec, has_blocks = self.training_spec, self.training_spec.defines("blocks")
         model = spec.build_model() if has_blocks else on_meta(spec.build_model)
+        warn_of_unregistered(model)
         if not has_blocks:
             if self.options.channels_last:
                 lay_out(model)

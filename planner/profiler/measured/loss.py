@@ -59,11 +59,10 @@ def check_captured(spec: TrainingSpec, graph: LayerGraph, batch: Batch, options:
         raise _differ("the model and its captured layers", one, captured)
 
 
-@torch.no_grad()
 def _loss(graph: LayerGraph, seed: int, run: Callable[[], Tensor]) -> Tensor:
     with keep_state(graph.model):
         torch.manual_seed(seed)
-        return run()
+        return run().detach()  # with gradients, which a forward may itself ask for
 
 
 def _differ(what: str, one: Tensor, other: Tensor) -> CaptureError:
@@ -148,7 +147,6 @@ class _Losses:
         found = [(error, mean) for (error, tolerance), mean in errors if error <= tolerance]
         return [mean for _, mean in sorted(found, key=lambda each: each[0])]
 
-    @torch.no_grad()
     def _errors(self, batch: Batch, means: list[LossMean], parts: int = _PARTS) -> list[tuple[float, float]]:
         """Return, for each mean, how far its weighted sum over the parts is from the loss, and what rounding allows.
 
@@ -156,7 +154,7 @@ class _Losses:
         """
         batches = batch.split(min(batch.size, parts))
         whole, *of_parts = (
-            unsplit_loss(self._graph.model, self._spec, each, self._options) for each in (batch, *batches)
+            unsplit_loss(self._graph.model, self._spec, each, self._options).detach() for each in (batch, *batches)
         )
         losses = [float(loss) for loss in of_parts]
         tolerance = max(_ROUNDING, 2 * torch.finfo(whole.dtype).eps)

@@ -13,6 +13,7 @@ from planner.errors import InputError
 from planner.formats.profile import TF32, LossMean, Profile
 from planner.model.batch import Batch
 from planner.model.capture.capture import capture_file
+from planner.model.capture.failure import warn_of_unregistered
 from planner.model.capture.graph import LayerGraph
 from planner.model.elementwise import has_divisible_optimizer
 from planner.model.options import ModuleOptions, autocast_dtype
@@ -114,8 +115,10 @@ def profile_model(
         torch.manual_seed(0)  # the same weights and batch each time, so that profiles are comparable
         effort.progress("capturing", 0.0)
         batch = spec.example_batch(batch_size)
+        model = spec.build_model()
+        warn_of_unregistered(model)
         # For the device itself: `options.device` may have the number of a GPU.
-        graph = capture_file(spec, batch, options=replace(options.stage, device=device.type))
+        graph = capture_file(spec, batch, model, options=replace(options.stage, device=device.type))
         with contention(spec, batch_size, options.processes - 1, threads=options.threads, options=options.stage):
             measured = _measure(spec, graph, batch, device, effort, options)
             degrees = set(options.tensor) - {1}
