@@ -11,7 +11,7 @@ from typing import Any
 from planner.errors import InputError, PlanError
 from planner.executor.checkpoint.folders import seed_of_run
 from planner.executor.observe.progress import check_tensorboard
-from planner.executor.run.agreement import check_synchronous_start, device_kind
+from planner.executor.run.agreement import check_loss, check_synchronous_start, device_kind
 from planner.executor.run.stages import check_divided
 from planner.executor.worker import launch
 from planner.formats.files import check_writable
@@ -168,6 +168,7 @@ def make_job(model: str | Path, plan: Plan, arguments: TrainArguments) -> Job:
         )
     check_accumulate(plan, options.accumulate)
     check_synchronous_start(plan, options)
+    check_loss(plan, options)
     if options.tensorboard is not None:
         check_tensorboard()
     if run_options.max_restarts and checkpoints.every is None:

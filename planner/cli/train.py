@@ -93,7 +93,7 @@ def add_exports(verbs: Verbs) -> None:
 def train(args: argparse.Namespace) -> int:
     """Train, then print what was predicted beside what was measured."""
     from planner.api import make_job, run_job
-    from planner.executor.checkpoint.folders import after_torchrun_restart
+    from planner.executor.checkpoint.folders import after_torchrun_restart, complete
     from planner.reporting.tables.runs import training_report
     from planner.workers.meeting import started_as_worker
 
@@ -111,7 +111,15 @@ def train(args: argparse.Namespace) -> int:
     job = make_job(args.model, planner.load_plan(args.plan), arguments)
     if as_worker:
         _run_as_worker(job.model_copy(update={"started_again": continued is not None}), args.json)
-    print_answer(run_job(job, print_progress), args.json, training_report)
+    try:
+        result = run_job(job, print_progress)
+    except KeyboardInterrupt:
+        if checkpoints.every is None:
+            print_progress("nothing was saved: with `every=N` a run writes checkpoints, and `resume` continues it")
+        elif complete(Path(checkpoints.folder)):
+            print_progress(f"the same command with `resume` continues from the newest in '{checkpoints.folder}'")
+        raise
+    print_answer(result, args.json, training_report)
     return 0
 
 

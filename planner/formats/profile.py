@@ -169,6 +169,7 @@ class LossMean(Record):
     over: Literal["samples", "labels", "loss_weight", "sum", "batch"]
     ignored: int | None = None  # with "labels": the label that does not count
     shifted: bool = False  # with "labels": each sample's first label does not count
+    accepted: bool = False  # with "batch", in a plan: the user takes the mean of the microbatches' losses
 
     @property
     def weighs(self) -> bool:

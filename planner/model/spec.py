@@ -261,7 +261,35 @@ class TrainingSpec:
         if not isinstance(optimizer, Optimizer):
             hint = "for example: return torch.optim.AdamW(parameters, lr=1e-3)"
             raise self._wrong_type("optimizer", optimizer, "a torch.optim.Optimizer", hint)
+        given = set(map(id, named.values()))
+        if any(id(each) not in given for group in optimizer.param_groups for each in group["params"]):
+            raise ModelFileError(
+                f"{self._place('optimizer')} returned an optimizer of other parameters than it was given, and would "
+                "not train the model's",
+                hint="every stage has an optimizer of its own: make it of the argument, as in "
+                "torch.optim.AdamW(parameters, lr=1e-3)",
+            )
+        closure = inspect.signature(optimizer.step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            raise self._needs_closure(optimizer)
         return optimizer
+
+    def step(self, optimizer: Optimizer) -> None:
+        """Step the user's optimizer; raise ModelFileError when that needs a closure."""
+        try:
+            optimizer.step()
+        except Exception as cause:
+            # Some, such as SAM, have a closure for an option, and then ask for it, or call it.
+            if "closure" in str(cause) or "'NoneType' object is not callable" in str(cause):
+                raise self._needs_closure(optimizer) from cause
+            raise
+
+    def _needs_closure(self, optimizer: Optimizer) -> ModelFileError:
+        return ModelFileError(
+            f"{self._place('optimizer')} returned {type(optimizer).__name__}, whose step() needs a closure that "
+            "computes the loss again, and no stage of a pipeline can do that alone",
+            hint="take an optimizer whose step() needs no closure, such as torch.optim.AdamW",
+        )
 
     def scheduler(self, optimizer: Optimizer) -> LRScheduler | None:
         """Return the user's learning-rate scheduler; None where there is none."""

@@ -33,6 +33,11 @@ class TrainingOptions(Options):
         "multiply each stage's learning rate by the number of minibatches that one of its updates averages: its "
         "replicas under 1f1b, times `accumulate`",
     )
+    accept_divided_loss: bool = option(
+        False,
+        "where the loss is no mean over samples, as a contrastive one, train on the mean of the microbatches' losses",
+        told="refuse to divide its minibatches, unless the plan was solved so",
+    )
     late_lr: float = option(
         0.0,
         "divide each stage's learning rate by 1 + K for every update that its gradients are late",

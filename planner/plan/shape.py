@@ -13,7 +13,9 @@ from itertools import count
 from planner.errors import InputError, PlanError
 from planner.formats.plan import Plan
 from planner.formats.plan_parts import Shared
+from planner.formats.profile import LossMean
 from planner.schedule.one_stage import ONE_F_ONE_B
+from planner.schedule.registry import SCHEDULES
 from planner.schedule.schedule import Channel, PipelineShape, Schedule
 
 _PARTS_PER_STAGE = 2  # microbatches of a minibatch: the pipeline idles for a third of the time, or less
@@ -64,6 +66,30 @@ def shape_of(plan: Plan) -> PipelineShape:
         depths=tuple(stage.in_flight for stage in plan.stages),
         vertical_sync=plan.vertical_sync,
         shared=() if plan.vertical_sync else trainable_pairs(plan.shared, plan.replicas, plan.schedule),
+    )
+
+
+def check_divided_loss(
+    model: str, loss: LossMean | None, schedule: Schedule, microbatches: int, *, accepted: bool = False
+) -> None:
+    """Check that the schedule trains on the loss that the model file defines.
+
+    Args:
+        loss: what it is a mean over; None where that was not checked.
+        microbatches: that the schedule makes of a minibatch.
+        accepted: whether the user takes the mean of the microbatches' losses instead.
+
+    Raises:
+        InputError: for a loss of whole batches under a schedule that divides them.
+    """
+    if loss is None or loss.over != "batch" or loss.accepted or accepted or microbatches == 1 or not schedule.divides:
+        return
+    whole = " or ".join(each.name for each in SCHEDULES if not each.divides)
+    raise InputError(
+        f"the loss of '{model}' is not a mean over samples or labels, so the {microbatches} microbatches into which "
+        f"{schedule} divides a minibatch train on another loss",
+        hint=f"use `schedule` {whole}; if the loss is a mean over some of the labels, define loss_weight(target) in "
+        "the model file and profile it again; or take the mean over microbatches with `accept_divided_loss`",
     )
 
 

@@ -30,7 +30,7 @@ from planner.formats.profile import REMEDY, Profile
 from planner.options.option import keywords_of
 from planner.options.solving import Progress, SolveOptions
 from planner.plan.rank_groups import groups_of
-from planner.schedule.registry import SCHEDULES
+from planner.plan.shape import check_divided_loss
 from planner.solver.assemble import complete
 from planner.solver.degrees import solve_degrees
 from planner.solver.evaluate.depth import TOLERANCE
@@ -47,29 +47,6 @@ from planner.units import SLACK
 STEPS: tuple[Step, ...] = (solve_degrees, solve_with_room, solve_tied, solve_synced, solve_zero_bubble)
 
 
-def check_divided_loss(profile: Profile, setting: Setting, *, accepted: bool = False) -> None:
-    """Check that the schedule trains on the loss that the model file defines.
-
-    Args:
-        profile: says what the loss is a mean over.
-        setting: the schedule, and how many microbatches it makes of a minibatch.
-        accepted: whether the user takes the mean of the microbatches' losses instead.
-
-    Raises:
-        InputError: for a loss of whole batches under a schedule that divides them.
-    """
-    divided = setting.schedule.divides and setting.microbatches > 1
-    if not divided or accepted or profile.loss is None or profile.loss.over != "batch":
-        return
-    whole = " or ".join(schedule.name for schedule in SCHEDULES if not schedule.divides)
-    raise InputError(
-        f"the loss of '{profile.model}' is not a mean over samples or labels, so the {setting.microbatches} "
-        f"microbatches into which {setting.schedule} divides a minibatch train on another loss",
-        hint=f"use `schedule` {whole}; if the loss is a mean over some of the labels, define loss_weight(target) in "
-        "the model file and profile it again; or take the mean over microbatches with `accept_divided_loss`",
-    )
-
-
 def find_plan(profile: Profile, cluster: Cluster, options: SolveOptions, patience: Patience | None = None) -> Plan:
     """Find the fastest plan by the options.
 
@@ -83,7 +60,8 @@ def find_plan(profile: Profile, cluster: Cluster, options: SolveOptions, patienc
     patience = patience or Patience.of(options.time_limit_s, options.progress)
     cluster = cluster_for(profile, cluster)
     setting = setting_of(options, profile, cluster)
-    check_divided_loss(profile, setting, accepted=options.accept_divided_loss)
+    accepted = options.accept_divided_loss
+    check_divided_loss(profile.model, profile.loss, setting.schedule, setting.microbatches, accepted=accepted)
     cost_model_of(setting)  # refuses what no cost model describes, before a search begins
     if all(layer.forward_s + layer.backward_s + layer.update_s <= 0 for layer in profile.layers):
         raise ProfileError(f"the layers of '{profile.model}' take no time, so there is nothing to divide", hint=REMEDY)
@@ -107,6 +85,8 @@ def find_plan(profile: Profile, cluster: Cluster, options: SolveOptions, patienc
     except UnexplainedError as error:
         raise error.explanation() from None
     plan = complete(problem, found.best, _report(problem, found))
+    if accepted and plan.loss is not None:
+        plan = plan.model_copy(update={"loss": plan.loss.model_copy(update={"accepted": True})})
     return plan.model_copy(update={"solver": plan.solver.model_copy(update={"seconds": time.perf_counter() - started})})
 
 

@@ -227,7 +227,18 @@ def test_interrupting_ends_everything_with_code_130(folder: Path) -> None:
     _, err = process.communicate(timeout=30)
     assert process.returncode == 130
     assert "Traceback" not in err
+    assert "nothing was saved: with --checkpoint-every N a run writes checkpoints, and --resume continues it" in err
     assert not any(is_alive(worker) for worker in workers)
+
+
+def test_an_interrupted_run_says_how_it_continues(folder: Path) -> None:
+    process, _ = start_long_run(folder, "--checkpoint-every", "5")
+    deadline = time.monotonic() + TIMEOUT_S
+    while not list(folder.glob("checkpoints/step-*")) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=30)
+    assert "the same command with --resume continues from the newest in 'checkpoints'" in err
 
 
 def listening(pid: int) -> set[str]:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from planner.cost.network.link import bucket_bytes
+from planner.errors import PlanError
 from planner.workers.groups import GLOO
 
 
@@ -150,7 +151,12 @@ class Bucket(ABC):
         self._missing = [index for index in range(len(self.parameters)) if index not in gradients]
         for parameter in self.parameters:
             parameter.grad = None
-        self._reduce(gradients, group)
+        try:
+            self._reduce(gradients, group)
+        except RuntimeError:
+            for gradient in gradients.values():
+                check_dense(gradient)
+            raise
 
     def poll(self) -> None:
         """Free what a reduction that has come to its end no longer needs; never waits."""
@@ -213,6 +219,16 @@ class WholeBucket(Bucket):
         sizes = [parameter.numel() for parameter in self.parameters]
         pieces = torch.split(flat[: sum(sizes)], sizes)
         return [piece.view_as(parameter) for piece, parameter in zip(pieces, self.parameters, strict=True)]
+
+
+def check_dense(gradient: Tensor) -> None:
+    """Check a gradient that is to be added to those of other workers; raise PlanError for a sparse one."""
+    if gradient.is_sparse:
+        raise PlanError(
+            f"the gradient of a weight of shape {tuple(gradient.shape)} is sparse, and the replicas of a stage, or "
+            "stages that share a weight, add up dense ones",
+            hint="build the embedding with sparse=False, or give its stage one replica: plan price --replicas 1,2",
+        )
 
 
 def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:

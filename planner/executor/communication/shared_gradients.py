@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from planner.executor.communication.gradients import check_dense
 from planner.model.capture.graph import ValueSpec
 from planner.schedule.versions import sharers
 
@@ -82,6 +83,7 @@ class SharedGradients:
 
 def _compact(gradient: Tensor) -> Tensor:
     """Return `gradient`, cloned if it is a view of a bucket: kept for later rounds, it would keep the whole bucket."""
+    check_dense(gradient)
     return gradient if gradient.untyped_storage().nbytes() == gradient.nbytes else gradient.clone()
 
 

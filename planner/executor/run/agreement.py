@@ -23,7 +23,7 @@ from planner.formats.names import DeviceType
 from planner.formats.plan import Plan
 from planner.options.training import TrainingOptions
 from planner.plan.rank_groups import of_groups
-from planner.plan.shape import check_versions, deadlock, shape_of
+from planner.plan.shape import check_divided_loss, check_versions, deadlock, shape_of, synchronous_part
 from planner.schedule.check import ScheduleError, check_streams
 from planner.version import __version__
 from planner.workers.heartbeat import Heartbeat
@@ -200,6 +200,13 @@ def same_for_all(job: Job) -> dict[str, str]:
         fields = value if isinstance(value, dict) else {name: value}
         same |= {field: f"`{field}={content}`" for field, content in fields.items()}
     return same
+
+
+def check_loss(plan: Plan, options: TrainingOptions) -> None:
+    """Check that the plan trains on the loss that the model file defines; raise InputError with what to do instead."""
+    accepted = options.accept_divided_loss
+    for part in (plan, synchronous_part(plan)) if options.synchronous_start else (plan,):
+        check_divided_loss(plan.model, plan.loss, part.schedule, part.microbatches, accepted=accepted)
 
 
 def check_synchronous_start(plan: Plan, options: TrainingOptions) -> None:

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from planner.errors import InputError
 from planner.executor.checkpoint.checkpointer import Checkpointer
 from planner.executor.communication.control import broadcast_bytes, control_group, gather_bytes
-from planner.executor.run.agreement import check_schedule, take_place
+from planner.executor.run.agreement import check_loss, check_schedule, take_place
 from planner.executor.run.context import pipeline_context
 from planner.executor.run.feeding import FedBatches, FedEvaluation, SharedLosses
 from planner.executor.run.lifecycle import connect_all, joined, start_worker
@@ -60,6 +60,7 @@ class Pipeline:
         self.plan = plan
         heartbeat = start_worker(job)
         check_schedule(plan)
+        check_loss(plan, options)
         self._depth = max(stage.in_flight * stage.replicas for stage in plan.stages)
         self._kept = 2 * self._depth + 2 * max(plan.replicas) * options.accumulate
         self._data = FedBatches(plan.microbatches, self._kept, shares_function(plan.loss, spec))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -84,6 +85,7 @@ class StageOptimizer:
         sharding: Sharding | None = None,
     ) -> None:
         trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+        self._spec = spec
         self.parameters = list(trained.values())
         self.learning_rate_factor = learning_rate_factor if trained else 1.0
         self.optimizer = spec.optimizer(trained) if trained else None  # user code, which may not expect an empty list
@@ -161,9 +163,9 @@ class StageOptimizer:
         if self.optimizer is None:
             return
         if self.sharding is None:
-            self.optimizer.step()
+            self._spec.step(self.optimizer)
         else:
-            self.sharding.update(self.optimizer.step)
+            self.sharding.update(partial(self._spec.step, self.optimizer))
 
     def forget_gradients(self) -> None:
         """Drop all gradients, after a step."""

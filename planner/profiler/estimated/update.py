@@ -72,7 +72,7 @@ def _trace_update(
                 parameters[name].grad = torch.empty_like(parameters[name])
             masters = list(parameters.values())
             optimizer = still(training_spec.optimizer(parameters))
-            optimizer.step()  # creates the state
+            training_spec.step(optimizer)  # creates the state
             with OperationRecorder(op_class="update") as recorder:
                 recorder.end_span()
                 optimizer.step()

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from planner.errors import CaptureError, ModelFileError
 from planner.formats.profile import LossMean
@@ -21,7 +23,8 @@ from planner.model.stage.stage import build_stage
 
 # Relative differences that are none: some kernels of GPUs add in another order each time.
 _SAME, _EPSILONS = 1e-4, 4
-_IGNORED = 4  # position of this argument of aten.cross_entropy_loss
+_LIKELIHOODS = (torch.ops.aten.nll_loss_forward, torch.ops.aten.nll_loss2d_forward)  # what cross entropies end in
+_IGNORED = 4  # position of their argument
 _PARTS = 4  # several, because two may have as many labels by chance
 _ROUNDING = 3e-5  # relative difference of losses in float32 whose sums have another order
 
@@ -77,7 +80,7 @@ def find_loss_mean(spec: TrainingSpec, graph: LayerGraph, batch: Batch, options:
     """Return what the loss is a mean over; None where the model cannot tell, as with noise that it draws.
 
     The model runs in evaluation mode, so that neither dropout nor BatchNorm's statistics tell a batch from its parts.
-    Labels that the captured cross entropies ignore are put into one half, because an example batch may have none.
+    Labels that its cross entropies ignore are put into one half, because an example batch may have none.
 
     Args:
         batch: of any size, on the model's device.
@@ -134,7 +137,9 @@ class _Losses:
         labels = labels_of(batch)
         if labels is None or labels.shape[1] < 4:
             return
-        for label in sorted(_ignored_labels(self._graph)):
+        with torch.no_grad(), _IgnoredLabels() as mode:
+            unsplit_loss(self._graph.model, self._spec, batch, self._options)
+        for label in sorted(mode.labels):
             changed = labels.clone()
             # Of some samples only the first and the last label stay, so that it matters whether the first one counts.
             changed[: -(-batch.size // 2), 1:-1] = label
@@ -169,9 +174,17 @@ class _Losses:
         return found
 
 
-def _ignored_labels(graph: LayerGraph) -> set[int]:
-    """Return the labels that the graph's cross entropies ignore."""
-    nodes = [node for layer in graph.layers for node in layer.nodes]
-    entropies = [node for node in nodes if node.target is torch.ops.aten.cross_entropy_loss.default]
-    found = [node.args[_IGNORED] if len(node.args) > _IGNORED else -100 for node in entropies]
-    return {label for label in found if isinstance(label, int)}
+class _IgnoredLabels(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Mode that notes which labels the losses computed within ignore, whoever calls them: a graph may hide them."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        # Always tried, because losses that are masked by hand often pad with it, and it is a label of every model.
+        self.labels = {0}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func.overloadpacket in _LIKELIHOODS:
+            self.labels.add(args[_IGNORED])
+        return func(*args, **(kwargs or {}))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -141,7 +142,8 @@ class StepMeasurement:
         # Made anew for each measurement and dropped after it, because the optimizer's state takes memory.
         if not self._parameters:
             return Steps(self._clock, [], lambda: None)
-        return Steps(self._clock, self._parameters.values(), still(self._spec.optimizer(self._parameters)).step)
+        optimizer = still(self._spec.optimizer(self._parameters))
+        return Steps(self._clock, self._parameters.values(), partial(self._spec.step, optimizer))
 
     def _saved(self) -> list[int]:
         return saved_bytes([self._stage], self._run, len(self._span))

@@ -95,7 +95,7 @@ def update_workspaces(spec: TrainingSpec, layers: Layers, device: torch.device) 
 def _begun(spec: TrainingSpec, parameters: Mapping[str, nn.Parameter]) -> Optimizer:
     """Return an optimizer that has taken one step, which creates its state."""
     optimizer = still(spec.optimizer(parameters))
-    optimizer.step()
+    spec.step(optimizer)
     return optimizer
 
 

@@ -100,6 +100,12 @@ def _of_large_tokens(output: Tensor, target: Tensor) -> Tensor:
     return (each * counts).sum() / counts.sum()
 
 
+def _masked_by_hand(output: Tensor, target: Tensor) -> Tensor:
+    each = nn.functional.cross_entropy(output.flatten(0, 1), target.flatten(), reduction="none")
+    counts = target.flatten() != 0
+    return (each * counts).sum() / counts.sum()
+
+
 def _contrastive(output: Tensor, _: Tensor) -> Tensor:
     features = output.mean(1)
     return nn.functional.cross_entropy(features @ features.T, torch.arange(output.shape[0]))
@@ -126,6 +132,7 @@ def spec_of(loss: Loss) -> TrainingSpec:
     [
         pytest.param(_cross_entropy(), LossMean(over="labels", ignored=-100), id="labels that PyTorch ignores"),
         pytest.param(_cross_entropy(ignore_index=0), LossMean(over="labels", ignored=0), id="labels of one's own"),
+        pytest.param(_masked_by_hand, LossMean(over="labels", ignored=0), id="labels masked by hand"),
         pytest.param(_next_tokens, LossMean(over="labels", ignored=-100, shifted=True), id="next tokens"),
         pytest.param(
             _next_tokens_all_alike, LossMean(over="labels", ignored=-100, shifted=True), id="next tokens, all alike"
@@ -138,6 +145,22 @@ def spec_of(loss: Loss) -> TrainingSpec:
 )
 def test_the_profile_says_what_the_loss_is_a_mean_over(loss: Loss, expected: LossMean) -> None:
     assert profile_model(spec_of(loss), 4, OPTIONS).loss == expected
+
+
+class _Head(nn.Linear):
+    def forward(self, input: tuple[Tensor, object]) -> Tensor:  # type: ignore[override]
+        return super().forward(input[0])
+
+
+@pytest.mark.parametrize(("loss", "ignored"), [(_cross_entropy(), -100), (_masked_by_hand, 0)])
+def test_ignored_labels_are_found_behind_blocks(loss: Loss, ignored: int) -> None:
+    """A graph of blocks has none of the operations of the loss."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(11, 8), nn.LSTM(8, 8, batch_first=True), _Head(8, 11))
+    batch = torch.randint(0, 11, (4, 6)), torch.randint(1, 11, (4, 6))
+    spec = in_memory(model, example_batch=batch, loss=loss)
+    with_blocks = TrainingSpec(spec.name, {**spec.functions, "blocks": list})
+    assert profile_model(with_blocks, 4, OPTIONS).loss == LossMean(over="labels", ignored=ignored)
 
 
 def test_a_model_file_can_say_what_counts() -> None:
@@ -158,7 +181,8 @@ def test_a_loss_of_the_whole_batch_is_not_divided_unless_accepted() -> None:
     with pytest.raises(InputError, match="is not a mean over samples or labels, so the 8 microbatches") as error:
         solve(profile, cluster, schedule="1f1b-flush", microbatches=8)
     assert "`accept_divided_loss`" in str(error.value)
-    assert solve(profile, cluster, schedule="1f1b-flush", microbatches=8, accept_divided_loss=True).loss == profile.loss
+    plan = solve(profile, cluster, schedule="1f1b-flush", microbatches=8, accept_divided_loss=True)
+    assert plan.loss == LossMean(over="batch", accepted=True)  # so that training need not be told again
     assert solve(profile, cluster).schedule.name == "1f1b"
 
 
