@@ -14,7 +14,7 @@ from planner.cost.tensor import layer_costs_on
 from planner.errors import PlannerError
 from planner.formats.cluster import Cluster
 from planner.formats.plan import Plan
-from planner.formats.plan_parts import OtherWay
+from planner.formats.plan_parts import OtherWay, short_config
 from planner.formats.profile import Profile
 from planner.options.solving import SolveOptions
 from planner.schedule.one_stage import FLUSH
@@ -25,6 +25,7 @@ from planner.solver.find_plan import find_plan
 from planner.solver.problem.budget import Budget, Patience
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import Evaluation
+from planner.units import SLACK
 
 ONE_GPU, DATA_PARALLEL = "one GPU", "data parallel"
 EQUAL_STAGES = "equal stages"  # of equally many blocks
@@ -121,10 +122,13 @@ def with_baselines(profile: Profile, plan: Plan, patience: Patience) -> Plan:
     return plan.model_copy(update={"baselines": tuple(map(described, ways))})
 
 
-def with_synchronous(profile: Profile, plan: Plan, options: SolveOptions, patience: Patience) -> Plan:
+def with_synchronous(
+    profile: Profile, plan: Plan, options: SolveOptions, patience: Patience, *, asked: bool = True
+) -> Plan:
     """Return an asynchronous plan with the best one found under 1F1B with a flush; others as they are.
 
-    The search for the other plan takes no longer than that for the plan, from `options`, or `LEAST_S`.
+    Where the schedule was not `asked` for, and the other plan is as fast with gradients that are never late, it is the
+    answer. The search for it takes no longer than that for the plan, from `options`, or `LEAST_S`.
     """
     if not plan.schedule.asynchronous:
         return plan
@@ -133,6 +137,14 @@ def with_synchronous(profile: Profile, plan: Plan, options: SolveOptions, patien
         found = find_plan(profile, plan.cluster, drained, patience.at_most(max(LEAST_S, plan.solver.seconds)))
     except PlannerError as error:
         return plan.noting(f"there is no synchronous plan to compare it with: {error.message}")
+    speed = plan.predicted.seconds_per_minibatch / plan.microbatches
+    speed /= found.predicted.seconds_per_minibatch / found.microbatches
+    if not asked and plan.staleness and speed >= 1 - SLACK:
+        return found.noting(
+            f"this plan under {found.schedule} is {f'{speed:.2f} times as fast' if speed >= 1.005 else 'as fast'} as "
+            f"the best under {plan.schedule}, {short_config(plan.config)}, whose gradients are up to {plan.staleness} "
+            f"updates late; for that one, solve with `schedule={plan.schedule}`"
+        )
     return plan.model_copy(update={"synchronous": described_plan(SYNCHRONOUS, found)})
 
 

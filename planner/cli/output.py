@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import signal
 import sys
 import threading
 import time
@@ -149,6 +150,26 @@ def searching() -> Iterator[Progress]:
     finally:
         done.set()
         watcher.join()
+
+
+@contextmanager
+def stopped_by_interrupt(stop: threading.Event) -> Iterator[None]:
+    """Let the first Ctrl-C set the event, so that searches answer with the best plan so far; the second ends all."""
+
+    def interrupt(*_: object) -> None:
+        if stop.is_set():
+            raise KeyboardInterrupt
+        stop.set()
+        print_progress("stopped: the best plan so far is the answer; Ctrl-C again ends without one")
+
+    if threading.current_thread() is not threading.main_thread():  # which alone may handle signals
+        yield
+        return
+    before = signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _watch(progress: Progress, done: threading.Event) -> None:

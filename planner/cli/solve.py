@@ -22,7 +22,7 @@ from planner.cli.arguments import (
     read_options,
 )
 from planner.cli.cluster import add_cluster_arguments, add_constraint_arguments, cluster_of, constraints_of
-from planner.cli.output import as_flags, print_answer, print_complaint, print_written
+from planner.cli.output import as_flags, print_answer, print_complaint, print_written, stopped_by_interrupt
 from planner.errors import InputError, PlannerError
 from planner.options.numbers import batch_sizes
 from planner.options.solving import SolveOptions
@@ -78,10 +78,11 @@ def run(args: argparse.Namespace) -> int:
         cluster = cluster_of(args, profiles[0])
         schedule = {"schedule": DEFAULT} if args.schedule in ALL else {}
         options = read_options(SolveOptions, args, constraints=constraints_of(args), **schedule)
-        if len(profiles) > 1 or schedule:
-            plan = _chosen(args, profiles, cluster, options, patience)
-        else:
-            plan = _solved(profiles[0], cluster, options, patience)
+        with stopped_by_interrupt(patience.deadline.stop):
+            if len(profiles) > 1 or schedule:
+                plan = _chosen(args, profiles, cluster, options, patience)
+            else:
+                plan = _solved(profiles[0], cluster, options, patience, asked=args.schedule is not None)
         profile = next(one for one in profiles if one.digest == plan.profile_digest)
         plan = with_baselines(profile, plan, patience)
     complaints = list(_complaints(args, plan, profile))
@@ -162,7 +163,7 @@ def _verified(model: str, profile: planner.Profile, plan: planner.Plan) -> str:
 
 
 def _solved(
-    profile: planner.Profile, cluster: planner.Cluster, options: SolveOptions, patience: Patience
+    profile: planner.Profile, cluster: planner.Cluster, options: SolveOptions, patience: Patience, *, asked: bool
 ) -> planner.Plan:
     from planner.analysis.usual_ways import with_synchronous
     from planner.solver.find_plan import find_plan
@@ -170,7 +171,7 @@ def _solved(
     plan = find_plan(profile, cluster, options, patience.part(SEARCHING))
     if options.alone:
         return plan  # whose alternative would have to respect the same
-    return with_synchronous(profile, plan, options, patience.part(BESIDE))
+    return with_synchronous(profile, plan, options, patience.part(BESIDE), asked=asked)
 
 
 def _chosen(

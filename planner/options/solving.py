@@ -1,8 +1,9 @@
 """Which plan to search for: the options of `solve`, from the command line to the search."""
 
 import math
+import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Literal
 
 from planner.errors import InputError
@@ -35,19 +36,21 @@ UNLIMITED = 2**30  # units in flight
 
 @dataclass
 class Progress:
-    """The best plan and the best bound so far. Searches write it; any thread may read it.
+    """The best plan and the best bound so far. Searches write it; any thread may read it, and stop them.
 
     Attributes:
         config: of the best plan so far; empty without one.
         best_s: its seconds per minibatch.
         bound_s: seconds per minibatch that no plan is below, as far as is known.
         ends_at_s: when the search must answer, on the monotonic clock; None without a limit.
+        stop: is set by who waits no longer: the searches end as if their time were over.
     """
 
     config: str = ""
     best_s: float = math.inf
     bound_s: float = 0.0
     ends_at_s: float | None = None
+    stop: threading.Event = field(default_factory=threading.Event)
 
     def begin(self, ends_at_s: float | None, bound_s: float) -> None:
         """Begin a search that knows nothing but a bound yet."""
@@ -141,8 +144,8 @@ class SolveOptions(StageRules):
     depth: DepthRule = option(
         "auto",
         "minibatches in flight under 1f1b and 2bw, and microbatches in flight under 1f1b-flush: as many as published, "
-        "or more (auto) where workers would otherwise wait for messages or for each other, as long as each gains at "
-        "least 2%",
+        "or more (auto) where workers would otherwise wait for messages or for each other; under 1f1b each update "
+        "that gradients are later then must gain at least 5%",
     )
     accept_divided_loss: bool = option(
         False,

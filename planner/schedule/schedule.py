@@ -117,6 +117,10 @@ class Schedule(ABC):
         """
         return (in_flight if self.stashes else self.weight_versions) - 1
 
+    def later(self, depths: Sequence[int], others: Sequence[int]) -> int:
+        """Return by how many updates the latest gradients are later with so many units in flight than with others."""
+        return self.staleness(max(depths)) - self.staleness(max(others))
+
     def versions_suffice(self, microbatches: int, replicas: int, in_flight: int) -> bool:
         """Return whether a stage may have so many units in flight with the versions of weights that it holds."""
         return True

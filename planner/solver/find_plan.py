@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 
 from planner.cost.models.registry import cost_model_of
 from planner.cost.setting import Setting
@@ -106,8 +105,6 @@ def solve(profile: Profile, cluster: Cluster, options: SolveOptions) -> Plan:
         profile: costs per layer, for one microbatch.
         cluster: devices, memory and links.
 
-    Without `microbatches` and `minibatch`, a minibatch is one microbatch.
-
     Returns:
         A plan on as few GPUs as its speed needs. Under the resource model its time is that of its simulation, by which
         it was chosen among the best plans by the cost model. `solver.status` is `optimal` if the time is within
@@ -126,8 +123,6 @@ def solve(profile: Profile, cluster: Cluster, options: SolveOptions) -> Plan:
         >>> plan.config, plan.solver.status
         ('2-1-1', 'optimal')
     """
-    if options.microbatches is None and options.minibatch is None:
-        options = replace(options, microbatches=1)
     return find_plan(profile, cluster, options)
 
 

@@ -18,7 +18,7 @@ from planner.solver.choose.improvement import improved
 from planner.solver.evaluate.evaluation import fastest, priced
 from planner.solver.granularity import solve_blocks_first
 from planner.solver.mixed import solve_mixed
-from planner.solver.problem.budget import OutOfTimeError
+from planner.solver.problem.budget import LATER, OutOfTimeError
 from planner.solver.problem.infeasible import Fits, UnexplainedError, explain, out_of_time
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import Evaluation, Found, stages_along
@@ -60,7 +60,7 @@ def searched(problem: Problem) -> Found:
     try:
         found = _by_search(problem)
     except OutOfTimeError:
-        if not problem.deadline.passed:
+        if first.best is None or not problem.deadline.passed:
             first.evaluate()
         last_resort = first.last_resort()
         if last_resort is None:
@@ -72,7 +72,16 @@ def searched(problem: Problem) -> Found:
         if first.best is None or not problem.simulates:
             raise
         found = Found(first.best, PipelineSearch(problem).relaxed_s())
-    return improved(problem, first.at_least(found)) if problem.simulates else found
+    return least_late(problem, improved(problem, first.at_least(found))) if problem.simulates else found
+
+
+def least_late(problem: Problem, found: Found) -> Found:
+    """Return the answer with the plan whose gradients are least late among those simulated that are nearly as fast."""
+    if not problem.schedule.stashes or not found.best.simulated:
+        return found
+    near = [plan for plan in problem.budget.seen.values() if plan.seconds < found.best.seconds * LATER]
+    plans = [found.best, *filter(problem.allows, near)]
+    return found.with_best(min(plans, key=lambda plan: (max(plan.price.in_flight), plan.seconds)))
 
 
 def _by_search(problem: Problem) -> Found:
@@ -112,7 +121,7 @@ def _on_mixed_gpus(problem: Problem) -> Found:
     columns = len(problem.layer_costs.profile.layers) ** 2 * cluster.gpus * 2 ** len(cluster.kinds)
     exact = problem.solver == "auto" and len(cluster.joined) == 1 and columns <= MOST_COLUMNS
     try:
-        found = solve_blocks_first(within, lambda each: FirstPlans(each).at_least(solve_mixed(each)))
+        found = solve_blocks_first(within, lambda each: least_late(each, FirstPlans(each).at_least(solve_mixed(each))))
     except (InfeasibleError, InputError):
         if not exact:
             raise

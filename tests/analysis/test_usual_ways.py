@@ -14,6 +14,7 @@ from planner.formats.plan import load_plan, save_plan
 from planner.options.solving import SolveOptions
 from planner.reporting.page.page import report_page
 from planner.reporting.tables.plan import plan_report
+from planner.schedule.one_stage import FLUSH
 from planner.simulator.simulate_plan import simulate
 from planner.solver import solve
 from planner.solver.find_plan import find_plan
@@ -58,6 +59,19 @@ def test_a_late_plan_says_what_a_synchronous_one_would_give() -> None:
     assert plan.synchronous.seconds_per_microbatch == pytest.approx(drained.predicted.seconds_per_minibatch / 16)
     assert f"1f1b-flush {drained.config}, whose gradients are never late" in plan_report(plan)
     assert with_synchronous(MODEL, drained, options, Patience()) is drained
+
+
+def test_a_synchronous_plan_that_is_as_fast_is_the_answer_unless_the_schedule_was_asked_for() -> None:
+    cluster, options = flat_cluster(4, 1e8), SolveOptions()
+    model = profile(*(layer(f"h.{n}", 1, 2, output_bytes=10**7, weight_bytes=10**8) for n in range(4)))
+    late = find_plan(model, cluster, options)
+    assert late.staleness
+    assert with_synchronous(model, late, options, Patience()).schedule is late.schedule
+    drained = with_synchronous(model, late, options, Patience(), asked=False)
+    assert (drained.schedule, drained.staleness) == (FLUSH, 0)
+    (note,) = drained.notes
+    assert note.startswith("this plan under 1f1b-flush is as fast as the best under 1f1b, 1-1-1-1, whose gradients are")
+    assert note in plan_report(drained)
 
 
 def test_what_cannot_stand_beside_a_plan_is_told() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 import time
 from pathlib import Path
 
@@ -10,7 +12,7 @@ import pytest
 from planner.cli import output
 from planner.cli.arguments import TIME_LIMIT
 from planner.cli.main import build_parser, main
-from planner.cli.output import progress_text, searching
+from planner.cli.output import progress_text, searching, stopped_by_interrupt
 from planner.formats.plan import load_plan
 from planner.formats.profile import save_profile
 from planner.options.solving import Progress
@@ -84,3 +86,14 @@ def test_parts_of_the_time_end_with_it() -> None:
     assert 1 < (patience.at_most(2).deadline.left_s or 0) <= 2
     assert Patience().part(0.5).deadline.left_s is None
     assert (Patience().at_most(2).deadline.left_s or 0) > 1
+
+
+def test_the_first_interrupt_ends_the_search_and_the_second_one_all(capsys: pytest.CaptureFixture[str]) -> None:
+    before, stop = signal.getsignal(signal.SIGINT), threading.Event()
+    with stopped_by_interrupt(stop):
+        signal.raise_signal(signal.SIGINT)
+        assert stop.is_set()
+        assert "the best plan so far is the answer; Ctrl-C again" in capsys.readouterr().err
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is before

@@ -22,6 +22,7 @@ from planner.schedule.registry import find
 from planner.solver import solve
 from planner.solver.evaluate.pipelines import transfers
 from planner.solver.problem.bounds import bounds_for
+from planner.solver.problem.budget import LATER
 from planner.solver.problem.infeasible import round_up
 from planner.solver.problem.problem import Limits
 from planner.solver.problem.states import Chain
@@ -225,7 +226,7 @@ def test_more_gpus_bandwidth_or_memory_are_never_worse() -> None:
         ((6, 5.0, 9000), (6, 7.0, 9000)),
         ((6, 5.0, 2000), (6, 5.0, 9000)),
     ]:
-        assert seconds(*high) <= seconds(*low) * (1 + 1e-9)
+        assert seconds(*high) <= seconds(*low) * LATER  # a plan that is nearly as fast may be less late
 
 
 def test_thousands_of_gpus_do_not_cost_more_than_a_few() -> None:

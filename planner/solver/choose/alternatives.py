@@ -13,9 +13,10 @@ from dataclasses import replace
 import numpy as np
 
 from planner.cost.weight_copies import counted_with_copies
+from planner.schedule.schedule import warm_up_depths
 from planner.solver.evaluate.evaluation import SETTLED, fastest, in_every_order, simulated
 from planner.solver.evaluate.pipelines import MOST_WORKERS, too_large
-from planner.solver.problem.budget import OutOfTimeError
+from planner.solver.problem.budget import LATER, OutOfTimeError
 from planner.solver.problem.result import RESOLUTION, Evaluation
 from planner.solver.problem.states import Chain, StateSpace
 from planner.solver.search.chain.fewest import FEW_STATES
@@ -28,6 +29,7 @@ from planner.solver.search.restricted import (
     KINDS,
     DataParallelSearch,
     Kind,
+    StraightSearch,
     counts_to_try,
     families,
     kinds_of_plans,
@@ -104,11 +106,13 @@ class _Alternatives:
             others: next best ones.
             bound_s: no plan takes less.
         """
-        best = self._first_or_single_stage(first)
+        problem, best = self._problem, self._first_or_single_stage(first)
         if not best.simulated:
             return best
         for other in others:
             best = self._faster(other, best)
+        if problem.schedule.later(best.price.in_flight, warm_up_depths([stage.replicas for stage in best.stages])):
+            best = self._or_straight(best)
         # From many GPUs to few: plans on fewer GPUs wait less, until their busiest resource alone is too slow.
         for best_on, gpus in self._kinds():
             used = gpus + 1
@@ -134,6 +138,17 @@ class _Alternatives:
             return best
         evaluation = simulated(self._problem, plan, best.seconds)
         return evaluation if evaluation.simulated and evaluation.seconds < best.seconds * (1 - SLACK) else best
+
+    def _or_straight(self, best: Evaluation) -> Evaluation:
+        """Simulate the best plan without replicas, whose gradients may be less late, and return the faster of the two.
+
+        What is nearly as fast counts among the plans that were simulated.
+        """
+        below_s = best.seconds * LATER
+        kind = (StraightSearch, self._problem.link, self._problem.limits)
+        straight = self._best_of(self._search.space, kind)(min(self._problem.limits.gpus, MOST_WORKERS), below_s)
+        straight = straight and simulated(self._problem, straight, below_s)
+        return straight if straight is not None and straight.simulated and straight.saves(best) else best
 
     def _first_or_single_stage(self, first: Evaluation) -> Evaluation:
         """Simulate `first` and the best single stage, and return the faster; `first` as it is without a simulation.

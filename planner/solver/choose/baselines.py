@@ -82,8 +82,13 @@ def equal_time(layer_costs: LayerCosts, gpus: int) -> list[Candidate]:
     return next(equal_times(layer_costs, [gpus]))
 
 
-def equal_times(layer_costs: LayerCosts, counts: Iterable[int]) -> Iterator[list[Candidate]]:
-    """Yield the partition of `equal_time` for each of some ascending numbers of stages. O(stages · L log L) for all."""
+def equal_times(
+    layer_costs: LayerCosts, counts: Iterable[int], deadline: Deadline = NO_HURRY
+) -> Iterator[list[Candidate]]:
+    """Yield the partition of `equal_time` for each of some ascending numbers of stages. O(stages · L log L) for all.
+
+    After the deadline, no more are found than the first.
+    """
     chain = Chain(layer_costs)
     sums, states = chain.compute_s, np.arange(len(chain))
     # least[i]: time of the slowest stage in the best partition of the first i groups into the stages so far
@@ -91,6 +96,8 @@ def equal_times(layer_costs: LayerCosts, counts: Iterable[int]) -> Iterator[list
     choices: list[Integers] = []
     for stages in (min(count, len(chain) - 1) for count in counts):
         while len(choices) < stages:
+            if len(choices) > 1 and deadline.passed:
+                return
             choices.append(_last_cuts(least, sums, len(choices)))
             least = np.maximum(least[choices[-1]], sums - sums[choices[-1]])
             least[: len(choices)] = np.inf

@@ -40,7 +40,7 @@ class FirstPlans:
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
-        self._fitting = fitting_plans(problem)  # as far as nobody has looked at them
+        self._fitting = fitting_plans(self._hurried())  # as far as nobody has looked at them
         self.best: Evaluation | None = None
 
     def evaluate(self) -> None:
@@ -145,7 +145,7 @@ def _usual_plans(problem: Problem) -> Iterator[_Usual]:
     most_stages = min(gpus, problem.rules.max_stages or gpus)
     layers_s = column(problem.layer_costs, "forward_s") + column(problem.layer_costs, "backward_s")
     counts = [2**power for power in range(min(most_stages, len(layers_s)).bit_length())]
-    for stages, equal in zip(counts, equal_times(problem.layer_costs, counts), strict=True):
+    for stages, equal in zip(counts, equal_times(problem.layer_costs, counts, problem.budget.deadline), strict=False):
         if len(equal) < stages:
             return  # there are fewer cuts
         cuts = [equal]

@@ -11,10 +11,10 @@ stage, one per replica, those that wait for the round to end, and those on the w
 
     r_s * d_s  >=  r_{s+1} * d_{s+1}  +  r_s  +  (r_s - 1)  +  transfers / T
 
-The choice starts from the depths that this inequality gives; simulating the streams decides. It is by time alone, and
-of equally fast depths the shallowest: were a minibatch in flight to gain some share of the time, then a
-better cluster, on which it gains a little less than that, would have the slower plan. `max_staleness` and the memory
-bound the depth.
+The choice starts from the depths that this inequality gives; simulating the streams decides. First it is by time alone,
+and of equally fast depths the shallowest. Then, under 1f1b, each update that gradients are later has to make the
+pipeline `LATER` times as fast, so that a better cluster, on which it gains less than that, may have the slower plan.
+`max_staleness` and the memory bound the depth.
 
 1f1b-flush has the same published depths, and waits for every message of every microbatch. Deeper pipelines cost it only
 the memory of more activations, because nothing is updated meanwhile.
@@ -29,7 +29,7 @@ from functools import cached_property
 from planner.schedule.schedule import warm_up_depths
 from planner.simulator.pipeline_costs import PipelineCosts
 from planner.solver.evaluate.pipelines import wires_s
-from planner.solver.problem.budget import Budget
+from planner.solver.problem.budget import LATER, Budget
 from planner.units import SLACK
 
 Depths = tuple[int, ...]
@@ -116,7 +116,7 @@ def price_depths(
 
 
 def choose_depths(times: PipelineTimes, below_s: float = math.inf) -> DepthChoice | None:
-    """Choose the published depths, or the shallowest of deeper ones that take least time.
+    """Choose the published depths, or deeper ones: those of least time, as far as each update of lateness earns it.
 
     Args:
         times: of the pipeline.
@@ -183,6 +183,23 @@ def choose_depths(times: PipelineTimes, below_s: float = math.inf) -> DepthChoic
             low = middle + 1
         else:
             best, high = less, middle
+    return _earned(times, published, best)
+
+
+def _earned(times: PipelineTimes, published: Depths, fastest: DepthChoice) -> DepthChoice:
+    """Return the depths between the published and the fastest ones whose lateness is earned by their speed."""
+
+    def counted_s(seconds: float, depths: Depths) -> float:
+        return seconds * float(LATER ** times.pipeline.shape.schedule.staleness(max(depths)))
+
+    best, least_s = fastest, counted_s(fastest.seconds_per_unit, fastest.depths)
+    for most in range(max(published), max(fastest.depths)):
+        depths = tuple(max(least, min(depth, most)) for least, depth in zip(published, fastest.depths, strict=True))
+        if least_s <= counted_s(fastest.seconds_per_unit, depths) * (1 + SLACK):
+            break  # these and all that are deeper count more even if they are the fastest
+        choice = price_depths(times, depths)
+        if choice is not None and counted_s(choice.seconds_per_unit, depths) < least_s * (1 - SLACK):
+            best, least_s = choice, counted_s(choice.seconds_per_unit, depths)
     return best
 
 

@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
+from threading import Event
 from typing import TYPE_CHECKING
 
 from planner.cost.candidate import Candidate
@@ -22,23 +23,27 @@ if TYPE_CHECKING:
 
 
 SEARCHING = 0.8  # share of the time for searches; the rest is for simulating what they find
+LATER = 1.05  # how many times as fast a pipeline must be whose gradients are an update later
 MOST_INSTRUCTIONS = 2**19  # of all workers in all simulations of one search: some seconds
 
 
 @dataclass(frozen=True)
 class Deadline:
-    """When a search must answer; `at_s` is None without a time limit."""
+    """When a search must answer; `at_s` is None without a time limit. Once `stop` is set, no time is left."""
 
     at_s: float | None
+    stop: Event = field(default_factory=Event, compare=False)
 
     @classmethod
-    def after(cls, seconds: float | None) -> Deadline:
+    def after(cls, seconds: float | None, stop: Event | None = None) -> Deadline:
         """Return the deadline so many seconds from now."""
-        return cls(None if seconds is None else time.monotonic() + seconds)
+        return cls(None if seconds is None else time.monotonic() + seconds, stop or Event())
 
     @property
     def left_s(self) -> float | None:
         """Seconds that are left, never negative."""
+        if self.stop.is_set():
+            return 0.0
         return None if self.at_s is None else max(self.at_s - time.monotonic(), 0.0)
 
     @property
@@ -47,8 +52,9 @@ class Deadline:
         return self.left_s == 0.0
 
     def at_least(self, seconds: float) -> Deadline:
-        """Return this deadline, but no sooner than so many seconds from now."""
-        return self if self.at_s is None else Deadline(max(self.at_s, time.monotonic() + seconds))
+        """Return this deadline, but no sooner than so many seconds from now, even if it was stopped."""
+        left_s = self.left_s
+        return self if left_s is None or left_s > seconds else Deadline.after(seconds)
 
     def check(self) -> None:
         """Raise `OutOfTimeError` if no time is left: for searches that have no answer yet."""
@@ -57,7 +63,7 @@ class Deadline:
 
     def earlier(self, share: float) -> Deadline:
         """Return the deadline after this share of the time that is left."""
-        return self if self.left_s is None else Deadline(time.monotonic() + share * self.left_s)
+        return self if self.left_s is None else Deadline.after(share * self.left_s, self.stop)
 
 
 class OutOfTimeError(Exception):
@@ -80,7 +86,7 @@ class Patience:
     @classmethod
     def of(cls, time_limit_s: float | None, progress: Progress | None = None) -> Patience:
         """Return the patience for so many seconds from now; None is for as long as it takes."""
-        return cls(Deadline.after(time_limit_s), progress)
+        return cls(Deadline.after(time_limit_s, None if progress is None else progress.stop), progress)
 
     def part(self, share: float) -> Patience:
         """Return the patience for this share of the time that is left."""
@@ -90,7 +96,7 @@ class Patience:
         """Return the patience for so many seconds, if they are left."""
         left_s = self.deadline.left_s
         shorter = seconds is not None and (left_s is None or seconds < left_s)
-        return replace(self, deadline=Deadline.after(seconds)) if shorter else self
+        return replace(self, deadline=Deadline.after(seconds, self.deadline.stop)) if shorter else self
 
 
 @dataclass

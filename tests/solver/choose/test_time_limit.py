@@ -10,6 +10,7 @@ import pytest
 from planner.formats.cluster import Cluster, flat_cluster, hierarchical_cluster
 from planner.formats.plan import Plan
 from planner.formats.profile import Profile
+from planner.options.solving import Progress
 from planner.reporting.tables.plan import plan_report
 from planner.schedule.one_stage import ONE_F_ONE_B
 from planner.schedule.schedule import Channel, PipelineShape
@@ -87,3 +88,13 @@ def test_without_time_only_plans_that_take_no_search_are_simulated(
 def solved(model: Profile, cluster: Cluster, schedule: str, limit_s: float | None) -> Plan:
     microbatches = 1 if schedule == "1f1b" else 8
     return solve(model, cluster, schedule=schedule, microbatches=microbatches, time_limit_s=limit_s)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_who_waits_no_longer_gets_the_best_plan_so_far(schedule: str) -> None:
+    """As the first Ctrl-C of `plan solve` does, here before the search begins, which has no time limit."""
+    progress = Progress()
+    progress.stop.set()
+    plan = solve(CHAIN, LEVELS, schedule=schedule, microbatches=1 if schedule == "1f1b" else 8, progress=progress)
+    assert (plan.solver.status, plan.solver.exhausted) == ("feasible", False)
+    assert plan.predicted.by == "simulation"
