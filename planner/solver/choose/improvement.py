@@ -23,7 +23,7 @@ from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import CutPath, Evaluation, Found, stages_along
 from planner.solver.problem.states import Chain
 from planner.solver.search.chain.ways import BestWays
-from planner.solver.search.levels.local_search import Effort, LocalSearch
+from planner.solver.search.levels.local_search import LocalSearch
 from planner.units import SLACK
 
 MOST_ALLOTMENTS = 24  # ways to share out the GPUs that are priced for one plan
@@ -57,16 +57,17 @@ def improved(problem: Problem, found: Found, others: Sequence[Evaluation] = ()) 
     own = budget.apart(min(budget.left, most_instructions))
     trials = _Trials(replace(problem, budget=own), space, path, best)
     layers = len(problem.layer_costs.profile.layers)
-    effort = Effort(MOST_PRICED * more * FEW_LAYERS // max(FEW_LAYERS, layers), budget.deadline, trials.least_s)
+    most = MOST_PRICED * more * FEW_LAYERS // max(FEW_LAYERS, layers)
     # Stages that recompute more than the published depths demand have room for deeper pipelines.
     limited = problem.cluster.memory_bytes is not None and not problem.cluster.kinds
     ways = [BestWays(problem, space, deeper).options for deeper in (DEEPER if limited else (1.0,))]
-    local_search = LocalSearch(space, problem.cluster.gpus, trials.seconds, effort, ways)
+    gpus, deadline = problem.cluster.gpus, budget.deadline
+    local_search = LocalSearch(space, gpus, trials.seconds, ways, most, deadline, trials.least_s)
     starts = (_path(problem, space, plan) for plan in again)
     for start in (path, *filter(None, starts)):
         local_search.from_(start)
         if not others:
-            local_search.allow(effort.most)
+            local_search.allow(most)
             own.left = min(budget.left, most_instructions)
     budget.count += own.count
     return found if trials.best is best else found.with_best(trials.best)

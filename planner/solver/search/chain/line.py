@@ -26,7 +26,7 @@ from planner.cost.work import Integers
 from planner.formats.cluster import DeviceKind
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.states import Chain
-from planner.solver.search.chain.stages import Stages, StagesAlike
+from planner.solver.search.chain.stages import Stages, stages_alike
 from planner.solver.search.chain.ways import WaysOf
 
 Kinds = frozenset[int]  # numbers of kinds that a stage has GPUs of
@@ -51,7 +51,7 @@ class StagesOn:
         ways = WaysOf(self.space, limits, prices_shards=problem.simulates)
         schedule, microbatches = problem.schedule, problem.microbatches
         most = min(most, microbatches) if schedule.divides else most
-        table = StagesAlike(
+        self.stages = stages_alike(
             ways,
             schedule,
             microbatches,
@@ -59,7 +59,6 @@ class StagesOn:
             most if schedule.pipelined else 1,
             problem.cluster.gpus,
         )
-        self.stages = table.everywhere()
 
 
 def _worth_a_try(stages: Stages, limit_s: float) -> tuple[Integers, Integers]:

@@ -46,64 +46,49 @@ class Stages:
         return bool(np.all((np.diff(self.sum_s) >= 0) | (np.diff(self.ways.stage) > 0)))
 
 
-class StagesAlike:
-    """Finds the ways of use.
+def stages_alike(
+    ways: WaysOf,
+    schedule: Schedule,
+    microbatches: int,
+    parts_s: PartsOf,
+    most_replicas: int,
+    gpus: int,
+    unit: int = 1,
+) -> list[Stages]:
+    """Return the ways of use to run the stages from each state but the last, on GPUs that are counted in units.
 
-    Args:
-        ways: that rules and memory leave to stages.
-        schedule: says how many units are in flight.
-        microbatches: of a minibatch.
-        parts_s: what stages take.
-        most_replicas: of a stage.
-        gpus: of all stages.
-        unit: in which GPUs are counted.
+    A way is of use if it fits, and with some replicas allows more GPUs after it than those that recompute less.
+
+    Raises:
+        OutOfTimeError: if the deadline passes before.
     """
+    limits, space, replicas = ways.limits, ways.space, np.arange(unit, most_replicas + 1, unit)[:, None]
 
-    def __init__(
-        self,
-        ways: WaysOf,
-        schedule: Schedule,
-        microbatches: int,
-        parts_s: PartsOf,
-        most_replicas: int,
-        gpus: int,
-        unit: int = 1,
-    ) -> None:
-        self._ways, self._schedule, self._microbatches, self._parts_s = ways, schedule, microbatches, parts_s
-        self._replicas, self._gpus, self._unit = np.arange(unit, most_replicas + 1, unit)[:, None], gpus, unit
-
-    def everywhere(self) -> list[Stages]:
-        """Return the stages from each state but the last.
-
-        Raises:
-            OutOfTimeError: if the deadline passes before.
-        """
-        return [self._from(state) for state in range(len(self._ways.space) - 1)]
-
-    def _from(self, state: int) -> Stages:
-        self._ways.limits.deadline.check()
-        others = self._ways.space.among_later(state, np.arange(state + 1, len(self._ways.space)))
-        plainest = self._of_use(self._ways.all(state, others))
-        limited = (plainest.after < self._gpus // self._unit).any(axis=0)
-        choosing = self._ways.choosing(plainest.ways, limited, len(others))
-        return self._of_use(self._ways.all(state, others, choosing)) if choosing.any() else plainest
-
-    def _of_use(self, ways: Ways) -> Stages:
-        """Keep the ways that fit, and with some replicas allow more GPUs after them than those recomputing less."""
-        limits, schedule, shape = self._ways.limits, self._schedule, (len(self._replicas), len(ways))
+    def of_use(those: Ways) -> Stages:
+        shape = len(replicas), len(those)
         most = np.full(shape, limits.deepest)
         if limits.memory_bytes is not None:
-            footprint = ways.footprint_on(self._replicas).divided(self._microbatches)
+            footprint = those.footprint_on(replicas).divided(microbatches)
             fit = footprint.most_in_flight(limits.memory_bytes, schedule.stashes, schedule.weight_versions)
             most = np.minimum(most, fit)
-        after = most_after(schedule, self._microbatches, self._replicas, most, self._gpus)
-        after = np.where((after >= 0) & ways.allowed(np.broadcast_to(self._replicas, shape)), after // self._unit, -1)
-        after = np.where(_more_than_before(ways, after), after, -1)
+        after = most_after(schedule, microbatches, replicas, most, gpus)
+        after = np.where((after >= 0) & those.allowed(np.broadcast_to(replicas, shape)), after // unit, -1)
+        after = np.where(_more_than_before(those, after), after, -1)
         rows = np.flatnonzero((after >= 0).any(axis=0))
-        ways, after = ways[rows], after[:, rows]
-        sum_s, max_s = self._parts_s(ways.work, self._replicas)
-        sum_s = np.array(np.broadcast_to(sum_s, (1, len(ways)))[0])
-        return Stages(ways, sum_s, np.where(after >= 0, max_s, np.nan), after)
+        those, after = those[rows], after[:, rows]
+        sum_s, max_s = parts_s(those.work, replicas)
+        sum_s = np.array(np.broadcast_to(sum_s, (1, len(those)))[0])
+        return Stages(those, sum_s, np.where(after >= 0, max_s, np.nan), after)
+
+    found = list[Stages]()
+    for state in range(len(space) - 1):
+        limits.deadline.check()
+        others = space.among_later(state, np.arange(state + 1, len(space)))
+        plainest = of_use(ways.all(state, others))
+        limited = (plainest.after < gpus // unit).any(axis=0)
+        choosing = ways.choosing(plainest.ways, limited, len(others))
+        found.append(of_use(ways.all(state, others, choosing)) if choosing.any() else plainest)
+    return found
 
 
 def _more_than_before(ways: Ways, after: Integers) -> NDArray[np.bool_]:

@@ -34,7 +34,7 @@ from planner.solver.problem.budget import NO_HURRY, OutOfTimeError
 from planner.solver.problem.problem import Limits, Numbering
 from planner.solver.problem.result import RESOLUTION, CutPath
 from planner.solver.problem.states import StateSpace
-from planner.solver.search.chain.stages import Stages, StagesAlike
+from planner.solver.search.chain.stages import Stages, stages_alike
 from planner.solver.search.chain.ways import WaysOf
 
 COARSE = 1e-2
@@ -94,8 +94,8 @@ class SynchronousSearch:
         alike = replace(limits, deadline=NO_HURRY, numbering=Numbering())
         key = model.schedule.name, model.microbatches, model.link.alike, alike
         if key not in tables:
-            table = StagesAlike(self._ways, model.schedule, model.microbatches, self._parts_s, most, gpus, self._unit)
-            tables[key] = _Table(table.everywhere())
+            found = stages_alike(self._ways, model.schedule, model.microbatches, self._parts_s, most, gpus, self._unit)
+            tables[key] = _Table(found)
         self._stages, self._answers = tables[key].stages, tables[key].answers
         if multiple > 1:
             uneven = (self._replicas * self._unit % multiple > 0)[:, None]

@@ -34,7 +34,6 @@ _UNSETTLED = 1e-3  # precision of the lowest time that is neither met nor ruled 
 _EXPANSIONS = 60  # states that the walk for a plan expands
 _PER_PAIR, _PER_FIT = 12, 40  # work of looking at a stage, in covers, without and with a memory limit
 _BREADTH = 4  # stages that it tries from each state
-_WORTH_A_WALK = 20
 NEAR_STATES = 600
 ROUNDS = 3
 _NEAR_UNLISTED, _ROUNDS_UNLISTED = 1_000, 4
@@ -138,10 +137,6 @@ class _Bracket:
             self.low_s = target_s
             return False
         useful = np.flatnonzero(after <= self.gpus)
-        # The walk from the other end costs as much again, so it must be able to drop enough states.
-        if MOST_STATES < len(useful) <= _WORTH_A_WALK * MOST_STATES:
-            before = self.relaxation.before(target_s, after)
-            useful = np.flatnonzero(before + after <= self.gpus)
         if len(useful) <= MOST_STATES:
             # Few enough states for the exact search, which then decides: what it does not find, does not exist.
             space = self.space.only(np.union1d(useful, [0, len(self.space) - 1]), complete=True)

@@ -11,7 +11,7 @@ Where a graph has too many cuts to list, those near given cuts are.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
@@ -126,36 +126,17 @@ class Lattice:
             span = slice(start, start + len(values))
             values[:] = np.where(self._within_each[span, span], values[None, :], np.inf).min(axis=1)
             return values.size**2
-        visited = 0
-        for lower, upper in self._within(start, start + len(values), downwards=True):
+        visited, stop, bases = 0, start + len(values), np.arange(self._groups) * self._states
+        firsts, ends = np.searchsorted(self._keys, bases + start), np.searchsorted(self._keys, bases + stop)
+        for group in np.flatnonzero(ends > firsts)[::-1]:
+            part = slice(firsts[group], ends[group])
+            lower, upper = self._lower[part] - start, self._upper[part] - start
+            if int(upper.max()) >= len(values):
+                inside = upper < len(values)
+                lower, upper = lower[inside], upper[inside]
             values[lower] = np.minimum(values[lower], values[upper])
             visited += len(lower)
         return visited
-
-    def most_below(self, values: Floats, start: int) -> int:
-        """Replace each value by the largest over all states from it downwards, in place; see `least_above`."""
-        if self._within_each is not None:
-            span = slice(start, start + len(values))
-            values[:] = np.where(self._within_each[span, span], values[:, None], -np.inf).max(axis=0)
-            return values.size**2
-        visited = 0
-        for lower, upper in self._within(start, start + len(values)):
-            values[upper] = np.maximum(values[upper], values[lower])
-            visited += len(lower)
-        return visited
-
-    def _within(self, start: int, stop: int, *, downwards: bool = False) -> Iterator[tuple[Integers, Integers]]:
-        """Yield the covers of each group between states in the range, which count from its start."""
-        bases = np.arange(self._groups) * self._states
-        firsts, ends = np.searchsorted(self._keys, bases + start), np.searchsorted(self._keys, bases + stop)
-        some = np.flatnonzero(ends > firsts)
-        for group in some[::-1] if downwards else some:
-            part = slice(firsts[group], ends[group])
-            lower, upper = self._lower[part] - start, self._upper[part] - start
-            if int(upper.max()) >= stop - start:
-                inside = upper < stop - start
-                lower, upper = lower[inside], upper[inside]
-            yield lower, upper
 
 
 _enumerated: WeakKeyDictionary[LayerCosts, tuple[int, Covers | None]] = WeakKeyDictionary()

@@ -1,4 +1,4 @@
-"""Bound which cuts can be part of a plan that meets a time: the fewest GPUs before and after every downset.
+"""Bound which cuts can be part of a plan that meets a time: the fewest GPUs after every downset.
 
 A stage from I to J on r replicas meets the target T only if some sums over its layers are at most r·T (its compute and
 all-reduce; its memory likewise). With p such a sum over the layers of a downset, that is p(J) - p(I) <= r·T, so
@@ -55,7 +55,7 @@ class WorkLeft:
 
 
 class Relaxation:
-    """The fewest GPUs around every downset of a graph."""
+    """The fewest GPUs after every downset of a graph."""
 
     def __init__(self, space: Downsets, lattice: Lattice, model: Bounds, limits: Limits, left: WorkLeft) -> None:
         """Prepare the sums of all states; `lattice` has the states of `space`, in its order."""
@@ -126,47 +126,6 @@ class Relaxation:
         after[0] = self._from_the_start(after, target_s)
         return after
 
-    def before(self, target_s: float, after: Integers) -> Integers:
-        """Return the fewest GPUs that run the layers before each state, given `after`, and without regard to memory."""
-        least_s, gpus, last = self.least_s, self.gpus, len(self.space) - 1
-        before = np.full(last + 1, NEVER)
-        before[0] = 0
-        extent = {0: (0, 0)}
-        given = self.left.left
-        for k in range(1, gpus + 1):
-            self._check_worth(given, k)
-            start, stop = self._range(least_s[-1] - (gpus - k) * target_s, k * target_s)
-            open_ = (after[start:stop] <= gpus - k) & (before[start:stop] > k)
-            if start == 0:
-                open_[0] = False
-            for k_before, (first, final) in reversed(extent.items()):
-                r = k - k_before
-                if r > self.model.most_replicas or not open_.any():
-                    break
-                begin = max(first, self._range(self._least_from_s[start] - r * target_s, 0.0)[0])
-                end = min(stop, self._range(0.0, self._most_up_to_s[final] + r * target_s)[1])
-                if end <= max(begin, start):
-                    continue
-                span = slice(begin, end)
-                there = before[span] == k_before
-                there &= self.model.cut_within(self.space.outputs[span], r, target_s)
-                inner = max(begin, start)
-                meets = open_[inner - start : end - start].copy()
-                if k > r:
-                    meets &= self.model.cut_within(self.space.outputs[inner:end], r, target_s)
-                for sums, limit in self._sums_within(span, r, None, target_s):
-                    if not meets.any():
-                        break
-                    most = np.where(there, sums, -np.inf)
-                    self.left.spend(_PER_STEP + self.lattice.most_below(most, begin))
-                    meets &= (sums - most)[inner - begin :] <= limit
-                before[inner:end][meets] = k
-                open_[inner - start : end - start] &= ~meets
-            found = np.flatnonzero(before[start:stop] == k)
-            if len(found):
-                extent[k] = (start + int(found[0]), start + int(found[-1]))
-        return before
-
     def _check_worth(self, given: int, k: int) -> None:
         """Check that a walk over the numbers of GPUs can end with the work that it was given, and in time.
 
@@ -184,13 +143,11 @@ class Relaxation:
         start = int(np.searchsorted(self._most_up_to_s, least_s - self._slack_s))
         return start, int(np.searchsorted(self._least_from_s, most_s + self._slack_s, side="right"))
 
-    def _sums_within(
-        self, span: slice, replicas: int, after: int | None, target_s: float
-    ) -> Iterator[tuple[Floats, float]]:
+    def _sums_within(self, span: slice, replicas: int, after: int, target_s: float) -> Iterator[tuple[Floats, float]]:
         """Yield sums over the layers of the span's states, each with the most that a stage's share may be."""
         for sums in self.model.additive_s(taken(self._sums, span), replicas):
             yield sums, replicas * target_s + replicas * self._slack_s
-        if self.memory_bytes is not None and after is not None:
+        if self.memory_bytes is not None:
             footprint = taken(self._footprint, span)
             footprint = footprint.shared_out(replicas) if self.shards else footprint
             flying = np.asarray(warm_up_depth(replicas, after))

@@ -39,7 +39,7 @@ from planner.solver.search.chain.search import Search
 from planner.solver.search.chain.synchronous import SynchronousSearch
 from planner.solver.search.chain.ways import BestWays, taken
 from planner.solver.search.graph.branches import search_beyond
-from planner.solver.search.levels.local_search import Effort, LocalSearch
+from planner.solver.search.levels.local_search import LocalSearch
 from planner.solver.search.levels.stage_bounds import objective_of
 from planner.units import SLACK
 
@@ -264,7 +264,7 @@ def _plans(problem: Problem, space: StateSpace, paths: Sequence[CutPath]) -> tup
     distinct = {(path.states, path.options): path for path in paths}
     ordered = sorted(distinct.values(), key=seconds)
     most = MOST_MOVED * DENSE // max(DENSE, problem.cluster.gpus)
-    effort, ways = Effort(most, problem.deadline), [BestWays(problem, space).options]
-    moved = LocalSearch(space, problem.cluster.gpus, seconds, effort, ways).from_(ordered[0])
+    ways = [BestWays(problem, space).options]
+    moved = LocalSearch(space, problem.cluster.gpus, seconds, ways, most, problem.deadline).from_(ordered[0])
     plans = [in_best_columns(path) for path in [*([moved] if moved else []), *ordered[:MOST_PLANS]]]
     return tuple(sorted((plan for plan in plans if plan is not None), key=lambda plan: plan.seconds))

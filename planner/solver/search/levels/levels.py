@@ -25,7 +25,7 @@ from planner.solver.search.graph.branches import MOST_DOWNSETS, search_beyond
 from planner.solver.search.graph.downsets import Downsets, enumerate_downsets
 from planner.solver.search.levels.best_first import HierarchySearch, better
 from planner.solver.search.levels.columns import NearestModel
-from planner.solver.search.levels.local_search import Effort, LocalSearch
+from planner.solver.search.levels.local_search import LocalSearch
 from planner.solver.search.levels.relaxed import Seconds
 from planner.solver.search.levels.stage_bounds import objective_of
 
@@ -111,8 +111,8 @@ def local_search_for(problem: Problem, space: StateSpace, strain: Seconds) -> Lo
     """Return the local search; more GPUs make a price take longer, so fewer plans are priced."""
     gpus = problem.cluster.gpus
     most = MOST_PRICED if problem.precision == 0 else FEW_PRICED
-    effort = Effort(most * PRICED_GPUS // max(PRICED_GPUS, gpus), problem.deadline)
-    return LocalSearch(space, gpus, strain, effort, [BestWays(problem, space).options])
+    most = most * PRICED_GPUS // max(PRICED_GPUS, gpus)
+    return LocalSearch(space, gpus, strain, [BestWays(problem, space).options], most, problem.deadline)
 
 
 def search_all_cuts(problem: Problem, space: StateSpace, along: CutPath, nearest: CutPath) -> BoundedPath:

@@ -8,7 +8,7 @@ then found near other plans: by moving a cut, giving a replica to another stage,
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import cycle, pairwise
 
 import numpy as np
@@ -28,22 +28,6 @@ _Shape = tuple[tuple[int, ...], tuple[int, ...]]  # states, replicas
 OptionsOf = Callable[[tuple[int, ...], tuple[int, ...]], tuple[StageOptions, ...]]
 
 
-@dataclass(frozen=True)
-class Effort:
-    """How long a local search may take.
-
-    Attributes:
-        most: plans to price: a number, not a time, so that the same problem has the same answer.
-        deadline: when to stop.
-        least: a quick bound that no price is below: neighbours of a kind are priced by increasing bounds, as far as
-            these are below the best price.
-    """
-
-    most: int
-    deadline: Deadline = NO_HURRY
-    least: Seconds = lambda _: 0.0
-
-
 class LocalSearch:
     """Local searches over one space, which price no plan twice.
 
@@ -51,12 +35,25 @@ class LocalSearch:
         space: of the paths' states.
         gpus: that a plan may have.
         price: what is minimised; infinite for a path that does not fit the memory.
-        effort: how long it may take.
         ways: how the stages of a plan may run.
+        most: plans to price: a number, not a time, so that the same problem has the same answer.
+        deadline: when to stop.
+        least: a quick bound that no price is below: neighbours of a kind are priced by increasing bounds, as far as
+            these are below the best price.
     """
 
-    def __init__(self, space: StateSpace, gpus: int, price: Seconds, effort: Effort, ways: Sequence[OptionsOf]) -> None:
-        self._space, self._gpus, self._price, self._effort, self._ways = space, gpus, price, effort, ways
+    def __init__(
+        self,
+        space: StateSpace,
+        gpus: int,
+        price: Seconds,
+        ways: Sequence[OptionsOf],
+        most: int,
+        deadline: Deadline = NO_HURRY,
+        least: Seconds = lambda _: 0.0,
+    ) -> None:
+        self._space, self._gpus, self._price, self._ways = space, gpus, price, ways
+        self._most, self._deadline, self._least = most, deadline, least
         self._bounds: dict[_Stages, float] = {}
         self._priced: dict[_Stages, float] = {}
 
@@ -79,23 +76,23 @@ class LocalSearch:
 
     def allow(self, more: int) -> None:
         """Let so many plans be priced from now on: what is left of an earlier allowance goes."""
-        self._effort = replace(self._effort, most=len(self._bounds) + more)
+        self._most = len(self._bounds) + more
 
     @property
     def over(self) -> bool:
         """Whether no more plans may be priced."""
-        return len(self._bounds) >= self._effort.most or self._effort.deadline.passed
+        return len(self._bounds) >= self._most or self._deadline.passed
 
     def _bound(self, stages: _Stages) -> float:
         if stages not in self._bounds:
             if self.over:
                 return np.inf
-            self._bounds[stages] = self._effort.least(CutPath(*stages, np.inf))
+            self._bounds[stages] = self._least(CutPath(*stages, np.inf))
         return self._bounds[stages]
 
     def _seconds(self, stages: _Stages) -> float:
         if stages not in self._priced:
-            if not np.isfinite(self._bound(stages)) or self._effort.deadline.passed:
+            if not np.isfinite(self._bound(stages)) or self._deadline.passed:
                 return np.inf
             self._priced[stages] = self._price(CutPath(*stages, np.inf))
         return self._priced[stages]

@@ -148,7 +148,6 @@ def test_every_cut_of_a_plan_has_the_gpus_that_it_needs(
         space, Lattice(covers, space.order), priced, Limits(gpus, memory, StageRules(recompute)), WorkLeft(10**9)
     )
     after = relaxation.after(target_s)
-    before = relaxation.before(target_s, after)
     state_of = {frozenset(space.layers(0, state)): state for state in range(len(space))}
     setting = Setting(cluster, find(schedule), microbatches)
     for stages in plans(Problem(layer_costs, setting, StageRules(recompute)), gpus, in_order=False):
@@ -164,7 +163,6 @@ def test_every_cut_of_a_plan_has_the_gpus_that_it_needs(
         for stage in stages:
             state = state_of[stage.before]
             assert after[state] <= sum(replicas) - used
-            assert before[state] <= used
             used += stage.replicas
 
 
