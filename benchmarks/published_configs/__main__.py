@@ -21,8 +21,8 @@ from benchmarks.published_configs.fixed import best_cuts
 from benchmarks.published_configs.rows import MODELS, ROWS, Row
 from planner.cost.candidate import Candidate
 from planner.cost.layer_costs import LayerCosts
-from planner.cost.models.registry import asynchronous_model
 from planner.cost.network.link import link_of
+from planner.cost.pricing import asynchronous_model
 from planner.errors import InfeasibleError
 from planner.formats.cluster import Cluster
 from planner.formats.names import CostModelName

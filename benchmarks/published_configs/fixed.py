@@ -9,10 +9,9 @@ import numpy as np
 
 from planner.cost.candidate import Candidate, StageOptions
 from planner.cost.layer_costs import LayerCosts
-from planner.cost.models.registry import asynchronous_model
 from planner.cost.network.link import link_of
 from planner.cost.overheads import Price
-from planner.cost.pricing import price
+from planner.cost.pricing import asynchronous_model, price
 from planner.cost.setting import Setting
 from planner.formats.cluster import Cluster
 from planner.formats.names import CostModelName

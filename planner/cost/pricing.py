@@ -1,17 +1,62 @@
-"""Price plans: layer costs, stages and setting go in; time, bottleneck, memory and bytes sent come out."""
+"""Price plans: layer costs, stages and setting go in; time, bottleneck, memory and bytes sent come out.
+
+A new cost model is a file in `planner.cost.models`, and a line in `COST_MODELS`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from planner.cost.candidate import Candidate
 from planner.cost.communicators import with_overheads
 from planner.cost.layer_costs import LayerCosts
-from planner.cost.models.cost_model import UnpricedPlan
-from planner.cost.models.registry import cost_model_of
+from planner.cost.models.asynchronous import AsynchronousModel, DoubleBufferedModel
+from planner.cost.models.cost_model import CostModel, StageModel, UnpricedPlan
+from planner.cost.models.interleaved import InterleavedModel
+from planner.cost.models.published import PaperModel, PipedreamModel
+from planner.cost.models.synchronous import SynchronousModel
+from planner.cost.network.link import Link
 from planner.cost.network.placement import Busy
 from planner.cost.overheads import Price, stage_memory
 from planner.cost.setting import Setting
+from planner.errors import InputError
+from planner.formats.names import CostModelName
+from planner.schedule.registry import SCHEDULES
+from planner.schedule.schedule import Formula
+
+if TYPE_CHECKING:
+    from planner.cost.setting import Setting
+
+
+ASYNCHRONOUS: dict[CostModelName, type[StageModel]] = {
+    "resource": AsynchronousModel,
+    "pipedream": PipedreamModel,
+    "paper": PaperModel,
+}
+COST_MODELS: dict[tuple[Formula, CostModelName], type[CostModel]] = {
+    **{("asynchronous", name): model for name, model in ASYNCHRONOUS.items()},
+    ("double-buffered", "resource"): DoubleBufferedModel,
+    ("synchronous", "resource"): SynchronousModel,
+    ("chunked", "resource"): InterleavedModel,
+}
+
+
+def cost_model_of(setting: Setting) -> CostModel:
+    """Return the cost model for plans in this setting; raise InputError for a schedule that it does not describe."""
+    name, schedule = setting.cost_model, setting.schedule
+    if (schedule.formula, name) not in COST_MODELS:
+        described = [each.name for each in SCHEDULES if (each.formula, name) in COST_MODELS]
+        raise InputError(
+            f"the cost model '{name}' describes the schedule {', '.join(described)}, not {schedule}",
+            hint="use `cost_model=resource`",
+        )
+    return COST_MODELS[schedule.formula, name].of(setting)
+
+
+def asynchronous_model(name: CostModelName, link: Link) -> StageModel:
+    """Return the cost model of that name for 1f1b."""
+    return ASYNCHRONOUS[name](link)
 
 
 def price(layer_costs: LayerCosts, stages: Sequence[Candidate], setting: Setting) -> Price:

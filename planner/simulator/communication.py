@@ -207,7 +207,6 @@ class Communication:
         self._start_part(collective, now_s)
 
     def _start_message(self, connection: _Connection, now_s: float) -> None:
-        """Start the connection's next message, if there is one and the receiver has room."""
         room = connection.open and connection.started < connection.taken + POSTED
         if connection.busy or not connection.waiting or not room:
             return
@@ -230,7 +229,6 @@ class Communication:
         self.network.start(now_s, connection.path, size_bytes, ended)
 
     def _start_part(self, collective: Collective, now_s: float) -> None:
-        """Start the next part, if there is one."""
         if collective.busy or not collective.parts:
             return
         round_, share = collective.parts.popleft()

@@ -285,7 +285,6 @@ class Simulation:
             self._wake(rank, end_s)
 
     def _update(self, rank: int, update: Update) -> bool:
-        """Update, and wait for the all-gather where the optimizer is sharded."""
         stage, costs = update.stage, self.stages[update.stage]
         if (rank, stage) not in self._gathering:
             self._compute(rank, "update", stage, Unit(update.round), costs.update_s)
@@ -304,7 +303,6 @@ class Simulation:
         return True
 
     def _wait_for(self, rank: int, collective: Collective, number: int) -> bool:
-        """Wait for the end of a round that the worker has joined."""
         end_s = collective.rounds[number].end_s
         if end_s is None:
             collective.rounds[number].waiting.append(rank)

@@ -71,7 +71,6 @@ def _enough_microbatches(shape: PipelineShape) -> list[int]:
 
 
 def _filling(shape: PipelineShape) -> int:
-    """Return how many microbatches fill the pipeline."""
     return max(shape.in_flight(stage) * len(ranks) for stage, ranks in enumerate(shape.ranks))
 
 

@@ -17,7 +17,7 @@ from planner.cost.recomputation import exact_everywhere
 from planner.errors import InfeasibleError
 from planner.plan.blocks import block_ends
 from planner.solver.evaluate.evaluation import fastest, priced
-from planner.solver.granularity import cut_after
+from planner.solver.methods import cut_after
 from planner.solver.problem.bounds import least_times
 from planner.solver.problem.budget import OutOfTimeError
 from planner.solver.problem.problem import Answer, Problem

@@ -16,7 +16,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from planner.cost.models.registry import cost_model_of
+from planner.cost.pricing import cost_model_of
 from planner.cost.setting import Setting
 from planner.cost.tensor import costs_at, layer_costs_on
 from planner.errors import InputError, ProfileError
@@ -177,7 +177,6 @@ def _check_rules(options: SolveOptions, profile: Profile, setting: Setting) -> N
 
 
 def _report(problem: Problem, found: Found) -> SolverReport:
-    """Report how good the plan found is."""
     seconds, bound_s = found.best.seconds, min(found.bound_s, found.best.seconds)
     if found.best.simulated:
         optimal = seconds <= bound_s * (1 + TOLERANCE)

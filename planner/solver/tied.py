@@ -170,7 +170,6 @@ def _with_copies(problem: Problem, depth: int) -> Problem:
 
 
 def _users(problem: Problem) -> list[tuple[int, ...]]:
-    """Return the layers that use each trained weight which several use, by position."""
     position, users = problem.layer_costs.position, dict[str, list[int]]()
     for layer, weights in trained_parameters(problem.layer_costs.profile).items():
         for weight in weights:

@@ -12,7 +12,7 @@ from planner.options.solving import Granularity
 from planner.plan.blocks import block_ends
 from planner.schedule.registry import find
 from planner.solver import solve
-from planner.solver.granularity import PAYS
+from planner.solver.methods import PAYS
 from tests.plan.test_blocks import transformer
 
 MODEL = transformer(6, "h.{block}.part{part}")

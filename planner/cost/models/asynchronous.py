@@ -108,7 +108,6 @@ class DoubleBufferedModel(AsynchronousModel):
         }
 
     def _once_s(self, work: Work) -> Floats:
-        """Compute the processor's seconds for one microbatch."""
         return self._processor_s(work) - work.update_s + work.backward_s
 
     def _ring_s(self, work: Work, replicas: Floats) -> Floats:

@@ -140,7 +140,7 @@ class Held(NamedTuple):
 
 
 class CostModel(ABC):
-    """The time and memory of plans. Implementations are found through `planner.cost.models.registry`."""
+    """The time and memory of plans. Implementations are found through `planner.cost.pricing`."""
 
     @classmethod
     @abstractmethod

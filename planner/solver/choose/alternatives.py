@@ -188,7 +188,6 @@ class _Alternatives:
         return found
 
     def _best_of(self, space: StateSpace, kind: Kind) -> BestOn:
-        """Return how to find the best plan of a kind."""
         search_type, link, limits = kind
         model = self._problem.asynchronous(link)
         slower = link.bandwidth_bytes_per_s < self._problem.link.bandwidth_bytes_per_s

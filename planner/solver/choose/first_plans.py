@@ -211,7 +211,6 @@ class Leaner:
 
 
 def _held(choices: Choices, in_flight: int) -> Floats:
-    """Return the bytes of activations under each choice."""
     return np.asarray(in_flight * choices.saved_bytes + choices.working_bytes)
 
 

@@ -158,7 +158,6 @@ def allotted(problem: Problem, stages: Sequence[Candidate]) -> Iterator[Evaluati
 
 
 def _in_line(replicas: Sequence[int], order: Sequence[int], kinds: Sequence[Sequence[int]]) -> _Ranks:
-    """Return consecutive GPUs for the stages in this order."""
     line = chain(*kinds)
     ranks = {number: tuple(sorted(islice(line, replicas[number]))) for number in order}
     return tuple(ranks[number] for number in range(len(replicas)))

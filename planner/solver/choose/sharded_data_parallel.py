@@ -82,7 +82,6 @@ def sharded_data_parallel(problem: Problem, stages: Sequence[Candidate], zero: Z
 
 
 def _memory(profile: Profile, whole: StageMemory, zero: ZeroStage, gpus: int) -> StageMemory:
-    """Divide the memory of data parallelism, `whole`."""
     sizes = [sum(layer.weight_bytes for layer in profile.layers[b.start : b.stop]) for b in blocks_of(profile)]
     two_blocks_bytes = max(map(sum, zip(sizes, [*sizes[1:], 0], strict=True)))
     bucket = min(bucket_bytes(whole.gradients_bytes), whole.gradients_bytes)

@@ -181,7 +181,6 @@ _Choice = tuple[Depths | None, float]
 
 
 def _at_chosen_depths(problem: Problem, candidate: Evaluation, below_s: float) -> _Choice | None:
-    """Choose the depths of an asynchronous pipeline."""
     pipeline, microbatches = pipeline_for(problem, candidate), problem.microbatches
     busiest_s = _busiest_s(problem, candidate, pipeline) / microbatches
     times = PipelineTimes(pipeline, busiest_s, _deepest(problem, candidate), problem.budget)

@@ -227,7 +227,6 @@ class BySize(StateSpace):
         return joined(found, [own.stop - own.start for _, own in parts])
 
     def _parts(self, others: Integers) -> list[tuple[StateSpace, slice]]:
-        """Return each space with the places of its stages."""
         ends = np.searchsorted(others, len(self) * np.arange(len(self._spaces) + 1)).tolist()
         parts = zip(self._spaces, starmap(slice, pairwise(ends)), strict=True)
         return [(space, own) for space, own in parts if own.stop > own.start]

@@ -141,7 +141,6 @@ class InterleavedSearch:
         return best[2], exact
 
     def _improved(self, model: InterleavedShape, sharded: bool, cuts: Integers) -> Integers:
-        """Return cuts that no move improves."""
         best = self._least(model, sharded, cuts[None])
         while True:
             around = np.array(list(_moved(best[2])))

@@ -177,5 +177,4 @@ class MixedDegrees:
         return least
 
     def _degree(self, end: int) -> int:
-        """Return the ranks of a replica of stages with this last state."""
         return int(self._degrees[end // len(self._space)])

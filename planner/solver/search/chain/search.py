@@ -158,7 +158,6 @@ class Search:
         return self._numbered(target_s)
 
     def _room_at(self, target_s: float) -> Integers:
-        """Return the most GPUs that plans within the target have from each state on."""
         return np.minimum(np.floor(self.gpus - self._before_s / target_s + SLACK).astype(np.int64), self._room)
 
     def _walk(self, target_s: float) -> CutPath | None:
@@ -305,7 +304,6 @@ class Search:
         return CutPath(tuple(states), tuple(options), seconds)
 
     def _data_parallel(self, replicas: Integers) -> CutPath | None:
-        """Return the best single stage on any of these numbers of replicas."""
         last = len(self.space) - 1
         if not self.limits.numbering.allows_path(self.space, (0, last)):
             return None

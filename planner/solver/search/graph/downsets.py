@@ -119,7 +119,6 @@ class Downsets(StateSpace):
         return Downsets(self.layer_costs, self._words[states], complete)
 
     def _live(self, value: Traffic) -> NDArray[np.bool_]:
-        """Return the downsets at which a value is produced and still needed."""
         used = np.bitwise_and.reduce(self._columns[list(value.users)], axis=0)
         return np.asarray(self._columns[value.producer] > used)
 

@@ -40,7 +40,7 @@ from planner.solver.search.chain.synchronous import SynchronousSearch
 from planner.solver.search.chain.ways import BestWays, taken
 from planner.solver.search.graph.branches import search_beyond
 from planner.solver.search.levels.local_search import LocalSearch
-from planner.solver.search.levels.stage_bounds import objective_of
+from planner.solver.search.levels.relaxed import objective_of
 from planner.units import SLACK
 
 

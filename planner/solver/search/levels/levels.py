@@ -26,8 +26,7 @@ from planner.solver.search.graph.downsets import Downsets, enumerate_downsets
 from planner.solver.search.levels.best_first import HierarchySearch, better
 from planner.solver.search.levels.columns import NearestModel
 from planner.solver.search.levels.local_search import LocalSearch
-from planner.solver.search.levels.relaxed import Seconds
-from planner.solver.search.levels.stage_bounds import objective_of
+from planner.solver.search.levels.relaxed import Seconds, objective_of
 
 MOST_PLACED = 256  # GPUs up to which every place is tried
 MOST_BOUNDED = 64  # GPUs up to which all cuts of a branching model are searched
@@ -228,7 +227,6 @@ def _priced_on(states: Integers, price: Seconds) -> Seconds:
 
 
 def _on(path: CutPath, states: Integers) -> CutPath:
-    """Return the path over the space of which the states are a part."""
     return replace(path, states=tuple(int(states[state]) for state in path.states))
 
 

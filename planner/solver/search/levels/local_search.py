@@ -184,5 +184,4 @@ def _with(path: CutPath, first: int, last: int, cuts: tuple[int, ...], replicas:
 
 
 def _nested(space: StateSpace, states: tuple[int, ...]) -> bool:
-    """Return whether each state contains the one before it."""
     return all(len(space.among_later(before, np.array([after]))) for before, after in pairwise(states))
