@@ -114,9 +114,10 @@ def format_times(ratio: float) -> str:
     return f"{ratio:.2f}x" if ratio >= 0.01 else "less than 0.01x"
 
 
-def times_words(ratio: float) -> str:
-    """Return a ratio for a sentence: 1.234 -> "1.23 times"."""
-    return f"{format_times(ratio).removesuffix('x')} times"
+def as_fast(ratio: float) -> str:
+    """Return a ratio of speeds for a sentence: 1.234 -> "1.23 times as fast", 1.001 -> "as fast"."""
+    times = format_times(ratio)
+    return "as fast" if times == "1.00x" else f"{times.removesuffix('x')} times as fast"
 
 
 def format_change(share: float) -> str:

@@ -19,6 +19,8 @@ from planner.formats.plan import Plan
 from planner.formats.plan_parts import Bottleneck, SolverReport, config_of
 from planner.formats.profile import Profile
 from planner.options.solving import SolveOptions
+from planner.simulator.simulate_plan import simulate
+from planner.simulator.summary import summarize
 from planner.solver.choose import baselines
 from planner.solver.evaluate.evaluation import evaluate
 from planner.solver.find_plan import find_plan
@@ -34,9 +36,13 @@ _SAME = 1e-6  # relative difference of times that counts as none
 
 
 class ResourceUse(Record):
-    """Busy time of one resource of a stage; under `interleaved`, of the worker that has the stage first."""
+    """Busy time of one resource of a stage, in the plan's simulation; of the replica where that is longest.
 
-    stage: int
+    Under `interleaved` it is of the worker that has the stage first. Where the cost model predicts the plan, the busy
+    times are its terms.
+    """
+
+    stage: int | None  # None for a link that several workers share, which `resource` names
     resource: str
     busy_s: float  # per minibatch
     share: float  # of the time per minibatch; the rest is slack
@@ -111,6 +117,11 @@ def explain(
         (1, 'compute')
     """
     given, bottleneck = GivenPlan.of(profile, plan, options, patience), plan.predicted.bottleneck
+    uses = tuple(_simulated_uses(plan) if given.simulated else _priced_uses(given))
+    kinds = {"link": ("send", "receive"), "boundary": ("cut_after",)}.get(bottleneck.resource, (bottleneck.resource,))
+    limiting = [use.busy_s for use in uses if use.stage == bottleneck.stage and use.resource in kinds]
+    if limiting:
+        bottleneck = bottleneck.model_copy(update={"busy_s": max(limiting)})
     return Explanation(
         model=profile.model,
         config=plan.config,
@@ -119,11 +130,7 @@ def explain(
         bottleneck=bottleneck,
         # Synchronous schedules idle in their bubble anyway, so the difference would not be waiting.
         waiting_s=max(0.0, given.seconds - bottleneck.busy_s) if plan.schedule.asynchronous else 0.0,
-        uses=tuple(
-            ResourceUse(stage=number, resource=name, busy_s=float(busy_s), share=float(busy_s) / given.seconds)
-            for number, resources in enumerate(given.busy_resources())
-            for name, busy_s in resources.items()
-        ),
+        uses=uses,
         memory=tuple(_memory(plan, number) for number in range(len(plan.stages))),
         moves=_moves(given.within(MOVING)),
         next_best=_next_best(given.within(LOOKING)),
@@ -131,6 +138,26 @@ def explain(
         solver=plan.solver,
         out_of_time=given.patience.deadline.passed,
     )
+
+
+def _simulated_uses(plan: Plan) -> Iterator[ResourceUse]:
+    """Yield the busy times in the steady state that `plan simulate` shows."""
+    summary, seconds = summarize(simulate(plan)), plan.predicted.seconds_per_minibatch
+    for number in dict.fromkeys(worker.stages[0] for worker in summary.workers):
+        workers = [worker for worker in summary.workers if worker.stages[0] == number]
+        for name in ("compute", "receive", "send"):
+            share = max(getattr(worker, f"{name}_share") for worker in workers)
+            yield ResourceUse(stage=number, resource=name, busy_s=share * seconds, share=share)
+    for link in summary.shared_links:
+        busy_s = link.busy_share * seconds
+        yield ResourceUse(stage=None, resource=link.name, busy_s=busy_s, share=link.busy_share)
+
+
+def _priced_uses(given: GivenPlan) -> Iterator[ResourceUse]:
+    """Yield the terms of the cost model."""
+    for number, resources in enumerate(given.busy_resources()):
+        for name, busy_s in resources.items():
+            yield ResourceUse(stage=number, resource=name, busy_s=float(busy_s), share=float(busy_s) / given.seconds)
 
 
 def _memory(plan: Plan, stage: int) -> MemoryUse:
@@ -164,10 +191,13 @@ def _moves(given: GivenPlan) -> tuple[BoundaryMove, ...]:
 
 
 def _move(given: GivenPlan, boundary: int, ends: list[int], step: int) -> BoundaryMove | None:
-    stages = [
-        replace(stage, before=frozenset(range(first)), layers=frozenset(range(first, end)))
-        for stage, (first, end) in zip(given.stages, pairwise(ends), strict=True)
-    ]
+    stages = []
+    for stage, (first, end) in zip(given.stages, pairwise(ends), strict=True):
+        layers = frozenset(range(first, end))
+        # Layers that recompute do so on either side of the boundary, in the part of their group that is there.
+        groups = tuple(group & layers for own in given.stages for group in own.options.recompute if group & layers)
+        options = replace(stage.options, recompute=groups)
+        stages.append(replace(stage, before=frozenset(range(first)), layers=layers, options=options))
     plan = evaluate(given.problem, stages)
     if plan.simulated != given.simulated:
         return None  # too little time to compare like with like

@@ -126,10 +126,11 @@ class GivenPlan:
         return replace(self, patience=self.patience.part(share))
 
     def price(self) -> Price:
-        """Price the plan, with the time and the memory that it states: it may have been solved for other depths."""
+        """Price the plan, with the time, depths and memory that it states: a simulation may have chosen others."""
         return replace(
             self._as_recorded.price(self.stages),
             seconds_per_minibatch=self.seconds,
+            in_flight=tuple(stage.in_flight for stage in self.plan.stages),
             memory=tuple(stage.memory for stage in self.plan.stages),
         )
 

@@ -88,7 +88,7 @@ def _quickstart_report(result: QuickstartResult) -> str:
     """Return the plan's run beside data parallelism's, and what to do next."""
     from planner.reporting.tables.runs import loss_ends, percent_error
     from planner.reporting.tables.table import table_of
-    from planner.units import format_bandwidth
+    from planner.units import as_fast, format_bandwidth
 
     rows, misses = [], ""
     for name, run, predicted in (
@@ -111,8 +111,8 @@ def _quickstart_report(result: QuickstartResult) -> str:
         )
     link = format_bandwidth(result.link_bytes_per_s)
     ours, theirs = result.pipeline.samples_per_s, result.data_parallel.samples_per_s
-    times = f"{ours / theirs:.2f} times" if ours and theirs else "too few minibatches to say how many times"
-    faster = f"The plan trains {times} as fast as DistributedDataParallel here, over a link of {link}.{misses}"
+    times = as_fast(ours / theirs) if ours and theirs else "too few minibatches to say how many times as fast"
+    faster = f"The plan trains {times} as DistributedDataParallel here, over a link of {link}.{misses}"
     return f"{table_of(rows).text()}\n\n{faster}\n\n{NEXT.format(folder=result.folder)}"
 
 

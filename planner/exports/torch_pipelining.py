@@ -109,6 +109,7 @@ def main() -> None:
         for name in names
     ]
     optimizer = spec.optimizer(parameters) if parameters else None
+    scheduler = None if optimizer is None else spec.scheduler(optimizer)
     # The stages take microbatches of one size, so the last, smaller ones of an epoch are left out.
     made = make_batches(spec, MICROBATCH_SIZE, MICROBATCHES * PIPELINES, arguments.seed, drop_last=True)
     data = weighted(made, LOSS, spec)
@@ -135,6 +136,8 @@ def main() -> None:
         if optimizer is not None:
             optimizer.step()
             optimizer.zero_grad()
+        if scheduler is not None:
+            scheduler.step()
         if losses:
             mean = torch.stack(losses).detach().mean()
             dist.all_reduce(mean, group=copies[worker])

@@ -134,10 +134,13 @@ def torchtitan_config(plan: Plan) -> str:
         "data_parallel_shard_degree": target.replicas if target.sharded else 1,
     }
     if target.pipeline > 1:
+        parts, divided = _modules(plan)
+        if divided:
+            said.append(f"{' and '.join(divided)} must be a ModuleList or ModuleDict: torchtitan divides no other.")
         fields |= {
             "pipeline_parallel_schedule": plan.schedule.torch_name.removeprefix("Schedule"),
             "pipeline_parallel_microbatch_size": size,
-            "module_fqns_per_model_part": _modules(plan),
+            "module_fqns_per_model_part": parts,
         }
     local = size * target.microbatches
     batch = {"local_batch_size": local, "global_batch_size": local * target.replicas}
@@ -148,16 +151,33 @@ def torchtitan_config(plan: Plan) -> str:
     )
 
 
-def _modules(plan: Plan) -> list[list[str]]:
-    """Return the modules of each stage: blocks of a numbered list whole, and all others as they are."""
+def _modules(plan: Plan) -> tuple[list[list[str]], list[str]]:
+    """Return the modules of each stage, and the lists of modules that the cuts divide.
+
+    torchtitan's splitter keeps or drops the direct children of the model, and of a ModuleList or ModuleDict among them
+    its elements: it knows "layers.0" and "patch_embed", not "patch_embed.proj". A plan does not say which children are
+    such lists. So a child with numbered parts that is in one stage as a whole is named both ways.
+    """
     found: dict[str, int] = {}
+    children: defaultdict[str, set[int]] = defaultdict(set)
     for index, stage in enumerate(plan.stages):
         for layer in stage.layers:
-            block = _BLOCK.match(layer)
-            name = layer if block is None else block[1]
-            if name != "loss" and found.setdefault(name, index) != index:
+            child, _, rest = layer.partition(".")
+            number = rest.partition(".")[0]
+            name = f"{child}.{number}" if number.isdigit() else child
+            if name == "loss":
+                continue
+            if found.setdefault(name, index) != index:
                 raise PlanError(
-                    f"the cut before stage {index} is inside '{name}', and torchtitan cuts between blocks",
+                    f"the cut before stage {index} is inside '{name}', and torchtitan divides the direct children of "
+                    "a model, and lists among them between their elements",
                     hint="solve with `granularity=block`; or profile with blocks(model) in the model file",
                 )
-    return [[name for name, index in found.items() if index == stage] for stage in range(len(plan.stages))]
+            children[child].add(index)
+    divided = [child for child, stages in children.items() if len(stages) > 1]
+    parts = []
+    for number in range(len(plan.stages)):
+        own = [name for name, index in found.items() if index == number]
+        whole = (name.partition(".")[0] for name in own if "." in name)
+        parts.append([*own, *dict.fromkeys(child for child in whole if child not in divided)])
+    return parts, divided

@@ -106,6 +106,12 @@ def test_several_levels() -> None:
     assert row(comparison, "data parallel").config == "4"
 
 
+def test_gradients_are_as_late_as_the_plan_says() -> None:
+    model = load_profile(PROFILES / "vgg16" / "cpu.json")
+    plan = solve(model, flat_cluster(4, 1.25e8))  # deeper than the cost model alone would have it
+    assert compare(model, plan=plan).rows[0].staleness == plan.staleness == 2
+
+
 def test_a_plan_of_another_profile_is_refused() -> None:
     plan = solve(MODEL, flat_cluster(2, 10.0))
     assert compare(MODEL, plan=plan).rows[0].config == plan.config

@@ -55,6 +55,18 @@ def test_by_hand() -> None:
     assert "the search was exact" in text
 
 
+@pytest.mark.parametrize("overlap", [True, False])
+def test_busy_times_are_those_of_the_simulation(overlap: bool) -> None:
+    model = load_profile(PROFILES / "vgg16" / "cpu.json")
+    plan = solve(model, flat_cluster(3, 1.25e7, overlap=overlap))
+    explained, summary = explain(model, plan), summarize(simulate(plan))
+    for use in explained.uses:
+        workers = [worker for worker in summary.workers if worker.stages[0] == use.stage]
+        assert use.share == max(getattr(worker, f"{use.resource}_share") for worker in workers)
+    limit = explained.bottleneck
+    assert limit.busy_s in [use.busy_s for use in explained.uses if use.stage == limit.stage]
+
+
 def test_what_if_is_what_solving_again_gives_or_the_plan_itself() -> None:
     model = load_profile(PROFILES / "vgg16" / "cpu.json")
     plan = solve(model, flat_cluster(4, 1.25e7, 2 * 10**9))

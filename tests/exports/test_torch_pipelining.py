@@ -25,6 +25,11 @@ from tests.exports.plans import plan_of
 
 STEPS = 4
 ROOT = Path(__file__).resolve().parents[2]
+SCHEDULER = """
+
+def scheduler(optimizer):
+    return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.2)
+"""
 
 
 def losses_of_script(script: Path, workers: int) -> list[float]:
@@ -57,14 +62,17 @@ def losses_of_script(script: Path, workers: int) -> list[float]:
         pytest.param("tied", (2, 2), "gpipe", 4, id="tied-2-2", marks=pytest.mark.slow),
     ],
 )
-def test_the_script_computes_what_plan_train_computes(
+def test_the_script_computes_what_an_unsplit_run_computes(
     model: str, replicas: tuple[int, ...], schedule: str, microbatches: int, tmp_path: Path
 ) -> None:
     path = write_model(tmp_path, model, "adamw")
-    plan = make_plan(structural_profile(path, 4), replicas, schedule, microbatches)
+    path.write_text(path.read_text(encoding="utf-8") + SCHEDULER, encoding="utf-8")
+    profile = structural_profile(path, 4)
+    plan = make_plan(profile, replicas, schedule, microbatches)
+    unsplit = make_plan(profile, (1,), "gpipe", microbatches)
     script = tmp_path / "train_pipelining.py"
     script.write_text(planner.export(plan, "torch-pipelining", model=path), encoding="utf-8")
-    (ours,) = run_jobs([Job(model=str(path), plan=plan, steps=STEPS, seed=3)], tmp_path)
+    (ours,) = run_jobs([Job(model=str(path), plan=unsplit, steps=STEPS, seed=3)], tmp_path)
     assert losses_of_script(script, plan.workers) == pytest.approx([loss.loss for loss in ours.losses], rel=1e-5)
 
 

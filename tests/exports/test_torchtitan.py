@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch import nn
 
 import planner
 from planner.errors import PlanError
@@ -40,6 +41,45 @@ def test_degrees_and_modules_of_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     assert batch == {"local_batch_size": 16, "global_batch_size": 32}
 
 
+class Patches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(2, 2)
+
+
+class Vision(nn.Module):
+    """As a ViT: a child with a child of its own, a list that is divided, and a Sequential that is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch_embed = Patches()
+        self.blocks = nn.ModuleList(nn.Linear(2, 2) for _ in range(4))
+        self.head = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+
+
+def kept_by_torchtitan(model: nn.Module, names: list[str]) -> set[str]:
+    """The leaves that its `_split_module` keeps: elements of lists, and other direct children, that are named."""
+    kept: set[str] = set()
+    for child, module in model.named_children():
+        if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+            elements = {f"{child}.{element}": part for element, part in module.named_children()}
+        else:
+            elements = {child: module}
+        for name, part in elements.items():
+            if name in names:
+                kept.update(f"{name}.{leaf}".rstrip(".") for leaf, m in part.named_modules() if not [*m.children()])
+    return kept
+
+
+def test_every_stage_keeps_its_layers_in_torchtitans_splitter(monkeypatch: pytest.MonkeyPatch) -> None:
+    stages = [["patch_embed.proj", "blocks.0", "blocks.1"], ["blocks.2", "blocks.3", "head.0", "head.1", "loss"]]
+    config, _ = written(plan_of(stages), monkeypatch)
+    for stage, names in zip(stages, config.module_fqns_per_model_part, strict=True):
+        assert kept_by_torchtitan(Vision(), names) == set(stage) - {"loss"}
+    text = planner.export(plan_of(stages), "torchtitan")
+    assert "# blocks must be a ModuleList or ModuleDict: torchtitan divides no other." in text
+
+
 def test_sharded_stages_are_fsdp(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = sharded(plan_of([[name for stage in STAGES for name in stage]], (2,)))
     config, batch = written(plan, monkeypatch)
@@ -49,6 +89,8 @@ def test_sharded_stages_are_fsdp(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_it_cannot_express() -> None:
+    with pytest.raises(PlanError, match="cut before stage 1 is inside 'transformer', and torchtitan divides"):
+        planner.export(plan_of([["transformer.h.0.mlp"], ["transformer.h.1.mlp", "loss"]]), "torchtitan")
     with pytest.raises(PlanError, match=r"cut before stage 1 is inside 'layers\.1'"):
         planner.export(plan_of([["layers.0.mlp", "layers.1.attention"], ["layers.1.mlp", "loss"]]), "torchtitan")
     with pytest.raises(PlanError, match="torchtitan copies whole pipelines, so it has no form for '2-1'"):

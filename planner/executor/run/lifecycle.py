@@ -40,6 +40,7 @@ from planner.workers.supervisor import Supervisor
 
 T = TypeVar("T")
 WORTH_SAYING = 0.15  # a run this much slower than predicted wants a reason
+_MOST_OF_IT = 0.5  # of the time lost: what explains less is not the cause
 _SLOWER = 1.1  # computing this much slower than profiled is a reason
 _NICER = 5  # the thread that computes than those that move messages
 
@@ -145,15 +146,17 @@ def likely_cause(
         return None
     assert plan.minibatch_size is not None
     measured_s = plan.minibatch_size / measured_samples_per_s
-    slower = 0.0  # than profiled, the worst worker
+    lost_s = measured_s - plan.minibatch_size / predicted_samples_per_s
+    slower = longer_s = 0.0  # than profiled, the worst worker
     for report in reports:
         own = [stage for stage in plan.stages if report.rank in stage.ranks]
         compute_s = sum(plan.computing_s(stage) / len(stage.ranks) for stage in own)  # per minibatch, by the profile
         slower = max(slower, report.busy_share * measured_s / compute_s)
-    if slower < _SLOWER:
+        longer_s = max(longer_s, report.busy_share * measured_s - compute_s)
+    if slower < _SLOWER or longer_s < _MOST_OF_IT * lost_s:
         return (
-            "workers computed as fast as profiled and waited longer for messages: the links are slower than the "
-            "cluster says, or others use them; plan profile measures them with `links`"
+            "workers waited longer for messages, which explains more than what they computed: the links are slower "
+            "than the cluster says, or others use them; plan profile measures them with `links`"
         )
     computed = f"stages computed {slower - 1:.0%} slower than profiled"
     alone = plan.device.kind == "cpu" and (plan.device.processes or 1) == 1

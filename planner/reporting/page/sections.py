@@ -114,7 +114,7 @@ def limits_section(plan: Plan, summary: Summary, explanation: Explanation | None
     """Show the busiest resources, predicted and simulated, and what `plan explain` says of them."""
     limit = plan.predicted.bottleneck
     text = (
-        f"<p>Predicted: <strong>{escape(bottleneck_place(limit))}</strong>, busy {format_seconds(limit.busy_s)} of "
+        f"<p>By the cost model: <strong>{escape(bottleneck_place(limit))}</strong>, {format_seconds(limit.busy_s)} of "
         f"{format_seconds(plan.predicted.seconds_per_minibatch)} per minibatch. "
         f"Simulated: <strong>{escape(summary.busiest)}</strong>, busy {percent(summary.busiest_share)} of the time.</p>"
     )

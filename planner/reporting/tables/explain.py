@@ -9,7 +9,7 @@ from planner.formats.plan import GIVEN
 from planner.formats.plan_parts import short_config
 from planner.reporting.tables.plan import bottleneck_place, bound_words, simulated_words
 from planner.reporting.tables.table import Table, table_of
-from planner.units import format_bytes, format_change, format_seconds, times_words
+from planner.units import as_fast, format_bytes, format_change, format_seconds
 
 _NAMES = {
     "compute": "computation",
@@ -70,7 +70,7 @@ def _gain(alternative: Alternative) -> str:
     if gain == 0:
         return f"{start} it would not be faster."
     faster = f"{gain:.1%} faster" if gain > 0 else f"{-gain:.1%} slower"
-    faster = f"{times_words(1 + gain)} as fast" if gain >= 1 else faster
+    faster = as_fast(1 + gain) if gain >= 1 else faster
     return f"{start} the plan would be {short_config(alternative.config or '')}, {faster}."
 
 
@@ -79,7 +79,7 @@ def explanation_tables(explanation: Explanation) -> list[tuple[str, Table]]:
     seconds = explanation.seconds_per_minibatch
     uses = [
         {
-            "stage": use.stage,
+            "stage": "" if use.stage is None else use.stage,
             "resource": _NAMES.get(use.resource, use.resource),
             "busy": format_seconds(use.busy_s),
             "of the time": f"{use.share:.1%}",

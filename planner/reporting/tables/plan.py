@@ -14,13 +14,13 @@ from planner.reporting.tables.stages import memory_table, stage_table
 from planner.reporting.tables.table import named_values, table_of
 from planner.schedule.instructions import LATE_UPDATES, MOMENTUM_UPDATES
 from planner.units import (
+    as_fast,
     format_bandwidth,
     format_bytes,
     format_memory,
     format_rate,
     format_seconds,
     format_times,
-    times_words,
 )
 
 NO_OVERLAP = "The workers compute on every core, so messages take time from the computation and do not overlap with it."
@@ -74,12 +74,13 @@ def prediction_lines(plan: Plan) -> list[tuple[str, str | None]]:
     """Name what is predicted of a plan, and say it; None where nothing is to be said."""
     predicted, solver = plan.predicted, plan.solver
     limit, used = predicted.bottleneck, predicted.flop_utilisation
+    busy = f"{format_seconds(limit.busy_s)} per minibatch by the cost model"
     simulated = predicted.by == "simulation" and solver.status != "optimal" and solver.name != GIVEN
     return [
         ("predicted", f"{speed(plan)}, {_by(plan)}"),
         ("cost model", f"{solver.cost_model}, as published" if solver.cost_model != "resource" else None),
         ("utilisation", f"{used:.1%} of the GPUs' peak, by the model's FLOPs" if used is not None else None),
-        ("limited by", f"{bottleneck_place(limit)}, busy {format_seconds(limit.busy_s)} per minibatch"),
+        ("limited by", f"{bottleneck_place(limit)}, {busy}"),
         ("speed-up", _speed_up(plan)),
         ("baselines", best_baseline_line(plan)),
         ("synchronous", _synchronous(plan)),
@@ -113,7 +114,7 @@ def staleness_line(plan: Plan) -> str:
 def staleness_warning(plan: Plan) -> tuple[str, str] | None:
     """Return a warning and a hint for a plan whose gradients are late for nothing, or many updates; None for others."""
     if (way := plan.synchronous) is not None and plan.staleness and (share := share_of_speed(plan, way)) > 1:
-        faster = f"the best plan under {way.schedule} is {times_words(share)} as fast"
+        faster = f"the best plan under {way.schedule} is {as_fast(share)}"
         return f"{faster}, and none of its gradients is late", f"solve with `schedule={way.schedule}`"
     if plan.staleness <= LATE_UPDATES:
         return None
@@ -220,9 +221,9 @@ def best_baseline_line(plan: Plan) -> str | None:
     if best.name == DATA_PARALLEL:
         return None
     ratio, name = 1 / share_of_speed(plan, best), f"{best.name} ({short_config(best.config)})"
-    if ratio < 1:
-        return f"{name} fits and is faster: the plan is {times_words(ratio)} as fast"
     times = format_times(ratio)
+    if ratio < 1 and times != "1.00x":
+        return f"{name} fits and is faster: the plan is {as_fast(ratio)}"
     return f"{'as fast as' if times == '1.00x' else f'{times} over'} the fastest other way that fits, {name}"
 
 
@@ -232,8 +233,8 @@ def _synchronous(plan: Plan) -> str | None:
         return None
     each_s, size = way.seconds_per_microbatch, plan.microbatch_size
     rate = f"{format_seconds(each_s)} per microbatch" if size is None else f"{format_rate(size / each_s)} samples/s"
-    name, times = f"{way.schedule} {short_config(way.config)}", times_words(share_of_speed(plan, way))
-    return f"{name}, whose gradients are never late: {rate}, {times} as fast"
+    name, times = f"{way.schedule} {short_config(way.config)}", as_fast(share_of_speed(plan, way))
+    return f"{name}, whose gradients are never late: {rate}, {times}"
 
 
 def share_of_speed(plan: Plan, way: OtherWay) -> float:
