@@ -176,8 +176,8 @@ def _modules(plan: Plan) -> tuple[list[list[str]], list[str]]:
             children[child].add(index)
     divided = [child for child, stages in children.items() if len(stages) > 1]
     parts = []
-    for number in range(len(plan.stages)):
-        own = [name for name, index in found.items() if index == number]
+    for place in range(len(plan.stages)):
+        own = [name for name, index in found.items() if index == place]
         whole = (name.partition(".")[0] for name in own if "." in name)
         parts.append([*own, *dict.fromkeys(child for child in whole if child not in divided)])
     return parts, divided
