@@ -32,7 +32,6 @@ ROWS = {
     "Cluster": "levels",
     "Comparison": "rows",
     "Explanation": "uses",
-    "Plan": "stages",
     "Profile": "layers",
     "SelftestReport": "rows",
     "Summary": "workers",
@@ -67,6 +66,8 @@ def frame(answer: Any) -> Any:
     name = type(answer).__name__
     if name == "Fit":
         rows = [_fit_row(row) for row in sorted((answer.asked, *answer.others), key=lambda row: row.gpus)]
+    elif name == "Plan":
+        rows = [{"replicas": stage.replicas} | stage.model_dump(mode="json") for stage in answer.stages]
     elif name == "Timeline":
         rows = [event._asdict() for event in answer.events.rows()]
     elif name == "QuickstartResult":
