@@ -15,7 +15,6 @@ from planner.formats.files import Record
 from planner.formats.plan import Plan
 from planner.formats.plan_parts import OtherWay
 from planner.formats.profile import Profile
-from planner.formats.shown import Shown
 from planner.options.solving import SolveOptions
 from planner.schedule.instructions import MICROBATCHES_PER_GPU
 from planner.schedule.one_stage import GPIPE
@@ -47,7 +46,7 @@ class ComparisonRow(OtherWay):
     simulated: bool = True  # False: by the cost model, which knows no waiting
 
 
-class Comparison(Shown, Record):
+class Comparison(Record):
     """The chosen plan first, then the baselines."""
 
     model: str

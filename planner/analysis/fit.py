@@ -11,7 +11,6 @@ from planner.formats.cluster import Cluster
 from planner.formats.files import Record
 from planner.formats.plan import Plan
 from planner.formats.profile import Profile
-from planner.formats.shown import Shown
 from planner.options.solving import SolveOptions
 from planner.solver.find_plan import find_plan
 from planner.solver.problem.budget import Patience
@@ -28,7 +27,7 @@ class FitRow(Record):
     why_not: str = ""
 
 
-class Fit(Shown, Record):
+class Fit(Record):
     """The answer for the GPUs that were asked about, and for other numbers of them, the largest first.
 
     Where a model fits, those are half as many GPUs again and again, down to one or to the first number at which it does
@@ -38,8 +37,6 @@ class Fit(Shown, Record):
     model: str
     asked: FitRow
     others: tuple[FitRow, ...]
-    folder: str = ""  # that has the model file, profile.json and plan.json
-    model_file: str = ""
 
 
 def fit(

@@ -27,7 +27,6 @@ from planner.executor.run.lifecycle import (
     gather_result,
     joined,
     make_random_batches,
-    memory_fields,
     peak_memory,
     start_worker,
     train_together,
@@ -181,7 +180,7 @@ def _train(
         samples_per_s=steady.units_per_s * context.microbatch_size,
         predicted_memory_bytes=0,
         weight_versions=1,
-        **memory_fields(peak),
+        **peak.fields(),
     )
     result = gather_result(context, mine, worker.log, seconds)
     if result is None:

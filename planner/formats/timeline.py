@@ -15,7 +15,6 @@ from planner.errors import InputError
 from planner.formats.files import Record, load_record, write_text
 from planner.formats.plan import Plan
 from planner.formats.plan_parts import ScheduleField
-from planner.formats.shown import Shown
 
 REMEDY = "see timeline.json in the file formats"
 
@@ -151,7 +150,7 @@ class LinkUse(Record):
         return self
 
 
-class Timeline(Shown, Record):
+class Timeline(Record):
     """A run of a plan."""
 
     schema_version: Literal[1] = 1

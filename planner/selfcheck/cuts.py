@@ -9,7 +9,7 @@ of which both have nothing but rounding.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from statistics import median
@@ -21,10 +21,11 @@ from torch import Tensor, nn
 from planner.model.batch import Batch
 from planner.model.capture.capture import capture_file
 from planner.model.capture.graph import LayerGraph, ValueSpec
-from planner.model.loss import loss_of
-from planner.model.options import PLAIN, ModuleOptions, autocast_dtype, autocasting
+from planner.model.loss import unsplit_loss
+from planner.model.options import PLAIN, ModuleOptions, autocast_dtype
+from planner.model.randomness import keep_state
 from planner.model.spec import TrainingSpec, load_model_file
-from planner.model.stage.stage import StageModule, build_stage
+from planner.model.stage.stage import build_stage
 from planner.profiler.this_machine import thread_count
 from planner.selfcheck.lab import SEED, Case, Lab, Outcome, judged, location
 
@@ -32,7 +33,6 @@ SAMPLES = 2
 MOST = 3.0  # times the error of the whole model; of 90 tensors of T5 and BERT in bfloat16 the largest was 1.2
 DTYPES: tuple[Literal["float32", "bfloat16", "float16"], ...] = ("float32", "bfloat16", "float16")
 
-Run = tuple[StageModule, dict[str, Tensor], dict[str, Tensor]]  # a stage, what it received, what it returned
 Step = dict[str, Tensor]  # the loss, and the gradients by the parameters' names
 
 
@@ -63,7 +63,7 @@ def _in_all_types(lab: Lab, model: str) -> Outcome:
                     raise
                 said.append(f"{dtype} cannot run on this CPU even without cuts ({str(error).splitlines()[0]})")
                 continue
-            cut = cut_step(graph, batch, [[layer.name] for layer in graph.layers])
+            cut = cut_step(graph, batch)
             # Before the module becomes float64, which widens the gradients that it holds.
             same = all(torch.equal(cut[name], whole[name]) for name in cut.keys() & whole.keys())
             leaves, tree = batch.flatten()
@@ -101,23 +101,22 @@ def error_ratio(cut: Step, whole: Step, exact: Step, eps: float) -> tuple[float,
 def whole_step(spec: TrainingSpec, model: nn.Module, batch: Batch, options: ModuleOptions) -> Step:
     """Run a step of the user's own module; its buffers stay as they were."""
     with _fresh(model):
-        with autocasting(batch.device_type, options.autocast):
-            value = loss_of(model(*batch.args, **batch.kwargs), batch.target, spec.loss)
+        value = unsplit_loss(model, spec, batch, options)
         torch.autograd.backward(value)
         return _step(value, model)
 
 
-def cut_step(graph: LayerGraph, batch: Batch, cut: Sequence[Sequence[str]]) -> Step:
-    """Run the same step through the stages of `cut`, forward and then backward in reverse, as workers would.
+def cut_step(graph: LayerGraph, batch: Batch) -> Step:
+    """Run the same step with a stage for each layer, forward and then backward in reverse, as workers would.
 
     Values cross as copies without history, gradients return by hand. The stages share the module's weights.
     """
     with _fresh(graph.model):
         known: dict[str, Tensor] = {}
-        runs: list[Run] = []
-        for stage in (build_stage(graph, names).to(batch.device_type) for names in cut):
+        runs = []
+        for stage in (build_stage(graph, [layer.name]).to(batch.device_type) for layer in graph.layers):
             received = {
-                spec.name: through_a_message(spec, known[spec.name], batch.size).requires_grad_(spec.requires_grad)
+                spec.name: _through_a_message(spec, known[spec.name], batch.size).requires_grad_(spec.requires_grad)
                 for spec in stage.received
             }
             results = stage(batch if stage.needs_batch else None, received)
@@ -127,26 +126,20 @@ def cut_step(graph: LayerGraph, batch: Batch, cut: Sequence[Sequence[str]]) -> S
                     raise ValueError(f"'{spec.name}' has shape, type and need of a gradient {found}, captured {wanted}")
             known.update(results)
             runs.append((stage, received, results))
-        gradients: dict[str, Tensor] = {}
-        for run in reversed(runs):
-            stage_backward(run, gradients, batch.size)
+        gradients: dict[str, Tensor] = {}  # of the values that cross
+        for stage, received, results in reversed(runs):
+            crossing = [spec.name for spec in stage.sent if spec.requires_grad and spec.name in gradients]
+            seeds: list[tuple[Tensor, Tensor | None]] = [(results[name], gradients.pop(name)) for name in crossing]
+            seeds += [(results["loss"], None)] if stage.has_loss else []
+            if seeds:
+                torch.autograd.backward([root for root, _ in seeds], [seed for _, seed in seeds])
+            for spec in stage.received:
+                if (gradient := received[spec.name].grad) is not None:
+                    gradients[spec.name] = _through_a_message(spec.of_gradient, gradient, batch.size)
         return _step(known["loss"], graph.model)
 
 
-def stage_backward(run: Run, gradients: dict[str, Tensor], batch_size: int) -> None:
-    """Run the backward of a stage that has run, from and into `gradients` of the values that cross."""
-    stage, received, results = run
-    seeds: list[tuple[Tensor, Tensor | None]] = [(results["loss"], None)] if stage.has_loss else []
-    crossing = [spec.name for spec in stage.sent if spec.requires_grad and spec.name in gradients]
-    seeds += [(results[name], gradients.pop(name)) for name in crossing]
-    if seeds:
-        torch.autograd.backward([root for root, _ in seeds], [seed for _, seed in seeds])
-    for spec in stage.received:
-        if (gradient := received[spec.name].grad) is not None:
-            gradients[spec.name] = through_a_message(spec.of_gradient, gradient, batch_size)
-
-
-def through_a_message(spec: ValueSpec, value: Tensor, batch_size: int) -> Tensor:
+def _through_a_message(spec: ValueSpec, value: Tensor, batch_size: int) -> Tensor:
     """Return what a message makes of a value: memory of its own, without gaps and without history."""
     copy = spec.to_wire(value.detach()).clone(memory_format=torch.contiguous_format)
     return spec.from_wire(copy, batch_size)
@@ -162,10 +155,6 @@ def _fresh(model: nn.Module) -> Iterator[None]:
     """Begin without gradients and with the same random numbers, and put the buffers back at the end."""
     for parameter in model.parameters():
         parameter.grad = None
-    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     torch.manual_seed(SEED)
-    try:
+    with keep_state(model):
         yield
-    finally:
-        for name, buffer in model.named_buffers():
-            buffer.data.copy_(before[name])

@@ -101,7 +101,7 @@ def train_alone(
     shape, losses = shape_of(plan), []
     with thread_count(1):  # as the workers: how a sum is divided over threads changes its rounding
         stages = [
-            _Stage(parameters, spec, *_unit_versions(shape, number, minibatches))
+            _Stage(parameters, spec, shape, number, minibatches)
             for number, parameters in enumerate(_owned(profile, plan, model))
         ]
         for minibatch in range(minibatches):
@@ -125,15 +125,36 @@ def train_alone(
 class _Stage:
     """The parameters of one stage, and their values after each update.
 
-    Args:
-        used, rounds: per unit, the version that its forward uses and the update that its gradient goes into.
+    Versions count updates.
+
+    Attributes:
+        used: per unit, the version that its forward uses.
     """
 
     def __init__(
-        self, parameters: dict[str, nn.Parameter], spec: TrainingSpec, used: dict[Unit, int], rounds: dict[Unit, int]
+        self,
+        parameters: dict[str, nn.Parameter],
+        spec: TrainingSpec,
+        shape: PipelineShape,
+        stage: int,
+        minibatches: int,
     ) -> None:
-        self.used, self._rounds, self._parameters = used, rounds, list(parameters.values())
-        self._left = Counter(rounds.values())  # units of each update that have not run
+        self._parameters = list(parameters.values())
+        self.used: dict[Unit, int] = {}
+        self._rounds: dict[Unit, int] = {}  # per unit, the update that its gradient goes into
+        for rank in shape.ranks[stage]:  # replicas of a stage have different units
+            updates = 0
+            for instruction in stream(shape, stage, rank, minibatches):
+                match instruction:
+                    case _ if instruction.stage != stage:
+                        continue
+                    case Forward(unit=unit, version=version):
+                        self.used[unit] = updates if version is None else version
+                    case Backward(unit=unit) | BackwardWeight(unit=unit):
+                        self._rounds[unit] = updates
+                    case Update():
+                        updates += 1
+        self._left = Counter(self._rounds.values())  # units of each update that have not run
         self._optimizer = spec.optimizer(parameters) if parameters else None
         self._versions = [[parameter.detach().clone() for parameter in self._parameters]]
         self._gradients: defaultdict[int, list[list[Tensor | None]]] = defaultdict(list)
@@ -158,28 +179,6 @@ class _Stage:
         if self._optimizer is not None:
             self._optimizer.step()
         self._versions.append([parameter.detach().clone() for parameter in self._parameters])
-
-
-def _unit_versions(shape: PipelineShape, stage: int, minibatches: int) -> tuple[dict[Unit, int], dict[Unit, int]]:
-    """Read from a stage's instructions which version of the weights each unit uses, and which it is the first to miss.
-
-    Versions count updates. Replicas of a stage have different units.
-    """
-    used: dict[Unit, int] = {}
-    rounds: dict[Unit, int] = {}
-    for rank in shape.ranks[stage]:
-        updates = 0
-        for instruction in stream(shape, stage, rank, minibatches):
-            match instruction:
-                case _ if instruction.stage != stage:
-                    continue
-                case Forward(unit=unit, version=version):
-                    used[unit] = updates if version is None else version
-                case Backward(unit=unit) | BackwardWeight(unit=unit):
-                    rounds[unit] = updates
-                case Update():
-                    updates += 1
-    return used, rounds
 
 
 def _owned(profile: Profile, plan: Plan, model: nn.Module) -> list[dict[str, nn.Parameter]]:

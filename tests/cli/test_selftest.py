@@ -8,7 +8,8 @@ import sys
 
 import pytest
 
-from planner.selfcheck.run import SelftestReport, selftest_report
+from planner.cli.this_machine import selftest_report
+from planner.selfcheck.run import SelftestReport
 
 
 def plan(*arguments: str) -> subprocess.CompletedProcess[str]:

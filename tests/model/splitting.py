@@ -12,13 +12,12 @@ from torch.utils._pytree import tree_leaves
 
 from planner.model.batch import Batch
 from planner.model.capture.capture import as_tree
-from planner.model.capture.graph import LayerGraph
+from planner.model.capture.graph import LayerGraph, ValueSpec
 from planner.model.loss import loss_of
 from planner.model.options import autocasting
 from planner.model.spec import LossFunction
 from planner.model.stage.parts import Variant
 from planner.model.stage.stage import StageModule, build_stage
-from planner.selfcheck.cuts import stage_backward, through_a_message
 
 
 @dataclass(frozen=True)
@@ -137,3 +136,24 @@ def assert_same(one: Step, other: Step) -> None:
             assert gradient is theirs_gradient, name
         else:
             assert torch.equal(gradient, theirs_gradient), name
+
+
+def stage_backward(
+    run: tuple[StageModule, dict[str, Tensor], dict[str, Tensor]], gradients: dict[str, Tensor], batch_size: int
+) -> None:
+    """Run the backward of a stage that has run, from and into `gradients` of the values that cross."""
+    stage, received, results = run
+    seeds: list[tuple[Tensor, Tensor | None]] = [(results["loss"], None)] if stage.has_loss else []
+    crossing = [spec.name for spec in stage.sent if spec.requires_grad and spec.name in gradients]
+    seeds += [(results[name], gradients.pop(name)) for name in crossing]
+    if seeds:
+        torch.autograd.backward([root for root, _ in seeds], [seed for _, seed in seeds])
+    for spec in stage.received:
+        if (gradient := received[spec.name].grad) is not None:
+            gradients[spec.name] = through_a_message(spec.of_gradient, gradient, batch_size)
+
+
+def through_a_message(spec: ValueSpec, value: Tensor, batch_size: int) -> Tensor:
+    """Return what a message makes of a value: memory of its own, without gaps and without history."""
+    copy = spec.to_wire(value.detach()).clone(memory_format=torch.contiguous_format)
+    return spec.from_wire(copy, batch_size)

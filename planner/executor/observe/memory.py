@@ -6,7 +6,7 @@ import gc
 import resource
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import torch
 
@@ -15,13 +15,6 @@ from planner.profiler.this_machine import return_free_pages
 _STATUS = Path("/proc/self/status")
 _STATM = Path("/proc/self/statm")  # a tenth of the time that the status takes
 _CLEAR_REFS = Path("/proc/self/clear_refs")
-
-
-class GpuMemory(NamedTuple):
-    """What a worker's GPU holds beyond its tensors, at the peak: the allocator gives nothing back before the end."""
-
-    reserved_bytes: int  # by the allocator for this worker's tensors: allocated at the peak, and fragments
-    used_bytes: int  # as the device reports it, with contexts and communicators; of all processes that use it
 
 
 class PeakMemory:
@@ -66,12 +59,15 @@ class PeakMemory:
             grown = _own_bytes() - self._before_own_bytes
         return max(0, grown) + self._already_bytes
 
-    def on_gpu(self) -> GpuMemory | None:
-        """Return what the device itself holds; None on a CPU."""
+    def fields(self) -> dict[str, Any]:
+        """Return what a worker reports of its memory; of a GPU also what it holds beyond tensors, at the peak."""
+        peak = {"peak_memory_bytes": self.bytes()}
         if self._device.type != "cuda":
-            return None
+            return peak
         free_bytes, total_bytes = torch.cuda.mem_get_info(self._device)
-        return GpuMemory(torch.cuda.max_memory_reserved(self._device), total_bytes - free_bytes)
+        # The allocator gives nothing back before the end: fragments are in what it reserved.
+        reserved_bytes = torch.cuda.max_memory_reserved(self._device)
+        return peak | {"reserved_memory_bytes": reserved_bytes, "used_memory_bytes": total_bytes - free_bytes}
 
 
 def _own_bytes() -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -169,16 +169,15 @@ class RandomBatches(BatchSource):
 class EvaluationData(ABC):
     """The batches of an evaluation; the minibatch of a unit is the number of its batch."""
 
-    samples: int  # of all batches
-    batches: int
-
-    @abstractmethod
-    def size(self, unit: Unit) -> int:
-        """Return the number of samples of one batch."""
+    sizes: Sequence[int]  # samples of each batch
 
     @abstractmethod
     def batch(self, unit: Unit) -> Batch:
         """Return the samples of one batch."""
+
+    def size(self, unit: Unit) -> int:
+        """Return the number of samples of one batch."""
+        return self.sizes[unit.minibatch]
 
 
 class EvaluationBatches(EvaluationData):
@@ -192,16 +191,12 @@ class EvaluationBatches(EvaluationData):
         self._dataset = dataset
         self._size = size
         samples = len(dataset)  # type: ignore[arg-type]  # as above
-        self.samples = samples // size * size if drop_last else samples
-        self.batches = -(-self.samples // size)
-        if self.samples == 0:
+        self.sizes = [size] * (samples // size) + [samples % size] * (not drop_last and samples % size > 0)
+        if not self.sizes:
             raise ModelFileError(
                 f"evaluation_dataset() has {samples} samples, which make no batch of {size}",
                 hint="return a dataset with samples",
             )
-
-    def size(self, unit: Unit) -> int:
-        return min(self._size, self.samples - unit.minibatch * self._size)
 
     def batch(self, unit: Unit) -> Batch:
         start = unit.minibatch * self._size

@@ -143,10 +143,10 @@ class Evaluator:
         has received or made.
         """
         place, most = self._context.place, 2 * group_size(self._shape)
-        stream = [evaluation_stream(self._shape, self._context.rank, self._data.batches)]
+        stream = [evaluation_stream(self._shape, self._context.rank, len(self._data.sizes))]
         links = links_over(place)(self._groups, self._layouts.layout, most, place, stream)
         known: dict[tuple[int, Unit], dict[str, Tensor]] = {}
-        for instruction in evaluation_stream(self._shape, self._context.rank, self._data.batches):
+        for instruction in evaluation_stream(self._shape, self._context.rank, len(self._data.sizes)):
             assert isinstance(instruction, (ReceiveActivation, Forward, SendActivation))
             self._context.heartbeat.begin(instruction, evaluating=True)
             values = known.setdefault((instruction.stage, instruction.unit), {})
@@ -205,8 +205,9 @@ class Evaluator:
             sums.update(json.loads(part))
         counted = sums.pop(_WEIGHT)
         loss = _finite(sums.pop("loss") / counted) if counted else None
-        means = {name: _finite(value / self._data.samples) for name, value in sums.items()}
-        return Evaluation(minibatch=minibatch, samples=self._data.samples, loss=loss, metrics=means)
+        samples = sum(self._data.sizes)
+        means = {name: _finite(value / samples) for name, value in sums.items()}
+        return Evaluation(minibatch=minibatch, samples=samples, loss=loss, metrics=means)
 
 
 def evaluation_points(shape: PipelineShape, first: int, last: int, every: int) -> list[int]:

@@ -138,10 +138,7 @@ class FedEvaluation(EvaluationData):
                     f"a batch of {batch.size} samples was given to evaluate(), and stages take {most} {self._size}",
                     hint="make the batches of the evaluation as large as the plan's microbatches",
                 )
-        self._batches, self.batches, self.samples = taken, len(taken), sum(batch.size for batch in taken)
-
-    def size(self, unit: Unit) -> int:
-        return self._batches[unit.minibatch].size
+        self._batches, self.sizes = taken, [batch.size for batch in taken]
 
     def batch(self, unit: Unit) -> Batch:
         return self._batches[unit.minibatch]

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -62,20 +62,10 @@ def report_of(context: PipelineContext, worker: PipelineWorker, peak: PeakMemory
         # Backwards of all the worker's stages are counted, and each unit has one in every stage.
         samples_per_s=steady.units_per_s * context.microbatch_size / len(stages),
         predicted_memory_bytes=context.plan.tensor_bytes(first),
-        **memory_fields(peak),
+        **peak.fields(),
         weight_versions=max(replica.versions.most_versions for replica in stages.values()),
         deferred_weights=context.deferred,
     )
-
-
-def memory_fields(peak: PeakMemory) -> dict[str, Any]:
-    """Return what a worker reports of its memory."""
-    gpu = peak.on_gpu()
-    return {
-        "peak_memory_bytes": peak.bytes(),
-        "reserved_memory_bytes": None if gpu is None else gpu.reserved_bytes,
-        "used_memory_bytes": None if gpu is None else gpu.used_bytes,
-    }
 
 
 def gather_result(

@@ -19,7 +19,6 @@ import torch.distributed as dist
 from planner.executor.checkpoint.checkpointer import Checkpointer, DataPosition
 from planner.executor.checkpoint.stage_parts import Restorable
 from planner.executor.checkpoint.trained_weights import save_gathered
-from planner.executor.communication.control import control_group
 from planner.executor.communication.links import LinkGroups, Segments
 from planner.executor.communication.messages import Layouts
 from planner.executor.communication.nccl_links import links_over
@@ -28,7 +27,6 @@ from planner.executor.run.data import ENDLESS, EvaluationData
 from planner.executor.run.evaluator import Evaluator, MessagesUnderWay, until_updated, updates_between
 from planner.executor.run.replica import StageReplica
 from planner.executor.run.worker import Observers, PipelineWorker
-from planner.executor.stage.optimizer import JointNorm
 from planner.formats.names import CODECS
 from planner.model.tensor.division import whole_state
 from planner.options.training import CheckpointOptions
@@ -104,7 +102,7 @@ def make_worker(context: PipelineContext, groups: Groups, observers: Observers, 
         observers,
         context.place.compute,
         stop_on_nan=job.run_options.stop_on_nan,
-        joint_norm=JointNorm(control_group()) if joint else None,
+        joint_norm=joint,
     )
 
 

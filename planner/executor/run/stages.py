@@ -54,30 +54,6 @@ class InitialModel:
     deferred: bool  # whether the weights of other stages were never made
 
 
-def initial_model(job: Job, stages: Sequence[int], spec: TrainingSpec, kind: str) -> InitialModel:
-    """Build the model of `job`, capture it, and give the weights of `stages` their initial values.
-
-    Without `defer_weights` in the job, the weights of other stages are made only if the host has room for them. A model
-    that cannot be built without them is then built whole.
-
-    Raises:
-        PlanError: when the captured model is not the one that was profiled.
-        ModelFileError, CaptureError: when the model cannot be built or captured.
-        InputError: when the files that pretrained() names are not this model's.
-    """
-    making = _Making(job, stages, spec, Pretrained.named_by(spec), kind)
-    # A model in memory is there already, whole or on the meta device.
-    if spec.path is None or not defers(job):
-        return making.whole()
-    try:
-        with generators_kept(on_success=False):
-            return making.deferred()
-    except PlannerError:
-        if job.defer_weights:
-            raise
-        return making.whole()
-
-
 def defers(job: Job) -> bool:
     """Return whether a worker is to make only its own stages' weights: as the job says, or where memory demands it."""
     if job.defer_weights is not None:
@@ -96,13 +72,37 @@ def host_memory_bytes() -> int:
     return found
 
 
-@dataclass(frozen=True)
 class _Making:
-    job: Job
-    stages: Sequence[int]
-    spec: TrainingSpec
-    pretrained: Pretrained | None
-    kind: str  # of the device that trains
+    """Builds the model of `job`, captures it, and gives the weights of `stages` their initial values.
+
+    Args:
+        kind: of the device that trains.
+    """
+
+    def __init__(self, job: Job, stages: Sequence[int], spec: TrainingSpec, kind: str) -> None:
+        self.job, self.stages, self.spec, self.kind = job, stages, spec, kind
+        self.pretrained = Pretrained.named_by(spec)
+
+    def made(self) -> InitialModel:
+        """Make the weights of other stages only as the job says, or if the host has room for them.
+
+        A model that cannot be built without them is then built whole.
+
+        Raises:
+            PlanError: when the captured model is not the one that was profiled.
+            ModelFileError, CaptureError: when the model cannot be built or captured.
+            InputError: when the files that pretrained() names are not this model's.
+        """
+        # A model in memory is there already, whole or on the meta device.
+        if self.spec.path is None or not defers(self.job):
+            return self.whole()
+        try:
+            with generators_kept(on_success=False):
+                return self.deferred()
+        except PlannerError:
+            if self.job.defer_weights:
+                raise
+            return self.whole()
 
     def whole(self) -> InitialModel:
         """Build all weights, then overwrite this worker's by pretrained ones."""
@@ -251,7 +251,7 @@ def build_modules(
             f"the plan for '{plan.model}' comes from an imported profile, which holds no model to train",
             hint="profile your model file with: plan profile model.py",
         )
-    initial = initial_model(job, stages, spec, kind)
+    initial = _Making(job, stages, spec, kind).made()
     graph = initial.graph
     shared = _shared(job, graph, spec)
     division = UNDIVIDED

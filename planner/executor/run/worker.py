@@ -9,16 +9,17 @@ from dataclasses import dataclass
 from typing import get_args
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import assert_never
 
+from planner.executor.communication.control import control_group
 from planner.executor.communication.later import Later
 from planner.executor.communication.links import Links
 from planner.executor.observe.clock import busy_time
 from planner.executor.observe.progress import WorkerLog
 from planner.executor.observe.recording import TraceRecorder
 from planner.executor.run.replica import StageReplica
-from planner.executor.stage.optimizer import JointNorm
 from planner.schedule.instructions import (
     AddShared,
     AllReduce,
@@ -126,7 +127,7 @@ class PipelineWorker(Worker):
     """Runs the stages of one rank: one, or several chunks.
 
     Args:
-        joint_norm: sums the norm over all stages, where they clip or skip an update together.
+        joint_norm: whether all stages clip or skip an update together, by the norm of all their gradients.
     """
 
     def __init__(
@@ -137,12 +138,12 @@ class PipelineWorker(Worker):
         device: torch.device,
         *,
         stop_on_nan: bool = False,
-        joint_norm: JointNorm | None = None,
+        joint_norm: bool = False,
     ) -> None:
         super().__init__(observers, device, stop_on_nan=stop_on_nan)
         self.stages = stages
         self._links = links
-        self._joint_norm = joint_norm
+        self._joint_group = control_group() if joint_norm else None
         self.gradient_norm: float | None = None  # of the newest update, where the stages clip or scale together
         for stage in stages.values():
             if stage.optimizer.sharding is not None:
@@ -210,12 +211,14 @@ class PipelineWorker(Worker):
         """Update the stage, or all of this worker's stages at once when their gradients are complete."""
         self._due.append(instruction)
         norm = None
-        if self._joint_norm is not None:
+        if self._joint_group is not None:
             if len(self._due) < len(self.stages):
                 return
-            share = sum(stage.norm_share() for stage in self.stages.values())
+            # Squares, so that workers' parts add up: each makes one sum per update.
+            squared = torch.tensor(sum(each.norm_share() for each in self.stages.values()), dtype=torch.float64)
             self._observers.heartbeat.enter("waiting for all gradients' norm", meeting=True)
-            norm = self._joint_norm.sum(share)
+            dist.all_reduce(squared, group=self._joint_group)
+            norm = float(squared)
             self.gradient_norm = math.sqrt(norm)
             self._observers.heartbeat.begin(instruction)
         for each in self._due:

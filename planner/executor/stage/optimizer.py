@@ -15,7 +15,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
@@ -228,16 +227,3 @@ def _indivisible(optimizer: Optimizer, what: str, hint: str) -> PlanError:
         reason = f"nobody says that {name} treats each element of a parameter alone"
         hint += f"; or, if it does, let optimizer() set {name}.elementwise = True"
     return PlanError(f"the plan divides {what}, but {reason}", hint=hint)
-
-
-class JointNorm:
-    """Sums squared gradient norms over all workers, under synchronous schedules, where all stages update together."""
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
-
-    def sum(self, squared_norm: float) -> float:
-        """Return the sum of all workers' `squared_norm`; each calls it once per update."""
-        total = torch.tensor(squared_norm, dtype=torch.float64)
-        dist.all_reduce(total, group=self._group)
-        return float(total)

@@ -52,8 +52,7 @@ def record_baseline(workers: int) -> Recording:
     world, run = World(workers), Run("1f1b", (workers,))
     with ExitStack() as patched:
         for name, replacement in {
-            "peak_memory": lambda *_: None,
-            "memory_fields": lambda _: {},
+            "peak_memory": lambda *_: SimpleNamespace(fields=dict),
             "WorkerReport": lambda **_: None,
             "gather_result": gather_nothing,
             "DistributedDataParallel": _Parallel,

@@ -201,6 +201,9 @@ class _Spec:
     def optimizer(self, trained: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
         return torch.optim.SGD(list(trained.values()), 1e-6)
 
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.step()
+
     def scheduler(self, optimizer: object) -> None:
         return None
 
