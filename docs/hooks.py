@@ -7,7 +7,10 @@ In a page, one of these lines
     <!-- devices: all -->                              becomes the table of devices that estimates know,
     <!-- schedules: all -->                            becomes the table of schedules,
     <!-- script: one_host.sh -->                       becomes that file of docs/scripts,
-    <!-- api: planner -->                              becomes signatures and docstrings of that module's public names.
+    <!-- api: planner -->                              becomes signatures and docstrings of that module's public names,
+    <!-- notebook: notebook.ipynb -->                  becomes the cells of that notebook of docs/examples.
+
+A line right below it, which readers of the page in a clone see in its place, is left out.
 
 A comment behind a field, in the code, is the field's description here.
 """
@@ -29,7 +32,9 @@ from pydantic import BaseModel
 HELP_COLUMNS = "100"
 _SECTIONS = ("Args:", "Attributes:", "Returns:", "Raises:", "Yields:")
 SCRIPTS = Path(__file__).parent / "scripts"
-_MARKER = re.compile(r"^<!-- (fields|help|devices|schedules|script|api): (.+?) -->$", re.MULTILINE)
+EXAMPLES = Path(__file__).parent / "examples"
+_KINDS = "fields|help|devices|schedules|script|api|notebook"
+_MARKER = re.compile(rf"^<!-- ({_KINDS}): (.+?) -->$(?:\n\S.*)*", re.MULTILINE)
 _COMMENTED_FIELD = re.compile(r"^    (\w+): .*?  # (.+)$", re.MULTILINE)
 _BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
 
@@ -50,6 +55,8 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
                 return script(found[2])
             case "api":
                 return api(found[2])
+            case "notebook":
+                return notebook(found[2])
             case _:
                 return field_tables(found[2], shown)
 
@@ -63,10 +70,24 @@ def script(name: str) -> str:
     return f'```{language} title="{name}"\n{path.read_text(encoding="utf-8").strip()}\n```'
 
 
+def notebook(name: str) -> str:
+    """Return the cells of a notebook of docs/examples: text, code and what it printed."""
+    cells = json.loads((EXAMPLES / name).read_text(encoding="utf-8"))["cells"]
+    parts = []
+    for cell in cells:
+        source = "".join(cell["source"])
+        parts.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
+        for output in cell.get("outputs", ()):
+            printed = "".join(output.get("text") or output["data"]["text/plain"]).rstrip()
+            parts.append(f"```text\n{printed}\n```")
+    return "\n\n".join(parts)
+
+
 def api(module: str) -> str:
-    """Return what a module's public names are: a signature and a docstring each."""
+    """Return what a module's public names are: a signature and a docstring each; functions, and then types."""
     home = importlib.import_module(module)
-    return "\n\n".join(_described(f"{module}.{name}", getattr(home, name)) for name in home.__all__)
+    names = [*home.__all__, *(name for name in getattr(home, "_HOMES", ()) if not name.islower())]
+    return "\n\n".join(_described(f"{module}.{name}", getattr(home, name)) for name in names)
 
 
 def _described(name: str, what: Any) -> str:

@@ -1,30 +1,61 @@
 """Automatic pipeline-parallel training: profile a model, find the fastest split, train it.
 
-The verbs of the command line as functions:
-
     import planner
-    profile = planner.profile(planner.load_model_file("model.py"), batch_size=32)
-    plan = planner.solve(profile, planner.flat_cluster(gpus=8, bandwidth_bytes_per_s=1.25e9))
-    planner.save_plan(plan, "plan.json")
+    profile = planner.profile("model.py", batch_size=32)
+    plan = planner.solve(profile, planner.flat_cluster(8, "10Gbps"))
+    print(plan)
+    planner.train("model.py", plan)
+
+The verbs of the command line, with its defaults; `help(planner.solve)` describes the keywords of each:
+
+    profile, estimate    cost of each layer, measured on this device or estimated for another
+    fit                  from a model's name: does it fit, how to split it, how fast is it
+    cluster              GPUs and links, as the command line describes them; also flat_cluster, hierarchical_cluster
+    solve, choose        the fastest plan; the fastest of several schedules and batch sizes
+    price                a plan of stages that you chose yourself
+    compare, explain, sweep    other ways to train, what limits a plan, how it changes with the cluster
+    simulate, summarize  what workers and links do over time
+    show, report         a file as tables; all about a plan as one HTML file
+    train, pipeline      train as a plan says, in worker processes or in your own loop
+    export, export_weights, load_weights    a plan and trained weights for others
+    quickstart, selftest try all of it on this machine, and check that it works here
+
+Answers are records. `print` shows their tables, a notebook their part of the report; `to_frame()` gives a pandas data
+frame and `plot()` draws with matplotlib, where these are installed. `load_` and `save_` functions read and write files.
 
 Names are imported on first use, so that `import planner` costs nothing and solving does not import torch.
 """
 
 from __future__ import annotations
 
+import re
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from planner.version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from planner.analysis.choose import Choice as Choice
+    from planner.analysis.choose import choose as choose
+    from planner.analysis.compare import Comparison as Comparison
     from planner.analysis.compare import compare as compare
+    from planner.analysis.explain import Explanation as Explanation
     from planner.analysis.explain import explain as explain
-    from planner.analysis.own_plan import price as price
+    from planner.analysis.fit import Fit as Fit
+    from planner.analysis.sweep import Sweep as Sweep
     from planner.analysis.sweep import sweep as sweep
-    from planner.api import estimate as estimate
-    from planner.api import profile as profile
-    from planner.api import train as train
+    from planner.api.planning import cluster as cluster
+    from planner.api.planning import price as price
+    from planner.api.planning import report as report
+    from planner.api.planning import show as show
+    from planner.api.planning import solve as solve
+    from planner.api.running import estimate as estimate
+    from planner.api.running import fit as fit
+    from planner.api.running import profile as profile
+    from planner.api.running import quickstart as quickstart
+    from planner.api.running import train as train
+    from planner.demo.quickstart import QuickstartResult as QuickstartResult
     from planner.errors import InfeasibleError as InfeasibleError
     from planner.errors import InputError as InputError
     from planner.errors import PlannerError as PlannerError
@@ -34,7 +65,13 @@ if TYPE_CHECKING:
     from planner.executor.run.pipeline import pipeline as pipeline
     from planner.exports import export as export
     from planner.formats.cluster import Cluster as Cluster
+    from planner.formats.cluster import DeviceKind as DeviceKind
+    from planner.formats.cluster import Level as Level
     from planner.formats.cluster import flat_cluster as flat_cluster
+    from planner.formats.cluster import hierarchical_cluster as hierarchical_cluster
+    from planner.formats.cluster import load_cluster as load_cluster
+    from planner.formats.cluster import save_cluster as save_cluster
+    from planner.formats.constraints import Constraints as Constraints
     from planner.formats.device_kinds import profile_of_kinds as profile_of_kinds
     from planner.formats.importers import read_profile
     from planner.formats.own_plan import OwnPlan as OwnPlan
@@ -47,51 +84,37 @@ if TYPE_CHECKING:
     from planner.formats.timeline import Timeline as Timeline
     from planner.formats.timeline import load_timeline as load_timeline
     from planner.formats.timeline import save_timeline as save_timeline
+    from planner.model.spec import TrainingSpec as TrainingSpec
     from planner.model.spec import in_memory as in_memory
     from planner.model.spec import load_model_file as load_model_file
+    from planner.options.solving import Progress as Progress
+    from planner.options.solving import SolveOptions as SolveOptions
     from planner.options.training import CheckpointOptions as CheckpointOptions
+    from planner.options.training import RunOptions as RunOptions
     from planner.options.training import TrainingOptions as TrainingOptions
+    from planner.schedule.schedule import Schedule as Schedule
+    from planner.selfcheck.run import SelftestReport as SelftestReport
+    from planner.selfcheck.run import selftest as selftest
     from planner.simulator.simulate_plan import simulate as simulate
     from planner.simulator.summary import Summary as Summary
     from planner.simulator.summary import summarize as summarize
-    from planner.solver import solve as solve
+    from planner.solver.problem.budget import Patience as Patience
+    from planner.workers.job import TrainResult as TrainResult
 
     load_profile = read_profile
 
-# The modules that the names of the public API come from.
-_NAMES = {
-    "planner.analysis.compare": "compare",
-    "planner.analysis.explain": "explain",
-    "planner.analysis.own_plan": "price",
-    "planner.analysis.sweep": "sweep",
-    "planner.api": "estimate profile train",
-    "planner.errors": "InfeasibleError InputError PlannerError WorkerError",
-    "planner.executor.checkpoint.trained_weights": "export_weights load_weights",
-    "planner.executor.run.pipeline": "pipeline",
-    "planner.options.training": "CheckpointOptions TrainingOptions",
-    "planner.exports": "export",
-    "planner.formats.cluster": "Cluster flat_cluster",
-    "planner.formats.device_kinds": "profile_of_kinds",
-    "planner.formats.importers": "load_profile",
-    "planner.formats.own_plan": "OwnPlan OwnStage",
-    "planner.formats.plan": "Plan load_plan save_plan",
-    "planner.formats.profile": "Profile save_profile",
-    "planner.formats.timeline": "Timeline load_timeline save_timeline",
-    "planner.model.spec": "in_memory load_model_file",
-    "planner.simulator.simulate_plan": "simulate",
-    "planner.simulator.summary": "Summary summarize",
-    "planner.solver": "solve",
-}
-_HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
-_OTHER_NAMES = {"load_profile": "read_profile"}  # in their modules
+# The names above, each with its module: read from this file, so that they are declared once.
+_IMPORTED = re.findall(r"^    from (\S+) import \w+ as (\w+)$", Path(__file__).read_text("utf-8"), re.MULTILINE)
+_HOMES = {"load_profile": "planner.formats.importers"} | {name: module for module, name in _IMPORTED}
 
-__all__ = list(_HOMES)
+__all__ = sorted(name for name in _HOMES if name.islower())  # functions, for `help(planner)`; others are types
 
 
 def __getattr__(name: str) -> object:
     if name not in _HOMES:
         raise AttributeError(f"module 'planner' has no attribute '{name}'")
-    return getattr(import_module(_HOMES[name]), _OTHER_NAMES.get(name, name))
+    import_module("planner.reporting.shown")  # so that records show their tables
+    return getattr(import_module(_HOMES[name]), "read_profile" if name == "load_profile" else name)
 
 
 def __dir__() -> list[str]:

@@ -19,6 +19,9 @@ shows the flag instead.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from difflib import get_close_matches
+
 
 class PlannerError(Exception):
     """Base of all errors: one sentence, a hint, and the command's exit code.
@@ -89,6 +92,13 @@ class LayerError(PlannerError):
 
 class WorkerError(PlannerError):
     """A worker process died, hung or lost its connection."""
+
+
+def did_you_mean(given: str, known: Iterable[str]) -> str:
+    """Return the question that begins a hint: which of the known names could have been meant; "" where none."""
+    names, given = list(known), given.lower()
+    alike = [name for name in names if given in name] or get_close_matches(given, names, 3)
+    return f"did you mean {' or '.join(alike)}? " if alike else ""
 
 
 def first_line(error: BaseException) -> str:

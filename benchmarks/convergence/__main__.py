@@ -17,7 +17,7 @@ from benchmarks.convergence import characters, digits
 from benchmarks.convergence.emulation import evaluate
 from benchmarks.convergence.emulation import train as train_alone
 from benchmarks.convergence.picture import curves_svg
-from planner.api import estimate, train
+from planner.api.running import estimate, train
 from planner.cost.layer_costs import LayerCosts
 from planner.cost.setting import Setting
 from planner.formats.cluster import flat_cluster

@@ -24,7 +24,7 @@ from benchmarks.testbed.buckets import scaled_buckets
 from benchmarks.testbed.emulate import emulate, fitting_scale
 from benchmarks.testbed.measure import data_parallel_run, run_plan
 from benchmarks.testbed.predict import given_plan
-from planner.api import profile
+from planner.api.running import profile
 from planner.formats.cluster import flat_cluster
 from planner.formats.names import CodecName
 from planner.formats.profile import Profile

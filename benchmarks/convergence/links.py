@@ -27,7 +27,7 @@ from benchmarks.convergence.recipes import Recipe, with_remedies
 from benchmarks.convergence.replicas import Replicas
 from benchmarks.testbed.bed import Testbed, testbed
 from benchmarks.testbed.predict import given_plan
-from planner.api import estimate
+from planner.api.running import estimate
 from planner.formats.cluster import Cluster, flat_cluster
 from planner.formats.plan import Plan
 from planner.formats.profile import Profile

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from benchmarks.kept import ROOT, Results
 from benchmarks.testbed.predict import balanced_stages, given_plan
-from planner.api import estimate, train
+from planner.api.running import estimate, train
 from planner.executor.run.data import make_batches
 from planner.formats.cluster import flat_cluster
 from planner.formats.files import write_text

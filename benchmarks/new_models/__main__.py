@@ -19,7 +19,7 @@ from tabulate import tabulate
 
 from benchmarks.kept import Results
 from benchmarks.new_models.one_process import Trained, initial_weights, largest_difference, one_process
-from planner.api import profile, train
+from planner.api.running import profile, train
 from planner.formats.files import write_text
 from planner.formats.plan import Plan
 from planner.formats.profile import Profile

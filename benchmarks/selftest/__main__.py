@@ -12,10 +12,9 @@ from pathlib import Path
 from tabulate import tabulate
 
 from benchmarks.kept import between_marks, environment
-from planner.cli.this_machine import selftest_report
 from planner.formats.files import write_text
 from planner.profiler.this_machine import keep_freed_pages
-from planner.selfcheck.run import WORKERS, Row, SelftestReport, selftest
+from planner.selfcheck.run import Row, SelftestReport, selftest, selftest_report
 
 README = Path(__file__).with_name("README.md")
 
@@ -24,11 +23,11 @@ def main() -> int:
     """Run the self-test, print its table, and write it if asked to."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--workers", type=int, default=WORKERS)
+    parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--save", action="store_true", help="write the table into the README")
     arguments = parser.parse_args()
     keep_freed_pages()
-    report = selftest(arguments.device, arguments.workers, on_row=_show)
+    report = selftest(device=arguments.device, workers=arguments.workers, on_row=_show)
     print(selftest_report(report))
     if arguments.save:
         page = README.read_text(encoding="utf-8")

@@ -15,6 +15,7 @@ from planner.errors import InfeasibleError, InputError, PlannerError
 from planner.formats.cluster import Cluster
 from planner.formats.plan import Plan
 from planner.formats.profile import Profile
+from planner.formats.shown import Shown
 from planner.options.solving import SolveOptions
 from planner.schedule.instructions import MICROBATCHES_PER_GPU
 from planner.schedule.one_stage import FLUSH
@@ -69,7 +70,7 @@ class Option:
 
 
 @dataclass(frozen=True)
-class Choice:
+class Choice(Shown):
     """The fastest plan, and all options that were solved for."""
 
     best: Option

@@ -15,6 +15,7 @@ from planner.formats.files import Record
 from planner.formats.plan import Plan
 from planner.formats.plan_parts import OtherWay
 from planner.formats.profile import Profile
+from planner.formats.shown import Shown
 from planner.options.solving import SolveOptions
 from planner.schedule.instructions import MICROBATCHES_PER_GPU
 from planner.schedule.one_stage import GPIPE
@@ -46,7 +47,7 @@ class ComparisonRow(OtherWay):
     simulated: bool = True  # False: by the cost model, which knows no waiting
 
 
-class Comparison(Record):
+class Comparison(Shown, Record):
     """The chosen plan first, then the baselines."""
 
     model: str

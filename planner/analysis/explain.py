@@ -18,6 +18,7 @@ from planner.formats.names import CODECS
 from planner.formats.plan import Plan
 from planner.formats.plan_parts import Bottleneck, SolverReport, config_of
 from planner.formats.profile import Profile
+from planner.formats.shown import Shown
 from planner.options.solving import SolveOptions
 from planner.simulator.simulate_plan import simulate
 from planner.simulator.summary import summarize
@@ -77,7 +78,7 @@ class Alternative(Record):
     gain: float | None  # 0.05 is 5% more samples per second than the plan
 
 
-class Explanation(Record):
+class Explanation(Shown, Record):
     """What limits a plan and what could be better. `waiting_s`: simulated time beyond the busiest resource."""
 
     model: str

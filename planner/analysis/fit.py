@@ -11,6 +11,7 @@ from planner.formats.cluster import Cluster
 from planner.formats.files import Record
 from planner.formats.plan import Plan
 from planner.formats.profile import Profile
+from planner.formats.shown import Shown
 from planner.options.solving import SolveOptions
 from planner.solver.find_plan import find_plan
 from planner.solver.problem.budget import Patience
@@ -27,7 +28,7 @@ class FitRow(Record):
     why_not: str = ""
 
 
-class Fit(Record):
+class Fit(Shown, Record):
     """The answer for the GPUs that were asked about, and for other numbers of them, the largest first.
 
     Where a model fits, those are half as many GPUs again and again, down to one or to the first number at which it does
@@ -37,6 +38,8 @@ class Fit(Record):
     model: str
     asked: FitRow
     others: tuple[FitRow, ...]
+    folder: str = ""  # that has the model file, profile.json and plan.json
+    model_file: str = ""
 
 
 def fit(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -13,12 +13,15 @@ from planner.analysis.usual_ways import DATA_PARALLEL, ONE_GPU, with_baselines
 from planner.errors import InfeasibleError, InputError
 from planner.formats.cluster import Cluster, Level
 from planner.formats.files import Record
+from planner.formats.link_names import link_bandwidth
 from planner.formats.plan import Plan
 from planner.formats.plan_parts import Bottleneck
 from planner.formats.profile import Profile
+from planner.formats.shown import Shown
 from planner.options.solving import SolveOptions
 from planner.solver.find_plan import find_plan
 from planner.solver.problem.budget import Patience
+from planner.units import parse_bytes
 
 
 def bandwidth_sweep(
@@ -49,6 +52,11 @@ def at_bandwidth(level: Level, bandwidth_bytes_per_s: float) -> Level:
 
 
 Quantity = Literal["bandwidth", "gpus", "memory"]
+_UNITS: Mapping[Quantity, Callable[[str], float]] = {
+    "bandwidth": link_bandwidth,
+    "gpus": int,
+    "memory": parse_bytes,
+}
 ClusterAt = Callable[[float], Cluster]
 
 MOST_POINTS = 200
@@ -89,7 +97,7 @@ class ConfigChange(Record):
     above: SweepPoint  # the first with another config
 
 
-class Sweep(Record):
+class Sweep(Shown, Record):
     """Points in ascending order of the quantity, and the changes of config found between them."""
 
     model: str
@@ -107,7 +115,7 @@ class Sweep(Record):
 def sweep(
     profile: Profile,
     quantity: Quantity,
-    values: Sequence[float],
+    values: Sequence[float | str],
     cluster_at: ClusterAt,
     *,
     options: SolveOptions | None = None,
@@ -136,7 +144,8 @@ def sweep(
         >>> [point.config for point in found.points]
         ['1-1', '2-1-1']
     """
-    options, places = options or SolveOptions(), sorted(set(values))
+    options = options or SolveOptions()
+    places = sorted({_UNITS[quantity](value) if isinstance(value, str) else value for value in values})
     patience = patience or Patience.of(options.time_limit_s, options.progress)
     left_s = patience.deadline.left_s
     # All have the same time, so that no config changes because one had more; half of it is for these values.

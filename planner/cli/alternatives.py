@@ -8,13 +8,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import planner
-from planner.cli.arguments import Verbs, add_question_arguments, declare, patience_of, plan_of, read_options
+from planner.cli.arguments import Verbs, add_question_arguments, declare, patience_of, plan_of
 from planner.cli.cluster import cluster_of
 from planner.cli.output import print_answer, print_written
+from planner.cli.records import read_options
 from planner.errors import ClusterError, InputError
+from planner.formats.link_names import link_bandwidth
 from planner.options.numbers import is_count
 from planner.options.solving import SolveOptions
-from planner.units import parse_bandwidth, parse_bytes
+from planner.options.verbs import POINTS
+from planner.units import parse_bytes
 
 if TYPE_CHECKING:
     from planner.analysis.sweep import Quantity
@@ -44,14 +47,14 @@ more memory would gain.
     plan explain --plan plan.json
     plan explain --plan plan.json --gpus 8 --bandwidth 1Gbps     its stages on another cluster
 """
-POINTS, GPU_POINTS = 9, 16
+GPU_POINTS = 16
 Range = tuple[float, float]
 
 
 def add_parser(verbs: Verbs) -> None:
     """Declare the verbs' arguments."""
     summary = "compare a plan with data parallelism and hand-made pipelines"
-    add_question_arguments(declare(verbs, "compare", summary, COMPARE, run_compare), plan=True)
+    add_question_arguments(declare(verbs, "compare", summary, COMPARE, run_question), plan=True)
     parser = declare(verbs, "sweep", "show how the plan changes with bandwidth, GPUs or memory", SWEEP, run_sweep)
     parser.conflict_handler = "resolve"  # three of the cluster's arguments may be ranges here
     add_question_arguments(parser, plan=False)
@@ -59,7 +62,7 @@ def add_parser(verbs: Verbs) -> None:
     swept.add_argument("--gpus", type=_range_of(_count), metavar="N", help="number of GPUs: 8, or 2:16")
     swept.add_argument(
         "--bandwidth",
-        type=lambda text: [_range_of(parse_bandwidth)(part) for part in text.split(",")],
+        type=lambda text: [_range_of(link_bandwidth)(part) for part in text.split(",")],
         metavar="RATE",
         help="bandwidth of each GPU's link in each direction: 10Gbps, or 1Gbps:100Gbps; with --topology one per level, "
         "inner to outer: 128Gbps,1Gbps:100Gbps",
@@ -70,31 +73,18 @@ def add_parser(verbs: Verbs) -> None:
     parser.add_argument("--points", type=int, metavar="N", help=help)
     parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="write a plot of the speeds")
     summary = "explain what limits a plan, and what would make it faster"
-    add_question_arguments(declare(verbs, "explain", summary, EXPLAIN, run_explain), plan=True)
+    add_question_arguments(declare(verbs, "explain", summary, EXPLAIN, run_question), plan=True)
 
 
-def run_compare(args: argparse.Namespace) -> int:
-    """Compare and print."""
-    from planner.reporting.tables.compare import comparison_report
-
-    return _ask(args, planner.compare, comparison_report)
-
-
-def run_explain(args: argparse.Namespace) -> int:
-    """Explain and print."""
-    from planner.reporting.tables.explain import explanation_report
-
-    return _ask(args, planner.explain, explanation_report)
-
-
-def _ask(args: argparse.Namespace, question: Callable[..., Any], report: Callable[[Any], str]) -> int:
-    """Print what is said of a plan: that of the arguments."""
+def run_question(args: argparse.Namespace) -> int:
+    """Compare or explain the plan of the arguments, and print the answer."""
     from planner.formats.importers import read_one_profile
 
+    question: Callable[..., Any] = getattr(planner, args.verb)
     with patience_of(args) as patience:
         profile = read_one_profile(args.profile)
         answer = question(profile, plan=plan_of(args, profile, patience), patience=patience)
-    print_answer(answer, args.json, report)
+    print_answer(answer, args.json)
     return 0
 
 
@@ -104,7 +94,6 @@ def run_sweep(args: argparse.Namespace) -> int:
     from planner.formats.files import write_text
     from planner.formats.importers import read_one_profile
     from planner.reporting.svg import sweep_svg
-    from planner.reporting.tables.compare import sweep_report
 
     if args.plot is not None and args.plot.suffix != ".svg":
         raise InputError(f"`plot={args.plot}` is not an SVG file", hint="name it FILE.svg")
@@ -125,7 +114,7 @@ def run_sweep(args: argparse.Namespace) -> int:
         swept = planner.sweep(
             profile, quantity, values, cluster_at, options=read_options(SolveOptions, args), patience=patience
         )
-    print_answer(swept, args.json, sweep_report)
+    print_answer(swept, args.json)
     if args.plot is not None:
         write_text(args.plot, sweep_svg(swept))
         print_written(args.plot)

@@ -5,28 +5,24 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import MISSING
 from pathlib import Path
-from types import UnionType
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, Union, get_args, get_origin
+from typing import TYPE_CHECKING, TypeAlias
 
 import planner
 from planner.cli.cluster import CLUSTER, add_cluster_arguments, cluster_of
-from planner.cli.output import as_flags, given, refuse, searching
-from planner.options.numbers import at_least, positive
-from planner.options.option import Option, flag_of, options_in
-from planner.options.solving import SolveOptions, StageRules
+from planner.cli.output import searching
+from planner.cli.records import add_options, read_options
+from planner.options.option import given, options_in, refuse
+from planner.options.solving import TIME_LIMIT_S, SolveOptions, StageRules
 from planner.schedule.registry import SCHEDULES
 
 if TYPE_CHECKING:
     from planner.solver.problem.budget import Patience
 
 Verbs: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
-RecordT = TypeVar("RecordT")
 
 # What one verb writes, the next one reads.
 PLAN, PROFILE = Path("plan.json"), Path("profile.json")
-TIME_LIMIT = "60s"
 SOLVING = 0.5  # share of the time for the plan that a question is about
 UNCHUNKED = [schedule.name for schedule in SCHEDULES if not schedule.chunked]
 # What `--plan` says itself.
@@ -42,56 +38,6 @@ def declare(
     parser = verbs.add_parser(name, help=summary, description=description, formatter_class=style)
     parser.set_defaults(run=run)
     return parser
-
-
-def add_options(
-    parser: argparse._ActionsContainer, record: type, *names: str, more: str = "", told: str = "", **changes: Any
-) -> None:
-    """Declare the flags of these fields of a record, or of all.
-
-    Where one field is named, `more` follows its help, `told` says its default, and `changes` are argparse's keywords.
-
-    A flag that is not given is None, so that the record's own default holds.
-    """
-    for each, option in options_in(record):
-        if (names and each.name not in names) or (flag := flag_of(each.name, option)) is None:
-            continue
-        text = as_flags(option.help).replace("%", "%%")
-        stated = told or changes.get("default") or option.told or _written(each.default)
-        after = f" (default: {as_flags(stated)})" if stated else ""
-        keywords = {"dest": each.name, "default": None, "help": f"{text}{more}{after}"}
-        parser.add_argument(flag, **_by_type(each.type, option) | keywords | changes)
-
-
-def _written(default: Any) -> str:
-    """Write a default for people; "" where there is none to tell of."""
-    if default in (None, (), MISSING) or default is False:
-        return ""
-    return f"{default:g}" if isinstance(default, float) else str(default)
-
-
-def given_options(record: type, args: argparse.Namespace) -> dict[str, Any]:
-    """Return the fields of a record that the user gave."""
-    values = {each.name: getattr(args, each.name, None) for each, _ in options_in(record)}
-    return {name: value for name, value in values.items() if value is not None}
-
-
-def read_options(record: Callable[..., RecordT], args: argparse.Namespace, **others: Any) -> RecordT:
-    """Return the record of what the user gave, and its defaults for the rest."""
-    return record(**given_options(record, args) | others)  # type: ignore[arg-type]
-
-
-def _by_type(kind: Any, option: Option) -> dict[str, Any]:
-    """Return what argparse has to know of an option whose values are of this type."""
-    if get_origin(kind) in (Union, UnionType):
-        kind = next(part for part in get_args(kind) if part is not type(None))
-    if kind is bool:
-        return {"action": argparse.BooleanOptionalAction if option.negation else "store_true"}
-    if option.choices or get_origin(kind) is Literal:
-        return {"choices": option.choices or get_args(kind)}
-    bounded = at_least(option.least) if option.least is not None else option.parse or kind
-    keywords = {"metavar": option.metavar, "type": positive if option.positive else bounded}
-    return keywords if option.const is None else keywords | {"nargs": "?", "const": option.const}
 
 
 def add_plan_argument(parser: argparse.ArgumentParser) -> None:
@@ -119,14 +65,6 @@ def add_folder_argument(parser: argparse.ArgumentParser, help: str, default: Pat
     parser.add_argument("-o", "--output", dest="place", type=Path, default=default, metavar="DIR", help=help)
 
 
-def add_simulation_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what a verb simulates of a plan."""
-    help = "simulate N minibatches (default: enough for a steady state)"
-    parser.add_argument("--minibatches", type=int, metavar="N", help=help)
-    help = "under 1f1b, update after K minibatches per replica, as `plan train --accumulate K` does (default: 1)"
-    parser.add_argument("--accumulate", type=at_least(1), metavar="K", help=help)
-
-
 def add_question_arguments(parser: argparse.ArgumentParser, plan: bool) -> None:
     """Declare the cluster's arguments and how to solve; with `plan`, also a plan that says both."""
     add_cluster_arguments(parser)
@@ -145,19 +83,19 @@ def add_question_arguments(parser: argparse.ArgumentParser, plan: bool) -> None:
     add_rule_arguments(parser)
 
 
-def add_rule_arguments(parser: argparse.ArgumentParser, time_limit: str = TIME_LIMIT) -> None:
+def add_rule_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what stages may be like, and how long to search."""
     add_options(parser.add_argument_group("stages"), StageRules)
-    add_options(parser, SolveOptions, "time_limit_s", default=time_limit)
+    add_options(parser, SolveOptions, "time_limit_s")
 
 
 @contextmanager
-def patience_of(args: argparse.Namespace) -> Iterator[Patience]:
+def patience_of(args: argparse.Namespace, usual_s: float = TIME_LIMIT_S) -> Iterator[Patience]:
     """Start the clock of all that the verb does, by the arguments, and show on stderr how far the searches are."""
     from planner.solver.problem.budget import Patience
 
     with searching() as progress:
-        yield Patience.of(args.time_limit_s, progress)
+        yield Patience.of(usual_s if args.time_limit_s is None else args.time_limit_s, progress)
 
 
 def plan_of(args: argparse.Namespace, profile: planner.Profile, patience: Patience) -> planner.Plan:

@@ -12,12 +12,11 @@ import select
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from difflib import get_close_matches
 from typing import Any, NoReturn
 
 from planner.cli import alternatives, fit, price, profile, solve, this_machine, train, views
 from planner.cli.output import print_complaint, print_failure, try_outputs
-from planner.errors import InputError, PlannerError
+from planner.errors import InputError, PlannerError, did_you_mean
 
 # In the order in which help lists them.
 VERBS: tuple[Callable[[Any], None], ...] = (
@@ -54,7 +53,14 @@ _NEGATIVE = re.compile(r"-\d")  # so that "-1Gbps" is a value, and its option sa
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors look like all others."""
+    """An argument parser whose errors look like all others, and name what could have been meant."""
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            meant = did_you_mean(str(value), map(str, action.choices or ()))
+            raise InputError(str(error), hint=f"{meant}see: {self.prog} --help") from None
 
     def error(self, message: str) -> NoReturn:
         raise InputError(message, hint=f"see: {self.prog} --help")
@@ -135,10 +141,8 @@ def _unknown(parser: Parser, verb: str, unknown: Sequence[str]) -> InputError:
     verbs = next(iter(parser._subparsers._group_actions)).choices  # type: ignore[union-attr]
     options = {name: list(each._option_string_actions) for name, each in dict(verbs or {}).items()}
     given = unknown[0].partition("=")[0]
-    alike = [option for option in options[verb] if given.startswith("--") and given[2:] in option]
-    alike = alike or get_close_matches(given, options[verb], 1)
     others = [f"`plan {name}`" for name, names in options.items() if given in names]
-    hint = f"did you mean {' or '.join(alike)}? " if alike else ""
+    hint = did_you_mean(given[2:], options[verb]) if given.startswith("--") else ""
     hint += f"{given} is an option of {', '.join(others)}; " if others else ""
     return InputError(f"`plan {verb}` does not know {' '.join(unknown)}", hint=f"{hint}see: plan {verb} --help")
 

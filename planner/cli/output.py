@@ -9,48 +9,46 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
-from planner.errors import InputError, PlannerError
+from planner.errors import PlannerError
+from planner.options.cluster import ClusterOptions
 from planner.options.option import flag_of, options_in
 from planner.options.profiling import EstimateArguments, ProfileOptions
 from planner.options.solving import Progress, SolveOptions
 from planner.options.training import CheckpointOptions, RunOptions, TrainArguments, TrainingOptions
+from planner.options.verbs import FitOptions, PriceOptions, QuickstartOptions, ReportOptions, SelftestOptions
 from planner.terminal import ProgressLine
 from planner.units import format_seconds
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
-    Answer = TypeVar("Answer", bound=BaseModel)
-
 _ARGUMENT = re.compile(r"`([a-z][a-z0-9_]*)(?:=([^`]*))?`")
 _PLAIN_NUMBER = re.compile(r"[0-9][0-9_.]*(e[+-]?[0-9]+)?")
 # Flags that belong to no record of options: what a verb reads, writes and shows, and the cluster.
 _OWN = """
-    against bandwidth by cluster colocate compress constraints estimate forbid_cut_after format given gpu gpus json
-    kinds latency length links memory minibatches model no_overlap only output own_links pin pin_gpu plan plot
-    points profile replicas sequence_parallel servers skip stages to top topology verify workers
+    against by colocate constraints estimate forbid_cut_after given json links output pin pin_gpu plan plot profile
+    stages to top verify
 """
 # Names of Python parameters that differ from the flag's, and the unit that the flag wants after a plain number.
 _OTHER_NAMES = {
     "bandwidth_bytes_per_s": ("--bandwidth", "B/s"),
     "gpu_of": ("--pin-gpu", ""),
     "latency_s": ("--latency", "s"),
-    "measured": ("--run", ""),
     "memory_bytes": ("--memory", "B"),
     "no_cut_after": ("--forbid-cut-after", ""),
-    "place": ("--output", ""),
     "sizes": ("--topology", ""),
     "stage_of": ("--pin", ""),
     "system": ("--to", ""),
     "together": ("--colocate", ""),
 }
 _TRAINING = (TrainArguments, TrainingOptions, CheckpointOptions, RunOptions)
-_RECORDS = (SolveOptions, ProfileOptions, EstimateArguments, *_TRAINING)
+_VERBS = (PriceOptions, FitOptions, ReportOptions, QuickstartOptions, SelftestOptions)
+_RECORDS = (ClusterOptions, *_VERBS, SolveOptions, ProfileOptions, EstimateArguments, *_TRAINING)
 _OPTIONS = {each.name: option for record in _RECORDS for each, option in options_in(record)}
 FLAGS = {name: (f"--{name.replace('_', '-')}", "") for name in _OWN.split()} | _OTHER_NAMES
 FLAGS |= {name: (flag, option.unit) for name, option in _OPTIONS.items() if (flag := flag_of(name, option))}
@@ -83,22 +81,11 @@ def _flag(argument: re.Match[str]) -> str:
     return f"{flag} {value}{unit if _PLAIN_NUMBER.fullmatch(value) else ''}"
 
 
-def given(args: argparse.Namespace, name: str) -> bool:
-    """Return whether the user gave the argument."""
-    return getattr(args, name) not in (None, False)
+def print_answer(answer: BaseModel, as_json: bool, table: str | None = None) -> None:
+    """Print a verb's answer on stdout: as JSON, or as its tables, or the one given."""
+    import planner.reporting.shown  # noqa: F401 - makes answers show their tables
 
-
-def refuse(args: argparse.Namespace, chosen: str, *others: str, why: str = "") -> None:
-    """Refuse arguments that contradict the chosen one; raise InputError naming the first of them."""
-    for name in others:
-        if given(args, name):
-            what = f"`{name}` has no meaning with `{chosen}`{why}"
-            raise InputError(what, hint=f"leave out one of `{chosen}` and `{name}`")
-
-
-def print_answer(answer: Answer, as_json: bool, table: Callable[[Answer], str]) -> None:
-    """Print a verb's answer on stdout: as JSON, or as the text that `table` makes of it."""
-    print(answer.model_dump_json(indent=1) if as_json else as_flags(table(answer)))
+    print(answer.model_dump_json(indent=1) if as_json else as_flags(str(answer) if table is None else table))
 
 
 def print_complaint(kind: str, message: str, hint: str = "") -> None:

@@ -9,16 +9,9 @@ from pathlib import Path
 from typing import Any, NoReturn, get_args
 
 import planner
-from planner.cli.arguments import (
-    PROFILE,
-    Verbs,
-    add_options,
-    add_output_argument,
-    declare,
-    given_options,
-    profile_path,
-)
+from planner.cli.arguments import PROFILE, Verbs, add_output_argument, declare, profile_path
 from planner.cli.output import print_answer, print_written
+from planner.cli.records import add_options, given_options
 from planner.errors import InputError
 from planner.formats.names import DeviceType
 from planner.options.numbers import batch_sizes
@@ -77,8 +70,6 @@ def add_parser(verbs: Verbs) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure, save, and print the profile."""
-    from planner.reporting.tables.profile import profile_report
-
     if args.links:
         _run_links(args)
     if args.model is None:
@@ -97,14 +88,13 @@ def run(args: argparse.Namespace) -> int:
         texts = [profile.model_dump_json(indent=1) for profile in profiles]
         print(f"[{','.join(texts)}]" if len(texts) > 1 else texts[0])
     else:
-        print("\n\n".join(map(profile_report, profiles)))
+        print("\n\n".join(map(str, profiles)))
     return 0
 
 
 def _run_links(args: argparse.Namespace) -> NoReturn:
     from planner.formats.cluster import save_cluster
     from planner.profiler.links.measure_cluster import measure_cluster
-    from planner.reporting.tables.plan import cluster_report
     from planner.workers.ending import end_process
 
     if args.model is not None:
@@ -117,7 +107,7 @@ def _run_links(args: argparse.Namespace) -> NoReturn:
     if cluster is not None:  # rank 0
         output = args.output or Path("cluster.json")
         save_cluster(cluster, output)
-        print_answer(cluster, args.json, cluster_report)
+        print_answer(cluster, args.json)
         print_written(output)
     end_process(0)
 

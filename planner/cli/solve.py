@@ -12,17 +12,16 @@ import planner
 from planner.cli.arguments import (
     PLAN,
     Verbs,
-    add_options,
     add_output_argument,
     add_profile_argument,
     add_rule_arguments,
     declare,
     patience_of,
     profile_path,
-    read_options,
 )
 from planner.cli.cluster import add_cluster_arguments, add_constraint_arguments, cluster_of, constraints_of
 from planner.cli.output import as_flags, print_answer, print_complaint, print_written, stopped_by_interrupt
+from planner.cli.records import add_options, read_options
 from planner.errors import InputError, PlannerError
 from planner.options.numbers import batch_sizes
 from planner.options.solving import SolveOptions
@@ -31,8 +30,6 @@ from planner.schedule.registry import DEFAULT, NAMES
 if TYPE_CHECKING:
     from planner.solver.problem.budget import Patience
 
-# Shares of the time left: for the search, and then for the best synchronous plan; the rest is for what people use.
-SEARCHING, BESIDE = 0.9, 0.7
 ALL = ("auto", "all")  # in place of a schedule's name
 
 DESCRIPTION = """\
@@ -67,9 +64,8 @@ def add_parser(verbs: Verbs) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Solve, save, and print the plan."""
-    from planner.analysis.usual_ways import with_baselines
+    from planner.api.planning import solved
     from planner.formats.importers import read_profiles
-    from planner.reporting.tables.plan import plan_report
 
     if args.verify is not None:
         planner.load_model_file(args.verify)  # before the search, whose answer would wait for a file that is not there
@@ -82,12 +78,11 @@ def run(args: argparse.Namespace) -> int:
             if len(profiles) > 1 or schedule:
                 plan = _chosen(args, profiles, cluster, options, patience)
             else:
-                plan = _solved(profiles[0], cluster, options, patience, asked=args.schedule is not None)
+                plan = solved(profiles[0], cluster, options, patience)
         profile = next(one for one in profiles if one.digest == plan.profile_digest)
-        plan = with_baselines(profile, plan, patience)
     complaints = list(_complaints(args, plan, profile))
     planner.save_plan(plan, args.output)
-    print_answer(plan, args.json, plan_report)
+    print_answer(plan, args.json)
     print_written(args.output)
     for kind, message, hint in complaints:
         print_complaint(kind, message, hint)
@@ -162,18 +157,6 @@ def _verified(model: str, profile: planner.Profile, plan: planner.Plan) -> str:
     return f"{table_of(rows).text()}\n\nworst stage: the sum of its layers is off by {worst:+.1%}"
 
 
-def _solved(
-    profile: planner.Profile, cluster: planner.Cluster, options: SolveOptions, patience: Patience, *, asked: bool
-) -> planner.Plan:
-    from planner.analysis.usual_ways import with_synchronous
-    from planner.solver.find_plan import find_plan
-
-    plan = find_plan(profile, cluster, options, patience.part(SEARCHING))
-    if options.alone:
-        return plan  # whose alternative would have to respect the same
-    return with_synchronous(profile, plan, options, patience.part(BESIDE), asked=asked)
-
-
 def _chosen(
     args: argparse.Namespace,
     profiles: list[planner.Profile],
@@ -182,7 +165,8 @@ def _chosen(
     patience: Patience,
 ) -> planner.Plan:
     from planner.analysis.choose import COMPARED, choose, with_best_synchronous
-    from planner.reporting.tables.compare import choice_report
+    from planner.analysis.usual_ways import with_baselines
+    from planner.api.planning import SEARCHING
 
     if options.alone or options.cost_model != "resource":
         alone = "--solver, --vertical-sync, constraints and cost models other than resource"
@@ -191,8 +175,9 @@ def _chosen(
     schedules = COMPARED if args.schedule in ALL else [options.order]
     choice = choose(profiles, cluster, options, schedules, patience.part(SEARCHING))
     if not args.json:
-        print(as_flags(choice_report(choice)), end="\n\n")
-    return with_best_synchronous(choice)
+        print(as_flags(str(choice)), end="\n\n")
+    plan = with_best_synchronous(choice)
+    return with_baselines(next(one for one in profiles if one.digest == plan.profile_digest), plan, patience)
 
 
 def _profile_paths(given: str, sizes: list[int] | None) -> str:

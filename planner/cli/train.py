@@ -9,15 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 import planner
-from planner.cli.arguments import (
-    Verbs,
-    add_options,
-    add_output_argument,
-    add_plan_argument,
-    declare,
-    read_options,
-)
+from planner.cli.arguments import Verbs, add_output_argument, add_plan_argument, declare
 from planner.cli.output import STDOUT, print_answer, print_complaint, print_progress, print_written
+from planner.cli.records import add_options, read_options
 from planner.options.training import CheckpointOptions, RunOptions, TrainArguments, TrainingOptions
 
 if TYPE_CHECKING:
@@ -92,9 +86,8 @@ def add_exports(verbs: Verbs) -> None:
 
 def train(args: argparse.Namespace) -> int:
     """Train, then print what was predicted beside what was measured."""
-    from planner.api import make_job, run_job
+    from planner.api.running import make_job, run_job
     from planner.executor.checkpoint.folders import after_torchrun_restart, complete
-    from planner.reporting.tables.runs import training_report
     from planner.workers.meeting import started_as_worker
 
     checkpoints = read_options(CheckpointOptions, args)
@@ -119,15 +112,14 @@ def train(args: argparse.Namespace) -> int:
         elif complete(Path(checkpoints.folder)):
             print_progress(f"the same command with `resume` continues from the newest in '{checkpoints.folder}'")
         raise
-    print_answer(result, args.json, training_report)
+    print_answer(result, args.json)
     return 0
 
 
 def _run_as_worker(job: Job, as_json: bool) -> NoReturn:
-    from planner.api import trace_writer
+    from planner.api.running import trace_writer
     from planner.executor.checkpoint.folders import torchrun_run_id
     from planner.executor.worker import run_worker
-    from planner.reporting.tables.runs import training_report
     from planner.workers.ending import end_process
 
     def tell(error: planner.PlannerError) -> None:
@@ -136,7 +128,7 @@ def _run_as_worker(job: Job, as_json: bool) -> NoReturn:
     job = job.model_copy(update={"run": torchrun_run_id()})
     code, result = run_worker(job, trace_writer(job), tell=tell)
     if result is not None:
-        print_answer(result, as_json, training_report)
+        print_answer(result, as_json)
     end_process(code)
 
 

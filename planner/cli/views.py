@@ -3,36 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import planner
-from planner.cli.alternatives import POINTS
-from planner.cli.arguments import (
-    PLAN,
-    PROFILE,
-    Verbs,
-    add_options,
-    add_output_argument,
-    add_plan_argument,
-    add_simulation_arguments,
-    declare,
-    patience_of,
-)
-from planner.cli.output import as_flags, print_answer, print_written, refuse
-from planner.errors import InputError, PlannerError
+from planner.cli.arguments import PLAN, Verbs, add_output_argument, add_plan_argument, declare, patience_of
+from planner.cli.output import as_flags, print_answer, print_written
+from planner.cli.records import add_options, read_options
 from planner.options.numbers import at_least
-from planner.options.solving import SolveOptions
-
-if TYPE_CHECKING:
-    from planner.solver.problem.budget import Patience
-
-COMPARING = 0.3  # share of the time for the comparison
-EXPLAINING = 0.4  # share of the time left for the explanation; the rest is for the bandwidths
-TIME_LIMIT = "7s"  # with what simulation and page take besides, a report of 56 stages is there within 10 s
-FORMATS = ("html", "svg")
-SPREAD = 10.0  # the sweep's bandwidths: from the plan's divided by this to the plan's multiplied by it
+from planner.options.verbs import REPORT_S, ReportOptions
 
 SHOW = """\
 Show a plan or a profile: the files that the other verbs write, or a graph.txt that PipeDream published.
@@ -87,7 +65,7 @@ def add_simulate(verbs: Verbs) -> None:
     """Declare the arguments of `plan simulate`."""
     parser = declare(verbs, "simulate", "show what a plan's workers and links do over time", SIMULATE, simulate)
     add_plan_argument(parser)
-    add_simulation_arguments(parser)
+    add_options(parser, ReportOptions, "minibatches", "accumulate")
     help = "write every event as a Chrome trace, which Perfetto opens"
     parser.add_argument("--trace", type=Path, metavar="FILE", help=help)
     parser.add_argument(
@@ -103,145 +81,43 @@ def add_report(verbs: Verbs) -> None:
     """Declare the arguments of `plan report`."""
     parser = declare(verbs, "report", "write all about a plan to one HTML file", REPORT, report)
     add_plan_argument(parser)
-    parser.add_argument(
-        "--profile",
-        metavar="FILE",
-        help="profile that the plan was made from, for the comparisons; where it has several kinds of GPUs, as in "
-        f"a100=a.json,t4=b.json (default: {PROFILE}, if it is that one)",
-    )
-    help = "a run of the plan, as a trace or a timeline, to show beside the simulation"
-    parser.add_argument("--run", dest="measured", type=Path, metavar="FILE", help=help)
-    add_simulation_arguments(parser)
-    help = "solve for N bandwidths, from a tenth to ten times the plan's; 0 for none (default: %(default)s)"
-    parser.add_argument("--points", type=int, default=POINTS, metavar="N", help=help)
-    add_options(parser, SolveOptions, "time_limit_s", default=TIME_LIMIT)
-    help = "svg shows the timeline alone (default: that of the file's name, or html)"
-    parser.add_argument("--format", choices=FORMATS, help=help)
+    add_options(parser, ReportOptions)
     add_output_argument(parser, told="report.FORMAT")
 
 
 def show(args: argparse.Namespace) -> int:
     """Print the file's content."""
-    from planner.formats.importers import is_profile, read_profile
-    from planner.formats.pipedream import graph_txt
-    from planner.reporting.svg import profile_svg
-    from planner.reporting.tables.plan import plan_report
-    from planner.reporting.tables.profile import profile_report
-
-    if is_profile(args.file):
-        profile = read_profile(args.file)
-        match args.format:
-            case "table":
-                print(profile_report(profile, by=args.by, top=args.top))
-            case "svg":
-                print(profile_svg(profile))
-            case "graph.txt":
-                print(graph_txt(profile).rstrip("\n"))
-            case _:
-                print(profile.model_dump_json(indent=1))
-        return 0
-    plan = planner.load_plan(args.file)
-    if args.format not in ("table", "json"):
-        what = f"`format={args.format}` is for profiles, and '{args.file}' is a plan"
-        raise InputError(what, hint="name a profile")
-    print_answer(plan, args.format == "json", plan_report)
+    print(as_flags(planner.show(args.file, by=args.by, top=args.top, format=args.format)))
     return 0
 
 
 def simulate(args: argparse.Namespace) -> int:
     """Simulate, print, and write the trace."""
     from planner.analysis.compare_runs import compare_runs
+    from planner.api.planning import timelines
     from planner.reporting.tables.runs import run_comparison_report, run_report
     from planner.reporting.trace import save_trace
 
     plan = planner.load_plan(args.plan)
-    timeline, measured = _timelines(args, plan, "against")
+    timeline, measured = timelines(plan, args, "against")
     if measured is None:
-        print_answer(planner.summarize(timeline), args.json, partial(run_report, plan=plan))
+        summary = planner.summarize(timeline)
+        print_answer(summary, args.json, run_report(summary, plan))
     else:
-        print_answer(compare_runs(plan, timeline, measured), args.json, partial(run_comparison_report, plan=plan))
+        comparison = compare_runs(plan, timeline, measured)
+        print_answer(comparison, args.json, run_comparison_report(comparison, plan))
     if args.trace is not None:
         save_trace(timeline, args.trace)
         print_written(args.trace)
     return 0
 
 
-def _timelines(
-    args: argparse.Namespace, plan: planner.Plan, run: str
-) -> tuple[planner.Timeline, planner.Timeline | None]:
-    """Return the simulation, and the run that an argument names if it does: then of the run's minibatches."""
-    from planner.reporting.trace import load_run
-    from planner.simulator.simulate_plan import simulate_recorded
-
-    if getattr(args, run) is None:
-        return planner.simulate(plan, args.minibatches, args.accumulate or 1), None
-    refuse(args, run, "minibatches", "accumulate", why=", which knows it")
-    measured = load_run(getattr(args, run))
-    return simulate_recorded(plan, measured), measured
-
-
 def report(args: argparse.Namespace) -> int:
     """Gather, and write the file."""
-    from planner.analysis.compare import with_rows
-    from planner.analysis.sweep import MOST_POINTS
-    from planner.formats.files import write_text
-    from planner.reporting.page.page import report_page
-    from planner.reporting.svg import timeline_svg
-    from planner.reporting.timeline import opening
+    from planner.api.planning import reported
 
-    style, output = _style(args)
-    if args.points != 0 and not 2 <= args.points <= MOST_POINTS:
-        raise InputError(f"{args.points} points make no sweep", hint=f"give `points` from 2 to {MOST_POINTS}, or 0")
-    plan = planner.load_plan(args.plan)
-    simulated, measured = _timelines(args, plan, "measured")
-    if style == "svg":
-        runs = [simulated] if measured is None else [simulated, measured]
-        shown = opening(planner.summarize(simulated), simulated, max(run.span_s for run in runs))
-        written = timeline_svg(runs, shown)
-    else:
-        with patience_of(args) as patience:
-            alternatives = _alternatives(args, plan, patience)
-        if comparison := alternatives.get("comparison"):
-            plan = with_rows(plan, comparison)
-        written = report_page(plan, simulated, measured, **alternatives)
-    write_text(output, written)
-    print_written(output, as_json=args.json)
+    with patience_of(args, REPORT_S) as patience:
+        options = read_options(ReportOptions, args)
+        path = reported(args.plan, args.output, options, patience, as_flags)
+    print_written(path, as_json=args.json)
     return 0
-
-
-def _style(args: argparse.Namespace) -> tuple[str, Path]:
-    """Return the format and the file; raise InputError when the file's name ends in another format."""
-    output: Path | None = args.output
-    suffix = "" if output is None else output.suffix.lower().removeprefix(".")
-    if args.format is None and suffix not in ("", "htm", *FORMATS):
-        raise InputError(
-            f"'{output}' is not a format of reports, which are {', '.join(FORMATS)}",
-            hint="print report.html from a browser, or convert a picture",
-        )
-    style = args.format or (suffix if suffix in FORMATS else "html")
-    return style, output or Path(f"report.{style}")
-
-
-def _alternatives(args: argparse.Namespace, plan: planner.Plan, patience: Patience) -> dict[str, Any]:
-    """Return what of the report takes the profile: comparison, explanation and sweep; or why they are missing.
-
-    Raises:
-        PlannerError: when the user named a profile, and it is not the plan's.
-    """
-    from planner.analysis.sweep import bandwidth_sweep
-    from planner.formats.importers import read_one_profile
-
-    missing = "The comparison, what would help, and other bandwidths"
-    if args.profile is None and not PROFILE.exists():
-        return {"why_not": f"{missing}: there is no {PROFILE}; name a profile with --profile."}
-    try:
-        profile = read_one_profile(args.profile or str(PROFILE))
-        comparison = planner.compare(profile, plan=plan, patience=patience.part(COMPARING))
-    except PlannerError as error:
-        if args.profile is not None:
-            raise
-        return {"why_not": f"{missing}: {as_flags(error.message)}."}
-    explanation = planner.explain(profile, plan, patience=patience.part(EXPLAINING))
-    sweep = bandwidth_sweep(profile, plan, args.points, SPREAD, patience) if args.points else None
-    source = profile.provenance.source
-    return {"comparison": comparison, "explanation": explanation, "sweep": sweep, "source": source}

@@ -11,14 +11,19 @@ from planner.formats.files import Record, write_text
 from planner.formats.names import Backend, DeviceType
 from planner.formats.plan import Plan, save_plan
 from planner.formats.profile import save_profile
+from planner.formats.shown import Shown
+from planner.reporting.tables.runs import loss_ends, percent_error
+from planner.reporting.tables.table import table_of
+from planner.units import as_fast, format_bandwidth
 from planner.workers.job import Job, TrainResult
 
+WORTH_SAYING = 0.05  # error of a prediction
 MOST_WORKERS = 8  # enough for a tour; more would only take longer
 BATCH_SIZE = 16
 PROFILE_SECONDS = 15.0
 
 
-class QuickstartResult(Record):
+class QuickstartResult(Shown, Record):
     """The folder of all files, the plan, and the results of the two runs."""
 
     folder: str
@@ -27,6 +32,9 @@ class QuickstartResult(Record):
     pipeline: TrainResult
     data_parallel: TrainResult
     predicted_data_parallel_samples_per_s: float | None
+
+    def __str__(self) -> str:
+        return quickstart_report(self)
 
 
 def quickstart(
@@ -93,3 +101,39 @@ def quickstart(
             None if predicted is None else predicted / plan.predicted.speedup_over_data_parallel
         ),
     )
+
+
+def quickstart_report(result: QuickstartResult) -> str:
+    """Return the plan's run beside data parallelism's, and what to do next."""
+    rows, misses = [], ""
+    for name, run, predicted in (
+        ("plan", result.pipeline, result.pipeline.predicted_samples_per_s),
+        ("DDP", result.data_parallel, result.predicted_data_parallel_samples_per_s),
+    ):
+        first, last, _ = loss_ends(run.losses)
+        known = predicted is not None and run.samples_per_s > 0
+        if predicted is not None and known:
+            misses += miss_words(name, predicted / run.samples_per_s - 1, run.likely_cause)
+        rows.append(
+            {
+                "": name,
+                "config": run.config,
+                "predicted": f"{predicted:.1f} samples/s" if known else "-",
+                "measured": f"{run.samples_per_s:.1f} samples/s",
+                "error": percent_error(predicted, run.samples_per_s) if predicted is not None else "-",
+                "loss": f"{first:.3f} -> {last:.3f}",
+            }
+        )
+    link = format_bandwidth(result.link_bytes_per_s)
+    ours, theirs = result.pipeline.samples_per_s, result.data_parallel.samples_per_s
+    times = as_fast(ours / theirs) if ours and theirs else "too few minibatches to say how many times as fast"
+    faster = f"The plan trains {times} as DistributedDataParallel here, over a link of {link}.{misses}"
+    return f"{table_of(rows).text()}\n\n{faster}"
+
+
+def miss_words(name: str, error: float, likely_cause: str | None) -> str:
+    """Say that a prediction is off by more than runs of this length usually vary, and why; "" where it is not."""
+    if abs(error) < WORTH_SAYING:
+        return ""
+    why = likely_cause or "runs this short vary by some percent; give `steps=1000` to see what is left"
+    return f"\nThe prediction for {name} is {abs(error):.0%} too {'high' if error > 0 else 'low'}: {why}."

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from planner.errors import ClusterError
-from planner.formats.files import AlwaysTrue, GrownRecord, Record, load_record, save_record
+from planner.formats.files import AlwaysTrue, GrownRecord, Record, first_problem, load_record, save_record
+from planner.formats.link_names import link_bandwidth
 from planner.formats.names import Backend, CodecName
+from planner.formats.shown import Shown
+from planner.units import parse_bytes, parse_seconds
 
 MOST_GPUS = 2**17  # a plan names every rank
 
@@ -63,7 +66,7 @@ class CodecTime(Record):
     s_per_byte: Annotated[float, Field(ge=0)]  # of a byte on the link, at either end
 
 
-class Cluster(GrownRecord):
+class Cluster(Shown, GrownRecord):
     """Devices and the links between them. Devices are ranks 0 to gpus-1, filling one server after another.
 
     Messages do not overlap with computation on a CPU without a core to spare: there, the workers' own cores move the
@@ -151,41 +154,47 @@ class Cluster(GrownRecord):
 
 def flat_cluster(
     gpus: int,
-    bandwidth_bytes_per_s: float,
-    memory_bytes: int | None = None,
-    latency_s: float = 0.0,
+    bandwidth_bytes_per_s: float | str,
+    memory_bytes: int | str | None = None,
+    latency_s: float | str = 0.0,
     *,
-    all_reduce_bandwidth_bytes_per_s: float | None = None,
+    all_reduce_bandwidth_bytes_per_s: float | str | None = None,
     overlap: bool = True,
 ) -> Cluster:
     """Return a cluster of `gpus` devices, each on a link of its own.
 
+    Quantities are numbers, or texts with a unit as the command line takes them: "10Gbps", "nvlink4", "16GB", "50us".
+
     Raises:
-        ClusterError: for less than one device, or more than `MOST_GPUS`.
+        ClusterError: for less than one device, or more than `MOST_GPUS`, and for quantities that make no sense.
+        UnitError: for a text without a unit.
 
     Example:
-        >>> planner.flat_cluster(gpus=8, bandwidth_bytes_per_s=1.25e9).gpus  # eight GPUs on links of 10 Gbit/s
-        8
+        >>> planner.flat_cluster(8, "10Gbps") == planner.flat_cluster(gpus=8, bandwidth_bytes_per_s=1.25e9)
+        True
     """
-    level = Level(
-        size=_checked(gpus),
-        bandwidth_bytes_per_s=bandwidth_bytes_per_s,
-        latency_s=latency_s,
-        all_reduce_bandwidth_bytes_per_s=all_reduce_bandwidth_bytes_per_s,
-    )
-    return Cluster(levels=(level,), memory_bytes=memory_bytes, overlap=overlap)
+    reduced = all_reduce_bandwidth_bytes_per_s
+    level = {
+        "size": _checked(gpus),
+        "bandwidth_bytes_per_s": _quantity(bandwidth_bytes_per_s, link_bandwidth),
+        "latency_s": _quantity(latency_s, parse_seconds),
+        "all_reduce_bandwidth_bytes_per_s": None if reduced is None else _quantity(reduced, link_bandwidth),
+    }
+    return _cluster([level], memory_bytes, overlap)
 
 
 def hierarchical_cluster(
     sizes: Sequence[int],
-    bandwidths_bytes_per_s: Sequence[float],
-    memory_bytes: int | None = None,
-    latencies_s: Sequence[float] = (),
+    bandwidths_bytes_per_s: Sequence[float | str],
+    memory_bytes: int | str | None = None,
+    latencies_s: Sequence[float | str] = (),
     *,
     shared: bool = True,
     overlap: bool = True,
 ) -> Cluster:
     """Return a cluster of nested groups, inner to outer: sizes (4, 8) are 8 servers of 4 devices.
+
+    Quantities are numbers, or texts with a unit, as for `flat_cluster`.
 
     Args:
         sizes: members of a group, per level.
@@ -197,6 +206,11 @@ def hierarchical_cluster(
 
     Raises:
         ClusterError: for lists of different lengths, for less than one device, and for more than `MOST_GPUS`.
+        UnitError: for a text without a unit.
+
+    Example:
+        >>> planner.hierarchical_cluster((4, 8), ("nvlink3", "100Gbps")).gpus
+        32
     """
     latencies_s = latencies_s or (0.0,) * len(sizes)
     for values, what in ((bandwidths_bytes_per_s, "bandwidths"), (latencies_s, "latencies")):
@@ -207,11 +221,30 @@ def hierarchical_cluster(
             )
     for size in (*sizes, math.prod(sizes)):
         _checked(size)
-    levels = tuple(
-        Level(size=size, bandwidth_bytes_per_s=bandwidth, latency_s=latency, shared=shared)
+    levels = [
+        {
+            "size": size,
+            "bandwidth_bytes_per_s": _quantity(bandwidth, link_bandwidth),
+            "latency_s": _quantity(latency, parse_seconds),
+            "shared": shared,
+        }
         for size, bandwidth, latency in zip(sizes, bandwidths_bytes_per_s, latencies_s, strict=True)
-    )
-    return Cluster(levels=levels, memory_bytes=memory_bytes, overlap=overlap)
+    ]
+    return _cluster(levels, memory_bytes, overlap)
+
+
+def _quantity(given: float | str, parse: Callable[[str], float]) -> float:
+    """Return a number, or that of a text with its unit."""
+    return parse(given) if isinstance(given, str) else given
+
+
+def _cluster(levels: Sequence[Mapping[str, object]], memory_bytes: int | str | None, overlap: bool) -> Cluster:
+    memory = None if memory_bytes is None else _quantity(memory_bytes, parse_bytes)
+    try:
+        return Cluster.model_validate({"levels": levels, "memory_bytes": memory, "overlap": overlap})
+    except ValidationError as cause:
+        problem = first_problem(cause)
+        raise ClusterError(f"there is no such cluster: {problem}", hint="see `planner.flat_cluster`") from None
 
 
 def load_cluster(path: Path | str) -> Cluster:

@@ -26,13 +26,14 @@ from planner.formats.plan_parts import (
     config_of,
 )
 from planner.formats.profile import Autocast, Device, LossMean, MemoryFormat
+from planner.formats.shown import Shown
 from planner.schedule.one_stage import ONE_F_ONE_B
 
 REMEDY = "make a plan with: plan solve"
 GIVEN = "given"  # the solver's name in plans whose stages a person chose
 
 
-class Plan(GrownRecord):
+class Plan(Shown, GrownRecord):
     """A complete answer: enough to run, and enough to know what to expect."""
 
     later_fields: ClassVar[frozenset[str]] = frozenset(
@@ -69,6 +70,10 @@ class Plan(GrownRecord):
     def noting(self, sentence: str) -> Plan:
         """Return the plan with one more note."""
         return self.model_copy(update={"notes": (*self.notes, sentence)})
+
+    def save(self, path: Path | str = "plan.json") -> None:
+        """Write the plan to a file, as `planner.save_plan` does."""
+        save_record(self, path)
 
     @property
     def trainable(self) -> bool:

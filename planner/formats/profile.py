@@ -15,6 +15,7 @@ from pydantic import Field, model_validator
 
 from planner.errors import ProfileError
 from planner.formats.files import GrownRecord, Record, load_record, save_record
+from planner.formats.shown import Shown
 
 Seconds = Annotated[float, Field(ge=0, le=1e15)]  # what is above is no time, and would overflow
 Bytes = Annotated[int, Field(ge=0, le=2**62)]
@@ -197,7 +198,7 @@ class Provenance(Record):
     sizes: Literal["example"] | None = None  # estimated with the model file's example batch and weights, which decide
 
 
-class Profile(Record):
+class Profile(Shown, Record):
     """A model's costs per layer on one device, for one microbatch."""
 
     schema_version: Literal[1] = 1
@@ -252,6 +253,10 @@ class Profile(Record):
         if degrees != sorted(set(degrees)):
             raise ValueError(f"the tensor-parallel degrees {degrees} do not ascend")
         return self
+
+    def save(self, path: Path | str = "profile.json") -> None:
+        """Write the profile to a file, as `planner.save_profile` does."""
+        save_record(self, path)
 
     @property
     def trainable(self) -> bool:

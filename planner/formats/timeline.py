@@ -15,6 +15,7 @@ from planner.errors import InputError
 from planner.formats.files import Record, load_record, write_text
 from planner.formats.plan import Plan
 from planner.formats.plan_parts import ScheduleField
+from planner.formats.shown import Shown
 
 REMEDY = "see timeline.json in the file formats"
 
@@ -150,7 +151,7 @@ class LinkUse(Record):
         return self
 
 
-class Timeline(Record):
+class Timeline(Shown, Record):
     """A run of a plan."""
 
     schema_version: Literal[1] = 1

@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeAlias
@@ -161,6 +162,13 @@ class TrainingSpec:
         loss: LossFunction | None = None,
         optimizer: Callable[..., Optimizer] | None = None,
         scheduler: Callable[[Optimizer], LRScheduler] | None = None,
+        loss_weight: Callable[[Any], Any] | None = None,
+        dataset: Any = None,
+        evaluation_dataset: Any = None,
+        metrics: Callable[[Any, Any], Mapping[str, Any]] | None = None,
+        on_update: Callable[[int, float, Mapping[str, Any]], object] | None = None,
+        blocks: Callable[[nn.Module], Any] | None = None,
+        tensor_parallel_plan: Mapping[str, str] | None = None,
         pretrained: Any = None,
     ) -> TrainingSpec:
         """Describe a model that exists already, for `profile` and `pipeline`, as a model file would.
@@ -171,12 +179,18 @@ class TrainingSpec:
             loss: of (output, target), the mean over the batch; None where the model's output has one.
             optimizer: of the parameters of a stage; SGD when None.
             scheduler: of the optimizer.
+            loss_weight: of a target, how many of its labels count in the loss.
+            dataset, evaluation_dataset, tensor_parallel_plan: what these functions of a model file return.
+            metrics, on_update, blocks: as these functions of a model file.
             pretrained: what pretrained() of a model file returns. The model's weights may then be on the meta device.
         """
         batch = make_batch(example_batch, "example_batch")
         functions: dict[str, Any] = {"build_model": lambda: model, "example_batch": batch.repeated}
-        functions |= {"loss": loss, "optimizer": optimizer, "scheduler": scheduler}
-        functions["pretrained"] = None if pretrained is None else lambda: pretrained
+        functions |= {"loss": loss, "optimizer": optimizer, "scheduler": scheduler, "loss_weight": loss_weight}
+        functions |= {"metrics": metrics, "on_update": on_update, "blocks": blocks}
+        returned = {"dataset": dataset, "evaluation_dataset": evaluation_dataset, "pretrained": pretrained}
+        returned["tensor_parallel_plan"] = None if tensor_parallel_plan is None else dict(tensor_parallel_plan)
+        functions |= {name: partial(_same, value) for name, value in returned.items() if value is not None}
         return cls(type(model).__name__, {name: each for name, each in functions.items() if each is not None})
 
     def __post_init__(self) -> None:
@@ -395,6 +409,10 @@ class TrainingSpec:
     def _written(self, name: str) -> str:
         """The name that the user gave to the function."""
         return self.builder if name == "build_model" else name
+
+
+def _same(value: Any) -> Any:
+    return value
 
 
 load_model_file = TrainingSpec.from_file

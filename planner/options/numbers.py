@@ -59,3 +59,8 @@ def window(text: str) -> int | tuple[int, int]:
     if colon and 0 <= int(first) < int(end):
         return int(first), int(end)
     raise ArgumentTypeError(f"{text} names no minibatches; give 100 for the last 100, or 20:40")
+
+
+def names(text: str) -> tuple[str, ...]:
+    """Parse names with commas between them."""
+    return tuple(name.strip() for name in text.split(",") if name.strip())

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import inspect
 import textwrap
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import Field, dataclass, field, fields
-from typing import Any, Concatenate, ParamSpec, TypeVar, overload
+from argparse import ArgumentTypeError
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, field, fields, replace
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, overload
 
 from planner.errors import InputError
 
@@ -15,6 +16,7 @@ KeywordsT = ParamSpec("KeywordsT")
 RecordT = TypeVar("RecordT")
 FirstT = TypeVar("FirstT")
 SecondT = TypeVar("SecondT")
+ThirdT = TypeVar("ThirdT")
 AnswerT = TypeVar("AnswerT")
 
 
@@ -33,6 +35,7 @@ class Option:
         positive: whether numbers are above 0.
         parse: makes the value from the flag's text; None where its type says how.
         choices: values that the flag takes, where its type does not say so.
+        repeat: whether the flag may be repeated, for a list of values.
         const: the value of a flag without text, where the text may be left out.
     """
 
@@ -45,7 +48,8 @@ class Option:
     least: int | None = None
     positive: bool = False
     parse: Callable[[str], Any] | None = None
-    choices: tuple[str, ...] | None = None
+    choices: Sequence[str] | None = None
+    repeat: bool = False
     const: str | None = None
 
 
@@ -54,19 +58,32 @@ def option(default: Any, help: str, metavar: str | None = None, **more: Any) -> 
     return field(default=default, metadata={"option": Option(help, metavar, **more)})
 
 
+def same(record: type, name: str, default: Any = MISSING, **changes: Any) -> Any:
+    """Return a field like that of another record, with another default or other metadata."""
+    known = record.__dataclass_fields__[name]  # type: ignore[attr-defined]
+    default = known.default if default is MISSING else default
+    return field(default=default, metadata={"option": replace(known.metadata["option"], **changes)})
+
+
 class Options:
     """Base of the records of options: their help becomes part of the docstring, and their bounds are checked."""
 
     def __init_subclass__(cls) -> None:
-        own = {name: each.metadata["option"] for name, each in vars(cls).items() if isinstance(each, Field)}
+        declared = {name: each for name, each in vars(cls).items() if isinstance(each, Field)}
+        own = {name: each.metadata["option"] for name, each in declared.items() if "option" in each.metadata}
         cls.__doc__ = _documented(inspect.getdoc(cls) or "", "Attributes:", own)
 
     def __post_init__(self) -> None:
-        """Raise InputError for the first field that was given a value out of its option's bounds."""
+        """Parse texts as the flags are; raise InputError for the first value that is out of its option's bounds."""
         for each, option in options_in(type(self)):
             name, value = each.name, getattr(self, each.name)
             if value == each.default:
                 continue
+            if isinstance(value, str) and option.parse is not None:
+                try:
+                    object.__setattr__(self, name, value := option.parse(value))
+                except (ArgumentTypeError, ValueError) as error:
+                    raise InputError(f"`{name}`: {error}", hint=f"for example: {option.metavar}") from None
             if option.least is not None and value < option.least:
                 raise InputError(f"`{name}={value}` is too small", hint=f"give `{name}` {option.least} or more")
             if option.positive and not 0 < value < float("inf"):
@@ -78,6 +95,19 @@ def options_in(record: type) -> Iterator[tuple[Field[Any], Option]]:
     for each in fields(record):
         if "option" in each.metadata:
             yield each, each.metadata["option"]
+
+
+def given(options: Any, name: str) -> bool:
+    """Return whether an argument was given, in a record or on a command line."""
+    return getattr(options, name) not in (None, False, ())
+
+
+def refuse(options: Any, chosen: str, *others: str, why: str = "") -> None:
+    """Refuse arguments that contradict the chosen one; raise InputError naming the first of them."""
+    for name in others:
+        if given(options, name):
+            what = f"`{name}` has no meaning with `{chosen}`{why}"
+            raise InputError(what, hint=f"leave out one of `{chosen}` and `{name}`")
 
 
 def flag_of(name: str, option: Option) -> str | None:
@@ -93,8 +123,19 @@ def keywords_of(
 ]: ...
 @overload
 def keywords_of(
-    record: Callable[KeywordsT, RecordT], *, arguments: int
+    record: Callable[KeywordsT, RecordT], *, arguments: Literal[1]
 ) -> Callable[[Callable[[FirstT, RecordT], AnswerT]], Callable[Concatenate[FirstT, KeywordsT], AnswerT]]: ...
+@overload
+def keywords_of(
+    record: Callable[KeywordsT, RecordT], *, arguments: Literal[0]
+) -> Callable[[Callable[[RecordT], AnswerT]], Callable[KeywordsT, AnswerT]]: ...
+@overload
+def keywords_of(
+    record: Callable[KeywordsT, RecordT], *, arguments: Literal[3]
+) -> Callable[
+    [Callable[[FirstT, SecondT, ThirdT, RecordT], AnswerT]],
+    Callable[Concatenate[FirstT, SecondT, ThirdT, KeywordsT], AnswerT],
+]: ...
 def keywords_of(record: Any, **_: Any) -> Any:
     """Decorate a function whose last parameter is a record: callers give the record's fields as keywords.
 

@@ -32,6 +32,7 @@ DepthRule = Literal["auto", "published"]
 SolverName = Literal["auto", "search", "ilp"]
 
 UNLIMITED = 2**30  # units in flight
+TIME_LIMIT_S = 60.0
 
 
 @dataclass
@@ -66,9 +67,9 @@ class MinibatchError(InputError):
     """A minibatch that a profile's microbatches or a schedule cannot make."""
 
 
-def time_limit(text: str) -> float | None:
+def time_limit(text: str) -> float:
     """Parse how long a search may take: "30s", or "none"."""
-    return None if text == "none" else parse_seconds(text)
+    return math.inf if text == "none" else parse_seconds(text)
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,7 @@ class StageRules(Options):
     )
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         object.__setattr__(self, "tensor", tuple(self.tensor))
 
     def deepest(self, schedule: Schedule) -> int:
@@ -165,20 +167,24 @@ class SolveOptions(StageRules):
     )
     constraints: "Constraints | None" = option(None, "what the plan must respect beside memory", flag=None)
     time_limit_s: float | None = option(
-        None,
+        TIME_LIMIT_S,
         "answer after a time such as 30s, which all searches share, with the best plans so far; none: however long it "
         "takes",
         "TIME",
         flag="--time-limit",
         unit="s",
         parse=time_limit,
+        told=f"{TIME_LIMIT_S:g}s",
     )
     progress: Progress | None = option(
         None, "is told the best plan and the best bound so far, and may be read from another thread", flag=None
     )
 
+    asked: bool = field(default=False, init=False, repr=False, compare=False)  # for the schedule, by its name
+
     def __post_init__(self) -> None:
         super().__post_init__()
+        object.__setattr__(self, "asked", isinstance(self.schedule, str))
         object.__setattr__(self, "schedule", find(self.schedule))
         if self.microbatches is not None and self.minibatch is not None:
             raise InputError("`microbatches` and `minibatch` say the same twice", hint="leave out one of them")

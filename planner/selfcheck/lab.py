@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple, TypeAlias
 import torch
 
 from planner.analysis.own_plan import price, stages_ending_at
-from planner.api import profile, train
+from planner.api.running import profile, train
 from planner.formats.cluster import flat_cluster
 from planner.formats.names import Backend, DeviceType
 from planner.formats.own_plan import OwnPlan

@@ -5,15 +5,19 @@ from __future__ import annotations
 import math
 import os
 import tempfile
+import textwrap
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime, timezone
 from pathlib import Path
 
 from planner.errors import InputError, PlannerError, reason_of
 from planner.formats.files import Record
-from planner.formats.names import DeviceType
+from planner.formats.shown import Shown
+from planner.options.option import keywords_of
+from planner.options.verbs import SelftestOptions
 from planner.profiler.this_machine import check_positive, parse_device
+from planner.reporting.tables.table import Table
 from planner.selfcheck import cuts, machine, training
 from planner.selfcheck.lab import Case, Lab, Outcome, Result
 from planner.version import __version__
@@ -21,7 +25,7 @@ from planner.workers.launch import environment
 from planner.workers.meeting import worker_variables
 from planner.workers.place import kind_here
 
-WORKERS = 2
+FOUND_WIDTH = 96  # columns
 CHECKS: Mapping[str, Callable[[Lab], Iterator[Case]]] = {
     "environment": machine.environment_cases,
     "links": machine.link_cases,
@@ -46,7 +50,7 @@ class Row(Record):
     seconds: float
 
 
-class SelftestReport(Record):
+class SelftestReport(Shown, Record):
     """The rows of a self-test on one machine."""
 
     version: str  # of planner
@@ -55,6 +59,9 @@ class SelftestReport(Record):
     workers: int
     rows: tuple[Row, ...]
     seconds: float
+
+    def __str__(self) -> str:
+        return selftest_report(self)
 
     @property
     def passed(self) -> bool:
@@ -66,28 +73,14 @@ class SelftestReport(Record):
         return sum(row.result == result for row in self.rows)
 
 
-def selftest(
-    device: DeviceType | None = None,
-    workers: int = WORKERS,
-    *,
-    models: Sequence[str] = (),
-    only: Sequence[str] = (),
-    skip: Sequence[str] = (),
-    on_row: Callable[[Row], None] = lambda row: None,
-) -> SelftestReport:
-    """Run the checks on this host; all files are temporary, and no process is left.
-
-    Args:
-        device: None for a GPU where there is one.
-        workers: of the runs that have several.
-        models: the user's, to cut beside the built-in ones.
-        only, skip: names of checks.
-        on_row: is told each row as it is found.
+@keywords_of(SelftestOptions, arguments=0)
+def selftest(options: SelftestOptions) -> SelftestReport:
+    """Check on this host that planning and training work; all files are temporary, and no process is left.
 
     Raises:
         InputError: when there is no such device or check, or under torchrun.
     """
-    for argument, names in (("only", only), ("skip", skip)):
+    for argument, names in (("only", options.only), ("skip", options.skip)):
         if unknown := [name for name in names if name not in CHECKS]:
             raise InputError(f"`{argument}={unknown[0]}` is no check", hint=f"the checks are {', '.join(CHECKS)}")
     if int({**os.environ, **worker_variables(os.environ)}.get("WORLD_SIZE", "1")) > 1:
@@ -96,22 +89,23 @@ def selftest(
             hint="run it once on each host, without torchrun; plan profile under torchrun measures the links between "
             "hosts",
         )
-    check_positive("workers", workers)
-    kind = device or kind_here()
+    check_positive("workers", options.workers)
+    kind = options.device or kind_here()
     started, date = time.monotonic(), datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="plan-selftest-") as folder, environment(EXACT):
-        lab = Lab(parse_device(kind), workers, Path(folder), tuple(models))
+        lab = Lab(parse_device(kind), options.workers, Path(folder), tuple(options.model))
         for check, cases in CHECKS.items():
-            if check in (only or CHECKS) and check not in skip:
+            if check in (options.only or CHECKS) and check not in options.skip:
                 for case in cases(lab):
                     rows.append(run_case(check, case))
-                    on_row(rows[-1])
+                    if options.on_row is not None:
+                        options.on_row(rows[-1])
     return SelftestReport(
         version=__version__,
         date=date,
         device=kind,
-        workers=workers,
+        workers=options.workers,
         rows=tuple(rows),
         seconds=time.monotonic() - started,
     )
@@ -127,3 +121,15 @@ def run_case(check: str, case: Case) -> Row:
     if outcome.value is not None and not math.isfinite(outcome.value):
         outcome = outcome._replace(value=None)  # JSON has no NaN
     return Row(check=check, name=name, seconds=time.monotonic() - started, **outcome._asdict())
+
+
+def selftest_report(report: SelftestReport) -> str:
+    """Return the rows as a table, and their number by result."""
+    rows = [
+        [row.check, row.name, row.result, textwrap.fill(row.found, FOUND_WIDTH), f"{row.seconds:.1f}"]
+        for row in report.rows
+    ]
+    table = Table(["check", "case", "result", "found", "seconds"], rows, "llllr").text()
+    counts = ", ".join(f"{report.count(result)} {result}" for result in ("passed", "failed", "skipped"))
+    where = f"planner {report.version} on {report.device} with {report.workers} workers, {report.date}"
+    return f"{table}\n\n{counts} in {report.seconds:.0f} s: {where}"

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from planner.formats.files import Record
 from planner.formats.plan_parts import ScheduleField
+from planner.formats.shown import Shown
 from planner.formats.timeline import LANES, EventKind, Timeline
 from planner.simulator.steady import Completions, steady_state
 
@@ -38,7 +39,7 @@ class LinkShare(Record):
     busy_share: float
 
 
-class Summary(Record):
+class Summary(Shown, Record):
     """A run in numbers.
 
     The steady state lies between two completions in the middle of the run; a run that is too short for one counts as a

@@ -162,13 +162,7 @@ def _check_rules(options: SolveOptions, profile: Profile, setting: Setting) -> N
     for degree in rules.tensor[int(rules.tensor[0] == 1) :]:
         costs_at(profile, degree)
         groups_of(setting.cluster, degree)
-    if rules.max_stages is not None and rules.max_stages < 1:
-        raise InputError(f"`max_stages={rules.max_stages}` leaves no stage", hint="give 1 or more")
-    if rules.max_staleness is None:
-        return
-    if rules.max_staleness < 0:
-        raise InputError(f"`max_staleness={rules.max_staleness}` is no number of updates", hint="give 0 or more")
-    if (late := schedule.staleness(1)) > rules.max_staleness:
+    if rules.max_staleness is not None and (late := schedule.staleness(1)) > rules.max_staleness:
         raise InputError(
             f"`max_staleness={rules.max_staleness}` is less than the {late} update that gradients under {schedule} "
             "are late in every plan",

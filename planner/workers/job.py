@@ -11,6 +11,7 @@ from pydantic import Field
 from planner.formats.files import Record
 from planner.formats.names import Backend, DeviceType
 from planner.formats.plan import Plan
+from planner.formats.shown import Shown
 from planner.options.training import BaselineName, CheckpointOptions, RunOptions, TrainingOptions
 
 RESULT_FILE, TIMELINE_FILE = "result.json", "timeline.json"  # in the job's folder, from rank 0
@@ -96,7 +97,7 @@ class StartResult(Record):
     predicted_samples_per_s: float | None
 
 
-class TrainResult(Record):
+class TrainResult(Shown, Record):
     """What a run measured, and what the plan predicted.
 
     If workers were restarted, losses and evaluations are of the whole run, and measurements since the last restart.

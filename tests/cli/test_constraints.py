@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from planner.api import check_trainable
+from planner.api.running import check_trainable
 from planner.cli.main import main
 from planner.errors import PlanError
 from planner.formats.cluster import Cluster, DeviceKind, Level, save_cluster

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from planner.cli.this_machine import miss_words
+from planner.demo.quickstart import miss_words
 from planner.formats.plan import load_plan
 from planner.formats.profile import load_profile
 
@@ -46,7 +46,7 @@ def test_numbers_that_make_no_sense_are_refused_before_anything_starts(tmp_path:
     for option in ("--gpus", "--steps"):
         process = plan(tmp_path, "quickstart", option, "0")
         assert process.returncode == 2
-        assert process.stderr.startswith(f"error: {option} 0 is too few\nhint: ")
+        assert process.stderr.startswith(f"error: argument {option}: 0 is not 1 or more\nhint: ")
     assert not (tmp_path / "quickstart").exists()
 
 
@@ -65,4 +65,4 @@ def test_a_prediction_that_misses_is_said(error: float, cause: str | None, words
 
 def test_the_folder_of_an_earlier_tour_is_used_again(tmp_path: Path) -> None:
     (tmp_path / "quickstart").mkdir()
-    assert plan(tmp_path, "quickstart", "--gpus", "0").stderr.startswith("error: --gpus 0 is too few")
+    assert plan(tmp_path, "quickstart", "--gpus", "0").stderr.startswith("error: argument --gpus: 0 is not 1")

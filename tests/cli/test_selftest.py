@@ -8,8 +8,7 @@ import sys
 
 import pytest
 
-from planner.cli.this_machine import selftest_report
-from planner.selfcheck.run import SelftestReport
+from planner.selfcheck.run import SelftestReport, selftest_report
 
 
 def plan(*arguments: str) -> subprocess.CompletedProcess[str]:

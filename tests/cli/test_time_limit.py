@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 import signal
 import threading
 import time
@@ -10,13 +12,13 @@ from pathlib import Path
 import pytest
 
 from planner.cli import output
-from planner.cli.arguments import TIME_LIMIT
 from planner.cli.main import build_parser, main
 from planner.cli.output import progress_text, searching, stopped_by_interrupt
 from planner.formats.plan import load_plan
 from planner.formats.profile import save_profile
 from planner.options.solving import Progress
 from planner.solver.problem.budget import Patience
+from tests.cli.test_surface import surface
 from tests.plan.test_blocks import transformer
 
 
@@ -43,10 +45,11 @@ def test_progress_is_shown_while_the_search_runs(
 @pytest.mark.parametrize("verb", ["solve", "explain", "compare", "report", "sweep"])
 def test_verbs_that_solve_have_a_limit(verb: str) -> None:
     parser = build_parser()
-    default = float(TIME_LIMIT.removesuffix("s"))
     # A report is to be there within ten seconds.
-    assert parser.parse_args([verb]).time_limit_s == (7.0 if verb == "report" else default)
-    assert parser.parse_args([verb, "--time-limit", "none"]).time_limit_s is None
+    usual = re.search(r"--time-limit TIME default: (\w+)", surface().partition(f"plan {verb}\n")[2])
+    assert usual is not None
+    assert usual[1] == ("7s" if verb == "report" else "60s")
+    assert parser.parse_args([verb, "--time-limit", "none"]).time_limit_s == math.inf
     assert parser.parse_args([verb, "--time-limit", "250ms"]).time_limit_s == 0.25
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch.nn.parallel import DistributedDataParallel
 
-from planner.api import train
+from planner.api.running import train
 from planner.executor import data_parallel
 from planner.executor.data_parallel import Rounds, train_data_parallel
 from planner.executor.run.data import BatchSource, DatasetBatches

@@ -27,7 +27,7 @@ def test_levels_multiply_and_the_slowest_that_joins_anything_counts() -> None:
 def test_nonsense_is_refused() -> None:
     with pytest.raises(ClusterError, match="a cluster of 0 GPUs"):
         flat_cluster(0, 1.0)
-    with pytest.raises(ValidationError):
+    with pytest.raises(ClusterError, match=r"bandwidth_bytes_per_s = 0\.0"):
         flat_cluster(1, 0.0)
     with pytest.raises(ValidationError):
         Cluster(levels=())

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from planner.api import train
+from planner.api.running import train
 from planner.errors import InputError
 from planner.formats.cluster import flat_cluster
 from planner.model.batch import Batch

@@ -150,17 +150,17 @@ def test_a_case_that_raises_fails_its_row_and_no_other() -> None:
 
 def test_what_cannot_be_run_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InputError, match="`only=nothing` is no check"):
-        selftest("cpu", only=["nothing"])
+        selftest(device="cpu", only=["nothing"])
     with pytest.raises(InputError, match="`workers=0`"):
-        selftest("cpu", 0)
+        selftest(device="cpu", workers=0)
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(InputError, match="for one host"):
-        selftest("cpu")
+        selftest(device="cpu")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_everything_passes_here() -> None:
-    report = selftest("cpu")
+    report = selftest(device="cpu")
     assert {row.check for row in report.rows} == set(CHECKS)
     assert not [row for row in report.rows if row.result == "failed"]

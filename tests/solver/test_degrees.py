@@ -9,7 +9,7 @@ import pytest
 
 from planner.analysis import own_plan
 from planner.analysis.given_plan import GivenPlan
-from planner.api import check_trainable
+from planner.api.running import check_trainable
 from planner.cost.pricing import price
 from planner.cost.setting import Setting
 from planner.cost.tensor import layer_costs_on

@@ -144,7 +144,7 @@ def test_limits_on_stages_and_staleness_are_kept() -> None:
     assert solve(deep(), cluster, max_staleness=0).staleness == 0
     with pytest.raises(InputError, match="`max_staleness=0` is less than the 1 update"):
         solve(deep(), cluster, schedule="2bw", microbatches=6, max_staleness=0)
-    with pytest.raises(InputError, match="`max_stages=0` leaves no stage"):
+    with pytest.raises(InputError, match="`max_stages=0` is too small"):
         solve(deep(), cluster, max_stages=0)
 
 

@@ -227,7 +227,7 @@ def check_dense(gradient: Tensor) -> None:
         raise PlanError(
             f"the gradient of a weight of shape {tuple(gradient.shape)} is sparse, and the replicas of a stage, or "
             "stages that share a weight, add up dense ones",
-            hint="build the embedding with sparse=False, or price a plan with one replica of its stage",
+            hint="build the embedding with sparse=False, or price a plan with one replica of its stage: `replicas=1,2`",
         )
 
 

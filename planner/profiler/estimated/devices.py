@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-from planner.errors import InputError
+from planner.errors import InputError, did_you_mean
 
 DType = Literal["float32", "tf32", "bfloat16", "float16"]
 DTYPES: tuple[DType, ...] = get_args(DType)
@@ -182,7 +182,8 @@ def device_spec(name: str, dtype: DType) -> DeviceSpec:
     if spec is None:
         raise InputError(
             f"there is no estimate for device '{name}'",
-            hint=f"known are {', '.join(DEVICES)}; describe others in a file, and give it as `device_file`",
+            hint=f"{did_you_mean(name, DEVICES)}known are {', '.join(DEVICES)}; describe others in a file, and give it "
+            "as `device_file`",
         )
     return supporting(spec, dtype, f"device '{name}'")
 

@@ -32,12 +32,12 @@ class Deadline:
     """When a search must answer; `at_s` is None without a time limit. Once `stop` is set, no time is left."""
 
     at_s: float | None
-    stop: Event = field(default_factory=Event, compare=False)
+    stop: Event = field(default_factory=Event, compare=False, repr=False)
 
     @classmethod
     def after(cls, seconds: float | None, stop: Event | None = None) -> Deadline:
         """Return the deadline so many seconds from now."""
-        return cls(None if seconds is None else time.monotonic() + seconds, stop or Event())
+        return cls(None if seconds in (None, math.inf) else time.monotonic() + seconds, stop or Event())
 
     @property
     def left_s(self) -> float | None:

@@ -153,7 +153,7 @@ def test_the_independent_reference_is_batch_norm_on_whole_minibatches(tmp_path: 
 
 
 def test_a_baseline_has_no_microbatches(tmp_path: Path) -> None:
-    from planner.api import make_job
+    from planner.api.running import make_job
 
     path = write(tmp_path)
     with pytest.raises(InputError, match="`deferred_batch_norm` is for plans, not for data-parallel"):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from planner.api import make_job
+from planner.api.running import make_job
 from planner.errors import InputError, ModelFileError
 from planner.model.spec import load_model_file
 from planner.options.training import TrainArguments, TrainingOptions

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from planner.api import train
+from planner.api.running import train
 from planner.executor.run.data import make_batches
 from planner.model.batch import Batch
 from planner.model.capture.capture import capture_file

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from planner.api import train
+from planner.api.running import train
 from planner.executor.run.data import BatchSource, WeightedBatches, even_sizes
 from planner.executor.run.feeding import FedBatches
 from planner.formats.plan import Plan

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks.convergence.emulation import LateWeights, lateness
-from planner.api import make_job
+from planner.api.running import make_job
 from planner.errors import InputError, ModelFileError
 from planner.executor.run.stages import check_sizes
 from planner.model.spec import load_model_file

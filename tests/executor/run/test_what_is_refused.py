@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import planner
-from planner.api import make_job, profile, train
+from planner.api.running import make_job, profile, train
 from planner.errors import InputError, ModelFileError, PlannerError
 from planner.executor.communication.gradients import WholeBucket
 from planner.formats.plan import Plan

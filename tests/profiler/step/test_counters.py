@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.flop_counter import FlopCounterMode
 
-from planner.api import estimate
-from planner.api import profile as measure
+from planner.api.running import estimate
+from planner.api.running import profile as measure
 from planner.model.spec import load_model_file
 from planner.profiler.step.counters import Counter, model_flops
 

@@ -211,6 +211,6 @@ def test_the_parts_are_packaged() -> None:
 
         content = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
         patterns = content["tool"]["setuptools"]["package-data"]["planner.reporting.page"]
-        parts = list((ROOT / "planner" / "report" / "page" / "html").iterdir())
+        parts = list((ROOT / "planner" / "reporting" / "page" / "html").iterdir())
         assert len(parts) >= 6
         assert all(any(fnmatch(f"html/{part.name}", pattern) for pattern in patterns) for part in parts)

@@ -1,4 +1,4 @@
-"""The verbs that run PyTorch, as functions: `planner.profile`, `planner.estimate` and `planner.train`."""
+"""The verbs that run PyTorch, as functions: `planner.profile`, `planner.fit`, `planner.train` and others."""
 
 from __future__ import annotations
 
@@ -8,28 +8,38 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from planner.errors import InputError, PlanError
+from planner.analysis.fit import Fit
+from planner.analysis.fit import fit as fit_on
+from planner.catalog.models import find_model
+from planner.demo.quickstart import QuickstartResult
+from planner.demo.quickstart import quickstart as tour
+from planner.errors import ClusterError, InputError, PlanError
 from planner.executor.checkpoint.folders import seed_of_run
 from planner.executor.observe.progress import check_tensorboard
 from planner.executor.run.agreement import check_loss, check_synchronous_start, device_kind
 from planner.executor.run.stages import check_divided
 from planner.executor.worker import launch
+from planner.formats.cluster import Cluster, flat_cluster, hierarchical_cluster
 from planner.formats.files import check_writable
-from planner.formats.plan import Plan
-from planner.formats.profile import Profile
+from planner.formats.link_names import BETWEEN_SERVERS, usual_link
+from planner.formats.plan import Plan, save_plan
+from planner.formats.profile import Profile, save_profile
 from planner.formats.timeline import Timeline
 from planner.model.spec import TrainingSpec, load_model_file
+from planner.options.cluster import listed
 from planner.options.option import keywords_of
 from planner.options.profiling import EstimateArguments
 from planner.options.training import CheckpointOptions, RunOptions, TrainArguments, TrainingOptions
+from planner.options.verbs import PER_SERVER, SAMPLES, TOKENS, FitOptions, QuickstartOptions
 from planner.plan.shape import check_accumulate, synchronous_part
 from planner.profiler.estimated.calibrate import load_calibration
-from planner.profiler.estimated.devices import parse_dtype
+from planner.profiler.estimated.devices import device_spec, parse_dtype
 from planner.profiler.estimated.estimate import EstimateOptions, estimate_profile, load_device
 from planner.profiler.estimated.execution import compiler
 from planner.profiler.measured.profiling import ProfilingOptions, profile_model
 from planner.reporting.trace import save_trace
 from planner.simulator.simulate_plan import simulated_s
+from planner.solver.problem.budget import Patience
 from planner.workers.job import Job, TrainResult
 
 
@@ -83,6 +93,90 @@ def estimate(model: str | Path, asked: EstimateArguments) -> Profile:
         tensor=asked.tensor,
     )
     return estimate_profile(spec, asked.batch_size, options)
+
+
+@keywords_of(FitOptions)
+def fit(model: str | Path, gpus: int, options: FitOptions) -> Fit:
+    """Say whether a model fits GPUs, how to split it, how fast it would train, and how few GPUs would do.
+
+    All numbers are estimates. model.py, profile.json and plan.json are left in the folder that the answer names.
+
+    Args:
+        model: llama-7b, gpt2-xl, ...; a class of transformers; its config.json; or a model file.
+        gpus: how many there are.
+
+    Raises:
+        ModelFileError, CaptureError: when the model cannot be used.
+        ClusterError: for servers or links that contradict each other.
+
+    Example:
+        >>> planner.fit("model.py", 2, gpu="l4", batch_size=8).asked.plan.workers
+        2
+    """
+    return fitted(model, gpus, options, Patience.of(options.time_limit_s, options.progress))
+
+
+def fitted(model: str | Path, gpus: int, options: FitOptions, patience: Patience) -> Fit:
+    """Answer `fit` before the patience ends."""
+    servers = options.servers or -(-gpus // PER_SERVER)
+    rates: list[Any] = [] if options.bandwidth is None else listed(options.bandwidth)
+    if rates and len(rates) != (2 if servers > 1 else 1):
+        raise ClusterError(
+            f"the bandwidth has {len(rates)} rates, and there are {servers} servers",
+            hint="give one for GPUs in one server, else two, inside a server and between servers: nvlink4,100Gbps",
+        )
+    if gpus % servers:
+        uneven = f"{gpus} GPUs are not divided evenly over {servers} servers"
+        raise ClusterError(uneven, hint="give another number of `servers`")
+    device_spec(options.gpu, parse_dtype(options.dtype))  # before anything is written
+    path, tokens = Path(model), None
+    folder = path.parent if options.place is None else Path(options.place)
+    if path.suffix != ".py":
+        named = find_model(str(model))
+        tokens = named.tokens(options.length)
+        folder = Path(named.name) if options.place is None else folder
+        path = named.write(folder, tokens)
+    size = options.batch_size or (SAMPLES if tokens is None else max(1, TOKENS // tokens))
+    profile = estimate(path, device=options.gpu, batch_size=size, dtype=options.dtype)
+    save_profile(profile, folder / "profile.json")
+    memory = options.memory or profile.device.memory_bytes
+    rates = rates or [usual_link(options.gpu)]
+
+    def cluster_of(count: int) -> Cluster:
+        """Return so many GPUs in as few servers of up to that size as hold equally many."""
+        if count <= gpus // servers:  # only one level: fewer GPUs than were asked about, or all in one server
+            cluster = flat_cluster(count, rates[0], memory)
+        else:
+            needed = next(each for each in range(-(-count * servers // gpus), count + 1) if count % each == 0)
+            between = rates[1] if len(rates) > 1 else BETWEEN_SERVERS
+            cluster = hierarchical_cluster([count // needed, needed], [rates[0], between], memory)
+        return cluster.model_copy(update={"compress": options.compress})
+
+    answer = fit_on(profile, gpus, cluster_of, options, patience)
+    if answer.asked.plan is not None:
+        save_plan(answer.asked.plan, folder / "plan.json")
+    return answer.model_copy(update={"folder": str(folder), "model_file": path.name})
+
+
+@keywords_of(QuickstartOptions, arguments=1)
+def quickstart(folder: str | Path, options: QuickstartOptions) -> QuickstartResult:
+    """Profile VGG-16 here, find its best plan, train it, train it with data parallelism, and compare.
+
+    Args:
+        folder: gets model.py, profile.json and plan.json.
+
+    Raises:
+        PlannerError: when the device or the backend is not there, or a run fails.
+    """
+    return tour(
+        Path(folder),
+        options.steps,
+        options.gpus,
+        options.device,
+        options.backend,
+        show_progress=options.show_progress,
+        on_phase=options.on_phase,
+    )
 
 
 @keywords_of(TrainArguments)

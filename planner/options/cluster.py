@@ -1,0 +1,121 @@
+"""Which GPUs and links a plan is for: the options of `cluster`."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias, TypeVar
+
+from planner.errors import ClusterError
+from planner.formats.link_names import ACHIEVED_BYTES_PER_S, link_bandwidth
+from planner.formats.names import CODECS, CodecName
+from planner.options.numbers import is_count
+from planner.options.option import Options, option
+from planner.units import parse_bytes, parse_seconds
+
+T = TypeVar("T")
+
+
+def each(parse: Callable[[str], T], separator: str = ",") -> Callable[[str], list[T]]:
+    """Return a parser of values with separators between them."""
+
+    def parsed(text: str) -> list[T]:
+        parts = text.split(separator)
+        if len(parts) > 1 and "" in parts:
+            raise ClusterError(
+                f"'{text}' lacks a value before or after '{separator}'",
+                hint=f"write values with one '{separator}' between them",
+            )
+        return [parse(part) for part in parts]
+
+    return parsed
+
+
+def _size(text: str) -> int:
+    if not is_count(text):
+        raise ClusterError(f"'{text}' is not a number of members", hint="write `topology=4x8`, inner to outer")
+    return int(text)
+
+
+def _kinds(text: str) -> dict[str, int]:
+    parts = [part.partition("=") for part in text.split(",")]
+    if not all(name and count.isdigit() and int(count) for name, _, count in parts):
+        raise ClusterError(f"'{text}' does not say how many GPUs of which kind", hint="write `kinds=a100=4,t4=4`")
+    return {name: int(count) for name, _, count in parts}
+
+
+# A quantity is a number in bytes, seconds or bytes per second, or a text with its unit; several are one per level.
+Quantities: TypeAlias = float | str | Sequence[float | str]
+
+
+def listed(given: Quantities | None) -> list[float | str]:
+    """Return one quantity, or one per level, as a list."""
+    if given is None:
+        return []
+    return [given] if isinstance(given, int | float | str) else list(given)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterOptions(Options):
+    """How many GPUs there are, and how they are joined."""
+
+    gpus: int | None = option(None, "number of GPUs (workers), all joined alike", "N")
+    topology: str | Sequence[int] | None = option(
+        None,
+        "sizes of nested groups, inner to outer: 4x8 is 8 servers of 4 GPUs; ranks fill one server after another",
+        "SIZES",
+        parse=each(_size, "x"),
+    )
+    bandwidth: Quantities | None = option(
+        None,
+        "bandwidth of each GPU's link in each direction: 10Gbps counts bits, 1.25GB/s counts bytes; "
+        f"{', '.join(ACHIEVED_BYTES_PER_S)} are what such links achieve; with `topology` one per level, inner to "
+        "outer: nvlink4,100Gbps",
+        "RATE",
+        parse=each(link_bandwidth),
+    )
+    latency: Quantities = option(
+        0.0,
+        "latency of a message: 50us, 0.1ms; with `topology` one for all levels, or one per level",
+        "TIME",
+        parse=each(parse_seconds),
+        told="0s",
+    )
+    memory: int | str | None = option(
+        None,
+        "memory of each GPU: 16GB (10^9) or 16GiB (2^30)",
+        "SIZE",
+        parse=parse_bytes,
+        told="that of the profiled GPU; unlimited for a CPU",
+    )
+    kinds: str | Mapping[str, int] | None = option(
+        None,
+        "where GPUs differ: how many there are of each kind of the profile, in the order of the ranks; with `topology` "
+        "ranks fill one server after another",
+        "NAME=N,NAME=N",
+        parse=_kinds,
+    )
+    own_links: bool = option(
+        False,
+        "with `topology`: each GPU has its own link at every level",
+        told="the GPUs of a server share one",
+    )
+    no_overlap: bool = option(
+        False, "messages do not overlap with computation: for CPU workers that use every core of their host"
+    )
+    compress: CodecName | None = option(
+        None,
+        "send activations and their gradients between stages "
+        + "; ".join(f"{codec.name}: {codec.summary}" for codec in CODECS.values()),
+        told="none, or what `cluster` says",
+    )
+    sequence_parallel: bool = option(
+        False,
+        "price groups of `tensor` that divide by tokens what each rank would compute whole, as Megatron does; plan "
+        "train does not run such plans",
+    )
+    cluster: str | Path | None = option(
+        None,
+        "cluster.json, in place of the arguments above except `memory`, `compress` and `sequence_parallel`",
+        "FILE",
+        parse=Path,
+    )

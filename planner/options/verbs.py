@@ -1,0 +1,160 @@
+"""What else verbs take: `price`, `fit`, `report`, `quickstart` and `selftest`."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from planner.formats.link_names import BETWEEN_SERVERS, link_bandwidth
+from planner.formats.names import Backend, CodecName, DeviceType
+from planner.options.cluster import ClusterOptions, Quantities, each
+from planner.options.numbers import names
+from planner.options.option import Options, option, same
+from planner.options.solving import SolveOptions
+from planner.options.training import TrainArguments
+from planner.schedule.one_stage import FLUSH
+from planner.schedule.schedule import Schedule
+from planner.units import parse_bytes
+
+if TYPE_CHECKING:
+    from planner.formats.profile import Profile
+    from planner.formats.timeline import Timeline
+
+TOKENS, SAMPLES = 2048, 16  # of a microbatch: tokens where samples have many, else samples
+PER_SERVER = 8  # GPUs
+REPORT_S = 7.0  # with what simulation and page take besides, a report of 56 stages is there within 10 s
+POINTS = 9  # of a sweep
+ReportFormat = Literal["html", "svg"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PriceOptions(Options):
+    """How stages of one's own run."""
+
+    replicas: str | int | Sequence[int | str] | None = option(
+        None,
+        "replicas of each stage, or of all; 2x4 are two replicas of four ranks that divide layers between them",
+        "R|R,R",
+        told="as many replicas as the GPUs allow for all",
+    )
+    recompute: str | bool | Sequence[int] | Mapping[int, int] = option(
+        (),
+        "stages, counted from 0, that run their forward again instead of keeping activations; with :N only the first N "
+        "of the model's blocks in the stage do, each by itself, as in all:4 or 0:4,1:2",
+        "all|S,S:N",
+        told="none",
+    )
+    shard_optimizer: str | bool | Sequence[int] = option(
+        (),
+        "stages whose replicas divide the optimizer's state and its update; all: those that have two replicas or more",
+        "all|S,S",
+        told="none",
+    )
+    schedule: Schedule | str = same(SolveOptions, "schedule")
+    microbatches: int | None = same(SolveOptions, "microbatches", least=1)
+    chunks: int = same(SolveOptions, "chunks", least=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitOptions(SolveOptions):
+    """Which GPUs a model is to fit, and how it is trained there."""
+
+    gpu: str = option("a100-80gb", "kind of GPU")
+    servers: int | None = option(
+        None,
+        "servers that the GPUs are divided over",
+        "N",
+        least=1,
+        told=f"{PER_SERVER} GPUs in each",
+    )
+    bandwidth: Quantities | None = option(
+        None,
+        "of each GPU's link inside a server, and with several servers also of each server's: nvlink4,100Gbps",
+        "RATE",
+        parse=each(link_bandwidth),
+        told=f"what such GPUs usually have, and {BETWEEN_SERVERS} between servers",
+    )
+    memory: int | str | None = option(None, "memory of each GPU", "SIZE", parse=parse_bytes, told="that of its kind")
+    compress: CodecName = same(ClusterOptions, "compress", "none", told="none")
+    length: int | None = option(None, "tokens of a sample", "N", least=1, told="up to 2048")
+    batch_size: int | None = option(
+        None,
+        "samples of a microbatch",
+        "N",
+        least=1,
+        told=f"as many as have {TOKENS} tokens, or {SAMPLES}",
+    )
+    dtype: str = option("bfloat16", "of products, under autocast; weights are float32")
+    schedule: Schedule | str = same(SolveOptions, "schedule", FLUSH, told=f"{FLUSH}, whose gradients are never late")
+    place: str | Path | None = option(
+        None,
+        "folder for model.py, profile.json and plan.json",
+        "DIR",
+        flag="--output",
+        parse=Path,
+        told="the model's name; for a model file, its own",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportOptions(Options):
+    """What a report shows beside the plan."""
+
+    profile: "Profile | str | Path | None" = option(
+        None,
+        "profile that the plan was made from, for the comparisons; where it has several kinds of GPUs, as in "
+        "a100=a.json,t4=b.json",
+        "FILE",
+        told="profile.json, if it is that one",
+    )
+    measured: "Timeline | str | Path | None" = option(
+        None,
+        "a run of the plan, as a trace or a timeline, to show beside the simulation",
+        "FILE",
+        flag="--run",
+    )
+    minibatches: int | None = option(None, "simulate N minibatches", "N", told="enough for a steady state")
+    accumulate: int | None = option(
+        None,
+        "under 1f1b, update after K minibatches per replica, as `plan train` does with `accumulate`",
+        "K",
+        least=1,
+        told="1",
+    )
+    points: int = option(POINTS, "solve for N bandwidths, from a tenth to ten times the plan's; 0 for none", "N")
+    time_limit_s: float | str = same(SolveOptions, "time_limit_s", REPORT_S, told=f"{REPORT_S:g}s")
+    format: ReportFormat | None = option(None, "svg shows the timeline alone", told="that of the file's name, or html")
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuickstartOptions(Options):
+    """How large the tour is."""
+
+    gpus: int | None = option(None, "workers", "N", least=1, told="the GPUs of this machine, or its cores, at most 8")
+    device: DeviceType | None = same(TrainArguments, "device", told="GPUs where PyTorch sees any, else CPUs")
+    backend: Backend | None = same(TrainArguments, "backend")
+    steps: int = option(240, "train N minibatches", "N", least=1)
+    show_progress: bool = option(False, "show a progress line of the workers on stderr", flag=None)
+    on_phase: Callable[[str], None] = option(print, "is told what begins", flag=None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SelftestOptions(Options):
+    """What is checked."""
+
+    device: DeviceType | None = option(None, "what to check", told="cuda where there is a GPU")
+    workers: int = option(
+        2,
+        "workers of the runs that have several. With fewer GPUs than workers they share the GPUs, over gloo",
+        "N",
+    )
+    model: Sequence[str] = option(
+        (),
+        "also cut this model after every layer: a model file, FILE:FUNCTION for another builder than build_model; may "
+        "be repeated",
+        "FILE",
+        repeat=True,
+    )
+    only: Sequence[str] = option((), "run these checks, by name, with commas between", "CHECK", parse=names)
+    skip: Sequence[str] = option((), "leave out these checks, by name, with commas between", "CHECK", parse=names)
+    on_row: Callable[[Any], None] | None = option(None, "is told each row as it is found", flag=None)
