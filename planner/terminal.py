@@ -23,6 +23,7 @@ class ProgressLine:
 
     def clear(self) -> None:
         """Remove the text from the screen."""
-        sys.stderr.write("\r" + " " * self._width + "\r")
-        sys.stderr.flush()
+        if self._width:
+            sys.stderr.write("\r" + " " * self._width + "\r")
+            sys.stderr.flush()
         self._width = 0

@@ -23,7 +23,7 @@ from planner.formats.cluster import Cluster, flat_cluster, hierarchical_cluster
 from planner.formats.files import check_writable
 from planner.formats.link_names import BETWEEN_SERVERS, usual_link
 from planner.formats.plan import Plan, save_plan
-from planner.formats.profile import Profile, save_profile
+from planner.formats.profile import Profile, replace_profile
 from planner.formats.timeline import Timeline
 from planner.model.spec import TrainingSpec, load_model_file
 from planner.options.cluster import listed
@@ -138,7 +138,7 @@ def fitted(model: str | Path, gpus: int, options: FitOptions, patience: Patience
         path = named.write(folder, tokens)
     size = options.batch_size or (SAMPLES if tokens is None else max(1, TOKENS // tokens))
     profile = estimate(path, device=options.gpu, batch_size=size, dtype=options.dtype)
-    save_profile(profile, folder / "profile.json")
+    replace_profile(profile, folder / "profile.json")
     memory = options.memory or profile.device.memory_bytes
     rates = rates or [usual_link(options.gpu)]
 

@@ -52,6 +52,7 @@ def run(args: argparse.Namespace) -> int:
     from planner.api.running import fitted
 
     with patience_of(args) as patience:
+        print_progress(f"estimating {args.model} ...")
         answer = fitted(args.model, args.gpus, read_options(FitOptions, args), patience)
     print_answer(answer, args.json)
     if answer.asked.plan is None:

@@ -10,10 +10,11 @@ from typing import Any, NoReturn, get_args
 
 import planner
 from planner.cli.arguments import PROFILE, Verbs, add_output_argument, declare, profile_path
-from planner.cli.output import print_answer, print_written
+from planner.cli.output import print_answer, print_progress, print_written
 from planner.cli.records import add_options, given_options
 from planner.errors import InputError
 from planner.formats.names import DeviceType
+from planner.formats.profile import replace_profile
 from planner.options.numbers import batch_sizes
 from planner.options.profiling import BATCH_SIZE, EstimateArguments, ProfileOptions
 from planner.options.training import TrainArguments
@@ -82,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
         profiles.append(_estimated(args, device, size) if args.estimate else _measured(args, size))
         path = profile_path(output, size) if len(sizes) > 1 else output
         path = path.with_name(f"{path.stem}-{device}{path.suffix}") if len(devices) > 1 else path
-        planner.save_profile(profiles[-1], path)
+        replace_profile(profiles[-1], path)
         print_written(path)
     if args.json:
         texts = [profile.model_dump_json(indent=1) for profile in profiles]
@@ -120,11 +121,17 @@ def _measured(args: argparse.Namespace, batch_size: int) -> planner.Profile:
             raise InputError(f"`{name}` is for estimates", hint=f"add `estimate`, or leave out `{name}`")
     keep_freed_pages()  # as the workers do
     options = _options(ProfileOptions, args, batch_size)
-    if not sys.stderr.isatty():
-        return planner.profile(args.model, **options)
-    line = ProgressLine()
+    line, phases = ProgressLine(), set[str]()
+
+    def show(phase: str, done: float) -> None:
+        if sys.stderr.isatty():
+            line.show(f"{phase} {done:.0%}")
+        elif phase not in phases:
+            print_progress(f"{phase} ...")
+        phases.add(phase)
+
     try:
-        return planner.profile(args.model, **options, progress=lambda phase, done: line.show(f"{phase} {done:.0%}"))
+        return planner.profile(args.model, **options, progress=show)
     finally:
         line.clear()
 
@@ -136,6 +143,7 @@ def _estimated(args: argparse.Namespace, device: str | None, batch_size: int) ->
     if args.deterministic:
         raise InputError("--deterministic cannot be estimated", hint="measure on the device")
     device = device or (None if args.device_file is not None else "cpu")
+    print_progress(f"estimating {args.model} for {device or args.device_file} ...")
     return planner.estimate(args.model, **_options(EstimateArguments, args, batch_size) | {"device": device})
 
 

@@ -8,6 +8,8 @@ a loss, it is the last layer.
 from __future__ import annotations
 
 import hashlib
+import logging
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
@@ -17,6 +19,7 @@ from planner.errors import ProfileError
 from planner.formats.files import GrownRecord, Record, load_record, save_record
 from planner.formats.shown import Shown
 
+_log = logging.getLogger(__name__)
 Seconds = Annotated[float, Field(ge=0, le=1e15)]  # what is above is no time, and would overflow
 Bytes = Annotated[int, Field(ge=0, le=2**62)]
 
@@ -304,3 +307,15 @@ def load_profile(path: Path | str) -> Profile:
 def save_profile(profile: Profile, path: Path | str) -> None:
     """Write `profile` to `path` atomically."""
     save_record(profile, path)
+
+
+def replace_profile(profile: Profile, path: Path) -> None:
+    """Save a profile; one of another model, or a measured one that an estimate would replace, is kept beside it."""
+    with suppress(ProfileError):  # there is none, or it is no profile
+        old = load_profile(path)
+        source = old.provenance.source
+        if old.model != profile.model or (source == "measured" and profile.provenance.source != source):
+            kept = path.with_name(f"{path.stem}-{old.model.replace(':', '-')}-{source}{path.suffix}")
+            path.replace(kept)
+            _log.warning(f"{path} was the {source} profile of '{old.model}': it is {kept} now")
+    save_profile(profile, path)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import platform
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,15 @@ def large_blocks_apart() -> Iterator[None]:
         mallopt(_M_MMAP_THRESHOLD, 2**25)
         if _keeps_pages:
             mallopt(_M_MMAP_MAX, 0)
+
+
+def free_memory_bytes() -> float:
+    """Return the host's memory that is free, or could be; infinity where the system does not tell."""
+    with suppress(OSError):
+        for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("MemAvailable:"):
+                return 1024.0 * int(line.split()[1])
+    return math.inf
 
 
 def _glibc(function: str) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -31,6 +32,7 @@ from planner.profiler.this_machine import check_positive, describe_device, parse
 from planner.workers.numerics import Numerics, computing
 from planner.workers.place import kind_here
 
+_log = logging.getLogger(__name__)
 LEAST_REPEATS = 3
 WARMUP_CPU, WARMUP_CUDA = 2, 10  # a GPU raises its clock, and CUDA loads and chooses kernels, over several steps
 
@@ -164,9 +166,12 @@ def _measure(
         try:
             return StepMeasurement(spec, graph, batch, device).measure(effort, compiled=options.compiled)
         except torch.OutOfMemoryError as cause:
-            if device.type != "cuda" or options.compiled:
+            if options.compiled:
                 raise step_failure(cause) from cause
         # Outside of the handler, whose traceback keeps the step's tensors alive.
+        _log.warning(
+            f"the memory of {device} does not hold a step: measuring layer by layer, as `--layer-by-layer` does"
+        )
         graph.model.zero_grad(set_to_none=True)
         graph.model.to("cpu")
         gc.collect()

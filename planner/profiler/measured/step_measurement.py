@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -34,7 +35,7 @@ from planner.profiler.step.timing import (
     step_failure,
 )
 from planner.profiler.step.update import layer_updates, still
-from planner.profiler.this_machine import describe_device
+from planner.profiler.this_machine import describe_device, free_memory_bytes
 
 _SECOND = 0.2  # share of the time that a second measurement has
 _FASTER = 0.97  # it counts where its steps take this much of the first's: what disturbs only makes them longer
@@ -146,7 +147,8 @@ class StepMeasurement:
         return Steps(self._clock, self._parameters.values(), partial(self._spec.step, optimizer))
 
     def _saved(self) -> list[int]:
-        return saved_bytes([self._stage], self._run, len(self._span))
+        most_bytes = free_memory_bytes() if self._device.type == "cpu" else math.inf
+        return saved_bytes([self._stage], self._run, len(self._span), most_bytes=most_bytes)
 
     def _counted(self) -> LayerCounts:
         """Count what layers compute and exchange, in a step of their own: counting takes time."""

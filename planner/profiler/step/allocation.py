@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import weakref
 from collections.abc import Callable, Sequence
@@ -28,6 +29,7 @@ def saved_bytes(
     forward: Callable[[LayerObserver], object],
     pieces: int | None = None,
     known: set[int] | None = None,
+    most_bytes: float = math.inf,
 ) -> list[int]:
     """Return the bytes of the distinct storages that autograd saves, by the piece of the forward that saves them first.
 
@@ -37,9 +39,14 @@ def saved_bytes(
         forward: runs the modules, tells an observer where each piece ends, and returns all that holds saved tensors.
         pieces: how many; None for one per module.
         known: addresses of storages that do not count; those that are saved are added.
+        most_bytes: that may be saved.
+
+    Raises:
+        torch.OutOfMemoryError: for more than these.
     """
     weights = {address_of(tensor) for module in modules for tensor in (*module.parameters(), *module.buffers())}
-    storages = _SavedStorages(len(modules) if pieces is None else pieces, weights, set() if known is None else known)
+    seen = set[int]() if known is None else known
+    storages = _SavedStorages(len(modules) if pieces is None else pieces, weights, seen, most_bytes)
     with saved_tensors_hooks(storages.pack, lambda tensor: tensor):
         results = forward(storages)
     # Until here the graph held every storage, so that no two had the same address.
@@ -48,9 +55,10 @@ def saved_bytes(
 
 
 class _SavedStorages:
-    def __init__(self, pieces: int, weights: set[int], seen: set[int]) -> None:
+    def __init__(self, pieces: int, weights: set[int], seen: set[int], most_bytes: float) -> None:
         self.bytes = [0] * pieces
         self._piece, self._weights, self._seen = 0, weights, seen
+        self._most_bytes = most_bytes
 
     def after_layer(self, index: int, value: Tensor | None) -> None:
         self._piece = index + 1
@@ -61,6 +69,9 @@ class _SavedStorages:
         if address not in self._seen and address not in self._weights:
             self._seen.add(address)
             self.bytes[self._piece] += own.untyped_storage().nbytes()
+            if sum(self.bytes) > self._most_bytes:
+                # The system does not refuse memory, it ends the process that uses it.
+                raise torch.OutOfMemoryError("a step saves more for its backward than the machine has memory free")
         # Detached, because an output saved by its own operation would be a cycle that is never freed.
         return tensor.detach()
 

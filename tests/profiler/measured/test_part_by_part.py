@@ -11,7 +11,7 @@ from planner.errors import InputError
 from planner.formats.profile import Profile
 from planner.model.capture.capture import capture_file
 from planner.model.spec import load_model_file
-from planner.profiler.measured import part_by_part
+from planner.profiler.measured import part_by_part, step_measurement
 from planner.profiler.measured.profiling import ProfilingOptions, profile_model
 from tests.executor.models import write_model
 
@@ -40,6 +40,17 @@ def test_the_bytes_are_those_of_the_whole(model: str, tmp_path: Path) -> None:
     assert parts.whole_step is not None
     assert parts.whole_step.forward_s > 0
     assert parts.provenance.source == "measured"
+
+
+def test_a_step_that_does_not_fit_a_cpu_is_measured_layer_by_layer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write_model(tmp_path, "convolutional", "adamw")
+    whole = _profile(path, layer_by_layer=False)
+    monkeypatch.setattr(step_measurement, "free_memory_bytes", lambda: sum(x.saved_bytes for x in whole.layers) - 1)
+    parts = _profile(path, layer_by_layer=False)
+    assert "does not hold a step: measuring layer by layer, as `--layer-by-layer` does" in caplog.text
+    assert [layer.saved_bytes for layer in parts.layers] == [layer.saved_bytes for layer in whole.layers]
 
 
 def test_a_part_that_does_not_fit_is_halved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
