@@ -10,6 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from planner.errors import LayerError
 from planner.formats.profile import DegreeCosts
 from planner.model.batch import Batch
 from planner.model.capture.graph import LOSS, LayerGraph
@@ -108,7 +109,10 @@ class StepMeasurement:
 
     def measure_uncompiled(self, effort: Effort) -> Measurement:
         """Measure the model as it is captured; raise RuntimeError when a step fails."""
-        saved = self._saved()
+        try:
+            saved = self._saved()
+        except LayerError as failure:  # in training it says what to plan; here parts may be measured
+            raise failure.__cause__ if isinstance(failure.__cause__, torch.OutOfMemoryError) else failure from None
         self.counts = self._counted()
         layers, whole = self._measure_steps(effort)
         effort.progress("measuring updates", 1.0)
