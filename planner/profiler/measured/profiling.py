@@ -169,9 +169,7 @@ def _measure(
             if options.compiled:
                 raise step_failure(cause) from cause
         # Outside of the handler, whose traceback keeps the step's tensors alive.
-        _log.warning(
-            f"the memory of {device} does not hold a step: measuring layer by layer, as `--layer-by-layer` does"
-        )
+        _log.warning(f"the memory of {device} does not hold a step: measuring layer by layer, as with `layer_by_layer`")
         graph.model.zero_grad(set_to_none=True)
         graph.model.to("cpu")
         gc.collect()

@@ -49,7 +49,7 @@ def test_a_step_that_does_not_fit_a_cpu_is_measured_layer_by_layer(
     whole = _profile(path, layer_by_layer=False)
     monkeypatch.setattr(step_measurement, "free_memory_bytes", lambda: sum(x.saved_bytes for x in whole.layers) - 1)
     parts = _profile(path, layer_by_layer=False)
-    assert "does not hold a step: measuring layer by layer, as `--layer-by-layer` does" in caplog.text
+    assert "does not hold a step: measuring layer by layer, as with `layer_by_layer`" in caplog.text
     assert [layer.saved_bytes for layer in parts.layers] == [layer.saved_bytes for layer in whole.layers]
 
 
