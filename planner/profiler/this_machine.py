@@ -7,7 +7,7 @@ import math
 import os
 import platform
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -67,6 +67,30 @@ def large_blocks_apart() -> Iterator[None]:
         mallopt(_M_MMAP_THRESHOLD, 2**25)
         if _keeps_pages:
             mallopt(_M_MMAP_MAX, 0)
+
+
+def keeps_freed_pages() -> bool:
+    """Return whether this process keeps its freed pages, as workers do."""
+    return _keeps_pages
+
+
+@contextmanager
+def peak_resident() -> Iterator[Callable[[], int]]:
+    """Yield what returns, after the context, the bytes by which this process grew at its peak; 0 outside of Linux."""
+    status, grown = Path("/proc/self/status"), 0
+
+    def kib(field: str) -> int:
+        return int(next(line for line in status.read_text().splitlines() if line.startswith(field)).split()[1])
+
+    try:
+        return_free_pages()
+        Path("/proc/self/clear_refs").write_text("5")
+        before = kib("VmRSS")
+    except OSError:
+        yield lambda: 0
+        return
+    yield lambda: grown
+    grown = 1024 * (kib("VmHWM") - before)
 
 
 def free_memory_bytes() -> float:
