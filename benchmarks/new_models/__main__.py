@@ -43,6 +43,8 @@ class Case:
         normalises: over the samples of a microbatch, so that one process divides minibatches, too.
         random: it has dropout, whose random numbers are drawn per microbatch; one worker stands for one process.
         tied: stages share weights, for which weight stashing is refused.
+        package: that the model's file imports, and that need not be installed for the others.
+        microbatches: 1 where the loss compares the samples of a minibatch, which must not be divided then.
     """
 
     second: str
@@ -51,6 +53,8 @@ class Case:
     normalises: bool = False
     random: bool = False
     tied: bool = False
+    package: str | None = None
+    microbatches: int = MICROBATCHES
 
 
 CASES = {
@@ -79,6 +83,33 @@ CASES = {
     "perceiver": Case("gpipe", (1, 1, 1), tied=True),
     "vq_vae": Case("zb-h1", (2, 1)),
     "ranking": Case("interleaved", (1, 1)),
+    "spiking": Case("zb-h1", (1, 1, 1), package="snntorch"),
+    "neural_ode": Case("gpipe", (1, 1, 1), package="torchdiffeq"),
+    "real_nvp": Case("zb-h1", (2, 1), package="normflows"),
+    "spline_flow": Case("interleaved", (1, 1), package="nflows"),
+    "fourier_operator": Case("zb-h1", (1, 2), package="neuralop"),
+    "kan_network": Case("1f1b-flush", (1, 1, 1), package="kan"),
+    "equivariant": Case("zb-v", (1, 1), package="e3nn"),
+    "deep_kernel": Case("gpipe", (2, 1), package="gpytorch"),
+    "metric_learning": Case("gpipe", (1, 1, 1), package="pytorch_metric_learning", microbatches=1),
+    "tabnet": Case("gpipe", (1, 1, 1), package="pytorch_tabnet", normalises=True),
+    "deepfm": Case("zb-h1", (1, 2), package="deepctr_torch"),
+    "conformer_ctc": Case("zb-h1", (1, 1, 1), package="conformer", normalises=True),
+    "graph_transformer": Case("interleaved", (1, 1), package="torch_geometric"),
+    "memory_tokens": Case("zb-v", (1, 1), package="x_transformers"),
+    "clip_pair": Case("zb-h1", (1, 1, 1), package="open_clip", microbatches=1),
+    "unet_plus_plus": Case("gpipe", (1, 1, 1), package="segmentation_models_pytorch", normalises=True),
+    "performer": Case("zb-h1", (1, 1, 1), package="performer_pytorch"),
+    "mamba_scan": Case("1f1b-flush", (1, 2), package="mambapy"),
+    "sparse_attention": Case("zb-h1", (2, 1), package="entmax"),
+    "inverted": Case("interleaved", (1, 1), package="iTransformer"),
+    "unetr": Case("zb-h1", (1, 1, 1), package="monai"),
+    "registration": Case("gpipe", (1, 2), package="kornia"),
+    "perceptual": Case("zb-h1", (1, 1, 1), package="lpips"),
+    "max_vit": Case("1f1b-flush", (1, 1, 1), package="vit_pytorch", normalises=True),
+    "detector": Case("gpipe", (1, 1, 1), package="transformers"),
+    "reformer": Case("zb-h1", (1, 1, 1), package="transformers", random=True),
+    "mixture_density": Case("zb-h1", (2, 1)),
 }
 
 
@@ -122,7 +153,7 @@ def rows(model: str) -> list[Row]:
     case, spec = CASES[model], load_model_file(str(HERE / "models" / f"{model}.py"))
     profiled = profile(spec, batch_size=BATCH_SIZE, seconds=0.2)
     plans = [
-        even_plan(profiled, find(schedule), replicas, microbatches=MICROBATCHES)
+        even_plan(profiled, find(schedule), replicas, microbatches=case.microbatches)
         for schedule, replicas in ((case.first, (1, 1)), (case.second, case.replicas))
     ]
     if case.random:

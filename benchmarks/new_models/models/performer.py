@@ -1,0 +1,38 @@
+"""A Performer: linear attention by random features, which it redraws after some calls, and rotary positions."""
+
+import torch
+from made_up import Samples
+from performer_pytorch import PerformerLM
+from torch.nn.functional import cross_entropy
+
+WORDS, LENGTH = 128, 24
+
+
+def build_model():
+    return PerformerLM(
+        num_tokens=WORDS, max_seq_len=LENGTH, dim=32, depth=3, heads=4, dim_head=8, causal=False, nb_features=16,
+        feature_redraw_interval=1000,
+    )  # fmt: skip
+
+
+def example_batch(batch_size):
+    return torch.randint(0, WORDS, (batch_size, LENGTH)), torch.randint(0, WORDS, (batch_size, LENGTH))
+
+
+def sample(generator):
+    tokens = torch.randint(0, WORDS, (LENGTH,), generator=generator)
+    hidden = torch.rand(LENGTH, generator=generator) < 0.15
+    hidden[0] = True
+    return tokens.where(~hidden, 0), tokens.where(hidden, -100)
+
+
+def dataset():
+    return Samples(sample, 52)
+
+
+def loss(output, target):
+    return cross_entropy(output.transpose(1, 2), target)
+
+
+def optimizer(parameters):
+    return torch.optim.AdamW(parameters, lr=1e-3)
