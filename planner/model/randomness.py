@@ -88,11 +88,16 @@ def random_state_kept(device: torch.device) -> AbstractContextManager[None]:
 def keep_state(module: nn.Module) -> Iterator[torch.device]:
     """Restore the module's buffers and its device's random state afterwards; yield the device."""
     device = next((tensor.device for tensor in (*module.parameters(), *module.buffers())), torch.device("cpu"))
-    before = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
+    before = [
+        (owner, name, buffer, buffer.detach().clone())
+        for owner in module.modules()
+        for name, buffer in owner.named_buffers(recurse=False)
+    ]
     try:
         with random_state_kept(device):
             yield device
     finally:
         with torch.no_grad():
-            for name, buffer in module.named_buffers():
-                buffer.copy_(before[name])
+            for owner, name, buffer, values in before:
+                setattr(owner, name, buffer)  # a forward may have put another tensor in its place, of another shape
+                buffer.copy_(values)

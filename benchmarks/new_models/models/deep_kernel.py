@@ -34,7 +34,44 @@ class DeepKernel(nn.Module):
 
 
 def build_model():
-    return DeepKernel()
+    model = DeepKernel()
+    with torch.no_grad():
+        model(torch.randn(4, FEATURES), torch.randn(4))  # its first call draws the variational distribution
+    return model
+
+
+class Front(nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, values, targets):
+        return self.layer(values), targets
+
+
+class Middle(nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, state):
+        values, targets = state
+        return self.layer(values), targets
+
+
+class Back(nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.process, self.elbo = model.process, model.elbo
+
+    def forward(self, state):
+        values, targets = state
+        return {"loss": -self.elbo(self.process(values), targets)}
+
+
+def blocks(model):
+    first, *rest = model.features
+    return [Front(first), *(Middle(layer) for layer in rest), Back(model)]
 
 
 def example_batch(batch_size):

@@ -1,36 +1,65 @@
-"""A GraphGPS transformer of PyTorch Geometric: local messages beside attention over all nodes of a graph."""
+"""A GraphGPS transformer of PyTorch Geometric: local messages beside attention over all nodes; it has blocks."""
 
 import torch
 from made_up import Samples
 from torch import nn
 from torch.nn.functional import cross_entropy
-from torch_geometric.nn import GINEConv, GPSConv, global_add_pool
+from torch_geometric.nn import GINEConv, GPSConv
 
 NODES, EDGES, KINDS, CLASSES = 8, 14, 6, 4
+
+
+class Inputs(nn.Module):
+    def __init__(self, channels):
+        super().__init__()
+        self.node_emb, self.edge_emb = nn.Embedding(KINDS, channels), nn.Embedding(4, channels)
+
+    def forward(self, kinds, edges, bonds):
+        return self.node_emb(kinds), edges, self.edge_emb(bonds)
+
+
+class Layer(nn.Module):
+    def __init__(self, channels):
+        super().__init__()
+        local = nn.Sequential(nn.Linear(channels, channels), nn.ReLU(), nn.Linear(channels, channels))
+        self.conv = GPSConv(channels, GINEConv(local), heads=4, norm="layer_norm")
+
+    def forward(self, state):
+        nodes, edges, bonds = state
+        graphs = torch.arange(nodes.shape[0], device=nodes.device)
+        flat = (edges + NODES * graphs[:, None, None]).transpose(0, 1).flatten(1)
+        updated = self.conv(nodes.flatten(0, 1), flat, graphs.repeat_interleave(NODES), edge_attr=bonds.flatten(0, 1))
+        return updated.view_as(nodes), edges, bonds
+
+
+class Head(nn.Module):
+    def __init__(self, channels):
+        super().__init__()
+        self.mlp = nn.Sequential(nn.Linear(channels, channels), nn.ReLU(), nn.Linear(channels, CLASSES))
+
+    def forward(self, state):
+        return self.mlp(state[0].sum(1))
 
 
 class GraphGPS(nn.Module):
     def __init__(self, channels=24):
         super().__init__()
-        self.node_emb, self.edge_emb = nn.Embedding(KINDS, channels), nn.Embedding(4, channels)
-        self.convs = nn.ModuleList()
-        for _ in range(3):
-            local = nn.Sequential(nn.Linear(channels, channels), nn.ReLU(), nn.Linear(channels, channels))
-            self.convs.append(GPSConv(channels, GINEConv(local), heads=4, norm="layer_norm"))
-        self.mlp = nn.Sequential(nn.Linear(channels, channels), nn.ReLU(), nn.Linear(channels, CLASSES))
+        self.inputs, self.head = Inputs(channels), Head(channels)
+        self.layers = nn.ModuleList(Layer(channels) for _ in range(3))
 
     def forward(self, kinds, edges, bonds):
-        graphs = kinds.shape[0]
-        batch = torch.arange(graphs, device=kinds.device).repeat_interleave(NODES)
-        edges = edges + NODES * torch.arange(graphs, device=kinds.device)[:, None, None]
-        nodes, edges = self.node_emb(kinds.flatten()), edges.transpose(0, 1).flatten(1)
-        for conv in self.convs:
-            nodes = conv(nodes, edges, batch, edge_attr=self.edge_emb(bonds.flatten()))
-        return self.mlp(global_add_pool(nodes, batch))
+        state = self.inputs(kinds, edges, bonds)
+        for layer in self.layers:
+            state = layer(state)
+        return self.head(state)
 
 
 def build_model():
     return GraphGPS()
+
+
+def blocks(model):
+    return [model.inputs, *model.layers, model.head]
 
 
 def example_batch(batch_size):

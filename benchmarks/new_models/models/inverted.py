@@ -13,7 +13,7 @@ class Forecaster(nn.Module):
         super().__init__()
         self.model = iTransformer(
             num_variates=VARIATES, lookback_len=PAST, dim=32, depth=3, heads=4, dim_head=8, pred_length=HORIZONS,
-            num_mem_tokens=4,
+            num_residual_streams=1,
         )  # fmt: skip
 
     def forward(self, past):

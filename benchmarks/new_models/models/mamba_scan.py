@@ -1,4 +1,4 @@
-"""Mamba of mamba.py: a parallel scan that is its own autograd function."""
+"""Mamba of mamba.py: its parallel scan is an autograd function of its own, so it has blocks."""
 
 import torch
 from made_up import Samples
@@ -12,6 +12,11 @@ WORDS, LENGTH = 96, 16
 def build_model():
     mamba = Mamba(MambaConfig(d_model=24, n_layers=3, d_state=8))
     return nn.Sequential(nn.Embedding(WORDS, 24), mamba, nn.LayerNorm(24), nn.Linear(24, WORDS))
+
+
+def blocks(model):
+    words, mamba, norm, head = model
+    return [words, *mamba.layers, norm, head]
 
 
 def example_batch(batch_size):

@@ -1,4 +1,4 @@
-"""A neural ODE of torchdiffeq between a convolutional stem and a classifier, with the solver's adaptive steps."""
+"""A neural ODE of torchdiffeq between a convolutional stem and a classifier, with adaptive steps, so it has blocks."""
 
 import torch
 from made_up import Samples
@@ -41,6 +41,10 @@ def build_model():
         nn.Flatten(),
         nn.Linear(16, CLASSES),
     )
+
+
+def blocks(model):
+    return list(model)
 
 
 def example_batch(batch_size):

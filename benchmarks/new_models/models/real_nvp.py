@@ -24,7 +24,36 @@ class Likelihood(nn.Module):
 
 
 def build_model():
-    return Likelihood()
+    model = Likelihood()
+    with torch.no_grad():
+        model(torch.randn(64, FEATURES).cumsum(1))  # ActNorm sets its weights by the first batch it sees
+    return model
+
+
+class Step(nn.Module):
+    def __init__(self, flow, *, first):
+        super().__init__()
+        self.flow, self.first = flow, first
+
+    def forward(self, state):
+        values, total = (state, torch.zeros_like(state[:, 0])) if self.first else state
+        values, logarithm = self.flow.inverse(values)
+        return values, total + logarithm
+
+
+class Base(nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.distribution = model.flow.q0
+
+    def forward(self, state):
+        values, total = state
+        return -(total + self.distribution.log_prob(values)).mean()
+
+
+def blocks(model):
+    flows = reversed(model.flow.flows)
+    return [*(Step(flow, first=index == 0) for index, flow in enumerate(flows)), Base(model)]
 
 
 def example_batch(batch_size):

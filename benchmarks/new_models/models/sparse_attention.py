@@ -22,20 +22,32 @@ class Attention(nn.Module):
         return values + self.out((weights @ contents).transpose(1, 2).reshape(batch, length, width))
 
 
+class Inputs(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.words, self.places = nn.Embedding(WORDS, width), nn.Embedding(LENGTH, width)
+
+    def forward(self, tokens):
+        return self.words(tokens) + self.places(torch.arange(LENGTH, device=tokens.device))
+
+
 class Tagger(nn.Module):
     def __init__(self):
         super().__init__()
-        self.words, self.places = nn.Embedding(WORDS, 32), nn.Embedding(LENGTH, 32)
+        self.inputs = Inputs(32)
         self.layers = nn.Sequential(*(Attention(32, 4) for _ in range(3)))
         self.head = nn.Linear(32, 8)
 
     def forward(self, tokens):
-        places = self.places(torch.arange(LENGTH, device=tokens.device))
-        return self.head(self.layers(self.words(tokens) + places))
+        return self.head(self.layers(self.inputs(tokens)))
 
 
 def build_model():
     return Tagger()
+
+
+def blocks(model):
+    return [model.inputs, *model.layers, model.head]
 
 
 def example_batch(batch_size):

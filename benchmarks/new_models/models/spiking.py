@@ -33,6 +33,30 @@ def build_model():
     return Spiking()
 
 
+class Layer(nn.Module):
+    """A layer and its neurons over all time steps; pictures are the same at each."""
+
+    def __init__(self, layer, neurons, *, pooled, first=False, last=False):
+        super().__init__()
+        self.layer, self.neurons, self.pooled, self.first, self.last = layer, neurons, pooled, first, last
+
+    def forward(self, values):
+        memory, returned = self.neurons.init_leaky(), []
+        for each in [values] * STEPS if self.first else values.unbind(1):
+            current = torch.max_pool2d(self.layer(each), 2) if self.pooled else self.layer(each.flatten(1))
+            spikes, memory = self.neurons(current, memory)
+            returned.append(memory if self.last else spikes)
+        return torch.stack(returned, 1)
+
+
+def blocks(model):
+    return [
+        Layer(model.conv1, model.lif1, pooled=True, first=True),
+        Layer(model.conv2, model.lif2, pooled=True),
+        Layer(model.fc, model.lif3, pooled=False, last=True),
+    ]
+
+
 def example_batch(batch_size):
     return torch.rand(batch_size, 1, 28, 28), torch.randint(0, CLASSES, (batch_size,))
 

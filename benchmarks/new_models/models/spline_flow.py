@@ -33,6 +33,32 @@ def build_model():
     return Likelihood()
 
 
+class Step(nn.Module):
+    def __init__(self, transform, *, first):
+        super().__init__()
+        self.transform, self.first = transform, first
+
+    def forward(self, state):
+        values, total = (state, torch.zeros_like(state[:, 0])) if self.first else state
+        values, logarithm = self.transform(values)
+        return values, total + logarithm
+
+
+class Base(nn.Module):
+    def __init__(self, flow):
+        super().__init__()
+        self.distribution = flow._distribution
+
+    def forward(self, state):
+        values, total = state
+        return self.distribution.log_prob(values) + total
+
+
+def blocks(model):
+    transforms = model.flow._transform._transforms
+    return [*(Step(each, first=index == 0) for index, each in enumerate(transforms)), Base(model.flow)]
+
+
 def example_batch(batch_size):
     return torch.randn(batch_size, FEATURES), None
 

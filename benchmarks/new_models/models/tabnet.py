@@ -15,6 +15,10 @@ def build_model():
     )  # fmt: skip
 
 
+def blocks(model):
+    return [model.embedder, model.tabnet]
+
+
 def example_batch(batch_size):
     rows = torch.randn(batch_size, COLUMNS)
     rows[:, 0], rows[:, 3] = torch.randint(0, 5, (batch_size,)), torch.randint(0, 7, (batch_size,))

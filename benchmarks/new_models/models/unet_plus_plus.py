@@ -7,7 +7,7 @@ from made_up import Samples
 
 def build_model():
     return smp.UnetPlusPlus(
-        encoder_name="resnet18", encoder_weights=None, encoder_depth=3, decoder_channels=(32, 16, 8), in_channels=1,
+        encoder_name="resnet18", encoder_weights=None, encoder_depth=3, decoder_channels=(32, 16, 16), in_channels=1,
         classes=1, decoder_attention_type="scse",
     )  # fmt: skip
 

@@ -178,11 +178,12 @@ def _called(model: nn.Module, batch: Batch) -> tuple[list[nn.Module], str]:
     expressions: dict[nn.Module, str] = {}
     lists: dict[str, str] = {}
     for name, child in model.named_children():
+        expression = f"model.{name}" if name.isidentifier() else f"model[{name}]"  # numbers name a sequence's parts
         if isinstance(child, (nn.ModuleList, nn.Sequential)):
-            expressions |= {part: f"model.{name}[{index}]" for index, part in enumerate(child)}
-            lists[", ".join(f"model.{name}[{index}]" for index in range(len(child)))] = f"*model.{name}"
+            expressions |= {part: f"{expression}[{index}]" for index, part in enumerate(child)}
+            lists[", ".join(f"{expression}[{index}]" for index in range(len(child)))] = f"*{expression}"
         else:
-            expressions[child] = f"model.{name}"
+            expressions[child] = expression
     order: dict[nn.Module, None] = {}
     hooks = [part.register_forward_hook(lambda part, *_: order.setdefault(part)) for part in expressions]
     try:

@@ -152,13 +152,16 @@ def warn_of_unregistered(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def refuse_custom_autograd() -> Iterator[None]:
-    """Raise when a model uses its own torch.autograd.Function: tracing would silently drop its backward."""
+    """Raise when a model uses its own torch.autograd.Function: tracing would silently drop its backward.
 
-    apply = torch.autograd.Function.__dict__["apply"]
+    Libraries often write `scan = Scan.apply` once, which is bound to `Function.apply` before it could be replaced here.
+    So it is refused one class further up, where `Function.apply` ends in either case.
+    """
+    base = torch.autograd.function._SingleLevelFunction
 
     def refuse(cls: type, *args: Any, **kwargs: Any) -> Any:
         if cls.__module__.startswith("torch._library"):  # a registered operation keeps its backward
-            return apply.__get__(None, cls)(*args, **kwargs)
+            return super(base, cls).apply(*args, **kwargs)  # type: ignore[misc]
         raise CaptureError(
             f"the model uses the autograd function '{cls.__name__}', whose backward cannot be captured",
             hint=_FUNCTION_HINTS.get(
@@ -166,7 +169,7 @@ def refuse_custom_autograd() -> Iterator[None]:
             ),
         )
 
-    with mock.patch.object(torch.autograd.Function, "apply", classmethod(refuse)):
+    with mock.patch.object(base, "apply", classmethod(refuse)):
         yield
 
 

@@ -60,6 +60,28 @@ def build_model(): return Deep()
 def example_batch(n): return (torch.randn(n, 6),), torch.randint(0, 4, (n,))
 def loss(output, target): return F.cross_entropy(output, target)
 """
+SIGNS = """
+class Sign(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x): return x.sign()
+    @staticmethod
+    def backward(ctx, gradient): return gradient
+sign = Sign.apply  # as libraries write it: bound before planner is asked to capture anything
+class Signs(nn.Module):
+    def forward(self, x): return sign(x)
+def build_model(): return nn.Sequential(nn.Linear(6, 8), Signs(), nn.Linear(8, 4))
+def example_batch(n): return (torch.randn(n, 6),), torch.randint(0, 4, (n,))
+def loss(output, target): return F.cross_entropy(output, target)
+"""
+SPIKES = SIGNS.replace("x.sign()", "(x > 0).float()").replace(
+    "def forward(self, x): return sign(x)",
+    """def __init__(self):
+        super().__init__()
+        self.register_buffer("memory", torch.zeros(0), persistent=False)
+    def forward(self, x):
+        self.memory = torch.zeros_like(x) + x  # a buffer of another shape from the first call on
+        return sign(self.memory)""",
+)
 PINN = """
 class Physics(nn.Module):
     def __init__(self):
@@ -108,8 +130,10 @@ def test_a_loss_that_no_tracer_captures_is_the_last_layer(tmp_path: Path) -> Non
         (PACKED, "[model]"),
         (PARTS, "[model.first, *model.layers, model.last]"),
         (PINN, "[model]"),
+        (SIGNS, "[model[0], model[1], model[2]]"),
+        (SPIKES, "[model[0], model[1], model[2]]"),
     ],
-    ids=["packed sequence", "if on a tensor", "double backward"],
+    ids=["packed sequence", "if on a tensor", "double backward", "bound autograd function", "buffer of another shape"],
 )
 def test_the_blocks_that_the_message_offers_train(tmp_path: Path, text: str, blocks: str) -> None:
     path = _written(tmp_path, text)
