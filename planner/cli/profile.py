@@ -14,7 +14,6 @@ from planner.cli.output import print_answer, print_progress, print_written
 from planner.cli.records import add_options, given_options
 from planner.errors import InputError
 from planner.formats.names import DeviceType
-from planner.formats.profile import replace_profile
 from planner.options.numbers import batch_sizes
 from planner.options.profiling import BATCH_SIZE, EstimateArguments, ProfileOptions
 from planner.options.training import TrainArguments
@@ -71,6 +70,8 @@ def add_parser(verbs: Verbs) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure, save, and print the profile."""
+    from planner.formats.profile import replace_profile
+
     if args.links:
         _run_links(args)
     if args.model is None:

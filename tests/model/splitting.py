@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
 from planner.model.batch import Batch
@@ -37,6 +37,20 @@ def cut_evenly(graph: LayerGraph, stages: int) -> list[list[str]]:
     return [names[a:b] for a, b in pairwise(bounds) if b > a]
 
 
+def _buffers(model: nn.Module) -> list[tuple[nn.Module, str, Tensor, Tensor]]:
+    return [
+        (owner, name, buffer, buffer.clone())
+        for owner in model.modules()
+        for name, buffer in owner.named_buffers(recurse=False)
+    ]
+
+
+def _put_back(before: list[tuple[nn.Module, str, Tensor, Tensor]]) -> None:
+    for owner, name, buffer, values in before:
+        setattr(owner, name, buffer)  # a forward may have put another tensor in its place, of another shape
+        buffer.data.copy_(values)
+
+
 def run_split(
     graph: LayerGraph,
     batch: Batch,
@@ -49,14 +63,13 @@ def run_split(
     model = graph.model
     for parameter in model.parameters():
         parameter.grad = None
-    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    before = _buffers(model)
     keep = [leaf.name for leaf in graph.outputs if isinstance(leaf, fx.Node)]
     stages = [build_stage(graph, names, keep=keep, variant=Variant(compiled=compile_)) for names in cut]
     received, results = _forward(stages, batch, key)
     _backward(stages, received, results, batch.size)
     after = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    for name, buffer in model.named_buffers():
-        buffer.data.copy_(before[name])
+    _put_back(before)
     values = {name: value for result in results for name, value in result.items()}
     return Step(
         loss=values["loss"].detach(),
@@ -71,15 +84,14 @@ def run_model(graph: LayerGraph, batch: Batch, loss: LossFunction | None) -> Ste
     model = graph.model
     for parameter in model.parameters():
         parameter.grad = None
-    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    before = _buffers(model)
     batch = batch.channels_last() if graph.options.channels_last else batch
     with autocasting("cpu", graph.options.autocast):
         output = model(*batch.args, **batch.kwargs)
         value = loss_of(output, batch.target, loss)
     value.backward()  # type: ignore[no-untyped-call]
     after = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    for name, buffer in model.named_buffers():
-        buffer.data.copy_(before[name])
+    _put_back(before)
     names = [leaf.name for leaf in graph.outputs if isinstance(leaf, fx.Node)]
     leaves = [leaf for leaf in tree_leaves(as_tree(output)) if isinstance(leaf, Tensor)] if names else []
     return Step(
