@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from planner.executor.run.data import make_batches, weighted
 from planner.formats.plan import Plan
@@ -34,16 +34,21 @@ class Trained:
 def largest_difference(some: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> float:
     """Return the largest absolute difference of two states with the same names, counters left out."""
     return max(
-        float((tensor.double() - others[name].double()).abs().max())
+        float((tensor.to(torch.complex128) - others[name]).abs().max())
         for name, tensor in some.items()
-        if tensor.is_floating_point()
+        if (tensor.is_floating_point() or tensor.is_complex()) and tensor.numel()
     )
+
+
+def tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return the state of a model without what else its modules keep in it, such as neuraloperator's `_metadata`."""
+    return {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
 
 
 def initial_weights(spec: TrainingSpec, seed: int) -> dict[str, Tensor]:
     """Return the weights that a run with this seed begins with."""
     torch.manual_seed(seed)
-    return {name: tensor.clone() for name, tensor in spec.build_model().state_dict().items()}
+    return {name: tensor.clone() for name, tensor in tensors(spec.build_model()).items()}
 
 
 def one_process(spec: TrainingSpec, plan: Plan, seed: int, minibatches: int, *, divided: bool) -> Trained:
@@ -76,4 +81,4 @@ def one_process(spec: TrainingSpec, plan: Plan, seed: int, minibatches: int, *, 
                 total += float(loss.detach())
             losses.append(total)
             optimizer.step()
-    return Trained(losses, model.state_dict())
+    return Trained(losses, tensors(model))

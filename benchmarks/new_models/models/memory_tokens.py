@@ -1,4 +1,4 @@
-"""A decoder of x-transformers with memory tokens, rotary positions, gated feedforwards and normalised queries."""
+"""A decoder of x-transformers with memory tokens, learned positions, gated feedforwards and normalised queries."""
 
 import torch
 from made_up import Samples
@@ -10,9 +10,9 @@ WORDS, LENGTH = 128, 20
 
 def build_model():
     return TransformerWrapper(
-        num_tokens=WORDS, max_seq_len=LENGTH, num_memory_tokens=4, use_abs_pos_emb=False,
+        num_tokens=WORDS, max_seq_len=LENGTH, num_memory_tokens=4, use_abs_pos_emb=True,
         attn_layers=Decoder(
-            dim=32, depth=3, heads=4, attn_dim_head=8, rotary_pos_emb=True, ff_glu=True, ff_swish=True,
+            dim=32, depth=3, heads=4, attn_dim_head=8, ff_glu=True, ff_swish=True,
             attn_qk_norm=True, use_rmsnorm=True, residual_attn=True,
         ),
     )  # fmt: skip

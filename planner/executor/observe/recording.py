@@ -133,7 +133,8 @@ def _clock_offsets() -> Sequence[float]:
     """Return by rank what to add to that worker's clock to get rank 0's; an empty list elsewhere.
 
     Cristian (1989), "Probabilistic clock synchronization": the reply is assumed to be sent in the middle of the round
-    trip. The fastest round trip is taken, because the error is at most half its length.
+    trip. The fastest round trip is taken, because the error is at most half its length. An offset within that error
+    counts as none: the processes of one host share a clock, and a busy host answers late, not from another clock.
     """
     group = control_group()
     here = torch.zeros(1, dtype=torch.float64)
@@ -151,7 +152,8 @@ def _clock_offsets() -> Sequence[float]:
             dist.recv(here, rank, group)
             answered = time.perf_counter()
             trips.append((answered - asked, (asked + answered) / 2 - float(here)))
-        offsets.append(min(trips)[1])
+        trip, offset = min(trips)
+        offsets.append(offset if abs(offset) > trip / 2 else 0.0)
     return offsets
 
 

@@ -181,11 +181,10 @@ def refuse_assignments(model: nn.Module) -> Iterator[None]:
     """
     before = _held_tensors(model)
     yield
-    for (holder, name), tensor in _held_tensors(model).items():
-        old = before.get((holder, name))
-        if old is None:
+    for key, (holder, name, tensor) in _held_tensors(model).items():
+        if key not in before:
             delattr(holder, name)
-        elif old is not tensor:
+        elif before[key][2] is not tensor:
             raise CaptureError(
                 f"{type(holder).__name__} assigns 'self.{name}' in forward, and the next minibatch would not see it",
                 hint=f"make it a buffer and change it in place, with self.{name}.copy_(...)",
@@ -211,9 +210,10 @@ def refuse_kept_tensors() -> Iterator[None]:
             warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
 
 
-def _held_tensors(model: nn.Module) -> dict[tuple[nn.Module, str], Tensor]:
+def _held_tensors(model: nn.Module) -> dict[tuple[int, str], tuple[nn.Module, str, Tensor]]:
+    # The tracer wraps a module that has several names, each time anew. Its wrappers share the module's attributes.
     return {
-        (module, name): value
+        (id(vars(module)), name): (module, name, value)
         for module in model.modules()
         for name, value in {**vars(module), **module._buffers}.items()
         if isinstance(value, Tensor)

@@ -88,8 +88,8 @@ def find_loss_mean(spec: TrainingSpec, graph: LayerGraph, batch: Batch, options:
     Raises:
         ModelFileError: when the model file's loss_weight() does not count what the loss is a mean over.
     """
-    if graph.batch_size is not None or any(parameter.is_meta for parameter in graph.model.parameters()):
-        return None  # the parts of a batch cannot be run
+    if any(parameter.is_meta for parameter in graph.model.parameters()):
+        return None  # nothing can be run
     batch = batch if batch.size > 1 else spec.example_batch(2).to(batch.device_type)
     training = graph.model.training
     graph.model.eval()
@@ -100,6 +100,10 @@ def find_loss_mean(spec: TrainingSpec, graph: LayerGraph, batch: Batch, options:
         if not losses.explained(batch, [LossMean(over="samples")], parts=1):
             return LossMean(over="loss_weight") if weighted else None
         return losses.own_weight(batch) if weighted else losses.found(batch)
+    except Exception as cause:  # whatever a model of one batch size raises at a part of a batch
+        if graph.batch_size is None or isinstance(cause, ModelFileError):
+            raise
+        return None
     finally:
         graph.model.train(training)
 

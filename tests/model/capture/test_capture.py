@@ -187,6 +187,33 @@ def test_a_model_that_pins_its_batch_size_says_so() -> None:
     assert _capture(Pinned()).batch_size == 4
 
 
+def test_buffers_of_a_module_with_two_names_stay() -> None:
+    """The tracer wraps such modules anew at each look, and a buffer in a new wrapper is not a new one."""
+
+    class Scaling(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("scale", torch.full((6,), 2.0))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x / self.get_buffer("scale")
+
+    class Known(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.scaling = nn.Linear(6, 6), Scaling()
+            self.watched = nn.Sequential(self.scaling, self.layer)
+
+        def forward(self, x: Tensor) -> Tensor:
+            result: Tensor = self.layer(self.scaling(self.scaling(x)))
+            return result
+
+    model = Known()
+    graph = _capture(model)
+    assert any(layer.name == "scaling" for layer in graph.layers)
+    assert torch.equal(model.scaling.get_buffer("scale"), torch.full((6,), 2.0))
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_hash_is_of_the_model_and_not_of_the_batch_size(case: str) -> None:
     sizes = (1, 2, 4) if case not in ("resnet", "shared norm") else (2, 4)

@@ -56,6 +56,8 @@ def _dropout(_: _Own, x: Tensor) -> Tensor:
 
 def _profile(rule: Rule) -> Profile:
     torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)
     model = nn.Sequential(nn.Linear(6, 6), _Own(rule), nn.Linear(6, 3))
     batch = torch.randn(8, 6), torch.randint(0, 3, (8,))
     return profile_model(in_memory(model, example_batch=batch, loss=F.cross_entropy), 8, OPTIONS)
@@ -161,6 +163,43 @@ def test_ignored_labels_are_found_behind_blocks(loss: Loss, ignored: int) -> Non
     spec = in_memory(model, example_batch=batch, loss=loss)
     with_blocks = TrainingSpec(spec.name, {**spec.functions, "blocks": list})
     assert profile_model(with_blocks, 4, OPTIONS).loss == LossMean(over="labels", ignored=ignored)
+
+
+@pytest.mark.parametrize(("loss", "expected"), [(_cross_entropy(), "labels"), (_contrastive, "batch")])
+def test_a_graph_of_one_batch_size_leaves_the_loss_to_the_model(loss: Loss, expected: str) -> None:
+    """The divided minibatches of a Performer, whose graph has one size, trained on a mean of means before."""
+    torch.manual_seed(0)
+
+    class Pinned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.head = nn.Embedding(11, 8), nn.Linear(8, 11)
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            result: Tensor = self.head(self.words(tokens)[: int(tokens.shape[0])])
+            return result.view(*(int(size) for size in result.shape))
+
+    batch = torch.randint(0, 11, (4, 6)), torch.randint(1, 11, (4, 6))
+    spec = in_memory(Pinned(), example_batch=batch, loss=loss)
+    profile = profile_model(spec, 4, OPTIONS)
+    assert profile.loss is not None
+    assert profile.loss.over == expected
+
+
+def test_a_model_of_one_batch_size_cannot_tell() -> None:
+    torch.manual_seed(0)
+
+    class OfFour(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(6, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            result: Tensor = self.layer(x).view(4, 6)
+            return result
+
+    spec = in_memory(OfFour(), example_batch=(torch.randn(4, 6), torch.randn(4, 6)), loss=F.mse_loss)
+    assert profile_model(spec, 4, OPTIONS).loss is None
 
 
 def test_a_model_file_can_say_what_counts() -> None:
