@@ -147,7 +147,7 @@ def device_table() -> str:
     for name, spec in DEVICES.items():
         peaks = [spec.peak_flops_per_s.get(dtype) for dtype in DTYPES]
         cells = [f"{peak / 1e12:g}" if peak is not None else "" for peak in peaks]
-        memory = f"{spec.memory_bytes / 2**30:g} GiB" if spec.memory_bytes is not None else ""
+        memory = f"{spec.memory_bytes / 2**30:.1f} GiB" if spec.memory_bytes is not None else ""
         bandwidth = f"{spec.bandwidth_bytes_per_s / 1e9:g}"
         lines.append(f"| `{name}` | {spec.name} | " + " | ".join([*cells, bandwidth, memory]) + " |")
     return "\n".join(lines)

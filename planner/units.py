@@ -79,13 +79,15 @@ def format_bytes(count: float) -> str:
 
 def format_memory(limit: int) -> str:
     """Return the memory of a device for people, in the unit of its maker: 16·2^30 -> "16 GiB", 16·10^9 -> "16 GB"."""
-    return f"{limit // 2**30} GiB" if limit and limit % 2**30 == 0 else format_bytes(limit)
+    if limit < 2**30 or limit % 2**20:
+        return format_bytes(limit)
+    return f"{limit / 2**30:.1f}".removesuffix(".0") + " GiB"
 
 
 def format_share_of_memory(used: int, limit: int) -> str:
     """Return how much of a device's memory is used, in the unit of its limit: "14.9 of 16 GiB"."""
-    if limit and limit % 2**30 == 0:
-        return f"{used / 2**30:.1f} of {limit // 2**30} GiB"
+    if (whole := format_memory(limit)).endswith("GiB"):
+        return f"{used / 2**30:.1f} of {whole}"
     return f"{format_bytes(used)} of {format_bytes(limit)}"
 
 

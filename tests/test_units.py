@@ -72,7 +72,8 @@ def test_zero_and_small_values_show() -> None:
     assert format_seconds(0) == "0 s"
     assert format_bytes(0) == "0 B"
     assert format_bytes(999_999) == "1 MB"
-    assert [format_memory(limit) for limit in (16 * 2**30, 16 * 10**9, 0)] == ["16 GiB", "16 GB", "0 B"]
+    limits = (16 * 2**30, 16138 * 2**20, 16 * 10**9, 0)
+    assert [format_memory(limit) for limit in limits] == ["16 GiB", "15.8 GiB", "16 GB", "0 B"]
     assert format_bandwidth(124.99) == "1 kbps"
     assert format_seconds(0.9999) == "1 s"
     assert [format_times(ratio) for ratio in (2e9, 1.234, 1e-9)] == ["more than 1,000x", "1.23x", "less than 0.01x"]

@@ -58,7 +58,7 @@ def test_the_command_line_page_has_the_help_of_every_verb(hooks: ModuleType) -> 
 
 def test_devices_become_a_table(hooks: ModuleType) -> None:
     table = hooks.on_page_markdown("<!-- devices: all -->")
-    assert "| `v100-pcie` | NVIDIA Tesla V100 PCIe 16 GB | 14 | 14 |  | 112 | 900 | 16 GiB |" in table
+    assert "| `v100-pcie` | NVIDIA Tesla V100 PCIe 16 GB | 14 | 14 |  | 112 | 900 | 15.8 GiB |" in table
 
 
 def test_schedules_become_a_table_and_the_readme_names_them_all(hooks: ModuleType) -> None:

@@ -203,10 +203,21 @@ def same_for_all(job: Job) -> dict[str, str]:
 
 
 def check_loss(plan: Plan, options: TrainingOptions) -> None:
-    """Check that the plan trains on the loss that the model file defines; raise InputError with what to do instead."""
+    """Check that the plan trains on the loss that the model file defines; raise InputError with what to do instead.
+
+    Worker 0 and the process that starts workers warn where nobody has found out what the loss is a mean over.
+    """
     accepted = options.accept_divided_loss
-    for part in (plan, synchronous_part(plan)) if options.synchronous_start else (plan,):
+    parts = (plan, synchronous_part(plan)) if options.synchronous_start else (plan,)
+    for part in parts:
         check_divided_loss(plan.model, plan.loss, part.schedule, part.microbatches, accepted=accepted)
+    divided = any(part.schedule.divides and part.microbatches > 1 for part in parts) or max(plan.replicas) > 1
+    if plan.loss is None and divided and not accepted and os.environ.get("RANK", "0") == "0":
+        _log.warning(
+            f"warning: what the loss of '{plan.model}' is a mean over is not known, so the parts of a minibatch count "
+            "by their samples; hint: `plan profile` finds it by running the model, which estimates do not; with "
+            "labels that the loss ignores, define loss_weight(target)"
+        )
 
 
 def check_synchronous_start(plan: Plan, options: TrainingOptions) -> None:

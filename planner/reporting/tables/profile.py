@@ -12,7 +12,7 @@ from planner.plan.blocks import FEWEST_REPEATS, kind_of, repeated_blocks
 from planner.reporting.tables.plan import options_words
 from planner.reporting.tables.stages import block_of
 from planner.reporting.tables.table import Table, named_values, table_of
-from planner.units import format_bytes, format_flops, format_seconds
+from planner.units import format_bytes, format_flops, format_memory, format_seconds
 
 CORES_NOT_MODELLED = (
     "the workers compute on all cores of their host, which also move the messages: the prediction counts the time of "
@@ -119,9 +119,11 @@ _SIZES: dict[str, Callable[[Layer], float]] = {
 def _head(profile: Profile) -> list[tuple[str, str | None]]:
     device, whole, compiled, layers = profile.device, profile.whole_step, profile.compiled, profile.layers
     accumulate_s = sum(layer.accumulate_s for layer in layers)
-    threads = f", {device.threads} thread{'s' * (device.threads > 1)}" if device.threads else ""
+    own = f", {device.threads} thread{'s' * (device.threads > 1)}" if device.threads else ""
     if device.processes is not None:
-        threads += f", one of {device.processes} busy processes"
+        own += f", one of {device.processes} busy processes"
+    if device.kind != "cpu" and device.memory_bytes is not None:
+        own += f", {format_memory(device.memory_bytes)} usable"
     size = "unknown" if profile.microbatch_size is None else f"{profile.microbatch_size} samples"
     valued = "; the sizes depend on values, and are those of example_batch with untrained weights"
     tokens = "" if profile.tokens_per_sample is None else f", {profile.tokens_per_sample} tokens per sample"
@@ -136,7 +138,7 @@ def _head(profile: Profile) -> list[tuple[str, str | None]]:
     accumulation = f"{format_seconds(accumulate_s)} more per microbatch that accumulates gradients"
     return [
         ("model", profile.model),
-        ("device", f"{device.name} ({device.kind}{threads})" if device.name != "unknown" else "unknown"),
+        ("device", f"{device.name} ({device.kind}{own})" if device.name != "unknown" else "unknown"),
         ("microbatch", size + (f" of {profile.dtype}" if profile.dtype else "")),
         ("stages run", options_words(profile)),
         ("loss", None if profile.loss is None else _loss_words(profile.loss)),

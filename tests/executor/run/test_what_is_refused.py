@@ -12,6 +12,7 @@ import planner
 from planner.api.running import make_job, profile, train
 from planner.errors import InputError, ModelFileError, PlannerError
 from planner.executor.communication.gradients import WholeBucket
+from planner.executor.run.agreement import check_loss
 from planner.formats.plan import Plan
 from planner.formats.profile import LossMean
 from planner.model.spec import load_model_file
@@ -81,6 +82,15 @@ def test_a_divided_loss_can_be_accepted(tmp_path: Path) -> None:
     accepted = plan.model_copy(update={"loss": LossMean(over="batch", accepted=True)})  # by `plan solve`
     make_job(path, accepted, TrainArguments())
     make_job(path, contrastive_plan(path, "1f1b", 1), TrainArguments())
+
+
+def test_a_loss_that_nobody_checked_is_worth_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    plan = make_plan(structural_profile(written(tmp_path), 4), (1, 1), schedule="gpipe", microbatches=2)
+    check_loss(plan.model_copy(update={"loss": LossMean(over="samples")}), TrainingOptions())
+    check_loss(plan.model_copy(update={"loss": None, "microbatches": 1}), TrainingOptions())
+    assert "is a mean over" not in caplog.text
+    check_loss(plan.model_copy(update={"loss": None}), TrainingOptions())
+    assert "is a mean over is not known, so the parts of a minibatch count by their samples" in caplog.text
 
 
 def test_sparse_gradients_are_not_averaged(tmp_path: Path) -> None:
