@@ -89,7 +89,7 @@ def run_worker(
     """
     from planner.profiler.this_machine import keep_freed_pages
     from planner.workers.ending import GRACE_S, die_with_parent, end_process
-    from planner.workers.launch import VARIABLES, address_of
+    from planner.workers.interfaces import VARIABLES, address_of
     from planner.workers.local_watch import start_heartbeat
     from planner.workers.supervisor import Supervisor
 

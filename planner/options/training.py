@@ -132,7 +132,8 @@ class RunOptions(Options):
         None,
         "network interface to listen on, such as eth0",
         "NAME",
-        told="loopback on one host; under torchrun what GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME say",
+        told="loopback on one host; under torchrun what GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME say, or the one that "
+        "leads to worker 0",
     )
     trace: str | None = option(
         None,

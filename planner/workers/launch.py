@@ -6,12 +6,10 @@ and torch's store accepts a socket that is already bound: here it listens on one
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import signal
 import socket
-import struct
 import sys
 import tempfile
 import uuid
@@ -32,38 +30,17 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from planner.errors import InputError, WorkerError
+from planner.errors import WorkerError
 from planner.formats.files import save_record
 from planner.formats.timeline import Timeline, load_timeline
+from planner.workers.interfaces import LOOPBACK, VARIABLES, address_of
 from planner.workers.job import LAUNCHER_VARIABLE, RESULT_FILE, TIMELINE_FILE, Job, TrainResult
 from planner.workers.local_watch import LocalWatch, explain
 from planner.workers.place import CUDA_VARIABLES
 
 BACKEND = "plan-one-host"
-LOOPBACK = "lo"
-VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # by which torch's backends choose an interface
 _TIMEOUT = timedelta(minutes=5)
 SHUTDOWN_S = "10"  # seconds from SIGTERM to SIGKILL, for the workers that are left when one has failed
-_SIOCGIFADDR = 0x8915  # <linux/sockios.h>: get an interface's IPv4 address
-
-
-def address_of(interface: str) -> str:
-    """Return the IPv4 address of a network interface.
-
-    Raises:
-        InputError: when there is no such interface, or it has no IPv4 address.
-    """
-    if interface == LOOPBACK:
-        return "127.0.0.1"
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
-        except OSError:
-            names = ", ".join(name for _, name in socket.if_nameindex())
-            raise InputError(
-                f"'{interface}' is no network interface with an IPv4 address here", hint=f"interfaces here: {names}"
-            ) from None
-    return socket.inet_ntoa(answer[20:24])
 
 
 class OneHost(RendezvousHandler):

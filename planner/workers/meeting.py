@@ -1,67 +1,35 @@
 """How workers meet: through a store, before they choose a GPU, build a model on it, and make process groups.
 
 Under Slurm without torchrun (`srun plan train ...`) srun starts one process per task and numbers them as torchrun does.
-Its variables are translated to torchrun's (see the manual page srun(1), "OUTPUT ENVIRONMENT VARIABLES"), and the first
-task holds the store that torchrun would hold.
+Its variables are translated to torchrun's (see the manual page srun(1), "OUTPUT ENVIRONMENT VARIABLES"). There, and
+where mpirun or an operator sets RANK, WORLD_SIZE and MASTER_*, the first worker holds the store that torchrun would.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import timedelta
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # exported by a star import
 from torch.distributed.rendezvous import rendezvous
 
-from planner.errors import WorkerError, first_line
+from planner.errors import InputError, WorkerError, first_line
+from planner.workers.interfaces import choose_interface
 from planner.workers.place import Seat
 
 # Below the ports that Linux gives to outgoing connections (32768 and up), so that none of those is in the way.
 _FIRST_PORT, _PORTS = 12000, 20000
 _TIMEOUT = timedelta(minutes=10)
-_COUNT = re.compile(r"(?P<tasks>\d+)(\(x(?P<nodes>\d+)\))?")
-
-_store: TCPStore | None = None  # of this process; it ends with it
-
-
-def become_worker() -> None:
-    """Set torchrun's variables, if Slurm started this process as one of several tasks; open the store on the first.
-
-    Raises:
-        WorkerError: when the store cannot be opened, or not be reached.
-    """
-    global _store
-    variables = worker_variables(os.environ)
-    if not variables:
-        return
-    host, port, first = variables["MASTER_ADDR"], variables["MASTER_PORT"], variables["RANK"] == "0"
-    try:
-        # The others wait here until the first task has come: Slurm starts tasks when each node is ready.
-        store = TCPStore(host, int(port), is_master=first, wait_for_workers=False, timeout=_TIMEOUT)
-    except RuntimeError as cause:
-        done = "opened" if first else "reached"
-        raise WorkerError(
-            f"the store of Slurm's first task, {host}:{port}, cannot be {done}: {first_line(cause)}",
-            hint="MASTER_ADDR and MASTER_PORT choose another address of that task's node, and another port",
-        ) from cause
-    if first:
-        _store = store
-    os.environ.update(variables)
-
-
-def hold_store(seconds: float) -> None:
-    """Let the others read why this worker ends, if it holds the store that tells them; torchrun outlives its workers.
-
-    Args:
-        seconds: for which workers that lost a peer look for the cause.
-    """
-    if _store is not None:
-        time.sleep(seconds)
+_TASKS = re.compile(r"(?P<tasks>\d+)(\(x(?P<nodes>\d+)\))?")
+_COUNT, _AGENT = "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_USE_AGENT_STORE"
+_ANSWERS_EVERY_S = 0.05
 
 
 def worker_variables(environment: Mapping[str, str]) -> dict[str, str]:
@@ -86,9 +54,7 @@ def worker_variables(environment: Mapping[str, str]) -> dict[str, str]:
         "MASTER_PORT": environment.get("MASTER_PORT") or str(port),
         # A job that Slurm requeues continues from its checkpoints, as workers do that torchrun restarts.
         "TORCHELASTIC_RUN_ID": f"slurm-{job}",
-        "TORCHELASTIC_RESTART_COUNT": environment.get("SLURM_RESTART_COUNT", "0"),
-        # Every worker connects to the store as to torchrun's, the first one too.
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        _COUNT: environment.get("SLURM_RESTART_COUNT", "0"),
     }
 
 
@@ -103,7 +69,7 @@ def _local_tasks(environment: Mapping[str, str], node: int, tasks: int) -> int:
     listed = _first(environment, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
     if listed is None:
         return int(environment.get("SLURM_NTASKS_PER_NODE", tasks))
-    counts = [int(found["tasks"]) for found in _COUNT.finditer(listed) for _ in range(int(found["nodes"] or 1))]
+    counts = [int(found["tasks"]) for found in _TASKS.finditer(listed) for _ in range(int(found["nodes"] or 1))]
     return counts[node] if node < len(counts) else counts[-1]
 
 
@@ -113,13 +79,91 @@ def _first(environment: Mapping[str, str], *names: str) -> str | None:
 
 
 def started_as_worker() -> bool:
-    """Return whether torchrun, or Slurm without it, started this process as one of several workers.
+    """Return whether this process is one of several workers, of torchrun, of Slurm or of whatever sets RANK.
 
-    Slurm's environment becomes torchrun's, which everything else reads.
+    Slurm's environment becomes torchrun's, which everything else reads, and all workers agree on the number of their
+    start.
+
+    Raises:
+        InputError: when RANK and WORLD_SIZE are set, and the address of worker 0 is not.
+        WorkerError: when the workers do not meet.
     """
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
-        become_worker()
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+        os.environ.update(worker_variables(os.environ))
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        return False
+    if (missing := {"MASTER_ADDR", "MASTER_PORT"} - os.environ.keys()) and not dist.is_initialized():
+        raise InputError(
+            f"the environment has RANK and WORLD_SIZE of a worker, and no {' and no '.join(sorted(missing))}",
+            hint="set the address of worker 0's host, and a free port of it, for all workers; or start with torchrun",
+        )
+    if not missing:
+        _open_store()
+    return True
+
+
+_own_store: TCPStore | None = None  # which ends with this process, where no agent of torchrun outlives it
+
+
+@cache  # once in a process, however many pipelines it trains
+def _open_store() -> None:
+    """Connect to the workers' store, which worker 0 opens where torchrun has not, and agree on the start."""
+    global _own_store
+    host, port, rank = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), int(os.environ["RANK"])
+    opens = rank == 0 and os.environ.get(_AGENT) != str(True)
+    try:
+        # The others wait here until worker 0 has come. A script may have opened the same store for a group of its own.
+        store = TCPStore(host, port, is_master=opens, wait_for_workers=False, timeout=_TIMEOUT, multi_tenant=opens)
+        _agree_on_start(PrefixStore("planner", store), rank, int(os.environ["WORLD_SIZE"]))
+    except RuntimeError as cause:
+        done = "opened" if opens else "reached"
+        raise WorkerError(
+            f"the store at {host}:{port}, by which worker {rank} meets the others, cannot be {done}: "
+            f"{first_line(cause)}",
+            hint="did worker 0 start? MASTER_ADDR and MASTER_PORT choose another address of its host, and another port",
+        ) from cause
+    if opens:
+        _own_store = store
+        os.environ[_AGENT] = str(True)  # from here on every worker connects to it as to torchrun's
+
+
+def _agree_on_start(store: Store, rank: int, world: int) -> None:
+    """Set torchrun's number of restarts to one that all workers of this start have, and no earlier start had.
+
+    Each of torchrun's agents counts the failures of its own workers alone: after a worker of one host was killed, the
+    others come with another number. Worker 0 counts in the store, which keeps what earlier starts have written, and
+    tells its number to whoever arrives.
+    """
+    if rank == 0:
+        number = store.add("starts", 1) - 1
+        if (own := int(os.environ.get(_COUNT, "0"))) > number:  # of an agent or a job whose store is new
+            number = store.add("starts", own - number) - 1
+        threading.Thread(target=_answer, args=(store, number, world), daemon=True).start()
+    else:
+        number = int(store.get(f"start of {store.add('arrivals', 1)}"))
+        store.set(f"{number}/{rank}", "")
+    os.environ[_COUNT] = str(number)
+
+
+def _answer(store: Store, number: int, world: int) -> None:
+    """Tell the number of this start to all that arrive, until every worker has it; those of earlier starts are gone."""
+    answered, all_here = 0, False
+    with suppress(RuntimeError):  # the store is gone: each worker finds that out
+        while not all_here:
+            for arrival in range(answered + 1, (answered := store.add("arrivals", 0)) + 1):
+                store.set(f"start of {arrival}", str(number))
+            time.sleep(_ANSWERS_EVERY_S)
+            all_here = store.check([f"{number}/{rank}" for rank in range(1, world)])
+
+
+def hold_store(seconds: float) -> None:
+    """Let the others read why this worker ends, if it holds the store that tells them; torchrun outlives its workers.
+
+    Args:
+        seconds: for which workers that lost a peer look for the cause.
+    """
+    if _own_store is not None:
+        time.sleep(seconds)
 
 
 def worker_store(timeout: timedelta) -> Store:
@@ -127,27 +171,33 @@ def worker_store(timeout: timedelta) -> Store:
     if dist.is_initialized():
         store: Store = dist.distributed_c10d._get_default_store()
         return store
-    return _rendezvous(f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}", timeout)
+    store = _rendezvous(f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}")
+    store.set_timeout(timeout)
+    return store
 
 
 @lru_cache(maxsize=1)
-def _rendezvous(address: str, timeout: timedelta) -> Store:
+def _rendezvous(address: str) -> Store:
     """Connect to the store that torchrun's environment describes, once per address: worker 0 may have to open it."""
-    store, _, _ = next(rendezvous("env://", timeout=timeout))
-    # With static rendezvous torchrun keeps its store when it restarts the workers, and in it the addresses of those
-    # that have ended. So each start uses its own keys.
-    return PrefixStore(f"start_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    store, _, _ = next(rendezvous("env://", timeout=_TIMEOUT))
+    # torchrun keeps its store when it restarts the workers, and in it the addresses of those that have ended. So each
+    # start uses its own keys.
+    return PrefixStore(f"start_{os.environ.get(_COUNT, '0')}", store)
 
 
 def exchange(store: Store, mine: Seat) -> list[Seat]:
     """Tell all workers about this one, and return what all say, by rank; waits for the last, up to the store's limit.
+
+    By that each chooses the network interface that it listens on.
 
     Raises:
         WorkerError: when a worker does not come.
     """
     prefix = f"seat/{nth_time(store, 'seat')}"
     store.set(f"{prefix}/{mine.rank}", mine.model_dump_json())
-    return [_seat(store, f"{prefix}/{rank}", rank) for rank in range(int(os.environ["WORLD_SIZE"]))]
+    seats = [_seat(store, f"{prefix}/{rank}", rank) for rank in range(int(os.environ["WORLD_SIZE"]))]
+    choose_interface([seat.address for seat in seats], mine.rank)
+    return seats
 
 
 def nth_time(store: Store, what: str) -> int:

@@ -21,6 +21,7 @@ import socket
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -29,6 +30,7 @@ from pydantic import Field
 from planner.errors import InputError
 from planner.formats.files import Record
 from planner.formats.names import Backend, DeviceType
+from planner.workers.interfaces import address_towards
 
 CUDA_VARIABLES = {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "NCCL_RUNTIME_CONNECT": "0"}
 
@@ -53,16 +55,19 @@ class Seat(Record):
     host: str
     server: int  # number of the host, or of the part of it that one torchrun serves
     gpus: tuple[Gpu, ...]  # that it sees, in the order of its indices
+    address: str | None = None  # that it sends from to worker 0's host
     same: Mapping[str, str] = Field(default_factory=dict)  # what must be the same for all workers, by what it is
 
 
 def own_seat(same: Mapping[str, str] | None = None) -> Seat:
     """Describe this worker, in the environment that torchrun sets."""
+    host = socket.gethostname()
     return Seat(
         rank=int(os.environ["RANK"]),
-        host=socket.gethostname(),
-        server=int(os.environ.get("GROUP_RANK", "0")),
+        host=host,
+        server=int(os.environ.get("GROUP_RANK", crc32(host.encode()))),
         gpus=visible_gpus(),
+        address=address_towards(os.environ["MASTER_ADDR"]) if "MASTER_ADDR" in os.environ else None,
         same=same or {},
     )
 

@@ -15,6 +15,7 @@ Workers of `planner.workers.launch` are watched by their launcher instead: see `
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import threading
 import time
@@ -195,7 +196,7 @@ class StoreWatch:
 
     def _is_first_here(self) -> bool:
         """Return whether this worker is the first of its host to ask, so that each host reports an error once."""
-        asked: int = self._store.add(f"told/{os.environ.get('GROUP_RANK', '0')}", 1)
+        asked: int = self._store.add(f"told/{os.environ.get('GROUP_RANK') or socket.gethostname()}", 1)
         return asked == 1
 
     def _first(self, key: str, rank: int) -> int:

@@ -243,3 +243,46 @@ def test_a_file_system_that_is_full_stops_no_training_either(folder: Path) -> No
         assert plan(folder, "export-weights", "small", "-o", "small.safetensors").returncode == 0
     finally:
         subprocess.run(["umount", str(small)], check=True)
+
+
+# What a worker of another host sees on NFS: it remembers for a while that a file was missing, and a file that another
+# host has open cannot be removed.
+NFS = """
+import errno, os, time
+
+_stat, _unlink, _remembered = os.stat, os.unlink, {}
+
+def stat(path, **options):
+    if os.environ.get("RANK") == "1" and ".step-sign" in str(path):
+        if time.monotonic() < _remembered.setdefault(str(path), time.monotonic() + 1.0):
+            raise FileNotFoundError(errno.ENOENT, "as it was", str(path))
+    return _stat(path, **options)
+
+def unlink(path, **options):
+    if str(path).startswith(".nfs"):
+        raise OSError(errno.EBUSY, "Device or resource busy", path)
+    return _unlink(path, **options)
+
+os.stat, os.unlink = stat, unlink
+
+def on_update(minibatch, loss, metrics):
+    for folder in ("nfs/step-00000004", "nfs/.step-00000004.removed"):
+        if minibatch in (6, 7, 8, 9, 10, 11) and os.path.isdir(folder):
+            open(folder + "/.nfs0001", "w").close()
+"""
+
+
+def test_nfs_may_show_a_folder_late_and_keep_a_removed_one(folder: Path) -> None:
+    (folder / "on_nfs.py").write_text(MODEL + NFS, encoding="utf-8")
+    options = ("--checkpoint-every", "4", "--checkpoint-folder", "nfs", "--keep", "1", "--json")
+    done = plan(folder, "train", "on_nfs.py", "--plan", "two.json", "--steps", "12", *options)
+    assert len(losses(done)) == 12
+    assert "could not be written" not in done.stderr
+    assert json.loads(done.stdout)["checkpoint"] == "nfs/step-00000012"
+    names = {path.name for path in (folder / "nfs").iterdir()}
+    assert names == {"losses.jsonl", "step-00000012", ".step-00000004.removed"}
+    # The next run removes what is left.
+    (folder / "nfs" / ".step-00000004.removed" / ".nfs0001").rename(folder / "nfs" / ".step-00000004.removed" / "free")
+    again = plan(folder, "train", "on_nfs.py", "--plan", "two.json", "--steps", "16", "--resume", *options)
+    assert len(losses(again)) == 4
+    assert {path.name for path in (folder / "nfs").iterdir()} == {"losses.jsonl", "step-00000016"}

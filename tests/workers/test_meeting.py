@@ -42,7 +42,6 @@ def test_a_task_is_a_worker() -> None:
         "MASTER_PORT": str(12000 + (4711 * 7 + 2) % 20000),
         "TORCHELASTIC_RUN_ID": "slurm-4711",
         "TORCHELASTIC_RESTART_COUNT": "0",
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
     last = worker_variables({**TASK, "SLURM_PROCID": "4", "SLURM_LOCALID": "0", "SLURM_NODEID": "2"})
     assert last["LOCAL_WORLD_SIZE"] == "1"

@@ -48,6 +48,8 @@ from planner.version import __version__
 from planner.workers.heartbeat import Heartbeat
 from planner.workers.job import Evaluation, Job
 
+# nfs(5): acdirmax. A worker that looked for the folder before worker 0 made it sees it only then.
+NFS_REMEMBERS_S = 60.0
 _log = logging.getLogger(__name__)
 
 
@@ -185,7 +187,7 @@ class Checkpointer:
         token, resume = json.loads(broadcast_bytes(chosen, self._group))
         if writes:
             probe = self.folder / partial_name(PROBE, token)
-            if not probe.exists():
+            if not _appears(probe):
                 raise InputError(
                     f"worker {self._rank} on '{os.uname().nodename}' does not see what worker 0 writes to "
                     f"'{self.folder.absolute()}'",
@@ -208,12 +210,13 @@ class Checkpointer:
             try:
                 self._log.append(minibatch)
                 self.newest = self._publish(minibatch, folder, [part for reply in replies for part in reply.parts])
-                prune(self.folder, self._job.checkpoints.keep)
             except OSError as cause:
                 self._problem = f"worker 0: {cause.strerror or cause}"
             except PlannerError as cause:
                 self._problem = cause.message
-        if self._problem is not None:
+        if self._problem is None:
+            prune(self.folder, self._job.checkpoints.keep)
+        else:
             shutil.rmtree(folder, ignore_errors=True)
             _log.warning(
                 "the checkpoint after minibatch %d could not be written to '%s' (%s); training continues, and older "
@@ -251,6 +254,14 @@ class Checkpointer:
         folder.rename(final)
         sync_folder(self.folder)
         return final
+
+
+def _appears(path: Path) -> bool:
+    """Return whether `path` exists, or comes to exist while NFS may remember that it, or its folder, did not."""
+    deadline = time.monotonic() + NFS_REMEMBERS_S
+    while not path.exists() and time.monotonic() < deadline:
+        time.sleep(0.2)
+    return path.exists()
 
 
 def position(saved: SavedCheckpoint, data: DataPosition) -> int:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -163,19 +164,24 @@ def resolve(resume: str | None, folder: Path, *, writes: bool) -> Path | None:
 
 
 def prune(folder: Path, keep: int) -> None:
-    """Remove all but the newest `keep` checkpoints in `folder`."""
+    """Remove all but the newest `keep` checkpoints in `folder`, as far as they let themselves be removed."""
     for path in complete(folder)[:-keep]:
         # Hidden first: a crash within rmtree must not leave half a checkpoint under the name of a complete one.
-        hidden = path.with_name(f".{path.name}{_REMOVED}")
-        path.rename(hidden)
-        shutil.rmtree(hidden)
+        with suppress(OSError):  # it is looked at again after the next checkpoint
+            path.rename(path.with_name(f".{path.name}{_REMOVED}"))
+    _remove(folder, f".{_STEP}*{_REMOVED}")
 
 
 def remove_leftovers(folder: Path) -> None:
     """Remove what earlier runs did not finish writing or removing."""
-    for pattern in (f".{_STEP}*{_PARTIAL}", f".{_STEP}*{_REMOVED}"):
-        for path in folder.glob(pattern):
-            shutil.rmtree(path)
+    _remove(folder, f".{_STEP}*{_PARTIAL}")
+    _remove(folder, f".{_STEP}*{_REMOVED}")
+
+
+def _remove(folder: Path, pattern: str) -> None:
+    for path in folder.glob(pattern):
+        # NFS keeps a file that another host has open, as .nfs*, and its folder with it: the next call tries again.
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def sync_folder(path: Path) -> None:
