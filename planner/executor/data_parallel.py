@@ -23,6 +23,7 @@ from planner.executor.run.agreement import take_place
 from planner.executor.run.context import Context
 from planner.executor.run.data import RANDOM_BATCHES, BatchSource, make_batches, weighted
 from planner.executor.run.lifecycle import (
+    await_models,
     connect_all,
     gather_result,
     joined,
@@ -128,29 +129,31 @@ def train_data_parallel(
         PlannerError: for anything wrong with the model, the plan or the other workers.
     """
     heartbeat = start_worker(job, heartbeat)
-    plan, place, spec = job.plan, take_place(job, heartbeat), TrainingSpec.from_file(job.model)
+    plan, place = job.plan, take_place(job, heartbeat)
     if plan.microbatch_size is None:
         raise PlanError("the plan does not know its minibatch size", hint="profile a model file: plan profile model.py")
     rounds = Rounds(plan.microbatches, plan.workers)
-    torch.manual_seed(job.seed)
-    model = spec.build_model().train()
-    fill_pretrained(spec, model, job.seed)
-    model = model.to(place.compute)
-    if module_options(plan).channels_last:
-        lay_out(model)
-    made = make_batches(spec, plan.microbatch_size, rounds.per_minibatch, job.seed, drop_last=job.options.drop_last)
-    data = ReadAhead(weighted(made, plan.loss, spec), pinned=place.compute.type == "cuda")
-    context = Context(
-        job=job,
-        spec=spec,
-        place=place,
-        rank=int(os.environ["RANK"]),
-        heartbeat=heartbeat,
-        data=data,
-        minibatches=rounds.count(data, job.steps, job.epochs) * rounds.minibatches,
-        groups=DataGroups(place, message_timeout(job.run_options.hang_timeout_s)),
-    )
-    with joined(context, supervisor or Supervisor(job, heartbeat)):
+    with joined(job, heartbeat, supervisor or Supervisor(job, heartbeat)):
+        spec = TrainingSpec.from_file(job.model)
+        torch.manual_seed(job.seed)
+        model = spec.build_model().train()
+        fill_pretrained(spec, model, job.seed)
+        model = model.to(place.compute)
+        if module_options(plan).channels_last:
+            lay_out(model)
+        made = make_batches(spec, plan.microbatch_size, rounds.per_minibatch, job.seed, drop_last=job.options.drop_last)
+        data = ReadAhead(weighted(made, plan.loss, spec), pinned=place.compute.type == "cuda")
+        context = Context(
+            job=job,
+            spec=spec,
+            place=place,
+            rank=int(os.environ["RANK"]),
+            heartbeat=heartbeat,
+            data=data,
+            minibatches=rounds.count(data, job.steps, job.epochs) * rounds.minibatches,
+            groups=DataGroups(place, message_timeout(job.run_options.hang_timeout_s)),
+        )
+        await_models(context)
         return _train(context, rounds, model, on_progress)
 
 

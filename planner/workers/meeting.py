@@ -209,6 +209,17 @@ def nth_time(store: Store, what: str) -> int:
     return count
 
 
+def await_all(what: str) -> None:
+    """Wait until all workers have called this, however long that takes: a hang shows in their heartbeats."""
+    world = int(os.environ["WORLD_SIZE"])
+    store = worker_store(_TIMEOUT)
+    key = f"{what}/{nth_time(store, what)}"
+    if store.add(key, 1) == world:
+        store.set(f"{key}/all", "")
+    while not store.check([f"{key}/all"]):  # a wait in the store would have a limit
+        time.sleep(0.002 * world)  # so many of them ask one store
+
+
 def _seat(store: Store, key: str, rank: int) -> Seat:
     try:
         return Seat.model_validate_json(store.get(key))

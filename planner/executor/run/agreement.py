@@ -77,7 +77,6 @@ def take_place(job: Job, heartbeat: Heartbeat) -> Place:
     take(place)
     planned = numerics_of(job.plan)
     replace(planned, deterministic=planned.deterministic or job.options.deterministic).set()
-    heartbeat.enter("building its model")
     return place
 
 

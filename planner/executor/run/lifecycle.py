@@ -35,6 +35,7 @@ from planner.schedule.instructions import Unit
 from planner.workers.ending import abort_groups, keep_failures_ours
 from planner.workers.heartbeat import Heartbeat
 from planner.workers.job import Evaluation, Job, StartResult, TrainResult, WorkerReport
+from planner.workers.meeting import await_all
 from planner.workers.place import set_cuda_variables
 from planner.workers.supervisor import Supervisor
 
@@ -179,17 +180,20 @@ def start_worker(job: Job, heartbeat: Heartbeat | None = None) -> Heartbeat:
 
 
 @contextmanager
-def joined(context: Context, supervisor: Supervisor) -> Iterator[None]:
+def joined(job: Job, heartbeat: Heartbeat, supervisor: Supervisor) -> Iterator[None]:
     """Join the other workers, unless that was done before, and leave them at the end.
 
-    At an error the supervisor leaves the reason before anything that may block; then what was joined here is aborted.
+    Models are built within: however long that takes on another host, no worker waits with a time-out, and one that is
+    gone is missed at once. At an error the supervisor leaves the reason before anything that may block; then what was
+    joined here is aborted.
     """
-    context.heartbeat.enter("joining the other workers", meeting=True)
+    heartbeat.enter("joining the other workers", meeting=True)
     joins = not dist.is_initialized()
     if joins:
-        join_group(message_timeout(context.job.run_options.hang_timeout_s))
+        join_group(message_timeout(job.run_options.hang_timeout_s))
     try:
         supervisor.enter()
+        heartbeat.enter("building its model")
         yield
         supervisor.leave()
     except BaseException as error:
@@ -217,8 +221,16 @@ def make_random_batches(context: Context, units: Iterable[Unit]) -> None:
             context.data.batch(unit)
 
 
+def await_models(context: Context) -> None:
+    """Wait until all workers have built their models, before the first operation that has a time-out."""
+    context.heartbeat.enter("waiting for the others to build their models", meeting=True)
+    await_all("models")
+
+
 def connect_all(context: Context) -> None:
     """Use every process group for data once; all workers call it, with nothing under way on their devices."""
+    context.heartbeat.enter("waiting for the others to be ready", meeting=True)
+    await_all("ready")  # one may have read a large checkpoint
     context.heartbeat.enter("connecting to the other workers", meeting=True)
     context.groups.use_once()
 

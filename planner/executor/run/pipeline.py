@@ -27,7 +27,7 @@ from planner.executor.communication.control import broadcast_bytes, control_grou
 from planner.executor.run.agreement import check_loss, check_schedule, take_place
 from planner.executor.run.context import pipeline_context
 from planner.executor.run.feeding import FedBatches, FedEvaluation, SharedLosses
-from planner.executor.run.lifecycle import connect_all, joined, start_worker
+from planner.executor.run.lifecycle import await_models, connect_all, joined, start_worker
 from planner.executor.run.loop import Groups, Loop, make_checkpointer, save_weights
 from planner.executor.run.worker import Observers
 from planner.formats.names import Backend, DeviceType
@@ -51,6 +51,8 @@ class Pipeline:
 
     def __init__(self, job: Job, spec: TrainingSpec) -> None:
         plan, options = job.plan, job.options
+        check_schedule(plan)
+        check_loss(plan, options)
         if not started_as_worker():
             raise InputError(
                 "planner.pipeline runs in workers, and this process is none: the environment has no RANK and no "
@@ -58,23 +60,24 @@ class Pipeline:
                 hint=f"start the script with: torchrun --nproc-per-node {plan.workers} script.py",
             )
         self.plan = plan
-        heartbeat = start_worker(job)
-        check_schedule(plan)
-        check_loss(plan, options)
+        self._job, self._spec = job, spec
+        self._heartbeat = start_worker(job)
         self._depth = max(stage.in_flight * stage.replicas for stage in plan.stages)
         self._kept = 2 * self._depth + 2 * max(plan.replicas) * options.accumulate
         self._data = FedBatches(plan.microbatches, self._kept, shares_function(plan.loss, spec))
-        self._context = pipeline_context(job, spec, take_place(job, heartbeat), heartbeat, self._data)
         self._group = ExitStack()
         self._evaluated: FedEvaluation | None = None
         self._checkpoints: Checkpointer | None = None
         self._resumed: str | None = None  # the checkpoint that the state is from
 
     def __enter__(self) -> Pipeline:
-        """Join the other workers, unless the script has already done so."""
-        supervisor = Supervisor(self._context.job, self._context.heartbeat, script=True)
+        """Join the other workers, unless the script has already done so, and build this worker's stages."""
+        job, heartbeat = self._job, self._heartbeat
+        place = take_place(job, heartbeat)
         with ExitStack() as entering:  # an error in here leaves the others as one in the loop does
-            entering.enter_context(joined(self._context, supervisor))
+            entering.enter_context(joined(job, heartbeat, Supervisor(job, heartbeat, script=True)))
+            self._context = pipeline_context(job, self._spec, place, heartbeat, self._data)
+            await_models(self._context)
             groups, observers = Groups.create(self._context), Observers(self._context.heartbeat)
             if (evaluation := self._context.evaluation) is not None:
                 fixed = evaluation.batch_size

@@ -27,6 +27,7 @@ from planner.executor.run.context import PipelineContext, pipeline_context
 from planner.executor.run.data import RANDOM_BATCHES
 from planner.executor.run.evaluator import evaluation_points
 from planner.executor.run.lifecycle import (
+    await_models,
     gather_result,
     joined,
     make_random_batches,
@@ -73,8 +74,8 @@ def train_worker(
     heartbeat = start_worker(job, heartbeat)
     check_schedule(job.plan)
     place = take_place(job, heartbeat)
-    context = pipeline_context(job, TrainingSpec.from_file(job.model), place, heartbeat)
-    with joined(context, supervisor or Supervisor(job, heartbeat)):
+    with joined(job, heartbeat, supervisor or Supervisor(job, heartbeat)):
+        context = pipeline_context(job, TrainingSpec.from_file(job.model), place, heartbeat)
         return train(context, on_progress, on_timeline)
 
 
@@ -83,6 +84,7 @@ def train(
 ) -> TrainResult | None:
     """Train in the joined group, and gather on rank 0 what all workers measured."""
     options, place = context.job.run_options, context.place
+    await_models(context)
     # Every worker makes the same process groups, in this order: links, replicas, checkpoints, norm, evaluation.
     groups = Groups.create(context)
     checkpointer, first = restore(context)
