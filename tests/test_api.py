@@ -194,6 +194,7 @@ def test_print_is_the_table_and_a_notebook_shows_the_report(solved: planner.Plan
     assert "<table" in (compared._repr_html_() or "")
     assert "limited by" in (planner.explain(profile, solved)._repr_html_() or "")
     assert repr(planner.show(solved)) == str(solved)
+    assert "busiest" in str(planner.simulate(solved))
 
 
 def test_data_frames_and_plots_need_their_libraries(solved: planner.Plan, monkeypatch: pytest.MonkeyPatch) -> None:

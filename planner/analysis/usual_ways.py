@@ -22,10 +22,9 @@ from planner.solver.choose import baselines
 from planner.solver.choose.sharded_data_parallel import sharded_data_parallel
 from planner.solver.evaluate.evaluation import evaluate
 from planner.solver.find_plan import find_plan
-from planner.solver.problem.budget import Budget, Patience
+from planner.solver.problem.budget import LATER, Budget, Patience
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import Evaluation
-from planner.units import SLACK
 
 ONE_GPU, DATA_PARALLEL = "one GPU", "data parallel"
 EQUAL_STAGES = "equal stages"  # of equally many blocks
@@ -127,8 +126,9 @@ def with_synchronous(
 ) -> Plan:
     """Return an asynchronous plan with the best one found under 1F1B with a flush; others as they are.
 
-    Where the schedule was not `asked` for, and the other plan is as fast with gradients that are never late, it is the
-    answer. The search for it takes no longer than that for the plan, from `options`, or `LEAST_S`.
+    Late gradients have to earn something: where the schedule was not `asked` for, and the plan is not `LATER` times as
+    fast as the other, whose gradients are never late, the other is the answer. The search for it takes no longer than
+    that for the plan, from `options`, or `LEAST_S`.
     """
     if not plan.schedule.asynchronous:
         return plan
@@ -139,11 +139,12 @@ def with_synchronous(
         return plan.noting(f"there is no synchronous plan to compare it with: {error.message}")
     speed = plan.predicted.seconds_per_minibatch / plan.microbatches
     speed /= found.predicted.seconds_per_minibatch / found.microbatches
-    if not asked and plan.staleness and speed >= 1 - SLACK:
+    if not asked and plan.staleness and speed * LATER >= 1:
+        times = "" if abs(speed - 1) < 0.005 else f"{speed:.2f} times "
         return found.noting(
-            f"this plan under {found.schedule} is {f'{speed:.2f} times as fast' if speed >= 1.005 else 'as fast'} as "
-            f"the best under {plan.schedule}, {short_config(plan.config)}, whose gradients are up to {plan.staleness} "
-            f"updates late; for that one, solve with `schedule={plan.schedule}`"
+            f"this plan under {found.schedule} is {times}as fast as the best under {plan.schedule}, "
+            f"{short_config(plan.config)}, whose gradients are up to {plan.staleness} updates late; for that one, "
+            f"solve with `schedule={plan.schedule}`"
         )
     return plan.model_copy(update={"synchronous": described_plan(SYNCHRONOUS, found)})
 

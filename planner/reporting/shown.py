@@ -24,6 +24,7 @@ TEXTS = {
     "Profile": "tables.profile.profile_report",
     "Summary": "tables.runs.run_report",
     "Sweep": "tables.compare.sweep_report",
+    "Timeline": "tables.runs.timeline_report",
     "TrainResult": "tables.runs.training_report",
 }
 SECTIONS = {"Comparison": "comparison_section", "Sweep": "sweep_section"}  # of the report's page

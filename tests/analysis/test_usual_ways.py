@@ -10,7 +10,7 @@ import pytest
 from planner.analysis.compare import compare, with_rows
 from planner.analysis.usual_ways import with_baselines, with_synchronous
 from planner.formats.cluster import flat_cluster
-from planner.formats.plan import load_plan, save_plan
+from planner.formats.plan import Plan, load_plan, save_plan
 from planner.options.solving import SolveOptions
 from planner.reporting.page.page import report_page
 from planner.reporting.tables.plan import plan_report
@@ -72,6 +72,25 @@ def test_a_synchronous_plan_that_is_as_fast_is_the_answer_unless_the_schedule_wa
     (note,) = drained.notes
     assert note.startswith("this plan under 1f1b-flush is as fast as the best under 1f1b, 1-1-1-1, whose gradients are")
     assert note in plan_report(drained)
+
+
+def test_late_gradients_have_to_earn_five_percent() -> None:
+    model, cluster, options = MODEL, flat_cluster(4, 1e8), SolveOptions()
+    late = find_plan(model, cluster, options)
+    beside = with_synchronous(model, late, options, Patience()).synchronous
+    assert late.staleness
+    assert beside is not None
+
+    def answer(times: float) -> Plan:
+        """Return the answer where the late plan is so many times as fast as the synchronous one."""
+        seconds = late.microbatches * beside.seconds_per_microbatch / times
+        predicted = late.predicted.model_copy(update={"seconds_per_minibatch": seconds})
+        changed = late.model_copy(update={"predicted": predicted})
+        return with_synchronous(model, changed, options, Patience(), asked=False)
+
+    assert answer(1.06).staleness
+    assert not answer(1.04).staleness
+    assert "0.96 times as fast as the best under 1f1b" in answer(1.04).notes[0]
 
 
 def test_what_cannot_stand_beside_a_plan_is_told() -> None:

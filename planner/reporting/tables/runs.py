@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 from planner.analysis.compare_runs import RunComparison, TimingError
 from planner.formats.plan import Plan
 from planner.formats.plan_parts import short_config
+from planner.formats.timeline import Timeline
 from planner.reporting.tables.plan import pace
 from planner.reporting.tables.table import Table, named_values, table_of
-from planner.simulator.summary import Summary, WorkerUse
+from planner.simulator.summary import Summary, WorkerUse, summarize
 from planner.units import format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:
@@ -174,6 +175,11 @@ def _worst(error: TimingError) -> str:
         return ""
     times = f"{format_seconds(worst.predicted_s)} simulated, {format_seconds(worst.measured_s)} measured"
     return f"{worst.at} of {worst.name} in stage {worst.stage} on worker {worst.rank}: {times}"
+
+
+def timeline_report(timeline: Timeline) -> str:
+    """Report what a run's workers and links did."""
+    return run_report(summarize(timeline))
 
 
 def run_report(summary: Summary, plan: Plan | None = None) -> str:
