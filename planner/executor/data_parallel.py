@@ -37,9 +37,9 @@ from planner.executor.run.worker import Observers, Worker
 from planner.executor.stage.optimizer import StageOptimizer
 from planner.model.loss import unsplit_loss
 from planner.model.options import lay_out, module_options
-from planner.model.randomness import random_state_kept
 from planner.model.spec import TrainingSpec
 from planner.model.stage.code import compiled
+from planner.runtime import runtime_of
 from planner.schedule.instructions import Backward, Forward, Instruction, Unit, Update
 from planner.workers.groups import DataGroups
 from planner.workers.heartbeat import Heartbeat
@@ -142,7 +142,7 @@ def train_data_parallel(
         if module_options(plan).channels_last:
             lay_out(model)
         made = make_batches(spec, plan.microbatch_size, rounds.per_minibatch, job.seed, drop_last=job.options.drop_last)
-        data = ReadAhead(weighted(made, plan.loss, spec), pinned=place.compute.type == "cuda")
+        data = ReadAhead(weighted(made, plan.loss, spec), place.compute)
         context = Context(
             job=job,
             spec=spec,
@@ -265,7 +265,7 @@ class DataParallelWorker(Worker):
     def _leaves_out_weights(self, model: nn.Module) -> bool:
         """Return whether some weight gets no gradient: DistributedDataParallel hangs unless it is told."""
         before = [buffer.clone() for buffer in model.buffers()]
-        with random_state_kept(self._context.place.compute):
+        with runtime_of(self._context.place.compute).random_state_kept(self._context.place.compute):
             batch = self._context.spec.example_batch(self._context.microbatch_size).to(self._context.place.compute)
             torch.autograd.backward(unsplit_loss(model, self._context.spec, batch, self._options))
         unused = any(parameter.requires_grad and parameter.grad is None for parameter in model.parameters())

@@ -14,6 +14,7 @@ from torch.utils.data import default_collate
 
 from planner.errors import ModelFileError, first_line
 from planner.model.options import channels_last
+from planner.runtime import runtime_of
 
 _TOKENS = (torch.int64, torch.int32)
 
@@ -59,7 +60,7 @@ class Batch:
 
     @property
     def device_type(self) -> str:
-        """The kind of device that holds the batch: "cpu" or "cuda"."""
+        """The kind of device that holds the batch, as PyTorch calls it."""
         tensors = [leaf for leaf in tree_leaves(self._tree()) if isinstance(leaf, Tensor)]
         return tensors[0].device.type if tensors else "cpu"
 
@@ -92,13 +93,15 @@ class Batch:
         The host does not wait for a GPU: tensors are copied from pinned memory on the current stream, which is to use
         them. PyTorch gives the pinned memory to nobody else before the copy has ended.
         """
-        if torch.device(device).type == "cuda":
-            return self.pinned()._with(lambda leaf: leaf.to(device, non_blocking=leaf.is_pinned()))
-        return self._with(lambda leaf: leaf.to(device))
+        device = torch.device(device)
+        return self.pinned(device)._with(lambda leaf: runtime_of(device).copied(leaf, device))
 
-    def pinned(self) -> Batch:
-        """Return this batch with the CPU's tensors in pinned memory; it needs CUDA."""
-        return self._with(lambda leaf: leaf.pin_memory() if _can_be_pinned(leaf) else leaf)
+    def pinned(self, device: torch.device) -> Batch:
+        """Return this batch with the CPU's tensors where `device` can copy them from without the host."""
+        runtime = runtime_of(device)
+        if not runtime.asynchronous:
+            return self
+        return self._with(lambda leaf: runtime.pin(leaf) if _can_be_pinned(leaf) else leaf)
 
     def _with(self, change: Callable[[Tensor], Tensor]) -> Batch:
         leaves, spec = self._flat

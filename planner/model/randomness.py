@@ -8,10 +8,12 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 
 import torch
 from torch import nn
+
+from planner.runtime import runtime_of
 
 _MASK = (1 << 64) - 1
 
@@ -43,13 +45,8 @@ class RandomKey:
 def reseed(key: RandomKey, device: torch.device, layer: int) -> None:
     """Seed the default generator of `device` for a layer."""
     seed = key.seed_of(layer)
-    if seed is None:
-        return
-    if device.type == "cuda":
-        with torch.cuda.device(device):  # manual_seed seeds the current device only
-            torch.cuda.manual_seed(seed)
-    else:
-        torch.default_generator.manual_seed(seed)
+    if seed is not None:
+        runtime_of(device).seed(device, seed)
 
 
 def _mix(number: int) -> int:
@@ -78,12 +75,6 @@ def generators_kept(*, on_success: bool = True) -> Iterator[None]:
                 numpy.random.set_state(numpy_state)
 
 
-def random_state_kept(device: torch.device) -> AbstractContextManager[None]:
-    """Restore the random state of the CPU, and of `device` if it is a GPU that is there, afterwards."""
-    # Without a list, fork_rng asks every GPU of the machine for its state, and so opens a context on each.
-    return torch.random.fork_rng(devices=[device] if device.type == "cuda" and torch.cuda.is_available() else [])
-
-
 @contextmanager
 def keep_state(module: nn.Module) -> Iterator[torch.device]:
     """Restore the module's buffers and its device's random state afterwards; yield the device."""
@@ -94,7 +85,7 @@ def keep_state(module: nn.Module) -> Iterator[torch.device]:
         for name, buffer in owner.named_buffers(recurse=False)
     ]
     try:
-        with random_state_kept(device):
+        with runtime_of(device).random_state_kept(device):
             yield device
     finally:
         with torch.no_grad():

@@ -15,6 +15,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from planner.runtime import runtime_of
 from planner.workers.place import Place
 
 GLOO = "gloo"  # the backend of control traffic, whatever device computes
@@ -25,8 +26,7 @@ _POSTED_FOR = timedelta(days=1)
 
 def wait_for_device(device: torch.device) -> None:
     """Let the host wait until the device has done all that it was given."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    runtime_of(device).synchronize(device)
 
 
 class DataGroups:

@@ -104,7 +104,7 @@ class TrainResult(Shown, Record):
     """
 
     config: str
-    device: DeviceType | None = None
+    device: str | None = None  # the kind that computed
     device_name: str | None = None  # of worker 0
     backend: Backend | None = None  # of messages
     schedule: str  # the plan's schedule, or "data-parallel"

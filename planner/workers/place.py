@@ -21,6 +21,7 @@ import socket
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 from zlib import crc32
 
 import torch
@@ -30,6 +31,7 @@ from pydantic import Field
 from planner.errors import InputError
 from planner.formats.files import Record
 from planner.formats.names import Backend, DeviceType
+from planner.runtime import runtime_of
 from planner.workers.interfaces import address_towards
 
 CUDA_VARIABLES = {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "NCCL_RUNTIME_CONNECT": "0"}
@@ -112,19 +114,19 @@ class Place:
     wire: torch.device
 
     @property
-    def kind(self) -> DeviceType:
-        """The kind of device that computes."""
-        return "cuda" if self.compute.type == "cuda" else "cpu"
+    def kind(self) -> str:
+        """The kind of device that computes, as PyTorch calls it."""
+        return self.compute.type
 
     @property
     def device_name(self) -> str | None:
         """The name of the GPU, if there is one."""
-        return torch.cuda.get_device_name(self.compute) if self.kind == "cuda" else None
+        return runtime_of(self.compute).name(self.compute)
 
     @property
     def backend(self) -> Backend:
         """The backend of the groups that carry data."""
-        return "nccl" if self.wire.type == "cuda" else "gloo"
+        return cast("Backend", runtime_of(self.wire).backend)
 
 
 CPU = Place(torch.device("cpu"), torch.device("cpu"))
@@ -204,8 +206,7 @@ def take(place: Place) -> None:
     Otherwise each process would make a context, some 500 MB, on GPU 0 as well: at a barrier, in a kernel of a library
     that asks for the current device.
     """
-    if place.compute.type == "cuda":
-        torch.cuda.set_device(place.compute)
+    runtime_of(place.compute).set_device(place.compute)
 
 
 def _check_nccl(seats: Sequence[Seat], chosen: Sequence[int]) -> None:

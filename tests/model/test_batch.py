@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from planner.errors import ModelFileError
 from planner.model.batch import Batch, collate, make_batch
+from tests.runtimes import PretendedDevice, registered
 
 
 def _batch(size: int) -> Batch:
@@ -103,20 +103,15 @@ def test_a_batch_without_tensors_has_no_size() -> None:
         _ = Batch((torch.tensor(1.0),), {}, None).size
 
 
-def test_pinned_tensors_are_those_with_memory_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pinned_tensors_are_those_with_memory_of_their_own() -> None:
     """A copy to an expanded tensor would write one element many times."""
-    pinned: list[Tensor] = []
-
-    def pin(tensor: Tensor) -> Tensor:
-        pinned.append(tensor)
-        return tensor.clone()
-
-    monkeypatch.setattr(Tensor, "pin_memory", pin)
     whole, mask = torch.randn(3, 4), torch.ones(4).expand(3, 4)
     batch = Batch((whole, mask), {"text": "a"}, torch.arange(3))
-    found = batch.pinned()
-    assert [tensor.shape for tensor in pinned] == [(3, 4), (3,)]
+    with registered("cuda", PretendedDevice()):
+        found = batch.pinned(torch.device("cuda"))
     assert found.args[1] is mask
+    assert found.args[0] is not whole
+    assert found.target is not batch.target
     assert torch.equal(found.args[0], whole)
     assert found.kwargs == {"text": "a"}
     assert batch.to("cpu") is batch

@@ -15,6 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from planner.runtime import Event, runtime_of
+
 MOST = 64  # values that are on their way at once; more would tell of a wrong message or a NaN too late
 
 Reader = Callable[[Tensor], None]
@@ -22,14 +24,14 @@ Reader = Callable[[Tensor], None]
 
 class _Copy(NamedTuple):
     value: Tensor  # in pinned memory
-    done: torch.cuda.Event
+    done: Event
 
 
 class Later:
     """Hands values to their readers on the host, in the order in which they were given."""
 
     def __init__(self, device: torch.device) -> None:
-        self._at_once = device.type != "cuda"
+        self._runtime = runtime_of(device)
         self._coming: deque[tuple[_Copy, Reader]] = deque()
         # Pinned memory is made once and used again: to allocate it may wait for the whole device.
         self._free: defaultdict[tuple[torch.dtype, torch.Size], list[_Copy]] = defaultdict(list)
@@ -41,11 +43,11 @@ class Later:
             value: a small tensor; it may be overwritten by work that is launched afterwards.
             reader: gets it on the CPU, and may not keep it.
         """
-        if self._at_once:
+        if not self._runtime.asynchronous:
             reader(value)
             return
         kept = self._free[value.dtype, value.shape]
-        copy = kept.pop() if kept else _new_copy(value)
+        copy = kept.pop() if kept else _Copy(self._runtime.pinned(value), self._runtime.event())
         copy.value.copy_(value, non_blocking=True)
         copy.done.record()
         self._coming.append((copy, reader))
@@ -55,7 +57,7 @@ class Later:
 
     def poll(self) -> None:
         """Hand over the values that have arrived; never waits."""
-        while self._coming and self._coming[0][0].done.query():  # type: ignore[no-untyped-call]
+        while self._coming and self._coming[0][0].done.query():
             self._hand_over()
 
     def flush(self) -> None:
@@ -68,7 +70,3 @@ class Later:
         copy.done.synchronize()
         reader(copy.value)
         self._free[copy.value.dtype, copy.value.shape].append(copy)
-
-
-def _new_copy(value: Tensor) -> _Copy:
-    return _Copy(torch.empty_like(value, device="cpu", pin_memory=True), torch.cuda.Event())  # type: ignore[no-untyped-call]

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -32,6 +32,7 @@ from torch import Tensor
 from planner.executor.communication.later import Later
 from planner.executor.communication.links import GlooLinks, Lane, Links, Posted, Segments, lane_of
 from planner.executor.communication.messages import Outgoing, header
+from planner.runtime import Event, runtime_of
 from planner.schedule.instructions import Instruction, Message, Receive, Send
 from planner.workers.groups import GLOO
 from planner.workers.place import Place
@@ -40,7 +41,7 @@ from planner.workers.place import Place
 @dataclass(frozen=True)
 class _Buffer:
     memory: Tensor
-    free: torch.cuda.Event | None = None  # when the device has come to where the memory was allocated; None: it is
+    free: Event | None = None  # when the device has come to where the memory was allocated; None: it is
 
 
 class NCCLLinks(Links):
@@ -62,9 +63,8 @@ class NCCLLinks(Links):
         self._early: dict[Receive, Posted] = {}  # posted before a pause
         self._spare: dict[Lane, _Buffer] = {}
         self._later = Later(self._place.wire)
-        self._side: torch.cuda.Stream | None = None
-        if self._place.wire.type == "cuda":
-            self._side = torch.cuda.Stream(self._place.wire)  # type: ignore[no-untyped-call]
+        self._runtime = runtime_of(self._place.wire)
+        self._side = self._runtime.stream(self._place.wire)
 
     def expect(self, under_way: Callable[[], Iterable[Receive]]) -> None:
         receives = [receive for receive in under_way() if receive not in self._early]
@@ -132,26 +132,22 @@ class NCCLLinks(Links):
     def _allocated(self, size_bytes: int) -> _Buffer:
         memory = torch.empty(size_bytes, dtype=torch.uint8, device=self._place.wire)
         # The device may still work with what was in this memory, until it comes here.
-        return _Buffer(memory, None if self._side is None else torch.cuda.current_stream(memory.device).record_event())
+        return _Buffer(memory, self._runtime.current_stream(memory.device).record_event())
 
     def _fresh(self, size_bytes: int) -> _Buffer:
         """Allocate memory of the side stream, which nothing else has used: no computation needs to be waited for."""
-        if self._side is None:
-            return self._allocated(size_bytes)
-        with torch.cuda.stream(self._side):
+        with self._runtime.on(self._side):
             memory = torch.empty(size_bytes, dtype=torch.uint8, device=self._place.wire)
         # Freed, it goes back to the side stream, but not before the computation with it has ended.
-        memory.record_stream(torch.cuda.current_stream(memory.device))
+        self._runtime.keep(memory, self._runtime.current_stream(memory.device))
         return _Buffer(memory, None)
 
     def _on_side_stream(self, buffer: _Buffer) -> AbstractContextManager[object]:
         """Return a context in which an operation waits for the buffer, and for nothing else on this device."""
-        if self._side is None:
-            return nullcontext()
         # An operation waits for all that its stream was given. On a stream of its own that is this event alone.
         if buffer.free is not None:
             self._side.wait_event(buffer.free)
-        return torch.cuda.stream(self._side)
+        return self._runtime.on(self._side)
 
 
 def _runs(segment: Iterable[Instruction], rank: int) -> Iterator[list[Message]]:

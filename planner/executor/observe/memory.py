@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from planner.profiler.this_machine import return_free_pages
+from planner.runtime import runtime_of
 
 _STATUS = Path("/proc/self/status")
 _STATM = Path("/proc/self/statm")  # a tenth of the time that the status takes
@@ -20,17 +21,18 @@ _CLEAR_REFS = Path("/proc/self/clear_refs")
 class PeakMemory:
     """Peak bytes in use since construction, plus the `already_bytes` of them that were allocated before.
 
-    On a CUDA device it is the allocator's peak. On a CPU it is the growth of the resident set's high-water mark, less
-    pages of files: these are code of libraries, loaded at its first use. Workspaces of libraries count.
+    On a device whose allocator counts memory it is the allocator's peak. On a CPU it is the growth of the resident
+    set's high-water mark, less pages of files: these are code of libraries, loaded at its first use. Workspaces of
+    libraries count.
     """
 
     def __init__(self, device: torch.device, already_bytes: int) -> None:
-        self._device = device
+        self._device, self._runtime = device, runtime_of(device)
         self._already_bytes = already_bytes
         gc.collect()
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
-            self._before_bytes = torch.cuda.memory_allocated(device)
+        if self._runtime.counts_memory:
+            self._runtime.reset_peak(device)
+            self._before_bytes = self._runtime.allocated_bytes(device)
         else:
             # malloc keeps freed pages: reusing them would not show as growth.
             return_free_pages()
@@ -42,8 +44,8 @@ class PeakMemory:
 
     def bytes(self) -> int:
         """Return the peak so far."""
-        if self._device.type == "cuda":
-            peak = torch.cuda.max_memory_allocated(self._device)
+        if self._runtime.counts_memory:
+            peak = self._runtime.peak_bytes(self._device)
         else:
             peak = _status_bytes("VmHWM") - (_status_bytes("RssFile") - self._code_bytes)
         return max(0, peak - self._before_bytes) + self._already_bytes
@@ -53,8 +55,8 @@ class PeakMemory:
 
         On a CPU freed pages that malloc keeps count as used.
         """
-        if self._device.type == "cuda":
-            grown = torch.cuda.memory_allocated(self._device) - self._before_bytes
+        if self._runtime.counts_memory:
+            grown = self._runtime.allocated_bytes(self._device) - self._before_bytes
         else:
             grown = _own_bytes() - self._before_own_bytes
         return max(0, grown) + self._already_bytes
@@ -62,11 +64,11 @@ class PeakMemory:
     def fields(self) -> dict[str, Any]:
         """Return what a worker reports of its memory; of a GPU also what it holds beyond tensors, at the peak."""
         peak = {"peak_memory_bytes": self.bytes()}
-        if self._device.type != "cuda":
+        if not self._runtime.counts_memory:
             return peak
-        free_bytes, total_bytes = torch.cuda.mem_get_info(self._device)
+        free_bytes, total_bytes = self._runtime.free_and_total_bytes(self._device)
         # The allocator gives nothing back before the end: fragments are in what it reserved.
-        reserved_bytes = torch.cuda.max_memory_reserved(self._device)
+        reserved_bytes = self._runtime.reserved_bytes(self._device, peak=True)
         return peak | {"reserved_memory_bytes": reserved_bytes, "used_memory_bytes": total_bytes - free_bytes}
 
 

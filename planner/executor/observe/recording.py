@@ -14,9 +14,10 @@ import torch
 import torch.distributed as dist
 
 from planner.executor.communication.control import control_group, gather_bytes
-from planner.executor.observe.clock import Clock, Mark
+from planner.executor.observe.clock import Clock
 from planner.formats.plan import Plan
 from planner.formats.timeline import LANES, Event, EventKind, Events, MemoryCurve, Timeline
+from planner.runtime import Event as Mark
 from planner.schedule.instructions import Instruction, Message, Receive, ReceiveShared, Send, SendShared, Unit
 
 _ROUNDS = 8  # round trips per worker to compare clocks; the fastest of them counts

@@ -71,7 +71,7 @@ def take_place(job: Job, heartbeat: Heartbeat) -> Place:
             "with `device=cpu` and solve again",
         )
     place = choose_place(seats, int(os.environ["RANK"]), device, job.backend)
-    if place.kind == "cuda":
+    if place.kind != "cpu":
         check_gpus(job.plan, seats)
     compare_backends(job.plan, place)
     take(place)

@@ -22,7 +22,6 @@ from planner.executor.stage.optimizer import StageOptimizer
 from planner.formats.plan import Plan
 from planner.formats.plan_parts import Stage
 from planner.model.capture.graph import ValueSpec
-from planner.model.randomness import random_state_kept
 from planner.model.spec import TrainingSpec
 from planner.model.stage.code import check_compiler
 from planner.model.stage.evaluation import EvaluationStages
@@ -30,6 +29,7 @@ from planner.model.stage.stage import StageModule, warm_up
 from planner.plan.rank_groups import plan_of_tensor_rank, receivers
 from planner.plan.shape import shape_of, synchronous_minibatches, synchronous_part
 from planner.profiler.this_machine import return_free_pages
+from planner.runtime import runtime_of
 from planner.schedule.derived import segment_stream, segments
 from planner.schedule.instructions import Instruction, Send
 from planner.schedule.schedule import PipelineShape
@@ -190,7 +190,7 @@ def pipeline_context(
             length = synchronous_minibatches(options.synchronous_start, made.minibatches(job.steps, job.epochs))
             start = SynchronousStart(length, replace(shape_of(first), shared=shape.shared))
             made = DividedStart(make(first), made, length)
-        data = ReadAhead(made, pinned=place.compute.type == "cuda")
+        data = ReadAhead(made, place.compute)
     check_sizes(modules.values(), data.last_sizes)
     check_sizes(modules.values(), data.start_sizes, of_start=True)
     held = {}
@@ -223,7 +223,7 @@ def pipeline_context(
         evaluation=built.evaluation,
         deferred=built.deferred,
     )
-    if (plan.compiled or place.compute.type == "cuda") and tensor is None:  # ranks of a group run together
+    if (plan.compiled or runtime_of(place.compute).asynchronous) and tensor is None:  # ranks of a group run together
         _warm_up(context)
     return context
 
@@ -251,7 +251,7 @@ def _warm_up(context: PipelineContext) -> None:
     compute = context.place.compute
     if context.plan.compiled:
         check_compiler(compute.type)
-    with random_state_kept(compute):
+    with runtime_of(compute).random_state_kept(compute):
         for size in {context.microbatch_size, *filter(None, (*context.data.last_sizes, *context.data.start_sizes))}:
             batch = context.spec.example_batch(size).to(compute)
             for stage in context.stages.values():

@@ -30,7 +30,7 @@ class BatchSource(ABC):
     """The training data, the same on all workers."""
 
     random = False  # whether it is made up, so that losses mean nothing
-    pinned = False  # whether the batches are to be in pinned memory, for a GPU
+    device = torch.device("cpu")  # that the batches are copied to, from pinned memory
     last_sizes: tuple[int, ...] = ()  # microbatch sizes of an epoch's last minibatch, if it is smaller
     start_sizes: tuple[int, ...] = ()  # microbatch sizes of a synchronous start, if there is one
 
@@ -112,7 +112,7 @@ class DatasetBatches(BatchSource):
     def batch(self, unit: Unit) -> Batch:
         with _ONE_READER:
             batch = self._batch(unit)
-        return batch.pinned() if self.pinned else batch
+        return batch.pinned(self.device)
 
     def _batch(self, unit: Unit) -> Batch:
         epoch, position = divmod(unit.minibatch, self.minibatches_per_epoch)
@@ -154,7 +154,7 @@ class RandomBatches(BatchSource):
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(self._seed * 1_000_003 + which)
                 made = self._example_batch(self._microbatch_size)
-            self._made[which] = made.pinned() if self.pinned else made
+            self._made[which] = made.pinned(self.device)
         return self._made[which]
 
     def minibatch_size(self, minibatch: int) -> int:
@@ -252,7 +252,7 @@ class WeightedBatches(ChangedBatches):
 
     def batch(self, unit: Unit) -> Batch:
         batch = self._minibatch(unit.minibatch)[0][unit.microbatch] if self._whole else self._source.batch(unit)
-        return batch.pinned() if self.pinned else batch
+        return batch.pinned(self.device)
 
     def share(self, unit: Unit) -> float:
         return self._minibatch(unit.minibatch)[1][unit.microbatch] if self.size(unit) else 0.0
@@ -281,7 +281,7 @@ class DividedStart(ChangedBatches):
 
     def batch(self, unit: Unit) -> Batch:
         batch = self._of(unit.minibatch).batch(unit)
-        return batch.pinned() if self.pinned else batch
+        return batch.pinned(self.device)
 
     def minibatch_size(self, minibatch: int) -> int:
         return self._of(minibatch).minibatch_size(minibatch)

@@ -34,8 +34,8 @@ from planner.formats.profile import LossMean
 from planner.model.batch import Batch
 from planner.model.loss import weight_function
 from planner.model.options import autocasting
-from planner.model.randomness import random_state_kept
 from planner.model.stage.evaluation import separate_buffers, share_buffers
+from planner.runtime import runtime_of
 from planner.schedule.derived import evaluation_stream, group_size, segment_stream
 from planner.schedule.instructions import (
     Forward,
@@ -121,7 +121,7 @@ class Evaluator:
         self._context.heartbeat.enter("preparing to evaluate", meeting=True)
         self._fetch_buffers()
         # Random numbers that the evaluation draws must not change those of training.
-        with torch.no_grad(), random_state_kept(self._context.place.compute):
+        with torch.no_grad(), runtime_of(self._context.place.compute).random_state_kept(self._context.place.compute):
             for unit, batch, results, known in self._forwards():
                 if "loss" in results:
                     totals.update(self._sums(unit, batch, results["loss"], known))

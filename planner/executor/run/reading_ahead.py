@@ -37,13 +37,13 @@ class ReadAhead(ChangedBatches):
     """Batches of `source`, which a thread reads ahead between `begin` and `end` if that helps and changes nothing.
 
     Args:
-        pinned: whether the batches go to a GPU.
+        device: that the batches go to.
         worth_s: seconds per batch from which on the thread is worth it.
     """
 
-    def __init__(self, source: BatchSource, *, pinned: bool = False, worth_s: float = WORTH_S) -> None:
+    def __init__(self, source: BatchSource, device: torch.device | None = None, *, worth_s: float = WORTH_S) -> None:
         super().__init__(source)
-        source.pinned = pinned
+        source.device = device or source.device
         self._worth_s = worth_s
         self._upcoming: Iterator[Unit] = iter(())  # none any more, where the thread is of no use
         self._times_s: list[float] = []  # of the trials

@@ -16,7 +16,7 @@ from typing_extensions import assert_never
 from planner.executor.communication.control import control_group
 from planner.executor.communication.later import Later
 from planner.executor.communication.links import Links
-from planner.executor.observe.clock import busy_time
+from planner.executor.observe.clock import BusyTime
 from planner.executor.observe.progress import WorkerLog
 from planner.executor.observe.recording import TraceRecorder
 from planner.executor.run.replica import StageReplica
@@ -66,7 +66,7 @@ class Worker(ABC):
         self.log = WorkerLog()
         self._observers = observers
         self._stop_on_nan = stop_on_nan
-        self._busy = busy_time(device, self.log)
+        self._busy = BusyTime(device, self.log)
         self._later = Later(device)
         self._newest_loss: Tensor | None = None
 

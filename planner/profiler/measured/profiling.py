@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import logging
 import os
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,7 +17,6 @@ from planner.model.capture.failure import warn_of_unregistered
 from planner.model.capture.graph import LayerGraph
 from planner.model.elementwise import has_divisible_optimizer
 from planner.model.options import ModuleOptions, autocast_dtype
-from planner.model.randomness import random_state_kept
 from planner.model.spec import TrainingSpec
 from planner.model.stage.code import check_compiler
 from planner.options.profiling import SECONDS, ProfileOptions
@@ -29,6 +27,7 @@ from planner.profiler.measured.part_by_part import measure_in_parts
 from planner.profiler.measured.step_measurement import StepMeasurement, measure_degrees
 from planner.profiler.step.timing import Effort, ProgressCallback, step_failure
 from planner.profiler.this_machine import check_positive, describe_device, parse_device, thread_count
+from planner.runtime import runtime_of
 from planner.workers.numerics import Numerics, computing
 from planner.workers.place import kind_here
 
@@ -112,8 +111,8 @@ def profile_model(
     if progress is not None:
         effort = replace(effort, progress=progress)
     # Libraries ask for the current device, and a context on another GPU would take memory there.
-    current = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-    with current, thread_count(options.threads), computing(options.numerics), random_state_kept(device):
+    current, kept = runtime_of(device).current(device), runtime_of(device).random_state_kept(device)
+    with current, thread_count(options.threads), computing(options.numerics), kept:
         torch.manual_seed(0)  # the same weights and batch each time, so that profiles are comparable
         effort.progress("capturing", 0.0)
         batch = spec.example_batch(batch_size)
@@ -148,7 +147,7 @@ def _loss_mean(
     if any(parameter.device.type != device.type for parameter in graph.model.parameters()):
         return None
     batch = batch.to(device)
-    with thread_count(options.threads), random_state_kept(device):
+    with thread_count(options.threads), runtime_of(device).random_state_kept(device):
         check_captured(spec, graph, batch, options.stage)
         return find_loss_mean(spec, graph, batch, options.stage)
 

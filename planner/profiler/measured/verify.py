@@ -16,7 +16,6 @@ from planner.model.batch import Batch
 from planner.model.capture.capture import capture_file
 from planner.model.capture.graph import LOSS
 from planner.model.options import module_options
-from planner.model.randomness import random_state_kept
 from planner.model.spec import TrainingSpec
 from planner.model.stage.code import check_compiler
 from planner.model.stage.parts import Variant
@@ -26,6 +25,7 @@ from planner.profiler.measured.other_processes import check_processes, contentio
 from planner.profiler.step.timing import Clock, Effort, HasBackward, Steps, StepTimes, repeat
 from planner.profiler.step.update import still
 from planner.profiler.this_machine import parse_device, thread_count
+from planner.runtime import runtime_of
 from planner.workers.numerics import computing, numerics_of
 
 DEFAULT_SECONDS = 10.0
@@ -88,7 +88,7 @@ def _measured_s(
     target = parse_device(device or profile.device.kind)
     threads, processes = profile.device.threads or 1, profile.device.processes or 1
     check_processes(processes, threads, target, spec)
-    with thread_count(threads), computing(numerics_of(profile)), random_state_kept(target):
+    with thread_count(threads), computing(numerics_of(profile)), runtime_of(target).random_state_kept(target):
         torch.manual_seed(0)
         batch = spec.example_batch(profile.microbatch_size)
         options = replace(module_options(profile), device=target.type)

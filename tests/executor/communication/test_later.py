@@ -2,43 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 import torch
 
-from planner.executor.communication import later
 from planner.executor.communication.later import MOST, Later
+from tests.runtimes import PretendedDevice, registered
 
-
-class PretendEvent:
-    """An event of a device that has come as far as `reached`."""
-
-    reached = 0
-    recorded = 0
-    waits = 0
-
-    def record(self) -> None:
-        PretendEvent.recorded += 1
-        self.number = PretendEvent.recorded
-
-    def query(self) -> bool:
-        return self.number <= PretendEvent.reached
-
-    def synchronize(self) -> None:
-        if not self.query():
-            PretendEvent.waits += 1
-            PretendEvent.reached = self.number
+GPU = torch.device("cuda")
 
 
 @pytest.fixture
-def pretended(monkeypatch: pytest.MonkeyPatch) -> Later:
-    """A `Later` of a GPU whose copies end when the test says so."""
-    made: dict[str, Any] = {"reached": 0, "recorded": 0, "waits": 0}
-    for name, value in made.items():
-        monkeypatch.setattr(PretendEvent, name, value)
-    monkeypatch.setattr(later, "_new_copy", lambda value: later._Copy(torch.empty_like(value), PretendEvent()))  # type: ignore[arg-type]
-    return Later(torch.device("cuda"))
+def device() -> Iterator[PretendedDevice]:
+    """A GPU whose copies end when the test says so."""
+    pretended = PretendedDevice()
+    with registered("cuda", pretended):
+        yield pretended
 
 
 def test_on_a_cpu_the_reader_has_its_turn_at_once() -> None:
@@ -47,32 +27,36 @@ def test_on_a_cpu_the_reader_has_its_turn_at_once() -> None:
     assert seen == [2.5]
 
 
-def test_values_come_in_order_when_their_copies_have_ended(pretended: Later) -> None:
+def test_values_come_in_order_when_their_copies_have_ended(device: PretendedDevice) -> None:
+    later = Later(GPU)
     seen: list[int] = []
     value = torch.zeros((), dtype=torch.int64)
     for number in range(5):
+        device.launched_s += 1
         value.fill_(number)  # overwritten each time: what was to be read is a copy
-        pretended.read(value, lambda read: seen.append(int(read)))
+        later.read(value, lambda read: seen.append(int(read)))
     assert seen == []
-    PretendEvent.reached = 3
-    pretended.poll()
+    device.reached_s = 3.0
+    later.poll()
     assert seen == [0, 1, 2]
-    pretended.flush()
+    later.flush()
     assert seen == [0, 1, 2, 3, 4]
 
 
-def test_the_host_waits_only_for_the_oldest_and_only_when_many_are_on_their_way(pretended: Later) -> None:
+def test_the_host_waits_only_for_the_oldest_and_only_when_many_are_on_their_way(device: PretendedDevice) -> None:
+    later = Later(GPU)
     seen: list[int] = []
-    for number in range(MOST):
-        pretended.read(torch.tensor(number), lambda read: seen.append(int(read)))
-    assert (seen, PretendEvent.waits) == ([], 0)
-    pretended.read(torch.tensor(MOST), lambda read: seen.append(int(read)))
-    assert (seen, PretendEvent.waits) == ([0], 1)
+    for number in range(MOST + 1):
+        assert (seen, device.waits) == ([], 0)
+        device.launched_s += 1
+        later.read(torch.tensor(number), lambda read: seen.append(int(read)))
+    assert (seen, device.waits) == ([0], 1)
 
 
-def test_memory_of_copies_is_used_again(pretended: Later) -> None:
+def test_memory_of_copies_is_used_again(device: PretendedDevice) -> None:
+    later = Later(GPU)
     places: set[int] = set()
     for number in range(10):
-        PretendEvent.reached = number + 1
-        pretended.read(torch.tensor(float(number)), lambda read: places.add(read.data_ptr()))
+        device.reached_s = device.launched_s = number + 1.0
+        later.read(torch.tensor(float(number)), lambda read: places.add(read.data_ptr()))
     assert len(places) == 1

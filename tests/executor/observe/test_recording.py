@@ -6,16 +6,24 @@ import pytest
 import torch
 
 from planner.executor.observe.recording import TraceRecorder
+from planner.runtime import HostEvent
 from planner.schedule.one_stage import ONE_F_ONE_B
 from planner.schedule.schedule import Channel, PipelineShape, stream
 
 SHAPE = PipelineShape(((0,), (1,)), (Channel(0, 1),), ONE_F_ONE_B)
 
 
+def at(seconds: float) -> HostEvent:
+    """Return a mark of that time."""
+    event = HostEvent()
+    event.s = seconds
+    return event
+
+
 def record(window: tuple[int, int] | int, minibatches: int) -> TraceRecorder:
     recorder = TraceRecorder(0, window, torch.device("cpu"))
     for number, instruction in enumerate(stream(SHAPE, 0, 0, minibatches)):
-        recorder.record(instruction, None if recorder.mark(instruction) is None else float(number), number + 0.5)
+        recorder.record(instruction, None if recorder.mark(instruction) is None else at(number), at(number + 0.5))
     return recorder
 
 
@@ -37,7 +45,7 @@ def test_memory_is_recorded_after_each_computation() -> None:
     sizes = iter(range(100, 10_000))
     recorder = TraceRecorder(0, (2, 4), torch.device("cpu"), lambda: next(sizes))
     for number, instruction in enumerate(stream(SHAPE, 0, 0, 10)):
-        recorder.record(instruction, None if recorder.mark(instruction) is None else float(number), number + 0.5)
+        recorder.record(instruction, None if recorder.mark(instruction) is None else at(number), at(number + 0.5))
     computed = [event.end_s for event in recorder.events() if event.lane == "compute"]
     assert list(recorder.held()) == [(end_s, 100 + number) for number, end_s in enumerate(computed)]
 
@@ -48,4 +56,4 @@ def test_a_short_run_is_noted_whole(window: tuple[int, int] | int) -> None:
     events = list(record(window, 2).events())
     assert len(events) == len(instructions)
     assert events[0].peer_rank is None
-    assert [event.start_s for event in events] == [float(number) for number in range(len(events))]
+    assert [event.start_s for event in events] == pytest.approx(range(len(events)))

@@ -1,0 +1,306 @@
+"""What a kind of device does: streams, events, memory, seeds. Nothing else asks which kind a device is.
+
+A call on an *asynchronous* device returns before the work is done: the host is ahead, and events tell how far the
+device has come. A CPU has done the work when the call returns, so its events have passed when they are recorded, and
+its streams wait for nothing. CUDA, ROCm (which PyTorch also calls "cuda"), XPU and other kinds are all used through
+the module that PyTorch has for each; `register` adds a kind, or replaces one.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+ACCELERATORS = ("cuda", "xpu", "mtia")  # kinds whose modules have streams and events; a plug-in adds one of its name
+
+
+class Event(Protocol):
+    """A mark in a stream, which the device passes when it has done what the stream was given before."""
+
+    def record(self) -> None:
+        """Put the mark at the end of the current stream."""
+
+    def query(self) -> bool:
+        """Return whether the device has passed the mark."""
+
+    def synchronize(self) -> None:
+        """Let the host wait until the device has passed the mark."""
+
+    def elapsed_time(self, end_event: Any, /) -> float:
+        """Return the milliseconds from this mark to another; the device must have passed both."""
+
+
+class Stream(Protocol):
+    """A queue of operations, which the device does in order."""
+
+    def wait_event(self, event: Any, /) -> None:
+        """Let what the stream is given from now on wait for an event; the host goes on."""
+
+    def record_event(self) -> Event:
+        """Return an event after what the stream was given so far."""
+
+    def synchronize(self) -> None:
+        """Let the host wait for what the stream was given so far."""
+
+
+class HostEvent:
+    """A moment on the host, which has done what was before it."""
+
+    def __init__(self) -> None:
+        self.s = 0.0  # of `time.perf_counter`
+
+    def record(self) -> None:
+        self.s = time.perf_counter()
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        return
+
+    def elapsed_time(self, end_event: HostEvent, /) -> float:
+        return (end_event.s - self.s) * 1e3
+
+
+class HostStream:
+    """The order of the host's calls."""
+
+    def wait_event(self, event: Event, /) -> None:
+        return
+
+    def record_event(self) -> Event:
+        event = HostEvent()
+        event.record()
+        return event
+
+    def synchronize(self) -> None:
+        return
+
+
+class Runtime:
+    """What a kind of device does; here a CPU, which has done all that it was given when the call returns."""
+
+    asynchronous = False
+    counts_memory = False  # whether its allocator tells what is allocated, and was at most
+    backend = "gloo"  # of torch.distributed, for messages from this kind's memory
+
+    def available(self) -> bool:
+        """Return whether PyTorch sees such a device."""
+        return True
+
+    def count(self) -> int:
+        """Return how many devices of this kind PyTorch sees."""
+        return 1
+
+    def name(self, device: torch.device) -> str | None:
+        """Return the name of a model of device; None where PyTorch tells none."""
+        return None
+
+    def properties(self, device: torch.device) -> Any:
+        """Return what PyTorch tells of a device, in attributes that differ between kinds."""
+        return None
+
+    def set_device(self, device: torch.device) -> None:
+        """Make a device the current one of this process."""
+
+    def current(self, device: torch.device) -> AbstractContextManager[object]:
+        """Return a context in which a device is the current one."""
+        return nullcontext()
+
+    def synchronize(self, device: torch.device) -> None:
+        """Let the host wait until a device has done all that it was given."""
+
+    def event(self, *, timing: bool = False) -> Event:
+        """Return an event, to be recorded; `timing` where its time is asked for."""
+        return HostEvent()
+
+    def anchor(self, device: torch.device) -> tuple[Event, float]:
+        """Record an event, and return it with its time on `time.perf_counter`'s clock; waits for the device."""
+        event = HostEvent()
+        event.record()
+        return event, event.s
+
+    def stream(self, device: torch.device) -> Stream:
+        """Return a stream beside the device's others."""
+        return HostStream()
+
+    def current_stream(self, device: torch.device) -> Stream:
+        """Return the stream that gets what is called now."""
+        return HostStream()
+
+    def on(self, stream: Stream) -> AbstractContextManager[object]:
+        """Return a context in which `stream` is the current one."""
+        return nullcontext()
+
+    def keep(self, tensor: Tensor, stream: Stream) -> None:
+        """Keep a tensor's memory, once it is freed, until what `stream` has been given by then is done."""
+
+    def pinned(self, like: Tensor) -> Tensor:
+        """Return memory of the host for the values of `like`, which this kind of device copies without the host."""
+        return torch.empty_like(like, device="cpu")
+
+    def pin(self, tensor: Tensor) -> Tensor:
+        """Return the values of a tensor of the host in pinned memory: the tensor itself, if it is there."""
+        return tensor
+
+    def copied(self, tensor: Tensor, device: torch.device) -> Tensor:
+        """Return a tensor of the host on `device`; from pinned memory the host does not wait for the copy."""
+        return tensor.to(device)
+
+    def allocated_bytes(self, device: torch.device) -> int:
+        """Return what tensors take now, by the requests that the host made; where the kind `counts_memory`."""
+        raise NotImplementedError
+
+    def peak_bytes(self, device: torch.device) -> int:
+        """Return the most that tensors took since `reset_peak`; where the kind `counts_memory`."""
+        raise NotImplementedError
+
+    def reset_peak(self, device: torch.device) -> None:
+        """Count the peak from now on; where the kind `counts_memory`."""
+        raise NotImplementedError
+
+    def reserved_bytes(self, device: torch.device, *, peak: bool = False) -> int:
+        """Return what the allocator holds of the device, now or at most; where the kind `counts_memory`."""
+        raise NotImplementedError
+
+    def free_and_total_bytes(self, device: torch.device) -> tuple[int, int]:
+        """Return the device's memory that nobody uses, and all of it; where the kind `counts_memory`."""
+        raise NotImplementedError
+
+    def empty_cache(self) -> None:
+        """Give back to the device what the allocator holds and no tensor uses."""
+
+    def seed(self, device: torch.device, seed: int) -> None:
+        """Seed the default generator of `device`."""
+        torch.default_generator.manual_seed(seed)
+
+    def random_state_kept(self, device: torch.device) -> AbstractContextManager[None]:
+        """Restore the states of the default generators of the CPU and of `device`, if it is there, afterwards."""
+        return torch.random.fork_rng(devices=[])
+
+
+class Accelerator(Runtime):
+    """A kind of device that works beside the host, through PyTorch's module for it."""
+
+    asynchronous = True
+    counts_memory = True
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+        self._module: Any = torch.get_device_module(kind)
+        self.backend = dist.get_default_backend_for_device(kind)
+
+    def available(self) -> bool:
+        return bool(self._module.is_available())
+
+    def count(self) -> int:
+        return int(self._module.device_count()) if self.available() else 0
+
+    def name(self, device: torch.device) -> str | None:
+        return str(self._module.get_device_name(device))
+
+    def properties(self, device: torch.device) -> Any:
+        return self._module.get_device_properties(device)
+
+    def set_device(self, device: torch.device) -> None:
+        self._module.set_device(device)
+
+    def current(self, device: torch.device) -> AbstractContextManager[object]:
+        context: AbstractContextManager[object] = self._module.device(device)
+        return context
+
+    def synchronize(self, device: torch.device) -> None:
+        self._module.synchronize(device)
+
+    def event(self, *, timing: bool = False) -> Event:
+        event: Event = self._module.Event(enable_timing=timing)
+        return event
+
+    def anchor(self, device: torch.device) -> tuple[Event, float]:
+        event = self.event(timing=True)
+        event.record()
+        self.synchronize(device)
+        return event, time.perf_counter()
+
+    def stream(self, device: torch.device) -> Stream:
+        stream: Stream = self._module.Stream(device)
+        return stream
+
+    def current_stream(self, device: torch.device) -> Stream:
+        stream: Stream = self._module.current_stream(device)
+        return stream
+
+    def on(self, stream: Stream) -> AbstractContextManager[object]:
+        context: AbstractContextManager[object] = self._module.stream(stream)
+        return context
+
+    def keep(self, tensor: Tensor, stream: Stream) -> None:
+        tensor.record_stream(stream)  # type: ignore[arg-type]
+
+    def pinned(self, like: Tensor) -> Tensor:
+        return torch.empty_like(like, device="cpu", pin_memory=True)
+
+    def pin(self, tensor: Tensor) -> Tensor:
+        return tensor.pin_memory()
+
+    def copied(self, tensor: Tensor, device: torch.device) -> Tensor:
+        return tensor.to(device, non_blocking=tensor.is_pinned())
+
+    def allocated_bytes(self, device: torch.device) -> int:
+        return int(self._module.memory_allocated(device))
+
+    def peak_bytes(self, device: torch.device) -> int:
+        return int(self._module.max_memory_allocated(device))
+
+    def reset_peak(self, device: torch.device) -> None:
+        self._module.reset_peak_memory_stats(device)
+
+    def reserved_bytes(self, device: torch.device, *, peak: bool = False) -> int:
+        return int((self._module.max_memory_reserved if peak else self._module.memory_reserved)(device))
+
+    def free_and_total_bytes(self, device: torch.device) -> tuple[int, int]:
+        free, total = self._module.mem_get_info(device)
+        return int(free), int(total)
+
+    def empty_cache(self) -> None:
+        self._module.empty_cache()
+
+    def seed(self, device: torch.device, seed: int) -> None:
+        with self.current(device):  # manual_seed seeds the current device only
+            self._module.manual_seed(seed)
+
+    def random_state_kept(self, device: torch.device) -> AbstractContextManager[None]:
+        # Without a list, fork_rng asks every device of the machine for its state, and so opens a context on each.
+        there = [device] if self.available() else []
+        return torch.random.fork_rng(devices=there, device_type=self._kind)
+
+
+_RUNTIMES: dict[str, Runtime] = {"cpu": Runtime()}
+
+
+def register(kind: str, runtime: Runtime) -> None:
+    """Use `runtime` for all devices of a kind from now on, in all threads; for "cpu", too."""
+    _RUNTIMES[kind] = runtime
+
+
+def runtime_of(device: torch.device | str) -> Runtime:
+    """Return what the kind of `device` does; look it up anew rather than keeping it at import."""
+    kind = device.type if isinstance(device, torch.device) else device
+    found = _RUNTIMES.get(kind)
+    if found is None:
+        if kind == "meta":  # nothing is computed there
+            return _RUNTIMES["cpu"]
+        found = _RUNTIMES[kind] = Accelerator(kind)
+    return found
+
+
+def kinds_here() -> tuple[str, ...]:
+    """Return the kinds of device that PyTorch offers on this machine, those that are no CPU first."""
+    plug_in = torch._C._get_privateuse1_backend_name()
+    names = dict.fromkeys((*ACCELERATORS, *([plug_in] if hasattr(torch, plug_in) else []), *_RUNTIMES))
+    return (*(name for name in names if name != "cpu" and runtime_of(name).count()), "cpu")
