@@ -1,9 +1,10 @@
 """Watch over a run from within its workers: each says through torchrun's store what it does and why it fails.
 
-A thread of each worker writes the worker's heartbeat to the store every second or two and reads those of the others. It
-has a connection of its own, because the training's connections are what may hang. A worker that finds the cause of a
-hang, or reads that of another's failure, ends from that thread, and each host reports it once: under NCCL the main
-thread waits in calls of CUDA that nothing can interrupt.
+A thread of each worker writes the worker's heartbeat to the store every second or two. It has a connection of its own,
+because the training's connections are what may hang. Worker 0 reads the heartbeats of all and judges them; the others
+read that it did, and the next of them takes over when it does not: what the store answers grows with the number of
+workers, not with its square. A worker that reads the cause of a hang, or of another's failure, ends from that thread,
+and each host reports it once: under NCCL the main thread waits in calls of CUDA that nothing can interrupt.
 
 Heartbeats would tell only after a time-out that a process is gone, and so would NCCL, whose kernels wait on the device
 for a peer that was killed. So each worker also waits for a message that the next one never sends: a connection that
@@ -33,10 +34,11 @@ from planner.errors import PlannerError, WorkerError, first_line
 from planner.formats.files import Record
 from planner.workers.ending import ABORT_S, GRACE_S, within
 from planner.workers.failures import error_of, innermost, stage_of, worker_name
-from planner.workers.hangs import Hang, HangDetector, Sign, times_of_main_thread
+from planner.workers.hangs import HangDetector, Sign, times_of_main_thread
 from planner.workers.heartbeat import Beat, Heartbeat
 from planner.workers.job import Failure, Job
 
+Ending = Callable[[PlannerError | None], NoReturn]
 _FOR_EVER = timedelta(days=365)
 _CONNECT = timedelta(seconds=60)
 _FIRST_ENDS_S = ABORT_S + 1.0  # for a worker that failed to abort its groups and end
@@ -111,14 +113,15 @@ class StoreWatch:
         self,
         job: Job,
         heartbeat: Heartbeat,
-        end_process: Callable[[PlannerError | None], NoReturn],
+        end_process: Ending,
         *,
         hangs: bool = True,
     ) -> None:
         self._job, self._heartbeat, self._end_process, self._hangs = job, heartbeat, end_process, hangs
         self._rank = int(os.environ["RANK"])
         self._timeout_s = job.run_options.hang_timeout_s
-        self._detector = HangDetector([stage.ranks for stage in job.plan.stages], self._timeout_s)
+        self._detector: HangDetector | None = None  # while this worker judges
+        self._judged, self._judged_at_s = b"", time.monotonic()  # by whom, how often; when this worker saw that
         # At least ten exchanges within a time-out: a worker counts as silent after half of it.
         self._interval_s = min(2.0, self._timeout_s / 10)
         self._stopped = threading.Event()
@@ -190,9 +193,8 @@ class StoreWatch:
 
     def _cause(self) -> Failure | None:
         """Return the failure that the run ends with, if one was reported."""
-        if not self._store.check(["cause"]):
-            return None
-        return Failure.model_validate_json(self._store.get(f"failure/{int(self._store.get('cause'))}"))
+        rank = self._store.compare_set("cause", "", "")  # empty where it is missing, without a wait
+        return Failure.model_validate_json(self._store.get(f"failure/{int(rank)}")) if rank else None
 
     def _is_first_here(self) -> bool:
         """Return whether this worker is the first of its host to ask, so that each host reports an error once."""
@@ -211,13 +213,16 @@ class StoreWatch:
         return {rank: _Page.model_validate_json(text) for rank, text in zip(self._known, texts, strict=True)}
 
     def _exchange(self) -> None:
-        """Write this worker's heartbeat and judge all, in a thread."""
+        """Write this worker's heartbeat, judge all if it is this worker's turn, and read the verdict, in a thread."""
         sequence = 0
         while not self._stopped.wait(self._interval_s):
             sequence += 1
             try:
                 self._store.set(f"page/{self._rank}", self._own(sequence).model_dump_json())
-                pages, cause = self._pages(), self._cause()
+                if self._hangs and self._judges():
+                    self._store.set("judged", f"{self._rank} {sequence}")
+                    self._judge(self._pages())
+                cause = self._cause()
             except RuntimeError as error:
                 self._lost(first_line(error))
                 return
@@ -227,10 +232,22 @@ class StoreWatch:
                 if not self._stopped.wait(_FIRST_ENDS_S):
                     self._end_with(cause)
                 return
-            hang = self._judge(pages) if self._hangs else None
-            if hang is not None:
-                self._end_with(hang.failure(pages[hang.rank].place if hang.busy and hang.rank in pages else None))
-                return
+
+    def _judges(self) -> bool:
+        """Return whether this worker judges all: worker 0 does, or the first of the others that misses its verdicts."""
+        judged, now_s = self._store.compare_set("judged", "", ""), time.monotonic()
+        if judged != self._judged:
+            self._judged, self._judged_at_s = judged, now_s
+        others = judged and int(judged.split()[0]) != self._rank
+        patience_s = self._timeout_s / 2 + min(self._rank * self._interval_s, self._timeout_s)
+        if self._rank and (others or not judged) and now_s - self._judged_at_s < patience_s:
+            self._detector = None
+            return False
+        if self._detector is None:  # by then half of the time-out has passed for whoever judged before
+            timeout_s = self._timeout_s / 2 if self._rank else self._timeout_s
+            self._detector = HangDetector([stage.ranks for stage in self._job.plan.stages], timeout_s)
+            self._last_sequence.clear()
+        return True
 
     def _own(self, sequence: int) -> _Page:
         """Return this worker's page with the place in the code and the times that only its own process knows."""
@@ -246,7 +263,8 @@ class StoreWatch:
             starved_s=times_of_main_thread()[1],
         )
 
-    def _judge(self, pages: Mapping[int, _Page]) -> Hang | None:
+    def _judge(self, pages: Mapping[int, _Page]) -> None:
+        """Report the worker that hangs, if one does, as the cause for all."""
         now = time.monotonic()
         # torchrun starts all workers at once, so one that has written nothing yet can hang, too.
         signs = {rank: Sign(Beat.none_yet(rank)) for rank in range(self._job.plan.workers) if rank not in pages}
@@ -259,7 +277,10 @@ class StoreWatch:
             silent = now - self._last_sequence[rank][1] > self._timeout_s / 2
             frozen = "does not respond: it is stopped, or its host or its link is down" if silent else None
             signs[rank] = Sign(beat, page.cpu_s, page.starved_s, frozen)
-        return self._detector.look(signs, now)
+        assert self._detector is not None
+        hang = self._detector.look(signs, now)
+        if hang is not None:
+            self._post(hang.failure(pages[hang.rank].place if hang.busy and hang.rank in pages else None))
 
     def _end_with(self, cause: Failure) -> None:
         """End this worker because of `cause`, unless the main thread ends it already."""
@@ -278,8 +299,10 @@ class StoreWatch:
                 self._post(self._without_reason(rank))
 
     def _without_reason(self, rank: int) -> Failure:
-        page = self._pages().get(rank)
-        beat = None if page is None else Beat.read(bytes.fromhex(page.beat))
+        page = f"page/{rank}"
+        beat = None
+        if self._store.check([page]):
+            beat = Beat.read(bytes.fromhex(_Page.model_validate_json(self._store.get(page)).beat))
         return Failure(
             rank=rank,
             stage=stage_of(self._job, rank, beat),

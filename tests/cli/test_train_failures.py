@@ -66,6 +66,8 @@ class Optimizer(torch.optim.SGD):
         self.steps += 1
         if FAULT == "step" and self.steps == 5:
             raise ValueError("no step")
+        if FAULT == "stopped" and self.steps == 5 and os.environ["RANK"] == "0":
+            os.kill(os.getpid(), signal.SIGSTOP)
         if FAULT == "once" and self.steps == 15 and not os.path.exists("failed"):
             open("failed", "w").close()
             raise ValueError("failed once")
@@ -193,6 +195,19 @@ def test_under_torchrun_code_that_blocks_is_named_with_its_line(folder: Path) ->
     (told,) = (line for line in lines if line.startswith("error: "))
     assert told.startswith("error: worker 0 (stage 0): has not moved for ")
     assert told.endswith(f", at model.py:{line_of('time.sleep(20_000)')} in __getitem__()")
+
+
+@pytest.mark.slow
+def test_under_torchrun_the_next_worker_names_the_first_which_judges_all_and_is_stopped(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "2")  # a stopped process does not end when it is asked to
+    torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m")
+    code, lines = failing(folder, "stopped", "--hang-timeout", "5", launcher=torchrun)
+    assert code == 1
+    (told,) = (line for line in lines if line.startswith("error: "))
+    assert told.startswith("error: worker 0 (stage 0): has not moved for ")
+    assert "it does not respond" in told
 
 
 @pytest.mark.slow
