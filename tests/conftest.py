@@ -3,11 +3,27 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 
 import pytest
 
 # pytest-xdist gives its workers a terminal of 80 columns, in which tables are shorter than in a file.
 os.environ.pop("COLUMNS", None)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep every n-th case of tests that are marked `sampled(n)`, or all where the environment has ALL_EXAMPLES."""
+    if os.environ.get("ALL_EXAMPLES") or any("::" in argument for argument in config.args):
+        return
+    seen: Counter[str] = Counter()
+    kept, left_out = [], []
+    for item in items:
+        mark = item.get_closest_marker("sampled")
+        test = item.nodeid.partition("[")[0]
+        (kept if mark is None or seen[test] % mark.args[0] == 0 else left_out).append(item)
+        seen[test] += 1
+    items[:] = kept
+    config.hook.pytest_deselected(items=left_out)
 
 
 @pytest.fixture(autouse=True)

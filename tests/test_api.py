@@ -271,6 +271,7 @@ def test_a_sweep_takes_links_by_name(tmp_path: Path) -> None:
     assert plan_verb("sweep", "--profile", str(VGG), *arguments, cwd=tmp_path).returncode == 0
 
 
+@pytest.mark.slow
 def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     known: dict[str, Any] = {}

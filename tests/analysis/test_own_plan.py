@@ -45,6 +45,7 @@ def same_as(plan: Plan) -> OwnPlan:
     )
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("cluster", [FLAT, TWO_LEVELS], ids=["flat", "two levels"])
 @pytest.mark.parametrize("model", ["vgg16", "gpt2"])
 @pytest.mark.parametrize("schedule", NAMES)

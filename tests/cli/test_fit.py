@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.test_main import plan
+from tests.cli.in_process import plan
 from tests.cli.test_profile import MODEL
 
 

@@ -13,6 +13,7 @@ import pytest
 from planner import __version__
 from planner.cli import main as cli
 from planner.formats.profile import save_profile
+from tests.cli.in_process import plan
 from tests.samples import layer, profile
 
 MODEL = profile(
@@ -22,7 +23,7 @@ MODEL = profile(
 SOLVE = ("solve", "--gpus", "3", "--bandwidth", "1Gbps")
 
 
-def plan(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+def own_process(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     """Run the command in a process of its own."""
     return subprocess.run(
         [sys.executable, "-m", "planner", *arguments], cwd=cwd, capture_output=True, text=True, timeout=60, check=False
@@ -36,7 +37,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_defaults_chain_solve_and_show(folder: Path) -> None:
-    solved = plan(*SOLVE, cwd=folder)
+    solved = own_process(*SOLVE, cwd=folder)
     assert solved.returncode == 0, solved.stderr
     assert "2-1 on 3 GPUs" in solved.stdout
     assert "written to plan.json" in solved.stderr
@@ -132,8 +133,8 @@ def test_a_traceback_is_shown_only_on_demand(tmp_path: Path) -> None:
 
 
 def test_version_and_help(tmp_path: Path) -> None:
-    assert plan("--version", cwd=tmp_path).stdout.startswith(f"planner {__version__}, Python 3.")
-    shown = plan("solve", "--help", cwd=tmp_path)
+    assert own_process("--version", cwd=tmp_path).stdout.startswith(f"planner {__version__}, Python 3.")
+    shown = own_process("solve", "--help", cwd=tmp_path)
     assert shown.returncode == 0
     assert "--bandwidth RATE" in shown.stdout
 

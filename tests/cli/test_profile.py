@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 import planner
-from tests.cli.test_main import plan
+from tests.cli.in_process import plan
+from tests.cli.test_main import own_process
 
 MODEL = """
 import torch
@@ -92,12 +93,12 @@ def test_wrong_input(folder: Path, arguments: tuple[str, ...], complaint: str) -
 def test_a_profile_of_another_model_is_kept(folder: Path) -> None:
     (folder / "other.py").write_text(MODEL)
     short = ("--batch-size", "4", "--seconds", "0")
-    assert plan("profile", "model.py", *short, cwd=folder).returncode == 0
+    assert own_process("profile", "model.py", *short, cwd=folder).returncode == 0
     first = (folder / "profile.json").read_text()
-    replaced = plan("profile", "other.py", *short, cwd=folder)
+    replaced = own_process("profile", "other.py", *short, cwd=folder)
     kept = folder / f"profile-{folder.name}-measured.json"
     assert f"profile.json was the measured profile of '{folder.name}': it is {kept.name} now" in replaced.stderr
     assert kept.read_text() == first
     assert planner.load_profile(folder / "profile.json").model == "other"
-    assert plan("fit", "other.py", "--gpus", "2", cwd=folder).stderr.startswith("estimating other.py ...")
+    assert own_process("fit", "other.py", "--gpus", "2", cwd=folder).stderr.startswith("estimating other.py ...")
     assert planner.load_profile(folder / "profile-other-measured.json").provenance.source == "measured"

@@ -16,7 +16,8 @@ from planner.formats.profile import save_profile
 from planner.reporting.trace import save_trace
 from planner.simulator.simulate_plan import simulate
 from planner.solver import solve
-from tests.cli.test_main import MODEL, plan
+from tests.cli.in_process import plan
+from tests.cli.test_main import MODEL
 from tests.reporting.page.test_page import Elements, slower
 
 

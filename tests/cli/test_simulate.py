@@ -13,7 +13,7 @@ from planner.reporting.tables.runs import run_report
 from planner.reporting.trace import load_run, save_trace
 from planner.simulator.simulate_plan import simulate
 from planner.simulator.summary import Summary, summarize
-from tests.cli.test_main import plan
+from tests.cli.in_process import plan
 from tests.reporting.test_trace import check_trace
 from tests.simulator.plans import equal_layers, plan_of
 

@@ -72,6 +72,7 @@ def _captured(case: Case, model: nn.Module) -> LayerGraph:
         return capture(model, case.batch(4), case.loss)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", CASES)
 def test_weights_are_those_of_the_model_built_whole(name: str) -> None:
     """Those of any stage, and the buffers, to the bit; the generator goes as far."""
@@ -103,6 +104,7 @@ def test_a_stage_holds_no_other_weights() -> None:
     assert not any(tensor.is_meta for tensor in state.values())
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", CASES)
 def test_the_graph_is_that_of_the_model_built_whole(name: str) -> None:
     case = CASES[name]

@@ -30,6 +30,7 @@ from tests.model.splitting import assert_same, cut_evenly, run_model, run_split
 CHANNELS_LAST = ModuleOptions(channels_last=True)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
 @pytest.mark.parametrize("stages", [3, 7])
 @pytest.mark.parametrize("name", ["vgg", "resnet", "unet"])
@@ -116,6 +117,7 @@ def test_weights_made_for_one_stage_alone(tmp_path: Path) -> None:
     assert stage(file.example_batch(4), {})["loss"].isfinite()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("stages", [3, 7])
 @pytest.mark.parametrize("name", ["vgg", "resnet", "gpt2", "unet", "gnmt"])
 def test_stages_under_autocast(name: str, stages: int) -> None:

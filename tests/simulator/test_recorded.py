@@ -19,6 +19,7 @@ def noted(plan: Plan, minibatches: int, part: range) -> Timeline:
     return only_minibatches(whole, part).model_copy(update={"source": "measured", "minibatches": minibatches})
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("schedule", "microbatches"), [("1f1b", 1), ("gpipe", 4), ("2bw", 4)])
 @pytest.mark.parametrize("part", [range(300), range(40), range(260, 300), range(201, 231)])
 def test_a_part_lies_where_its_own_simulation_does(part: range, schedule: str, microbatches: int) -> None:

@@ -29,6 +29,7 @@ def cuts(plan: Plan, model: Profile) -> set[int]:
     return {position[stage.layers[-1]] for stage in plan.stages[:-1]}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("schedule", ["1f1b", "2bw", "1f1b-flush", "gpipe", "zb-h1", "interleaved"])
 @pytest.mark.parametrize("gpus", [2, 4, 7])
 def test_blocks_are_whole_unless_cutting_them_pays(schedule: str, gpus: int) -> None:

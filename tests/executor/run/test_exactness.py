@@ -202,6 +202,7 @@ def test_2bw_equals_updates_delayed_by_one_to_the_bit(
         assert max(report.weight_versions for report in result.reports) == 2
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("cases", "schedule", "microbatches", "replicas", "chunks"),
     [

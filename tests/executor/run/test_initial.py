@@ -63,6 +63,7 @@ def _states(spec: TrainingSpec, plan: Plan, defer: bool | None) -> dict[str, tor
     return found
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("model", ["convolutional", "tied", "blocks"], indirect=True)
 def test_equal_to_the_bit_however_they_are_made(model: Path) -> None:
     spec, plan = load_model_file(model), _plan(model)
@@ -72,6 +73,7 @@ def test_equal_to_the_bit_however_they_are_made(model: Path) -> None:
         assert torch.equal(tensor, deferred[name]), name
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("model", ["convolutional", "tied", "blocks"], indirect=True)
 @pytest.mark.parametrize("defer", [False, True])
 def test_no_other_weights_are_kept(model: Path, defer: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,6 +154,7 @@ def _write_shards(folder: Path, state: dict[str, torch.Tensor]) -> None:
     (folder / "model.safetensors.index.json").write_text(str({"weight_map": weight_map}).replace("'", '"'))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("model", ["tied", "blocks"], indirect=True)
 @pytest.mark.parametrize("defer", [False, True])
 def test_pretrained_weights_equal_those_of_load_state_dict(model: Path, defer: bool, tmp_path: Path) -> None:

@@ -99,6 +99,7 @@ def test_reads_are_counted() -> None:
         assert reads() > 0, read
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("place", [CPU, NcclOnCpu(CPU.compute, CPU.wire)], ids=["posted ahead", "posted in runs"])
 @pytest.mark.parametrize(
     "case",

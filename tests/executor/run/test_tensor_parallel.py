@@ -88,6 +88,7 @@ def assert_close(found: Weights, expected: Weights) -> None:
         torch.testing.assert_close(found[name], tensor, rtol=1e-7, atol=1e-9)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("model", "replicas", "degrees", "schedules", "minibatches"),
     [

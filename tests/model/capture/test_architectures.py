@@ -24,6 +24,7 @@ def _graphs(name: str) -> tuple[LayerGraph, LayerGraph]:
     return training, capture(model.eval(), case.batch(4), case.loss)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("batch_size", [4, 6])
 @pytest.mark.parametrize("stages", [3, 7])
 @pytest.mark.parametrize("name", ARCHITECTURES)

@@ -109,6 +109,7 @@ def test_layers_of_attention() -> None:
     ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", CASES)
 def test_every_operation_is_in_one_layer_and_edges_go_forward(case: str) -> None:
     graph = _graph(case)
@@ -214,6 +215,7 @@ def test_buffers_of_a_module_with_two_names_stay() -> None:
     assert torch.equal(model.scaling.get_buffer("scale"), torch.full((6,), 2.0))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", CASES)
 def test_hash_is_of_the_model_and_not_of_the_batch_size(case: str) -> None:
     sizes = (1, 2, 4) if case not in ("resnet", "shared norm") else (2, 4)

@@ -42,6 +42,7 @@ SLOWER = {"seq2seq", "translator"}  # to trace
 FURTHER = [pytest.param(name, marks=pytest.mark.slow) if name in SLOWER else name for name in DEVICE_MODELS]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", [*FURTHER, "gnmt", "towers"])
 def test_every_cut_of_architectures(name: str) -> None:
     trace, batch = _traced(name)

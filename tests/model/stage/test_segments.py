@@ -93,6 +93,7 @@ def _assert_equal(graph: LayerGraph, batches: Sequence[Batch], groups: Groups, *
     assert all(torch.equal(one, other) for one, other in zip(plain, again, strict=True))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "choice",
     ["every third", *(pytest.param(each, marks=pytest.mark.slow) for each in CHOICES if each != "every third")],

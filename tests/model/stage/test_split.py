@@ -22,6 +22,7 @@ def _graph(case: str) -> LayerGraph:
     return capture(CASES[case].build(), CASES[case].batch(4), CASES[case].loss)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("batch_size", [4, 6, 1])
 @pytest.mark.parametrize("stages", [3, 7, 1000])
 @pytest.mark.parametrize("case", CASES)
@@ -37,6 +38,7 @@ def test_split_equals_unsplit(case: str, stages: int, batch_size: int) -> None:
     assert_same(whole, split)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", CASES)
 def test_unsplit_equals_the_users_model(case: str) -> None:
     torch.manual_seed(1)

@@ -86,6 +86,7 @@ def _graph(case: str) -> LayerGraph:
     return capture(CASES[case].build(), CASES[case].batch(4), CASES[case].loss)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("stages", [1, 3, 7])
 def test_stages_hold_the_models_state_between_them(case: str, stages: int) -> None:
@@ -100,6 +101,7 @@ def test_stages_hold_the_models_state_between_them(case: str, stages: int) -> No
         assert list(parts[0]) == list(state)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", CASES)
 def test_parameters_are_the_models_own(case: str) -> None:
     graph = _graph(case)

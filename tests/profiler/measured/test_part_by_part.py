@@ -53,6 +53,7 @@ def test_a_step_that_does_not_fit_a_cpu_is_measured_layer_by_layer(
     assert [layer.saved_bytes for layer in parts.layers] == [layer.saved_bytes for layer in whole.layers]
 
 
+@pytest.mark.slow
 def test_a_part_that_does_not_fit_is_halved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_model(tmp_path, "convolutional", "adamw")
     whole = _profile(path, layer_by_layer=False)

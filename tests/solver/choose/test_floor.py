@@ -84,6 +84,7 @@ def baselines(problem: Problem) -> Iterator[tuple[str, Evaluation]]:
             yield name, plan
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("seed", range(24))
 def test_no_baseline_that_fits_is_faster(seed: int) -> None:
     rng = random.Random(seed)

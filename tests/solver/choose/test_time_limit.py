@@ -65,6 +65,7 @@ def test_a_simulation_ends_with_what_may_be_executed() -> None:
     assert budget.steady_s(straight(6), needed=True) is not None  # there is nothing else to go by
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("cluster", [flat_cluster(8, 5.0), LEVELS], ids=["flat", "levels"])
 @pytest.mark.parametrize("schedule", ["1f1b", "2bw", "1f1b-flush", "gpipe", "interleaved"])
 def test_without_time_only_plans_that_take_no_search_are_simulated(

@@ -108,6 +108,7 @@ def _ask(instance: Instance, name: CostModelName, schedule: str, solver: MilpNam
     flow_equals_search_and_brute_force(model, cluster, name, schedule, microbatches, solver)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("name", "schedule"), MODELS)
 @settings(max_examples=30, deadline=None)
 @given(instance=instances)

@@ -89,6 +89,7 @@ def check(
     assert nearest.seconds <= found.path.seconds * (1 + 1e-9)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("model", COST_MODELS)
 @settings(max_examples=40, deadline=None)
 @given(profile=profiles(most_layers=4), cluster=clusters(), recompute=recomputing)
@@ -96,6 +97,7 @@ def test_asynchronous_plans(model: CostModelName, profile: Profile, cluster: Clu
     check(profile, cluster, model, recompute=recompute)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @settings(max_examples=40, deadline=None)
 @given(profile=profiles(most_layers=4), cluster=clusters(), microbatches=st.integers(1, 5), recompute=recomputing)
@@ -161,6 +163,7 @@ def test_a_model_that_keeps_its_order_has_no_plan_where_only_another_order_fits(
     assert [stage.layers for stage in solve(imported, cluster).stages] == [("back",), ("front",)]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("model", COST_MODELS)
 @settings(max_examples=40, deadline=None)
 @given(profile=profiles(most_layers=4), cluster=clusters(), keeps_order=st.booleans())
