@@ -16,7 +16,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if os.environ.get("ALL_EXAMPLES") or any("::" in argument for argument in config.args):
         return
     seen: Counter[str] = Counter()
-    kept, left_out = [], []
+    kept: list[pytest.Item] = []
+    left_out: list[pytest.Item] = []
     for item in items:
         mark = item.get_closest_marker("sampled")
         test = item.nodeid.partition("[")[0]
