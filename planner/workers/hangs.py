@@ -99,13 +99,16 @@ class HangDetector:
         still = {rank: self._seen[rank].sign for rank in longest if stuck[rank] > limit_s / 2}
 
         def found(rank: int) -> str:
-            return f"has not moved for {stuck[rank]:.0f} s, {still[rank].beat.describe()}"
+            beat = still[rank].beat
+            device = "" if beat.device is None else f", its device {beat.device.describe()}"
+            return f"has not moved for {stuck[rank]:.0f} s, {beat.describe()}{device}"
 
         for rank, sign in still.items():
             if sign.frozen is not None:
                 return self._hang(rank, f"{found(rank)}: it {sign.frozen}")
         for rank, sign in still.items():
-            if sign.beat.state in (State.PREPARING, State.COMPUTING):
+            # A host that is ahead waits for its device in any call: what the device is at is what the worker is at.
+            if (sign.beat.device or sign.beat).state in (State.PREPARING, State.COMPUTING):
                 return self._hang(rank, found(rank), busy=True) if rank in late else None
         if len(late) < len(set(chain(*self._ranks))):
             return None
@@ -124,6 +127,8 @@ class HangDetector:
 def _has_moved(seen: _Seen, sign: Sign, now_s: float) -> bool:
     before = seen.sign
     if (before.beat.pid, before.beat.beats) != (sign.beat.pid, sign.beat.beats):
+        return True
+    if before.beat.device != sign.beat.device:
         return True
     if sign.beat.state is not State.PREPARING or sign.cpu_s is None or before.cpu_s is None:
         return False

@@ -4,7 +4,11 @@ Writing it costs about a microsecond per instruction and sends nothing. It can b
 main thread writes it before each instruction, so that it names the one that does not end, and the page is read without
 the worker's help. A thread that sent beats would go on while the main thread hangs.
 
+A host that is ahead of its device may wait for it in any call, and the device for a message. So a thread adds what the
+device is at, which it knows from events.
+
     page:  pid, beats, state, stage, peer rank, minibatch, microbatch, slowest_s, activity (40 bytes)
+           the same of the device, its beats the computations that it has passed; zeros where it has nothing to do
 """
 
 from __future__ import annotations
@@ -12,8 +16,10 @@ from __future__ import annotations
 import mmap
 import os
 import struct
+import threading
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from pathlib import Path
 from typing import get_args
@@ -32,6 +38,7 @@ from planner.schedule.instructions import (
 
 _PAGE = struct.Struct("<qqiiiqid40s")
 _NONE = -1
+_LOOKS_EVERY_S = 0.5  # at the device
 _EVALUATION = b"Evaluation:"
 _FIRST = Unit(0)
 
@@ -69,11 +76,17 @@ class Beat:
     unit: Unit = _FIRST
     peer_rank: int | None = None
     slowest_s: float = 0.0  # the longest instruction so far
+    device: Beat | None = None  # what the device is at, where the host is ahead of it
 
     @classmethod
     def read(cls, page: bytes) -> Beat | None:
         """Decode a page; None if `Heartbeat` has not written to it yet."""
-        pid, beats, state, *places, minibatch, microbatch, slowest_s, activity = _PAGE.unpack_from(page)
+        host = cls._read(page, 0)
+        return None if host is None else replace(host, device=cls._read(page, _PAGE.size))
+
+    @classmethod
+    def _read(cls, page: bytes, start: int) -> Beat | None:
+        pid, beats, state, *places, minibatch, microbatch, slowest_s, activity = _PAGE.unpack_from(page, start)
         if not beats:
             return None
         stage, peer_rank = (None if place == _NONE else place for place in places)
@@ -120,16 +133,17 @@ class Heartbeat:
 
     def __init__(self, path: Path | None = None) -> None:
         if path is None:
-            self._page = mmap.mmap(-1, _PAGE.size)
+            self._page = mmap.mmap(-1, 2 * _PAGE.size)
         else:
             with path.open("w+b") as file:
-                file.truncate(_PAGE.size)
-                self._page = mmap.mmap(file.fileno(), _PAGE.size)
+                file.truncate(2 * _PAGE.size)
+                self._page = mmap.mmap(file.fileno(), 2 * _PAGE.size)
         self._pid = os.getpid()
         self._beats = 0
         self._slowest_s = 0.0
         self._began_s: float | None = None
         self._last_backward = 0  # minibatch
+        self._device: Callable[[], tuple[int, Instruction | None]] | None = None
 
     def begin(self, instruction: Instruction, *, evaluating: bool = False) -> None:
         """Record that the worker starts `instruction`; those of an evaluation count its minibatches, not training's."""
@@ -137,18 +151,35 @@ class Heartbeat:
         if self._began_s is not None and now_s - self._began_s > self._slowest_s:
             self._slowest_s = now_s - self._began_s
         self._began_s = now_s
-        if isinstance(instruction, (AllReduce, AddShared)):
-            unit = (instruction.round, 0)
-        elif isinstance(instruction, Update):
-            # A round has a minibatch for each replica: the worker's own last one tells more than the round's number.
-            unit = (self._last_backward, 0)
+        if isinstance(instruction, (Backward, BackwardInput)):
+            self._last_backward = instruction.unit[0]
+        self._beats += 1
+        self._write(self._beats, instruction, evaluating=evaluating)
+
+    def follow(self, device: Callable[[], tuple[int, Instruction | None]]) -> None:
+        """Record from now on, in a thread, what the device is at, too.
+
+        Args:
+            device: returns how many computations it has passed, and the instruction that it is at; None where it has
+                done all that it was given.
+        """
+        first, self._device = self._device is None, device
+        if first:
+            threading.Thread(target=self._follow, name="device's heartbeat", daemon=True).start()
+
+    def _follow(self) -> None:
+        while True:
+            self.look_at_device()
+            time.sleep(_LOOKS_EVERY_S)
+
+    def look_at_device(self) -> None:
+        """Record what the device is at now."""
+        assert self._device is not None
+        passed, instruction = self._device()
+        if instruction is None:
+            self._page[_PAGE.size :] = bytes(_PAGE.size)
         else:
-            unit = instruction.unit
-            if isinstance(instruction, (Backward, BackwardInput)):
-                self._last_backward = unit[0]
-        peer_rank = instruction.peer_rank if isinstance(instruction, Message) else _NONE
-        state, name = _DESCRIBED[type(instruction)]
-        self._write(state, _EVALUATION + name if evaluating else name, instruction.stage, unit, peer_rank)
+            self._write(passed + 1, instruction, _PAGE.size)
 
     def enter(self, activity: str, *, meeting: bool = False) -> None:
         """Record that the worker enters a phase outside of its schedule.
@@ -160,7 +191,11 @@ class Heartbeat:
         if self._began_s is not None:
             self._slowest_s = max(self._slowest_s, time.perf_counter() - self._began_s)
             self._began_s = None
-        self._write(State.MEETING if meeting else State.PREPARING, activity.encode(), _NONE, _FIRST, _NONE)
+        self._beats += 1
+        state = State.MEETING if meeting else State.PREPARING
+        _PAGE.pack_into(
+            self._page, 0, self._pid, self._beats, state, _NONE, _NONE, *_FIRST, self._slowest_s, activity.encode()
+        )
 
     def read(self) -> Beat:
         """Return what was written last."""
@@ -172,10 +207,19 @@ class Heartbeat:
         """A copy of the page, for `Beat.read`."""
         return self._page[:]
 
-    def _write(self, state: State, activity: bytes, stage: int, unit: tuple[int, int], peer_rank: int) -> None:
+    def _write(self, beats: int, instruction: Instruction, start: int = 0, *, evaluating: bool = False) -> None:
         # Counted, so that an instruction that is repeated is told from one that does not end. A reader may see half a
         # write, which does no harm: only a page that has stopped changing is judged.
-        self._beats += 1
+        if isinstance(instruction, (AllReduce, AddShared)):
+            unit = (instruction.round, 0)
+        elif isinstance(instruction, Update):
+            # A round has a minibatch for each replica: the worker's own last one tells more than the round's number.
+            unit = (self._last_backward, 0)
+        else:
+            unit = instruction.unit
+        peer_rank = instruction.peer_rank if isinstance(instruction, Message) else _NONE
+        state, name = _DESCRIBED[type(instruction)]
+        name = _EVALUATION + name if evaluating else name
         _PAGE.pack_into(
-            self._page, 0, self._pid, self._beats, state, stage, peer_rank, *unit, self._slowest_s, activity
+            self._page, start, self._pid, beats, state, instruction.stage, peer_rank, *unit, self._slowest_s, name
         )

@@ -126,6 +126,42 @@ def test_a_stopped_worker_is_named_though_it_says_that_it_waits() -> None:
     assert hang.message.endswith("waiting for the activations of minibatch 17 from worker 0: it is stopped by a signal")
 
 
+def with_device(host: Instruction, device: Instruction | None, passed: int = 7) -> Beat:
+    """A worker's page whose host is ahead of its device."""
+    heartbeat = Heartbeat()
+    heartbeat.begin(host)
+    heartbeat.follow(lambda: (passed, device))
+    heartbeat.look_at_device()
+    return heartbeat.read()
+
+
+def test_a_host_that_its_device_holds_up_is_not_named_while_the_device_waits_for_another_worker() -> None:
+    """Its host has come to the next forward, and waits there: in the allocator, or for a queue that is full."""
+    held_up = with_device(Forward(0, Unit(20)), ReceiveGradient(0, Unit(17), 1, 1))
+    hang = judge({0: held_up, 1: with_device(Backward(1, Unit(17)), Backward(1, Unit(17)))})
+    assert hang is not None
+    assert hang.rank == 1
+    assert hang.message.endswith("in the backward of minibatch 17, its device in the backward of minibatch 17")
+    hang = judge({0: held_up, 1: with_device(ReceiveActivation(1, Unit(20), 0, 0), None)})
+    assert hang is not None
+    assert hang.message.endswith("and all others wait too: a link carries nothing, or lost a message")
+
+
+def test_a_device_that_computes_without_end_is_named_though_its_host_waits() -> None:
+    endless = with_device(ReceiveGradient(0, Unit(18), 1, 1), Forward(0, Unit(17)))
+    hang = judge({1: beat_of(RECEIVE), 0: endless})
+    assert hang is not None
+    assert hang.rank == 0
+    assert hang.message.endswith("from worker 1, its device in the forward of minibatch 17")
+
+
+def test_a_device_that_goes_on_is_progress_of_a_host_that_waits_for_it() -> None:
+    detector = HangDetector([(0,)], TIMEOUT_S)
+    for second in range(40):
+        beat = dataclasses.replace(with_device(Forward(0, Unit(90)), Backward(0, Unit(second)), second), beats=1)
+        assert detector.look({0: Sign(beat)}, float(second)) is None
+
+
 def test_a_message_that_does_not_arrive_is_the_links_fault() -> None:
     detector = HangDetector([(0,), (1,)], TIMEOUT_S)
     sender = Sign(beat_of(SendActivation(0, Unit(18), 1, 1), ReceiveGradient(0, Unit(17), 1, 1)))

@@ -15,6 +15,7 @@ import torch
 
 from planner.executor.observe.progress import Completion, WorkerLog
 from planner.runtime import Event, runtime_of
+from planner.schedule.instructions import Instruction
 
 
 class _Span(NamedTuple):
@@ -22,6 +23,8 @@ class _Span(NamedTuple):
     ended: Event
     completes: bool
     paused_s: float
+    instruction: Instruction | None
+    waits: Instruction | None  # for this, before
 
 
 class BusyTime:
@@ -35,17 +38,35 @@ class BusyTime:
         self._last: Event | None = None  # end of the newest computation that was read
         self._ended_s = 0.0  # its time; times have no common zero, because the log's differences alone mean something
         self._start: Event | None = None
+        self._instruction: Instruction | None = None
+        self._read_spans = 0
+        self.waits: Instruction | None = None  # the newest message or all-reduce that the next computation waits for
 
-    def begin(self) -> None:
-        """Note that a computation begins."""
+    def begin(self, instruction: Instruction | None = None) -> None:
+        """Note that a computation begins; by default the same instruction's as before, which has waited."""
+        self._instruction = instruction or self._instruction
         self._start = self._recorded()
 
     def end(self, *, completes: bool) -> None:
         """Note that it ended; `completes` a unit's backward."""
         assert self._start is not None
-        self._coming.append(_Span(self._start, self._recorded(), completes, self._log.paused_s))
+        span = _Span(self._start, self._recorded(), completes, self._log.paused_s, self._instruction, self.waits)
+        self._coming.append(span)
+        self._start = self.waits = None
         while self._coming and self._coming[0].ended.query():
             self._read()
+
+    def at(self) -> tuple[int, Instruction | None]:
+        """Return how many computations the device has passed, and what it computes or waits for; of any thread.
+
+        None where it has passed all that it was given, or is at what the host launches now.
+        """
+        passed, spans, start = self._read_spans, self._coming.copy(), self._start
+        for span in spans:
+            if not span.ended.query():
+                return passed, span.instruction if span.began.query() else span.waits or span.instruction
+            passed += 1
+        return passed, None if start is None or start.query() else self.waits or self._instruction
 
     def flush(self) -> None:
         """Bring the log up to date, waiting for the device."""
@@ -60,6 +81,7 @@ class BusyTime:
 
     def _read(self) -> None:
         span, log = self._coming.popleft(), self._log
+        self._read_spans += 1
         log.busy_s += span.began.elapsed_time(span.ended) / 1e3
         # From one computation to the next, because an event tells the time since another in single precision.
         self._ended_s += (self._last or span.began).elapsed_time(span.ended) / 1e3

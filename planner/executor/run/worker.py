@@ -20,6 +20,7 @@ from planner.executor.observe.clock import BusyTime
 from planner.executor.observe.progress import WorkerLog
 from planner.executor.observe.recording import TraceRecorder
 from planner.executor.run.replica import StageReplica
+from planner.runtime import runtime_of
 from planner.schedule.instructions import (
     AddShared,
     AllReduce,
@@ -43,6 +44,7 @@ from planner.workers.failures import LossNotFiniteError
 from planner.workers.heartbeat import Heartbeat
 
 _COMPUTE = frozenset(get_args(Compute))
+_WAITS = frozenset((*get_args(Receive), AllReduce))
 _COMPLETES = frozenset((Backward, BackwardWeight))  # the end of a unit at a stage
 
 
@@ -68,6 +70,8 @@ class Worker(ABC):
         self._stop_on_nan = stop_on_nan
         self._busy = BusyTime(device, self.log)
         self._later = Later(device)
+        if runtime_of(device).asynchronous:
+            observers.heartbeat.follow(self._busy.at)
         self._newest_loss: Tensor | None = None
 
     def run(self, instructions: Iterable[Instruction]) -> None:
@@ -83,11 +87,13 @@ class Worker(ABC):
             start = None if recorder is None else recorder.mark(instruction)
             kind = type(instruction)
             if kind in _COMPUTE:
-                busy.begin()
+                busy.begin(instruction)
                 execute(instruction)
                 busy.end(completes=kind in _COMPLETES)
             else:
                 execute(instruction)
+                if kind in _WAITS:
+                    busy.waits = instruction
             if recorder is not None:
                 recorder.record(instruction, start, recorder.mark(instruction))
         self._later.flush()
@@ -205,6 +211,8 @@ class PipelineWorker(Worker):
         if waits:
             self._busy.end(completes=False)
         else:
+            if self._due:
+                self._busy.waits = AllReduce(self._due[0].stage, self._due[0].round, 1)
             self._busy.begin()
 
     def _update(self, instruction: Update) -> None:

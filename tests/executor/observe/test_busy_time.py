@@ -11,6 +11,9 @@ import torch
 from planner import runtime
 from planner.executor.observe.clock import BusyTime
 from planner.executor.observe.progress import WorkerLog
+from planner.executor.run.worker import Observers, Worker
+from planner.schedule.instructions import Backward, Forward, Instruction, ReceiveActivation, Unit
+from planner.workers.heartbeat import Heartbeat
 from tests.runtimes import PretendedDevice, registered
 
 GPU = torch.device("cuda")
@@ -20,9 +23,7 @@ GPU = torch.device("cuda")
 def device() -> Iterator[PretendedDevice]:
     """A pretended GPU at time 0."""
     with registered("cuda", PretendedDevice()):
-        found = runtime.runtime_of(GPU)
-        assert isinstance(found, PretendedDevice)
-        yield found
+        yield pretended()
 
 
 def compute(device: PretendedDevice, times: BusyTime, seconds: float, *, completes: bool) -> None:
@@ -83,3 +84,56 @@ def test_a_cpus_computations_have_ended_when_their_call_returns(monkeypatch: pyt
     assert busy == [2.0, 3.0]
     first, second = log.completions
     assert (second.ended_s - first.ended_s, second.busy_s - first.busy_s) == (8.0, 1.0)
+
+
+def test_what_the_device_is_at_is_known_by_events(device: PretendedDevice) -> None:
+    times = BusyTime(GPU, WorkerLog())
+    assert times.at() == (0, None)
+    messages = [ReceiveActivation(1, Unit(unit), 0, 0) for unit in range(3)]
+    for unit, message in enumerate(messages):
+        times.waits = message
+        device.launched_s += 5.0  # the device waits for it
+        times.begin(Forward(1, Unit(unit)))
+        device.launched_s += 1.0
+        times.end(completes=False)
+    assert times.at() == (0, messages[0])
+    device.reached_s = 5.5
+    assert times.at() == (0, Forward(1, Unit(0)))
+    device.reached_s = 16.0
+    assert times.at() == (2, messages[2])
+    device.reached_s = device.launched_s
+    assert times.at() == (3, None)
+    device.launched_s += 1.0
+    times.begin(Backward(1, Unit(0)))  # the host is in it, and the device in what was before
+    assert times.at() == (3, Backward(1, Unit(0)))
+    device.reached_s = device.launched_s
+    assert times.at() == (3, None)  # it waits for what the host launches now
+
+
+class Launching(Worker):
+    """Launches its instructions on a pretended device, which is a second behind."""
+
+    def _execute(self, instruction: Instruction) -> None:
+        pretended().launched_s += 1.0
+
+
+def pretended() -> PretendedDevice:
+    found = runtime.runtime_of(GPU)
+    assert isinstance(found, PretendedDevice)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("reached_s", "words"),
+    [(0.5, "waiting for the activations of minibatch 3 from worker 0"), (1.5, "in the forward of minibatch 3")],
+)
+def test_a_workers_page_says_what_its_device_is_at(device: PretendedDevice, reached_s: float, words: str) -> None:
+    heartbeat = Heartbeat()
+    worker = Launching(Observers(heartbeat), GPU)
+    worker.run([ReceiveActivation(1, Unit(3), 0, 0), Forward(1, Unit(3)), Backward(1, Unit(3))])
+    device.reached_s = reached_s
+    heartbeat.look_at_device()
+    beat = heartbeat.read()
+    assert beat.describe() == "in the backward of minibatch 3"
+    assert beat.device is not None
+    assert beat.device.describe() == words

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from planner.executor.communication.later import Later
 from planner.executor.communication.nccl_links import NCCLLinks, _Buffer
+from planner.executor.run import lifecycle
 from planner.workers import groups
 from tests.executor.communication.nccl_rules.rules import (
     DeviceWait,
@@ -245,6 +246,7 @@ class World:
         with (
             patch.multiple(dist, create=True, **replaced),  # type: ignore[call-overload] # names that PyTorch 2.6 has not
             patch.object(groups, "wait_for_device", lambda _: self.note(DeviceWait())),
+            patch.object(lifecycle, "await_all", lambda _: self.barrier()),
             # Where a GPU's event and side stream let a receive begin before what was computed since.
             patch.object(NCCLLinks, "_allocated", lambda _, size: self._buffer(size, fresh=False)),
             patch.object(NCCLLinks, "_fresh", lambda _, size: self._buffer(size, fresh=True)),
