@@ -26,6 +26,18 @@ class Case:
     loss: Callable[[Any, Any], Tensor] | None
 
 
+class OfFour(nn.Module):
+    """Takes batches of four samples and no others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.layer(x).view(4, 6)
+        return result
+
+
 class SmallVGG(nn.Module):
     """In-place ReLU behind convolutions and linear layers, and dropout."""
 

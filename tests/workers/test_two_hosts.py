@@ -235,12 +235,16 @@ def await_checkpoint(folder: Path, processes: Sequence[subprocess.Popen[str]], l
     return max(found)
 
 
-@pytest.mark.slow
-def test_workers_that_only_know_their_ranks_and_worker_0s_address_train(folder: Path) -> None:
-    with two_hosts(folder, "--steps", "10", launcher=bare) as (_, processes):
+def assert_ten_minibatches_train(folder: Path, **how: Any) -> None:
+    with two_hosts(folder, "--steps", "10", **how) as (_, processes):
         codes = [process.wait(timeout=TIMEOUT_S) for process in processes]
     assert codes == [0, 0], both_errors(folder)
     assert len(result_of(folder)["losses"]) == 10
+
+
+@pytest.mark.slow
+def test_workers_that_only_know_their_ranks_and_worker_0s_address_train(folder: Path) -> None:
+    assert_ten_minibatches_train(folder, launcher=bare)
 
 
 @pytest.mark.slow
@@ -255,7 +259,4 @@ def test_a_worker_that_only_knows_its_rank_reports_why_another_one_ended(folder:
 
 @pytest.mark.slow
 def test_hosts_whose_own_names_lead_to_themselves_reach_each_other(folder: Path) -> None:
-    with two_hosts(folder, "--steps", "10", interface=None) as (_, processes):
-        codes = [process.wait(timeout=TIMEOUT_S) for process in processes]
-    assert codes == [0, 0], both_errors(folder)
-    assert len(result_of(folder)["losses"]) == 10
+    assert_ten_minibatches_train(folder, interface=None)

@@ -77,7 +77,7 @@ def _differ(what: str, one: Tensor, other: Tensor) -> CaptureError:
 
 
 def find_loss_mean(spec: TrainingSpec, graph: LayerGraph, batch: Batch, options: ModuleOptions) -> LossMean | None:
-    """Return what the loss is a mean over; None where the model cannot tell, as with noise that it draws.
+    """Return what the loss is a mean over; None where the model cannot tell: it draws noise, or takes one batch size.
 
     The model runs in evaluation mode, so that neither dropout nor BatchNorm's statistics tell a batch from its parts.
     Labels that its cross entropies ignore are put into one half, because an example batch may have none.

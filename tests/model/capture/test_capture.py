@@ -22,7 +22,7 @@ from planner.model.capture.capture import capture
 from planner.model.capture.failure import user_place
 from planner.model.capture.graph import LayerGraph
 from planner.model.spec import load_model_file
-from tests.model.models import CASES
+from tests.model.models import CASES, OfFour
 
 SPECS = ["profiles/gpt2/model.py:build_tiny", "profiles/lstm_lm/model.py:build_tiny"]
 
@@ -176,16 +176,7 @@ def test_shapes_follow_the_batch_size() -> None:
 
 
 def test_a_model_that_pins_its_batch_size_says_so() -> None:
-    class Pinned(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(6, 6)
-
-        def forward(self, x: Tensor) -> Tensor:
-            result: Tensor = self.layer(x).view(4, 6)
-            return result
-
-    assert _capture(Pinned()).batch_size == 4
+    assert _capture(OfFour()).batch_size == 4
 
 
 def test_buffers_of_a_module_with_two_names_stay() -> None:

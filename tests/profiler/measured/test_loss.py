@@ -21,6 +21,7 @@ from planner.model.spec import TrainingSpec, in_memory
 from planner.model.stage.stage import build_stage
 from planner.profiler.measured.profiling import ProfilingOptions, profile_model
 from planner.solver import solve
+from tests.model.models import OfFour
 
 OPTIONS = ProfilingOptions(device="cpu", seconds=0.0, repeats=1)
 Rule = Callable[["_Own", Tensor], Tensor]
@@ -188,16 +189,6 @@ def test_a_graph_of_one_batch_size_leaves_the_loss_to_the_model(loss: Loss, expe
 
 def test_a_model_of_one_batch_size_cannot_tell() -> None:
     torch.manual_seed(0)
-
-    class OfFour(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(6, 6)
-
-        def forward(self, x: Tensor) -> Tensor:
-            result: Tensor = self.layer(x).view(4, 6)
-            return result
-
     spec = in_memory(OfFour(), example_batch=(torch.randn(4, 6), torch.randn(4, 6)), loss=F.mse_loss)
     assert profile_model(spec, 4, OPTIONS).loss is None
 
