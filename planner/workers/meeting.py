@@ -28,7 +28,7 @@ from planner.workers.place import Seat
 _FIRST_PORT, _PORTS = 12000, 20000
 _TIMEOUT = timedelta(minutes=10)
 _TASKS = re.compile(r"(?P<tasks>\d+)(\(x(?P<nodes>\d+)\))?")
-_COUNT, _AGENT = "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_USE_AGENT_STORE"
+_COUNT = "TORCHELASTIC_RESTART_COUNT"
 _ANSWERS_EVERY_S = 0.05
 
 
@@ -98,21 +98,22 @@ def started_as_worker() -> bool:
             hint="set the address of worker 0's host, and a free port of it, for all workers; or start with torchrun",
         )
     if not missing:
-        _open_store()
+        _open_store(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
     return True
 
 
 _own_store: TCPStore | None = None  # which ends with this process, where no agent of torchrun outlives it
 
 
-@cache  # once in a process, however many pipelines it trains
-def _open_store() -> None:
+@cache  # once for a store, however many pipelines are trained by it
+def _open_store(host: str, port: int) -> None:
     """Connect to the workers' store, which worker 0 opens where torchrun has not, and agree on the start."""
     global _own_store
-    host, port, rank = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), int(os.environ["RANK"])
-    opens = rank == 0 and os.environ.get(_AGENT) != str(True)
+    rank = int(os.environ["RANK"])
+    opens = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
     try:
-        # The others wait here until worker 0 has come. A script may have opened the same store for a group of its own.
+        # The others wait here until worker 0 has come. What else worker 0 opens at this address is the same store: its
+        # script's group, and what torch.distributed's rendezvous opens.
         store = TCPStore(host, port, is_master=opens, wait_for_workers=False, timeout=_TIMEOUT, multi_tenant=opens)
         _agree_on_start(PrefixStore("planner", store), rank, int(os.environ["WORLD_SIZE"]))
     except RuntimeError as cause:
@@ -124,7 +125,6 @@ def _open_store() -> None:
         ) from cause
     if opens:
         _own_store = store
-        os.environ[_AGENT] = str(True)  # from here on every worker connects to it as to torchrun's
 
 
 def _agree_on_start(store: Store, rank: int, world: int) -> None:

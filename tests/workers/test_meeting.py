@@ -5,13 +5,17 @@ Slurm's variables as torchrun's.
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import socket
+from collections.abc import Sequence
 from datetime import timedelta
 
 import pytest
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # exported by a star import
 
 from planner.errors import WorkerError
-from planner.workers.meeting import exchange, first_node, worker_variables
+from planner.workers.meeting import exchange, first_node, started_as_worker, worker_store, worker_variables
 from planner.workers.place import own_seat
 
 # As srun sets them for the second task on the second of three nodes: 2, 2 and 1 tasks, in a job of 8.
@@ -102,3 +106,29 @@ def test_all_hear_what_each_says(monkeypatch: pytest.MonkeyPatch) -> None:
     mine = own_seat({"steps": "`steps=5`"})
     assert exchange(store, mine) == [mine]
     assert (mine.server, mine.gpus, mine.same) == (3, (), {"steps": "`steps=5`"})
+
+
+def _meet_at(ports: Sequence[int], rank: int) -> None:
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    for number, port in enumerate(ports):
+        os.environ["MASTER_PORT"] = str(port)
+        assert number or started_as_worker()  # a later run of the same process need not ask again
+        assert [seat.rank for seat in exchange(worker_store(timedelta(seconds=30)), own_seat())] == [0, 1]
+
+
+def test_processes_that_met_at_one_address_meet_at_another() -> None:
+    """Worker 0 took the store that it had opened itself for torchrun's, and waited for one at the second address."""
+    with socket.socket() as one, socket.socket() as other:
+        for each in (one, other):
+            each.bind(("127.0.0.1", 0))
+        ports = [each.getsockname()[1] for each in (one, other)]
+    context = multiprocessing.get_context("spawn")
+    workers = [context.Process(target=_meet_at, args=(ports, rank), daemon=True) for rank in range(2)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(90)
+    codes = [worker.exitcode for worker in workers]
+    for worker in workers:
+        worker.kill()
+    assert codes == [0, 0]
