@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import subprocess
@@ -58,9 +59,9 @@ def transfer_s(source: Host, target: Host, count: int) -> float:
     return float(seconds)
 
 
-def names() -> set[str]:
-    """Namespaces of this kind that exist now."""
-    return {path.name for path in NAMESPACES.glob("plan-bench-*")} if NAMESPACES.is_dir() else set()
+def names(pid: int | str = "*") -> set[str]:
+    """Return the names of all namespaces of testbeds, or of those that one process made."""
+    return {path.name for path in NAMESPACES.glob(f"plan-bench-{pid}-*")} if NAMESPACES.is_dir() else set()
 
 
 @contextmanager
@@ -167,10 +168,10 @@ def test_what_a_killed_run_left_is_found_and_removed() -> None:
 
 
 def test_a_refused_shaper_says_what_was_refused_and_leaves_nothing() -> None:
-    before = names()
+    before = names(os.getpid())  # testbeds of other processes come and go meanwhile
     with pytest.raises(NetworkUnavailableError, match="rate 1furlong"), network(1, "1furlong"):
         pass
-    assert names() == before
+    assert names(os.getpid()) == before
 
 
 def test_without_the_tools_the_error_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
