@@ -134,19 +134,19 @@ def test_hosts_are_apart_from_the_machine_and_its_network_stays_clean() -> None:
 
 
 def test_an_exception_removes_everything_with_what_runs_inside() -> None:
-    before = names()
+    before = names(os.getpid())  # testbeds of other processes come and go meanwhile
     sleepers = []
 
     def fail_inside() -> None:
         with network(2) as hosts:
             sleepers.append(hosts[1].popen(["sleep", "60"]))
-            assert names() > before
+            assert names(os.getpid()) > before
             raise RuntimeError("on purpose")
 
     with pytest.raises(RuntimeError, match="on purpose"):
         fail_inside()
     assert sleepers[0].wait(timeout=10) == -signal.SIGKILL
-    assert names() == before
+    assert names(os.getpid()) == before
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, -signal.SIGINT)])
