@@ -16,7 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-ACCELERATORS = ("cuda", "xpu", "mtia")  # kinds whose modules have streams and events; a plug-in adds one of its name
+from planner.errors import InputError
+from planner.formats.names import GPU_KINDS
+
+TRIED = ("cpu",)  # kinds on which this package has ever trained anything
 
 
 class Event(Protocol):
@@ -96,6 +99,10 @@ class Runtime:
     def count(self) -> int:
         """Return how many devices of this kind PyTorch sees."""
         return 1
+
+    def current_index(self) -> int:
+        """Return the number of the current device; 0 where there is none."""
+        return 0
 
     def name(self, device: torch.device) -> str | None:
         """Return the name of a model of device; None where PyTorch tells none."""
@@ -193,13 +200,16 @@ class Accelerator(Runtime):
     def __init__(self, kind: str) -> None:
         self._kind = kind
         self._module: Any = torch.get_device_module(kind)
-        self.backend = dist.get_default_backend_for_device(kind)
+        self.backend = dist.Backend.default_device_backend_map.get(kind, Runtime.backend)
 
     def available(self) -> bool:
         return bool(self._module.is_available())
 
     def count(self) -> int:
         return int(self._module.device_count()) if self.available() else 0
+
+    def current_index(self) -> int:
+        return int(self._module.current_device()) if self.available() else 0
 
     def name(self, device: torch.device) -> str | None:
         return str(self._module.get_device_name(device))
@@ -289,18 +299,47 @@ def register(kind: str, runtime: Runtime) -> None:
 
 
 def runtime_of(device: torch.device | str) -> Runtime:
-    """Return what the kind of `device` does; look it up anew rather than keeping it at import."""
+    """Return what the kind of `device` does; look it up anew rather than keeping it at import.
+
+    Raises:
+        InputError: for a kind that this package cannot use anywhere.
+    """
     kind = device.type if isinstance(device, torch.device) else device
     found = _RUNTIMES.get(kind)
     if found is None:
         if kind == "meta":  # nothing is computed there
             return _RUNTIMES["cpu"]
+        check_kind(kind)
         found = _RUNTIMES[kind] = Accelerator(kind)
     return found
 
 
-def kinds_here() -> tuple[str, ...]:
-    """Return the kinds of device that PyTorch offers on this machine, those that are no CPU first."""
+def known_kinds() -> tuple[str, ...]:
+    """Return the kinds of device that this package can use, whether there is one here or not; "cpu" last."""
     plug_in = torch._C._get_privateuse1_backend_name()
-    names = dict.fromkeys((*ACCELERATORS, *([plug_in] if hasattr(torch, plug_in) else []), *_RUNTIMES))
-    return (*(name for name in names if name != "cpu" and runtime_of(name).count()), "cpu")
+    names = (*GPU_KINDS, *([plug_in] if hasattr(torch, plug_in) else []), *_RUNTIMES)
+    return (*(name for name in dict.fromkeys(names) if name != "cpu"), "cpu")
+
+
+def kinds_here() -> tuple[str, ...]:
+    """Return the kinds of device that PyTorch offers on this machine; "cpu" last."""
+    return tuple(kind for kind in known_kinds() if runtime_of(kind).count())
+
+
+def check_kind(kind: str) -> None:
+    """Raise InputError for a kind of device that this package cannot use anywhere."""
+    if kind not in known_kinds():
+        raise InputError(
+            f"`device={kind}` is no kind of device: PyTorch offers {' and '.join(kinds_here())} here, could offer "
+            f"{', '.join(known_kinds())}, and of all these only {' and '.join(TRIED)} has been tried with planner",
+            hint="give one of these kinds; GPUs of ROCm are cuda, too",
+        )
+
+
+def library_versions() -> str:
+    """Return the versions of what PyTorch was built for, as "CUDA 12.8, NCCL 2.27.3"."""
+    others = {"ROCm": torch.version.hip, "XPU": torch.version.xpu}
+    found = dist.is_nccl_available() and bool(torch.version.cuda or torch.version.hip)
+    nccl = ".".join(map(str, torch.cuda.nccl.version())) if found else "none"  # type: ignore[no-untyped-call]
+    more = "".join(f", {name} {version}" for name, version in others.items() if version)
+    return f"CUDA {torch.version.cuda or 'none'}, NCCL {nccl}{more}"

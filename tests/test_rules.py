@@ -37,6 +37,45 @@ def test_nothing_outside_schedule_knows_a_schedule_by_its_name() -> None:
     assert not found
 
 
+def test_one_module_knows_what_a_kind_of_device_does() -> None:
+    """What differs between kinds of device is asked of `planner.runtime`, which alone uses PyTorch's modules for them.
+
+    `fake.py` lets a machine without CUDA believe in it, for the dtypes of autocast, and so replaces CUDA's own
+    functions; exported scripts stand alone.
+    """
+    elsewhere = re.compile(r"torch\.(cuda|xpu|mtia|accelerator)\b|get_device_module|is_cuda|record_stream|pin_memory")
+    allowed = ("runtime.py", "model/capture/fake.py", "exports/torch_pipelining.py")
+    found = [
+        f"{path.relative_to(PACKAGE)}:{number}: {line.strip()}"
+        for path in sorted(PACKAGE.rglob("*.py"))
+        if path.relative_to(PACKAGE).as_posix() not in allowed
+        for number, line in enumerate(path.read_text("utf-8").splitlines(), start=1)
+        if elsewhere.search(line)
+    ]
+    assert not found
+
+
+def test_kinds_that_say_cuda_are_about_cuda() -> None:
+    """Code that asks whether a device is of CUDA is wrong for other GPUs, unless it is about CUDA's own rules."""
+    allowed = (
+        "runtime.py",  # knows all kinds
+        "formats/names.py",  # lists them
+        "profiler/estimated/",  # of published devices
+        "model/capture/fake.py",  # pretends to have one
+        "workers/numerics.py",  # TF32
+        "workers/place.py",  # the kind of a seat that says nothing else
+        "exports/torch_pipelining.py",
+    )
+    found = [
+        f"{path.relative_to(PACKAGE)}:{node.lineno}"
+        for path in sorted(PACKAGE.rglob("*.py"))
+        if not path.relative_to(PACKAGE).as_posix().startswith(allowed)
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and node.value == "cuda"
+    ]
+    assert not found
+
+
 def _texts() -> Iterator[str]:
     """All strings of the library but docstrings."""
     for path in sorted(PACKAGE.rglob("*.py")):

@@ -6,14 +6,13 @@ import argparse
 import sys
 from itertools import product
 from pathlib import Path
-from typing import Any, NoReturn, get_args
+from typing import Any, NoReturn
 
 import planner
 from planner.cli.arguments import PROFILE, Verbs, add_output_argument, declare, profile_path
 from planner.cli.output import print_answer, print_progress, print_written
 from planner.cli.records import add_options, given_options
 from planner.errors import InputError
-from planner.formats.names import DeviceType
 from planner.options.numbers import batch_sizes
 from planner.options.profiling import BATCH_SIZE, EstimateArguments, ProfileOptions
 from planner.options.training import TrainArguments
@@ -50,7 +49,7 @@ def add_parser(verbs: Verbs) -> None:
     add_options(parser, ProfileOptions, "batch_size", more=several, type=batch_sizes)
     estimated = f"; with --estimate {', '.join(DEVICES)}, where cpu is one core, or several with commas between: "
     estimated += "v100,t4 writes profile-v100.json and profile-t4.json"
-    told = "cuda where PyTorch sees a GPU, else cpu; with --estimate cpu"
+    told = "a GPU where PyTorch sees any, else cpu; with --estimate cpu"
     add_options(parser, ProfileOptions, "device", more=estimated, told=told)
     add_options(parser, ProfileOptions, "threads", "processes", "dtype")
     add_options(parser, ProfileOptions, "memory_format", choices=[CONTIGUOUS, "channels-last"])
@@ -101,9 +100,10 @@ def _run_links(args: argparse.Namespace) -> NoReturn:
 
     if args.model is not None:
         raise InputError(f"--links measures no model, but '{args.model}' was given", hint="leave out one of the two")
-    if args.device not in (None, *get_args(DeviceType)):
+    if args.device is not None and ":" in args.device:
         raise InputError(
-            f"--links chooses a GPU for each worker, not '--device {args.device}'", hint="give --device cuda"
+            f"--links chooses a GPU for each worker, not '--device {args.device}'",
+            hint=f"give --device {args.device.partition(':')[0]}",
         )
     cluster = measure_cluster(device=args.device, backend=args.backend)
     if cluster is not None:  # rank 0

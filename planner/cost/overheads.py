@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 
 from planner.cost.work import Footprint
 from planner.formats.cluster import Cluster
+from planner.formats.names import GPU_KINDS
 from planner.formats.plan_parts import Bottleneck, StageMemory
 from planner.formats.profile import Device
 from planner.schedule.instructions import POSTED
@@ -114,7 +115,7 @@ class Overheads:
     @classmethod
     def of(cls, device: Device) -> Overheads | None:
         """Return those of the device of a profile; None where there are none."""
-        if device.kind != "cuda":
+        if device.kind not in GPU_KINDS:
             return None
         measured = device.context_bytes
         return cls(CONTEXT_BYTES if measured is None else measured, COMMUNICATOR_BYTES, FRAGMENTED)

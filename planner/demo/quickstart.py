@@ -65,7 +65,7 @@ def quickstart(
 
     kind = device or kind_here()
     check_backend(kind, backend)
-    there = max(1, gpus_here()) if kind == "cuda" else available_cores()
+    there = max(1, gpus_here()) if kind != "cpu" else available_cores()
     workers = workers or min(MOST_WORKERS, there)
     model = folder / "model.py"
     write_text(model, resources.files("planner.demo").joinpath("vgg16.py").read_text(encoding="utf-8"))
@@ -78,7 +78,7 @@ def quickstart(
     profile = profile_model(load_model_file(str(model)), BATCH_SIZE, options)
     save_profile(profile, folder / "profile.json")
     on_phase("Measuring the link between the workers ...")
-    sharing = -(-workers // there) if kind == "cuda" else workers  # of the memory that the profile tells of
+    sharing = -(-workers // there) if kind != "cpu" else workers  # of the memory that the profile tells of
     memory_bytes = None if profile.device.memory_bytes is None else profile.device.memory_bytes // sharing
     if workers > 1:
         cluster = measure_host(workers, kind, backend).model_copy(update={"memory_bytes": memory_bytes})

@@ -10,8 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-DeviceType = Literal["cpu", "cuda"]
-Backend = Literal["gloo", "nccl"]
+DeviceType = str  # a kind as PyTorch calls it: "cpu", "cuda" (ROCm, too), "xpu"; `planner.runtime` knows them
+GPU_KINDS = ("cuda", "xpu", "mtia")  # whose modules of PyTorch have streams and events; a plug-in adds one of its name
+Backend = Literal["gloo", "nccl", "xccl"]  # xccl sends from XPUs
 
 CostModelName = Literal["resource", "pipedream", "paper"]
 COST_MODEL_HELP = (

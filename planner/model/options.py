@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from planner.errors import InputError
+from planner.runtime import known_kinds
 
 if TYPE_CHECKING:
     from planner.formats.plan import Plan
@@ -36,8 +37,7 @@ class ModuleOptions:
         autocast: the dtype that modules run under torch.autocast with; None for none.
         channels_last: whether weights and images are in channels-last order.
         compiled: whether each stage goes through torch.compile.
-        device: the kind of device that modules run on, "cpu" or "cuda": its rules say which dtypes values have under
-            autocast.
+        device: the kind of device that modules run on: its rules say which dtypes values have under autocast.
     """
 
     autocast: torch.dtype | None = None
@@ -59,8 +59,8 @@ def autocasting(device_type: str, dtype: torch.dtype | None) -> AbstractContextM
     """Return the context of torch.autocast to `dtype`; one without effect for None."""
     if dtype is None:
         return nullcontext()
-    # Other devices, such as meta, follow the CPU's rules.
-    return torch.autocast("cuda" if device_type == "cuda" else "cpu", dtype)
+    # Devices that compute nothing, such as meta, follow the CPU's rules.
+    return torch.autocast(device_type if device_type in known_kinds() else "cpu", dtype)
 
 
 def autocast_name(dtype: torch.dtype | None) -> Autocast | None:

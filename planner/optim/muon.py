@@ -204,7 +204,7 @@ def orthogonal(matrices: Tensor) -> Tensor:
     """
     # Norms first: in a short type they could overflow.
     found: Tensor = matrices / matrices.flatten(1).norm(dim=1).clamp(min=_LEAST_NORM)[:, None, None]
-    if found.is_cuda:
+    if found.device.type != "cpu":
         found = found.bfloat16()
     wide = found.shape[1] <= found.shape[2]
     found = found if wide else found.mT

@@ -52,7 +52,12 @@ class ModelOptions(Options):
 class ProfileOptions(ModelOptions):
     """How a model is measured."""
 
-    device: str | None = option(None, "cpu, cuda or cuda:1", told="cuda where PyTorch sees a GPU, else cpu")
+    device: str | None = option(
+        None,
+        "cpu, cuda, cuda:1 or another kind that PyTorch offers",
+        "KIND",
+        told="a GPU where PyTorch sees any, else cpu",
+    )
     threads: int = option(1, "CPU cores per worker", "N")
     processes: int = option(
         1,

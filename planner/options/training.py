@@ -168,12 +168,18 @@ class TrainArguments(Options):
         told=f"1, or {STEPS} minibatches without dataset()",
     )
     seed: int | None = option(None, "seed of weights, data order and dropout", told="0, or that of the checkpoint")
-    device: DeviceType | None = option(None, "compute on CPUs or GPUs", told="the kind that the plan was made for")
+    device: DeviceType | None = option(
+        None,
+        "compute on cpu, cuda (which ROCm's GPUs are, too), xpu or another kind that PyTorch offers; only cpu has been "
+        "tried so far",
+        "KIND",
+        told="the kind that the plan was made for",
+    )
     backend: Backend | None = option(
         None,
         "send messages with NCCL, which needs a GPU for each worker, or with gloo, over which several workers may "
         "share a GPU",
-        told="nccl with `device=cuda`, gloo with cpu",
+        told="nccl with `device=cuda`, xccl with xpu, gloo with cpu",
     )
     options: TrainingOptions | None = option(
         None, "how to train, beside what the plan and the model file say", flag=None

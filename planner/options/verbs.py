@@ -142,7 +142,7 @@ class QuickstartOptions(Options):
 class SelftestOptions(Options):
     """What is checked."""
 
-    device: DeviceType | None = option(None, "what to check", told="cuda where there is a GPU")
+    device: DeviceType | None = option(None, "what to check", "KIND", told="a GPU where PyTorch sees any, else cpu")
     workers: int = option(
         2,
         "workers of the runs that have several. With fewer GPUs than workers they share the GPUs, over gloo",

@@ -7,16 +7,16 @@ import math
 import os
 import platform
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from planner.errors import InputError
 from planner.formats.profile import Device
+from planner.runtime import kinds_here, library_versions, runtime_of
 from planner.units import format_bytes
 from planner.version import __version__
 
@@ -125,26 +125,27 @@ def check_positive(name: str, number: int) -> None:
 
 def parse_device(name: str) -> torch.device:
     """Return the device of that name; raise InputError when there is none."""
+    runtime = runtime_of(name.partition(":")[0])
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise InputError(f"'{name}' is not a device", hint="give cpu, cuda or cuda:0") from None
-    if device.type not in ("cpu", "cuda"):
-        raise InputError(f"device '{name}' is neither a CPU nor a CUDA GPU", hint="give cpu, cuda or cuda:0")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise InputError(
-            f"there is no device '{name}': PyTorch sees {torch.cuda.device_count()} GPUs",
-            hint="give `device=cpu`, or install PyTorch with CUDA on a machine with a GPU",
+            f"'{name}' is not a device", hint="give a kind, as cpu or cuda, or one of them, as cuda:0"
+        ) from None
+    if (device.index or 0) >= (count := runtime.count()):
+        raise InputError(
+            f"there is no device '{name}': PyTorch sees {count} GPUs",
+            hint=f"give `device=cpu`, or install PyTorch built for {device.type} on a machine with a GPU",
         )
     return device
 
 
 def describe_device(device: torch.device, threads: int, processes: int) -> Device:
     """Return what a profile says of `device`; on a GPU after the measurement, which loads the kernels."""
-    if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
+    if runtime_of(device).counts_memory:
+        properties = runtime_of(device).properties(device)
         return Device(
-            kind="cuda",
+            kind=device.type,
             name=properties.name,
             memory_bytes=properties.total_memory,
             context_bytes=_context_bytes(device),
@@ -163,8 +164,8 @@ def _context_bytes(device: torch.device) -> int | None:
 
     The device tells only what all processes take. None where that cannot be this one's context alone.
     """
-    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
-    context_bytes = total_bytes - free_bytes - torch.cuda.memory_reserved(device)
+    free_bytes, total_bytes = runtime_of(device).free_and_total_bytes(device)
+    context_bytes = total_bytes - free_bytes - runtime_of(device).reserved_bytes(device)
     return context_bytes if 0 < context_bytes <= _MOST_CONTEXT_BYTES else None
 
 
@@ -193,18 +194,15 @@ DRIVER = Path("/proc/driver/nvidia/version")
 
 def describe_machine() -> str:
     """Return the versions, then a line for each device."""
-    gpus = [f"cuda:{index}  {describe_gpu(index)}" for index in range(torch.cuda.device_count())]
+    gpus = [f"{gpu}  {describe_gpu(gpu)}" for gpu in gpus_of_kinds(kinds_here())]
     return "\n".join([describe_software(), f"cpu     {describe_processor()}", *gpus])
 
 
 def describe_software() -> str:
     """Return the versions of this package, Python, PyTorch and its libraries, and the system."""
-    cuda = torch.version.cuda or "none"
-    found = torch.version.cuda and dist.is_nccl_available()
-    nccl = ".".join(map(str, torch.cuda.nccl.version())) if found else "none"  # type: ignore[no-untyped-call]
     return (
-        f"planner {__version__}, Python {platform.python_version()}, torch {torch.__version__}, CUDA {cuda}, "
-        f"NCCL {nccl}, {platform.system()} {platform.release()}"
+        f"planner {__version__}, Python {platform.python_version()}, torch {torch.__version__}, {library_versions()}, "
+        f"{platform.system()} {platform.release()}"
     )
 
 
@@ -216,13 +214,16 @@ def describe_processor() -> str:
     return f"{cpu.name}, {usable} of {os.cpu_count()} cores{memory}"
 
 
-def describe_gpu(index: int) -> str:
-    """Return a GPU's name, memory, compute capability and driver."""
-    gpu = torch.cuda.get_device_properties(index)
-    return (
-        f"{gpu.name}, {format_bytes(gpu.total_memory)}, compute capability {gpu.major}.{gpu.minor}, "
-        f"driver {_driver_version()}"
-    )
+def gpus_of_kinds(kinds: Sequence[str]) -> list[torch.device]:
+    """Return all devices of these kinds that PyTorch sees here, but for CPUs."""
+    return [torch.device(kind, index) for kind in kinds if kind != "cpu" for index in range(runtime_of(kind).count())]
+
+
+def describe_gpu(device: torch.device) -> str:
+    """Return a GPU's name and memory; of NVIDIA's and AMD's the compute capability, and NVIDIA's driver."""
+    gpu = runtime_of(device).properties(device)
+    more = f", compute capability {gpu.major}.{gpu.minor}, driver {_driver_version()}" if hasattr(gpu, "major") else ""
+    return f"{gpu.name}, {format_bytes(gpu.total_memory)}{more}"
 
 
 def _driver_version() -> str:

@@ -59,7 +59,7 @@ def _in_all_types(lab: Lab, model: str) -> Outcome:
             try:
                 whole = whole_step(spec, graph.model, batch, options)
             except RuntimeError as error:
-                if lab.cuda:  # every GPU has all three types, and a CPU may lack some kernels in float16
+                if lab.on_gpu:  # every GPU has all three types, and a CPU may lack some kernels in float16
                     raise
                 said.append(f"{dtype} cannot run on this CPU even without cuts ({str(error).splitlines()[0]})")
                 continue

@@ -13,10 +13,10 @@ import torch
 from planner.analysis.own_plan import price, stages_ending_at
 from planner.api.running import profile, train
 from planner.formats.cluster import flat_cluster
-from planner.formats.names import Backend, DeviceType
 from planner.formats.own_plan import OwnPlan
 from planner.formats.plan import Plan
 from planner.formats.profile import Profile
+from planner.runtime import runtime_of
 from planner.schedule.instructions import CHUNKS
 from planner.schedule.schedule import Schedule
 from planner.solver.choose.baselines import equal_counts
@@ -57,9 +57,9 @@ class Lab:
     _profiles: dict[tuple[str, int], Profile] = field(default_factory=dict)
 
     @property
-    def cuda(self) -> bool:
+    def on_gpu(self) -> bool:
         """Whether the device is a GPU."""
-        return self.device.type == "cuda"
+        return self.device.type != "cpu"
 
     def profile(self, model: str, batch_size: int = BATCH_SIZE) -> Profile:
         """Profile a model with as few steps as there can be, once."""
@@ -70,9 +70,8 @@ class Lab:
 
     def train(self, model: str, plan: Plan, steps: int) -> TrainResult:
         """Train in worker processes, as `plan train` does; over gloo where they share GPUs, which NCCL cannot."""
-        device: DeviceType = "cuda" if self.cuda else "cpu"
-        backend: Backend | None = "gloo" if self.cuda and plan.workers > torch.cuda.device_count() else None
-        return train(model, plan, steps=steps, seed=SEED, device=device, backend=backend)
+        shared = self.on_gpu and plan.workers > runtime_of(self.device).count()
+        return train(model, plan, steps=steps, seed=SEED, device=self.device.type, backend="gloo" if shared else None)
 
 
 def location(builder: str) -> str:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from functools import partial
 from statistics import median
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,14 @@ from planner.formats.names import Backend
 from planner.model.loss import loss_of
 from planner.model.spec import load_model_file
 from planner.profiler.links.measure_cluster import measure_host
-from planner.profiler.this_machine import describe_gpu, describe_processor, describe_software, thread_count
+from planner.profiler.this_machine import (
+    describe_gpu,
+    describe_processor,
+    describe_software,
+    gpus_of_kinds,
+    thread_count,
+)
+from planner.runtime import kinds_here, runtime_of
 from planner.schedule.one_stage import ONE_F_ONE_B
 from planner.selfcheck.lab import BATCH_SIZE, Case, Lab, Outcome, even_plan, location
 from planner.units import format_bandwidth, format_bytes, format_seconds
@@ -29,8 +37,8 @@ def environment_cases(lab: Lab) -> Iterator[Case]:
     yield "software", lambda: Outcome("passed", describe_software())
     yield "machine", lambda: Outcome("passed", f"{describe_processor()}, load {os.getloadavg()[0]:.1f}")
     yield "network", _network
-    for index in range(torch.cuda.device_count()):
-        yield f"gpu {index}", partial(_gpu, lab, index)
+    for index, gpu in enumerate(gpus_of_kinds(kinds_here())):
+        yield f"gpu {index}", partial(_gpu, lab, gpu)
     yield "host overhead", partial(_overhead, lab)
 
 
@@ -40,10 +48,10 @@ def _network() -> Outcome:
     return Outcome("passed", f"interfaces {names}; {', '.join(variables) or 'no GLOO_ or NCCL_ variables'}")
 
 
-def _gpu(lab: Lab, index: int) -> Outcome:
-    context = lab.profile(TRIVIAL).device.context_bytes if lab.cuda else None
+def _gpu(lab: Lab, gpu: torch.device) -> Outcome:
+    context = lab.profile(TRIVIAL).device.context_bytes if lab.on_gpu else None
     taken = "" if context is None else f", of which a process takes {format_bytes(context)} before it computes"
-    return Outcome("passed", f"{describe_gpu(index)}{taken}")
+    return Outcome("passed", f"{describe_gpu(gpu)}{taken}")
 
 
 def _overhead(lab: Lab) -> Outcome:
@@ -71,16 +79,18 @@ def _overhead(lab: Lab) -> Outcome:
 def link_cases(lab: Lab) -> Iterator[Case]:
     """Yield a case for each backend; the rows of training show that what is sent arrives."""
     yield "gloo", partial(_link, lab, "gloo")
-    yield "nccl", partial(_link, lab, "nccl")
+    own = runtime_of(lab.device).backend
+    yield "nccl", partial(_link, lab, "nccl" if own == "gloo" else cast("Backend", own))
 
 
 def _link(lab: Lab, backend: Backend) -> Outcome:
     """Measure the link between two workers, as `plan profile` with links does."""
     if lab.workers < 2:
         return Outcome("skipped", "one worker has no links")
-    if backend == "nccl" and not (lab.cuda and dist.is_nccl_available() and torch.cuda.device_count() > 1):
+    there = lab.on_gpu and dist.is_backend_available(backend) and runtime_of(lab.device).count() > 1
+    if backend != "gloo" and not there:
         return Outcome("skipped", "NCCL sends between GPUs: it needs two of them, and a PyTorch that has it")
-    (level,) = measure_host(2, "cuda" if lab.cuda else "cpu", backend).levels
+    (level,) = measure_host(2, lab.device.type, backend).levels
     return Outcome(
         "passed",
         f"{format_bandwidth(level.bandwidth_bytes_per_s)} each way at once, {format_seconds(level.latency_s)} of "

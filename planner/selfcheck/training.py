@@ -39,11 +39,11 @@ from planner.workers.launch import environment
 STEPS = 20
 # Sums are made in another order than in one process; a GPU also chooses its kernels anew in every process. An update at
 # another version of the weights shows as 3e-4 or more.
-LIMIT_CPU, LIMIT_CUDA = 1e-5, 1e-4
+LIMIT_CPU, LIMIT_GPU = 1e-5, 1e-4
 MEMORY_STEPS, MEMORY_BATCH_SIZE = 8, 64
 # A CPU's worker is measured by its resident pages, of which libraries and the allocator have a few percent more or less
 # than a plan knows. On a GPU the allocator counts to the byte, and a prediction must not be below it.
-LEAST_CPU, LEAST_CUDA, MOST = -0.05, 0.0, 0.10
+LEAST_CPU, LEAST_GPU, MOST = -0.05, 0.0, 0.10
 # glibc keeps what is freed, and what it keeps in fragments does not depend on the plan. A worker that gives blocks back
 # has the size of what it uses.
 PAGES_RETURNED = {"MALLOC_MMAP_THRESHOLD_": "65536"}
@@ -68,7 +68,7 @@ def _equals_one_process(lab: Lab, model: str, schedule: Schedule, replicas: Sequ
     found = [math.nan if entry.loss is None else entry.loss for entry in lab.train(model, plan, STEPS).losses]
     expected, _ = train_alone(load_model_file(model), profile, plan, SEED, lab.device, STEPS)
     what = "delayed updates in one process" if schedule.asynchronous else "one process"
-    return compared(found, expected, what, LIMIT_CUDA if lab.cuda else LIMIT_CPU)
+    return compared(found, expected, what, LIMIT_GPU if lab.on_gpu else LIMIT_CPU)
 
 
 def compared(found: Sequence[float], expected: Sequence[float], what: str, limit: float) -> Outcome:
@@ -203,7 +203,7 @@ def _memory(lab: Lab, schedule: Schedule) -> Outcome:
     plan = even_plan(lab.profile(model, MEMORY_BATCH_SIZE), schedule, (1,) * lab.workers)
     with environment(PAGES_RETURNED):
         reports = lab.train(model, plan, MEMORY_STEPS).reports
-    return memory_outcome(reports, LEAST_CUDA if lab.cuda else LEAST_CPU)
+    return memory_outcome(reports, LEAST_GPU if lab.on_gpu else LEAST_CPU)
 
 
 def memory_outcome(reports: Sequence[WorkerReport], least: float) -> Outcome:

@@ -36,7 +36,7 @@ from planner.formats.timeline import Timeline, load_timeline
 from planner.workers.interfaces import LOOPBACK, VARIABLES, address_of
 from planner.workers.job import LAUNCHER_VARIABLE, RESULT_FILE, TIMELINE_FILE, Job, TrainResult
 from planner.workers.local_watch import LocalWatch, explain
-from planner.workers.place import CUDA_VARIABLES
+from planner.workers.place import GPU_VARIABLES
 
 BACKEND = "plan-one-host"
 _TIMEOUT = timedelta(minutes=5)
@@ -189,6 +189,6 @@ def _quiet_launcher() -> Iterator[None]:
 
 def _worker_variables(interface: str) -> dict[str, str]:
     """Return what the workers inherit: one network interface, and one thread unless the environment says otherwise."""
-    defaults = {"OMP_NUM_THREADS": "1", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": SHUTDOWN_S, **CUDA_VARIABLES}
+    defaults = {"OMP_NUM_THREADS": "1", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": SHUTDOWN_S, **GPU_VARIABLES}
     wanted = {name: value for name, value in defaults.items() if name not in os.environ}
     return {**wanted, **dict.fromkeys(VARIABLES, interface), LAUNCHER_VARIABLE: str(os.getpid())}

@@ -7,10 +7,11 @@ them PyTorch's own settings stay: since 1.12 products in full float32, and convo
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -38,9 +39,11 @@ class Numerics:
     deterministic: bool = False
 
     def check(self, device_type: str) -> None:
-        """Raise InputError for TF32 on a CPU."""
+        """Raise InputError for TF32 elsewhere than on CUDA."""
         if self.tf32 and device_type != "cuda":
-            raise InputError("TF32 is a mode of GPUs, not of a CPU", hint="give `dtype=float32`, or `device=cuda`")
+            other = "a CPU" if device_type == "cpu" else device_type
+            hint = "give `dtype=float32`, or `device=cuda`"
+            raise InputError(f"TF32 is a mode of CUDA's GPUs, not of {other}", hint=hint)
 
     def set(self) -> None:
         """Set it for this process, from now on."""
@@ -61,7 +64,7 @@ def numerics_of(record: Profile | Plan) -> Numerics:
 @contextmanager
 def computing(numerics: Numerics) -> Iterator[None]:
     """Set `numerics` within the context."""
-    precision = torch.get_float32_matmul_precision()
+    restore = _precision_now()
     strict, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     cudnn = torch.backends.cudnn
     before = cudnn.deterministic, cudnn.benchmark
@@ -69,6 +72,15 @@ def computing(numerics: Numerics) -> Iterator[None]:
     try:
         yield
     finally:
-        torch.set_float32_matmul_precision(precision)
+        restore()
         torch.use_deterministic_algorithms(strict, warn_only=warns)
         cudnn.deterministic, cudnn.benchmark = before
+
+
+def _precision_now() -> Callable[[], object]:
+    """Return what sets the precision of matrix products to what it is now."""
+    try:
+        return partial(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
+    except RuntimeError:  # a model file has set it by the names of PyTorch 2.9, which the older name does not read
+        matmul: Any = torch.backends.cuda.matmul
+        return partial(setattr, matmul, "fp32_precision", matmul.fp32_precision)

@@ -9,6 +9,12 @@ CUDA_DEVICE_MAX_CONNECTIONS: hardware queues of a GPU, 8 unless set, 32 at most.
 one for each communicator and one for receives. Streams that share a queue wait for each other's launches: a send whose
 peer is not ready would hold back the receive behind it, and the peer may be waiting for that very worker.
 
+GPU_MAX_HW_QUEUES: the same for GPUs of ROCm, which do not know the former; 4 unless set.
+
+CUDA_MODULE_LOADING: with EAGER CUDA loads all kernels when it starts. Otherwise it loads each at its first use, which
+may wait for the whole device, and so for a message that waits for this worker. It takes some seconds and hundreds of
+megabytes, which a profile counts where it is measured with the same setting.
+
 NCCL_RUNTIME_CONNECT: with 0 NCCL makes all connections of a communicator when it is made. Otherwise it makes those of
 an algorithm (a ring, a tree) at the first all-reduce of a size for which it chooses that algorithm: in the middle of
 training, where it allocates memory and waits for the other members.
@@ -21,7 +27,7 @@ import socket
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast, get_args
 from zlib import crc32
 
 import torch
@@ -31,15 +37,20 @@ from pydantic import Field
 from planner.errors import InputError
 from planner.formats.files import Record
 from planner.formats.names import Backend, DeviceType
-from planner.runtime import runtime_of
+from planner.runtime import kinds_here, runtime_of
 from planner.workers.interfaces import address_towards
 
-CUDA_VARIABLES = {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "NCCL_RUNTIME_CONNECT": "0"}
+GPU_VARIABLES = {
+    "CUDA_DEVICE_MAX_CONNECTIONS": "32",
+    "GPU_MAX_HW_QUEUES": "32",
+    "CUDA_MODULE_LOADING": "EAGER",
+    "NCCL_RUNTIME_CONNECT": "0",
+}
 
 
-def set_cuda_variables() -> None:
-    """Set those that the user has not set, for this process; before CUDA starts in it."""
-    for name, value in CUDA_VARIABLES.items():
+def set_gpu_variables() -> None:
+    """Set those that the user has not set, for this process; before anything is done on a GPU in it."""
+    for name, value in GPU_VARIABLES.items():
         os.environ.setdefault(name, value)
 
 
@@ -48,6 +59,7 @@ class Gpu(Record):
 
     uuid: str  # the same in every process that sees this GPU
     name: str
+    board: str | None = None  # where it sits in its host, if PyTorch tells: slices of one GPU have one place
 
 
 class Seat(Record):
@@ -57,29 +69,42 @@ class Seat(Record):
     host: str
     server: int  # number of the host, or of the part of it that one torchrun serves
     gpus: tuple[Gpu, ...]  # that it sees, in the order of its indices
+    kind: DeviceType = "cuda"  # of these
     address: str | None = None  # that it sends from to worker 0's host
     same: Mapping[str, str] = Field(default_factory=dict)  # what must be the same for all workers, by what it is
 
 
-def own_seat(same: Mapping[str, str] | None = None) -> Seat:
-    """Describe this worker, in the environment that torchrun sets."""
+def own_seat(same: Mapping[str, str] | None = None, device: DeviceType | None = None) -> Seat:
+    """Describe this worker, in the environment that torchrun sets, and the GPUs of the kind `device` that it sees."""
     host = socket.gethostname()
+    kind = device if device not in (None, "cpu") else kind_here()
     return Seat(
         rank=int(os.environ["RANK"]),
         host=host,
         server=int(os.environ.get("GROUP_RANK", crc32(host.encode()))),
-        gpus=visible_gpus(),
+        gpus=visible_gpus(kind),
+        kind=kind,
         address=address_towards(os.environ["MASTER_ADDR"]) if "MASTER_ADDR" in os.environ else None,
         same=same or {},
     )
 
 
-def visible_gpus() -> tuple[Gpu, ...]:
-    """Return the GPUs that this process sees; makes no context on them."""
-    if not torch.cuda.is_available():
+def visible_gpus(kind: DeviceType) -> tuple[Gpu, ...]:
+    """Return the devices of a kind that this process sees, none of the kind "cpu"; makes no context on them."""
+    if kind == "cpu":
         return ()
-    properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-    return tuple(Gpu(uuid=str(each.uuid), name=each.name) for each in properties)
+    seen = [torch.device(kind, index) for index in range(runtime_of(kind).count())]
+    return tuple(_described(runtime_of(kind).properties(device), device) for device in seen)
+
+
+def _described(properties: Any, device: torch.device) -> Gpu:
+    place = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
+    return Gpu(
+        # Without one, a device is told apart by its index, which holds where all processes see the same devices.
+        uuid=str(getattr(properties, "uuid", f"{socket.gethostname()} {device}")),
+        name=properties.name,
+        board=None if None in place else ":".join(f"{part:02x}" for part in place),
+    )
 
 
 def names_of(seats: Sequence[Seat]) -> str:
@@ -107,7 +132,7 @@ def cores_to_send(workers: int) -> bool:
 class Place:
     """The device that a worker computes on, and the one that its messages are made on.
 
-    NCCL sends from the GPU, gloo from the CPU.
+    NCCL sends from the GPU, gloo from the CPU. Kinds of GPU for which PyTorch has neither NCCL nor its like use gloo.
     """
 
     compute: torch.device
@@ -133,13 +158,13 @@ CPU = Place(torch.device("cpu"), torch.device("cpu"))
 
 
 def kind_here() -> DeviceType:
-    """Return the kind of device to use where nobody says which: "cuda" if PyTorch sees a GPU, else "cpu"."""
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    """Return the kind of device to use where nobody says which: that of GPUs if PyTorch sees any, else "cpu"."""
+    return kinds_here()[0]
 
 
 def gpus_here() -> int:
     """Return how many GPUs PyTorch sees."""
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return 0 if (kind := kind_here()) == "cpu" else runtime_of(kind).count()
 
 
 def choose_place(seats: Sequence[Seat], rank: int, device: DeviceType | None, backend: Backend | None) -> Place:
@@ -147,39 +172,40 @@ def choose_place(seats: Sequence[Seat], rank: int, device: DeviceType | None, ba
 
     Args:
         seats: what all workers said, by rank.
-        device: "cpu" or "cuda"; None for GPUs where there are any.
-        backend: "gloo" or "nccl"; None for NCCL with GPUs and gloo without.
+        device: the kind; None for GPUs where there are any.
+        backend: None for the kind's own between GPUs, such as NCCL, and gloo between CPUs.
 
     Raises:
         InputError: when some workers see no GPU, or when NCCL would have to serve several workers on one.
     """
     if device is None:
-        device = "cuda" if any(seat.gpus for seat in seats) else "cpu"
+        device = next((seat.kind for seat in seats if seat.gpus), "cpu")
     check_backend(device, backend)
     if device == "cpu":
         return CPU
-    without = [seat for seat in seats if not seat.gpus]
+    without = [seat for seat in seats if not seat.gpus or seat.kind != device]
     if without:
         others = "" if len(without) == len(seats) else ", but others do"
         raise InputError(
             f"PyTorch sees no GPU in {names_of(without)}{others}",
-            hint="is PyTorch there built with CUDA, and is CUDA_VISIBLE_DEVICES right? On CPUs, measure and train with "
-            "`device=cpu`",
+            hint=f"is PyTorch there built for {device}, and is CUDA_VISIBLE_DEVICES, or its like, right? On CPUs, "
+            "measure and train with `device=cpu`",
         )
     chosen = assign_gpus(seats)
-    compute = torch.device("cuda", chosen[rank])
-    if backend == "gloo":
+    compute = torch.device(device, chosen[rank])
+    own = runtime_of(device).backend
+    if "gloo" in (backend, own) or own not in get_args(Backend):
         return Place(compute, torch.device("cpu"))
-    _check_nccl(seats, chosen)
+    _check_own_gpus(seats, chosen, own)
     return Place(compute, compute)
 
 
 def check_backend(device: DeviceType, backend: Backend | None) -> None:
-    """Raise InputError for NCCL between CPUs."""
-    if device == "cpu" and backend == "nccl":
+    """Raise InputError for a backend that does not send from this kind of device, as NCCL from CPUs."""
+    if backend not in (None, "gloo", runtime_of(device).backend):
+        where = "`device=cpu` computes on none" if device == "cpu" else f"`device={device}` on others"
         raise InputError(
-            "`backend=nccl` sends from GPUs, and `device=cpu` computes on none",
-            hint="leave out `backend`, or train on GPUs",
+            f"`backend={backend}` sends from GPUs, and {where}", hint="leave out `backend`, or train on GPUs"
         )
 
 
@@ -209,16 +235,25 @@ def take(place: Place) -> None:
     runtime_of(place.compute).set_device(place.compute)
 
 
-def _check_nccl(seats: Sequence[Seat], chosen: Sequence[int]) -> None:
-    """Refuse NCCL where it is not there, or where workers would share a GPU."""
-    if not dist.is_nccl_available():
-        raise InputError("this PyTorch has no NCCL", hint="send with `backend=gloo`, or install PyTorch with NCCL")
-    on: dict[str, list[Seat]] = {}
+def _check_own_gpus(seats: Sequence[Seat], chosen: Sequence[int], backend: str) -> None:
+    """Refuse NCCL, or its like, where it is not there, or where workers would share a GPU: whole, or in slices (MIG).
+
+    NCCL tells GPUs apart by the address on the PCI bus, which slices of a GPU have in common.
+    """
+    name = backend.upper()
+    if not dist.is_backend_available(backend):
+        raise InputError(
+            f"this PyTorch has no {name}", hint=f"send with `backend=gloo`, or install PyTorch with {name}"
+        )
+    on: dict[object, list[Seat]] = {}
     for seat in seats:
-        on.setdefault(seat.gpus[chosen[seat.rank]].uuid, []).append(seat)
+        gpu = seat.gpus[chosen[seat.rank]]
+        on.setdefault(gpu.uuid if gpu.board is None else (seat.host, gpu.board), []).append(seat)
     sharing = next((users for users in on.values() if len(users) > 1), None)
     if sharing is not None:
+        slices = len({seat.gpus[chosen[seat.rank]].uuid for seat in sharing}) > 1
         raise InputError(
-            f"{names_of(sharing)} would share one GPU, and NCCL needs one for each",
+            f"{names_of(sharing)} would {'have slices of' if slices else 'share'} one GPU, and {name} needs one for "
+            "each",
             hint="start as many workers on each host as it has GPUs, or let them share with `backend=gloo`",
         )

@@ -124,6 +124,8 @@ def test_a_plan_without_a_model_is_refused(folder: Path) -> None:
 
 
 def test_a_plan_for_another_kind_of_device_is_refused(folder: Path) -> None:
+    done = plan_train(folder, "model.py", "--device", "tpu")
+    assert_one_sentence(done, 2, "--device tpu is no kind of device: PyTorch offers ", "only cpu has been tried")
     done = plan_train(folder, "model.py", "--device", "cuda")
     assert_one_sentence(done, 2, "the plan was made for cpu (", "mean nothing for --device cuda")
     plan = load_plan(folder / "plan.json")

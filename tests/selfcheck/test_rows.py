@@ -136,7 +136,7 @@ def test_memory_fails_below_the_measured_and_far_above_it() -> None:
             training.memory_outcome((report(105), report(predicted)), least).result for predicted in (94, 99, 109, 112)
         ]
 
-    assert results(training.LEAST_CUDA) == ["failed", "failed", "passed", "failed"]
+    assert results(training.LEAST_GPU) == ["failed", "failed", "passed", "failed"]
     assert results(training.LEAST_CPU) == ["failed", "passed", "passed", "failed"]
 
 

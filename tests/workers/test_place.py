@@ -6,6 +6,7 @@ What CUDA and NCCL find in a worker's environment.
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from planner.formats.names import Backend, DeviceType
 from planner.profiler.measured.profiling import ProfilingOptions
 from planner.workers.place import (
     CPU,
-    CUDA_VARIABLES,
+    GPU_VARIABLES,
     Gpu,
     Place,
     Seat,
@@ -24,7 +25,7 @@ from planner.workers.place import (
     gpus_here,
     kind_here,
     names_of,
-    set_cuda_variables,
+    set_gpu_variables,
     take,
     visible_gpus,
 )
@@ -32,12 +33,13 @@ from tests.workers.fake_gpus import fake_gpus
 
 
 def test_what_the_user_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in GPU_VARIABLES:
+        monkeypatch.setenv(name, "")  # so that it is put back afterwards
+        monkeypatch.delenv(name)
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    monkeypatch.setenv("NCCL_RUNTIME_CONNECT", "")  # so that it is put back afterwards
-    monkeypatch.delenv("NCCL_RUNTIME_CONNECT")
-    set_cuda_variables()
-    found = {name: os.environ[name] for name in CUDA_VARIABLES}
-    assert found == {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "NCCL_RUNTIME_CONNECT": "0"}
+    set_gpu_variables()
+    found = {name: os.environ[name] for name in GPU_VARIABLES}
+    assert found == GPU_VARIABLES | {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 
 
 CUDA0, CUDA1 = torch.device("cuda", 0), torch.device("cuda", 1)
@@ -126,7 +128,7 @@ def test_without_being_told_a_gpu_is_used_where_there_is_one(monkeypatch: pytest
     assert ProfilingOptions().checked_device() == torch.device("cpu")
     fake_gpus(monkeypatch, "x", "y")
     assert (kind_here(), gpus_here()) == ("cuda", 2)
-    assert visible_gpus() == (Gpu(uuid="x", name="NVIDIA L4"), Gpu(uuid="y", name="NVIDIA L4"))
+    assert visible_gpus("cuda") == (Gpu(uuid="x", name="NVIDIA L4"), Gpu(uuid="y", name="NVIDIA L4"))
     assert ProfilingOptions().checked_device() == torch.device("cuda")
     assert ProfilingOptions(device="cuda:1").checked_device() == CUDA1
     with pytest.raises(InputError, match="there is no device 'cuda:2': PyTorch sees 2 GPUs"):
@@ -144,3 +146,22 @@ def test_the_gpu_of_a_place_is_made_current(monkeypatch: pytest.MonkeyPatch) -> 
 def test_many_workers_are_named_briefly() -> None:
     assert names_of(make_seats("x", "x", host="b")) == "worker 0 (b) and worker 1 (b)"
     assert names_of(make_seats(*"xxxxxx")).endswith("worker 3 (a) and 2 more")
+
+
+def test_slices_of_one_gpu_are_one_gpu_to_nccl() -> None:
+    """NCCL tells GPUs apart by their place on the bus, which MIG's slices share, whatever their UUIDs."""
+    slices = [Gpu(uuid=f"MIG-{number}", name="A100 MIG 3g.20gb", board="00:1b:00") for number in range(2)]
+    seats = [Seat(rank=rank, host="a", server=0, gpus=(gpu,)) for rank, gpu in enumerate(slices)]
+    message = r"^worker 0 \(a\) and worker 1 \(a\) would have slices of one GPU, and NCCL needs one for each"
+    with pytest.raises(InputError, match=message):
+        choose_place(seats, 0, "cuda", None)
+    assert choose_place(seats, 0, "cuda", "gloo").wire == CPU.wire
+    elsewhere = [seats[0], seats[1].model_copy(update={"host": "b"})]  # the same place in another host
+    assert choose_place(elsewhere, 1, "cuda", None) == Place(CUDA0, CUDA0)
+
+
+def test_the_place_of_a_gpu_is_told_where_pytorch_knows_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_gpus(monkeypatch, "x")
+    known = SimpleNamespace(uuid="x", name="NVIDIA L4", pci_domain_id=0, pci_bus_id=27, pci_device_id=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: known)
+    assert visible_gpus("cuda")[0].board == "00:1b:00"

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from planner.errors import InputError
 from planner.formats.files import Record
+from planner.runtime import runtime_of
 
 # Largest elements first: tensors written in this order are all aligned, without padding between them.
 _NAMES = {
@@ -134,11 +135,12 @@ def write_pieces(path: Path, facts: Sequence[Fact], pieces: Iterable[memoryview]
 def byte_pieces(tensor: Tensor) -> Iterator[Tensor]:
     """Yield the bytes of `tensor` in pieces on the CPU; each is good until the next one is taken."""
     content = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    if content.device.type == "cpu":
+    runtime = runtime_of(content.device)
+    if not runtime.asynchronous:
         yield from (content[start : start + _PIECE_BYTES] for start in range(0, len(content), _PIECE_BYTES))
         return
     # Through one piece of pinned memory: a copy to other memory is slow, and would need as much as the tensor.
-    room = torch.empty(min(_PIECE_BYTES, len(content)), dtype=torch.uint8, pin_memory=True)
+    room = runtime.pinned(content[:_PIECE_BYTES])
     for start in range(0, len(content), _PIECE_BYTES):
         piece = content[start : start + _PIECE_BYTES]
         yield room[: len(piece)].copy_(piece)

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
 from operator import mul
-from typing import cast, get_args
 
 import torch
 
@@ -24,6 +23,7 @@ from planner.formats.plan import Plan
 from planner.options.training import TrainingOptions
 from planner.plan.rank_groups import of_groups
 from planner.plan.shape import check_divided_loss, check_versions, deadlock, shape_of, synchronous_part
+from planner.runtime import check_kind, known_kinds
 from planner.schedule.check import ScheduleError, check_streams
 from planner.version import __version__
 from planner.workers.heartbeat import Heartbeat
@@ -60,15 +60,15 @@ def take_place(job: Job, heartbeat: Heartbeat) -> Place:
     """
     heartbeat.enter("meeting the other workers", meeting=True)
     store = worker_store(message_timeout(job.run_options.hang_timeout_s))
-    seats = exchange(store, own_seat(same_for_all(job)))
+    seats = exchange(store, own_seat(same_for_all(job), device_kind(job)))
     check_same_job(seats)
     check_servers(job.plan, seats)
     device = device_kind(job)
-    if device == "cuda" and not any(seat.gpus for seat in seats):
+    if device not in (None, "cpu") and not any(seat.gpus for seat in seats):
         raise PlanError(
             f"the plan was made for GPUs ({job.plan.device.name}), and PyTorch sees none here",
-            hint="is PyTorch built with CUDA, and is CUDA_VISIBLE_DEVICES right? To train on CPUs, profile the model "
-            "with `device=cpu` and solve again",
+            hint=f"is PyTorch built for {device}, and is CUDA_VISIBLE_DEVICES, or its like, right? To train on CPUs, "
+            "profile the model with `device=cpu` and solve again",
         )
     place = choose_place(seats, int(os.environ["RANK"]), device, job.backend)
     if place.kind != "cpu":
@@ -91,10 +91,13 @@ def device_kind(job: Job) -> DeviceType | None:
     """Return the kind of device to train on: the one that the plan was made for, if it says so.
 
     Raises:
+        InputError: when there is no such kind.
         PlanError: when the job asks for another kind.
     """
+    if job.device is not None:
+        check_kind(job.device)
     planned = job.plan.device.kind
-    if planned not in get_args(DeviceType):  # an imported profile does not know its device
+    if planned not in known_kinds():  # an imported profile does not know its device
         return job.device
     if job.device not in (None, planned):
         raise PlanError(
@@ -102,7 +105,7 @@ def device_kind(job: Job) -> DeviceType | None:
             f"`device={job.device}`",
             hint=f"profile the model with `device={job.device}` and solve again, or leave out `device`",
         )
-    return cast("DeviceType", planned)
+    return planned
 
 
 def check_same_job(seats: Sequence[Seat]) -> None:

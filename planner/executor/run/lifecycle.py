@@ -36,7 +36,7 @@ from planner.workers.ending import abort_groups, keep_failures_ours
 from planner.workers.heartbeat import Heartbeat
 from planner.workers.job import Evaluation, Job, StartResult, TrainResult, WorkerReport
 from planner.workers.meeting import await_all
-from planner.workers.place import set_cuda_variables
+from planner.workers.place import set_gpu_variables
 from planner.workers.supervisor import Supervisor
 
 T = TypeVar("T")
@@ -173,7 +173,7 @@ def start_worker(job: Job, heartbeat: Heartbeat | None = None) -> Heartbeat:
         )
     torch.set_num_threads(job.plan.device.threads or 1)
     keep_failures_ours()
-    set_cuda_variables()
+    set_gpu_variables()
     heartbeat = heartbeat or Heartbeat()
     heartbeat.enter("starting")
     return heartbeat

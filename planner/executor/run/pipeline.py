@@ -288,7 +288,7 @@ def pipeline(
         plan: from `solve` or `load_plan`.
         model: the model file that it was made for, or what `in_memory` returns.
         seed: of the initial weights of a model file, and of dropout.
-        device: "cpu" or "cuda"; None for the kind that the plan was made for.
+        device: "cpu", "cuda" or another kind as PyTorch calls it; None for the kind that the plan was made for.
         backend: of messages: "nccl", with a GPU for each worker, or "gloo"; None for what suits the device.
         options: how to train; those of data and evaluation have no effect, because the script does both itself.
         evaluates: whether the script calls `evaluate`, for which stages are captured in evaluation mode, too.

@@ -238,7 +238,7 @@ def build_modules(
 
     Args:
         job: with the plan, whose model it must be.
-        kind: of the device that trains, "cpu" or "cuda".
+        kind: of the device that trains.
         tensor: the ranks that divide the stages' layers; None where each is whole on a rank.
 
     Raises:

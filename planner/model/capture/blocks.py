@@ -43,6 +43,7 @@ from planner.model.loss import loss_of
 from planner.model.options import PLAIN, ModuleOptions, autocasting, lay_out
 from planner.model.randomness import keep_state
 from planner.model.spec import LossFunction
+from planner.runtime import runtime_of
 
 _CONTRACT = "each block takes what the one before it returned, as in nn.Sequential; see docs/guides/own-model.md"
 _Named = Sequence[tuple[str, nn.Module]]
@@ -100,10 +101,10 @@ def capture_blocks(
             else:
                 results = _run_without_values(named, example, loss)
         graph = build(results)
-        if options.device != "cuda" or options.autocast is None:
+        if options.device == "cpu" or options.autocast is None:
             return graph
-        # Autocast on CUDA leaves other dtypes. The hash is the same for each device that the model may train on.
-        return replace(build(_run_on_cuda(named, example, loss, options.autocast)), hash=graph.hash)
+        # Autocast on a GPU leaves other dtypes. The hash is the same for each device that the model may train on.
+        return replace(build(_run_on_gpu(named, example, loss, options.device, options.autocast)), hash=graph.hash)
 
 
 def _run(named: _Named, example: Batch, loss: LossFunction | None) -> _Results:
@@ -186,21 +187,22 @@ def _run_without_values(
         ) from error
 
 
-def _run_on_cuda(named: _Named, example: Batch, loss: LossFunction | None, autocast: torch.dtype) -> _Results:
-    """Run copies of the blocks on CUDA under autocast; without data where they need none."""
-    device = fake_device("cuda")
+def _run_on_gpu(named: _Named, example: Batch, loss: LossFunction | None, kind: str, autocast: torch.dtype) -> _Results:
+    """Run copies of the blocks on a kind of GPU under autocast; without data where they need none."""
+    device = fake_device(kind)
     try:
-        with pretended("cuda"), autocasting("cuda", autocast):
+        with pretended(kind), autocasting(kind, autocast):
             return _run_without_values(named, example, loss, device)
     except ModelFileError as error:
-        if not torch.cuda.is_available():
+        if not runtime_of(kind).available():
             raise CaptureError(
-                "blocks(model) decide by values, so their dtypes under autocast on CUDA cannot be told without a GPU",
+                f"blocks(model) decide by values, so their dtypes under autocast on {kind} cannot be told without a "
+                "GPU",
                 hint="profile in float32, or on a machine with a GPU",
             ) from error
     copies = copy.deepcopy([block for _, block in named])  # together, so that what they share stays shared
     moved = [(name, block.to(device)) for (name, _), block in zip(named, copies, strict=True)]
-    with autocasting("cuda", autocast):
+    with autocasting(kind, autocast):
         return _run(moved, example.to(device), loss)
 
 

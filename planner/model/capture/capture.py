@@ -36,6 +36,7 @@ from planner.model.loss import loss_of, uncaptured_loss
 from planner.model.options import PLAIN, ModuleOptions, lay_out
 from planner.model.randomness import keep_state
 from planner.model.spec import LossFunction, TrainingSpec
+from planner.runtime import runtime_of
 
 
 def capture_file(
@@ -289,7 +290,7 @@ def _facts(trace: Trace, options: ModuleOptions) -> tuple[TensorFacts, TensorFac
     run = partial(fake_run, trace.module, trace.example.flatten()[0])
     try:
         # Without autocast nothing depends on the device but the layout that its kernels choose, if it is there to ask.
-        if options.device != "cuda" or (options.autocast is None and not torch.cuda.is_available()):
+        if options.device == "cpu" or (options.autocast is None and not runtime_of(options.device).available()):
             facts = run("cpu", options.autocast)
             return facts, facts
         facts = run(options.device, options.autocast)

@@ -39,6 +39,7 @@ from planner.model.capture.graph import expanded_dimensions, memory_order
 from planner.model.capture.operations import enters_region, movable, moved, place_nested
 from planner.model.loss import is_uncaptured_loss
 from planner.model.options import autocasting
+from planner.runtime import runtime_of
 
 T = TypeVar("T")
 
@@ -97,21 +98,19 @@ _GUARDS = "_ZN3c104impl26device_guard_impl_registryE"
 
 
 def fake_device(kind: str) -> torch.device:
-    """Return the device of `kind`, "cpu" or "cuda", for fake tensors."""
-    if kind != "cuda":
-        return torch.device(kind)
+    """Return the device of a kind for fake tensors."""
     # With a number, or PyTorch asks the guard for it. The current one, for fake tensors open a context on theirs.
-    return torch.device(kind, torch.cuda.current_device() if torch.cuda.is_available() else 0)
+    return torch.device(kind) if kind == "cpu" else torch.device(kind, runtime_of(kind).current_index())
 
 
 @contextmanager
 def pretended(kind: str) -> Iterator[None]:
-    """Let fake tensors within run on devices of `kind`, "cpu" or "cuda"; no effect where such a device is there.
+    """Let fake tensors within run on CUDA devices, if that is the kind and none is there; other kinds must be there.
 
     Raises:
         CaptureError: where this build of PyTorch cannot.
     """
-    if kind != "cuda" or torch.cuda.is_available():
+    if kind != "cuda" or runtime_of(kind).available():
         yield
         return
     with ExitStack() as stack:
@@ -194,7 +193,7 @@ def fake_run(module: fx.GraphModule, leaves: list[Any], kind: str, autocast: tor
     Args:
         module: its weights may be FakeTensors already, those of a model that is never built.
         leaves: on any device.
-        kind: of the device to run on, "cpu" or "cuda", which need not be there.
+        kind: of the device to run on: "cpu", "cuda", which need not be there, or another that is there.
         autocast: the dtype to run under torch.autocast with; None for none.
     """
     device = fake_device(kind)

@@ -19,6 +19,7 @@ from torch.backends import cudnn
 from torch.backends.cudnn import rnn
 
 from planner.model.capture.graph import GraphLayer, LayerGraph
+from planner.runtime import runtime_of
 
 _MODES = {"lstm": "LSTM", "gru": "GRU", "rnn_tanh": "RNN_TANH", "rnn_relu": "RNN_RELU"}  # operation: cuDNN's name
 _GATES = {"LSTM": 4, "GRU": 3, "RNN_TANH": 1, "RNN_RELU": 1}
@@ -45,7 +46,7 @@ class RecurrentWeights:
         of_each = len(weights) // (self.layers * (1 + self.bidirectional))
         projected = of_each % 2  # after two products and their biases, LSTM's projection
         hidden = first.shape[0] // _GATES[self.mode]
-        with torch.no_grad(), torch.cuda.device(first.device if first.is_cuda else -1):
+        with torch.no_grad(), runtime_of(first.device).current(first.device):
             torch._cudnn_rnn_flatten_weight(
                 list(weights),
                 of_each,

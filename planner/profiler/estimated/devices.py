@@ -56,7 +56,7 @@ class DeviceSpec:
         dispatch_s: of a GPU's host, to launch one kernel; it runs ahead of the device while that is busy.
         processors: streaming multiprocessors or compute units, over which a GPU spreads the tiles of a product; None
             for a CPU.
-        reported: pattern of the names that torch.cuda gives it, without the maker. Boards of other power or fewer units
+        reported: pattern of the names that PyTorch gives it, without the maker. Boards of other power or fewer units
             (H100 PCIe, RTX 3090 Ti) have other peaks, so it fits the whole name.
     """
 

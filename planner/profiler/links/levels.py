@@ -22,6 +22,7 @@ from planner.errors import InputError
 from planner.formats.cluster import CodecTime, Level
 from planner.formats.names import CODECS, FLOAT_BYTES, Codec
 from planner.profiler.this_machine import keep_freed_pages
+from planner.runtime import runtime_of
 from planner.schedule.instructions import POSTED
 from planner.workers.coding import coding_of
 from planner.workers.groups import DataGroups, wait_for_device
@@ -186,9 +187,8 @@ class LevelMeasurement:
             if number >= POSTED:
                 receive, send = opened.popleft()
                 receive.wait()
-                if self._device.type == "cuda":
-                    # `wait` orders only the stream, not the host. A device-wide wait would include later messages.
-                    torch.cuda.current_stream().synchronize()
+                # `wait` orders only the stream, not the host. A device-wide wait would include later messages.
+                runtime_of(self._device).current_stream(self._device).synchronize()
                 ends_s.append(time.perf_counter())
                 send.wait()
             if number < rounds:

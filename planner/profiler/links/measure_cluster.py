@@ -20,7 +20,7 @@ from planner.formats.names import Backend, DeviceType
 from planner.profiler.links.levels import LevelMeasurement
 from planner.workers.groups import GLOO
 from planner.workers.meeting import exchange, started_as_worker, worker_store
-from planner.workers.place import choose_place, own_seat, set_cuda_variables, take
+from planner.workers.place import choose_place, own_seat, set_gpu_variables, take
 
 MESSAGE_BYTES = 4_000_000
 BUCKET_BYTES = 25_000_000  # the executor's largest bucket
@@ -39,7 +39,7 @@ def measure_cluster(
     """Measure the links between all workers of this torchrun job; each of them must call this.
 
     Args:
-        device: that messages come from: "cpu" or "cuda"; None for GPUs where there are any.
+        device: the kind that messages come from; None for GPUs where there are any.
         backend: that sends them: "gloo" or "nccl"; None for NCCL with GPUs.
 
     Returns:
@@ -58,11 +58,11 @@ def measure_cluster(
             "--rdzv-backend c10d --rdzv-endpoint HOST:PORT -m planner ...",
         )
     torch.set_num_threads(1)
-    set_cuda_variables()
+    set_gpu_variables()
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     try:
         store = worker_store(_TIMEOUT)
-        place = choose_place(exchange(store, own_seat()), rank, device, backend)
+        place = choose_place(exchange(store, own_seat(device=device)), rank, device, backend)
         take(place)
         dist.init_process_group(GLOO, store=store, rank=rank, world_size=world, timeout=_TIMEOUT)
         try:
@@ -129,5 +129,5 @@ def _worker(folder: Path, device: DeviceType, backend: Backend | None) -> None:
 
 if __name__ == "__main__":
     asked = None if sys.argv[3] == _DEFAULT else cast("Backend", sys.argv[3])
-    _worker(Path(sys.argv[1]), cast("DeviceType", sys.argv[2]), asked)
+    _worker(Path(sys.argv[1]), sys.argv[2], asked)
     os._exit(0)  # torch's teardown at interpreter exit now and then never ends when gloo was used

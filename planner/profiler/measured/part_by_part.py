@@ -24,6 +24,7 @@ from planner.profiler.make_profile import LayerMeasurement, Measurement, first_u
 from planner.profiler.measured.step_measurement import StepMeasurement
 from planner.profiler.step.allocation import address_of, saved_bytes, tensors_of_batch, workspace_bytes
 from planner.profiler.step.timing import PARTS, Effort, HasBackward, StepTimes, drop_gradients, step_failure
+from planner.runtime import runtime_of
 
 # Of the device's free memory, the weights of a part: its gradients, its optimizer's state and what it saves need more.
 _WEIGHTS_SHARE = 1 / 8
@@ -40,7 +41,8 @@ def measure_in_parts(
     Raises:
         ModelFileError: when a step fails, also for want of memory for a single layer.
     """
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
+    runtime = runtime_of(device)
+    free = runtime.free_and_total_bytes(device)[0] if runtime.counts_memory else 0
     batch = batch.to(device)
     between = _Between(graph, batch)
     pending = list(_parts(graph, int(free * _WEIGHTS_SHARE)))[::-1]
@@ -61,7 +63,7 @@ def measure_in_parts(
             half = len(span) // 2
             pending += [span[half:], span[:half]]
             gc.collect()
-            torch.cuda.empty_cache()
+            runtime.empty_cache()
             continue
         layers += measured.layers
         assert measured.whole is not None

@@ -29,11 +29,11 @@ from planner.profiler.step.timing import Effort, ProgressCallback, step_failure
 from planner.profiler.this_machine import check_positive, describe_device, parse_device, thread_count
 from planner.runtime import runtime_of
 from planner.workers.numerics import Numerics, computing
-from planner.workers.place import kind_here
+from planner.workers.place import kind_here, set_gpu_variables
 
 _log = logging.getLogger(__name__)
 LEAST_REPEATS = 3
-WARMUP_CPU, WARMUP_CUDA = 2, 10  # a GPU raises its clock, and CUDA loads and chooses kernels, over several steps
+WARMUP_CPU, WARMUP_GPU = 2, 10  # a GPU raises its clock, and its libraries load and choose kernels, over several steps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,10 +103,11 @@ def profile_model(
         InputError: when there is no such device, or a number makes no sense.
     """
     options = options or ProfilingOptions()
+    set_gpu_variables()  # as in the workers, whose contexts take as much memory
     check_positive("batch_size", batch_size)
     device = options.checked_device()
     check_processes(options.processes, options.threads, device, spec)
-    warmup = WARMUP_CUDA if device.type == "cuda" else WARMUP_CPU
+    warmup = WARMUP_GPU if runtime_of(device).asynchronous else WARMUP_CPU
     effort = Effort(options.seconds, options.repeats, min(LEAST_REPEATS, options.repeats), warmup)
     if progress is not None:
         effort = replace(effort, progress=progress)
@@ -172,13 +173,13 @@ def _measure(
         graph.model.zero_grad(set_to_none=True)
         graph.model.to("cpu")
         gc.collect()
-        torch.cuda.empty_cache()
+        runtime_of(device).empty_cache()
     return measure_in_parts(spec, graph, batch, device, effort)
 
 
 def _may_fit(graph: LayerGraph, device: torch.device) -> bool:
     """Return whether the device has room for the weights and their gradients, without which no step can be tried."""
-    if device.type != "cuda":
+    if not runtime_of(device).counts_memory:
         return True
     needed = sum(p.nbytes * (1 + p.requires_grad) for p in graph.model.parameters())
-    return needed < torch.cuda.mem_get_info(device)[0]
+    return needed < runtime_of(device).free_and_total_bytes(device)[0]

@@ -19,6 +19,7 @@ from planner.model.batch import Batch
 from planner.model.stage.parts import LayerObserver
 from planner.profiler.step.timing import Forward, LayerMarks
 from planner.profiler.this_machine import large_blocks_apart
+from planner.runtime import runtime_of
 
 _MARK = "planner: between layers"
 _MEMORY = "[memory]"
@@ -127,33 +128,33 @@ def beyond_held(
     return most
 
 
-def meter_for(device: torch.device) -> _CudaMeter | _CpuMeter:
+def meter_for(device: torch.device) -> _AllocatorMeter | _CpuMeter:
     """Return a meter of the bytes that are allocated on `device` within its context.
 
     Its `mark` ends a span and returns the span's number; span 0 begins with the context. Its `peaks` are the most bytes
     in each span, relative to the beginning of the context.
     """
-    return _CudaMeter(device) if device.type == "cuda" else _CpuMeter()
+    return _AllocatorMeter(device) if runtime_of(device).counts_memory else _CpuMeter()
 
 
-class _CudaMeter:
+class _AllocatorMeter:
     """Reads the caching allocator's peak, which counts requests of the host, so it need not wait for the device."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._device, self._runtime = device, runtime_of(device)
         self._peaks: list[int] = []
         self._before_bytes = 0
 
     def __enter__(self) -> None:
-        torch.cuda.reset_peak_memory_stats(self._device)
-        self._before_bytes = torch.cuda.memory_allocated(self._device)
+        self._runtime.reset_peak(self._device)
+        self._before_bytes = self._runtime.allocated_bytes(self._device)
 
     def __exit__(self, *_: object) -> None:
         return
 
     def mark(self) -> int:
-        self._peaks.append(torch.cuda.max_memory_allocated(self._device) - self._before_bytes)
-        torch.cuda.reset_peak_memory_stats(self._device)
+        self._peaks.append(self._runtime.peak_bytes(self._device) - self._before_bytes)
+        self._runtime.reset_peak(self._device)
         return len(self._peaks) - 1
 
     def peaks(self) -> list[int]:

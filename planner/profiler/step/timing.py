@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from planner.errors import ModelFileError, reason_of
 from planner.model.stage.parts import LayerObserver
+from planner.runtime import runtime_of
 
 MarkT = TypeVar("MarkT")
 ProgressCallback = Callable[[str, float], None]  # is told the phase and how much of it is done, 0 to 1
@@ -44,31 +45,27 @@ Forward = Callable[[LayerObserver], HasBackward]  # tells the observer where eac
 class Clock:
     """Takes marks on a device, whose work between two of them is timed once it is done.
 
-    On a CPU an operation is done when its call returns, so a mark is the wall time and the thread's processor time. On
-    a GPU kernels run asynchronously, and waiting at each mark would add idle time, so a mark is an event in the current
-    stream.
+    A mark is an event, because to wait at each mark would add idle time on a GPU, and the time that this thread has had
+    the processor, which means something where an operation is done when its call returns.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
-        self.times_threads = not self._cuda
+        self._device, self._runtime = device, runtime_of(device)
+        self.times_threads = not self._runtime.asynchronous
 
     def mark(self) -> Any:
         """Return the current point in the device's work."""
-        if not self._cuda:
-            return time.perf_counter(), time.thread_time()
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event = self._runtime.event(timing=True)
         event.record()
-        return event
+        return event, time.thread_time()
 
     def wait(self) -> None:
         """Wait until the device has done all its work."""
-        if self._cuda:
-            torch.cuda.synchronize()
+        self._runtime.synchronize(self._device)
 
     def seconds(self, start: Any, end: Any) -> float:
         """Return the time between two marks; call after `wait`."""
-        return float(start.elapsed_time(end)) / 1e3 if self._cuda else float(end[0] - start[0])
+        return float(start[0].elapsed_time(end[0])) / 1e3
 
     def thread_seconds(self, start: Any, end: Any) -> float:
         """Return how long this thread had the processor, which leaves out other processes and other threads.
