@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.cost.candidate import candidates
+from planner.cost.candidate import StageOptions, candidates
 from planner.cost.communicators import communicators
 from planner.cost.layer_costs import LayerCosts
 from planner.cost.overheads import COMMUNICATOR_BYTES, CONTEXT_BYTES, FRAGMENTED, Overheads, Reserve
@@ -77,6 +77,14 @@ def test_a_skip_connection_has_communicators_of_its_own() -> None:
     stages = candidates([[0], [1], [2]], (1, 1, 1))
     # The value travels along the stages, so it needs no communicator between the first and the last.
     assert communicators(LayerCosts(model), stages) == [2, 4, 2]
+
+
+def test_ranks_that_divide_layers_have_a_communicator_for_it() -> None:
+    divided = [StageOptions(tensor=2), StageOptions(2, tensor=2)]
+    plain = candidates([[0], [1]], (1, 2))
+    stages = [replace(stage, options=options) for stage, options in zip(plain, divided, strict=True)]
+    assert communicators(LayerCosts(chain(2)), plain) == [4, 1 + 2]
+    assert communicators(LayerCosts(chain(2)), stages) == [1 + 4, 1 + 1 + 2]
 
 
 def test_a_stages_memory_has_its_overheads() -> None:
