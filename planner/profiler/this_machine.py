@@ -16,7 +16,7 @@ import torch
 
 from planner.errors import InputError
 from planner.formats.profile import Device
-from planner.runtime import kinds_here, library_versions, runtime_of
+from planner.runtime import check_kind, kinds_here, library_versions, runtime_of
 from planner.units import format_bytes
 from planner.version import __version__
 
@@ -125,14 +125,14 @@ def check_positive(name: str, number: int) -> None:
 
 def parse_device(name: str) -> torch.device:
     """Return the device of that name; raise InputError when there is none."""
-    runtime = runtime_of(name.partition(":")[0])
+    check_kind(name.partition(":")[0])
     try:
         device = torch.device(name)
     except RuntimeError:
         raise InputError(
             f"'{name}' is not a device", hint="give a kind, as cpu or cuda, or one of them, as cuda:0"
         ) from None
-    if (device.index or 0) >= (count := runtime.count()):
+    if (device.index or 0) >= (count := runtime_of(device).count()):
         raise InputError(
             f"there is no device '{name}': PyTorch sees {count} GPUs",
             hint=f"give `device=cpu`, or install PyTorch built for {device.type} on a machine with a GPU",

@@ -79,7 +79,7 @@ def test_the_microbatch_size_is_chosen_among_those_profiled(folder: Path) -> Non
         (("model.py", "--batch-size", "0"), "--batch-size 0"),
         (("model.py", "--batch-size", "4,x"), "'4,x' is no batch size"),
         (("model.py", "--batch-size", "4,4"), "the same batch size twice"),
-        (("model.py", "--device", "tpu"), "'tpu' is not a device"),
+        (("model.py", "--device", "tpu"), "--device tpu is no kind of device: PyTorch offers"),
     ],
 )
 def test_wrong_input(folder: Path, arguments: tuple[str, ...], complaint: str) -> None:

@@ -195,8 +195,8 @@ def test_threads_and_random_state_are_put_back(tmp_path: Path) -> None:
         (0, ProfilingOptions(), "`batch_size=0`"),
         (2, ProfilingOptions(threads=0), "`threads=0`"),
         (2, ProfilingOptions(repeats=0), "`repeats=0`"),
-        (2, ProfilingOptions(device="gpu"), "'gpu'"),
-        (2, ProfilingOptions(device="meta"), "'meta'"),
+        (2, ProfilingOptions(device="gpu"), "`device=gpu` is no kind of device"),
+        (2, ProfilingOptions(device="meta"), "`device=meta` is no kind of device"),
         (2, ProfilingOptions(device="cuda:99"), "'cuda:99'"),
     ],
 )
