@@ -19,7 +19,7 @@ from planner.model.spec import TrainingSpec, in_memory
 from planner.optim import NewestMuon
 from planner.schedule.check import _Run
 from planner.schedule.instructions import Instruction, Update
-from tests.executor.communication.nccl_rules.cases import runs
+from tests.executor.device.cases import runs
 
 CPU = torch.device("cpu")
 

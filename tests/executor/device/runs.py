@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -40,8 +40,8 @@ from planner.workers.groups import DataGroups
 from planner.workers.heartbeat import Heartbeat
 from planner.workers.job import Job
 from planner.workers.place import CPU, Place
-from tests.executor.communication.nccl_rules.rules import Recording, Work
-from tests.executor.communication.nccl_rules.world import World
+from tests.executor.device.rules import Recording, Work
+from tests.executor.device.world import World
 
 
 @dataclass(frozen=True)
@@ -224,10 +224,36 @@ class _Heartbeat(Heartbeat):
     def begin(self, *arguments: Any, **options: Any) -> None:
         self._world.note(Work())
 
+    def follow(self, device: object) -> None:
+        """Start no thread: it would ask the simulated device beside the workers."""
+
+
+Make = Callable[["Run", int, World], PipelineContext]
+
 
 def record(run: Run) -> Recording:
     """Run the product's own training on every worker of `run`, and return what their hosts did."""
-    world = World(run.workers)
+    return carry_out(run).recording
+
+
+def carry_out(run: Run, seed: int | None = None, *, buffered: bool = False, make: Make | None = None) -> World:
+    """Run the product's own training on every worker of `run`, and compare what its devices have with the host's order.
+
+    Args:
+        seed: of the devices' order: see `Devices`.
+        make: makes a worker's context; by default with stand-ins for its stages.
+    """
+    world = World(run.workers, seed, buffered=buffered)
+
+    def work(rank: int) -> None:
+        context = (make or make_context)(run, rank, world)
+        train.train(context)
+        world.devices.finish()
+        for stage in context.stages.values():
+            for name, tensor in (*stage.module.named_parameters(), *stage.module.named_buffers()):
+                world.devices.compare(tensor)
+                world.results[rank, f"{stage.number} {name}"] = tensor.detach().clone()
+
     with ExitStack() as patched:
         for name, replacement in {
             "peak_memory": lambda *_: SimpleNamespace(bytes=lambda: 0, now_bytes=lambda: 0),
@@ -236,7 +262,8 @@ def record(run: Run) -> Recording:
             "gather_timeline": gather_nothing,
         }.items():
             patched.enter_context(patch.object(train, name, replacement))
-        return world.run(lambda rank: train.train(make_context(run, rank, world)))
+        world.run(work)
+    return world
 
 
 def gather_nothing(*_: object, **__: object) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 from planner.schedule.registry import SCHEDULES
 from planner.schedule.schedule import Schedule
-from tests.executor.communication.nccl_rules.runs import Run
+from tests.executor.device.runs import Run
 
 MICROBATCHES = 4
 # Replicas of each worker's stages, and ranks of each replica.

@@ -45,7 +45,10 @@ class StreamWait:
 
 @dataclass(frozen=True)
 class HostWait:
-    """Let the host wait for the device's computation."""
+    """Let the host wait until the device has done its first `computed` stream waits, and what was between them."""
+
+    computed: int
+    read: bool = False  # whether it looks at memory of the device: it waits even where nothing is left to wait for
 
 
 @dataclass(frozen=True)
@@ -152,8 +155,8 @@ class _Conditions:
                     if self.one_queue and launched is not None:
                         before.append(launched)
                     self.after["compute", rank, computed] = before
-                case HostWait():
-                    conditions.append(("compute", rank, computed))
+                case HostWait(waited):
+                    conditions.append(("compute", rank, waited))
                 case Meeting(name):
                     conditions += self.meetings[name]
                 case Hear(name):

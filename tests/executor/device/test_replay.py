@@ -20,9 +20,9 @@ from planner.executor.communication import nccl_links
 from planner.executor.communication.links import GlooLinks
 from planner.executor.communication.nccl_links import NCCLLinks
 from planner.workers.groups import DataGroups
-from tests.executor.communication.nccl_rules.cases import runs
-from tests.executor.communication.nccl_rules.other_runs import record_baseline, record_links, record_own_loop
-from tests.executor.communication.nccl_rules.rules import (
+from tests.executor.device.cases import runs
+from tests.executor.device.other_runs import record_baseline, record_links, record_own_loop
+from tests.executor.device.rules import (
     DeviceWait,
     NCCLDeadlock,
     Operation,
@@ -32,7 +32,7 @@ from tests.executor.communication.nccl_rules.rules import (
     Work,
     check,
 )
-from tests.executor.communication.nccl_rules.runs import Run, record
+from tests.executor.device.runs import Run, record
 
 recorded = cache(record)
 ALL = runs()

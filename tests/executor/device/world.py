@@ -1,11 +1,13 @@
 """Several workers of the product in one process: their calls of torch.distributed are carried out, and written down.
 
 Each worker is a thread, and one runs at a time. Messages on NCCL's communicators match by the order of calls alone, and
-data arrives: what the workers compute shows whether it was the right data.
+data arrives: what the workers compute shows whether it was the right data. What they give to their devices is also
+done there, in another order: see `simulated`.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -17,25 +19,15 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 
-from planner.executor.communication.later import Later
-from planner.executor.communication.nccl_links import NCCLLinks, _Buffer
 from planner.executor.run import lifecycle
-from planner.workers import groups
-from tests.executor.communication.nccl_rules.rules import (
-    DeviceWait,
-    Hear,
-    HostWait,
-    Meeting,
-    Operation,
-    Post,
-    StreamWait,
-    Tell,
-    Work,
-)
+from tests.executor.device.rules import Hear, Meeting, NCCLDeadlock, Operation, Post, StreamWait, Tell, Work
+from tests.executor.device.simulated import Devices, Mark, Message, OnDevice, RaceError, SimulatedRuntime
+from tests.runtimes import registered
 
 TIMEOUT_S = 20
+_TOLIST = Tensor.tolist
 
 
 class Group:
@@ -48,18 +40,22 @@ class Group:
 class World:
     """The workers, and what they do."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, seed: int | None = None, *, buffered: bool = False) -> None:
         self.size = size
+        self.devices = Devices(self, seed, buffered=buffered)
         self.recording: dict[int, list[Operation]] = {rank: [] for rank in range(size)}
+        self.results: dict[tuple[int, str], Tensor] = {}  # by rank and name
         self.everyone = Group("control", range(size), "gloo")
         self._changed = threading.Condition()
         self._own = threading.local()
-        self._computed: Counter[int] = Counter()  # stream waits, by rank
+        self._version = 0  # of what workers wait for
+        self._idle: dict[int, int] = {}  # the version at which a worker found nothing to do, by rank
         self._groups: list[Group] = []
         self._made: Counter[int] = Counter()  # groups, by rank
         self._posts: Counter[tuple[int, str]] = Counter()  # by rank and communicator
         self._given: dict[tuple[str, int], dict[int, Tensor]] = defaultdict(dict)  # by communicator and number
         self._met: Counter[tuple[int, str]] = Counter()
+        self._come: defaultdict[str, set[int]] = defaultdict(set)  # who has used each communicator
         self._errors: list[BaseException] = []
 
     @property
@@ -68,7 +64,6 @@ class World:
 
     def note(self, operation: Operation) -> None:
         done = self.recording[self.rank]
-        self._computed[self.rank] += isinstance(operation, StreamWait)
         if not (isinstance(operation, Work) and done and done[-1] == operation):
             done.append(operation)
 
@@ -89,16 +84,38 @@ class World:
         self._own.rank = rank
         with self._changed:  # given up only while waiting: one worker runs at a time
             try:
-                with _Watch(self):
+                with OnDevice(self, self.devices):
                     worker(rank)
             except BaseException as error:
                 self._errors.append(error)
-            self._changed.notify_all()
+            self._idle[rank] = sys.maxsize
+            self.tell()
 
-    def _until(self, come: Callable[[], bool]) -> None:
-        """Let other workers run until `come`."""
-        found = self._changed.wait_for(lambda: come() or bool(self._errors), TIMEOUT_S)
-        assert found, f"rank {self.rank} waits for ever after {self.recording[self.rank][-5:]}"
+    def tell(self) -> None:
+        """Let the others look whether what they wait for has come."""
+        self._version += 1
+        self._changed.notify_all()
+
+    def until(self, come: Callable[[], bool]) -> None:
+        """Let other workers run until `come`.
+
+        Raises:
+            NCCLDeadlock: when all workers wait.
+        """
+
+        def found() -> bool:
+            if come() or self._errors:
+                return True
+            self._idle[self.rank] = self._version
+            if len(self._idle) == self.size and all(version >= self._version for version in self._idle.values()):
+                raise NCCLDeadlock(f"all wait, rank {self.rank} after {self.recording[self.rank][-5:]}")
+            return False
+
+        there = self._changed.wait_for(found, TIMEOUT_S)
+        self._idle.pop(self.rank, None)
+        assert there, f"rank {self.rank} waits for ever after {self.recording[self.rank][-5:]}"
+        if self._errors:
+            raise _OthersFailedError from self._errors[0]
 
     # What replaces torch.distributed.
 
@@ -113,12 +130,11 @@ class World:
         return group
 
     def isend(self, tensor: Tensor, dst: int, group: Group | None = None, tag: int = 0) -> _Done:
-        post = self._post(group, "send", dst)
-        self._give(post, tensor)
-        return _Done(self, post, None)
+        done = self._post(group, "send", dst, tensor, None, None)
+        return done
 
     def irecv(self, tensor: Tensor, src: int, group: Group | None = None, tag: int = 0) -> _Done:
-        return _Done(self, self._post(group, "receive", src), lambda given: tensor.copy_(given[src]), {src})
+        return self._post(group, "receive", src, None, tensor, lambda given: tensor.copy_(given[src]))
 
     def all_reduce(
         self, tensor: Tensor, op: object = dist.ReduceOp.SUM, group: Group | None = None, async_op: bool = False
@@ -148,12 +164,14 @@ class World:
     def send(self, tensor: Tensor, dst: int, group: Group | None = None) -> None:
         name, number = self._line(self.rank, dst)
         self.note(Tell(f"{name}, {number}"))
+        self.devices.to_host(tensor)
         self._put((name, number), tensor)
 
     def recv(self, tensor: Tensor, src: int, group: Group | None = None) -> None:
         name, number = self._line(src, self.rank)
         self.note(Hear(f"{name}, {number}"))
-        self._until(lambda: src in self._given[name, number])
+        self.devices.to_host(tensor)
+        self.until(lambda: src in self._given[name, number])
         self._fill(lambda given: tensor.copy_(given[src]), (name, number))
 
     def _line(self, sender: int, receiver: int) -> tuple[str, int]:
@@ -176,60 +194,64 @@ class World:
             tensor.copy_(combine([given[rank] for rank in group.ranks]))
 
         if group.backend == "gloo":
+            self.devices.to_host(tensor)
             self._met[self.rank, group.name] += 1
             number = self._met[self.rank, group.name]
             self.note(Meeting(f"{group.name}, {number}"))
             self._put((group.name, number), tensor)
-            self._until(lambda: len(self._given[group.name, number]) == len(group.ranks))
+            self.until(lambda: len(self._given[group.name, number]) == len(group.ranks))
             self._fill(fill, (group.name, number))
             return None
-        post = self._post(group, "all", None)
-        self._give(post, tensor if give is None else give)
-        done = _Done(self, post, fill, set(group.ranks))
+        done = self._post(group, "all", None, tensor if give is None else give, tensor, fill, combine)
         if async_op:
             return done
         done.wait()
         return None
 
-    def _post(self, group: Group | None, kind: Any, peer: int | None) -> Post:
+    def _post(
+        self,
+        group: Group | None,
+        kind: Any,
+        peer: int | None,
+        given: Tensor | None,
+        taken: Tensor | None,
+        fill: Callable[[dict[int, Tensor]], object] | None,
+        combine: Callable[[list[Tensor]], Tensor] | None = None,
+    ) -> _Done:
         assert group is not None
         assert group.backend == "nccl", "gloo's groups carry no data here"
         # PyTorch makes a communicator of two for messages, whatever the group, and one of all for collectives.
         of = "all" if peer is None else f"{min(peer, self.rank)} and {max(peer, self.rank)}"
         communicator = f"{group.name} of {of}"
-        computed = getattr(self._own, "free", None)
-        if computed is None:
-            computed = self._computed[self.rank]
-        post = Post(communicator, self._posts[self.rank, communicator], kind, computed)
+        number = self._posts[self.rank, communicator]
         self._posts[self.rank, communicator] += 1
+        post = Post(communicator, number, kind, self.devices.current().computed)
         self.note(post)
-        return post
-
-    def _give(self, post: Post, tensor: Tensor) -> None:
-        self._put((post.communicator, post.number), tensor)
+        members = group.ranks if peer is None else (peer, self.rank)
+        if number == 0:
+            under_way = self.devices.messages_under_way(self.rank)
+            if under_way:
+                raise RaceError(f"rank {self.rank} makes {communicator} while {under_way[0].key} is under way")
+            self._come[communicator].add(self.rank)
+            self.tell()
+            self.until(lambda: self._come[communicator] >= set(members))
+        devices, key = self.devices, (communicator, number)
+        views = [None if each is None else devices.view(each) for each in (given, taken)]
+        message = Message(key, kind, len(members), *views, combine, self.rank, Mark(0))
+        if given is not None:
+            self._put(key, given)
+        devices.post(message, communicator)
+        givers = set(members) if peer is None else {peer} if given is None else set()
+        return _Done(self, post, message.ended, fill, givers)
 
     def _put(self, key: tuple[str, int], tensor: Tensor) -> None:
         with _disable_current_modes():  # what a message is kept in here is no work of the worker's
             self._given[key][self.rank] = tensor.detach().clone()
-        self._changed.notify_all()
-
-    def _unseen(self, reader: Callable[[Tensor], object], value: Tensor) -> None:
-        with _disable_current_modes():
-            reader(value)
+        self.tell()
 
     def _fill(self, fill: Callable[[dict[int, Tensor]], object], key: tuple[str, int]) -> None:
-        with _disable_current_modes():
+        with _disable_current_modes(), torch.no_grad():
             fill(self._given[key])
-
-    def _buffer(self, size_bytes: int, *, fresh: bool) -> Any:
-        computed: Any = 0 if fresh else self._computed[self.rank]
-        return _Buffer(torch.empty(size_bytes, dtype=torch.uint8), computed)
-
-    @contextmanager
-    def _on_side_stream(self, buffer: Any) -> Iterator[None]:
-        self._own.free = buffer.free
-        yield
-        self._own.free = None
 
     @contextmanager
     def _patched(self) -> Iterator[None]:
@@ -245,17 +267,16 @@ class World:
         }
         with (
             patch.multiple(dist, create=True, **replaced),  # type: ignore[call-overload] # names that PyTorch 2.6 has not
-            patch.object(groups, "wait_for_device", lambda _: self.note(DeviceWait())),
             patch.object(lifecycle, "await_all", lambda _: self.barrier()),
-            # Where a GPU's event and side stream let a receive begin before what was computed since.
-            patch.object(NCCLLinks, "_allocated", lambda _, size: self._buffer(size, fresh=False)),
-            patch.object(NCCLLinks, "_fresh", lambda _, size: self._buffer(size, fresh=True)),
-            patch.object(NCCLLinks, "_on_side_stream", lambda _, buffer: self._on_side_stream(buffer)),
-            # What is read by event makes the host wait nowhere, unless all is asked for.
-            patch.object(Later, "read", lambda _, value, reader: self._unseen(reader, value)),
-            patch.object(Later, "flush", lambda _: self.note(HostWait())),
+            patch.object(Tensor, "tolist", lambda tensor: self._listed(tensor)),
+            registered("cpu", SimulatedRuntime(self.devices)),
         ):
             yield
+
+    def _listed(self, tensor: Tensor) -> Any:
+        self.devices.read(tensor)
+        with _disable_current_modes():
+            return _TOLIST(tensor)
 
 
 class _Done:
@@ -265,29 +286,23 @@ class _Done:
         self,
         world: World,
         post: Post,
+        ended: Mark,
         fill: Callable[[dict[int, Tensor]], object] | None,
-        givers: frozenset[int] | set[int] = frozenset(),
+        givers: set[int],
     ) -> None:
-        self._world, self._post, self._fill, self._givers = world, post, fill, givers
+        self._world, self._post, self._ended, self._fill, self._givers = world, post, ended, fill, givers
 
     def wait(self) -> None:
+        """Let the current stream wait, as NCCL does; for its values in the host's order the host waits, too."""
         world, key = self._world, (self._post.communicator, self._post.number)
         world.note(StreamWait(self._post))
+        stream = world.devices.current()
+        stream.computed += 1
+        stream.wait_for(self._ended)
         if self._fill is not None:
-            world._until(lambda: self._givers <= world._given[key].keys())
+            world.until(lambda: self._givers <= world._given[key].keys())
             world._fill(self._fill, key)
 
 
-class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes whatever allocates memory or launches a kernel, and what makes the host wait for a number."""
-
-    def __init__(self, world: World) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._world = world
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default:
-            self._world.note(HostWait())
-        elif not func.is_view:
-            self._world.note(Work())
-        return func(*args, **(kwargs or {}))
+class _OthersFailedError(Exception):
+    """Ends a worker whose peers have failed."""

@@ -18,8 +18,8 @@ from planner.executor.data_parallel import DataParallelWorker, Rounds
 from planner.executor.run import train
 from planner.profiler.links import levels
 from planner.workers.place import CPU
-from tests.executor.communication.nccl_rules.rules import DeviceWait, Recording
-from tests.executor.communication.nccl_rules.runs import (
+from tests.executor.device.rules import Recording
+from tests.executor.device.runs import (
     PretendedGPUs,
     Run,
     StandInData,
@@ -27,7 +27,7 @@ from tests.executor.communication.nccl_rules.runs import (
     make_context,
     record,
 )
-from tests.executor.communication.nccl_rules.world import World
+from tests.executor.device.world import World
 
 
 def record_own_loop(run: Run) -> Recording:
@@ -43,7 +43,6 @@ def record_links(hosts: int, workers: int) -> Recording:
         patched.enter_context(patch.dict(os.environ, LOCAL_WORLD_SIZE=str(workers)))
         for name, few in {"_LATENCY_ROUNDS": 3, "_LEAST_ROUNDS": 3, "_SECONDS": 0.0}.items():
             patched.enter_context(patch.object(levels, name, few))
-        patched.enter_context(patch.object(levels, "wait_for_device", lambda _: world.note(DeviceWait())))
         return world.run(lambda _: levels.LevelMeasurement(place, timedelta(0), 64, 64).levels())
 
 
