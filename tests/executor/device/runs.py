@@ -214,7 +214,7 @@ class _Spec:
         return [torch.zeros(1)] * 7
 
 
-class _Heartbeat(Heartbeat):
+class Heart(Heartbeat):
     """Notes the borders of instructions: there, too, the device may be waited for."""
 
     def __init__(self, world: World) -> None:
@@ -244,9 +244,10 @@ def carry_out(run: Run, seed: int | None = None, *, buffered: bool = False, make
         make: makes a worker's context; by default with stand-ins for its stages.
     """
     world = World(run.workers, seed, buffered=buffered)
+    contexts = [(make or make_context)(run, rank, world) for rank in range(run.workers)]
 
     def work(rank: int) -> None:
-        context = (make or make_context)(run, rank, world)
+        context = contexts[rank]
         train.train(context)
         world.devices.finish()
         for stage in context.stages.values():
@@ -322,7 +323,7 @@ def make_context(run: Run, rank: int, world: World) -> PipelineContext:
         spec=spec,
         place=place,
         rank=rank,
-        heartbeat=_Heartbeat(world),
+        heartbeat=Heart(world),
         data=StandInData(run.microbatches),
         minibatches=run.minibatches,
         groups=DataGroups(place, timedelta(0)),

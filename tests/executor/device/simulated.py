@@ -105,11 +105,17 @@ Item = Callable[[], object] | Mark | Message | tuple[Mark]  # the last one waits
 class SimulatedStream:
     """A queue of operations of one device."""
 
-    def __init__(self, device: Devices, rank: int) -> None:
-        self._device, self.rank = device, rank
+    def __init__(self, device: Devices, rank: int, first: int) -> None:
+        self._device, self.rank, self.number = device, rank, device.streams_made
+        device.streams_made += 1
         self.items: deque[Item] = deque()
         self.computed = 0  # stream waits so far, its own and those of events that it waits for
-        self.priority = device.order.random()
+        self._first = first
+        self.draw()
+
+    def draw(self) -> None:
+        """Draw a priority."""
+        self.priority = self._first + self._device.order.random()
 
     def mark(self) -> Mark:
         mark = Mark(self.computed)
@@ -166,16 +172,21 @@ class Devices:
     """The devices of all workers of a world.
 
     Args:
-        seed: of the order; None for a device that does nothing before its host waits for it.
+        seed: of the order, and of how far the device keeps up with its host; None for one that does nothing before its
+            host waits for it. Messages come first where it is 1 more than a multiple of 3, and last where it is 2 more.
         buffered: whether a send may end before its receive begins.
     """
 
     def __init__(self, world: World, seed: int | None, *, buffered: bool = False) -> None:
         self._world = world
         self.order = random.Random(seed or 0)
-        self._eager = 0.0 if seed is None else (0.0, 0.02, 0.3)[seed % 3]  # chance to go on, per call of the host
+        self._keeps_up = (
+            0.0 if seed is None else (0.0, 0.02, 0.3)[seed % 4 % 3]
+        )  # chance to go on, per call of the host
+        self._messages_first = 0 if seed is None else (0, 1, -1)[seed % 3]
         self._buffered = buffered
         self._blocks: dict[int, Block] = {}  # by storage
+        self._of_host: set[int] = set()  # storages
         self._pools: defaultdict[tuple[SimulatedStream, int], list[Block]] = defaultdict(list)
         self._limbo: list[tuple[Block, list[Mark]]] = []
         self._compute: dict[int, SimulatedStream] = {}
@@ -184,12 +195,16 @@ class Devices:
         self._current: dict[int, SimulatedStream] = {}
         self._messages: defaultdict[tuple[str, int], dict[int, Message]] = defaultdict(dict)
         self.made_blocks: defaultdict[int, int] = defaultdict(int)  # by rank
+        self.streams_made = 0
+        self._newest: SimulatedStream | None = None  # that did something
         self.done = 0  # operations
+        self.history: list[int] = []  # by operation, the stream that it was on
+        self.headers: defaultdict[int, int] = defaultdict(int)  # of messages, that the host has read, by rank
 
     # Streams.
 
-    def new_stream(self, rank: int) -> SimulatedStream:
-        stream = SimulatedStream(self, rank)
+    def new_stream(self, rank: int, first: int = 0) -> SimulatedStream:
+        stream = SimulatedStream(self, rank, first)
         self._streams[rank].append(stream)
         return stream
 
@@ -222,6 +237,7 @@ class Devices:
         storage = tensor.untyped_storage()
         block = self._blocks.get(storage._cdata)
         if block is None:
+            self._of_host.discard(storage._cdata)
             block = self._made(_size_of(storage), self._compute_of(self._world.rank))
             with _plain():
                 block.memory[: storage.nbytes()] = torch.empty(0, dtype=torch.uint8).set_(storage)
@@ -230,7 +246,7 @@ class Devices:
 
     def view(self, tensor: Tensor) -> View:
         assert tensor.layout == torch.strided, f"the simulated device has no {tensor.layout}"
-        offset = tensor.storage_offset()
+        offset = int(tensor.storage_offset())
         return View(self.adopt(tensor), tensor.dtype, offset, tuple(tensor.shape), tensor.stride())
 
     def new(self, tensor: Tensor) -> View:
@@ -240,6 +256,23 @@ class Devices:
 
     def knows(self, tensor: Tensor) -> bool:
         return tensor.untyped_storage()._cdata in self._blocks
+
+    def note_of_host(self, tensor: Tensor) -> None:
+        """Take a tensor for one of the host's: made from Python's numbers, or computed from such tensors alone."""
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._blocks and storage._cdata not in self._of_host:
+            self._of_host.add(storage._cdata)
+            weakref.finalize(storage, self._of_host.discard, storage._cdata)
+
+    def is_of_host(self, tensor: Tensor) -> bool:
+        return tensor.untyped_storage()._cdata in self._of_host
+
+    def sent_along(self, tensor: Tensor) -> View:
+        """Return a copy of a tensor of the host, as an operation takes it with it."""
+        with _plain():
+            kept = tensor.detach().clone()
+        block = Block(torch.empty(0, dtype=torch.uint8).set_(kept.untyped_storage()), self.current())
+        return View(block, kept.dtype, 0, tuple(kept.shape), kept.stride())
 
     def pin(self, tensor: Tensor) -> None:
         self.adopt(tensor).pinned = True
@@ -310,7 +343,7 @@ class Devices:
         """Put a message on its communicator's stream, behind what the current stream has been given."""
         key = message.rank, group_stream
         if key not in self._of_communicator:
-            self._of_communicator[key] = self.new_stream(message.rank)
+            self._of_communicator[key] = self.new_stream(message.rank, self._messages_first)
         stream = self._of_communicator[key]
         stream.wait_for(self.current().mark())
         self._messages[message.key][message.rank] = message
@@ -331,6 +364,7 @@ class Devices:
         if block.pinned:
             if block.waiting:
                 raise RaceError("the host reads what has not been copied to its memory yet")
+            self.headers[self._world.rank] += tensor.dtype == torch.int64
         else:
             self.host_waits(self.current().mark(), read=True)
         self.compare(tensor)
@@ -342,7 +376,7 @@ class Devices:
                 each.contiguous().flatten().view(torch.uint8) for each in (self.view(tensor).tensor(), tensor.detach())
             )
             if not torch.equal(there, here):
-                values = [str(each.tolist()) for each in (self.view(tensor).tensor(), tensor.detach())]
+                values = [str(each.contiguous().numpy()) for each in (self.view(tensor).tensor(), tensor.detach())]
                 raise RaceError(f"rank {self._world.rank} has {values[0]:.80} in place of {values[1]:.80}")
 
     def host_waits(self, mark: Mark, *, read: bool = False) -> None:
@@ -365,7 +399,7 @@ class Devices:
 
     def go_on(self) -> None:
         """Do a few operations, or none."""
-        if self._eager and self.order.random() < self._eager:
+        if self._keeps_up and self.order.random() < self._keeps_up:
             for _ in range(self.order.randrange(20)):
                 if not self._step():
                     break
@@ -380,15 +414,19 @@ class Devices:
 
     def _step(self) -> bool:
         """Let the ready stream of the highest priority do one operation; return whether there was one."""
-        ready = [each for streams in self._streams.values() for each in streams if self._is_ready(each)]
-        if not ready:
-            return False
-        stream = max(ready, key=lambda each: each.priority)
+        stream = self._newest
+        # Mostly the same as before: to ask all of them takes longer than what they do.
+        if stream is None or not self._is_ready(stream) or self.order.random() < 0.1:
+            ready = [each for streams in self._streams.values() for each in streams if self._is_ready(each)]
+            if not ready:
+                return False
+            stream = self._newest = max(ready, key=lambda each: each.priority)
         if self.order.random() < 0.02:
-            stream.priority = self.order.random()
+            stream.draw()
         with _plain():
             self._do(stream)
         self.done += 1
+        self.history.append(stream.number)
         return True
 
     def _is_ready(self, stream: SimulatedStream) -> bool:
@@ -404,8 +442,8 @@ class Devices:
         if message.kind == "all":
             return len(met) == message.members and all(each.begun for each in met.values())
         if message.kind == "send" and (self._buffered or message.left is not None):
-            return message.left is None or True
-        return any(each.begun and each is not message or each.left is not None for each in met.values())
+            return True
+        return any((each.begun and each is not message) or each.left is not None for each in met.values())
 
     def _do(self, stream: SimulatedStream) -> None:
         item = stream.items[0]
@@ -511,6 +549,8 @@ class OnDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is torch.ops.aten.lift_fresh.default:
+            self._devices.note_of_host(args[0])
         if func.is_view or func.namespace != "aten":
             return func(*args, **kwargs)
         devices = self._devices
@@ -521,8 +561,15 @@ class OnDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if isinstance(each, Tensor):
                     devices.read(each)
             return func(*args, **kwargs)
+        tensors = [each for each in flat if isinstance(each, Tensor)]
+        if tensors and all(map(devices.is_of_host, tensors)):
+            result = func(*args, **kwargs)
+            for each in tree_flatten(result)[0]:
+                if isinstance(each, Tensor):
+                    devices.note_of_host(each)
+            return result
         self._world.note(Work())
-        given = [devices.view(each) if isinstance(each, Tensor) else each for each in flat]
+        given = [self._given(each) if isinstance(each, Tensor) else each for each in flat]
         result = func(*args, **kwargs)
         results = [each for each in tree_flatten(result)[0] if isinstance(each, Tensor)]
         made = [None if devices.knows(each) else devices.new(each) for each in results]
@@ -537,6 +584,9 @@ class OnDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
         else:
             devices.launch(lambda: _carry_out(func, given, spec, made), views)
         return result
+
+    def _given(self, tensor: Tensor) -> View:
+        return (self._devices.sent_along if self._devices.is_of_host(tensor) else self._devices.view)(tensor)
 
 
 _UNWRITTEN = (

@@ -130,8 +130,7 @@ class World:
         return group
 
     def isend(self, tensor: Tensor, dst: int, group: Group | None = None, tag: int = 0) -> _Done:
-        done = self._post(group, "send", dst, tensor, None, None)
-        return done
+        return self._post(group, "send", dst, tensor, None, None)
 
     def irecv(self, tensor: Tensor, src: int, group: Group | None = None, tag: int = 0) -> _Done:
         return self._post(group, "receive", src, None, tensor, lambda given: tensor.copy_(given[src]))
@@ -236,13 +235,22 @@ class World:
             self.tell()
             self.until(lambda: self._come[communicator] >= set(members))
         devices, key = self.devices, (communicator, number)
-        views = [None if each is None else devices.view(each) for each in (given, taken)]
-        message = Message(key, kind, len(members), *views, combine, self.rank, Mark(0))
+        ended = Mark(0)
+        message = Message(
+            key=key,
+            kind=kind,
+            members=len(members),
+            given=None if given is None else devices.view(given),
+            taken=None if taken is None else devices.view(taken),
+            combine=combine,
+            rank=self.rank,
+            ended=ended,
+        )
         if given is not None:
             self._put(key, given)
         devices.post(message, communicator)
         givers = set(members) if peer is None else {peer} if given is None else set()
-        return _Done(self, post, message.ended, fill, givers)
+        return _Done(self, post, ended, fill, givers)
 
     def _put(self, key: tuple[str, int], tensor: Tensor) -> None:
         with _disable_current_modes():  # what a message is kept in here is no work of the worker's

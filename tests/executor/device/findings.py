@@ -1,0 +1,57 @@
+"""What is wrong with a run on simulated devices: by what the devices have, and by the rules for their hosts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from planner.errors import PlannerError
+from tests.executor.device.rules import HostWait, NCCLDeadlock, Post, Recording, StreamWait, check
+from tests.executor.device.runs import Make, Run, carry_out
+from tests.executor.device.simulated import RaceError
+from tests.executor.device.world import World
+
+# Their messages of two neighbours fit together: one sends and takes what the other takes and sends.
+STRAIGHT = ("1f1b", "1f1b-flush", "2bw", "gpipe", "naive", "zb-h1")
+
+
+def finding(run: Run, seed: int | None, make: Make | None = None) -> str | None:
+    """Carry out a run; return the first thing that is wrong with it, None if nothing is."""
+    try:
+        world = carry_out(run, seed, buffered=bool(seed and seed % 2), make=make)
+    except (RaceError, NCCLDeadlock, PlannerError, AssertionError) as error:
+        return f"{type(error).__name__}: {error}"
+    return next(_broken(run, world), None)
+
+
+def _broken(run: Run, world: World) -> Iterator[str]:
+    """Yield the rules that the hosts of a run broke, which its devices bore this time."""
+    recording = world.recording
+    straight = run.schedule in STRAIGHT and set(run.replicas) == {1} and not (run.skips or run.tied or run.degrees)
+    ways: list[dict[str, Any]] = [{"waiting": range(run.workers)}, {"rendezvous": True}]
+    if straight and not run.evaluate_every:
+        ways.append({"waiting": range(run.workers), "rendezvous": True})
+    yield from filter(None, (_deadlock(recording, **how) for how in ways))
+    # A replica without a unit in a round must know whether others had gradients.
+    idle = not run.shape.asynchronous and run.microbatches < max(run.replicas)
+    plain = not (run.clipped or run.autocast or run.evaluate_every or run.traced or idle)
+    for rank, operations in recording.items():
+        if plain and any(isinstance(each, HostWait) and each.read for each in operations):
+            yield f"rank {rank}'s host waits to read its device's memory"
+        receives = waited = 0
+        for each in operations:
+            waited += isinstance(each, StreamWait)
+            if isinstance(each, Post) and each.kind == "receive" and each.number:
+                receives += 1
+                if each.number > 1 and each.computed == waited:
+                    yield f"rank {rank}'s receive {each.number} on {each.communicator} waits for the newest computation"
+        if world.devices.headers[rank] < receives:
+            yield f"rank {rank} checked {world.devices.headers[rank]} headers of {receives} messages"
+
+
+def _deadlock(recording: Recording, **how: Any) -> str | None:
+    try:
+        check(recording, **how)
+    except NCCLDeadlock as error:
+        return f"{type(error).__name__}: {error}"
+    return None

@@ -1,0 +1,108 @@
+"""The executor on devices that work beside their hosts, in every order that its streams and events allow.
+
+Each run compares what the devices have with what the hosts' order of calls gives, to the bit. Then one wait after
+another is taken away, and must be missed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+
+import pytest
+
+from tests.executor.device import mutations, real
+from tests.executor.device.cases import runs
+from tests.executor.device.findings import finding
+from tests.executor.device.runs import Run, carry_out
+
+SHAPES = runs()
+REAL = list(real.runs())
+SEEDS = (None, 1, 2)  # a device that does nothing before it must, and two that do some of it before
+SLOW = [pytest.mark.slow, pytest.mark.timeout(1800)]
+
+
+def drawn(shapes: list[Run]) -> list[tuple[Run, int]]:
+    """Give each shape a seed of its own."""
+    return [(run, index) for index, run in enumerate(shapes)]
+
+
+@pytest.mark.parametrize(
+    "cases",
+    [drawn(list(SHAPES[::10])), pytest.param([(run, seed) for run in SHAPES for seed in (1, 2, 3)], marks=SLOW)],
+    ids=["some", "all"],
+)
+def test_no_order_of_a_device_changes_what_is_computed(cases: list[tuple[Run, int]]) -> None:
+    found = {(str(run), seed): finding(run, seed) for run, seed in cases}
+    assert not {case: what for case, what in found.items() if what}
+    assert len(cases) > 40
+
+
+@pytest.mark.parametrize(
+    "cases",
+    [drawn(REAL[::2]), pytest.param([(run, seed) for run in REAL for seed in SEEDS], marks=SLOW)],
+    ids=["some", "all"],
+)
+def test_with_layers_of_a_model_and_its_optimizer(cases: list[tuple[Run, int | None]]) -> None:
+    found = {(str(run), seed): finding(run, seed, real.make_real_context) for run, seed in cases}
+    assert not {case: what for case, what in found.items() if what}
+    assert len(cases) > 10
+
+
+def test_the_order_of_a_device_does_differ() -> None:
+    """Two seeds do the work in two orders, with the same weights to the bit."""
+    run = Run("1f1b", (2, 1), minibatches=6)
+    first, second = (carry_out(run, seed) for seed in (1, 2))
+    assert first.devices.history != second.devices.history
+    assert first.results.keys() == second.results.keys()
+    assert all(value.equal(second.results[key]) for key, value in first.results.items())
+
+
+# Where each fault shows: straight pipelines, replicas, divided optimizers.
+ANY = (Run("1f1b-flush", (1, 1, 1), 4), Run("1f1b", (1, 2)), Run("2bw", (1, 1), 4))
+REPLICAS = (Run("1f1b", (2, 1)), Run("1f1b-flush", (2, 2), 4), Run("1f1b-flush", (2,), 4))
+DIVIDED = (Run("1f1b-flush", (2, 2), 4, sharded=True), Run("1f1b", (2, 1), sharded=True))
+TIED = (Run("1f1b-flush", (1, 1, 1), 4, tied=((0, 2),)),)
+MUTATIONS = [
+    (mutations.read_before_wait, ANY),
+    (mutations.no_wait_for_a_free_buffer, ANY),
+    (mutations.no_record_stream, ANY),
+    (mutations.spare_buffer_without_its_event, ANY),
+    (mutations.send_buffer_refilled_before_its_send, ANY),
+    (mutations.send_buffer_refilled_at_once, ANY),
+    (mutations.all_reduce_not_waited_for, REPLICAS),
+    (mutations.weights_of_replicas_not_waited_for, DIVIDED),
+    (mutations.host_reads_before_its_copy, ANY),
+    (mutations.first_uses_in_another_order, ANY),
+    (mutations.loss_read_every_microbatch, ANY),
+    (mutations.allocation_between_posts, ANY),
+    (mutations.one_communicator_for_both_directions, ANY),
+    (mutations.receive_waits_for_all_compute, ANY),
+    (mutations.no_device_wait_at_first_use, ANY),
+    (mutations.header_never_checked, ANY),
+    (mutations.posting_ahead, ANY),
+    (mutations.no_first_uses, TIED),
+]
+
+
+def hits(fault: Callable[[], AbstractContextManager[None]], shapes: tuple[Run, ...]) -> Iterator[str]:
+    """Yield what is found with a fault, of these shapes and all seeds."""
+    with fault():
+        for run in shapes:
+            yield from filter(None, (finding(run, seed) for seed in SEEDS))
+
+
+@pytest.mark.parametrize(("fault", "shapes"), MUTATIONS, ids=lambda value: getattr(value, "__name__", ""))
+def test_a_missing_wait_is_found(fault: Callable[[], AbstractContextManager[None]], shapes: tuple[Run, ...]) -> None:
+    assert not [what for run in shapes[:1] for seed in SEEDS if (what := finding(run, seed))]
+    assert next(hits(fault, shapes), None)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_table_of_faults(record_property: Callable[[str, object], None]) -> None:
+    """The table in docs/explanation/executor.md: in how many runs of each fault's shapes it is found."""
+    for fault, shapes in MUTATIONS:
+        found = len(list(hits(fault, shapes)))
+        record_property(fault.__name__, f"{found} of {len(shapes) * len(SEEDS)}")
+        assert found
