@@ -21,7 +21,7 @@ from __future__ import annotations
 import random
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -29,7 +29,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from planner.runtime import Runtime
 from tests.executor.device.rules import DeviceWait, HostWait, Work
@@ -280,8 +279,9 @@ class Devices:
     def to_host(self, tensor: Tensor) -> None:
         """Take a tensor for the host's memory, as gloo does: what was computed there has been computed."""
         block = self._blocks.pop(tensor.untyped_storage()._cdata, None)
-        while block is not None and block.waiting and self._step():
-            pass
+        with _plain():
+            while block is not None and block.waiting and self._step():
+                pass
 
     def keep(self, tensor: Tensor, stream: SimulatedStream) -> None:
         self.adopt(tensor).used_on.add(stream)
@@ -400,14 +400,16 @@ class Devices:
     def go_on(self) -> None:
         """Do a few operations, or none."""
         if self._keeps_up and self.order.random() < self._keeps_up:
-            for _ in range(self.order.randrange(20)):
-                if not self._step():
-                    break
+            with _plain():
+                for _ in range(self.order.randrange(20)):
+                    if not self._step():
+                        break
 
     def _run_until(self, mark: Mark) -> bool:
         before = self.done
-        while not mark.passed and self._step():
-            pass
+        with _plain():
+            while not mark.passed and self._step():
+                pass
         if self.done > before:
             self._world.tell()
         return mark.passed
@@ -423,8 +425,7 @@ class Devices:
             stream = self._newest = max(ready, key=lambda each: each.priority)
         if self.order.random() < 0.02:
             stream.draw()
-        with _plain():
-            self._do(stream)
+        self._do(stream)
         self.done += 1
         self.history.append(stream.number)
         return True
@@ -554,35 +555,33 @@ class OnDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func.is_view or func.namespace != "aten":
             return func(*args, **kwargs)
         devices = self._devices
-        flat, spec = tree_flatten((args, kwargs))
+        tensors = [*_tensors_in(args), *_tensors_in(kwargs.values())]
         returns = func._schema.returns  # none where tensors of a list are written in place
         if returns and not any("Tensor" in str(each.type) for each in returns):
-            for each in flat:
-                if isinstance(each, Tensor):
-                    devices.read(each)
+            for each in tensors:
+                devices.read(each)
             return func(*args, **kwargs)
-        tensors = [each for each in flat if isinstance(each, Tensor)]
         if tensors and all(map(devices.is_of_host, tensors)):
             result = func(*args, **kwargs)
-            for each in tree_flatten(result)[0]:
-                if isinstance(each, Tensor):
-                    devices.note_of_host(each)
+            for each in _tensors_in((result,)):
+                devices.note_of_host(each)
             return result
         self._world.note(Work())
-        given = [self._given(each) if isinstance(each, Tensor) else each for each in flat]
+        given = _replaced((args, kwargs), Tensor, self._given)
+        views = [*_tensors_in(given[0], View), *_tensors_in(given[1].values(), View)]
         result = func(*args, **kwargs)
-        results = [each for each in tree_flatten(result)[0] if isinstance(each, Tensor)]
+        results = list(_tensors_in((result,)))
         made = [None if devices.knows(each) else devices.new(each) for each in results]
-        views = [each for each in given if isinstance(each, View)] + [each for each in made if each is not None]
         if func in _UNWRITTEN:
             return result
+        views += [each for each in made if each is not None]
         if torch.Tag.nondeterministic_seeded in func.tags:
             # The device draws what the host's order of calls draws.
             targets = [view or devices.view(each) for view, each in zip(made, results, strict=True)]
             drawn = [each.detach().clone() for each in results]
             devices.launch(lambda: _copy(targets, drawn), views)
         else:
-            devices.launch(lambda: _carry_out(func, given, spec, made), views)
+            devices.launch(lambda: _carry_out(func, given, made), views)
         return result
 
     def _given(self, tensor: Tensor) -> View:
@@ -598,12 +597,29 @@ _UNWRITTEN = (
 )
 
 
-def _carry_out(func: Any, given: list[Any], spec: Any, made: list[View | None]) -> None:
-    args, kwargs = tree_unflatten([each.tensor() if isinstance(each, View) else each for each in given], spec)
-    results = [each for each in tree_flatten(func(*args, **kwargs))[0] if isinstance(each, Tensor)]
-    for view, result in zip(made, results, strict=True):
+def _carry_out(func: Any, given: Any, made: list[View | None]) -> None:
+    args, kwargs = _replaced(given, View, View.tensor)
+    for view, result in zip(made, _tensors_in((func(*args, **kwargs),)), strict=True):
         if view is not None:
             view.tensor().copy_(result)
+
+
+def _tensors_in(values: Iterable[Any], kind: type[Any] = Tensor) -> Iterator[Any]:
+    """Yield the tensors among arguments or results, which are numbers, tensors, and lists of these."""
+    for value in values:
+        if isinstance(value, kind):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors_in(value, kind)
+
+
+def _replaced(value: Any, kind: type[Any], by: Callable[[Any], Any]) -> Any:
+    """Return arguments with what stands for tensors replaced."""
+    if isinstance(value, kind):
+        return by(value)
+    if isinstance(value, (list, tuple)):
+        return type(value)([_replaced(each, kind, by) for each in value])
+    return {key: _replaced(each, kind, by) for key, each in value.items()} if isinstance(value, dict) else value
 
 
 def _copy(targets: list[View], values: list[Tensor]) -> None:
