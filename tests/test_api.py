@@ -13,6 +13,7 @@ from dataclasses import MISSING
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -133,6 +134,32 @@ def test_quantities_have_units(bandwidth: Any, error: type[Exception], sentence:
     assert planner.flat_cluster(4, "10Gbps", "16GB", "2s") == planner.flat_cluster(4, 1.25e9, 16 * 10**9, 2.0)
     two = planner.hierarchical_cluster((4, 2), ("1GB/s", "8Gbps"), "1GiB", ("1us", 0.0))
     assert [level.bandwidth_bytes_per_s for level in two.levels] == [1e9, 1e9]
+
+
+@pytest.mark.parametrize(
+    ("verb", "given", "sentence"),
+    [
+        ("solve", ("a profile", "a plan"), "`cluster` of solve takes Cluster, and was given Plan"),
+        ("solve", ("profile.json", "a plan"), "`profile` of solve takes Profile, and was given str"),
+        ("explain", ("a plan", "a profile"), "`profile` of explain takes Profile, and was given Plan"),
+        ("compare", ("a profile",), "compare has no cluster to find a plan for"),
+        ("compare", ("a profile", "a plan"), "`cluster` of compare takes Cluster, and was given Plan"),
+        ("simulate", ("a profile",), "`plan` of simulate takes Plan, and was given Profile"),
+        ("train", ("model.py", "a profile"), "`plan` of train takes Plan, and was given Profile"),
+        ("flat_cluster", ("10Gbps", 2), "`gpus` of flat_cluster takes int, and was given str"),
+        ("fit", ("llama-7b", "two"), "`gpus` of fit takes int, and was given str"),
+    ],
+)
+def test_what_is_given_in_the_wrong_place(
+    profile: planner.Profile, solved: planner.Plan, verb: str, given: tuple[Any, ...], sentence: str
+) -> None:
+    values = {"a profile": profile, "a plan": solved}
+    with pytest.raises(planner.InputError, match=sentence):
+        getattr(planner, verb)(*(values.get(each, each) for each in given))
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    assert planner.flat_cluster(np.int64(4), "1Gbps").gpus == 4
 
 
 def test_options_take_texts_as_their_flags_do(profile: planner.Profile) -> None:

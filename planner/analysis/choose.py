@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from planner.analysis.usual_ways import SYNCHRONOUS, described_plan
+from planner.arguments import checked
 from planner.errors import InfeasibleError, InputError, PlannerError
 from planner.formats.cluster import Cluster
 from planner.formats.plan import Plan
@@ -83,6 +84,7 @@ class Choice(Shown):
         return self.best.plan
 
 
+@checked
 def choose(
     profiles: Sequence[Profile],
     cluster: Cluster,

@@ -7,9 +7,11 @@ from dataclasses import replace
 
 from planner.analysis.given_plan import GivenPlan, fastest, problem_of
 from planner.analysis.usual_ways import DATA_PARALLEL, Way, described, usual_ways
+from planner.arguments import checked
 from planner.cost.candidate import Candidate
 from planner.cost.layer_costs import LayerCosts
 from planner.cost.utilisation import utilisation
+from planner.errors import InputError
 from planner.formats.cluster import Cluster
 from planner.formats.files import Record
 from planner.formats.plan import Plan
@@ -57,6 +59,7 @@ class Comparison(Shown, Record):
     over: str | None = DATA_PARALLEL
 
 
+@checked
 def compare(
     profile: Profile,
     cluster: Cluster | None = None,
@@ -85,7 +88,8 @@ def compare(
         ['chosen plan', 'data parallel']
     """
     if plan is None:
-        assert cluster is not None, "either a plan or a cluster"
+        if cluster is None:
+            raise InputError("compare has no cluster to find a plan for", hint="give a `cluster`, or a `plan`")
         options = options or SolveOptions()
         patience = patience or Patience.of(options.time_limit_s, options.progress)
         given = GivenPlan.of(profile, find_plan(profile, cluster, options, patience.part(SOLVING)), options, patience)

@@ -9,6 +9,7 @@ from itertools import pairwise
 from planner.analysis.compare import STRAIGHT
 from planner.analysis.given_plan import GivenPlan, fastest
 from planner.analysis.sweep import at_bandwidth
+from planner.arguments import checked
 from planner.cost.candidate import Candidate
 from planner.cost.setting import Setting
 from planner.errors import InfeasibleError
@@ -96,6 +97,7 @@ class Explanation(Shown, Record):
     out_of_time: bool = False  # the time limit passed: moves are missing, or alternatives were searched for too short
 
 
+@checked
 def explain(
     profile: Profile, plan: Plan, *, options: SolveOptions | None = None, patience: Patience | None = None
 ) -> Explanation:

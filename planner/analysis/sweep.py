@@ -10,6 +10,7 @@ from typing import Literal
 from planner.analysis.given_plan import GivenPlan, options_of
 from planner.analysis.own_plan import missing_memory
 from planner.analysis.usual_ways import DATA_PARALLEL, ONE_GPU, with_baselines
+from planner.arguments import checked
 from planner.errors import InfeasibleError, InputError
 from planner.formats.cluster import Cluster, Level
 from planner.formats.files import Record
@@ -112,6 +113,7 @@ class Sweep(Shown, Record):
         return "samples/s" if any(point.samples_per_s for point in self.points) else "batches/s"
 
 
+@checked
 def sweep(
     profile: Profile,
     quantity: Quantity,

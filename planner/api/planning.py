@@ -12,6 +12,7 @@ from planner.analysis.own_plan import equal_stages, stages_ending_at
 from planner.analysis.own_plan import price as priced
 from planner.analysis.sweep import MOST_POINTS, bandwidth_sweep
 from planner.analysis.usual_ways import with_baselines, with_synchronous
+from planner.arguments import checked
 from planner.errors import ClusterError, InputError, PlannerError
 from planner.formats.cluster import Cluster, DeviceKind, flat_cluster, hierarchical_cluster, load_cluster
 from planner.formats.device_kinds import cluster_for
@@ -268,6 +269,7 @@ def _chosen(name: str, given: Any, all_stages: Sequence[int]) -> Iterator[tuple[
             yield stage, int(units) if colon else True
 
 
+@checked
 def show(
     file: Plan | Profile | str | Path = PLAN, *, by: Any = "order", top: int | None = None, format: str = "table"
 ) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
+from planner.arguments import checked
 from planner.exports.deepspeed import deepspeed_file
 from planner.exports.torch_pipelining import torch_pipelining_file
 from planner.exports.transformers import megatron_arguments, torchtitan_config
@@ -21,6 +22,7 @@ _WRITERS: dict[System, Callable[[Plan, str | None], str]] = {
 }
 
 
+@checked
 def export(plan: Plan, system: System, *, model: str | Path | None = None) -> str:
     """Write the plan in the form that another system takes.
 

@@ -10,6 +10,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
+from planner.arguments import checked
 from planner.errors import ClusterError
 from planner.formats.files import AlwaysTrue, GrownRecord, Record, first_problem, load_record, save_record
 from planner.formats.link_names import link_bandwidth
@@ -152,6 +153,7 @@ class Cluster(Shown, GrownRecord):
         return min(level.bandwidth_bytes_per_s for level in self.joined)
 
 
+@checked
 def flat_cluster(
     gpus: int,
     bandwidth_bytes_per_s: float | str,
@@ -183,6 +185,7 @@ def flat_cluster(
     return _cluster([level], memory_bytes, overlap)
 
 
+@checked
 def hierarchical_cluster(
     sizes: Sequence[int],
     bandwidths_bytes_per_s: Sequence[float | str],

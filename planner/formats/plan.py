@@ -12,6 +12,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from planner.arguments import checked
 from planner.errors import PlanError
 from planner.formats.cluster import Cluster
 from planner.formats.files import AlwaysTrue, GrownRecord, load_record, save_record
@@ -196,6 +197,7 @@ def load_plan(path: Path | str) -> Plan:
     return load_record(Plan, path, PlanError, REMEDY)
 
 
+@checked
 def save_plan(plan: Plan, path: Path | str) -> None:
     """Write `plan` to `path` atomically.
 

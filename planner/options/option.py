@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, overload
 
+from planner.arguments import checked_arguments
 from planner.errors import InputError
 
 WIDTH = 112  # columns of an entry under "Args:", which is indented
@@ -146,8 +147,11 @@ def keywords_of(record: Any, **_: Any) -> Any:
         signature = inspect.signature(function)
         *first, last = signature.parameters.values()
 
+        check = checked_arguments(function)
+
         def called(*arguments: Any, **keywords: Any) -> Any:
             own = {each.name: keywords.pop(each.name) for each in first if each.name in keywords}
+            check(arguments, own)
             return function(*arguments, **own, **{last.name: record(**keywords)})
 
         parameters = first + [

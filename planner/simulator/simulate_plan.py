@@ -16,6 +16,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from itertools import pairwise
 
+from planner.arguments import checked
 from planner.errors import InputError
 from planner.formats.plan import Plan
 from planner.formats.plan_parts import Stage
@@ -93,6 +94,7 @@ FEWEST = 16  # minibatches of a synchronous schedule, by default
 _ENOUGH_UNITS = 16_000  # of work, a microbatch at a stage each, that are enough to look at
 
 
+@checked
 def simulate(plan: Plan, minibatches: int | None = None, accumulate: int = 1) -> Timeline:
     """Simulate the instruction streams of training with `plan`, at the plan's times. A group of ranks is one worker.
 

@@ -8,6 +8,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from planner.arguments import checked
 from planner.formats.files import Record
 from planner.formats.plan_parts import ScheduleField
 from planner.formats.shown import Shown
@@ -68,6 +69,7 @@ class Summary(Shown, Record):
     shared_links: tuple[LinkShare, ...]
 
 
+@checked
 def summarize(timeline: Timeline) -> Summary:
     """Summarize a run, simulated or measured.
 

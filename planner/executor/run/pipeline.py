@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
+from planner.arguments import checked
 from planner.errors import InputError
 from planner.executor.checkpoint.checkpointer import Checkpointer
 from planner.executor.communication.control import broadcast_bytes, control_group, gather_bytes
@@ -272,6 +273,7 @@ class Pipeline:
         self._losses.exchange(self._data.count, seen)
 
 
+@checked
 def pipeline(
     plan: Plan,
     model: str | Path | TrainingSpec,

@@ -1,0 +1,54 @@
+"""Checks what a Python call is given against the types that the function names: a plan is no cluster."""
+
+from __future__ import annotations
+
+import builtins
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, wraps
+from numbers import Integral, Real
+from typing import Any, ParamSpec, TypeVar
+
+from planner.errors import InputError
+
+P = ParamSpec("P")
+T = TypeVar("T")
+_WIDER = {"int": Integral, "float": Real, "None": type(None)}  # NumPy's numbers are numbers
+
+
+def checked(function: Callable[P, T]) -> Callable[P, T]:
+    """Decorate a function that raises InputError where an argument is of another class than its annotation names."""
+    check = checked_arguments(function)
+
+    @wraps(function)
+    def called(*arguments: P.args, **keywords: P.kwargs) -> T:
+        check(arguments, keywords)
+        return function(*arguments, **keywords)
+
+    return called
+
+
+def checked_arguments(function: Callable[..., Any]) -> Callable[[Sequence[Any], Mapping[str, Any]], None]:
+    """Return a check of arguments by place and by name; annotations that are more than classes are not checked."""
+    names = list(inspect.signature(function).parameters)
+
+    def check(arguments: Sequence[Any], keywords: Mapping[str, Any]) -> None:
+        for name, value in (*zip(names, arguments, strict=False), *keywords.items()):
+            wanted = _classes(function, name)
+            if wanted and not isinstance(value, tuple(wanted.values())):
+                words = " or ".join(each for each in wanted if each != "None")
+                raise InputError(
+                    f"`{name}` of {function.__name__} takes {words}, and was given {type(value).__name__}",
+                    hint=f"help(planner.{function.__name__}) shows what goes where",
+                )
+
+    return check
+
+
+@cache
+def _classes(function: Callable[..., Any], name: str) -> dict[str, Any]:
+    """Return the classes that a parameter may have, by name; none where its annotation says more than classes."""
+    known: Mapping[str, Any] = {**vars(builtins), **getattr(function, "__globals__", {}), **_WIDER, "Any": None}
+    parts = str(getattr(function, "__annotations__", {}).get(name, "?")).split(" | ")
+    found = {part: known.get(part) for part in parts}
+    return found if all(isinstance(each, type) for each in found.values()) else {}
