@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,6 +28,20 @@ _POSTED_FOR = timedelta(days=1)
 def wait_for_device(device: torch.device) -> None:
     """Let the host wait until the device has done all that it was given."""
     runtime_of(device).synchronize(device)
+
+
+# NCCL gives an operation up to 32 thread blocks, and a receive that waits holds them: on a GPU they are taken from the
+# computation. Messages between two workers need few of them to fill a link.
+MESSAGE_BLOCKS = 4
+
+
+def message_options(backend: str) -> dict[str, Any]:
+    """Return arguments of `new_group` for a group that carries messages between two workers."""
+    if backend != "nccl":
+        return {}
+    options = dist.ProcessGroupNCCL.Options()  # type: ignore[attr-defined, unused-ignore]
+    options.config.max_ctas = MESSAGE_BLOCKS
+    return {"pg_options": options}
 
 
 class DataGroups:
@@ -53,7 +68,7 @@ class DataGroups:
 
     def for_messages(self, sender: int, receiver: int) -> dist.ProcessGroup:
         """Make a group for messages from one worker to another."""
-        group = self._make([sender, receiver])
+        group = self._make([sender, receiver], **message_options(self._place.backend))
         if dist.get_rank() == sender:
             self._unused.append(lambda token: dist.isend(token, receiver, group))
         elif dist.get_rank() == receiver:
@@ -75,6 +90,6 @@ class DataGroups:
             work.wait()
             wait_for_device(self._place.wire)
 
-    def _make(self, members: list[int]) -> dist.ProcessGroup:
-        group: dist.ProcessGroup = dist.new_group(members, timeout=self._timeout, backend=self._place.backend)
+    def _make(self, members: list[int], **more: Any) -> dist.ProcessGroup:
+        group: dist.ProcessGroup = dist.new_group(members, timeout=self._timeout, backend=self._place.backend, **more)
         return group

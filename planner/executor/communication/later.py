@@ -28,10 +28,14 @@ class _Copy(NamedTuple):
 
 
 class Later:
-    """Hands values to their readers on the host, in the order in which they were given."""
+    """Hands values to their readers on the host, in the order in which they were given.
 
-    def __init__(self, device: torch.device) -> None:
-        self._runtime = runtime_of(device)
+    Args:
+        most: values that may be on their way at once; for the next one the host waits for the oldest.
+    """
+
+    def __init__(self, device: torch.device, most: int = MOST) -> None:
+        self._runtime, self._most = runtime_of(device), most
         self._coming: deque[tuple[_Copy, Reader]] = deque()
         # Pinned memory is made once and used again: to allocate it may wait for the whole device.
         self._free: defaultdict[tuple[torch.dtype, torch.Size], list[_Copy]] = defaultdict(list)
@@ -52,7 +56,7 @@ class Later:
         copy.done.record()
         self._coming.append((copy, reader))
         self.poll()
-        if len(self._coming) > MOST:
+        if len(self._coming) > self._most:
             self._hand_over()
 
     def poll(self) -> None:

@@ -37,6 +37,10 @@ from planner.schedule.instructions import Instruction, Message, Receive, Send
 from planner.workers.groups import GLOO
 from planner.workers.place import Place
 
+# Messages that the host may have taken and its device not passed yet. Until then their memory cannot be given out
+# again: without a bound the host's lead would decide how much memory messages take.
+LEAD = 8
+
 
 @dataclass(frozen=True)
 class _Buffer:
@@ -62,7 +66,7 @@ class NCCLLinks(Links):
         self._posted: deque[Posted] = deque()  # its receives
         self._early: dict[Receive, Posted] = {}  # posted before a pause
         self._spare: dict[Lane, _Buffer] = {}
-        self._later = Later(self._place.wire)
+        self._later = Later(self._place.wire, LEAD)
         self._runtime = runtime_of(self._place.wire)
         self._side = self._runtime.stream(self._place.wire)
 

@@ -8,12 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from unittest.mock import patch
 
 import pytest
 
+from planner.executor.communication import nccl_links
+from planner.executor.communication.later import MOST
+from planner.workers.groups import MESSAGE_BLOCKS
 from tests.executor.device import mutations, real
 from tests.executor.device.cases import runs
 from tests.executor.device.findings import finding
+from tests.executor.device.rules import Post
 from tests.executor.device.runs import Run, carry_out
 
 SHAPES = runs()
@@ -56,6 +61,28 @@ def test_the_order_of_a_device_does_differ() -> None:
     assert first.devices.history != second.devices.history
     assert first.results.keys() == second.results.keys()
     assert all(value.equal(second.results[key]) for key, value in first.results.items())
+
+
+def test_the_hosts_lead_does_not_decide_how_much_memory_messages_take() -> None:
+    """The middle stage receives two messages per minibatch; its device does nothing before it must."""
+    few, many = (carry_out(Run("1f1b", (1, 1, 1), minibatches=count)).devices.made_blocks[1] for count in (20, 100))
+    assert many <= few + 1
+    with patch.object(nccl_links, "LEAD", MOST):
+        assert carry_out(Run("1f1b", (1, 1, 1), minibatches=100)).devices.made_blocks[1] > 2 * many
+
+
+def test_groups_of_messages_take_few_thread_blocks() -> None:
+    """A receive that waits holds them."""
+    world = carry_out(Run("1f1b", (2, 1)))
+    of_messages = [group for group in world.groups if group.backend == "nccl" and None not in group.options]
+    assert {group.options[0].config.max_ctas for group in of_messages} == {MESSAGE_BLOCKS}
+    used = {
+        post.communicator.split(" of ")[0]: post.kind
+        for operations in world.recording.values()
+        for post in operations
+        if isinstance(post, Post)
+    }
+    assert {group.name for group in of_messages} == {name for name, kind in used.items() if kind != "all"}
 
 
 # Where each fault shows: straight pipelines, replicas, divided optimizers.

@@ -13,6 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import itemgetter
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -35,6 +36,7 @@ class Group:
 
     def __init__(self, name: str, ranks: Sequence[int], backend: str) -> None:
         self.name, self.ranks, self.backend = name, tuple(ranks), backend
+        self.options: list[Any] = []  # what its makers gave
 
 
 class World:
@@ -50,7 +52,7 @@ class World:
         self._own = threading.local()
         self._version = 0  # of what workers wait for
         self._idle: dict[int, int] = {}  # the version at which a worker found nothing to do, by rank
-        self._groups: list[Group] = []
+        self.groups: list[Group] = []
         self._made: Counter[int] = Counter()  # groups, by rank
         self._posts: Counter[tuple[int, str]] = Counter()  # by rank and communicator
         self._given: dict[tuple[str, int], dict[int, Tensor]] = defaultdict(dict)  # by communicator and number
@@ -119,12 +121,15 @@ class World:
 
     # What replaces torch.distributed.
 
-    def new_group(self, ranks: Sequence[int], timeout: object = None, backend: str = "gloo") -> Group:
+    def new_group(
+        self, ranks: Sequence[int], timeout: object = None, backend: str = "gloo", pg_options: Any = None
+    ) -> Group:
         number = self._made[self.rank]
         self._made[self.rank] += 1
-        if number == len(self._groups):
-            self._groups.append(Group(f"group {number}", sorted(ranks), backend))
-        group = self._groups[number]
+        if number == len(self.groups):
+            self.groups.append(Group(f"group {number}", sorted(ranks), backend))
+        group = self.groups[number]
+        group.options.append(pg_options)
         assert (group.ranks, group.backend) == (tuple(sorted(ranks)), backend), "groups are made in another order"
         self.note(Meeting(f"making of {group.name}"))
         return group
@@ -272,6 +277,7 @@ class World:
             "get_backend": lambda group=None: (group or self.everyone).backend,
             "group": type("group", (), {"WORLD": self.everyone}),
             "is_initialized": lambda: True,
+            "ProcessGroupNCCL": SimpleNamespace(Options=lambda: SimpleNamespace(config=SimpleNamespace())),
         }
         with (
             patch.multiple(dist, create=True, **replaced),  # type: ignore[call-overload] # names that PyTorch 2.6 has not
