@@ -33,7 +33,8 @@ def _broken(run: Run, world: World) -> Iterator[str]:
         ways.append({"waiting": range(run.workers), "rendezvous": True})
     yield from filter(None, (_deadlock(recording, **how) for how in ways))
     # A replica without a unit in a round must know whether others had gradients.
-    idle = not run.shape.asynchronous and run.microbatches < max(run.replicas)
+    units = run.minibatches if run.shape.asynchronous and run.microbatches == 1 else run.microbatches
+    idle = any(units % replicas for replicas in run.replicas)
     plain = not (run.clipped or run.autocast or run.evaluate_every or run.traced or idle)
     for rank, operations in recording.items():
         if plain and any(isinstance(each, HostWait) and each.read for each in operations):

@@ -277,6 +277,7 @@ class World:
             "get_backend": lambda group=None: (group or self.everyone).backend,
             "group": type("group", (), {"WORLD": self.everyone}),
             "is_initialized": lambda: True,
+            "is_nccl_available": lambda: True,
             "ProcessGroupNCCL": SimpleNamespace(Options=lambda: SimpleNamespace(config=SimpleNamespace())),
         }
         with (
