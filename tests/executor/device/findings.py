@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
+
+from torch import Tensor
 
 from planner.errors import PlannerError
 from tests.executor.device.rules import HostWait, NCCLDeadlock, Post, Recording, StreamWait, check
@@ -15,12 +17,21 @@ from tests.executor.device.world import World
 STRAIGHT = ("1f1b", "1f1b-flush", "2bw", "gpipe", "naive", "zb-h1")
 
 
-def finding(run: Run, seed: int | None, make: Make | None = None) -> str | None:
-    """Carry out a run; return the first thing that is wrong with it, None if nothing is."""
+def finding(
+    run: Run, seed: int | None, make: Make | None = None, expected: Mapping[tuple[int, str], Tensor] | None = None
+) -> str | None:
+    """Carry out a run; return the first thing that is wrong with it, None if nothing is.
+
+    Args:
+        expected: the weights that each rank is to end with, by rank and name.
+    """
     try:
         world = carry_out(run, seed, buffered=bool(seed and seed % 2), make=make)
     except (RaceError, NCCLDeadlock, PlannerError, AssertionError) as error:
         return f"{type(error).__name__}: {error}"
+    for key, value in (expected or {}).items():
+        if not world.results[key].equal(value):
+            return f"{key} is {world.results[key]} in place of {value}"
     return next(_broken(run, world), None)
 
 
