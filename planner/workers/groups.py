@@ -37,7 +37,7 @@ MESSAGE_BLOCKS = 4
 
 def message_options(backend: str) -> dict[str, Any]:
     """Return arguments of `new_group` for a group that carries messages between two workers."""
-    if backend != "nccl" or not dist.is_nccl_available():
+    if backend != "nccl" or not dist.is_nccl_available():  # without it, making the group fails with NCCL's own words
         return {}
     options = dist.ProcessGroupNCCL.Options()  # type: ignore[attr-defined, unused-ignore]
     options.config.max_ctas = MESSAGE_BLOCKS

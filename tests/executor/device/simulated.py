@@ -12,7 +12,7 @@ the host reads of a device, and what a run leaves there, must be the same to the
                 and may be given out again there: work on that stream comes later in any case. A block that `keep` names
                 other streams for waits until these have passed what they had by then. Freed memory is overwritten.
     messages    each communicator has a stream of its own. A receive spoils its buffer when it begins. A send ends when
-                its receive takes it, or, if small and the seed says so, before: NCCL buffers a few megabytes
+                its receive takes it, or, where sends are buffered, before: NCCL buffers a few megabytes
     host        reads of a device's memory wait for the current stream; pinned memory must have been written
 """
 
@@ -105,8 +105,7 @@ class SimulatedStream:
     """A queue of operations of one device."""
 
     def __init__(self, device: Devices, rank: int, first: int) -> None:
-        self._device, self.rank, self.number = device, rank, device.streams_made
-        device.streams_made += 1
+        self._device, self.rank, self.number = device, rank, device.streams
         self.items: deque[Item] = deque()
         self.computed = 0  # stream waits so far, its own and those of events that it waits for
         self._first = first
@@ -179,9 +178,8 @@ class Devices:
     def __init__(self, world: World, seed: int | None, *, buffered: bool = False) -> None:
         self._world = world
         self.order = random.Random(seed or 0)
-        self._keeps_up = (
-            0.0 if seed is None else (0.0, 0.02, 0.3)[seed % 4 % 3]
-        )  # chance to go on, per call of the host
+        # The chance that a device goes on, per call of its host.
+        self._keeps_up = 0.0 if seed is None else (0.0, 0.02, 0.3)[seed % 4 % 3]
         self._messages_first = 0 if seed is None else (0, 1, -1)[seed % 3]
         self._buffered = buffered
         self._blocks: dict[int, Block] = {}  # by storage
@@ -194,9 +192,8 @@ class Devices:
         self._current: dict[int, SimulatedStream] = {}
         self._messages: defaultdict[tuple[str, int], dict[int, Message]] = defaultdict(dict)
         self.made_blocks: defaultdict[int, int] = defaultdict(int)  # by rank
-        self.streams_made = 0
+        self.streams = 0  # made so far
         self._newest: SimulatedStream | None = None  # that did something
-        self.done = 0  # operations
         self.history: list[int] = []  # by operation, the stream that it was on
         self.headers: defaultdict[int, int] = defaultdict(int)  # of messages, that the host has read, by rank
 
@@ -204,6 +201,7 @@ class Devices:
 
     def new_stream(self, rank: int, first: int = 0) -> SimulatedStream:
         stream = SimulatedStream(self, rank, first)
+        self.streams += 1
         self._streams[rank].append(stream)
         return stream
 
@@ -406,11 +404,11 @@ class Devices:
                         break
 
     def _run_until(self, mark: Mark) -> bool:
-        before = self.done
+        before = len(self.history)
         with _plain():
             while not mark.passed and self._step():
                 pass
-        if self.done > before:
+        if len(self.history) > before:
             self._world.tell()
         return mark.passed
 
@@ -426,7 +424,6 @@ class Devices:
         if self.order.random() < 0.02:
             stream.draw()
         self._do(stream)
-        self.done += 1
         self.history.append(stream.number)
         return True
 
@@ -442,7 +439,7 @@ class Devices:
         met = self._messages[message.key]
         if message.kind == "all":
             return len(met) == message.members and all(each.begun for each in met.values())
-        if message.kind == "send" and (self._buffered or message.left is not None):
+        if message.kind == "send" and self._buffered:
             return True
         return any((each.begun and each is not message) or each.left is not None for each in met.values())
 
