@@ -20,6 +20,8 @@ from planner.errors import InputError
 from planner.formats.names import GPU_KINDS
 
 TRIED = ("cpu",)  # kinds on which this package has ever trained anything
+_MOST_OF_FREE = 0.9  # of a device's free memory, that `reserve` takes
+_SMALL_BYTES, _SMALL_PIECE_BYTES = 64 << 20, 1 << 20  # of it for small requests, and what these are at most
 
 
 class Event(Protocol):
@@ -159,6 +161,9 @@ class Runtime:
         """Return a tensor of the host on `device`; from pinned memory the host does not wait for the copy."""
         return tensor.to(device)
 
+    def reserve(self, device: torch.device, size_bytes: int) -> None:
+        """Let the allocator take memory now, which it then gives to the current stream without asking the device."""
+
     def allocated_bytes(self, device: torch.device) -> int:
         """Return what tensors take now, by the requests that the host made; where the kind `counts_memory`."""
         raise NotImplementedError
@@ -260,6 +265,15 @@ class Accelerator(Runtime):
 
     def copied(self, tensor: Tensor, device: torch.device) -> Tensor:
         return tensor.to(device, non_blocking=tensor.is_pinned())
+
+    def reserve(self, device: torch.device, size_bytes: int) -> None:
+        # The allocator keeps what is freed here for this stream, and cuts what it is asked for from it. Requests of up
+        # to 1 MiB have memory of their own. What does not fit is for training to find out, which says so.
+        free_bytes, _ = self.free_and_total_bytes(device)
+        size_bytes = min(size_bytes, int(free_bytes * _MOST_OF_FREE))
+        pieces = [size_bytes - _SMALL_BYTES, *[_SMALL_PIECE_BYTES] * (_SMALL_BYTES // _SMALL_PIECE_BYTES)]
+        if pieces[0] > 0:
+            del [torch.empty(size, dtype=torch.uint8, device=device) for size in pieces][:]
 
     def allocated_bytes(self, device: torch.device) -> int:
         return int(self._module.memory_allocated(device))

@@ -8,23 +8,35 @@ On a CPU a value is there at once, and so is its reader's turn.
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from planner.runtime import Event, runtime_of
+from planner.runtime import Runtime, runtime_of
 
 MOST = 64  # values that are on their way at once; more would tell of a wrong message or a NaN too late
+_SLOT_BYTES = 64
 
 Reader = Callable[[Tensor], None]
 
 
-class _Copy(NamedTuple):
-    value: Tensor  # in pinned memory
-    done: Event
+class _Slot:
+    """A little pinned memory, and the event of the copy to it."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._memory = runtime.pinned(torch.empty(_SLOT_BYTES, dtype=torch.uint8))
+        self._places: dict[tuple[torch.dtype, torch.Size], Tensor] = {}
+        self.done = runtime.event()
+
+    def place(self, like: Tensor) -> Tensor:
+        """Return the memory as a tensor for the values of `like`."""
+        key = like.dtype, like.shape
+        place = self._places.get(key)
+        if place is None:
+            place = self._places[key] = self._memory[: like.nbytes].view(like.dtype).view(like.shape)
+        return place
 
 
 class Later:
@@ -35,26 +47,27 @@ class Later:
     """
 
     def __init__(self, device: torch.device, most: int = MOST) -> None:
-        self._runtime, self._most = runtime_of(device), most
-        self._coming: deque[tuple[_Copy, Reader]] = deque()
-        # Pinned memory is made once and used again: to allocate it may wait for the whole device.
-        self._free: defaultdict[tuple[torch.dtype, torch.Size], list[_Copy]] = defaultdict(list)
+        runtime = runtime_of(device)
+        self._asynchronous, self._most = runtime.asynchronous, most
+        self._coming: deque[tuple[_Slot, Tensor, Reader]] = deque()
+        # Pinned memory is taken before there are messages: to allocate it may wait for the whole device.
+        self._free = [_Slot(runtime) for _ in range(most + 1)] if runtime.asynchronous else []
 
     def read(self, value: Tensor, reader: Reader) -> None:
         """Give `reader` the value when it is known: on a CPU now, on a GPU in a later call of any of these methods.
 
         Args:
-            value: a small tensor; it may be overwritten by work that is launched afterwards.
+            value: a tensor of at most 64 bytes; it may be overwritten by work that is launched afterwards.
             reader: gets it on the CPU, and may not keep it.
         """
-        if not self._runtime.asynchronous:
+        if not self._asynchronous:
             reader(value)
             return
-        kept = self._free[value.dtype, value.shape]
-        copy = kept.pop() if kept else _Copy(self._runtime.pinned(value), self._runtime.event())
-        copy.value.copy_(value, non_blocking=True)
-        copy.done.record()
-        self._coming.append((copy, reader))
+        slot = self._free.pop()
+        place = slot.place(value)
+        place.copy_(value, non_blocking=True)
+        slot.done.record()
+        self._coming.append((slot, place, reader))
         self.poll()
         if len(self._coming) > self._most:
             self._hand_over()
@@ -70,7 +83,7 @@ class Later:
             self._hand_over()
 
     def _hand_over(self) -> None:
-        copy, reader = self._coming.popleft()
-        copy.done.synchronize()
-        reader(copy.value)
-        self._free[copy.value.dtype, copy.value.shape].append(copy)
+        slot, value, reader = self._coming.popleft()
+        slot.done.synchronize()
+        reader(value)
+        self._free.append(slot)

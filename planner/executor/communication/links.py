@@ -22,7 +22,7 @@ from torch import Tensor
 
 from planner.errors import first_line
 from planner.executor.communication.later import Reader
-from planner.executor.communication.messages import Layout, Outgoing, check, header_here, unpack
+from planner.executor.communication.messages import Layout, Layouts, Outgoing, check, header_here, unpack
 from planner.schedule.instructions import (
     POSTED,
     Instruction,
@@ -104,6 +104,7 @@ class LinkGroups:
     Args:
         streams: of all workers by rank, long enough that every pair that ever exchanges messages does.
         receivers: of each message; those whom the streams name, if nothing else is said.
+        made: other groups. Their lanes are used again where nothing is ever posted on them that has no partner yet.
     """
 
     def __init__(
@@ -111,6 +112,7 @@ class LinkGroups:
         groups: DataGroups,
         streams: Mapping[int, Iterable[Instruction]],
         receivers: Receivers = lambda _, send: (send.peer_rank,),
+        made: LinkGroups | None = None,
     ) -> None:
         self._receivers = receivers
         self._by_direction: dict[bool, dist.ProcessGroup] = {}
@@ -120,7 +122,8 @@ class LinkGroups:
         else:
             # Making a group is a call of all workers, and NCCL connects a lane at its first use: one order for all.
             lanes = lanes_of({rank: self.copied(stream, rank) for rank, stream in streams.items()})
-            self._by_lane = {lane: groups.for_messages(lane.sender, lane.receiver) for lane in lanes}
+            known = {} if made is None else made._by_lane
+            self._by_lane = {lane: known.get(lane) or groups.for_messages(lane.sender, lane.receiver) for lane in lanes}
 
     def copied(self, stream: Iterable[Instruction], rank: int) -> Iterator[Instruction]:
         """Yield a worker's stream with a send for each receiver."""
@@ -134,6 +137,10 @@ class LinkGroups:
         """Return what a worker sends to other workers in place of `send`: nothing, or one or several messages."""
         ranks = self._receivers(rank, send)
         return (send,) if ranks == (send.peer_rank,) else [replace(send, peer_rank=each) for each in ranks]
+
+    def towards(self, rank: int) -> list[Lane]:
+        """Return the lanes of a worker's receives that have a group of their own."""
+        return [lane for lane in self._by_lane if lane.receiver == rank]
 
     def of(self, lane: Lane) -> dist.ProcessGroup:
         """Return the group of a lane's messages."""
@@ -195,7 +202,7 @@ class Links(ABC):
         self._sent: defaultdict[Lane, deque[tuple[dist.Work, Outgoing]]] = defaultdict(deque)
         self._left: dict[Lane, Outgoing] = {}  # the newest that has left, to be filled again
         self._within: dict[Receive, dict[str, Tensor]] = {}  # between two stages of this worker
-        self._follow(stream)
+        self.follow(stream)
 
     def receive(self, receive: Receive) -> dict[str, Tensor]:
         """Return the values of `receive`, in tensors that computations may use at once.
@@ -237,9 +244,14 @@ class Links(ABC):
         """Wait for the checks of all messages received so far; nothing may be on its way to this worker."""
         return  # over gloo each message is checked as it is taken
 
+    def reserve(self, layouts: Layouts, samples: int) -> None:
+        """Take memory for messages of microbatches of so many samples, before the first of them."""
+        return  # on a CPU taking it holds up nobody
+
     @abstractmethod
-    def _follow(self, stream: Segments) -> None:
-        """Prepare to post the messages of the worker's stream."""
+    def follow(self, stream: Segments) -> None:
+        """Prepare to post the messages of another stream of the worker; nothing may be on its way."""
+        self._left.clear()
 
     @abstractmethod
     def _take(self, receive: Receive) -> Posted:
@@ -298,7 +310,8 @@ def wait_for(work: dist.Work, peer: int) -> None:
 class GlooLinks(Links):
     """Posts `POSTED` receives per lane ahead, of the worker's stream as far as it is known."""
 
-    def _follow(self, stream: Segments) -> None:
+    def follow(self, stream: Segments) -> None:
+        super().follow(stream)
         # All lanes share one iteration over the stream, so each keeps what another has passed on its way.
         each_one = chain.from_iterable(stream)
         self._receives = (each for each in each_one if isinstance(each, Receive) and each.peer_rank != self._rank)

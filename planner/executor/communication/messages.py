@@ -27,6 +27,7 @@ from planner.model.capture.graph import ValueSpec
 from planner.schedule.instructions import (
     Receive,
     ReceiveActivation,
+    ReceiveGradient,
     ReceiveShared,
     Send,
     SendActivation,
@@ -180,6 +181,11 @@ class Layouts:
         if layout is None:
             layout = self._made[key] = self._make(*key)
         return layout
+
+    def received_bytes(self, source: int, target: int, *, forward: bool, shared: bool, samples: int) -> int:
+        """Return the size of a message from stage `source` to the later `target`, or back, of `samples` samples."""
+        kind = ReceiveShared if shared else ReceiveActivation if forward else ReceiveGradient
+        return self._make(kind, *((target, source) if forward else (source, target)), samples).size_bytes
 
     def _make(self, kind: type[Receive | Send], stage: int, peer: int, samples: int) -> Layout:
         if issubclass(kind, (ReceiveShared, SendShared)):

@@ -25,13 +25,23 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from planner.executor.communication.later import Later
-from planner.executor.communication.links import GlooLinks, Lane, Links, Posted, Segments, lane_of
-from planner.executor.communication.messages import Outgoing, header
+from planner.executor.communication.links import (
+    GlooLinks,
+    Lane,
+    LayoutOf,
+    LinkGroups,
+    Links,
+    Posted,
+    Segments,
+    lane_of,
+)
+from planner.executor.communication.messages import Layouts, Outgoing, header
 from planner.runtime import Event, runtime_of
 from planner.schedule.instructions import Instruction, Message, Receive, Send
 from planner.workers.groups import GLOO
@@ -58,7 +68,24 @@ class NCCLLinks(Links):
     # computation would wait for a receive that may come after an evaluation, which in turn waits for that computation.
     _rounds_more = 1
 
-    def _follow(self, stream: Segments) -> None:
+    def __init__(self, groups: LinkGroups, layout_of: LayoutOf, most: int, place: Place, *more: Any) -> None:
+        # What a message takes beside its buffers is taken once: one stream, and pinned memory.
+        self._runtime = runtime_of(place.wire)
+        self._side = self._runtime.stream(place.wire)
+        self._later = Later(place.wire, LEAD)
+        super().__init__(groups, layout_of, most, place, *more)
+
+    def reserve(self, layouts: Layouts, samples: int) -> None:
+        # The first message of each lane comes into memory of the side stream; all others into that of computation.
+        size_bytes = sum(
+            layouts.received_bytes(lane.source, lane.target, forward=lane.forward, shared=lane.shared, samples=samples)
+            for lane in self._groups.towards(self._rank)
+        )
+        with self._runtime.on(self._side):
+            self._runtime.reserve(self._place.wire, size_bytes)
+
+    def follow(self, stream: Segments) -> None:
+        super().follow(stream)
         groups, rank = self._groups, self._rank
         self._runs = (run for segment in stream for run in _runs(groups.copied(segment, rank), rank))
         self._run: deque[Message] = deque()  # what is left of the present one
@@ -66,9 +93,6 @@ class NCCLLinks(Links):
         self._posted: deque[Posted] = deque()  # its receives
         self._early: dict[Receive, Posted] = {}  # posted before a pause
         self._spare: dict[Lane, _Buffer] = {}
-        self._later = Later(self._place.wire, LEAD)
-        self._runtime = runtime_of(self._place.wire)
-        self._side = self._runtime.stream(self._place.wire)
 
     def expect(self, under_way: Callable[[], Iterable[Receive]]) -> None:
         receives = [receive for receive in under_way() if receive not in self._early]

@@ -13,10 +13,11 @@ import torch
 from torch import nn
 
 from planner.executor.communication.control import message_timeout
+from planner.executor.communication.nccl_links import LEAD
 from planner.executor.communication.sharding import Sharding
 from planner.executor.communication.shared_gradients import SharedGradients
 from planner.executor.run.data import BatchSource, DividedStart, make_batches, weighted
-from planner.executor.run.reading_ahead import ReadAhead
+from planner.executor.run.reading_ahead import AHEAD, ReadAhead
 from planner.executor.run.stages import build_modules, check_sizes, tensor_group, transferred
 from planner.executor.stage.optimizer import StageOptimizer
 from planner.formats.plan import Plan
@@ -41,6 +42,8 @@ from planner.workers.place import Place
 if TYPE_CHECKING:
     from planner.model.tensor.group import TensorGroup
 
+_RESERVED = 1.1  # of the memory that the plan predicts for tensors: what its parts lose by lying side by side is extra
+
 
 @dataclass(frozen=True, kw_only=True)
 class Context:
@@ -60,6 +63,9 @@ class Context:
     def plan(self) -> Plan:
         """The plan of the job, as this rank sees it in its tensor-parallel group: see `plan_of_tensor_rank`."""
         return plan_of_tensor_rank(self.job.plan, 0 if self.tensor is None else self.tensor.place)
+
+    def prepare(self) -> None:
+        """Do and take what would hold up the host later, while messages are under way; all workers call it together."""
 
     @property
     def leads_tensor_group(self) -> bool:
@@ -106,6 +112,22 @@ class PipelineContext(Context):
     evaluation: EvaluationStages | None  # the same stages of the evaluation graph, if the job evaluates
     start: SynchronousStart | None = None  # of the run
     deferred: bool = False  # whether the weights of other stages were never made
+
+    def prepare(self) -> None:
+        # A device's memory that the allocator does not have yet, pinned memory, and kernels at their first use may wait
+        # for the whole device, and so for messages that other workers' hosts have yet to post.
+        compute, runtime = self.place.compute, runtime_of(self.place.compute)
+        if not runtime.asynchronous:
+            return
+        tensors_bytes = int(self.plan.tensor_bytes(min(self.stages)) * _RESERVED)
+        runtime.reserve(compute, max(0, tensors_bytes - runtime.allocated_bytes(compute)))
+        copies = LEAD + AHEAD + max(shape.in_flight(stage) for shape in self.shapes for stage in self.stages)
+        for size in _sizes(self):
+            batch = self.spec.example_batch(size)
+            del [batch.pinned(compute) for _ in range(copies)][:]  # the allocator of pinned memory keeps it, too
+        evaluated = [] if self.evaluation is None else list(self.evaluation.modules.values())
+        divided = [] if self.tensor is None else [stage.module for stage in self.stages.values()]
+        _run_once(self, [*divided, *evaluated])  # others were run before; ranks of a group can only run together
 
     def stream(self, first: int, last: int) -> Iterator[Instruction]:
         """Yield this worker's instructions for minibatches `first` to `last` (exclusive), from an empty pipeline."""
@@ -248,11 +270,20 @@ def _warm_up(context: PipelineContext) -> None:
     it is done before messages are under way, the better.
     """
     context.heartbeat.enter("compiling its stages" if context.plan.compiled else "warming its stages up")
-    compute = context.place.compute
     if context.plan.compiled:
-        check_compiler(compute.type)
+        check_compiler(context.place.compute.type)
+    _run_once(context, [stage.module for stage in context.stages.values()])
+
+
+def _run_once(context: PipelineContext, modules: Sequence[StageModule]) -> None:
+    """Run stages for all sizes of microbatches, and leave no trace of it."""
+    compute = context.place.compute
     with runtime_of(compute).random_state_kept(compute):
-        for size in {context.microbatch_size, *filter(None, (*context.data.last_sizes, *context.data.start_sizes))}:
+        for size in _sizes(context) if modules else ():
             batch = context.spec.example_batch(size).to(compute)
-            for stage in context.stages.values():
-                warm_up(stage.module, batch)
+            for module in modules:
+                warm_up(module, batch)
+
+
+def _sizes(context: PipelineContext) -> set[int]:
+    return {context.microbatch_size, *filter(None, (*context.data.last_sizes, *context.data.start_sizes))}

@@ -2,8 +2,8 @@
 
 Every stage stops after its update of the same minibatch, so the weights of all stages have seen the same data. Training
 then continues where it stopped: units in flight stay in flight, and every minibatch uses the weights that it would have
-used without evaluation. Messages have process groups of their own, because over gloo training has already posted
-receives on its groups.
+used without evaluation. Over gloo messages have process groups of their own, because training has already posted
+receives on its groups; over NCCL they share training's communicators.
 
 Under asynchronous schedules a stage is ahead of the next one when both evaluate: it has sent what the other takes only
 after the evaluation. Over NCCL such a send may stay on the sender's device until the receiver posts. If the sender's
@@ -85,6 +85,8 @@ class Evaluator:
     Args:
         context: of this worker; `evaluation` has its stages.
         replicas: by stage, the process group of this worker's replicated stages.
+        links: of training. Over NCCL evaluation sends on its lanes, too: what was sent on them before an evaluation has
+            been posted by both workers by then, so the order of a lane's messages is the same for both.
         data: to evaluate on; None for the model file's evaluation_dataset().
     """
 
@@ -92,6 +94,7 @@ class Evaluator:
         self,
         context: PipelineContext,
         replicas: Mapping[int, dist.ProcessGroup],
+        links: LinkGroups,
         data: EvaluationData | None = None,
     ) -> None:
         assert context.evaluation is not None
@@ -112,8 +115,11 @@ class Evaluator:
         self._weight = weight_function(context.plan.loss or LossMean(over="samples"), context.spec)
         channels = tuple(Channel(source, target, gradient=False) for source, target in sorted(self._stages.transfers))
         self._shape = replace(context.shape, channels=channels)
-        self._groups = LinkGroups(context.groups, self._all_streams(), context.receivers)
-        self._layouts = Layouts(self._stages.transfers, {}, self._data.size, with_scale=False)
+        layouts = Layouts(self._stages.transfers, {}, self._data.size, with_scale=False)
+        groups = LinkGroups(context.groups, self._all_streams(), context.receivers, links)
+        most = 2 * group_size(self._shape)
+        self._links = links_over(context.place)(groups, layouts.layout, most, context.place, ())
+        self._links.reserve(layouts, fixed or context.microbatch_size)
 
     def run(self, minibatch: int) -> Evaluation | None:
         """Evaluate after `minibatch` minibatches; return the result on the first replica of the last stage."""
@@ -142,9 +148,8 @@ class Evaluator:
         Yields, for each forward: its unit, its batch if the stage reads one, its results, and all values that its stage
         has received or made.
         """
-        place, most = self._context.place, 2 * group_size(self._shape)
-        stream = [evaluation_stream(self._shape, self._context.rank, len(self._data.sizes))]
-        links = links_over(place)(self._groups, self._layouts.layout, most, place, stream)
+        links = self._links
+        links.follow([evaluation_stream(self._shape, self._context.rank, len(self._data.sizes))])
         known: dict[tuple[int, Unit], dict[str, Tensor]] = {}
         for instruction in evaluation_stream(self._shape, self._context.rank, len(self._data.sizes)):
             assert isinstance(instruction, (ReceiveActivation, Forward, SendActivation))
@@ -166,6 +171,7 @@ class Evaluator:
                     names = [spec.name for spec in self._stages.transfers[stage, target]]
                     links.send(instruction, {name: values[name] for name in names})
         links.drain()
+        links.follow(())  # training needs the memory of the buffers that are left
 
     def _all_streams(self) -> Mapping[int, Iterator[Instruction]]:
         """Return all workers' streams, long enough that each replica exchanges messages with all that it ever does."""

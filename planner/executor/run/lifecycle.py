@@ -228,11 +228,13 @@ def await_models(context: Context) -> None:
 
 
 def connect_all(context: Context) -> None:
-    """Use every process group for data once; all workers call it, with nothing under way on their devices."""
+    """Use every process group for data once, and take memory; all workers call it, with nothing under way."""
     context.heartbeat.enter("waiting for the others to be ready", meeting=True)
     await_all("ready")  # one may have read a large checkpoint
     context.heartbeat.enter("connecting to the other workers", meeting=True)
     context.groups.use_once()
+    context.heartbeat.enter("taking memory", meeting=True)
+    context.prepare()
 
 
 def train_together(context: Context, train: Callable[[], T]) -> tuple[float, T]:

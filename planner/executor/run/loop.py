@@ -93,6 +93,7 @@ def make_worker(context: PipelineContext, groups: Groups, observers: Observers, 
     links = links_over(context.place)(
         groups.links, layouts.layout, in_flight, context.place, upcoming, context.shape.lag
     )
+    links.reserve(layouts, context.microbatch_size)
     stages = {number: StageReplica(stage, context, groups.replicas.get(number)) for number, stage in held.items()}
     # Under asynchronous schedules each stage clips and scales by itself.
     joint = (job.options.clip_grad_norm is not None or job.scales_loss) and not context.shape.asynchronous
@@ -128,7 +129,7 @@ class Loop:
         self.worker = make_worker(context, groups, observers, upcoming)
         self.evaluator = None
         if context.evaluation is not None:
-            self.evaluator = Evaluator(context, groups.replicas, evaluation_data)
+            self.evaluator = Evaluator(context, groups.replicas, groups.links, evaluation_data)
         self.evaluations: list[Evaluation] = []  # so far, on the worker that has their results
         self._context = context
         self.begin(0)

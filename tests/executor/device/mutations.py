@@ -117,9 +117,9 @@ def host_reads_before_its_copy() -> Iterator[None]:
     """A loss or a header is read on the host before it has been copied there."""
 
     def hand_over(own: Later) -> None:
-        copy, reader = own._coming.popleft()
-        reader(copy.value)
-        own._free[copy.value.dtype, copy.value.shape].append(copy)
+        slot, value, reader = own._coming.popleft()
+        reader(value)
+        own._free.append(slot)
 
     with patch.object(Later, "_hand_over", hand_over):
         yield
@@ -201,6 +201,13 @@ def no_device_wait_at_first_use() -> Iterator[None]:
 def header_never_checked() -> Iterator[None]:
     """Nobody looks whether it is the right message that came."""
     with patch.object(links.Posted, "later_check", lambda _: lambda word: None):
+        yield
+
+
+@contextmanager
+def memory_taken_when_needed() -> Iterator[None]:
+    """Workers take no memory before the first message."""
+    with patch.object(SimulatedRuntime, "reserve", lambda *_: None):
         yield
 
 

@@ -58,7 +58,12 @@ class DeviceWait:
 
 @dataclass(frozen=True)
 class Work:
-    """Allocate or launch something: the allocator or the loader of kernels may wait for the whole device here."""
+    """Allocate or launch something: the allocator or the loader of kernels may wait for the whole device here.
+
+    It does so only where it `takes` memory that it does not have: all kernels are loaded at the start.
+    """
+
+    takes: bool = False
 
 
 @dataclass(frozen=True)
@@ -92,7 +97,12 @@ class NCCLDeadlock(AssertionError):  # noqa: N818 - a finding, and no fault of t
 
 
 def check(
-    recording: Recording, *, waiting: Collection[int] = (), rendezvous: bool = False, one_queue: bool = False
+    recording: Recording,
+    *,
+    waiting: Collection[int] = (),
+    rendezvous: bool = False,
+    one_queue: bool = False,
+    taking: bool = False,
 ) -> None:
     """Check that the workers come to their ends.
 
@@ -103,16 +113,19 @@ def check(
         rendezvous: a send ends only after its receive has begun.
         one_queue: all streams of a device share one hardware queue, as with CUDA_DEVICE_MAX_CONNECTIONS=1: nothing
             begins before everything that was launched earlier has begun.
+        taking: those in `waiting` wait only where the allocator takes memory that it does not have.
 
     Raises:
         NCCLDeadlock: naming what a circle consists of, or an operation without a counterpart.
     """
-    _Conditions(recording, frozenset(waiting), rendezvous, one_queue).check()
+    _Conditions(recording, frozenset(waiting), rendezvous, one_queue, taking).check()
 
 
 class _Conditions:
-    def __init__(self, recording: Recording, waiting: frozenset[int], rendezvous: bool, one_queue: bool) -> None:
-        self.waiting, self.rendezvous, self.one_queue = waiting, rendezvous, one_queue
+    def __init__(
+        self, recording: Recording, waiting: frozenset[int], rendezvous: bool, one_queue: bool, taking: bool
+    ) -> None:
+        self.waiting, self.rendezvous, self.one_queue, self.taking = waiting, rendezvous, one_queue, taking
         self.after: dict[_Node, list[_Node]] = {}  # what must have happened before
         self.members: dict[tuple[str, int], list[tuple[int, Post]]] = {}
         self.meetings: dict[str, list[_Node]] = {}
@@ -163,12 +176,17 @@ class _Conditions:
                     conditions += self.meetings.get(name, [("told", rank, name)])
                 case Tell():
                     pass
-                case Work() | DeviceWait():
-                    if isinstance(operation, DeviceWait) or rank in self.waiting:
-                        conditions += [("compute", rank, computed), *(("end", rank, post) for post in posted.values())]
+                case Work(takes):
+                    if rank in self.waiting and (takes or not self.taking):
+                        conditions += self._all_of(rank, computed, posted)
+                case DeviceWait():
+                    conditions += self._all_of(rank, computed, posted)
                 case _:
                     assert_never(operation)
             self.after["host", rank, index] = conditions
+
+    def _all_of(self, rank: int, computed: int, posted: Mapping[str, Post]) -> list[_Node]:
+        return [("compute", rank, computed), *(("end", rank, post) for post in posted.values())]
 
     def _partners(self, rank: int, post: Post) -> list[_Node]:
         """Return what must have happened on other devices for an operation to end."""

@@ -25,7 +25,7 @@ from planner.formats.cluster import flat_cluster
 from planner.formats.names import Backend, CodecName
 from planner.formats.plan import Plan
 from planner.formats.plan_parts import Stage, config_of
-from planner.model.batch import Batch
+from planner.model.batch import Batch, make_batch
 from planner.model.capture.graph import ValueSpec
 from planner.model.capture.size import BATCH
 from planner.model.stage.evaluation import EvaluationStages
@@ -155,7 +155,7 @@ class _Summed(torch.autograd.Function):
 class _Stage(nn.Module):
     """One weight, and those that it shares; what it computes depends on all that it receives."""
 
-    needs_batch, deferred_norms = False, ()
+    needs_batch, deferred_norms, received = False, (), ()
 
     def __init__(
         self, number: int, run: Run, transfers: dict[tuple[int, int], list[ValueSpec]], tensor: _TensorGroup | None
@@ -198,6 +198,9 @@ class StandInData(BatchSource):
 
 
 class _Spec:
+    def example_batch(self, size: int) -> Batch:
+        return make_batch((torch.zeros(size), torch.zeros(size)), "a stand-in for a batch")
+
     def optimizer(self, trained: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
         return torch.optim.SGD(list(trained.values()), 1e-6)
 
@@ -285,7 +288,12 @@ def make_context(run: Run, rank: int, world: World) -> PipelineContext:
     plan = Plan.model_construct(
         stages=[
             Stage.model_construct(
-                layers=(str(s),), ranks=r, tensor=t, recompute=False, sharded=run.sharded and len(r) > t
+                layers=(str(s),),
+                ranks=r,
+                tensor=t,
+                recompute=False,
+                sharded=run.sharded and len(r) > t,
+                memory=SimpleNamespace(tensor_bytes=1 << 20),
             )
             for s, (r, t) in enumerate(zip(run.ranks, degrees, strict=True))
         ],

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from tests.executor.device.world import World
 
 _SPOILED = 0xA5  # bytes of memory that nothing has been written to
+_SMALL_BYTES = 1 << 18  # that a reservation takes beside what it is asked for, for small tensors
 _ROUND_BYTES = 512  # sizes of blocks are rounded up to it, so that tensors of about one size share blocks
 _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 
@@ -191,6 +192,8 @@ class Devices:
         self._of_communicator: dict[tuple[int, str], SimulatedStream] = {}
         self._current: dict[int, SimulatedStream] = {}
         self._messages: defaultdict[tuple[str, int], dict[int, Message]] = defaultdict(dict)
+        self._spared: defaultdict[SimulatedStream, int] = defaultdict(int)  # bytes that were reserved and are left
+        self._pinned: list[Block] = []  # free
         self.made_blocks: defaultdict[int, int] = defaultdict(int)  # by rank
         self.streams = 0  # made so far
         self._newest: SimulatedStream | None = None  # that did something
@@ -272,7 +275,29 @@ class Devices:
         return View(block, kept.dtype, 0, tuple(kept.shape), kept.stride())
 
     def pin(self, tensor: Tensor) -> None:
-        self.adopt(tensor).pinned = True
+        """Move a tensor of the host to pinned memory; what was freed is used again when no copy of it is under way."""
+        storage = tensor.untyped_storage()
+        size = _size_of(storage)
+        block = next((each for each in self._pinned if each.memory.numel() == size and not each.waiting), None)
+        if block is None:
+            self._world.note(Work(takes=True))
+            block = self._made(size, self._compute_of(self._world.rank))
+            block.pinned = True
+        else:
+            self._pinned.remove(block)
+        with _plain():
+            block.memory[: storage.nbytes()] = torch.empty(0, dtype=torch.uint8).set_(storage)
+        self._give_to(storage, block)
+
+    def reserve(self, size_bytes: int) -> None:
+        """Take memory that the current stream may use."""
+        self._spared[self.current()] += size_bytes + _SMALL_BYTES
+
+    def allocated_bytes(self) -> int:
+        """Return what this worker's tensors take."""
+        rank = self._world.rank
+        blocks = {id(block): block for block in self._blocks.values() if block.stream.rank == rank and not block.pinned}
+        return sum(block.memory.numel() for block in blocks.values())
 
     def to_host(self, tensor: Tensor) -> None:
         """Take a tensor for the host's memory, as gloo does: what was computed there has been computed."""
@@ -291,6 +316,10 @@ class Devices:
             self._limbo.remove(freed)
             self._give_back(freed[0])
         pool = self._pools[stream, size]
+        if not pool:
+            self._spared[stream] -= size
+            if self._spared[stream] < 0:
+                self._world.note(Work(takes=True))
         self._give_to(storage, pool.pop() if pool else self._made(size, stream))
 
     def _made(self, size: int, stream: SimulatedStream) -> Block:
@@ -309,6 +338,7 @@ class Devices:
             return
         del self._blocks[key]
         if block.pinned:
+            self._pinned.append(block)
             return
         if block.used_on:
             marks = [stream.mark() for stream in block.used_on]
@@ -521,6 +551,12 @@ class SimulatedRuntime(Runtime):
 
     def keep(self, tensor: Tensor, stream: Any) -> None:
         self._devices.keep(tensor, stream)
+
+    def reserve(self, device: object, size_bytes: int) -> None:
+        self._devices.reserve(size_bytes)
+
+    def allocated_bytes(self, device: object) -> int:
+        return self._devices.allocated_bytes()
 
     def pinned(self, like: Tensor) -> Tensor:
         with _disable_current_modes():
