@@ -149,9 +149,9 @@ class Runtime:
     def keep(self, tensor: Tensor, stream: Stream) -> None:
         """Keep a tensor's memory, once it is freed, until what `stream` has been given by then is done."""
 
-    def pinned(self, like: Tensor) -> Tensor:
-        """Return memory of the host for the values of `like`, which this kind of device copies without the host."""
-        return torch.empty_like(like, device="cpu")
+    def pinned(self, size_bytes: int) -> Tensor:
+        """Return bytes of the host's memory, which this kind of device copies without the host."""
+        return torch.empty(size_bytes, dtype=torch.uint8)
 
     def pin(self, tensor: Tensor) -> Tensor:
         """Return the values of a tensor of the host in pinned memory: the tensor itself, if it is there."""
@@ -257,8 +257,8 @@ class Accelerator(Runtime):
     def keep(self, tensor: Tensor, stream: Stream) -> None:
         tensor.record_stream(stream)  # type: ignore[arg-type]
 
-    def pinned(self, like: Tensor) -> Tensor:
-        return torch.empty_like(like, device="cpu", pin_memory=True)
+    def pinned(self, size_bytes: int) -> Tensor:
+        return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
 
     def pin(self, tensor: Tensor) -> Tensor:
         return tensor.pin_memory()

@@ -66,6 +66,17 @@ def xpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[Module]:
         yield module
 
 
+def test_memory_is_reserved_as_far_as_there_is_some(xpus: Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[int] = []
+    monkeypatch.setattr(torch, "empty", lambda size, dtype, device: taken.append(size))
+    runtime, device = runtime_of("xpu"), torch.device("xpu", 0)
+    for asked, expected in ((10 * GB, 10 * GB), (100 * GB, 54 * GB), (0, 0)):
+        taken.clear()
+        runtime.reserve(device, asked)
+        assert sum(taken) == expected
+        assert not taken or taken[1:] == [1 << 20] * 64  # for small requests
+
+
 def test_a_kind_that_pytorch_has_a_module_for_is_used_by_its_name(
     xpus: Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,9 +24,10 @@ from planner.cost.overheads import Overheads
 from planner.cost.work import Floats, Footprint, Integers, Work, working_bytes
 from planner.formats.cluster import DeviceKind
 from planner.formats.device_kinds import profile_on
-from planner.formats.names import CODECS, FLOAT_BYTES, HALF_BYTES, Codec
+from planner.formats.names import CODECS, FLOAT_BYTES, GPU_KINDS, HALF_BYTES, Codec
 from planner.formats.profile import Profile
 from planner.plan.blocks import blocks_of
+from planner.schedule.instructions import LEAD, POSTED
 
 
 class LayerCosts:
@@ -221,6 +222,15 @@ class LayerCosts:
         footprint = self.replicated(self._footprints[key], stage.replicas)
         return footprint.shared_out(stage.replicas) if stage.options.sharded else footprint
 
+    @property
+    def message_buffers(self) -> int:
+        """Buffers for each message of a microbatch. If it is coded, two coded messages and a decoded one are no more.
+
+        Over NCCL those that the host has taken and the GPU not passed count, too. Of all messages at most half are
+        received, so LEAD of them are no more than those of LEAD / 2 microbatches.
+        """
+        return POSTED + LEAD // 2 if self.profile.device.kind in GPU_KINDS else POSTED
+
     def _footprint(self, stage: Candidate) -> Footprint:
         layers = [self.profile.layers[index] for index in stage.layers]
         work = self.work(stage)
@@ -230,7 +240,7 @@ class LayerCosts:
             gradient_bytes=np.float64(sum(layer.gradient_bytes for layer in layers)),
             optimizer_bytes=np.float64(sum(layer.optimizer_bytes for layer in layers)),
             buffer_bytes=np.float64(sum(layer.buffer_bytes for layer in layers)) + self.communicators_bytes(work),
-            message_bytes=work.message_bytes,
+            message_bytes=self.message_buffers * work.message_bytes,
             input_bytes=work.input_bytes,
             updating_bytes=np.float64(0.0 if self.at_work is None else self.at_work[3, list(stage.layers)].max()),
         )

@@ -19,7 +19,6 @@ from planner.formats.cluster import Cluster
 from planner.formats.names import GPU_KINDS
 from planner.formats.plan_parts import Bottleneck, StageMemory
 from planner.formats.profile import Device
-from planner.schedule.instructions import POSTED
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,7 @@ def stage_memory(footprint: Footprint, in_flight: int, versions: int) -> StageMe
         optimizer_bytes=int(footprint.optimizer_bytes),
         buffers_bytes=int(footprint.buffer_bytes),
         activations_bytes=int(footprint.saved_bytes) * in_flight + int(footprint.running_bytes),
-        communication_bytes=int(footprint.message_bytes) * POSTED,
+        communication_bytes=int(footprint.message_bytes),
     )
 
 

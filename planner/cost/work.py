@@ -12,8 +12,6 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from planner.schedule.instructions import POSTED
-
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
 
@@ -94,8 +92,7 @@ class Footprint:
     optimizer_bytes: Floats
     buffer_bytes: Floats
     saved_bytes: Floats
-    # Received and sent for one microbatch, both ways; if it is coded, two coded messages and a decoded one are no more.
-    message_bytes: Floats
+    message_bytes: Floats  # buffers of messages, both ways
     input_bytes: Floats = field(default_factory=lambda: np.asarray(0.0))  # activations received for one microbatch
     # Needed by the running microbatch beyond its saved activations and all gradients; negative where these never exist
     # all at once. See `working_bytes`.
@@ -144,7 +141,7 @@ class Footprint:
 
     def total_bytes(self, in_flight: ArrayLike, versions: ArrayLike) -> Floats:
         """Compute the peak bytes with so many microbatches in flight and versions of the weights."""
-        fixed = self.gradient_bytes + self.optimizer_bytes + self.buffer_bytes + POSTED * self.message_bytes
+        fixed = self.gradient_bytes + self.optimizer_bytes + self.buffer_bytes + self.message_bytes
         fixed = fixed + self.running_bytes + self.fixed_weight_bytes
         return np.asarray(fixed + self.weight_bytes * np.asarray(versions) + self.saved_bytes * np.asarray(in_flight))
 

@@ -17,6 +17,9 @@ MOMENTUM_UPDATES = 3  # from so many on, large momentum has made losses larger b
 
 
 POSTED = 2  # receives per channel that are open at once: one message in use and one on its way
+# Messages that a host may have taken and its GPU not passed yet. Until then their memory cannot be given out again:
+# without a bound the host's lead would decide how much memory messages take.
+LEAD = 4
 
 
 class Unit(NamedTuple):  # a tuple hashes and compares in C: every instruction looks up several things by its unit

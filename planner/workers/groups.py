@@ -9,6 +9,7 @@ entry that is not done yet always has all its members at it.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any
@@ -33,6 +34,9 @@ def wait_for_device(device: torch.device) -> None:
 # NCCL gives an operation up to 32 thread blocks, and a receive that waits holds them: on a GPU they are taken from the
 # computation. Messages between two workers need few of them to fill a link.
 MESSAGE_BLOCKS = 4
+# PyTorch has a pool of 32 streams, and CUDA as many queues at most. One is for computation, and two are for receives.
+STREAMS = 32 - 3
+_log = logging.getLogger(__name__)
 
 
 def message_options(backend: str) -> dict[str, Any]:
@@ -57,6 +61,7 @@ class DataGroups:
         self.tagged = place.backend == GLOO
         self._timeout = timeout if self.tagged else max(timeout, _POSTED_FOR)
         self._unused: list[Callable[[torch.Tensor], dist.Work | None]] = []
+        self._own = 0  # groups that this worker is in
 
     def for_collectives(self, ranks: Iterable[int] | None) -> dist.ProcessGroup:
         """Make a group of `ranks`, or of all workers, for all-reduces and broadcasts."""
@@ -84,6 +89,15 @@ class DataGroups:
         unused, self._unused = self._unused, []
         if self.tagged:
             return  # gloo has connected all members when a group is made
+        if self._own > STREAMS:
+            _log.warning(
+                "rank %d has %d groups of %s. Each has a stream, and a device runs about %d streams beside each other: "
+                "with more, messages wait for others, perhaps for ever. Stages with fewer replicas need fewer groups.",
+                dist.get_rank(),
+                self._own,
+                self._place.backend,
+                STREAMS,
+            )
         for use in unused:
             work = use(torch.zeros(1, device=self._place.wire))
             assert work is not None
@@ -92,4 +106,5 @@ class DataGroups:
 
     def _make(self, members: list[int], **more: Any) -> dist.ProcessGroup:
         group: dist.ProcessGroup = dist.new_group(members, timeout=self._timeout, backend=self._place.backend, **more)
+        self._own += dist.get_rank() in members
         return group

@@ -140,7 +140,7 @@ def byte_pieces(tensor: Tensor) -> Iterator[Tensor]:
         yield from (content[start : start + _PIECE_BYTES] for start in range(0, len(content), _PIECE_BYTES))
         return
     # Through one piece of pinned memory: a copy to other memory is slow, and would need as much as the tensor.
-    room = runtime.pinned(content[:_PIECE_BYTES])
+    room = runtime.pinned(min(len(content), _PIECE_BYTES))
     for start in range(0, len(content), _PIECE_BYTES):
         piece = content[start : start + _PIECE_BYTES]
         yield room[: len(piece)].copy_(piece)

@@ -26,7 +26,7 @@ class _Slot:
     """A little pinned memory, and the event of the copy to it."""
 
     def __init__(self, runtime: Runtime) -> None:
-        self._memory = runtime.pinned(torch.empty(_SLOT_BYTES, dtype=torch.uint8))
+        self._memory = runtime.pinned(_SLOT_BYTES)
         self._places: dict[tuple[torch.dtype, torch.Size], Tensor] = {}
         self.done = runtime.event()
 
@@ -77,9 +77,10 @@ class Later:
         while self._coming and self._coming[0][0].done.query():
             self._hand_over()
 
-    def flush(self) -> None:
-        """Wait for all values, and hand them over."""
-        while self._coming:
+    def flush(self, keep: int = 0) -> None:
+        """Wait for all values but the newest `keep`, and hand them over."""
+        self.poll()
+        while len(self._coming) > keep:
             self._hand_over()
 
     def _hand_over(self) -> None:

@@ -43,13 +43,9 @@ from planner.executor.communication.links import (
 )
 from planner.executor.communication.messages import Layouts, Outgoing, header
 from planner.runtime import Event, runtime_of
-from planner.schedule.instructions import Instruction, Message, Receive, Send
+from planner.schedule.instructions import LEAD, Instruction, Message, Receive, Send
 from planner.workers.groups import GLOO
 from planner.workers.place import Place
-
-# Messages that the host may have taken and its device not passed yet. Until then their memory cannot be given out
-# again: without a bound the host's lead would decide how much memory messages take.
-LEAD = 8
 
 
 @dataclass(frozen=True)

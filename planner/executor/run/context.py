@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from planner.executor.communication.control import message_timeout
-from planner.executor.communication.nccl_links import LEAD
 from planner.executor.communication.sharding import Sharding
 from planner.executor.communication.shared_gradients import SharedGradients
 from planner.executor.run.data import BatchSource, DividedStart, make_batches, weighted
@@ -32,7 +31,7 @@ from planner.plan.shape import shape_of, synchronous_minibatches, synchronous_pa
 from planner.profiler.this_machine import return_free_pages
 from planner.runtime import runtime_of
 from planner.schedule.derived import segment_stream, segments
-from planner.schedule.instructions import Instruction, Send
+from planner.schedule.instructions import LEAD, Instruction, Send
 from planner.schedule.schedule import PipelineShape
 from planner.workers.groups import DataGroups
 from planner.workers.heartbeat import Heartbeat

@@ -145,9 +145,9 @@ class Loop:
         for stage in self.worker.stages.values():
             stage.versions.restart()  # each segment of a stream counts versions of the weights from 0
 
-    def run_allowed(self, count: int) -> None:
-        """Execute the next instructions that the first `count` minibatches of the run allow."""
-        self.worker.run(self._allowed(count))
+    def run_allowed(self, count: int, unread: int = 0) -> None:
+        """Execute the next instructions that the first `count` minibatches of the run allow; see `Worker.run`."""
+        self.worker.run(self._allowed(count), unread)
 
     def drain(self, count: int | None = None) -> None:
         """Finish all minibatches in flight.

@@ -85,8 +85,10 @@ class Pipeline:
                 self._evaluated = FedEvaluation(fixed or self._context.microbatch_size, fixed=fixed is not None)
             # Links cannot look ahead: nobody knows whether a minibatch will follow.
             self._loop = Loop(self._context, groups, observers, evaluation_data=self._evaluated)
+            # Under an asynchronous schedule nobody waits for the newest losses: the device, too, goes on meanwhile.
             lag = self._depth if self.plan.schedule.asynchronous else 0
-            self._losses = SharedLosses(control_group(), lag, self._kept, self._data.parts_of)
+            self._unread = lag * self.plan.microbatches
+            self._losses = SharedLosses(control_group(), lag, self._kept + lag, self._data.parts_of)
             connect_all(self._context)
             dist.barrier(control_group())
             self._group = entering.pop_all()
@@ -122,7 +124,7 @@ class Pipeline:
                 hint="give as many samples as the plan says, or fewer in a last one",
             )
         self._data.feed(minibatch)
-        self._loop.run_allowed(self._data.count)
+        self._loop.run_allowed(self._data.count, self._unread)
         self._share_losses()
         self._context.heartbeat.enter("running the script's own code")
         return self._losses.newest

@@ -74,8 +74,11 @@ class Worker(ABC):
             observers.heartbeat.follow(self._busy.at)
         self._newest_loss: Tensor | None = None
 
-    def run(self, instructions: Iterable[Instruction]) -> None:
+    def run(self, instructions: Iterable[Instruction], unread: int = 0) -> None:
         """Execute `instructions` in order, and wait for their losses.
+
+        Args:
+            unread: losses, the newest ones, that are not waited for.
 
         Raises:
             LossNotFiniteError: when a loss is not finite, with `stop_on_nan`.
@@ -96,7 +99,7 @@ class Worker(ABC):
                     busy.waits = instruction
             if recorder is not None:
                 recorder.record(instruction, start, recorder.mark(instruction))
-        self._later.flush()
+        self._later.flush(unread)
 
     def settle(self) -> None:
         """Wait until all computations have ended, so that their times are in the log."""

@@ -157,7 +157,7 @@ class StateSpace(ABC):
             optimizer_bytes=held("optimizer_bytes"),
             buffer_bytes=held("buffer_bytes") + self.layer_costs.communicators_bytes(work),
             saved_bytes=held("saved_bytes"),
-            message_bytes=work.message_bytes,
+            message_bytes=self.layer_costs.message_buffers * work.message_bytes,
             input_bytes=work.input_bytes,
             working_bytes=working,
             accumulating_bytes=accumulating,

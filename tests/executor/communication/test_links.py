@@ -54,6 +54,17 @@ def test_two_groups_do_with_tags(shape: PipelineShape) -> None:
     assert groups.of(lane_of(ReceiveGradient(0, Unit(0), 1, 1), 0)) not in activations
 
 
+def test_an_evaluation_sends_on_the_lanes_of_training_without_tags_alone() -> None:
+    for tagged in (False, True):
+        made = Made(tagged=tagged)
+        groups = LinkGroups(made, all_streams(STRAIGHT))
+        before = len(made.made)
+        forward = LinkGroups(made, all_streams(STRAIGHT), made=groups)
+        assert len(made.made) == before + (2 if tagged else 0)
+        there = lane_of(SendActivation(0, Unit(0), 1, 1), 0)
+        assert (forward.of(there) == groups.of(there)) is not tagged
+
+
 def test_without_tags_each_direction_between_two_stages_of_two_workers_has_a_group() -> None:
     """Two workers exchange the values of stages 0-1, 1-2 and 2-3 in an order that only each pair agrees on."""
     made = Made(tagged=False)

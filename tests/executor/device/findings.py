@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from planner.errors import PlannerError
-from tests.executor.device.rules import HostWait, NCCLDeadlock, Post, Recording, StreamWait, check
+from tests.executor.device.rules import HostWait, NCCLDeadlock, Operation, Post, Recording, StreamWait, Work, check
 from tests.executor.device.runs import Make, Run, carry_out
 from tests.executor.device.simulated import RaceError
 from tests.executor.device.world import World
@@ -42,7 +42,9 @@ def _broken(run: Run, world: World) -> Iterator[str]:
     ways: list[dict[str, Any]] = [{"waiting": range(run.workers)}, {"rendezvous": True}]
     if straight and not run.evaluate_every:
         ways.append({"waiting": range(run.workers), "rendezvous": True})
+    ways.append({"waiting": range(run.workers), "rendezvous": True, "taking": True})
     yield from filter(None, (_deadlock(recording, **how) for how in ways))
+    yield from (f"rank {rank} takes memory while messages are under way" for rank in takes_late(recording))
     # A replica without a unit in a round must know whether others had gradients.
     units = run.minibatches if run.shape.asynchronous and run.microbatches == 1 else run.microbatches
     idle = any(units % replicas for replicas in run.replicas)
@@ -59,6 +61,18 @@ def _broken(run: Run, world: World) -> Iterator[str]:
                     yield f"rank {rank}'s receive {each.number} on {each.communicator} waits for the newest computation"
         if world.devices.headers[rank] < receives:
             yield f"rank {rank} checked {world.devices.headers[rank]} headers of {receives} messages"
+
+
+def takes_late(recording: Recording) -> list[int]:
+    """Return the ranks whose hosts take memory of a device, or pinned memory, after their first message."""
+    return [rank for rank, operations in recording.items() if _takes_after_messages(operations)]
+
+
+def _takes_after_messages(operations: Sequence[Operation]) -> bool:
+    # The first operation on a communicator, number 0, says nothing, and ends before the next.
+    sent = (index for index, each in enumerate(operations) if isinstance(each, Post) and each.number)
+    first = next((index for index in sent if operations[index].kind != "all"), len(operations))  # type: ignore[union-attr]
+    return any(isinstance(each, Work) and each.takes for each in operations[first:])
 
 
 def _deadlock(recording: Recording, **how: Any) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -13,11 +14,12 @@ from torch import Tensor
 
 from planner.executor.communication import links, nccl_links
 from planner.executor.communication.gradients import WholeBucket
-from planner.executor.communication.later import Later
+from planner.executor.communication.later import MOST, Later, _Slot
 from planner.executor.communication.links import GlooLinks, LinkGroups, Links, Posted
 from planner.executor.communication.nccl_links import NCCLLinks, _Buffer
 from planner.executor.communication.sharding import DividedBucket
 from planner.executor.run.worker import Worker
+from planner.runtime import runtime_of
 from planner.schedule.instructions import Receive
 from planner.workers import groups
 from planner.workers.groups import DataGroups
@@ -206,8 +208,24 @@ def header_never_checked() -> Iterator[None]:
 
 @contextmanager
 def memory_taken_when_needed() -> Iterator[None]:
-    """Workers take no memory before the first message."""
+    """Workers take no memory before the first message: only what their first minibatches need."""
     with patch.object(SimulatedRuntime, "reserve", lambda *_: None):
+        yield
+
+
+@contextmanager
+def pinned_memory_taken_when_needed() -> Iterator[None]:
+    """The host takes pinned memory for a loss or a header when it comes, until there is enough."""
+    original = Later.read
+
+    def begin(own: Later, _: torch.device, most: int = MOST) -> None:
+        own._asynchronous, own._most, own._coming, own._free = True, most, deque(), []
+
+    def read(own: Later, value: Tensor, reader: Any) -> None:
+        own._free = own._free or [_Slot(runtime_of("cpu"))]
+        original(own, value, reader)
+
+    with patch.object(Later, "__init__", begin), patch.object(Later, "read", read):
         yield
 
 

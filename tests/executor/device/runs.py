@@ -199,7 +199,7 @@ class StandInData(BatchSource):
 
 class _Spec:
     def example_batch(self, size: int) -> Batch:
-        return make_batch((torch.zeros(size), torch.zeros(size)), "a stand-in for a batch")
+        return make_batch((torch.zeros(size, 256), torch.zeros(size, 256)), "a stand-in for a batch")
 
     def optimizer(self, trained: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
         return torch.optim.SGD(list(trained.values()), 1e-6)

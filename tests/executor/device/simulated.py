@@ -174,7 +174,13 @@ class Devices:
         seed: of the order, and of how far the device keeps up with its host; None for one that does nothing before its
             host waits for it. Messages come first where it is 1 more than a multiple of 3, and last where it is 2 more.
         buffered: whether a send may end before its receive begins.
+
+    Attributes:
+        RECORDS: whether a freed block waits for the messages that it was in, as PyTorch lets it; races show earlier
+            where it does not.
     """
+
+    RECORDS = False
 
     def __init__(self, world: World, seed: int | None, *, buffered: bool = False) -> None:
         self._world = world
@@ -193,7 +199,7 @@ class Devices:
         self._current: dict[int, SimulatedStream] = {}
         self._messages: defaultdict[tuple[str, int], dict[int, Message]] = defaultdict(dict)
         self._spared: defaultdict[SimulatedStream, int] = defaultdict(int)  # bytes that were reserved and are left
-        self._pinned: list[Block] = []  # free
+        self._pinned: defaultdict[int, list[Block]] = defaultdict(list)  # free, by rank
         self.made_blocks: defaultdict[int, int] = defaultdict(int)  # by rank
         self.streams = 0  # made so far
         self._newest: SimulatedStream | None = None  # that did something
@@ -276,15 +282,16 @@ class Devices:
 
     def pin(self, tensor: Tensor) -> None:
         """Move a tensor of the host to pinned memory; what was freed is used again when no copy of it is under way."""
-        storage = tensor.untyped_storage()
+        storage, free = tensor.untyped_storage(), self._pinned[self._world.rank]
         size = _size_of(storage)
-        block = next((each for each in self._pinned if each.memory.numel() == size and not each.waiting), None)
+        block = next((each for each in free if each.memory.numel() == size and not each.waiting), None)
         if block is None:
             self._world.note(Work(takes=True))
-            block = self._made(size, self._compute_of(self._world.rank))
-            block.pinned = True
+            with _plain():
+                memory = torch.empty(size, dtype=torch.uint8)
+            block = Block(memory, self._compute_of(self._world.rank), pinned=True)
         else:
-            self._pinned.remove(block)
+            free.remove(block)
         with _plain():
             block.memory[: storage.nbytes()] = torch.empty(0, dtype=torch.uint8).set_(storage)
         self._give_to(storage, block)
@@ -338,7 +345,7 @@ class Devices:
             return
         del self._blocks[key]
         if block.pinned:
-            self._pinned.append(block)
+            self._pinned[block.stream.rank].append(block)
             return
         if block.used_on:
             marks = [stream.mark() for stream in block.used_on]
@@ -377,6 +384,8 @@ class Devices:
         self._messages[message.key][message.rank] = message
         for view in filter(None, {message.given, message.taken}):
             view.block.waiting += 1
+            if self.RECORDS:
+                view.block.used_on.add(stream)
         stream.items += (message, message.ended)
         self.go_on()
 
@@ -558,9 +567,9 @@ class SimulatedRuntime(Runtime):
     def allocated_bytes(self, device: object) -> int:
         return self._devices.allocated_bytes()
 
-    def pinned(self, like: Tensor) -> Tensor:
+    def pinned(self, size_bytes: int) -> Tensor:
         with _disable_current_modes():
-            made = torch.empty_like(like)
+            made = torch.empty(size_bytes, dtype=torch.uint8)
         self._devices.pin(made)
         return made
 

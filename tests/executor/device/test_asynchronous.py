@@ -8,18 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 
 from planner.executor.communication import nccl_links
 from planner.executor.communication.later import MOST
+from planner.executor.run import train
+from planner.executor.run.loop import Loop
 from planner.workers.groups import MESSAGE_BLOCKS
 from tests.executor.device import mutations, real
 from tests.executor.device.cases import runs
 from tests.executor.device.findings import finding
 from tests.executor.device.rules import Post
 from tests.executor.device.runs import Run, carry_out
+from tests.executor.device.simulated import Devices
 
 SHAPES = runs()
 REAL = list(real.runs())
@@ -65,10 +69,43 @@ def test_the_order_of_a_device_does_differ() -> None:
 
 def test_the_hosts_lead_does_not_decide_how_much_memory_messages_take() -> None:
     """The middle stage receives two messages per minibatch; its device does nothing before it must."""
-    few, many = (carry_out(Run("1f1b", (1, 1, 1), minibatches=count)).devices.made_blocks[1] for count in (20, 100))
-    assert many <= few + 1
-    with patch.object(nccl_links, "LEAD", MOST):
-        assert carry_out(Run("1f1b", (1, 1, 1), minibatches=100)).devices.made_blocks[1] > 2 * many
+    with patch.object(Devices, "RECORDS", True):
+        few, many = (blocks_of_messages(minibatches) for minibatches in (20, 100))
+        assert many <= few + 1
+        with patch.object(nccl_links, "LEAD", MOST):
+            assert blocks_of_messages(100) > 2 * many
+
+
+def blocks_of_messages(minibatches: int) -> int:
+    return carry_out(Run("1f1b", (1, 1, 1), minibatches=minibatches)).devices.made_blocks[1]
+
+
+def test_a_loop_of_ones_own_is_not_held_up_by_the_newest_losses() -> None:
+    """Its worker is told minibatch after minibatch how far it may go; the device does nothing before it must."""
+
+    def steps(unread: int) -> list[int]:
+        known = []
+
+        def each_by_itself(context: Any, loop: Loop, *_: object) -> None:
+            for count in range(1, 13):
+                loop.run_allowed(count, unread)
+                known.append(len(loop.worker.log.losses))
+            loop.drain(12)
+            loop.worker.drain()
+
+        with patch.object(train, "_train_segments", each_by_itself):
+            carry_out(Run("1f1b", (1,), minibatches=12))
+        return known
+
+    assert steps(0) == list(range(1, 13))
+    assert steps(3) == [0, 0, 0, *range(1, 10)]
+
+
+def test_a_worker_with_more_groups_than_streams_is_warned(caplog: pytest.LogCaptureFixture) -> None:
+    carry_out(Run("1f1b", (14, 1), minibatches=1))
+    assert not caplog.records
+    carry_out(Run("1f1b", (15, 1), minibatches=1))
+    assert ["rank 15 has 30 groups" in record.message for record in caplog.records] == [True]
 
 
 def test_groups_of_messages_take_few_thread_blocks() -> None:
@@ -109,6 +146,8 @@ MUTATIONS = [
     (mutations.receive_waits_for_all_compute, ANY),
     (mutations.no_device_wait_at_first_use, ANY),
     (mutations.header_never_checked, ANY),
+    (mutations.memory_taken_when_needed, ANY),
+    (mutations.pinned_memory_taken_when_needed, ANY),
     (mutations.posting_ahead, ANY),
     (mutations.no_first_uses, TIED),
 ]

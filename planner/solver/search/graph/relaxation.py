@@ -19,7 +19,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from planner.cost.work import Floats, Integers
-from planner.schedule.instructions import POSTED
 from planner.schedule.schedule import warm_up_depth
 from planner.solver.problem.bounds import Bounds
 from planner.solver.problem.problem import Limits
@@ -153,7 +152,7 @@ class Relaxation:
             flying = np.asarray(warm_up_depth(replicas, after))
             # A stage that recomputes may keep nothing but the weights.
             held = footprint.total_bytes(flying if self.recompute == "never" else 0, self.model.versions(flying))
-            yield held - POSTED * footprint.message_bytes, self.memory_bytes * (1 + _SLACK)
+            yield held - footprint.message_bytes, self.memory_bytes * (1 + _SLACK)
 
     def _from_the_start(self, after: Integers, target_s: float) -> int:
         """Return the fewest GPUs for all layers; in the published models the first stage's end costs it nothing."""
