@@ -14,7 +14,7 @@ import torch
 from benchmarks.overhead.stand_in import Neighbours
 from planner.executor.communication.links import Links
 from planner.executor.run.replica import StageReplica
-from planner.executor.run.worker import PipelineWorker
+from planner.executor.run.worker import PipelineWorker, Worker
 from planner.executor.stage.minibatch_statistics import MinibatchStatistics
 from planner.executor.stage.versions import WeightVersions
 from planner.model.randomness import RandomKey
@@ -35,7 +35,7 @@ PARTS: dict[str, Sequence[Place]] = {
     "statistics": [(MinibatchStatistics, "begin"), (MinibatchStatistics, "commit")],
     "random keys": [(StageModule, "set_random_key"), (RandomKey, "seed_of")],
     "checks of values": [(StageModule, "forward")],
-    "losses": [(PipelineWorker, "_log_loss")],
+    "losses": [(Worker, "_log_loss")],
     "heartbeat": [(Heartbeat, "begin")],
     "dispatch": [(PipelineWorker, "_execute")],
     NETWORK: [(Neighbours, "hand_over")],
