@@ -65,7 +65,7 @@ QUESTIONS = {
     "whole": (*TIGHT, "--recompute", "always"),
     "coded": (*TIGHT, "--compress", "int8"),
     "stashing": ("--gpus", "4", "--bandwidth", "10Gbps", "--schedule", "1f1b", "--batch-size", "16"),
-    "layers": (*TIGHT, "--granularity", "layer", "--memory", "1450MB"),
+    "layers": (*TIGHT, "--granularity", "layer", "--memory", "1550MB"),
     "servers": ("--gpus", "8", "--servers", "2", "--bandwidth", "nvlink3,10Gbps", "--memory", "1400MB"),
     "split": (*TIGHT, "--schedule", "zb-h1", "--memory", "2GB"),
     "gpipe": (*TIGHT, "--schedule", "gpipe", "--gpus", "3", "--minibatch", "48"),
