@@ -35,7 +35,7 @@ def declare(
 ) -> argparse.ArgumentParser:
     """Return the parser of a new verb, which `run` runs; `plan --help` lists it with its summary."""
     style = argparse.RawDescriptionHelpFormatter
-    parser = verbs.add_parser(name, help=summary, description=description, formatter_class=style)
+    parser = verbs.add_parser(name, help=summary, description=description, formatter_class=style, allow_abbrev=False)
     parser.set_defaults(run=run)
     return parser
 

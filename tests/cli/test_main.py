@@ -127,6 +127,14 @@ def test_an_unknown_option_names_those_that_could_be_meant(tmp_path: Path) -> No
     ]
 
 
+def test_an_option_that_another_one_begins_with_is_not_taken_for_it(tmp_path: Path) -> None:
+    done = plan("solve", "--gpu", "a100", "--gpus", "4", "--bandwidth", "1Gbps", cwd=tmp_path)
+    assert done.returncode == 2
+    first, hint = done.stderr.splitlines()
+    assert first == "error: `plan solve` does not know --gpu a100"
+    assert "did you mean --gpus" in hint
+
+
 def test_a_traceback_is_shown_only_on_demand(tmp_path: Path) -> None:
     assert "Traceback" in plan("show", "none.json", "-vv", cwd=tmp_path).stderr
     assert "Traceback" not in plan("show", "none.json", "-v", cwd=tmp_path).stderr
