@@ -80,7 +80,7 @@ def test_nothing_waits_for_a_device_while_messages_are_under_way(shapes: list[Ru
     some = shapes[::9]
     assert found_with(mutations.memory_taken_when_needed, some, waits_where_memory_is_taken)
     with mutations.memory_taken_when_needed():
-        assert all(takes_late(record(run)) for run in some)
+        assert all(takes_late(record(run)) for run in some if len(run.ranks) > 1)  # a stage alone has no messages
 
 
 @pytest.mark.slow
