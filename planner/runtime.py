@@ -21,7 +21,7 @@ from planner.formats.names import GPU_KINDS
 
 TRIED = ("cpu",)  # kinds on which this package has ever trained anything
 _MOST_OF_FREE = 0.9  # of a device's free memory, that `reserve` takes
-_SMALL_BYTES, _SMALL_PIECE_BYTES = 64 << 20, 1 << 20  # of it for small requests, and what these are at most
+_SMALL_BYTES, _SMALL_PIECE_BYTES = 64 << 20, 1 << 20  # beside it for small requests, and what these are at most
 
 
 class Event(Protocol):
@@ -271,9 +271,10 @@ class Accelerator(Runtime):
         # to 1 MiB have memory of their own. What does not fit is for training to find out, which says so.
         free_bytes, _ = self.free_and_total_bytes(device)
         size_bytes = min(size_bytes, int(free_bytes * _MOST_OF_FREE))
-        pieces = [size_bytes - _SMALL_BYTES, *[_SMALL_PIECE_BYTES] * (_SMALL_BYTES // _SMALL_PIECE_BYTES)]
-        if pieces[0] > 0:
-            del [torch.empty(size, dtype=torch.uint8, device=device) for size in pieces][:]
+        small = -(-min(size_bytes, _SMALL_BYTES) // _SMALL_PIECE_BYTES)
+        sizes = [size_bytes, *[_SMALL_PIECE_BYTES] * small] if size_bytes else []
+        held = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]  # all at the same time
+        del held
 
     def allocated_bytes(self, device: torch.device) -> int:
         return int(self._module.memory_allocated(device))

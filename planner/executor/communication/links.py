@@ -104,7 +104,7 @@ class LinkGroups:
     Args:
         streams: of all workers by rank, long enough that every pair that ever exchanges messages does.
         receivers: of each message; those whom the streams name, if nothing else is said.
-        made: other groups. Their lanes are used again where nothing is ever posted on them that has no partner yet.
+        made: training's groups. Over NCCL their lanes are used again; over gloo receives are posted ahead on them.
     """
 
     def __init__(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -41,7 +41,7 @@ from planner.workers.place import Place
 if TYPE_CHECKING:
     from planner.model.tensor.group import TensorGroup
 
-_RESERVED = 1.1  # of the memory that the plan predicts for tensors: what its parts lose by lying side by side is extra
+_RESERVED = 1.1  # times what the plan predicts for tensors: the rest is for gaps between them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,10 +123,14 @@ class PipelineContext(Context):
         copies = LEAD + AHEAD + max(shape.in_flight(stage) for shape in self.shapes for stage in self.stages)
         for size in _sizes(self):
             batch = self.spec.example_batch(size)
-            del [batch.pinned(compute) for _ in range(copies)][:]  # the allocator of pinned memory keeps it, too
-        evaluated = [] if self.evaluation is None else list(self.evaluation.modules.values())
-        divided = [] if self.tensor is None else [stage.module for stage in self.stages.values()]
-        _run_once(self, [*divided, *evaluated])  # others were run before; ranks of a group can only run together
+            held = [batch.pinned(compute) for _ in range(copies)]  # the allocator of pinned memory keeps it, too
+            del held
+        if self.tensor is not None:  # others were run before; ranks of a group can only run together
+            _run_once(self, [stage.module for stage in self.stages.values()], _sizes(self))
+        if self.evaluation is not None:
+            with torch.no_grad():
+                size = self.evaluation.batch_size or self.microbatch_size
+                _run_once(self, self.evaluation.modules.values(), [size])
 
     def stream(self, first: int, last: int) -> Iterator[Instruction]:
         """Yield this worker's instructions for minibatches `first` to `last` (exclusive), from an empty pipeline."""
@@ -271,14 +275,14 @@ def _warm_up(context: PipelineContext) -> None:
     context.heartbeat.enter("compiling its stages" if context.plan.compiled else "warming its stages up")
     if context.plan.compiled:
         check_compiler(context.place.compute.type)
-    _run_once(context, [stage.module for stage in context.stages.values()])
+    _run_once(context, [stage.module for stage in context.stages.values()], _sizes(context))
 
 
-def _run_once(context: PipelineContext, modules: Sequence[StageModule]) -> None:
-    """Run stages for all sizes of microbatches, and leave no trace of it."""
+def _run_once(context: PipelineContext, modules: Collection[StageModule], sizes: Iterable[int]) -> None:
+    """Run stages on batches of `sizes` samples, and leave no trace of it."""
     compute = context.place.compute
     with runtime_of(compute).random_state_kept(compute):
-        for size in _sizes(context) if modules else ():
+        for size in sizes:
             batch = context.spec.example_batch(size).to(compute)
             for module in modules:
                 warm_up(module, batch)
