@@ -60,10 +60,12 @@ class Results:
     Args:
         folder: of the benchmark.
         save: whether to write each record when it is added, so that an interrupted run keeps its rows.
+        machine: the text that each record has beside its date.
     """
 
-    def __init__(self, folder: Path, *, save: bool) -> None:
+    def __init__(self, folder: Path, *, save: bool, machine: str | None = None) -> None:
         self._save = save
+        self._machine = machine
         self._folder = folder
         self._path = folder / "results.json"
         self._parts: dict[str, dict[str, dict[str, Any]]] = {}
@@ -72,7 +74,7 @@ class Results:
 
     def add(self, part: str, key: str, record: Any) -> None:
         """Replace the row's earlier result by today's."""
-        about = {"date": time.strftime("%Y-%m-%d"), "environment": environment()}
+        about = {"date": time.strftime("%Y-%m-%d"), "environment": self._machine or environment()}
         self._parts.setdefault(part, {})[key] = about | asdict(record)
         if self._save:
             write_text(self._path, json.dumps(self._parts, indent=1) + "\n")

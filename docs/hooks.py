@@ -5,7 +5,6 @@ In a page, one of these lines
     <!-- fields: planner.formats.profile.Profile -->   becomes tables of the fields of that record and its parts,
     <!-- help: plan solve -->                          becomes what `plan solve --help` prints,
     <!-- devices: all -->                              becomes the table of devices that estimates know,
-    <!-- schedules: all -->                            becomes the table of schedules,
     <!-- script: one_host.sh -->                       becomes that file of docs/scripts,
     <!-- api: planner -->                              becomes signatures and docstrings of that module's public names,
     <!-- notebook: notebook.ipynb -->                  becomes the cells of that notebook of docs/examples.
@@ -33,7 +32,7 @@ HELP_COLUMNS = "100"
 _SECTIONS = ("Args:", "Attributes:", "Returns:", "Raises:", "Yields:")
 SCRIPTS = Path(__file__).parent / "scripts"
 EXAMPLES = Path(__file__).parent / "examples"
-_KINDS = "fields|help|devices|schedules|script|api|notebook"
+_KINDS = "fields|help|devices|script|api|notebook"
 _MARKER = re.compile(rf"^<!-- ({_KINDS}): (.+?) -->$(?:\n\S.*)*", re.MULTILINE)
 _COMMENTED_FIELD = re.compile(r"^    (\w+): .*?  # (.+)$", re.MULTILINE)
 _BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
@@ -49,8 +48,6 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
                 return help_text(found[2])
             case "devices":
                 return device_table()
-            case "schedules":
-                return schedule_table()
             case "script":
                 return script(found[2])
             case "api":
@@ -150,17 +147,6 @@ def device_table() -> str:
         memory = f"{spec.memory_bytes / 2**30:.1f} GiB" if spec.memory_bytes is not None else ""
         bandwidth = f"{spec.bandwidth_bytes_per_s / 1e9:g}"
         lines.append(f"| `{name}` | {spec.name} | " + " | ".join([*cells, bandwidth, memory]) + " |")
-    return "\n".join(lines)
-
-
-def schedule_table() -> str:
-    """Return a table of all schedules: name, updates, units in flight and source."""
-    from planner.schedule.registry import DEFAULT, SCHEDULES
-
-    lines = ["| schedule | updates | minibatches between forward and backward | source |", "|---|---|---|---|"]
-    for schedule in SCHEDULES:
-        name = f"`{schedule}`" + " (default)" * (schedule is DEFAULT)
-        lines.append(f"| {name} | {schedule.updates} | {schedule.holds} | {schedule.source} |")
     return "\n".join(lines)
 
 

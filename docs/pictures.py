@@ -1,4 +1,4 @@
-"""Draw the pictures of the explanation and of the report: python docs/pictures.py [--report]
+"""Draw the pictures of the explanation and of the report: python -m docs.pictures [--report]
 
 All are the product's own, of VGG-16 as measured in profiles/vgg16/cpu.json. Only those of the report need a browser
 (the system's Chromium, through playwright), and pillow to make them small.
@@ -9,14 +9,19 @@ from __future__ import annotations
 import shutil
 import sys
 import tempfile
+from collections.abc import Sequence
 from io import BytesIO
 from pathlib import Path
 
 import planner
+from benchmarks.svg import line, timeline_svg
 from planner.analysis.explain import ResourceUse, explain
 from planner.cli.main import main as plan_command
-from planner.reporting.svg import OKABE_ITO, Font, box, document, line, profile_svg, text, timeline_svg
-from planner.units import format_seconds
+from planner.formats.timeline import EventKind
+from planner.reporting.svg import Font, box, document, text
+from planner.reporting.tables.profile import output_bytes, time_s
+from planner.reporting.timeline import COLOURS
+from planner.units import format_bytes, format_seconds
 
 ROOT = Path(__file__).resolve().parents[1]
 IMAGES = ROOT / "docs" / "images"
@@ -25,7 +30,45 @@ PROFILE = planner.load_profile(FILE)
 GBPS = 125e6  # bytes/s
 SCHEDULES = ("1f1b", "1f1b-flush", "gpipe")
 SECONDS_SHOWN = 2.0  # of each schedule, from its start
-BLUE, GREEN = OKABE_ITO[0], OKABE_ITO[2]
+BLUE, GREEN, ORANGE = "#0072b2", "#009e73", "#d55e00"
+MARGIN, LENGTH, HEIGHT = 90, 960, 130  # of each chart of a profile
+PARTS: tuple[EventKind, ...] = ("forward", "backward", "update")
+PLAIN = "#6b7785"  # no kind of event has this colour
+
+
+def profile_svg() -> str:
+    """Draw charts of time, weights and output, with a bar per layer whose name and numbers show when pointed at."""
+    profile = PROFILE
+    layers, plain = profile.layers, [PLAIN]
+    charts: tuple[tuple[str, Sequence[Sequence[float]], Sequence[str]], ...] = (
+        ("time", [[la.forward_s, la.backward_s, la.update_s] for la in layers], [COLOURS[kind] for kind in PARTS]),
+        ("weights", [[layer.weight_bytes] for layer in layers], plain),
+        ("output", [[output_bytes(layer)] for layer in layers], plain),
+    )
+    titles = [
+        f"{layer.name} ({layer.op}): {format_seconds(time_s(layer))}, weights {format_bytes(layer.weight_bytes)}, "
+        f"output {format_bytes(output_bytes(layer))}"
+        for layer in layers
+    ]
+    samples = f", {profile.microbatch_size} samples" if profile.microbatch_size is not None else ""
+    parts = [text(MARGIN, 16, f"{profile.model} on {profile.device.name}{samples}, {profile.provenance.source}")]
+    parts += [text(MARGIN + 120 * i, 34, f"■ {kind}", Font(12, fill=COLOURS[kind])) for i, kind in enumerate(PARTS)]
+    step, bottom, label = LENGTH / len(layers), 4.0, Font(12, "end")
+    for name, bars, colours in charts:
+        most, bottom = max(map(sum, bars)) or 1.0, bottom + HEIGHT + 46
+        parts.append(text(MARGIN - 8, bottom, name, label))
+        written = format_seconds(most) if name == "time" else format_bytes(most)
+        parts.append(text(MARGIN - 8, bottom - HEIGHT + 10, written, label))
+        parts.append(line((MARGIN, bottom), (MARGIN + LENGTH, bottom), "#000000"))
+        for number, values in enumerate(bars):
+            top = bottom
+            for value, colour in zip(values, colours, strict=True):
+                height = HEIGHT * value / most
+                top -= height
+                if height:
+                    size = max(0.5, step * 0.9), height
+                    parts.append(box((MARGIN + number * step, top), size, colour, titles[number]))
+    return document(MARGIN + LENGTH + 20, bottom + 36, parts)
 
 
 def resources(uses: tuple[ResourceUse, ...], seconds: float) -> str:
@@ -33,10 +76,10 @@ def resources(uses: tuple[ResourceUse, ...], seconds: float) -> str:
     left, width, height = 170, 900, 24
     scale = (width - left - 160) / seconds
     bottom = 48 + height * len(uses)
-    orange = Font(12, fill=OKABE_ITO[1])
+    orange = Font(12, fill=ORANGE)
     parts = [
         text(8, 22, "VGG-16, 2-1-1 on 4 devices at 1 Gbit/s: busy seconds per minibatch", Font(15)),
-        line((left + seconds * scale, 34), (left + seconds * scale, bottom), OKABE_ITO[1], "5 4"),
+        line((left + seconds * scale, 34), (left + seconds * scale, bottom), ORANGE, "5 4"),
         text(left + seconds * scale + 6, bottom, f"{format_seconds(seconds)} per minibatch", orange),
     ]
     for row, use in enumerate(uses):
@@ -99,7 +142,7 @@ def main() -> None:
     # A limit that is never reached: the changes that a sweep finds must not depend on this machine.
     plan_command(["sweep", *asked, "--plot", str(IMAGES / "sweep.svg"), "--time-limit", "600s"])
     drawn = {
-        "profile.svg": profile_svg(PROFILE),
+        "profile.svg": profile_svg(),
         "resources.svg": resources(explained.uses, explained.seconds_per_minibatch),
         "schedules.svg": schedules(),
     }

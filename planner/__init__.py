@@ -20,8 +20,8 @@ The verbs of the command line, with its defaults; `help(planner.solve)` describe
     export, export_weights, load_weights    a plan and trained weights for others
     quickstart, selftest try all of it on this machine, and check that it works here
 
-Answers are records. `print` shows their tables, a notebook their part of the report; `to_frame()` gives a pandas data
-frame and `plot()` draws with matplotlib, where these are installed. `load_` and `save_` functions read and write files.
+Answers are records. `print` shows their tables, a notebook their part of the report; `model_dump()` gives plain values,
+as for pandas. `load_` and `save_` functions read and write files.
 
 Names are imported on first use, so that `import planner` costs nothing and solving does not import torch.
 """
@@ -53,9 +53,9 @@ if TYPE_CHECKING:
     from planner.api.running import estimate as estimate
     from planner.api.running import fit as fit
     from planner.api.running import profile as profile
-    from planner.api.running import quickstart as quickstart
     from planner.api.running import train as train
     from planner.demo.quickstart import QuickstartResult as QuickstartResult
+    from planner.demo.quickstart import quickstart as quickstart
     from planner.errors import InfeasibleError as InfeasibleError
     from planner.errors import InputError as InputError
     from planner.errors import PlannerError as PlannerError

@@ -29,7 +29,7 @@ def checked(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def checked_arguments(function: Callable[..., Any]) -> Callable[[Sequence[Any], Mapping[str, Any]], None]:
-    """Return a check of arguments by place and by name; annotations that are more than classes are not checked."""
+    """Return a check of arguments by place and by name, for annotations that are classes alone."""
     names = list(inspect.signature(function).parameters)
 
     def check(arguments: Sequence[Any], keywords: Mapping[str, Any]) -> None:
@@ -47,7 +47,6 @@ def checked_arguments(function: Callable[..., Any]) -> Callable[[Sequence[Any], 
 
 @cache
 def _classes(function: Callable[..., Any], name: str) -> dict[str, Any]:
-    """Return the classes that a parameter may have, by name; none where its annotation says more than classes."""
     known: Mapping[str, Any] = {**vars(builtins), **getattr(function, "__globals__", {}), **_WIDER, "Any": None}
     parts = str(getattr(function, "__annotations__", {}).get(name, "?")).split(" | ")
     found = {part: known.get(part) for part in parts}

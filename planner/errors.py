@@ -24,12 +24,7 @@ from difflib import get_close_matches
 
 
 class PlannerError(Exception):
-    """Base of all errors: one sentence, a hint, and the command's exit code.
-
-    Attributes:
-        message: the sentence.
-        hint: what to do about it; empty where nothing helps.
-    """
+    """Base of all errors: one sentence, a hint that is empty where nothing helps, and the command's exit code."""
 
     exit_code = 1
 
@@ -79,11 +74,7 @@ class InfeasibleError(PlannerError):
 
 
 class LayerError(PlannerError):
-    """An operation of the captured model raised.
-
-    Attributes:
-        place: "model.py:12" as the tracer saw it; "module 'path'" or "loss()" for library code; None where unknown.
-    """
+    """An operation of the captured model raised; `place`: "model.py:12", or "module 'path'" for library code."""
 
     def __init__(self, message: str, *, hint: str = "", place: str | None = None) -> None:
         super().__init__(message, hint=hint)

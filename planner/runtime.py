@@ -1,16 +1,15 @@
 """What a kind of device does: streams, events, memory, seeds. Nothing else asks which kind a device is.
 
-A call on an *asynchronous* device returns before the work is done: the host is ahead, and events tell how far the
-device has come. A CPU has done the work when the call returns, so its events have passed when they are recorded, and
-its streams wait for nothing. CUDA, ROCm (which PyTorch also calls "cuda"), XPU and other kinds are all used through
-the module that PyTorch has for each; `register` adds a kind, or replaces one.
+A call on an *asynchronous* device returns before the work is done, and events tell how far the device has come. A CPU
+has done the work when the call returns. CUDA, ROCm (which PyTorch also calls "cuda"), XPU and other kinds are used
+through the module that PyTorch has for each; `register` adds a kind, or replaces one.
 """
 
 from __future__ import annotations
 
 import time
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -19,45 +18,32 @@ from torch import Tensor
 from planner.errors import InputError
 from planner.formats.names import GPU_KINDS
 
-TRIED = ("cpu",)  # kinds on which this package has ever trained anything
+TRIED = ("cpu", "cuda")  # kinds on which this package has ever trained anything
 _MOST_OF_FREE = 0.9  # of a device's free memory, that `reserve` takes
 _SMALL_BYTES, _SMALL_PIECE_BYTES = 64 << 20, 1 << 20  # beside it for small requests, and what these are at most
 
 
 class Event(Protocol):
-    """A mark in a stream, which the device passes when it has done what the stream was given before."""
+    """A mark at the end of the current stream, once recorded; `elapsed_time` in milliseconds."""
 
-    def record(self) -> None:
-        """Put the mark at the end of the current stream."""
-
-    def query(self) -> bool:
-        """Return whether the device has passed the mark."""
-
-    def synchronize(self) -> None:
-        """Let the host wait until the device has passed the mark."""
-
-    def elapsed_time(self, end_event: Any, /) -> float:
-        """Return the milliseconds from this mark to another; the device must have passed both."""
+    def record(self) -> None: ...
+    def query(self) -> bool: ...
+    def synchronize(self) -> None: ...
+    def elapsed_time(self, end_event: Any, /) -> float: ...
 
 
 class Stream(Protocol):
     """A queue of operations, which the device does in order."""
 
-    def wait_event(self, event: Any, /) -> None:
-        """Let what the stream is given from now on wait for an event; the host goes on."""
-
-    def record_event(self) -> Event:
-        """Return an event after what the stream was given so far."""
-
-    def synchronize(self) -> None:
-        """Let the host wait for what the stream was given so far."""
+    def wait_event(self, event: Any, /) -> None: ...
+    def record_event(self) -> Event: ...
+    def synchronize(self) -> None: ...
 
 
 class HostEvent:
     """A moment on the host, which has done what was before it."""
 
-    def __init__(self) -> None:
-        self.s = 0.0  # of `time.perf_counter`
+    s = 0.0  # of `time.perf_counter`
 
     def record(self) -> None:
         self.s = time.perf_counter()
@@ -106,10 +92,6 @@ class Runtime:
         """Return the number of the current device; 0 where there is none."""
         return 0
 
-    def name(self, device: torch.device) -> str | None:
-        """Return the name of a model of device; None where PyTorch tells none."""
-        return None
-
     def properties(self, device: torch.device) -> Any:
         """Return what PyTorch tells of a device, in attributes that differ between kinds."""
         return None
@@ -130,9 +112,10 @@ class Runtime:
 
     def anchor(self, device: torch.device) -> tuple[Event, float]:
         """Record an event, and return it with its time on `time.perf_counter`'s clock; waits for the device."""
-        event = HostEvent()
+        event = self.event(timing=True)
         event.record()
-        return event, event.s
+        self.synchronize(device)
+        return event, time.perf_counter() if self.asynchronous else cast("HostEvent", event).s
 
     def stream(self, device: torch.device) -> Stream:
         """Return a stream beside the device's others."""
@@ -159,29 +142,30 @@ class Runtime:
 
     def copied(self, tensor: Tensor, device: torch.device) -> Tensor:
         """Return a tensor of the host on `device`; from pinned memory the host does not wait for the copy."""
-        return tensor.to(device)
+        return tensor.to(device, non_blocking=tensor.is_pinned())
 
     def reserve(self, device: torch.device, size_bytes: int) -> None:
         """Let the allocator take memory now, which it then gives to the current stream without asking the device."""
 
+    # These are where the kind `counts_memory`.
+
     def allocated_bytes(self, device: torch.device) -> int:
-        """Return what tensors take now, by the requests that the host made; where the kind `counts_memory`."""
+        """Return what tensors take now, by the requests that the host made."""
         raise NotImplementedError
 
     def peak_bytes(self, device: torch.device) -> int:
-        """Return the most that tensors took since `reset_peak`; where the kind `counts_memory`."""
+        """Return the most that tensors took since `reset_peak`."""
         raise NotImplementedError
 
     def reset_peak(self, device: torch.device) -> None:
-        """Count the peak from now on; where the kind `counts_memory`."""
         raise NotImplementedError
 
     def reserved_bytes(self, device: torch.device, *, peak: bool = False) -> int:
-        """Return what the allocator holds of the device, now or at most; where the kind `counts_memory`."""
+        """Return what the allocator holds of the device, now or at most."""
         raise NotImplementedError
 
     def free_and_total_bytes(self, device: torch.device) -> tuple[int, int]:
-        """Return the device's memory that nobody uses, and all of it; where the kind `counts_memory`."""
+        """Return the device's memory that nobody uses, and all of it."""
         raise NotImplementedError
 
     def empty_cache(self) -> None:
@@ -216,9 +200,6 @@ class Accelerator(Runtime):
     def current_index(self) -> int:
         return int(self._module.current_device()) if self.available() else 0
 
-    def name(self, device: torch.device) -> str | None:
-        return str(self._module.get_device_name(device))
-
     def properties(self, device: torch.device) -> Any:
         return self._module.get_device_properties(device)
 
@@ -226,33 +207,22 @@ class Accelerator(Runtime):
         self._module.set_device(device)
 
     def current(self, device: torch.device) -> AbstractContextManager[object]:
-        context: AbstractContextManager[object] = self._module.device(device)
-        return context
+        return cast("AbstractContextManager[object]", self._module.device(device))
 
     def synchronize(self, device: torch.device) -> None:
         self._module.synchronize(device)
 
     def event(self, *, timing: bool = False) -> Event:
-        event: Event = self._module.Event(enable_timing=timing)
-        return event
-
-    def anchor(self, device: torch.device) -> tuple[Event, float]:
-        event = self.event(timing=True)
-        event.record()
-        self.synchronize(device)
-        return event, time.perf_counter()
+        return cast("Event", self._module.Event(enable_timing=timing))
 
     def stream(self, device: torch.device) -> Stream:
-        stream: Stream = self._module.Stream(device)
-        return stream
+        return cast("Stream", self._module.Stream(device))
 
     def current_stream(self, device: torch.device) -> Stream:
-        stream: Stream = self._module.current_stream(device)
-        return stream
+        return cast("Stream", self._module.current_stream(device))
 
     def on(self, stream: Stream) -> AbstractContextManager[object]:
-        context: AbstractContextManager[object] = self._module.stream(stream)
-        return context
+        return cast("AbstractContextManager[object]", self._module.stream(stream))
 
     def keep(self, tensor: Tensor, stream: Stream) -> None:
         tensor.record_stream(stream)  # type: ignore[arg-type]
@@ -262,9 +232,6 @@ class Accelerator(Runtime):
 
     def pin(self, tensor: Tensor) -> Tensor:
         return tensor.pin_memory()
-
-    def copied(self, tensor: Tensor, device: torch.device) -> Tensor:
-        return tensor.to(device, non_blocking=tensor.is_pinned())
 
     def reserve(self, device: torch.device, size_bytes: int) -> None:
         # The allocator keeps what is freed here for this stream, and cuts what it is asked for from it. Requests of up
@@ -277,10 +244,15 @@ class Accelerator(Runtime):
         del held
 
     def allocated_bytes(self, device: torch.device) -> int:
-        return int(self._module.memory_allocated(device))
+        return self._requested_bytes(device, "current")
 
     def peak_bytes(self, device: torch.device) -> int:
-        return int(self._module.max_memory_allocated(device))
+        return self._requested_bytes(device, "peak")
+
+    def _requested_bytes(self, device: torch.device, when: str) -> int:
+        # A tensor may get a larger block than it asks for, and how much larger depends on what was freed before.
+        stats = self._module.memory_stats(device)
+        return int(stats.get(f"requested_bytes.all.{when}", stats.get(f"allocated_bytes.all.{when}", 0)))
 
     def reset_peak(self, device: torch.device) -> None:
         self._module.reset_peak_memory_stats(device)
@@ -314,11 +286,7 @@ def register(kind: str, runtime: Runtime) -> None:
 
 
 def runtime_of(device: torch.device | str) -> Runtime:
-    """Return what the kind of `device` does; look it up anew rather than keeping it at import.
-
-    Raises:
-        InputError: for a kind that this package cannot use anywhere.
-    """
+    """Return what the kind of `device` does; raise InputError for a kind that cannot be used anywhere."""
     kind = device.type if isinstance(device, torch.device) else device
     found = _RUNTIMES.get(kind)
     if found is None:
@@ -344,11 +312,10 @@ def kinds_here() -> tuple[str, ...]:
 def check_kind(kind: str) -> None:
     """Raise InputError for a kind of device that this package cannot use anywhere."""
     if kind not in known_kinds():
-        raise InputError(
-            f"`device={kind}` is no kind of device: PyTorch offers {' and '.join(kinds_here())} here, could offer "
-            f"{', '.join(known_kinds())}, and of all these only {' and '.join(TRIED)} has been tried with planner",
-            hint="give one of these kinds; GPUs of ROCm are cuda, too",
-        )
+        here, tried = " and ".join(kinds_here()), " and ".join(TRIED)
+        problem = f"`device={kind}` is no kind of device: PyTorch offers {here} here, could offer "
+        problem += f"{', '.join(known_kinds())}, and of all these {tried} have been tried with planner"
+        raise InputError(problem, hint="give one of these kinds; GPUs of ROCm are cuda, too")
 
 
 def library_versions() -> str:

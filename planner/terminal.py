@@ -10,19 +10,16 @@ class ProgressLine:
         self._width = 0
 
     def show(self, text: str) -> None:
-        """Replace the line's text."""
         sys.stderr.write("\r" + text.ljust(self._width))
         sys.stderr.flush()
         self._width = len(text)
 
     def keep(self) -> None:
-        """Leave the text on the screen, and begin a new line."""
         if self._width:
             sys.stderr.write("\n")
         self._width = 0
 
     def clear(self) -> None:
-        """Remove the text from the screen."""
         if self._width:
             sys.stderr.write("\r" + " " * self._width + "\r")
             sys.stderr.flush()

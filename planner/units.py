@@ -26,11 +26,7 @@ _NUMBER = r"(-?[0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?|\.[0-9]+)"
 
 
 def parse_bandwidth(text: str) -> float:
-    """Return the bytes per second of "10Gbps", "10Gbit/s" (bits) or "1.25GB/s" (bytes).
-
-    Raises:
-        UnitError: when bits and bytes cannot be told apart, or the value is not positive.
-    """
+    """Return the bytes per second of "10Gbps", "10Gbit/s" (bits) or "1.25GB/s" (bytes); raise UnitError for others."""
     match = re.fullmatch(_NUMBER + r"\s*([KMGTk]i?)?(bps|bit/s|b/s|B/s|Bps)", text.strip())
     if match is None:
         raise UnitError(
@@ -41,11 +37,7 @@ def parse_bandwidth(text: str) -> float:
 
 
 def parse_bytes(text: str) -> int:
-    """Return the bytes of "16GB" (16·10^9) or "16GiB" (16·2^30).
-
-    Raises:
-        UnitError: when the unit is missing or the value is not positive.
-    """
+    """Return the bytes of "16GB" (16·10^9) or "16GiB" (16·2^30); raise UnitError without a unit and for 0."""
     match = re.fullmatch(_NUMBER + r"\s*([KMGTk]i?)?B", text.strip())
     if match is None:
         raise UnitError(f"size '{text}' is not a number of bytes", hint="write 16GB (10^9) or 16GiB (2^30)")
@@ -54,16 +46,11 @@ def parse_bytes(text: str) -> int:
 
 
 def parse_seconds(text: str) -> float:
-    """Return the seconds of "50us", "0.1ms" or "2s"; zero is allowed.
-
-    Raises:
-        UnitError: when the unit is missing, or the time is negative.
-    """
+    """Return the seconds of "50us", "0.1ms", "2s" or "0s"; raise UnitError without a unit and below 0."""
     match = re.fullmatch(_NUMBER + r"\s*(s|ms|us|µs|ns)", text.strip())
-    if match is None:
-        raise UnitError(f"time '{text}' has no unit", hint="write 50us, 0.1ms or 2s")
-    if match[1].startswith("-"):
-        raise UnitError(f"time '{text}' is negative", hint="write 50us, 0.1ms or 2s")
+    if match is None or match[1].startswith("-"):
+        what = "has no unit" if match is None else "is negative"
+        raise UnitError(f"time '{text}' {what}", hint="write 50us, 0.1ms or 2s")
     return float(match[1]) * _TIME[match[2]]
 
 
@@ -82,13 +69,6 @@ def format_memory(limit: int) -> str:
     if limit < 2**30 or limit % 2**20:
         return format_bytes(limit)
     return f"{limit / 2**30:.1f}".removesuffix(".0") + " GiB"
-
-
-def format_share_of_memory(used: int, limit: int) -> str:
-    """Return how much of a device's memory is used, in the unit of its limit: "14.9 of 16 GiB"."""
-    if (whole := format_memory(limit)).endswith("GiB"):
-        return f"{used / 2**30:.1f} of {whole}"
-    return f"{format_bytes(used)} of {format_bytes(limit)}"
 
 
 def format_flops(count: float) -> str:

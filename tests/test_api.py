@@ -220,30 +220,8 @@ def test_print_is_the_table_and_a_notebook_shows_the_report(solved: planner.Plan
     assert "data parallel" in str(compared)
     assert "<table" in (compared._repr_html_() or "")
     assert "limited by" in (planner.explain(profile, solved)._repr_html_() or "")
-    assert repr(planner.show(solved)) == str(solved)
+    assert planner.show(solved) == str(solved)
     assert "busiest" in str(planner.simulate(solved))
-
-
-def test_data_frames_and_plots_need_their_libraries(solved: planner.Plan, monkeypatch: pytest.MonkeyPatch) -> None:
-    for library, shown in (("pandas", solved.to_frame), ("matplotlib", solved.plot)):
-        monkeypatch.setitem(sys.modules, library, None)
-        with pytest.raises(InputError, match=f"{library} is not installed"):
-            shown()
-
-
-def test_data_frames_have_the_rows(solved: planner.Plan, profile: planner.Profile) -> None:
-    pytest.importorskip("pandas", reason="data frames are for those who have pandas")
-    assert list(solved.to_frame()["replicas"]) == [2, 1, 1]
-    assert len(profile.to_frame()) == len(profile.layers)
-    assert "samples_per_s" in planner.compare(profile, plan=solved).to_frame().columns
-
-
-def test_plots_are_drawn(solved: planner.Plan, profile: planner.Profile, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("matplotlib", reason="plots are for those who have matplotlib").use("agg")
-    assert "2-1-1" in solved.plot().get_title()
-    assert profile.plot().get_title() == "vgg16"
-    with pytest.raises(InputError, match="there is no plot of a Cluster"):
-        solved.cluster.plot()
 
 
 def test_records_write_themselves(solved: planner.Plan, profile: planner.Profile, tmp_path: Path) -> None:
@@ -265,7 +243,7 @@ def test_import_and_planning_load_no_torch() -> None:
     script = (
         "import sys, time; t = time.perf_counter(); import planner; assert time.perf_counter() - t < 0.5\n"
         "planner.solve, planner.show, planner.price, planner.report, planner.cluster\n"
-        "sys.exit(any(name in sys.modules for name in ('torch', 'pandas', 'matplotlib')))"
+        "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=False, timeout=60).returncode == 0
 

@@ -19,10 +19,10 @@ import torch
 from tabulate import tabulate
 
 from benchmarks.models.measure import cut_by_time
+from benchmarks.stages_alone import verify
 from planner.formats.profile import Profile
 from planner.model.spec import load_model_file
 from planner.profiler.measured.profiling import ProfilingOptions, profile_model
-from planner.profiler.measured.verify import verify
 from planner.profiler.this_machine import keep_freed_pages
 
 PROFILES = Path(__file__).resolve().parents[2] / "profiles"

@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
+from itertools import accumulate, pairwise
 from pathlib import Path
 from types import ModuleType
 
@@ -18,6 +19,7 @@ from benchmarks.convergence.emulation import evaluate
 from benchmarks.convergence.emulation import train as train_alone
 from benchmarks.convergence.picture import curves_svg
 from planner.api.running import estimate, train
+from planner.cost.candidate import candidates
 from planner.cost.layer_costs import LayerCosts
 from planner.cost.setting import Setting
 from planner.formats.cluster import flat_cluster
@@ -26,9 +28,10 @@ from planner.formats.profile import Profile
 from planner.options.training import TrainingOptions
 from planner.schedule.registry import find
 from planner.solver.assemble import GIVEN, assemble
-from planner.solver.choose.baselines import equal_layers
+from planner.solver.choose.baselines import equal_counts
 from planner.solver.evaluate.evaluation import priced
 from planner.solver.problem.problem import Problem
+from planner.solver.problem.states import uncut_groups
 from planner.solver.relaxed_steps import synced
 
 HERE = Path(__file__).parent
@@ -161,7 +164,10 @@ def make_plan(module: ModuleType, schedule: str, *, vertical_sync: bool) -> Plan
     chunks = 2 if schedule == "interleaved" else 1
     layer_costs, cluster = LayerCosts(profile), flat_cluster(STAGES // chunks, 1e9)
     problem = Problem(layer_costs, Setting(cluster, find(schedule), microbatches, chunks))
-    chosen = priced(problem, equal_layers(layer_costs, STAGES))
+    groups = uncut_groups(layer_costs)
+    ends = [0, *accumulate(equal_counts(len(groups), STAGES))]
+    cut = [[layer for group in groups[first:end] for layer in group] for first, end in pairwise(ends)]
+    chosen = priced(problem, candidates(cut, [1] * STAGES))
     report = GIVEN.model_copy(update={"name": "equal layers"})
     plan = assemble(problem, synced(layer_costs, chosen) if vertical_sync else chosen, report)
     return plan.model_copy(update={"vertical_sync": vertical_sync})

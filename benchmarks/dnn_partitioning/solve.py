@@ -20,8 +20,7 @@ from planner.solver.problem.result import IlpAnswer
 from planner.solver.problem.states import uncut_groups
 from planner.solver.search.graph.downsets import enumerate_downsets
 from planner.solver.search.graph.lattice import Words, to_words
-from planner.solver.search.integer.ilp_columns import Column, Columns
-from planner.solver.search.integer.ilp_flow import Flow, MilpName, installed
+from planner.solver.search.integer.ilp_flow import Column, Columns, Flow, MilpName, installed
 
 MOST_STATES = 60_000
 

@@ -39,8 +39,8 @@ def calibrated(rows: Sequence[Row]) -> list[Row]:
 def factors(rows: Sequence[Row]) -> tuple[float, float]:
     """Return the factors of arithmetic and bandwidth that all rows of one source and device fit."""
     start = next(row.spec for row in rows if row.spec is not None)
-    spec = fit_times(start, [_timed(row) for row in rows if row.predict is not None])
-    return _factors(start, spec)
+    spec = fit_times(start, [[_timed(row)] for row in rows if row.predict is not None])
+    return (1.0, 1.0) if spec is None else _factors(start, spec)
 
 
 def _factors(start: DeviceSpec, spec: DeviceSpec) -> tuple[float, float]:
@@ -51,7 +51,9 @@ def _factors(start: DeviceSpec, spec: DeviceSpec) -> tuple[float, float]:
 def _fitted(row: Row, others: Sequence[Timed]) -> float | None:
     if row.predict is None or row.spec is None or not others:
         return None
-    return row.predict(fit_times(row.spec, others)).seconds
+    return row.predict(
+        fit_times(row.spec, [[other] for other in others]) or row.spec
+    ).seconds  # which declines what would not help
 
 
 def _timed(row: Row) -> Timed:

@@ -1,20 +1,26 @@
 """The fused kernels of Megatron and Apex, which the published runs used.
 
-They fuse scaling and masks into softmax, the residual's addition into dropout, the gate into SiLU, and nothing else.
+They fuse scaling and masks into softmax, the residual's addition into dropout, the gate into SiLU, and what turns
+queries and keys by their positions (rotary embeddings), and nothing else.
 GELU with its bias, and layer norm, are one operation each already: products add the bias. The optimizer is one kernel,
 too, as PyTorch's own with `fused=True`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from planner.profiler.estimated.execution import Flow
 
+_ROTARY = frozenset({"mul", "neg", "cat", "add"})
 _AROUND_SOFTMAX = frozenset({"mul", "div", "masked_fill", "where", "add", "_to_copy"})
 
 
 def megatron(flow: Flow) -> list[str | None]:
     """Name the kernel that each operation may be part of; see `planner.profiler.estimated.execution.Fusion`."""
     kernels: list[str | None] = [None] * len(flow.operations)
+    for number in _around_attention(flow):
+        kernels[number] = "rotary"
     for number in reversed(range(flow.backward)):
         name = flow.operations[number].name
         if name == "_softmax":
@@ -29,8 +35,25 @@ def megatron(flow: Flow) -> list[str | None]:
         backward_of_softmax = any(kernels[each] == "softmax backward" for each in producers)
         if name == "native_dropout" or (name == "add" and "native_dropout" in names):
             kernels[number] = "dropout"
+        elif kernels[number] == "rotary":
+            continue
         elif name == "silu" or (name == "mul" and "silu" in names):
             kernels[number] = "gate"
         elif name == "_softmax_backward_data" or (name in _AROUND_SOFTMAX and backward_of_softmax):
             kernels[number] = "softmax backward"
     return kernels
+
+
+def _around_attention(flow: Flow) -> Iterator[int]:
+    """Yield what turns queries and keys before fused attention, and their gradients after it."""
+    seen = set[int]()
+    for number, operation in enumerate(flow.operations):
+        if operation.name.startswith("_scaled_dot_product"):
+            following = flow.users if operation.name.endswith("backward") else flow.producers
+            todo = following(number)
+            while todo:
+                each = todo.pop()
+                if each not in seen and flow.operations[each].name in _ROTARY:
+                    seen.add(each)
+                    todo += following(each)
+                    yield each

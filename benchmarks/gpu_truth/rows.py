@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 
 from benchmarks.gpu_truth.fused_kernels import megatron
-from planner.analysis import own_plan
+from planner.analysis import given_plan
 from planner.formats.cluster import Cluster, hierarchical_cluster
 from planner.formats.own_plan import OwnPlan, OwnStage
 from planner.formats.plan import Plan
 from planner.formats.profile import Profile
-from planner.profiler.estimated.devices import DEVICES, DeviceSpec
+from planner.profiler.estimated.devices import DEVICES, HOSTS, DeviceSpec
 from planner.profiler.estimated.execution import Execution
 from planner.schedule.chunked import INTERLEAVED
 from planner.schedule.one_stage import FLUSH
@@ -94,7 +94,7 @@ def price(
     """
     plain = OwnPlan(stages=tuple(stages), schedule=FLUSH, microbatches=microbatches)
     interleaved = {"schedule": INTERLEAVED, "chunks": chunks}
-    return own_plan.price(profile, cluster, plain if chunks is None else plain.model_copy(update=interleaved))
+    return given_plan.price(profile, cluster, plain if chunks is None else plain.model_copy(update=interleaved))
 
 
 def without_overlap(plan: Plan) -> float:
@@ -138,8 +138,8 @@ def memory_of(plan: Plan, peaks_mb: Sequence[float | None] | None) -> tuple[tupl
 
 
 def device(name: str) -> DeviceSpec:
-    """Return a device at the clock that its runs had."""
-    return DEVICES[name].at_clock(_CLOCKS.get(name, 1.0))
+    """Return a device at the clock that its runs had, whose kernels are launched as Megatron's fused ones."""
+    return replace(DEVICES[name].at_clock(_CLOCKS.get(name, 1.0)), dispatch_s=HOSTS["fused"])
 
 
 def half_precision() -> Execution:

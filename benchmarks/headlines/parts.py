@@ -169,7 +169,7 @@ def two_cores() -> dict[str, float]:
 
 
 def quickstart() -> dict[str, float]:
-    """Run `plan quickstart` some times: its median speed-up over DDP, and how far its worst prediction was off."""
+    """Run `plan quickstart` some times: its median speed-up, and how far its worst prediction was off."""
     runs = [_quickstart() for _ in range(QUICKSTARTS)]
     found = {name: statistics.median(run[name] for run in runs) for name in runs[0]}
     return found | {"quickstart.error": max(run["quickstart.error"] for run in runs)}
@@ -196,6 +196,7 @@ def _quickstart() -> dict[str, float]:
 
 def gpus() -> dict[str, float]:
     """Compare estimates with published runs on GPUs."""
+    from benchmarks.gpu_truth import nanotron
     from benchmarks.gpu_truth.__main__ import SOURCES as ROWS
     from benchmarks.gpu_truth.calibrated import calibrated
     from benchmarks.gpu_truth.rows import ANCHORS
@@ -204,7 +205,8 @@ def gpus() -> dict[str, float]:
     if not ANCHORS.is_dir():
         raise NotHereError("the published measurements are not here")
     rows = calibrated([row.now() for each in ROWS.values() for row in each()])
-    found: dict[str, float] = {}
+    of_runs = nanotron.summary(nanotron.judge(nanotron.H100, list(nanotron.runs()), nanotron.EAGER), nanotron.H100)
+    found = {f"gpu.nanotron.{name}": value for name, value in of_runs[1].items()}
     for source in SOURCES:
         said = summary([row for row in rows if row.source == source])
         values = {
@@ -291,6 +293,18 @@ _OF_SOURCE: Sequence[tuple[str, str, str, _Better, float]] = (
     ("worst_memory", "memory, worst stage", ".1%", "lower", 0.001),
 )
 
+_OF_NANOTRON: Sequence[tuple[str, str, str, _Better, float]] = (
+    ("rows", "rows", ".0f", "higher", 0),
+    ("median", "median error of speed", ".0%", "lower", 0.01),
+    ("worst_job", "median error of the worst job", ".0%", "lower", 0.01),
+    ("tau", "rank correlation, mean of the jobs", ".2f", "higher", 0.01),
+    ("least_tau", "rank correlation, worst job", ".2f", "higher", 0.01),
+    ("regret", "regret, mean of the jobs", "+.1%", "lower", 0.002),
+    ("worst_regret", "regret, worst job", "+.0%", "lower", 0.01),
+    ("trained_fit", "trained runs predicted to fit", ".1%", "higher", 0.005),
+    ("out_of_memory", "runs out of memory predicted not to fit", ".0%", "higher", 0.01),
+)
+
 
 def _of_gpus() -> list[Number]:
     of_all = [
@@ -302,7 +316,11 @@ def _of_gpus() -> list[Number]:
         for source in SOURCES
         for key, what, form, better, least in _OF_SOURCE
     ]
-    return of_all + of_sources
+    of_runs = [
+        Number(f"gpu.nanotron.{key}", f"nanotron on H100: {what}", "estimated", form, better, 0.02, least)
+        for key, what, form, better, least in _OF_NANOTRON
+    ]
+    return of_all + of_sources + of_runs
 
 
 # Spreads are what repeated runs of one tree showed on two shared cores; times vary more than ratios.

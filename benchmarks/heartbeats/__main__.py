@@ -29,7 +29,7 @@ from planner.formats.plan import load_plan
 from planner.schedule.instructions import Forward, Unit
 from planner.workers.heartbeat import Heartbeat
 from planner.workers.job import Job
-from planner.workers.watch import StoreWatch
+from planner.workers.supervisor import Supervisor
 
 HOST, BEAT_S = "127.0.0.1", 1.0
 _TICKS = os.sysconf("SC_CLK_TCK")
@@ -93,7 +93,7 @@ def _fork_worker(job: Job, rank: int, port: int) -> int:
     os.environ |= {"RANK": str(rank), "MASTER_ADDR": HOST, "MASTER_PORT": str(port), "GROUP_RANK": str(rank // 8)}
     heartbeat = Heartbeat()
     heartbeat.enter("starting")
-    StoreWatch(job, heartbeat, _tell)
+    Supervisor(job, heartbeat).watch(_tell)
     for number in count():
         time.sleep(BEAT_S)
         heartbeat.begin(Forward(0, Unit(number)))

@@ -19,7 +19,7 @@ from planner.formats.importers import read_profile
 from planner.formats.names import CostModelName
 from planner.formats.plan import Plan
 from planner.formats.profile import Device, Edge, Layer, Profile, Provenance, Value, load_profile
-from planner.reporting.tables.stages import ranks_line
+from planner.reporting.tables.plan import ranks_line
 from planner.schedule.registry import find
 from planner.solver import solve
 from planner.solver.evaluate import evaluation

@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed import Store  # type: ignore[attr-defined]  # exported by a star import
 
 from benchmarks.kills.plans import MODEL, write_plan
-from planner.workers.heartbeat import Beat
-from planner.workers.local_watch import read_beat
+from benchmarks.kills.workers import minibatch_of, store_of, workers_of
 
 ROOT = Path(__file__).parents[2]
 STEPS = 150
@@ -85,11 +85,10 @@ def killed(
     outcome = Outcome()
     with tempfile.TemporaryDirectory(prefix="kills-", dir=folder) as name:
         own = Path(name)
-        (own / "tmp").mkdir()
         process = subprocess.Popen(
             [*_command(config, schedule, folder, own), "--max-restarts", str(kills)],
             cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            env={**_environment(), "TMPDIR": str(own / "tmp")},
+            env=_environment(),
         )  # fmt: skip
         told: list[tuple[float, str]] = []
         reader = threading.Thread(target=_read, args=(process, told))
@@ -99,7 +98,7 @@ def killed(
         watcher.start()
         deadline = time.monotonic() + GIVE_UP_S
         while len(outcome.kills) < kills and process.poll() is None:
-            kill = _kill(process, config, own / "tmp", draw)
+            kill = _kill(process, config, draw)
             if kill is None:
                 break
             outcome.kills.append(kill)
@@ -129,7 +128,7 @@ def _environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
-def _kill(process: subprocess.Popen[str], config: str, scratch: Path, draw: random.Random) -> Kill | None:
+def _kill(process: subprocess.Popen[str], config: str, draw: random.Random) -> Kill | None:
     """Kill or stop a worker after a random time; return None when the run has ended before."""
     starting = draw.random() < STARTING_SHARE
     moment = time.monotonic() + draw.uniform(0, STARTING_S)
@@ -137,18 +136,22 @@ def _kill(process: subprocess.Popen[str], config: str, scratch: Path, draw: rand
     rank = draw.randrange(sum(int(part) for part in config.split("-")))
     number = draw.choice(SIGNALS)
     began: int | None = None
+    store: Store | None = None
     while process.poll() is None:
         time.sleep(draw.uniform(0, 0.02))
-        workers = _workers(process.pid)
-        beat = _beat(scratch, rank)
-        if beat is not None and beat.stage is not None and began is None:
-            began = beat.unit.minibatch
-        come = began is not None and beat is not None and beat.unit.minibatch >= min(began + further, STEPS - 1)
-        if rank in workers and (come or (starting and time.monotonic() >= moment)):
-            beat = _beat(scratch, rank)
+        workers = workers_of(process.pid)
+        if rank not in workers:
+            continue
+        at = None
+        with suppress(OSError, RuntimeError):
+            store = store or store_of(workers[rank])
+            at = minibatch_of(store, rank)
+        began = at if began is None else began
+        come = began is not None and at is not None and at >= min(began + further, STEPS - 1)
+        if come or (starting and time.monotonic() >= moment):
             with suppress(ProcessLookupError):
                 os.kill(workers[rank], number)
-                return Kill(config, rank, number.name, "while starting" if beat is None else beat.describe())
+                return Kill(config, rank, number.name, "while starting" if at is None else f"in minibatch {at}")
     return None
 
 
@@ -166,7 +169,7 @@ def _await_restart(
         line = next(((at, text) for at, text in told if text.startswith(f"restart {number} of ")), None)
         if line is not None:
             kill.told_s = line[0] - began
-            cause = "was killed by SIGKILL" if kill.signal == "SIGKILL" else "it is stopped by a signal"
+            cause = "was killed by SIGKILL" if kill.signal == "SIGKILL" else "it does not respond"
             kill.named = f"worker {kill.rank} (stage " in line[1] and cause in line[1]
             if not kill.named:
                 outcome.problems.append(f"{kill.signal} of worker {kill.rank}, {kill.activity}, was told as: {line[1]}")
@@ -217,23 +220,8 @@ def _read(process: subprocess.Popen[str], told: list[tuple[float, str]]) -> None
 
 def _note_children(process: subprocess.Popen[str], ever: set[int]) -> None:
     while process.poll() is None:
-        ever |= set(_workers(process.pid).values())
+        ever |= set(workers_of(process.pid).values())
         time.sleep(0.1)
-
-
-def _workers(launcher: int) -> dict[int, int]:
-    """Return the process ids of the launcher's workers by rank."""
-    found: dict[int, int] = {}
-    with suppress(OSError):
-        for pid in map(int, Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()):
-            variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-            found |= {int(text[5:]): pid for text in variables if text.startswith(b"RANK=")}
-    return found
-
-
-def _beat(scratch: Path, rank: int) -> Beat | None:
-    beats = [read_beat(pages, rank) for pages in scratch.glob("plan-train-*")]
-    return next((beat for beat in beats if beat is not None), None)
 
 
 def _is_alive(pid: int) -> bool:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.stages_alone import verify
 from planner.errors import CaptureError
 from planner.formats.profile import Profile, save_profile
 from planner.model.batch import Batch
@@ -16,7 +17,6 @@ from planner.model.capture.graph import LayerGraph
 from planner.model.spec import TrainingSpec, load_model_file
 from planner.model.stage.evaluation import matching_cut
 from planner.profiler.measured.profiling import ProfilingOptions, profile_model
-from planner.profiler.measured.verify import verify
 from planner.profiler.this_machine import keep_freed_pages
 from tests.model.splitting import assert_same, cut_evenly, run_model, run_split
 

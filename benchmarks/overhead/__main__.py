@@ -22,7 +22,7 @@ from tabulate import tabulate
 from benchmarks.overhead.cases import CASES, MODEL, WORKERS, Case, bare_unit, bare_update, plan_of
 from benchmarks.overhead.parts import NETWORK, OPERATIONS, Stopwatch, parts_timed
 from benchmarks.overhead.stand_in import build, lone_rank
-from planner.executor.run.worker import Worker
+from planner.executor.run.worker import PipelineWorker
 from planner.model.spec import TrainingSpec
 from planner.schedule.instructions import Instruction
 
@@ -107,7 +107,7 @@ def measure(case: Case, pairs: int, units: int) -> Result:
     return Result(case, statistics.median(bares), found, parts_us)
 
 
-def _run_timed(worker: Worker, watch: Stopwatch, instructions: Iterable[Instruction]) -> None:
+def _run_timed(worker: PipelineWorker, watch: Stopwatch, instructions: Iterable[Instruction]) -> None:
     worker.run(watch.items("instruction stream", instructions))
 
 

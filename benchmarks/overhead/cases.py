@@ -17,7 +17,6 @@ from planner.cost.setting import Setting
 from planner.executor.run.context import HeldStage, PipelineContext
 from planner.formats.cluster import flat_cluster
 from planner.formats.plan import Plan
-from planner.model.capture.size import evaluate_number
 from planner.schedule.instructions import Unit
 from planner.schedule.registry import find
 from planner.solver.assemble import assemble
@@ -65,14 +64,13 @@ def plan_of(case: Case) -> Plan:
 
 def bare_unit(context: PipelineContext, stage: HeldStage) -> Callable[[], None]:
     """Return a function that runs the stage's operations on one unit, forward and backward, and nothing else."""
-    parts = stage.module._parts
-    batch = context.data.batch(Unit(0))
-    inputs = parts.read_batch(batch) if parts.inputs else []
-    numbers = [evaluate_number(expression, SAMPLES) for expression in parts.expressions]
-    received = [torch.randn(spec.shape(SAMPLES)) for spec in parts.received]
-    fixed = (context.place.compute, stage.module._key, None, *inputs)
-    run = parts.code.run
-    gradients: list[Tensor | None] = [None if parts.has_loss else torch.ones(s.shape(SAMPLES)) for s in parts.sent]
+    module = stage.module
+    inputs = module._read(context.data.batch(Unit(0))) if module.needs_batch else []
+    received = [torch.randn(spec.shape(SAMPLES)) for spec in module.received]
+    numbers = module._numbers_for(inputs, received)
+    fixed = (context.place.compute, module._key, None, *inputs)
+    run = module._code.run
+    gradients: list[Tensor | None] = [None if module.has_loss else torch.ones(s.shape(SAMPLES)) for s in module.sent]
 
     def unit() -> None:
         values = [value.detach().requires_grad_() for value in received]

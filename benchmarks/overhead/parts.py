@@ -14,7 +14,7 @@ import torch
 from benchmarks.overhead.stand_in import Neighbours
 from planner.executor.communication.links import Links
 from planner.executor.run.replica import StageReplica
-from planner.executor.run.worker import PipelineWorker, Worker
+from planner.executor.run.worker import PipelineWorker
 from planner.executor.stage.minibatch_statistics import MinibatchStatistics
 from planner.executor.stage.versions import WeightVersions
 from planner.model.randomness import RandomKey
@@ -35,7 +35,7 @@ PARTS: dict[str, Sequence[Place]] = {
     "statistics": [(MinibatchStatistics, "begin"), (MinibatchStatistics, "commit")],
     "random keys": [(StageModule, "set_random_key"), (RandomKey, "seed_of")],
     "checks of values": [(StageModule, "forward")],
-    "losses": [(Worker, "_log_loss")],
+    "losses": [(PipelineWorker, "_log_loss")],
     "heartbeat": [(Heartbeat, "begin")],
     "dispatch": [(PipelineWorker, "_execute")],
     NETWORK: [(Neighbours, "hand_over")],
@@ -110,7 +110,7 @@ class Stopwatch:
 def parts_timed(stage: StageModule) -> Iterator[Stopwatch]:
     """Time every part of the workers inside, one of which has `stage`."""
     watch = Stopwatch()
-    code, run = stage._parts.code, stage._parts.code.run
+    code, run = stage._code, stage._code.run
     object.__setattr__(code, "run", watch.timed(OPERATIONS, run))
     before = [(owner, name, getattr(owner, name)) for places in PARTS.values() for owner, name in places]
     for part, places in PARTS.items():

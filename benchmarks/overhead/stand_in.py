@@ -23,6 +23,7 @@ from planner.executor.run.loop import Groups, make_worker
 from planner.executor.run.worker import Observers, PipelineWorker
 from planner.formats.plan import Plan
 from planner.model.spec import TrainingSpec
+from planner.runtime import runtime_of
 from planner.schedule.instructions import Instruction, Receive
 from planner.workers.job import Job
 from planner.workers.place import CPU, Place
@@ -61,12 +62,31 @@ class Neighbours:
         """Let `torch.distributed.irecv` take these messages; the call itself goes to a backend that does nothing."""
         post = dist.irecv
 
-        def irecv(buffer: Tensor, src: int, group: dist.ProcessGroup, tag: int = 0) -> dist.Work | None:
+        def irecv(buffer: Tensor, src: int, group: dist.ProcessGroup, tag: int = 0) -> Any:
             self.hand_over((src, tag, group), buffer)
-            return post(buffer, src, group, tag=tag)
+            work = post(buffer, src, group, tag=tag)
+            return _Filled(work, buffer) if buffer.device.type != "cpu" else work
 
         with patch.object(dist, "irecv", irecv):
             yield
+
+
+class _Filled:
+    """The work of a receive on a device: what waits for it waits for the stream that fills the buffer."""
+
+    def __init__(self, work: Any, buffer: Tensor) -> None:
+        self._work, self._buffer, self._runtime = work, buffer, runtime_of(buffer.device)
+        self._filled = self._runtime.event()
+        self._filled.record()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
+
+    def wait(self, *timeout: Any) -> bool:
+        stream = self._runtime.current_stream(self._buffer.device)
+        stream.wait_event(self._filled)
+        self._runtime.keep(self._buffer, stream)
+        return True
 
 
 @contextmanager
@@ -75,6 +95,7 @@ def lone_rank(rank: int, world: int) -> Iterator[None]:
     new_group = dist.new_group
 
     def fake_group(*ranks: Any, **options: Any) -> dist.ProcessGroup:
+        options.pop("pg_options", None)  # of NCCL
         group: dist.ProcessGroup = new_group(*ranks, **{**options, "backend": FAKE})
         return group
 

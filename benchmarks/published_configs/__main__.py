@@ -22,7 +22,7 @@ from benchmarks.published_configs.rows import MODELS, ROWS, Row
 from planner.cost.candidate import Candidate
 from planner.cost.layer_costs import LayerCosts
 from planner.cost.network.link import link_of
-from planner.cost.pricing import asynchronous_model
+from planner.cost.pricing import ASYNCHRONOUS
 from planner.errors import InfeasibleError
 from planner.formats.cluster import Cluster
 from planner.formats.names import CostModelName
@@ -137,7 +137,7 @@ def _solved(profile: Profile, cluster: Cluster, model: CostModelName) -> Plan | 
 
 def _data_parallel_s(layer_costs: LayerCosts, cluster: Cluster) -> float:
     whole = layer_costs.work(Candidate(frozenset(), frozenset(range(len(layer_costs.profile.layers)))))
-    return float(asynchronous_model("resource", link_of(cluster)).stage_s(whole, float(cluster.gpus)))
+    return float(ASYNCHRONOUS["resource"](link_of(cluster)).stage_s(whole, float(cluster.gpus)))
 
 
 def _implied_bandwidth(row: Row, layer_costs: LayerCosts, one_s: float) -> float | None:

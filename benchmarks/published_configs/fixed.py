@@ -11,7 +11,7 @@ from planner.cost.candidate import Candidate, StageOptions
 from planner.cost.layer_costs import LayerCosts
 from planner.cost.network.link import link_of
 from planner.cost.overheads import Price
-from planner.cost.pricing import asynchronous_model, price
+from planner.cost.pricing import ASYNCHRONOUS, price
 from planner.cost.setting import Setting
 from planner.formats.cluster import Cluster
 from planner.formats.names import CostModelName
@@ -50,7 +50,7 @@ def best_cuts(layer_costs: LayerCosts, cluster: Cluster, replicas: Sequence[int]
     last = len(space) - 1
     if len(replicas) > last:
         return None
-    flat = asynchronous_model(model, link_of(cluster))
+    flat = ASYNCHRONOUS[model](link_of(cluster))
     worst = np.full((len(replicas) + 1, last + 1), np.inf)
     worst[0, 0] = 0.0
     came = np.zeros((len(replicas) + 1, last + 1), dtype=np.int64)

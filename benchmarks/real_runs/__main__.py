@@ -17,7 +17,7 @@ from tabulate import tabulate
 
 from benchmarks.drawn_cases import Compared, asked
 from benchmarks.kept import ROOT, Results, between_marks, marks
-from planner.analysis.own_plan import price
+from planner.analysis.given_plan import price
 from planner.api.running import profile as measure
 from planner.errors import PlannerError, first_line
 from planner.executor.worker import launch

@@ -14,7 +14,7 @@ from tabulate import tabulate
 from benchmarks.kept import between_marks, environment
 from planner.formats.files import write_text
 from planner.profiler.this_machine import keep_freed_pages
-from planner.selfcheck.run import Row, SelftestReport, selftest, selftest_report
+from planner.selfcheck.run import Row, SelftestReport, selftest
 
 README = Path(__file__).with_name("README.md")
 
@@ -28,7 +28,7 @@ def main() -> int:
     arguments = parser.parse_args()
     keep_freed_pages()
     report = selftest(device=arguments.device, workers=arguments.workers, on_row=_show)
-    print(selftest_report(report))
+    print(str(report))
     if arguments.save:
         page = README.read_text(encoding="utf-8")
         write_text(README, between_marks(page, marks(report.device), section(report)))
@@ -44,7 +44,8 @@ def section(report: SelftestReport) -> str:
     """Return the report as Markdown."""
     rows = [[row.check, row.name, row.result, row.found, f"{row.seconds:.0f}"] for row in report.rows]
     table = tabulate(rows, ["check", "case", "result", "found", "seconds"], tablefmt="github", disable_numparse=True)
-    counts = ", ".join(f"{report.count(result)} {result}" for result in ("passed", "failed", "skipped"))
+    results = [row.result for row in report.rows]
+    counts = ", ".join(f"{results.count(result)} {result}" for result in ("passed", "failed", "skipped"))
     about = f"{report.date}, {report.workers} workers, {environment()}."
     return f"{about}\n{counts}, in {report.seconds:.0f} s.\n\n{table}"
 

@@ -25,7 +25,7 @@ from benchmarks.testbed.bed import testbed
 from benchmarks.testbed.buckets import scaled_buckets
 from benchmarks.testbed.emulate import emulate, fitting_scale
 from benchmarks.testbed.measure import train_s
-from planner.analysis.own_plan import price
+from planner.analysis.given_plan import price
 from planner.api.running import profile as measure
 from planner.executor.worker import launch
 from planner.formats.cluster import Cluster, flat_cluster

@@ -14,7 +14,7 @@ from tabulate import tabulate
 
 from benchmarks.drawn_cases import Compared
 from benchmarks.kept import Results, between_marks, marks
-from planner.analysis.own_plan import price
+from planner.analysis.given_plan import price
 from planner.api.running import profile as measure
 from planner.errors import PlannerError, first_line
 from planner.executor.worker import launch

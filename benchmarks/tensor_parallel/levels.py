@@ -24,7 +24,7 @@ from benchmarks.testbed.buckets import scaled_buckets
 from benchmarks.testbed.emulate import LINK_BYTES_PER_S, emulate, fitting_scale
 from benchmarks.testbed.measure import described, train_s
 from benchmarks.testbed.predict import balanced_stages
-from planner.analysis.own_plan import price
+from planner.analysis.given_plan import price
 from planner.api.running import estimate
 from planner.errors import PlannerError, first_line
 from planner.formats.cluster import Cluster, hierarchical_cluster

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import mean
 
 from benchmarks.testbed.bed import Testbed
 from benchmarks.testbed.emulate import Emulated
-from benchmarks.testbed.predict import data_parallel_s, given_plan
+from benchmarks.testbed.predict import given_plan
 from planner.formats.cluster import Cluster
 from planner.formats.plan import Plan
 from planner.workers.job import Job
 
-DDP_BUCKET_BYTES = 25 * 2**20
 ROUNDS = 6  # of synchronous runs; the first does not count
 
 
@@ -72,7 +71,7 @@ def train_s(bed: Testbed, emulated: Emulated, plan: Plan, seconds: float) -> flo
 def data_parallel_run(
     bed: Testbed, emulated: Emulated, links: Cluster, seconds: float, beside: Plan | None = None
 ) -> Measured:
-    """Run DistributedDataParallel on all devices; the prediction counts its buckets.
+    """Run data parallelism on all devices.
 
     `beside`: a plan whose minibatches and microbatches it trains; without it, minibatches of one microbatch. With fewer
     microbatches than devices, each device has one, and seconds are for as many samples as the plan's minibatch has.
@@ -80,24 +79,15 @@ def data_parallel_run(
     microbatches = 1 if beside is None else beside.microbatches
     # On one stage all schedules that divide minibatches are the same.
     schedule: str = "1f1b" if microbatches == 1 else "1f1b-flush"
-    together = max(microbatches, links.gpus)  # microbatches between two updates
-    everything, counted = [len(emulated.profile.layers)], 1 if microbatches == 1 else together
-    priced = given_plan(emulated.profile, links, everything, (links.gpus,), schedule, counted)
-    plan = priced.model_copy(update={"microbatches": microbatches})
-    predicted_s = priced.predicted.seconds_per_minibatch * microbatches / counted
-    rounds = max(ROUNDS, math.ceil(seconds * microbatches / (predicted_s * together)))
-    steps = math.ceil(rounds * together / microbatches)
-    job = Job(model=str(emulated.path), plan=plan, steps=steps, baseline="data-parallel")
-    bucket_bytes = DDP_BUCKET_BYTES * emulated.scale.byte_factor
-    round_s = data_parallel_s(emulated.profile, links, bucket_bytes, math.ceil(together / links.gpus))
-    return Measured(
-        model=plan.model,
-        cluster=described(links),
-        config=plan.config,
-        schedule="DistributedDataParallel" + (f" x{microbatches}" if microbatches > 1 else ""),
-        predicted_s=round_s * microbatches / together,
-        cost_model_s=predicted_s,
-        measured_s=_measured_s(bed, emulated, job, predicted_s),
+    counted = 1 if microbatches == 1 else max(microbatches, links.gpus)
+    plan = given_plan(emulated.profile, links, [len(emulated.profile.layers)], (links.gpus,), schedule, counted)
+    run, share = run_plan(bed, emulated, plan, described(links), seconds), microbatches / counted
+    return replace(
+        run,
+        schedule="data parallelism" + (f" x{microbatches}" if microbatches > 1 else ""),
+        predicted_s=run.predicted_s * share,
+        cost_model_s=run.cost_model_s * share,
+        measured_s=run.measured_s * share,
     )
 
 
@@ -111,9 +101,6 @@ def _measured_s(bed: Testbed, emulated: Emulated, job: Job, predicted_s: float) 
     assert job.steps is not None
     timeout_s = 120 + 4 * job.steps * predicted_s
     result = bed.train(job, job.plan.cluster, emulated.scale.byte_factor, timeout_s)
-    if job.baseline is not None:
-        assert job.plan.microbatch_size is not None
-        return job.plan.microbatch_size * job.plan.microbatches / result.samples_per_s
     # Completions come in bursts, so a window may have one more or less. The mean over stages varies less.
     by_stage: defaultdict[int, float] = defaultdict(float)
     for report in result.reports:

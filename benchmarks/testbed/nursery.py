@@ -18,20 +18,16 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Iterator
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
-import planner.executor.data_parallel
 import planner.executor.run.stages
 from benchmarks.netns import INTERFACE
 from benchmarks.testbed import layers
 from benchmarks.testbed.buckets import scaled_buckets
-from planner.executor.data_parallel import train_data_parallel
 from planner.executor.run.train import train_worker
 from planner.formats.timeline import Timeline
 from planner.profiler.links.measure_cluster import measure_cluster
@@ -116,7 +112,7 @@ def _run(task: dict[str, Any]) -> dict[str, Any]:
         MASTER_ADDR=task["address"],
         MASTER_PORT=str(task["port"]),
     )
-    with scaled_buckets(task["byte_factor"]), _ddp_buckets(task["byte_factor"]):
+    with scaled_buckets(task["byte_factor"]):
         match task["kind"]:
             case "links":
                 return _links(task)
@@ -141,22 +137,8 @@ def _train(job: Job) -> dict[str, Any]:
         assert job.run_options.trace is not None
         save_trace(timeline, job.run_options.trace)
 
-    result = train_worker(job, on_timeline=keep) if job.baseline is None else train_data_parallel(job)
+    result = train_worker(job, on_timeline=keep)
     return {} if result is None else result.model_dump(mode="json")
-
-
-@contextlib.contextmanager
-def _ddp_buckets(byte_factor: float) -> Iterator[None]:
-    """Scale the buckets of DistributedDataParallel within the context."""
-
-    def made(model: torch.nn.Module, **options: Any) -> DistributedDataParallel:
-        return DistributedDataParallel(model, bucket_cap_mb=25 * byte_factor, **options)
-
-    setattr(planner.executor.data_parallel, "DistributedDataParallel", made)  # noqa: B010
-    try:
-        yield
-    finally:
-        setattr(planner.executor.data_parallel, "DistributedDataParallel", DistributedDataParallel)  # noqa: B010
 
 
 def _run_ahead() -> None:

@@ -7,7 +7,6 @@ from itertools import accumulate, pairwise
 
 from planner.cost.candidate import candidates
 from planner.cost.layer_costs import LayerCosts
-from planner.cost.network.link import link_of, ring_all_reduce_s
 from planner.cost.setting import Setting
 from planner.cost.tensor import layer_costs_on
 from planner.formats.cluster import Cluster
@@ -22,7 +21,7 @@ from planner.solver.evaluate.evaluation import evaluate
 from planner.solver.problem.budget import Budget
 from planner.solver.problem.problem import Problem
 
-__all__ = ["balanced_stages", "data_parallel_s", "given_plan", "in_proportion", "simulated_s"]
+__all__ = ["balanced_stages", "given_plan", "in_proportion", "simulated_s"]
 
 
 def given_plan(
@@ -55,27 +54,3 @@ def in_proportion(count: int, parts: Sequence[float]) -> list[int]:
     """Return integers in about this proportion whose sum is `count`: (10, (1, 1, 1)) -> [3, 4, 3]."""
     ends = [round(count * end / sum(parts)) for end in accumulate(parts)]
     return [end - start for start, end in pairwise([0, *ends])]
-
-
-def data_parallel_s(profile: Profile, cluster: Cluster, bucket_bytes: float, microbatches: int = 1) -> float:
-    """Return the seconds per round of DistributedDataParallel, which reduces buckets while the backward runs.
-
-    Layers complete their gradients from the last to the first, and a bucket is full at `bucket_bytes` (Li et al. 2020,
-    section 3.2.3). The cost model takes equal parts instead, because it does not see layers.
-
-    `microbatches`: of a device; all but the last accumulate their gradients without communication.
-    """
-    link = link_of(cluster)
-    computed_s = sum(layer.forward_s + layer.backward_s for layer in profile.layers)
-    adding_s = sum(layer.accumulate_s for layer in profile.layers)
-    earlier_s = (microbatches - 1) * computed_s + max(0, microbatches - 2) * adding_s
-    clock_s = earlier_s + sum(layer.forward_s for layer in profile.layers)
-    reduced_s, waiting_bytes = clock_s, 0
-    for layer in reversed(profile.layers):
-        clock_s += layer.backward_s + (layer.accumulate_s if microbatches > 1 else 0.0)
-        waiting_bytes += layer.gradient_bytes
-        if waiting_bytes >= bucket_bytes:
-            reduced_s = max(clock_s, reduced_s) + float(ring_all_reduce_s(waiting_bytes, cluster.gpus, link))
-            waiting_bytes = 0
-    reduced_s = max(clock_s, reduced_s) + float(ring_all_reduce_s(waiting_bytes, cluster.gpus, link))
-    return reduced_s + sum(layer.update_s for layer in profile.layers)

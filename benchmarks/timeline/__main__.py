@@ -15,6 +15,7 @@ from typing import Any
 
 from tabulate import tabulate
 
+from benchmarks.svg import timeline_svg
 from benchmarks.testbed.bed import testbed
 from benchmarks.timeline import emulated, real
 from benchmarks.timeline.emulated import DEVICES, EmulatedCase
@@ -22,7 +23,6 @@ from benchmarks.timeline.real import RealCase
 from planner.analysis.compare_runs import RunComparison, compare_runs
 from planner.formats.plan import Plan
 from planner.formats.timeline import Timeline
-from planner.reporting.svg import timeline_svg
 from planner.reporting.tables.runs import run_comparison_report
 from planner.simulator.simulate_plan import only_minibatches, simulate_recorded
 

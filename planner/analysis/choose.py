@@ -1,8 +1,7 @@
 """Choose schedule and microbatch size: solve for each at the same minibatch, and take the fastest plan per sample.
 
-Every schedule that divides minibatches gets the same number of samples per minibatch, whatever the microbatch size.
-1f1b does not divide, so its minibatch is what the profile measured. How well a model trains per sample is not compared:
-asynchronous schedules use older weights (under 1f1b as many updates old as the pipeline is deep, under 2bw one).
+1f1b does not divide minibatches, so its minibatch is what the profile measured. How well a model trains per sample is
+not compared: asynchronous schedules use older weights.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from planner.analysis.usual_ways import SYNCHRONOUS, described_plan
+from planner.analysis.compare import SYNCHRONOUS, described_plan
 from planner.arguments import checked
 from planner.errors import InfeasibleError, InputError, PlannerError
 from planner.formats.cluster import Cluster
@@ -149,15 +148,11 @@ def _check_alike(profiles: Sequence[Profile]) -> None:
     sizes = [profile.microbatch_size for profile in profiles]
     for profile in profiles[1:]:
         if (profile.model, profile.graph_hash) != (first.model, first.graph_hash):
-            raise InputError(
-                f"the profiles are of different models, '{first.model}' and '{profile.model}'",
-                hint="give profiles of one model at several batch sizes",
-            )
+            message = f"the profiles are of different models, '{first.model}' and '{profile.model}'"
+            raise InputError(message, hint="give profiles of one model at several batch sizes")
         if None in sizes:
-            raise InputError(
-                f"a profile of '{profile.model}' does not know its batch size, so that it cannot be compared",
-                hint="give one profile, or profiles made with `batch_size`",
-            )
+            message = f"a profile of '{profile.model}' does not know its batch size, so that it cannot be compared"
+            raise InputError(message, hint="give one profile, or profiles made with `batch_size`")
     if twice := next((size for size in sizes if len(sizes) > 1 and sizes.count(size) > 1), None):
         raise InputError(f"two profiles have the batch size {twice}", hint="give one profile per batch size")
 
@@ -168,8 +163,6 @@ def _microbatches(profile: Profile, profiles: Sequence[Profile], cluster: Cluste
     samples = (asked or MICROBATCHES_PER_GPU * cluster.gpus) * smallest
     size = profile.microbatch_size or 1
     if samples % size:
-        raise InputError(
-            f"a minibatch of {samples} samples cannot be divided into microbatches of {size}",
-            hint=f"give `microbatches` for microbatches of {smallest} so that all batch sizes divide the minibatch",
-        )
+        hint = f"give `microbatches` for microbatches of {smallest} so that all batch sizes divide the minibatch"
+        raise InputError(f"a minibatch of {samples} samples cannot be divided into microbatches of {size}", hint=hint)
     return samples // size

@@ -2,35 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Literal
 
-from planner.analysis.given_plan import GivenPlan, fastest, problem_of
-from planner.analysis.usual_ways import DATA_PARALLEL, Way, described, usual_ways
+from planner.analysis.given_plan import GivenPlan, options_of, problem_of
 from planner.arguments import checked
 from planner.cost.candidate import Candidate
+from planner.cost.communicators import with_overheads
+from planner.cost.kinds import everything_on, fastest_rank
 from planner.cost.layer_costs import LayerCosts
+from planner.cost.network.link import BUCKETS, bucket_bytes, buckets_of, ring_all_reduce_s
+from planner.cost.tensor import layer_costs_on
 from planner.cost.utilisation import utilisation
-from planner.errors import InputError
+from planner.errors import InputError, PlannerError
 from planner.formats.cluster import Cluster
 from planner.formats.files import Record
 from planner.formats.plan import Plan
-from planner.formats.plan_parts import OtherWay
+from planner.formats.plan_parts import OtherWay, short_config
 from planner.formats.profile import Profile
 from planner.formats.shown import Shown
 from planner.options.solving import SolveOptions
+from planner.plan.blocks import blocks_of
 from planner.schedule.instructions import MICROBATCHES_PER_GPU
-from planner.schedule.one_stage import GPIPE
+from planner.schedule.one_stage import FLUSH, GPIPE
 from planner.schedule.schedule import Schedule
-from planner.solver.choose import baselines
-from planner.solver.evaluate.evaluation import evaluate
+from planner.solver.choose.baselines import equal_blocks, equal_time, recomputing
+from planner.solver.evaluate.evaluation import evaluate, priced
 from planner.solver.find_plan import find_plan
-from planner.solver.problem.budget import Budget, Patience
+from planner.solver.problem.budget import LATER, Budget, Patience
+from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import Evaluation
 
+ONE_GPU, DATA_PARALLEL = "one GPU", "data parallel"
+EQUAL_STAGES = "equal stages"  # of equally many blocks
+BLOCK_STAGES = (2, 4, 8)  # pipelines of equal blocks, with replicas on the other GPUs, as users of Megatron choose them
+SYNCHRONOUS = "best synchronous plan"
+LEAST_S = 2.0  # that may be spent beside a search, however quick it was
+ZeroStage = Literal[2, 3]
 CHOSEN, SAME_CUT = "chosen plan", "gpipe, same cut"
 OWN = (CHOSEN, SAME_CUT)  # rows with stages that the planner chose
-SOLVING = STRAIGHT = 0.5  # shares of the time left: to search for the plan, then for pipelines without replicas
+SOLVING = 0.5  # share of the time left to search for the plan
 
 
 class ComparisonRow(OtherWay):
@@ -99,46 +112,28 @@ def compare(
     rows = [_row(given, way) for way in ways]
     parallel = next(row for row in rows if row.name == DATA_PARALLEL)
     fitting = [row for row in rows if row.name not in OWN and not row.over_memory_bytes]
-    fastest_row = min(fitting, key=lambda row: row.seconds_per_microbatch, default=None)
-    over = fastest_row if parallel.over_memory_bytes else parallel
-    relative = tuple(_relative(row, over, parallel.communication_bytes) for row in rows)
-    return Comparison(
-        model=profile.model, cluster=given.plan.cluster, rows=relative, over=None if over is None else over.name
-    )
-
-
-def with_rows(plan: Plan, comparison: Comparison) -> Plan:
-    """Return a plan without baselines with those of its comparison."""
-    if plan.baselines:
-        return plan
-    ways = tuple(
-        OtherWay(**{name: getattr(row, name) for name in OtherWay.model_fields})
-        for row in comparison.rows
-        if row.name not in OWN
-    )
-    return plan.model_copy(update={"baselines": ways})
+    fastest = min(fitting, key=lambda row: row.seconds_per_microbatch, default=None)
+    over = fastest if parallel.over_memory_bytes else parallel
+    for number, row in enumerate(rows):
+        cut = 1 - row.communication_bytes / parallel.communication_bytes if parallel.communication_bytes > 0 else None
+        faster = None
+        if over is not None and not row.over_memory_bytes:
+            faster = over.seconds_per_microbatch / row.seconds_per_microbatch
+        rows[number] = row.model_copy(update={"speedup": faster, "communication_cut": cut})
+    name = None if over is None else over.name
+    return Comparison(model=profile.model, cluster=given.plan.cluster, rows=tuple(rows), over=name)
 
 
 def _ways(given: GivenPlan) -> list[Way]:
-    """List the chosen plan, then what people use, then other pipelines made by hand."""
+    """List the chosen plan, what people use, a pipeline of equal times, and GPipe with the plan's stages."""
     layer_costs, plan, cluster = given.layer_costs, given.plan, given.plan.cluster
     options = replace(given.options, schedule=plan.schedule.unchunked)  # the baselines have no chunks
     deadline = given.patience.deadline
     problem = problem_of(options, layer_costs, cluster, Budget.unlimited(deadline))
-    equal_time = baselines.equal_time(layer_costs, cluster.gpus)
-    straight = fastest(problem, [*baselines.straight(layer_costs, cluster, deadline.earlier(STRAIGHT)), equal_time])
-    assert straight is not None  # there is equal_time at least
-
-    by_hand = {
-        "equal layers": baselines.equal_layers(layer_costs, cluster.gpus),
-        "equal parameters": baselines.equal_parameters(layer_costs, cluster.gpus),
-        "equal time": equal_time,
-    }
     ways = [
         Way(CHOSEN, given.problem, Evaluation(given.stages, given.price())),
         *usual_ways(given.options, layer_costs, cluster, Budget(deadline)),
-        Way("straight pipeline", problem, straight),
-        *(Way(name, problem, evaluate(problem, stages)) for name, stages in by_hand.items()),
+        Way("equal time", problem, evaluate(problem, equal_time(layer_costs, cluster.gpus))),
     ]
     if plan.schedule is not GPIPE and not plan.schedule.chunked:
         microbatches = MICROBATCHES_PER_GPU * cluster.gpus
@@ -149,7 +144,6 @@ def _ways(given: GivenPlan) -> list[Way]:
 
 
 def _row(given: GivenPlan, entry: Way) -> ComparisonRow:
-    """Make a row that is not yet compared with another."""
     profile = given.layer_costs.profile
     size, tokens = profile.microbatch_size, profile.tokens_per_sample
     price, stages, microbatches = entry.plan.price, entry.plan.stages, entry.problem.microbatches
@@ -174,14 +168,11 @@ def _row(given: GivenPlan, entry: Way) -> ComparisonRow:
 
 
 def busy_s(layer_costs: LayerCosts, stages: Sequence[Candidate], schedule: Schedule, microbatches: int) -> float:
-    """Sum the seconds per microbatch that the workers of all stages compute.
-
-    A microbatch runs on one replica of each stage. All replicas update: once per minibatch, or under 1f1b once per
-    round of as many minibatches as there are replicas, which is one update per minibatch again.
-    """
+    """Sum the seconds per microbatch that the workers of all stages compute."""
     total = 0.0
     for stage in stages:
         work = layer_costs.work(stage)
+        # All replicas update: once per minibatch, or under 1f1b once per round of as many minibatches as replicas.
         updates = stage.replicas / microbatches if schedule.divides else 1
         # The first microbatch of each replica has no gradients to accumulate into.
         accumulating = max(0, microbatches - stage.replicas) / microbatches
@@ -192,9 +183,203 @@ def busy_s(layer_costs: LayerCosts, stages: Sequence[Candidate], schedule: Sched
     return total
 
 
-def _relative(row: ComparisonRow, over: ComparisonRow | None, parallel_bytes: float) -> ComparisonRow:
-    cut = 1 - row.communication_bytes / parallel_bytes if parallel_bytes > 0 else None
-    speedup = None
-    if over is not None and not row.over_memory_bytes:
-        speedup = over.seconds_per_microbatch / row.seconds_per_microbatch
-    return row.model_copy(update={"speedup": speedup, "communication_cut": cut})
+@dataclass(frozen=True)
+class Way:
+    """One way to train: its name, the problem that it solves, and its stages with their price."""
+
+    name: str
+    problem: Problem
+    plan: Evaluation
+
+    @property
+    def seconds_per_microbatch(self) -> float:
+        """Seconds per microbatch, which all ways have in common."""
+        return self.plan.seconds / self.problem.microbatches
+
+    @property
+    def over_memory_bytes(self) -> int:
+        """By how many bytes the GPU that needs most exceeds its memory; 0 if all fit."""
+        return self.plan.over_bytes(self.problem.cluster)
+
+
+def usual_ways(options: SolveOptions, layer_costs: LayerCosts, cluster: Cluster, budget: Budget) -> Iterator[Way]:
+    """Yield data parallelism, one GPU, sharded data parallelism, and pipelines of equal blocks under 1F1B with a flush.
+
+    All but the last run under the options' schedule, without chunks. Replicas of the whole model have at least one
+    microbatch each. What does not fit the memory recomputes every block, unless the options forbid it. Where GPUs
+    differ, data parallelism on those of each kind is one more way.
+    """
+    gpus, schedule, fastest = cluster.gpus, options.order.unchunked, fastest_rank(layer_costs, cluster)
+    problem = problem_of(replace(options, schedule=schedule), layer_costs, cluster, budget)
+    alone = Way(ONE_GPU, problem, evaluate(problem, [everything_on(layer_costs, cluster, [fastest])]))
+    if schedule.divides:
+        # With fewer microbatches than GPUs some of the replicas would idle.
+        problem = problem.with_schedule(schedule, max(problem.microbatches, gpus))
+    replicated = everything_on(layer_costs, cluster, range(gpus))
+    parallel = Way(DATA_PARALLEL, problem, evaluate(problem, [replicated]))
+    yield parallel
+    if (lean := _fitting(parallel)) is not parallel:
+        yield lean
+    for kind, ranks in zip(cluster.kinds, cluster.kind_ranks, strict=True):
+        if len(ranks) > 1:
+            plan = evaluate(problem, [everything_on(layer_costs, cluster, ranks)])
+            yield _fitting(Way(f"{DATA_PARALLEL}, {kind.title} only", problem, plan))
+    yield alone
+    # The published cost models know no sharding, and naive schedules no overlap.
+    if gpus > 1 and schedule.pipelined and problem.simulates:
+        sharded = replace(replicated, options=replace(replicated.options, sharded=True))
+        yield _fitting(Way("ZeRO-1", problem, evaluate(problem, [sharded])))
+        zeros: dict[str, ZeroStage] = {"ZeRO-2": 2, "ZeRO-3, FSDP": 3}
+        for name, zero in zeros.items():
+            price = partial(sharded_data_parallel, zero=zero)
+            yield _fitting(Way(name, problem, price(problem, [replicated])), price)
+    many = options.microbatches if schedule.divides else None
+    drained = replace(options, schedule=FLUSH, microbatches=many, depth="published", cost_model="resource")
+    flushed = problem_of(drained, layer_costs, cluster, budget)
+    for count in BLOCK_STAGES:
+        stages = equal_blocks(layer_costs, count)
+        if gpus % count == 0 and len(stages) == count:
+            stages = [replace(stage, options=replace(stage.options, replicas=gpus // count)) for stage in stages]
+            yield _fitting(Way(f"{count} {EQUAL_STAGES}", flushed, evaluate(flushed, stages)))
+
+
+def _fitting(way: Way, price: Callable[[Problem, Sequence[Candidate]], Evaluation] = evaluate) -> Way:
+    """Return the way as it is, or with every block recomputing where it does not fit otherwise."""
+    # The published cost models do not know what recomputation saves.
+    if not way.over_memory_bytes or way.problem.rules.recompute == "never" or not way.problem.simulates:
+        return way
+    stages = recomputing(way.problem.layer_costs, way.plan.stages)
+    return Way(f"{way.name}, recomputing", way.problem, price(way.problem, stages))
+
+
+def sharded_data_parallel(problem: Problem, stages: Sequence[Candidate], zero: ZeroStage) -> Evaluation:
+    """Price data parallelism that divides its state over the GPUs: ZeRO (Rajbhandari et al. 2020), whose third is FSDP.
+
+    Every GPU computes the whole model. With r GPUs, k microbatches on each between two updates, W bytes of weights, G
+    of gradients, O of the optimizer's state (section 5, figure 1):
+
+        stage   each GPU keeps        and exchanges in an update
+        1       W + G + O/r           gradients once (reduce-scatter), weights once (all-gather)
+        2       W + (G + O)/r         gradients k times, because nobody keeps their sum; weights once
+        3       (W + G + O)/r         gradients k times, weights 2k times: before each forward and each backward
+
+    A reduce-scatter and an all-gather are the halves of a ring all-reduce, (r-1)/r of the bytes each (section 7). A GPU
+    holds besides, under stages 2 and 3, a bucket of gradients, and under stage 3 the weights of two blocks: one runs,
+    the next is on its way. Exchanges overlap with the computation beside them, except for the first part of the weights
+    or the last of the gradients, and for the weights after an update. Stage 1 is a stage of a plan like any other.
+
+    Args:
+        problem: of pricing plans under a schedule without chunks; it says how many microbatches are between updates.
+        stages: one stage of all layers, with two replicas or more, whose optimizer is not sharded.
+        zero: the stage of ZeRO, which says what is divided.
+    """
+    plain, (stage,) = priced(problem, stages), stages
+    gpus, profile, work = stage.replicas, problem.layer_costs.profile, problem.layer_costs.work(stage)
+    each = -(-problem.microbatches // gpus)  # microbatches on each GPU between two updates
+    link = problem.topology.stage_link(range(gpus)) if problem.placed else problem.link
+    sizes = [sum(layer.weight_bytes for layer in profile.layers[b.start : b.stop]) for b in blocks_of(profile)]
+    buckets = buckets_of(profile.layers)
+
+    def half_s(size_bytes: float) -> float:
+        return float(ring_all_reduce_s(size_bytes, gpus, link)) / 2
+
+    def backward_s(exchange_s: float) -> float:
+        """Return the seconds of a backward with an exchange beside it, part by part as gradients become complete."""
+        return buckets.reduced_s(exchange_s) if link.overlap else buckets.ready_s[-1] + exchange_s
+
+    forward_s = float(work.forward_s + work.recompute_s)
+    # Each GPU accumulates and updates its part alone.
+    own_s = (float(work.update_s) + (each - 1) * float(work.accumulate_s)) / gpus
+    gather_s, scatter_s = half_s(float(sum(sizes))), half_s(float(work.trainable_bytes))
+    if zero == 2:
+        gathers, seconds = 1, each * (forward_s + backward_s(scatter_s)) + own_s + gather_s
+    else:
+        # Weights arrive beside the forward, of which nothing can run before the first part.
+        gathered_s = max(forward_s + gather_s / BUCKETS, gather_s) if link.overlap else forward_s + gather_s
+        gathers, seconds = 2 * each, each * (gathered_s + backward_s(gather_s + scatter_s)) + own_s
+    sent_bytes = (gpus - 1) * (each * float(work.trainable_bytes) + gathers * sum(sizes))
+    per_update = 1 if problem.schedule.divides else gpus  # minibatches
+    whole = plain.price.memory[0]
+    bucket = bucket_bytes(whole.gradients_bytes)
+    held = {
+        "optimizer_bytes": -(-whole.optimizer_bytes // gpus),
+        "gradients_bytes": min(-(-whole.gradients_bytes // gpus) + bucket, whole.gradients_bytes),
+    }
+    if zero == 3:
+        two_blocks_bytes = max(map(sum, zip(sizes, [*sizes[1:], 0], strict=True)))
+        held["weights_bytes"] = min(-(-whole.weights_bytes // gpus) + two_blocks_bytes, whole.weights_bytes)
+    price = replace(
+        plain.price,
+        seconds_per_minibatch=seconds / per_update,
+        bottleneck=plain.price.bottleneck.model_copy(update={"busy_s": seconds / per_update}),
+        memory=with_overheads(problem.layer_costs, plain.stages, [whole.model_copy(update=held)], [0]),
+        communication_bytes=sent_bytes / per_update,
+    )
+    return Evaluation((replace(stage, options=replace(stage.options, sharded=True)),), price)
+
+
+def with_baselines(profile: Profile, plan: Plan, patience: Patience) -> Plan:
+    """Return the plan with the ways that people use without a planner, priced on its cluster under its schedule.
+
+    When the time is over, or after `LEAST_S`, what is left is priced by the cost model alone.
+    """
+    budget = Budget(patience.at_most(LEAST_S).deadline)
+    try:
+        ways = tuple(usual_ways(options_of(plan), layer_costs_on(profile, plan.cluster), plan.cluster, budget))
+    except PlannerError as error:
+        return plan.noting(f"the baselines were not priced: {error.message}")
+    return plan.model_copy(update={"baselines": tuple(map(described, ways))})
+
+
+def with_synchronous(
+    profile: Profile, plan: Plan, options: SolveOptions, patience: Patience, *, asked: bool = True
+) -> Plan:
+    """Return an asynchronous plan with the best one found under 1F1B with a flush; others as they are.
+
+    Late gradients have to earn something: where the schedule was not `asked` for, and the plan is not `LATER` times as
+    fast as the other, whose gradients are never late, the other is the answer. The search for it takes no longer than
+    that for the plan, from `options`, or `LEAST_S`.
+    """
+    if not plan.schedule.asynchronous:
+        return plan
+    drained = replace(options, schedule=FLUSH, microbatches=None, max_staleness=None)
+    try:
+        found = find_plan(profile, plan.cluster, drained, patience.at_most(max(LEAST_S, plan.solver.seconds)))
+    except PlannerError as error:
+        return plan.noting(f"there is no synchronous plan to compare it with: {error.message}")
+    speed = plan.predicted.seconds_per_minibatch / plan.microbatches
+    speed /= found.predicted.seconds_per_minibatch / found.microbatches
+    if not asked and plan.staleness and speed * LATER >= 1:
+        times = "" if abs(speed - 1) < 0.005 else f"{speed:.2f} times "
+        return found.noting(
+            f"this plan under {found.schedule} is {times}as fast as the best under {plan.schedule}, "
+            f"{short_config(plan.config)}, whose gradients are up to {plan.staleness} updates late; for that one, "
+            f"solve with `schedule={plan.schedule}`"
+        )
+    return plan.model_copy(update={"synchronous": described_plan(SYNCHRONOUS, found)})
+
+
+def described_plan(name: str, plan: Plan) -> OtherWay:
+    """Describe a whole plan as another way to train."""
+    stages = range(len(plan.stages))
+    return OtherWay(
+        name=name,
+        config=plan.config,
+        schedule=plan.schedule,
+        microbatches=plan.microbatches,
+        seconds_per_microbatch=plan.predicted.seconds_per_minibatch / plan.microbatches,
+        memory_bytes=max(map(plan.memory_bytes, stages)),
+        over_memory_bytes=max(map(plan.lacking_bytes, stages)),
+    )
+
+
+def described(way: Way) -> OtherWay:
+    return OtherWay(
+        name=way.name,
+        config=way.plan.config,
+        schedule=way.problem.schedule,
+        microbatches=way.problem.microbatches,
+        seconds_per_microbatch=way.seconds_per_microbatch,
+        memory_bytes=max(way.plan.price.gpu_bytes),
+        over_memory_bytes=way.over_memory_bytes,
+    )

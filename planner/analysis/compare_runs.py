@@ -1,7 +1,7 @@
 """Compare a measured run with the simulation of its minibatches, event by event and stage by stage.
 
-Two simulations are compared with the run. The first uses the plan's stage times: its error is the error of the
-prediction. The second uses the run's own mean stage times: what remains is due to messages, waits and jitter.
+A simulation at the plan's stage times shows the error of the prediction. With a second one, at the run's own mean stage
+times, what remains is due to messages, waits and jitter.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Moment(Record):
 
     @property
     def error_s(self) -> float:
-        """Distance between prediction and measurement."""
+        """Distance between the two."""
         return abs(self.predicted_s - self.measured_s)
 
 
@@ -50,10 +50,7 @@ class TimingError(Record):
 
 
 class MeanStageTimes(Record):
-    """Mean seconds of one stage's computations; 0 for kinds that the run does not have.
-
-    A backward includes the recomputation before it, because workers record the two as one event.
-    """
+    """Mean seconds of one stage's computations, 0 for none; a backward includes the recomputation before it."""
 
     forward_s: float
     backward_s: float
@@ -78,19 +75,13 @@ class RunComparison(Record):
 
 
 def compare_runs(plan: Plan, simulated: Timeline, measured: Timeline) -> RunComparison:
-    """Compare a run with the simulation of its minibatches.
-
-    `simulated`: what `simulate_recorded` returns for the plan that was run and `measured`. Raise InputError if the run
-    is of another plan.
-    """
-    as_planned = timing_error(simulated, measured)
+    """Compare a run with what `simulate_recorded` returns for it; raise InputError if it is of another plan."""
     planned, found = mean_stage_times(simulated), mean_stage_times(measured)
-    as_run = simulate_recorded(with_stage_times(plan, found), measured)
     return RunComparison(
         simulated=summarize(simulated),
         measured=summarize(measured),
-        as_planned=as_planned,
-        as_run=timing_error(as_run, measured),
+        as_planned=timing_error(simulated, measured),
+        as_run=timing_error(simulate_recorded(with_stage_times(plan, found), measured), measured),
         stages=tuple(StageComparison(simulated=one, measured=other) for one, other in zip(planned, found, strict=True)),
     )
 
@@ -100,10 +91,8 @@ def timing_error(predicted: Timeline, measured: Timeline) -> TimingError:
     for field in ("config", "schedule", "ranks", "microbatches"):
         expected, found = getattr(predicted, field), getattr(measured, field)
         if expected != found:
-            raise InputError(
-                f"the run is of another plan: its {field} '{found}' is not the plan's '{expected}'",
-                hint="give the `plan` that was run",
-            )
+            message = f"the run is of another plan: its {field} '{found}' is not the plan's '{expected}'"
+            raise InputError(message, hint="give the `plan` that was run")
     ours, theirs = _compared(predicted), _compared(measured)
     length = measured.span_s
     moments = [
@@ -149,12 +138,9 @@ def mean_stage_times(timeline: Timeline) -> list[MeanStageTimes]:
 
 
 def with_stage_times(plan: Plan, times: Sequence[MeanStageTimes]) -> Plan:
-    """Return the plan with stages that take `times` when simulated.
-
-    On a cluster without overlap the simulator adds the processor's time for messages to each stage. Measured times
-    contain it already, so it is subtracted here. They do not contain the codecs' time.
-    """
-    # The measured mean backward contains gradient accumulation.
+    """Return the plan with stages that take `times` when simulated."""
+    # On a cluster without overlap the simulator adds the processor's time for messages to each stage. Measured times
+    # contain it already, and gradient accumulation in the backward, but not the codecs' time.
     nothing = {"forward_s": 0.0, "backward_s": 0.0, "update_s": 0.0, "accumulate_s": 0.0}
     stages = tuple(stage.model_copy(update=nothing) for stage in plan.stages)
     idle = plan.model_copy(update={"stages": stages, "cluster": plan.cluster.model_copy(update={"codec_times": ()})})
@@ -181,7 +167,6 @@ def with_stage_times(plan: Plan, times: Sequence[MeanStageTimes]) -> Plan:
 
 
 def _compared(timeline: Timeline) -> dict[tuple[object, ...], Event]:
-    """Index the forwards and backwards of a run by rank, kind, stage and unit."""
     return {
         (event.rank, event.kind, event.stage, event.minibatch, event.microbatch): event
         for event in _computations(timeline.events.rows())

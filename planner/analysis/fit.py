@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from planner.analysis.usual_ways import with_baselines
+from planner.analysis.compare import with_baselines
 from planner.errors import InputError, PlannerError
 from planner.formats.cluster import Cluster
 from planner.formats.files import Record
@@ -29,10 +29,10 @@ class FitRow(Record):
 
 
 class Fit(Shown, Record):
-    """The answer for the GPUs that were asked about, and for other numbers of them, the largest first.
+    """The answer for the GPUs that were asked about, and for others, the largest first.
 
-    Where a model fits, those are half as many GPUs again and again, down to one or to the first number at which it does
-    not fit; where it does not, twice as many again and again, up to the first at which it does.
+    Where a model fits, those are half as many again and again, down to the first number at which it does not; where it
+    does not fit, twice as many, up to the first at which it does.
     """
 
     model: str
@@ -51,8 +51,7 @@ def fit(
 ) -> Fit:
     """Find the fastest plan for a number of GPUs and for others, each with the same minibatch.
 
-    `cluster_of` returns the cluster with a number of GPUs. `patience`: how long all answers may take together, in place
-    of the options' time limit.
+    `patience`: how long all answers may take together, in place of the options' time limit.
     """
     patience = patience or Patience.of(options.time_limit_s, options.progress)
     options = replace(options, microbatches=options.microbatches_on(cluster_of(gpus), profile), minibatch=None)

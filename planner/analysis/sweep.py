@@ -7,9 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from planner.analysis.given_plan import GivenPlan, options_of
-from planner.analysis.own_plan import missing_memory
-from planner.analysis.usual_ways import DATA_PARALLEL, ONE_GPU, with_baselines
+from planner.analysis.compare import DATA_PARALLEL, ONE_GPU, with_baselines
+from planner.analysis.given_plan import GivenPlan, missing_memory, options_of
 from planner.arguments import checked
 from planner.errors import InfeasibleError, InputError
 from planner.formats.cluster import Cluster, Level
@@ -28,10 +27,7 @@ from planner.units import parse_bytes
 def bandwidth_sweep(
     profile: Profile, plan: Plan, points: int, factor: float, patience: Patience | None = None
 ) -> Sweep:
-    """Solve for so many bandwidths, from a `factor`-th of the plan's to `factor` times as much.
-
-    Only the outermost level that joins more than one member changes. `patience`: of all searches together.
-    """
+    """Solve for bandwidths of the outermost level, from a `factor`-th of the plan's to `factor` times as much."""
     levels = plan.cluster.levels
     outermost = max((n for n, level in enumerate(levels) if level.size > 1), default=0)
     now = levels[outermost].bandwidth_bytes_per_s
@@ -53,17 +49,15 @@ def at_bandwidth(level: Level, bandwidth_bytes_per_s: float) -> Level:
 
 
 Quantity = Literal["bandwidth", "gpus", "memory"]
-_UNITS: Mapping[Quantity, Callable[[str], float]] = {
-    "bandwidth": link_bandwidth,
-    "gpus": int,
-    "memory": parse_bytes,
-}
+_UNITS: Mapping[Quantity, Callable[[str], float]] = {"bandwidth": link_bandwidth, "gpus": int, "memory": parse_bytes}
 ClusterAt = Callable[[float], Cluster]
 
 MOST_POINTS = 200
 WORTH = 0.01  # of the time that another config has to save before it takes the place of the one before
 PRECISION = 0.01  # relative, of the values at which the config changes
 MOST_CHANGES = 8  # to look for between two adjacent points
+_SPEEDS = ("samples_per_s", "speedup_over_one_gpu", "speedup_over_data_parallel")
+_PREDICTED = ("seconds_per_minibatch", *_SPEEDS, "bottleneck")  # fields that a point has of its plan
 
 
 class SweepPoint(Record):
@@ -107,11 +101,6 @@ class Sweep(Shown, Record):
     changes: tuple[ConfigChange, ...]
     out_of_time: bool = False  # the time limit passed before each change was within `PRECISION`
 
-    @property
-    def rate_unit(self) -> str:
-        """What the points' rates count."""
-        return "samples/s" if any(point.samples_per_s for point in self.points) else "batches/s"
-
 
 @checked
 def sweep(
@@ -136,9 +125,7 @@ def sweep(
         patience: how long all searches may take together. When the time is over, changes are told less precisely.
 
     Raises:
-        InputError: as `solve`.
-        InfeasibleError: when no plan fits for any value, with the reason for the largest. That none fits for some is
-            an answer, not an error.
+        InfeasibleError: when no plan fits for any value, with the reason for the largest.
 
     Example:
         >>> profile = planner.load_profile("profiles/vgg16/cpu.json")
@@ -155,12 +142,10 @@ def sweep(
     for value in places:
         answer = points_of.solve(value)
     if isinstance(answer, InfeasibleError) and not any(isinstance(each, Plan) for each in points_of.solved.values()):
-        raise InfeasibleError(
-            f"at no point of the sweep does a plan fit; at the last, {answer.message}", hint=answer.hint
-        )
-    first, *others = places
-    points, changes = [points_of.at(first, None)], list[ConfigChange]()
-    for value in others:
+        message = f"at no point of the sweep does a plan fit; at the last, {answer.message}"
+        raise InfeasibleError(message, hint=answer.hint)
+    points, changes = [points_of.at(places[0], None)], list[ConfigChange]()
+    for value in places[1:]:
         low, high = points[-1], points_of.at(value, points[-1].config)
         for _ in range(MOST_CHANGES):
             if low.config == high.config:
@@ -207,11 +192,9 @@ class _Points:
 
     @property
     def time_left(self) -> bool:
-        """Whether there is time for one more value."""
         return self.each_s is None or (self.patience.deadline.left_s or 0.0) > self.each_s
 
     def solve(self, value: float) -> Plan | InfeasibleError:
-        """Return the fastest plan for a value, or why there is none."""
         if value not in self.solved:
             patience = self.patience.at_most(self.each_s)
             try:
@@ -228,7 +211,16 @@ class _Points:
         before = self.last.get(config or "")
         plan = best if before is None or config == best.config else self._kept(before, best)
         self.last[plan.config] = plan
-        return _point(value, with_baselines(self.profile, plan, Patience.of(0.0)))
+        plan = with_baselines(self.profile, plan, Patience.of(0.0))
+        return SweepPoint(
+            value=value,
+            config=plan.config,
+            workers=plan.workers,
+            microbatches=plan.microbatches,
+            one_gpu_over_memory_bytes=plan.over_memory_bytes(ONE_GPU),
+            data_parallel_over_memory_bytes=plan.over_memory_bytes(DATA_PARALLEL),
+            **{name: getattr(plan.predicted, name) for name in _PREDICTED},
+        )
 
     def _kept(self, before: Plan, best: Plan) -> Plan:
         """Return the earlier plan on the cluster of the best one, or that one if it is worth a change."""
@@ -238,23 +230,6 @@ class _Points:
         like = kept.predicted.by == best.predicted.by
         slower = kept.predicted.seconds_per_minibatch > best.predicted.seconds_per_minibatch * (1 + WORTH)
         return best if slower or not like or missing_memory(kept) else kept
-
-
-def _point(value: float, plan: Plan) -> SweepPoint:
-    predicted = plan.predicted
-    return SweepPoint(
-        value=value,
-        config=plan.config,
-        workers=plan.workers,
-        seconds_per_minibatch=predicted.seconds_per_minibatch,
-        microbatches=plan.microbatches,
-        samples_per_s=predicted.samples_per_s,
-        speedup_over_one_gpu=predicted.speedup_over_one_gpu,
-        speedup_over_data_parallel=predicted.speedup_over_data_parallel,
-        one_gpu_over_memory_bytes=plan.over_memory_bytes(ONE_GPU),
-        data_parallel_over_memory_bytes=plan.over_memory_bytes(DATA_PARALLEL),
-        bottleneck=predicted.bottleneck,
-    )
 
 
 def _change(points_of: _Points, low: SweepPoint, high: SweepPoint, quantity: Quantity) -> ConfigChange:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from planner.analysis.compare import compare, with_rows
+from planner.analysis.compare import compare, with_baselines, with_synchronous
 from planner.analysis.explain import explain
-from planner.analysis.own_plan import equal_stages, stages_ending_at
-from planner.analysis.own_plan import price as priced
+from planner.analysis.given_plan import equal_stages, stages_ending_at
+from planner.analysis.given_plan import price as priced
 from planner.analysis.sweep import MOST_POINTS, bandwidth_sweep
-from planner.analysis.usual_ways import with_baselines, with_synchronous
 from planner.arguments import checked
 from planner.errors import ClusterError, InputError, PlannerError
 from planner.formats.cluster import Cluster, DeviceKind, flat_cluster, hierarchical_cluster, load_cluster
@@ -29,14 +28,11 @@ from planner.options.option import keywords_of, refuse
 from planner.options.solving import SolveOptions
 from planner.options.verbs import PriceOptions, ReportOptions
 from planner.reporting.page.page import report_page
-from planner.reporting.svg import profile_svg, timeline_svg
 from planner.reporting.tables.plan import plan_report
 from planner.reporting.tables.profile import profile_report
-from planner.reporting.timeline import opening
 from planner.reporting.trace import load_run
 from planner.schedule.registry import find
 from planner.simulator.simulate_plan import simulate, simulate_recorded
-from planner.simulator.summary import summarize
 from planner.solver.find_plan import find_plan
 from planner.solver.problem.budget import Patience
 
@@ -46,18 +42,8 @@ SEARCHING, BESIDE = 0.9, 0.7
 COMPARING, EXPLAINING = 0.3, 0.4
 SPREAD = 10.0  # a report's bandwidths: from the plan's divided by this to the plan's multiplied by it
 PLAN, PROFILE = Path("plan.json"), Path("profile.json")  # what one verb writes, the next one reads
-FORMATS = ("html", "svg")
 # 4: as many stages, of equally many blocks; [6, 6, 7, 5]: the blocks of each; or the last layer of each but the last.
 Stages: TypeAlias = int | str | Sequence[int] | Sequence[str]
-
-
-class Text(str):
-    """A text that an interactive session shows as it prints."""
-
-    __slots__ = ()
-
-    def __repr__(self) -> str:
-        return str(self)
 
 
 @keywords_of(ClusterOptions, arguments=1)
@@ -86,7 +72,7 @@ def cluster(profile: Profile, options: ClusterOptions) -> Cluster:
             described = described.model_copy(update={"memory_bytes": memory_bytes})
     else:
         described = _linked(options, memory_bytes)
-    changes: dict[str, object] = {}
+    changes: dict[str, object] = {"compress": options.compress or described.compress}
     if options.kinds is not None:
         counts = dict(options.kinds)  # type: ignore[arg-type]  # a text was parsed
         if sum(counts.values()) != described.gpus:
@@ -95,26 +81,21 @@ def cluster(profile: Profile, options: ClusterOptions) -> Cluster:
                 hint="give `kinds` as many GPUs as `gpus` or `topology`",
             )
         changes["kinds"] = tuple(DeviceKind(name=name, count=count) for name, count in counts.items())
-    if options.compress is not None:
-        changes["compress"] = options.compress
     if options.sequence_parallel:
         changes["sequence_parallel"] = True
     return cluster_for(profile, described.model_copy(update=changes))
 
 
 def _linked(options: ClusterOptions, memory_bytes: int | str | None) -> Cluster:
-    """Return the cluster of the links that the options describe."""
-    rates, latencies = listed(options.bandwidth), listed(options.latency)
-    overlap = not options.no_overlap
+    rates, latencies, overlap = listed(options.bandwidth), listed(options.latency), not options.no_overlap
     if not rates:
-        hint = "give `bandwidth=10Gbps`, or `cluster=cluster.json`"
-        raise ClusterError("the cluster has no bandwidth", hint=hint)
+        raise ClusterError("the cluster has no bandwidth", hint="give `bandwidth=10Gbps`, or `cluster=cluster.json`")
     if options.topology is not None:
         refuse(options, "topology", "gpus")
         sizes = [int(size) for size in options.topology]
         latencies = latencies * len(sizes) if len(latencies) == 1 else latencies
-        links = sizes, rates, memory_bytes, latencies
-        return hierarchical_cluster(*links, shared=not options.own_links, overlap=overlap)
+        shared = not options.own_links
+        return hierarchical_cluster(sizes, rates, memory_bytes, latencies, shared=shared, overlap=overlap)
     if options.gpus is None:
         hint = "give `gpus=8`, `topology=4x2`, or `cluster=cluster.json`"
         raise ClusterError("the cluster has no number of GPUs", hint=hint)
@@ -137,10 +118,8 @@ def solve(profile: Profile, cluster: Cluster, options: SolveOptions) -> Plan:
         A plan on as few GPUs as its speed needs. Under the resource model its time is that of its simulation, by which
         it was chosen among the best plans by the cost model. `solver.status` is `optimal` if the time is within
         2% of `lower_bound_s`, which by the cost model no plan over any legal cut can beat. Plans for trainable
-        models cut along the profile's order. Imported profiles cannot be trained, so for them other orders of the
-        branches count as well. When the time limit ends, simulations end at once, searches after their current step,
-        which takes some seconds at most. The plan names what people do without a planner, and beside an asynchronous
-        plan the best one whose gradients are never late.
+        models cut along the profile's order; for imported profiles other orders of the branches count as well. The
+        plan names what people do without a planner, and beside an asynchronous plan the best synchronous one.
 
     Raises:
         InfeasibleError: if no plan fits the memory, with the smallest change that makes one fit.
@@ -156,7 +135,7 @@ def solve(profile: Profile, cluster: Cluster, options: SolveOptions) -> Plan:
 
 
 def solved(profile: Profile, cluster: Cluster, options: SolveOptions, patience: Patience) -> Plan:
-    """Find the fastest plan, and what to read beside it, before the patience ends."""
+    """Find the fastest plan, and the plans to compare it with, before the patience ends."""
     plan = find_plan(profile, cluster, options, patience.part(SEARCHING))
     if not options.alone:  # or the alternative would have to respect the same
         plan = with_synchronous(profile, plan, options, patience.part(BESIDE), asked=options.asked)
@@ -195,35 +174,20 @@ def price(profile: Profile, cluster: Cluster, stages: OwnPlan | Path | Stages, o
 
 def _own_plan(profile: Profile, cluster: Cluster, wanted: Stages, options: PriceOptions) -> OwnPlan:
     schedule, stages = find(options.schedule), _stages(wanted, profile)
-    chunks = schedule.fixed_chunks or options.chunks
-    replicas = _replicas(options.replicas, len(stages), cluster.gpus * chunks // len(stages))
-    again = dict(_chosen("recompute", options.recompute, range(len(stages))))
-    several = [stage for stage, (count, _) in enumerate(replicas) if count > 1]
-    sharded = [stage for stage, _ in _chosen("shard_optimizer", options.shard_optimizer, several)]
-    for number in (*again, *sharded):
-        if number >= len(stages):
-            raise InputError(f"there is no stage {number}", hint=f"stages count from 0 to {len(stages) - 1}")
-    if alone := [number for number in sharded if number not in several]:
-        raise InputError(
-            f"stage {alone[0]} has one replica, which has nobody to divide the optimizer's state with",
-            hint="give it 2 `replicas` or more",
-        )
-    described = tuple(
-        stage.model_copy(
-            update={
-                "replicas": count,
-                "tensor": degree,
-                "recompute": again.get(number, False),
-                "sharded": number in sharded,
-            }
-        )
-        for number, (stage, (count, degree)) in enumerate(zip(stages, replicas, strict=True))
-    )
-    return OwnPlan(stages=described, schedule=schedule, microbatches=options.microbatches, chunks=options.chunks)
+    possible = max(1, cluster.gpus * (schedule.fixed_chunks or options.chunks) // len(stages))
+    replicas = _replicas(options.replicas, len(stages), possible)
+    again = _chosen("recompute", options.recompute, len(stages))
+    sharded = _chosen("shard_optimizer", options.shard_optimizer, len(stages))
+    described = []
+    for number, (stage, (count, degree)) in enumerate(zip(stages, replicas, strict=True)):
+        divides = count > 1 and number in sharded
+        how = {"replicas": count, "tensor": degree, "recompute": again.get(number, False), "sharded": divides}
+        described.append(stage.model_copy(update=how))
+    own = OwnPlan(stages=tuple(described), schedule=schedule, chunks=options.chunks)
+    return own.model_copy(update={"microbatches": options.microbatches})
 
 
 def _parts(given: Any) -> list[str]:
-    """Return what is given, as one thing, as several or as a text with commas, as several texts."""
     if isinstance(given, Mapping):
         return [f"{stage}:{units}" for stage, units in given.items()]
     return str(given).split(",") if isinstance(given, int | str) else [str(part) for part in given]
@@ -236,16 +200,15 @@ def _stages(wanted: Stages, profile: Profile) -> list[OwnStage]:
     if len(parts) == 1:
         return equal_stages(profile, int(parts[0]))
     if "0" in parts:
-        raise InputError(
-            f"`stages={','.join(parts)}` has a stage without blocks", hint="give each stage at least one block"
-        )
+        what = f"`stages={','.join(parts)}` has a stage without blocks"
+        raise InputError(what, hint="give each stage at least one block")
     return [OwnStage(blocks=int(part)) for part in parts]
 
 
 def _replicas(given: Any, stages: int, possible: int) -> list[tuple[int, int]]:
     """Return the replicas of each stage, and the ranks of each of them."""
     if given is None:
-        return [(max(1, possible), 1)] * stages
+        return [(possible, 1)] * stages
     parts = [part.partition("x") for part in _parts(given)]
     pairs = [(count, degree if times else "1") for count, times, degree in parts]
     if not all(is_count(number) and int(number) for pair in pairs for number in pair) or len(pairs) not in (1, stages):
@@ -256,17 +219,17 @@ def _replicas(given: Any, stages: int, possible: int) -> list[tuple[int, int]]:
     return [(int(count), int(degree)) for count, degree in pairs] * (stages if len(pairs) == 1 else 1)
 
 
-def _chosen(name: str, given: Any, all_stages: Sequence[int]) -> Iterator[tuple[int, bool | int]]:
-    """Yield the stages that "all" or "0,1:4" names, each with what follows its colon, or True."""
-    parts = ["all"] if given is True else [] if given is False else _parts(given)
-    for part in parts:
+def _chosen(name: str, given: Any, stages: int) -> dict[int, bool | int]:
+    """Return the stages that "all" or "0,1:4" names, each with what follows its colon, or True."""
+    chosen: dict[int, bool | int] = {}
+    for part in ["all"] if given is True else [] if given is False else _parts(given):
         which, colon, units = part.partition(":")
         has_units = name == "recompute" and is_count(units) and int(units) > 0
-        if not (which == "all" or is_count(which)) or (colon and not has_units):
-            text = f"`{name}={','.join(parts)}` is no list of stages"
-            raise InputError(text, hint=f"for example: `{name}=0,1`, or all")
-        for stage in all_stages if which == "all" else [int(which)]:
-            yield stage, int(units) if colon else True
+        if not (which == "all" or (is_count(which) and int(which) < stages)) or (colon and not has_units):
+            what = f"`{name}={part}` names none of the stages, which count from 0 to {stages - 1}"
+            raise InputError(what, hint=f"for example: `{name}=0,1`, or all")
+        chosen |= dict.fromkeys(range(stages) if which == "all" else [int(which)], int(units) if colon else True)
+    return chosen
 
 
 @checked
@@ -279,7 +242,7 @@ def show(
         file: a plan, a profile, or the path of one; also a graph.txt that PipeDream published.
         by: sorts a profile's layers: "order" of execution, or "time", "output", "weights", "saved", the largest first.
         top: shows only the first layers of a profile.
-        format: "table", "json", or of a profile "svg" and "graph.txt".
+        format: "table", "json", or of a profile "graph.txt".
 
     Raises:
         PlanError, ProfileError: for files that are neither.
@@ -292,15 +255,11 @@ def show(
     what = file if isinstance(file, Plan | Profile) else (read_profile if is_profile(Path(file)) else load_plan)(file)
     if isinstance(what, Plan) and format not in ("table", "json"):
         raise InputError(f"`format={format}` is for profiles, and '{file}' is a plan", hint="name a profile")
-    match format:
-        case "table":
-            return Text(plan_report(what) if isinstance(what, Plan) else profile_report(what, by=by, top=top))
-        case "svg" if isinstance(what, Profile):
-            return profile_svg(what)
-        case "graph.txt" if isinstance(what, Profile):
-            return graph_txt(what).rstrip("\n")
-        case _:
-            return what.model_dump_json(indent=1)
+    if format == "json":
+        return what.model_dump_json(indent=1)
+    if isinstance(what, Plan):
+        return plan_report(what)
+    return graph_txt(what).rstrip("\n") if format == "graph.txt" else profile_report(what, by=by, top=top)
 
 
 @keywords_of(ReportOptions)
@@ -309,7 +268,7 @@ def report(plan: Plan | str | Path, output: str | Path | None, options: ReportOp
 
     Args:
         plan: from `solve`, or the path of its file.
-        output: file to write, as report.html; FILE.svg for the timeline alone.
+        output: file to write; report.html for None.
 
     Raises:
         PlanError, ProfileError: for a plan, a profile or a run that do not belong together.
@@ -321,68 +280,35 @@ def report(plan: Plan | str | Path, output: str | Path | None, options: ReportOp
         >>> planner.report(plan, "report.html", profile=profile).name
         'report.html'
     """
-    return reported(plan, output, options, Patience.of(options.time_limit_s))  # type: ignore[arg-type]  # parsed
-
-
-def reported(
-    plan: Plan | str | Path,
-    output: str | Path | None,
-    options: ReportOptions,
-    patience: Patience,
-    words: Callable[[str], str] = str,
-) -> Path:
-    """Gather what a report shows before the patience ends, and write it; `words` rewrites messages on the page."""
-    style, path = _style(options.format, None if output is None else Path(output))
-    if options.points != 0 and not 2 <= options.points <= MOST_POINTS:
-        raise InputError(f"{options.points} points make no sweep", hint=f"give `points` from 2 to {MOST_POINTS}, or 0")
+    path, points = Path("report.html" if output is None else output), options.points
+    if path.suffix.lower() not in ("", ".html", ".htm"):
+        raise InputError(f"'{path}' is no name of a report, which is HTML", hint="print report.html from a browser")
+    if points != 0 and not 2 <= points <= MOST_POINTS:
+        raise InputError(f"{points} points make no sweep", hint=f"give `points` from 2 to {MOST_POINTS}, or 0")
+    patience = Patience.of(options.time_limit_s, options.progress)
     plan = plan if isinstance(plan, Plan) else load_plan(plan)
-    simulated, measured = timelines(plan, options, "measured")
-    if style == "svg":
-        runs = [simulated] if measured is None else [simulated, measured]
-        shown = opening(summarize(simulated), simulated, max(run.span_s for run in runs))
-        written = timeline_svg(runs, shown)
-    else:
-        alternatives = _alternatives(plan, options, patience)
-        if comparison := alternatives.get("comparison"):
-            plan = with_rows(plan, comparison)
-        if why_not := alternatives.get("why_not"):
-            alternatives["why_not"] = words(why_not)
-        written = report_page(plan, simulated, measured, **alternatives)
-    write_text(path, written)
+    simulated, measured = timelines(plan, options, options.measured, "measured")
+    alternatives = _alternatives(plan, options, patience)
+    write_text(path, report_page(plan, simulated, measured, **alternatives))
     return path
 
 
-def timelines(plan: Plan, options: Any, run: str) -> tuple[Timeline, Timeline | None]:
+def timelines(
+    plan: Plan, options: ReportOptions, run: Timeline | str | Path | None, argument: str
+) -> tuple[Timeline, Timeline | None]:
     """Return the simulation, and the run that an argument names if it does: then of the run's minibatches."""
-    if getattr(options, run) is None:
+    if run is None:
         return simulate(plan, options.minibatches, options.accumulate or 1), None
-    refuse(options, run, "minibatches", "accumulate", why=", which knows it")
-    given = getattr(options, run)
-    measured = given if isinstance(given, Timeline) else load_run(given)
+    refuse(options, argument, "minibatches", "accumulate", why=", which knows it")
+    measured = run if isinstance(run, Timeline) else load_run(run)
     return simulate_recorded(plan, measured), measured
 
 
-def _style(format: str | None, output: Path | None) -> tuple[str, Path]:
-    """Return the format and the file; raise InputError when the file's name ends in another format."""
-    suffix = "" if output is None else output.suffix.lower().removeprefix(".")
-    if format is None and suffix not in ("", "htm", *FORMATS):
-        raise InputError(
-            f"'{output}' is not a format of reports, which are {', '.join(FORMATS)}",
-            hint="print report.html from a browser, or convert a picture",
-        )
-    style = format or (suffix if suffix in FORMATS else "html")
-    return style, output or Path(f"report.{style}")
-
-
 def _alternatives(plan: Plan, options: ReportOptions, patience: Patience) -> dict[str, Any]:
-    """Return what of the report takes the profile: comparison, explanation and sweep; or why they are missing.
-
-    Raises:
-        PlannerError: when the user named a profile, and it is not the plan's.
-    """
+    """Return what of the report takes the profile, or why it is missing; one that the user named must be the plan's."""
     missing = "The comparison, what would help, and other bandwidths"
     if options.profile is None and not PROFILE.exists():
-        return {"why_not": f"{missing}: there is no {PROFILE}; name a profile with `profile`."}
+        return {"why_not": f"{missing}: there is no {PROFILE}; name the plan's profile."}
     try:
         given = options.profile or PROFILE
         profile = given if isinstance(given, Profile) else read_one_profile(str(given))
@@ -391,7 +317,11 @@ def _alternatives(plan: Plan, options: ReportOptions, patience: Patience) -> dic
         if options.profile is not None:
             raise
         return {"why_not": f"{missing}: {error.message}."}
-    explanation = explain(profile, plan, patience=patience.part(EXPLAINING))
-    sweep = bandwidth_sweep(profile, plan, options.points, SPREAD, patience) if options.points else None
-    source = profile.provenance.source
-    return {"comparison": comparison, "explanation": explanation, "sweep": sweep, "source": source}
+    found: dict[str, Any] = {"comparison": comparison, "source": profile.provenance.source}
+    try:
+        found["explanation"] = explain(profile, plan, patience=patience.part(EXPLAINING))
+        if options.points:
+            found["sweep"] = bandwidth_sweep(profile, plan, options.points, SPREAD, patience)
+    except PlannerError as error:  # such as a time limit in which no plan of another cluster was found
+        found["why_not"] = f"What would help, or other bandwidths: {error.message}."
+    return found

@@ -11,8 +11,6 @@ from typing import Any
 from planner.analysis.fit import Fit
 from planner.analysis.fit import fit as fit_on
 from planner.catalog.models import find_model
-from planner.demo.quickstart import QuickstartResult
-from planner.demo.quickstart import quickstart as tour
 from planner.errors import ClusterError, InputError, PlanError
 from planner.executor.checkpoint.folders import seed_of_run
 from planner.executor.observe.progress import check_tensorboard
@@ -30,8 +28,8 @@ from planner.options.cluster import listed
 from planner.options.option import keywords_of
 from planner.options.profiling import EstimateArguments
 from planner.options.training import CheckpointOptions, RunOptions, TrainArguments, TrainingOptions
-from planner.options.verbs import PER_SERVER, SAMPLES, TOKENS, FitOptions, QuickstartOptions
-from planner.plan.shape import check_accumulate, synchronous_part
+from planner.options.verbs import PER_SERVER, SAMPLES, TOKENS, FitOptions
+from planner.plan.shape import check_accumulate
 from planner.profiler.estimated.calibrate import load_calibration
 from planner.profiler.estimated.devices import device_spec, parse_dtype
 from planner.profiler.estimated.estimate import EstimateOptions, estimate_profile, load_device
@@ -89,7 +87,8 @@ def estimate(model: str | Path, asked: EstimateArguments) -> Profile:
         calibration=[each for path in asked.calibrate for each in load_calibration(path)],
         fusion=compiler if asked.compiled else None,
         master_weights=asked.master_weights,
-        cuda_graph=asked.cuda_graph,
+        float32_gradients=asked.float32_gradients,
+        host=asked.host,
         tensor=asked.tensor,
     )
     return estimate_profile(spec, asked.batch_size, options)
@@ -113,11 +112,7 @@ def fit(model: str | Path, gpus: int, options: FitOptions) -> Fit:
         >>> planner.fit("model.py", 2, gpu="l4", batch_size=8).asked.plan.workers
         2
     """
-    return fitted(model, gpus, options, Patience.of(options.time_limit_s, options.progress))
-
-
-def fitted(model: str | Path, gpus: int, options: FitOptions, patience: Patience) -> Fit:
-    """Answer `fit` before the patience ends."""
+    patience = Patience.of(options.time_limit_s, options.progress)
     servers = options.servers or -(-gpus // PER_SERVER)
     rates: list[Any] = [] if options.bandwidth is None else listed(options.bandwidth)
     if rates and len(rates) != (2 if servers > 1 else 1):
@@ -158,27 +153,6 @@ def fitted(model: str | Path, gpus: int, options: FitOptions, patience: Patience
     return answer.model_copy(update={"folder": str(folder), "model_file": path.name})
 
 
-@keywords_of(QuickstartOptions, arguments=1)
-def quickstart(folder: str | Path, options: QuickstartOptions) -> QuickstartResult:
-    """Profile VGG-16 here, find its best plan, train it, train it with data parallelism, and compare.
-
-    Args:
-        folder: gets model.py, profile.json and plan.json.
-
-    Raises:
-        PlannerError: when the device or the backend is not there, or a run fails.
-    """
-    return tour(
-        Path(folder),
-        options.steps,
-        options.gpus,
-        options.device,
-        options.backend,
-        show_progress=options.show_progress,
-        on_phase=options.on_phase,
-    )
-
-
 @keywords_of(TrainArguments)
 def train(model: str | Path, plan: Plan, arguments: TrainArguments) -> TrainResult:
     """Train in worker processes on this host, as `plan` says.
@@ -206,78 +180,50 @@ def run_job(job: Job, on_restart: Callable[[str], None] | None = None) -> TrainR
 
 
 def trace_writer(job: Job) -> Callable[[Timeline], None]:
-    """Return a function that writes the trace that `job` asks for."""
+    """Return a function that writes the trace of a job."""
     return partial(save_trace, path=job.run_options.trace or "")
 
 
 def check_trainable(plan: Plan) -> None:
-    """Refuse a plan that the executor cannot run.
-
-    Raises:
-        PlanError: with a hint how to make one that it can.
-    """
+    """Raise PlanError for a plan that the executor cannot run."""
     check_divided(plan)
     ranks = sorted({rank for stage in plan.stages for rank in stage.ranks})
     if ranks != list(range(len(ranks))):
         idle = next(rank for rank in range(plan.cluster.gpus) if rank not in ranks)
         raise PlanError(
             f"the plan leaves GPU {idle} idle and uses later ones, but workers are numbered without gaps",
-            hint=_used_kinds(plan) or "list the kinds of GPUs in the cluster so that unused ones come last",
+            hint="solve for those that it uses, or list the kinds of GPUs in the cluster so that unused ones come last",
         )
-
-
-def _used_kinds(plan: Plan) -> str:
-    """Return the hint to solve for the GPUs that a plan uses; "" where their kinds have no names."""
-    ranks = {rank for stage in plan.stages for rank in stage.ranks}
-    cluster = plan.cluster
-    counts = [(kind.name, len(ranks & set(own))) for kind, own in zip(cluster.kinds, cluster.kind_ranks, strict=True)]
-    if not all(name for name, _ in counts):
-        return ""
-    return f"solve for those that it uses: `kinds={','.join(f'{name}={count}' for name, count in counts if count)}`"
 
 
 def make_job(model: str | Path, plan: Plan, arguments: TrainArguments) -> Job:
-    """Check the arguments of `train`, and return its job.
-
-    Raises:
-        InputError: for arguments that contradict each other or train nothing.
-        PlanError: for a plan that the executor cannot run.
-    """
+    """Return the job of `train`; raise InputError for arguments or a plan that it cannot run."""
     options, baseline = arguments.options or TrainingOptions(), arguments.baseline
     checkpoints, run_options = arguments.checkpoints or CheckpointOptions(), arguments.run_options or RunOptions()
-    only_for_plans = {
-        "accumulate": options.accumulate > 1,
-        "synchronous_start": options.synchronous_start > 0,
-        "deferred_batch_norm": options.deferred_batch_norm,
-        "evaluate_every": options.evaluate_every is not None,
-        "save_weights": arguments.save_weights is not None,
-        "defer_weights": arguments.defer_weights is not None,
-    }
-    refused = [name for name, given in only_for_plans.items() if given]
+    asked = vars(options) | vars(arguments)
+    only_plans = {"accumulate": 1, "synchronous_start": 0.0, "deferred_batch_norm": False, "evaluate_every": None}
+    only_plans |= {"save_weights": None, "defer_weights": None}
+    refused = [name for name, usual in only_plans.items() if asked[name] != usual]
     if baseline is None:
         check_trainable(plan)
     elif refused:
-        raise InputError(
-            f"`{refused[0]}` is for plans, not for {baseline}", hint=f"leave out `{refused[0]}` or `baseline`"
-        )
+        what = f"`{refused[0]}` is for plans, not for {baseline}"
+        raise InputError(what, hint=f"leave out `{refused[0]}` or `baseline`")
     check_accumulate(plan, options.accumulate)
     check_synchronous_start(plan, options)
     check_loss(plan, options)
     if options.tensorboard is not None:
         check_tensorboard()
     if run_options.max_restarts and checkpoints.every is None:
-        raise InputError(
-            f"`max_restarts={run_options.max_restarts}` has no checkpoint to restart from", hint="add `every=N`"
-        )
+        what = f"`max_restarts={run_options.max_restarts}` has no checkpoint to restart from"
+        raise InputError(what, hint="add `every=N`")
     path = arguments.save_weights
     made: dict[str, Any] = {"options": options, "checkpoints": checkpoints, "run_options": run_options}
     made |= {"save_weights": None if path is None else str(path)}
     made |= {"seed": seed_of_run(checkpoints, plan, arguments.seed, baseline)}
-    # The plan predicts an update per minibatch, and no synchronous start.
+    # The plan predicts an update per minibatch.
     if options.accumulate > 1 and plan.microbatch_size is not None:
         made["predicted_samples_per_s"] = plan.microbatch_size / simulated_s(plan, options.accumulate)
-    if options.synchronous_start and plan.minibatch_size is not None:
-        made["predicted_start_samples_per_s"] = plan.minibatch_size / simulated_s(synchronous_part(plan))
     job = Job(**vars(arguments) | made, model=str(model), plan=plan)
     if os.environ.get("RANK", "0") == "0":  # on other hosts nothing is written
         for path in (job.save_weights, run_options.trace, options.tensorboard and f"{options.tensorboard}/events"):

@@ -14,7 +14,6 @@ Sizes are those of the published config.json files on the Hugging Face hub, and 
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -24,28 +23,21 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from planner.errors import InputError
+from planner.errors import InputError, did_you_mean
 from planner.formats.files import write_text
 
 Config = Mapping[str, Any]
-
-
+_BERT = "hidden_size num_hidden_layers num_attention_heads intermediate_size"
 _LLAMA = (
     "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads vocab_size "
     "max_position_embeddings"
 )
 _KINDS = {  # by model_type: the class, and the fields of a configuration that say its size
     "gpt2": ("GPT2LMHeadModel", "n_embd n_layer n_head"),
-    "bert": ("BertForMaskedLM", "hidden_size num_hidden_layers num_attention_heads intermediate_size"),
+    "bert": ("BertForMaskedLM", _BERT),
     "t5": ("T5ForConditionalGeneration", "d_model d_ff num_layers num_heads"),
-    "vit": (
-        "ViTForImageClassification",
-        "hidden_size num_hidden_layers num_attention_heads intermediate_size patch_size",
-    ),
-    "gpt_neox": (
-        "GPTNeoXForCausalLM",
-        "hidden_size num_hidden_layers num_attention_heads intermediate_size vocab_size",
-    ),
+    "vit": ("ViTForImageClassification", f"{_BERT} patch_size"),
+    "gpt_neox": ("GPTNeoXForCausalLM", f"{_BERT} vocab_size"),
     "llama": ("LlamaForCausalLM", _LLAMA),
     "mistral": ("MistralForCausalLM", _LLAMA),
     "qwen2": ("Qwen2ForCausalLM", _LLAMA),
@@ -89,28 +81,14 @@ _INSTALL = "pip install 'transformers>=4.50'"
 
 @dataclass(frozen=True)
 class NamedModel:
-    """A model of transformers, whose file is yet to be written.
+    """A model of transformers, whose file is yet to be written."""
 
-    Attributes:
-        name: of the model and of its folder.
-        config: as transformers writes it to config.json, with `architectures` and `model_type`.
-    """
-
-    name: str
-    config: Config
+    name: str  # also of its folder
+    config: Config  # as transformers writes it to config.json, with `architectures` and `model_type`
 
     def tokens(self, asked: int | None) -> int | None:
-        """Return the tokens of a sample: as many as are asked for, or 2,048, or fewer where the model takes no more.
-
-        Returns:
-            None for a model of images.
-
-        Raises:
-            InputError: for more tokens than the model takes.
-        """
-        import transformers
-
-        with _told(self.name):
+        """Return the tokens of a sample, asked for or up to 2,048; None for images; raise InputError for too many."""
+        with _transformers(self.name) as transformers:
             full = transformers.AutoConfig.for_model(**self.config)
         if hasattr(full, "image_size"):
             return None
@@ -121,12 +99,7 @@ class NamedModel:
         return asked or min(LENGTH, most or LENGTH)
 
     def write(self, folder: Path, tokens: int | None) -> Path:
-        """Write config.json and model.py, whose samples have so many tokens, and return the path of the latter.
-
-        Raises:
-            InputError: for a folder that holds another model.
-            PlannerError: where nothing can be written.
-        """
+        """Write config.json and model.py, whose path is returned; raise InputError where another model is."""
         line = f"LENGTH = {LENGTH}  #"
         template = resources.files("planner.catalog").joinpath(_TEMPLATE).read_text(encoding="utf-8")
         texts = {
@@ -142,11 +115,7 @@ class NamedModel:
 
 
 def find_model(name: str) -> NamedModel:
-    """Return the model of a name: of `MODELS`, of a class of transformers, or a path that ends in .json.
-
-    Raises:
-        InputError: for a name or a file that is none of these, and where transformers is not installed.
-    """
+    """Return the model of a name in `MODELS`, a class of transformers or a config.json; raise InputError for others."""
     if name.endswith(".json"):
         found = _of_file(Path(name))
     elif (config := MODELS.get(name.lower())) is not None:
@@ -154,19 +123,17 @@ def find_model(name: str) -> NamedModel:
     else:
         made_from = None
         if name.isidentifier() and name[:1].isupper():
-            with _told(name):
-                made_from = getattr(getattr(_transformers(name), name, None), "config_class", None)
+            with _transformers(name) as transformers:
+                made_from = getattr(getattr(transformers, name, None), "config_class", None)
         if made_from is None:
-            near = difflib.get_close_matches(name.lower(), MODELS, n=3, cutoff=0.5)
-            meant = f"did you mean {' or '.join(near)}? " if near else ""
             raise InputError(
                 f"there is no model '{name}'",
-                hint=f"{meant}Give a model file, a config.json, a class of transformers such as LlamaForCausalLM, or "
-                f"one of {', '.join(MODELS)}",
+                hint=f"{did_you_mean(name, MODELS)}Give a model file, a config.json, a class of transformers such as "
+                f"LlamaForCausalLM, or one of {', '.join(MODELS)}",
             )
         found = NamedModel(name, {"architectures": [name], "model_type": made_from.model_type})
-    with _told(found.name):
-        if not hasattr(_transformers(found.name), found.config["architectures"][0]):
+    with _transformers(found.name) as transformers:
+        if not hasattr(transformers, found.config["architectures"][0]):
             raise ValueError(f"it has no class {found.config['architectures'][0]}")
     return found
 
@@ -185,23 +152,18 @@ def _of_file(path: Path) -> NamedModel:
     return NamedModel(path.resolve().parent.name if path.stem == "config" else path.stem, config)
 
 
-def _transformers(name: str) -> Any:
+@contextmanager
+def _transformers(name: str) -> Iterator[Any]:
+    """Import transformers, and say in one sentence what it says in many where it cannot load a model."""
     if find_spec("transformers") is None:
         raise InputError(f"'{name}' is built by transformers, which is not installed", hint=_INSTALL)
-    return import_module("transformers")
-
-
-@contextmanager
-def _told(name: str) -> Iterator[None]:
-    """Say in one sentence what transformers, which loads its models when they are asked for, says in many."""
     try:
-        yield
+        yield import_module("transformers")
     except (ImportError, RuntimeError, ValueError) as error:
         cause: BaseException = error
         while cause.__cause__ is not None:
             cause = cause.__cause__
         raise InputError(
             f"transformers cannot load '{name}': {str(cause).splitlines()[0].partition('. ')[0]}",
-            hint="the name may be of another version of transformers; where torchvision is named, it is of another "
-            "build than torch",
+            hint="the name may be of another version of transformers, or torchvision of another build than torch",
         ) from error

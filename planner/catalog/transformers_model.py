@@ -29,15 +29,22 @@ def build_model() -> nn.Module:
 def example_batch(batch_size: int) -> tuple[tuple[()], dict[str, Tensor], None]:
     """Return random tokens or images, and labels; the model computes its loss itself."""
     config = _config()
-    model, name = _class(config), config.architectures[0]
-    inputs = _inputs(model.main_input_name, config, batch_size)
-    if name.endswith(TOKEN_LABELS) and model.main_input_name == "input_ids":
+    name, read = config.architectures[0], _class(config).main_input_name
+    if read == "input_ids":
+        inputs = torch.randint(0, config.vocab_size, (batch_size, LENGTH))
+    elif read == "pixel_values":
+        size = config.image_size
+        height, width = (size, size) if isinstance(size, int) else size
+        inputs = torch.randn(batch_size, config.num_channels, height, width)
+    else:
+        raise ValueError(f"no data is known for '{read}': write it into example_batch")
+    if name.endswith(TOKEN_LABELS) and read == "input_ids":
         labels = inputs
     elif name.endswith(SAMPLE_LABELS):
         labels = torch.randint(0, config.num_labels, (batch_size,))
     else:
         raise ValueError(f"no labels are known for {name}: write them into example_batch")
-    return (), {model.main_input_name: inputs, "labels": labels}, None
+    return (), {read: inputs, "labels": labels}, None
 
 
 def optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -55,13 +62,3 @@ def _class(config: Any) -> Any:
     import transformers
 
     return getattr(transformers, config.architectures[0])
-
-
-def _inputs(name: str, config: Any, batch_size: int) -> Tensor:
-    if name == "input_ids":
-        return torch.randint(0, config.vocab_size, (batch_size, LENGTH))
-    if name == "pixel_values":
-        size = config.image_size
-        height, width = (size, size) if isinstance(size, int) else size
-        return torch.randn(batch_size, config.num_channels, height, width)
-    raise ValueError(f"no data is known for '{name}': write it into example_batch")

@@ -8,13 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import planner
-from planner.cli.arguments import Verbs, add_question_arguments, declare, patience_of, plan_of
-from planner.cli.cluster import cluster_of
-from planner.cli.output import print_answer, print_written
-from planner.cli.records import read_options
+from planner.cli import arguments, output
 from planner.errors import ClusterError, InputError
 from planner.formats.link_names import link_bandwidth
-from planner.options.numbers import is_count
+from planner.options.numbers import count
 from planner.options.solving import SolveOptions
 from planner.options.verbs import POINTS
 from planner.units import parse_bytes
@@ -23,9 +20,9 @@ if TYPE_CHECKING:
     from planner.analysis.sweep import Quantity
 
 COMPARE = """\
-Compare the fastest plan, or --plan, with what one would do without a planner: data parallelism, the best pipeline
-without replicas, stages of equal numbers of layers, equal parameters or equal time, and GPipe with the plan's own
-stages. All are priced on the same cluster by the same cost model and, with the default one, by simulation.
+Compare the fastest plan, or --plan, with what one would do without a planner: data parallelism, pipelines of equal
+blocks and of equal times, and GPipe with the plan's own stages. All are priced on the same cluster by the same cost
+model and, with the default one, by simulation.
 
     plan compare --gpus 8 --bandwidth 10Gbps
     plan compare --plan plan.json
@@ -51,15 +48,16 @@ GPU_POINTS = 16
 Range = tuple[float, float]
 
 
-def add_parser(verbs: Verbs) -> None:
-    """Declare the verbs' arguments."""
+def add_parser(verbs: arguments.Verbs) -> None:
     summary = "compare a plan with data parallelism and hand-made pipelines"
-    add_question_arguments(declare(verbs, "compare", summary, COMPARE, run_question), plan=True)
-    parser = declare(verbs, "sweep", "show how the plan changes with bandwidth, GPUs or memory", SWEEP, run_sweep)
+    arguments.add_question_arguments(arguments.declare(verbs, "compare", summary, COMPARE, run_question), plan=True)
+    parser = arguments.declare(
+        verbs, "sweep", "show how the plan changes with bandwidth, GPUs or memory", SWEEP, run_sweep
+    )
     parser.conflict_handler = "resolve"  # three of the cluster's arguments may be ranges here
-    add_question_arguments(parser, plan=False)
+    arguments.add_question_arguments(parser, plan=False)
     swept = parser.add_argument_group("swept", "one of these is a range LOW:HIGH")
-    swept.add_argument("--gpus", type=_range_of(_count), metavar="N", help="number of GPUs: 8, or 2:16")
+    swept.add_argument("--gpus", type=_range_of(count), metavar="N", help="number of GPUs: 8, or 2:16")
     swept.add_argument(
         "--bandwidth",
         type=lambda text: [_range_of(link_bandwidth)(part) for part in text.split(",")],
@@ -67,13 +65,14 @@ def add_parser(verbs: Verbs) -> None:
         help="bandwidth of each GPU's link in each direction: 10Gbps, or 1Gbps:100Gbps; with --topology one per level, "
         "inner to outer: 128Gbps,1Gbps:100Gbps",
     )
-    help = "memory per GPU: 16GB, or 4GB:32GB"
-    swept.add_argument("--memory", type=_range_of(parse_bytes), metavar="SIZE", help=help)
+    swept.add_argument(
+        "--memory", type=_range_of(parse_bytes), metavar="SIZE", help="memory per GPU: 16GB, or 4GB:32GB"
+    )
     help = f"solve for N values (default: {POINTS}; {GPU_POINTS} for GPUs)"
     parser.add_argument("--points", type=int, metavar="N", help=help)
     parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="write a plot of the speeds")
     summary = "explain what limits a plan, and what would make it faster"
-    add_question_arguments(declare(verbs, "explain", summary, EXPLAIN, run_question), plan=True)
+    arguments.add_question_arguments(arguments.declare(verbs, "explain", summary, EXPLAIN, run_question), plan=True)
 
 
 def run_question(args: argparse.Namespace) -> int:
@@ -81,15 +80,14 @@ def run_question(args: argparse.Namespace) -> int:
     from planner.formats.importers import read_one_profile
 
     question: Callable[..., Any] = getattr(planner, args.verb)
-    with patience_of(args) as patience:
+    with arguments.patience_of(args) as patience:
         profile = read_one_profile(args.profile)
-        answer = question(profile, plan=plan_of(args, profile, patience), patience=patience)
-    print_answer(answer, args.json)
+        answer = question(profile, plan=arguments.plan_of(args, profile, patience), patience=patience)
+    output.print_answer(answer, args.json)
     return 0
 
 
 def run_sweep(args: argparse.Namespace) -> int:
-    """Sweep, print, and write the picture."""
     from planner.analysis.sweep import spread
     from planner.formats.files import write_text
     from planner.formats.importers import read_one_profile
@@ -107,17 +105,17 @@ def run_sweep(args: argparse.Namespace) -> int:
             given.bandwidth = [value if isinstance(each, tuple) else each for each in args.bandwidth]
         else:
             setattr(given, quantity, int(value))
-        return cluster_of(given, profile)
+        return arguments.cluster_of(given, profile)
 
-    with patience_of(args) as patience:
+    with arguments.patience_of(args) as patience:
         profile = read_one_profile(args.profile)
         swept = planner.sweep(
-            profile, quantity, values, cluster_at, options=read_options(SolveOptions, args), patience=patience
+            profile, quantity, values, cluster_at, options=arguments.read_options(SolveOptions, args), patience=patience
         )
-    print_answer(swept, args.json)
+    output.print_answer(swept, args.json)
     if args.plot is not None:
         write_text(args.plot, sweep_svg(swept))
-        print_written(args.plot)
+        output.print_written(args.plot)
     return 0
 
 
@@ -132,12 +130,6 @@ def _swept(args: argparse.Namespace) -> tuple[Quantity, Range]:
             hint="write one of them as LOW:HIGH, as in --bandwidth 1Gbps:100Gbps",
         )
     return ranges[0]
-
-
-def _count(text: str) -> int:
-    if not is_count(text):
-        raise ClusterError(f"'{text}' is not a number of GPUs", hint="write --gpus 8, or a range: --gpus 2:16")
-    return int(text)
 
 
 def _range_of(parse: Callable[[str], float]) -> Callable[[str], float | Range]:

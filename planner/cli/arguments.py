@@ -5,29 +5,39 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import MISSING
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from types import UnionType
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, Union, get_args, get_origin
 
 import planner
-from planner.cli.cluster import CLUSTER, add_cluster_arguments, cluster_of
-from planner.cli.output import searching
-from planner.cli.records import add_options, read_options
-from planner.options.option import given, options_in, refuse
+from planner.cli.output import as_flags, searching
+from planner.errors import InputError
+from planner.options.cluster import ClusterOptions
+from planner.options.numbers import is_count
+from planner.options.option import Option, flag_of, given, options_in, refuse
 from planner.options.solving import TIME_LIMIT_S, SolveOptions, StageRules
 from planner.schedule.registry import SCHEDULES
 
 if TYPE_CHECKING:
+    from planner.formats.constraints import Constraints
     from planner.solver.problem.budget import Patience
 
+RecordT = TypeVar("RecordT")
 Verbs: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 # What one verb writes, the next one reads.
 PLAN, PROFILE = Path("plan.json"), Path("profile.json")
 SOLVING = 0.5  # share of the time for the plan that a question is about
 UNCHUNKED = [schedule.name for schedule in SCHEDULES if not schedule.chunked]
-# What `--plan` says itself.
+_CLUSTER = tuple(each.name for each, _ in options_in(ClusterOptions))
 _SOLVING = ("schedule", "microbatches", "minibatch", "cost_model", "accept_divided_loss")
-_RULES = tuple(each.name for each, _ in options_in(StageRules))
+_CONSTRAINTS = {
+    "--pin": ("LAYER=STAGE", "put the layer in that stage, counted from 0"),
+    "--pin-gpu": ("LAYER=RANK", "run the layer on the GPU of that rank, in a cluster whose GPUs differ"),
+    "--colocate": ("LAYER,LAYER", "keep these layers in one stage"),
+    "--forbid-cut-after": ("LAYER", "keep the layer in one stage with the next one in the profile"),
+}
 
 
 def declare(
@@ -38,6 +48,97 @@ def declare(
     parser = verbs.add_parser(name, help=summary, description=description, formatter_class=style, allow_abbrev=False)
     parser.set_defaults(run=run)
     return parser
+
+
+def add_options(
+    parser: argparse._ActionsContainer, record: type, *names: str, more: str = "", told: str = "", **changes: Any
+) -> None:
+    """Declare the flags of these fields of a record, or of all; of one field change the help, the default, and more."""
+    for each, option in options_in(record):
+        if (names and each.name not in names) or (flag := flag_of(each.name, option)) is None:
+            continue
+        text = as_flags(option.help).replace("%", "%%")
+        stated = told or option.told or _written(each.default)
+        after = f" (default: {as_flags(stated)})" if stated else ""
+        keywords = {"dest": each.name, "default": None, "help": f"{text}{more}{after}"}
+        parser.add_argument(flag, **_by_type(each.type, option) | keywords | changes)
+
+
+def _written(default: Any) -> str:
+    if default in (None, (), MISSING) or default is False:
+        return ""
+    return f"{default:g}" if isinstance(default, float) else str(default)
+
+
+def _by_type(kind: Any, option: Option) -> dict[str, Any]:
+    """Return what argparse has to know of an option whose values are of this type; the record checks their bounds."""
+    if isinstance(kind, str) or option.repeat:  # a type that this module does not import; the texts of a list
+        kind = str
+    if get_origin(kind) in (Union, UnionType):
+        kind = next(part for part in get_args(kind) if part is not type(None))
+    if kind is bool:
+        return {"action": argparse.BooleanOptionalAction if option.negation else "store_true"}
+    if option.choices or get_origin(kind) is Literal:
+        return {"choices": option.choices or get_args(kind)}
+    keywords = {"metavar": option.metavar, "type": option.parse or kind}
+    if option.repeat:
+        return keywords | {"action": "append"}
+    return keywords if option.const is None else keywords | {"nargs": "?", "const": option.const}
+
+
+def given_options(record: type, args: argparse.Namespace) -> dict[str, Any]:
+    """Return the fields of a record that the user gave."""
+    values = {each.name: getattr(args, each.name, None) for each, _ in options_in(record)}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def read_options(record: Callable[..., RecordT], args: argparse.Namespace, **others: Any) -> RecordT:
+    """Return the record of what the user gave, and its defaults for the rest."""
+    return record(**given_options(record, args) | others)  # type: ignore[arg-type]
+
+
+def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the group "cluster"; `cluster_of` reads it."""
+    group = parser.add_argument_group("cluster", "--bandwidth with --gpus or --topology; or --cluster")
+    add_options(group, ClusterOptions)
+
+
+def cluster_of(args: argparse.Namespace, profile: planner.Profile) -> planner.Cluster:
+    """Return the cluster that the arguments describe; raise ClusterError when they do not describe one."""
+    return planner.cluster(profile, **given_options(ClusterOptions, args))
+
+
+def add_constraint_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the group "constraints"; `constraints_of` reads it."""
+    group = parser.add_argument_group("constraints", "layers are named as in the profile; each option may be repeated")
+    for flag, (metavar, help) in _CONSTRAINTS.items():
+        group.add_argument(flag, action="append", default=[], metavar=metavar, help=help)
+    help = "constraints.json, in place of the arguments above"
+    group.add_argument("--constraints", type=Path, metavar="FILE", help=help)
+
+
+def constraints_of(args: argparse.Namespace) -> Constraints:
+    """Return the constraints that the arguments describe; raise InputError when they do not describe any."""
+    from planner.formats.constraints import Constraints, load_constraints
+
+    described = Constraints(
+        stage_of=dict(_pair(text, "--pin", "STAGE") for text in args.pin),
+        gpu_of=dict(_pair(text, "--pin-gpu", "RANK") for text in args.pin_gpu),
+        together=tuple(tuple(text.split(",")) for text in args.colocate),
+        no_cut_after=tuple(args.forbid_cut_after),
+    )
+    if args.constraints is None:
+        return described
+    if not described.empty:
+        raise InputError("--constraints and other constraints are both given", hint="write all of them into the file")
+    return load_constraints(args.constraints)
+
+
+def _pair(text: str, option: str, what: str) -> tuple[str, int]:
+    layer, separator, number = text.rpartition("=")
+    if not separator or not is_count(number):
+        raise InputError(f"{option} '{text}' is not LAYER={what}", hint=f"for example: {option} classifier.6=1")
+    return layer, int(number)
 
 
 def add_plan_argument(parser: argparse.ArgumentParser) -> None:
@@ -70,16 +171,13 @@ def add_question_arguments(parser: argparse.ArgumentParser, plan: bool) -> None:
     add_cluster_arguments(parser)
     add_profile_argument(parser)
     if plan:
-        parser.add_argument(
-            "--plan",
-            type=Path,
-            metavar="FILE",
-            help="plan made from that profile, with its own schedule, on its own cluster or on the one that the "
-            "arguments describe (default: the fastest plan for the cluster that the arguments describe; "
-            f"{PLAN} where they describe none)",
+        help = (
+            "plan made from that profile, on its own cluster or on the one that the arguments describe (default: the "
         )
+        help += f"fastest plan for the cluster that the arguments describe; {PLAN} where they describe none)"
+        parser.add_argument("--plan", type=Path, metavar="FILE", help=help)
     add_options(parser, SolveOptions, "schedule", choices=UNCHUNKED)
-    add_options(parser, SolveOptions, "microbatches", "minibatch", "accept_divided_loss", "cost_model")
+    add_options(parser, SolveOptions, *_SOLVING[1:])
     add_rule_arguments(parser)
 
 
@@ -90,34 +188,23 @@ def add_rule_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 @contextmanager
-def patience_of(args: argparse.Namespace, usual_s: float = TIME_LIMIT_S) -> Iterator[Patience]:
+def patience_of(args: argparse.Namespace) -> Iterator[Patience]:
     """Start the clock of all that the verb does, by the arguments, and show on stderr how far the searches are."""
     from planner.solver.problem.budget import Patience
 
     with searching() as progress:
-        yield Patience.of(usual_s if args.time_limit_s is None else args.time_limit_s, progress)
+        yield Patience.of(TIME_LIMIT_S if args.time_limit_s is None else args.time_limit_s, progress)
 
 
 def plan_of(args: argparse.Namespace, profile: planner.Profile, patience: Patience) -> planner.Plan:
-    """Return the plan of --plan, or the fastest for the arguments' cluster, or plan.json where neither is given.
-
-    With --plan and a cluster, return the plan's stages as they are on that cluster.
-
-    Raises:
-        InputError: for --plan with arguments that say how to solve, or with a cluster of fewer GPUs.
-    """
+    """Return the plan of --plan, on the arguments' cluster if one is given, or plan.json, or the fastest plan."""
     from planner.analysis.given_plan import GivenPlan
     from planner.solver.find_plan import find_plan
 
-    described = any(given(args, name) for name in CLUSTER)
+    described = any(given(args, name) for name in _CLUSTER)
     path = PLAN if args.plan is None and PLAN.exists() and not described else args.plan
     if path is None:
         return find_plan(profile, cluster_of(args, profile), read_options(SolveOptions, args), patience.part(SOLVING))
-    refuse(args, "plan", *_SOLVING, *_RULES, why=", which says so itself")
+    refuse(args, "plan", *_SOLVING, *(each.name for each, _ in options_in(StageRules)), why=", which says so itself")
     plan = planner.load_plan(path)
     return GivenPlan.of(profile, plan).on(cluster_of(args, profile)) if described else plan
-
-
-def profile_path(path: Path, size: int) -> Path:
-    """Return where the profile of one of several batch sizes is: profile.json becomes profile-b8.json."""
-    return path.with_name(f"{path.stem}-b{size}{path.suffix}")

@@ -6,31 +6,29 @@ Only light modules are imported here and by the verbs' `add_parser`, so that hel
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
-import select
 import sys
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from planner.cli import alternatives, fit, price, profile, solve, this_machine, train, views
-from planner.cli.output import print_complaint, print_failure, try_outputs
+from planner.cli import alternatives, profile, solve, train, views
+from planner.cli.output import as_flags, print_complaint, try_outputs
 from planner.errors import InputError, PlannerError, did_you_mean
 
 # In the order in which help lists them.
 VERBS: tuple[Callable[[Any], None], ...] = (
     profile.add_parser,
     solve.add_parser,
-    fit.add_parser,
-    price.add_parser,
     views.add_show,
     alternatives.add_parser,
     views.add_simulate,
     views.add_report,
     train.add_train,
     train.add_exports,
-    this_machine.add_parser,
+    train.add_tours,
 )
 
 DESCRIPTION = """\
@@ -98,12 +96,17 @@ def build_parser() -> Parser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command, and return its exit code.
+    """Run one command, with the process's arguments or those given, and return its exit code."""
+    try:
+        code = _run(list(sys.argv[1:] if argv is None else argv))
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # who reads stdout has left, as in `plan show | head`; the interpreter flushes at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
 
-    Args:
-        argv: arguments without the program's name; those of the process when None.
-    """
-    arguments = list(sys.argv[1:] if argv is None else argv)
+
+def _run(arguments: list[str]) -> int:
     verbose, as_json = False, "--json" in arguments  # also where they cannot be parsed
     try:
         parser = build_parser()
@@ -116,20 +119,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise _unknown(parser, args.verb, unknown)
         verbose = getattr(args, "verbosity", 0) >= 2
         try_outputs(args)
-        code = int(args.run(args))
-        sys.stdout.flush()
-        return code
+        return int(args.run(args))
+    except BrokenPipeError:
+        raise
     except (Exception, KeyboardInterrupt) as error:
-        if isinstance(error, BrokenPipeError) and _reader_left():
-            return 1
         failure = _failure(error)
         code = INTERRUPTED if isinstance(error, KeyboardInterrupt) else failure.exit_code
-        try:
-            if as_json and "RANK" not in os.environ:  # the answer of workers is that of all, after restarts
-                print_failure(failure, code)
-            sys.stdout.flush()  # results printed before the failure come before the message
-        except BrokenPipeError:
-            _reader_left()
+        if as_json and "RANK" not in os.environ:  # the answer of workers is that of all, after restarts
+            told = {"error": as_flags(failure.message), "hint": as_flags(failure.hint), "exit_code": code}
+            print(json.dumps(told, indent=1))
+        sys.stdout.flush()  # results printed before the failure come before the message
         if verbose:
             traceback.print_exc()
         print_complaint("error", failure.message, failure.hint)
@@ -137,7 +136,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _unknown(parser: Parser, verb: str, unknown: Sequence[str]) -> InputError:
-    """Return the error for arguments that a verb does not take, with options that they could have meant."""
     verbs = next(iter(parser._subparsers._group_actions)).choices  # type: ignore[union-attr]
     options = {name: list(each._option_string_actions) for name, each in dict(verbs or {}).items()}
     given = unknown[0].partition("=")[0]
@@ -148,28 +146,16 @@ def _unknown(parser: Parser, verb: str, unknown: Sequence[str]) -> InputError:
 
 
 def _failure(error: BaseException) -> PlannerError:
-    """Return the sentence and the hint for whatever was raised."""
     match error:
         case PlannerError():
             return error
         case KeyboardInterrupt():
             return PlannerError("interrupted")
-        case OSError() if not isinstance(error, BrokenPipeError):
+        case OSError():
             return PlannerError(f"the system refused: {error}", hint="-vv shows where")
         case _:
             what = f"{type(error).__name__}: {error}".rstrip(": ")
             return PlannerError(f"unexpected {what}", hint="this is a bug in plan; -vv shows where")
-
-
-def _reader_left() -> bool:
-    """Return whether stdout broke, as in `plan show | head`; if so, nothing more is written to it."""
-    poll = select.poll()
-    poll.register(sys.stdout.fileno(), 0)
-    if not any(events & select.POLLERR for _, events in poll.poll(0)):
-        return False
-    # The interpreter flushes once more at exit.
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return True
 
 
 if __name__ == "__main__":

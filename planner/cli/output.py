@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from planner.errors import PlannerError
 from planner.options.cluster import ClusterOptions
 from planner.options.option import flag_of, options_in
 from planner.options.profiling import EstimateArguments, ProfileOptions
@@ -31,8 +30,8 @@ _ARGUMENT = re.compile(r"`([a-z][a-z0-9_]*)(?:=([^`]*))?`")
 _PLAIN_NUMBER = re.compile(r"[0-9][0-9_.]*(e[+-]?[0-9]+)?")
 # Flags that belong to no record of options: what a verb reads, writes and shows, and the cluster.
 _OWN = """
-    against by colocate constraints estimate forbid_cut_after given json links output pin pin_gpu plan plot profile
-    stages to top verify
+    against by colocate constraints estimate forbid_cut_after format given json links output pin pin_gpu plan plot
+    profile stages to top
 """
 # Names of Python parameters that differ from the flag's, and the unit that the flag wants after a plain number.
 _OTHER_NAMES = {
@@ -46,10 +45,9 @@ _OTHER_NAMES = {
     "system": ("--to", ""),
     "together": ("--colocate", ""),
 }
-_TRAINING = (TrainArguments, TrainingOptions, CheckpointOptions, RunOptions)
-_VERBS = (PriceOptions, FitOptions, ReportOptions, QuickstartOptions, SelftestOptions)
-_RECORDS = (ClusterOptions, *_VERBS, SolveOptions, ProfileOptions, EstimateArguments, *_TRAINING)
-_OPTIONS = {each.name: option for record in _RECORDS for each, option in options_in(record)}
+_VERBS = (PriceOptions, FitOptions, ReportOptions, QuickstartOptions, SelftestOptions, SolveOptions)
+_RUNNING = (ProfileOptions, EstimateArguments, TrainArguments, TrainingOptions, CheckpointOptions, RunOptions)
+_OPTIONS = {each.name: option for record in (ClusterOptions, *_VERBS, *_RUNNING) for each, option in options_in(record)}
 FLAGS = {name: (f"--{name.replace('_', '-')}", "") for name in _OWN.split()} | _OTHER_NAMES
 FLAGS |= {name: (flag, option.unit) for name, option in _OPTIONS.items() if (flag := flag_of(name, option))}
 # What stands for False.
@@ -63,22 +61,18 @@ SELDOM_S = 10.0  # elsewhere, where every line stays
 
 
 def as_flags(text: str) -> str:
-    """Replace each argument in backticks by its flag: "`accumulate=0`" becomes "--accumulate 0".
+    """Replace arguments in backticks by flags: "`keep=0`" is "--keep 0", "`scale_lr=True`" is "--scale-lr"."""
 
-    A boolean becomes its flag alone: "`scale_lr`" and "`scale_lr=True`" are both "--scale-lr". Other text in backticks
-    stays as it is.
-    """
-    return _ARGUMENT.sub(_flag, text)
+    def flag_in(argument: re.Match[str]) -> str:
+        name, value = argument[1], argument[2]
+        if name in NEGATIONS and value == "False":
+            return NEGATIONS[name]
+        flag, unit = FLAGS.get(name, (argument[0], ""))
+        if value in (None, "True") or name not in FLAGS:
+            return flag
+        return f"{flag} {value}{unit if _PLAIN_NUMBER.fullmatch(value) else ''}"
 
-
-def _flag(argument: re.Match[str]) -> str:
-    name, value = argument[1], argument[2]
-    if name in NEGATIONS and value == "False":
-        return NEGATIONS[name]
-    flag, unit = FLAGS.get(name, (argument[0], ""))
-    if value in (None, "True") or name not in FLAGS:
-        return flag
-    return f"{flag} {value}{unit if _PLAIN_NUMBER.fullmatch(value) else ''}"
+    return _ARGUMENT.sub(flag_in, text)
 
 
 def print_answer(answer: BaseModel, as_json: bool, table: str | None = None) -> None:
@@ -95,12 +89,6 @@ def print_complaint(kind: str, message: str, hint: str = "") -> None:
         print(f"hint: {as_flags(hint)}", file=sys.stderr)
 
 
-def print_failure(error: PlannerError, exit_code: int) -> None:
-    """Print an error on stdout for a machine that reads the answer there."""
-    told = {"error": as_flags(error.message), "hint": as_flags(error.hint), "exit_code": exit_code}
-    print(json.dumps(told, indent=1))
-
-
 def print_progress(text: str) -> None:
     """Print what happens, or has happened, on stderr."""
     print(as_flags(text), file=sys.stderr, flush=True)
@@ -114,11 +102,7 @@ def print_written(path: Path, *, as_json: bool = False) -> None:
 
 
 def try_outputs(args: argparse.Namespace) -> None:
-    """Try whether the files that a verb is to write can be written, before it begins.
-
-    Raises:
-        PlannerError: for the first one that cannot.
-    """
+    """Raise PlannerError for the first file that a verb is to write and cannot, before it begins."""
     from planner.formats.files import check_writable
 
     for name in ("output", "trace", "plot"):
@@ -130,13 +114,24 @@ def try_outputs(args: argparse.Namespace) -> None:
 def searching() -> Iterator[Progress]:
     """Show on stderr what the searches know that the progress is given to, from two seconds on."""
     progress, done = Progress(), threading.Event()
-    watcher = threading.Thread(target=_watch, args=(progress, done), name="progress", daemon=True)
+    line = ProgressLine() if sys.stderr.isatty() else None
+    show, wait_s = (print_progress, SELDOM_S) if line is None else (line.show, EVERY_S)
+
+    def watch() -> None:
+        pause_s = QUIET_S
+        while not done.wait(pause_s):
+            show(progress_text(progress))
+            pause_s = wait_s
+
+    watcher = threading.Thread(target=watch, name="progress", daemon=True)
     watcher.start()
     try:
         yield progress
     finally:
         done.set()
         watcher.join()
+        if line is not None:
+            line.clear()
 
 
 @contextmanager
@@ -149,25 +144,11 @@ def stopped_by_interrupt(stop: threading.Event) -> Iterator[None]:
         stop.set()
         print_progress("stopped: the best plan so far is the answer; Ctrl-C again ends without one")
 
-    if threading.current_thread() is not threading.main_thread():  # which alone may handle signals
-        yield
-        return
     before = signal.signal(signal.SIGINT, interrupt)
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-def _watch(progress: Progress, done: threading.Event) -> None:
-    line = ProgressLine() if sys.stderr.isatty() else None
-    show, wait_s = (line.show, EVERY_S) if line is not None else (print_progress, SELDOM_S)
-    if not done.wait(QUIET_S):
-        show(progress_text(progress))
-        while not done.wait(wait_s):
-            show(progress_text(progress))
-    if line is not None:
-        line.clear()
 
 
 def progress_text(progress: Progress) -> str:

@@ -6,12 +6,11 @@ import argparse
 import sys
 from itertools import product
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import planner
-from planner.cli.arguments import PROFILE, Verbs, add_output_argument, declare, profile_path
+from planner.cli.arguments import PROFILE, Verbs, add_options, add_output_argument, declare, given_options
 from planner.cli.output import print_answer, print_progress, print_written
-from planner.cli.records import add_options, given_options
 from planner.errors import InputError
 from planner.options.numbers import batch_sizes
 from planner.options.profiling import BATCH_SIZE, EstimateArguments, ProfileOptions
@@ -36,24 +35,21 @@ to a cluster.json for `plan solve --cluster`. Start it on each host with torchru
     torchrun --nnodes 2 --nproc-per-node 4 --rdzv-backend c10d --rdzv-endpoint HOST:29500 -m planner profile --links
 """
 
-CONTIGUOUS = "contiguous"  # the usual memory format, which has no name in a profile
-_ONLY_ESTIMATES = ("calibrate", "device_file", "master_weights", "cuda_graph")
+_ONLY_ESTIMATES = ("calibrate", "device_file", "master_weights", "float32_gradients", "host")
 
 
 def add_parser(verbs: Verbs) -> None:
-    """Declare the verb's arguments."""
     parser = declare(verbs, "profile", "measure what each layer of a model costs on this device", DESCRIPTION, run)
     help = "model file, or model.py:builder for another function than build_model"
     parser.add_argument("model", nargs="?", help=help)
-    several = "; several, such as 8,16,32, write profile-b8.json and so on, for `plan solve --batch-size` to take"
+    several = "; several, such as 8,16,32, write profile-b8.json and so on, among which `plan solve` can choose"
     add_options(parser, ProfileOptions, "batch_size", more=several, type=batch_sizes)
     estimated = f"; with --estimate {', '.join(DEVICES)}, where cpu is one core, or several with commas between: "
     estimated += "v100,t4 writes profile-v100.json and profile-t4.json"
     told = "a GPU where PyTorch sees any, else cpu; with --estimate cpu"
     add_options(parser, ProfileOptions, "device", more=estimated, told=told)
     add_options(parser, ProfileOptions, "threads", "processes", "dtype")
-    add_options(parser, ProfileOptions, "memory_format", choices=[CONTIGUOUS, "channels-last"])
-    add_options(parser, ProfileOptions, "compiled", "deterministic", "tensor")
+    add_options(parser, ProfileOptions, "memory_format", "compiled", "deterministic", "tensor")
     estimates = parser.add_argument_group("estimates")
     help = "estimate instead of measuring; the model is run without data"
     estimates.add_argument("--estimate", action="store_true", help=help)
@@ -68,7 +64,6 @@ def add_parser(verbs: Verbs) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, save, and print the profile."""
     from planner.formats.profile import replace_profile
 
     if args.links:
@@ -81,15 +76,12 @@ def run(args: argparse.Namespace) -> int:
     profiles = []
     for device, size in product(devices, sizes):
         profiles.append(_estimated(args, device, size) if args.estimate else _measured(args, size))
-        path = profile_path(output, size) if len(sizes) > 1 else output
-        path = path.with_name(f"{path.stem}-{device}{path.suffix}") if len(devices) > 1 else path
+        which = f"-b{size}" * (len(sizes) > 1) + f"-{device}" * (len(devices) > 1)
+        path = output.with_name(f"{output.stem}{which}{output.suffix}")
         replace_profile(profiles[-1], path)
         print_written(path)
-    if args.json:
-        texts = [profile.model_dump_json(indent=1) for profile in profiles]
-        print(f"[{','.join(texts)}]" if len(texts) > 1 else texts[0])
-    else:
-        print("\n\n".join(map(str, profiles)))
+    texts = [profile.model_dump_json(indent=1) if args.json else str(profile) for profile in profiles]
+    print(f"[{','.join(texts)}]" if args.json and len(texts) > 1 else "\n\n".join(texts))
     return 0
 
 
@@ -101,10 +93,7 @@ def _run_links(args: argparse.Namespace) -> NoReturn:
     if args.model is not None:
         raise InputError(f"--links measures no model, but '{args.model}' was given", hint="leave out one of the two")
     if args.device is not None and ":" in args.device:
-        raise InputError(
-            f"--links chooses a GPU for each worker, not '--device {args.device}'",
-            hint=f"give --device {args.device.partition(':')[0]}",
-        )
+        raise InputError(f"--links chooses a GPU for each worker, not '--device {args.device}'", hint="give its kind")
     cluster = measure_cluster(device=args.device, backend=args.backend)
     if cluster is not None:  # rank 0
         output = args.output or Path("cluster.json")
@@ -121,7 +110,6 @@ def _measured(args: argparse.Namespace, batch_size: int) -> planner.Profile:
         if getattr(args, name):
             raise InputError(f"`{name}` is for estimates", hint=f"add `estimate`, or leave out `{name}`")
     keep_freed_pages()  # as the workers do
-    options = _options(ProfileOptions, args, batch_size)
     line, phases = ProgressLine(), set[str]()
 
     def show(phase: str, done: float) -> None:
@@ -131,26 +119,18 @@ def _measured(args: argparse.Namespace, batch_size: int) -> planner.Profile:
             print_progress(f"{phase} ...")
         phases.add(phase)
 
+    given = given_options(ProfileOptions, args) | {"batch_size": batch_size}
     try:
-        return planner.profile(args.model, **options, progress=show)
+        return planner.profile(args.model, **given, progress=show)
     finally:
         line.clear()
 
 
 def _estimated(args: argparse.Namespace, device: str | None, batch_size: int) -> planner.Profile:
-    for option, number in (("--threads", args.threads), ("--processes", args.processes)):
-        if number not in (None, 1):
-            raise InputError(f"{option} {number} cannot be estimated", hint="a CPU is estimated as one core")
-    if args.deterministic:
-        raise InputError("--deterministic cannot be estimated", hint="measure on the device")
+    if {args.threads, args.processes} - {None, 1} or args.deterministic:
+        wrong = "--threads, --processes and --deterministic are for measurements"
+        raise InputError(wrong, hint="leave them out: a CPU is estimated as one core")
     device = device or (None if args.device_file is not None else "cpu")
     print_progress(f"estimating {args.model} for {device or args.device_file} ...")
-    return planner.estimate(args.model, **_options(EstimateArguments, args, batch_size) | {"device": device})
-
-
-def _options(record: type, args: argparse.Namespace, batch_size: int) -> dict[str, Any]:
-    """Return what the user gave of a record's fields, with one of the batch sizes."""
-    given = given_options(record, args) | {"batch_size": batch_size}
-    if given.get("memory_format") == CONTIGUOUS:
-        del given["memory_format"]
-    return given
+    given = given_options(EstimateArguments, args) | {"batch_size": batch_size, "device": device}
+    return planner.estimate(args.model, **given)

@@ -1,30 +1,20 @@
-"""`plan solve`: profile and cluster -> plan."""
+"""`plan solve`, `plan fit` and `plan price`: a profile or a model's name, and a cluster -> plan."""
 
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import planner
-from planner.cli.arguments import (
-    PLAN,
-    Verbs,
-    add_output_argument,
-    add_profile_argument,
-    add_rule_arguments,
-    declare,
-    patience_of,
-    profile_path,
-)
-from planner.cli.cluster import add_cluster_arguments, add_constraint_arguments, cluster_of, constraints_of
-from planner.cli.output import as_flags, print_answer, print_complaint, print_written, stopped_by_interrupt
-from planner.cli.records import add_options, read_options
-from planner.errors import InputError, PlannerError
-from planner.options.numbers import batch_sizes
+from planner.cli import arguments, output
+from planner.errors import InfeasibleError, InputError
+from planner.options.numbers import count
+from planner.options.option import options_in, refuse
 from planner.options.solving import SolveOptions
+from planner.options.verbs import FitOptions, PriceOptions
+from planner.profiler.estimated.devices import DEVICES
 from planner.schedule.registry import DEFAULT, NAMES
 
 if TYPE_CHECKING:
@@ -32,83 +22,112 @@ if TYPE_CHECKING:
 
 ALL = ("auto", "all")  # in place of a schedule's name
 
-DESCRIPTION = """\
+SOLVE = """\
 Find the fastest plan: which layers form each stage, and how many GPUs run it. An exact search by the cost model finds
 candidates and a lower bound. Simulating the candidates' schedules chooses among them, and the answer says how far it is
 from the bound. A plan uses no more GPUs than its speed needs.
 
     plan solve --gpus 8 --bandwidth 10Gbps --memory 16GB
 """
+FIT = """\
+Say in one screen whether a model fits your GPUs, how to split it, how fast it would train, what other ways would give,
+and how few GPUs would do. All numbers are estimates: nothing is measured, and no weights are made or downloaded.
+
+    plan fit llama-7b --gpus 8 --gpu a100-80gb
+    plan fit path/to/config.json --gpus 16 --servers 2 --gpu l4 --bandwidth 4GB/s,25Gbps
+    plan fit model.py --gpus 4 --gpu rtx-4090
+
+A name or a config.json of Hugging Face needs the package transformers. A folder then gets model.py, which builds that
+model; profile.json and plan.json are left beside it, for the other verbs.
+"""
+NEXT = """\
+{folder} holds {files}. Next:
+  cd {folder}
+  plan show                                     # stages, memory, what limits the plan
+  plan report                                   # all of it, with a timeline
+  plan train model.py                           # on those GPUs, with a dataset() in model.py"""
+PRICE = """\
+Price stages that you chose yourself, by the same costs and the same simulation as `plan solve`: what would my Megatron
+or DeepSpeed run give on this cluster? The plan is written like any other, so that it can be simulated and trained.
+
+    plan price --stages 4 --schedule 1f1b-flush --microbatches 32 --topology 8x2 --bandwidth 300GB/s,100Gbps
+    plan price --stages 6,6,7,5 --replicas 2 --recompute 0,1:4 --shard-optimizer all --gpus 8 --bandwidth 10Gbps
+    plan price --stages features.16,classifier.0 --replicas 2,1,1 --gpus 4 --bandwidth 10Gbps
+"""
 
 
-def add_parser(verbs: Verbs) -> None:
-    """Declare the verb's arguments."""
-    parser = declare(verbs, "solve", "find the fastest plan for a profile and a cluster", DESCRIPTION, run)
-    add_cluster_arguments(parser)
-    add_constraint_arguments(parser)
-    several = "; or several of one model at different batch sizes, with commas between, to choose among"
-    add_profile_argument(parser, several)
-    help = "choose among the profiles that `plan profile --batch-size N,N` wrote beside --profile"
-    parser.add_argument("--batch-size", type=batch_sizes, metavar="N,N", help=help)
-    add_output_argument(parser, PLAN)
-    help = "model file: run each stage of the plan by itself on this machine, and compare its time with the sum of "
-    parser.add_argument("--verify", metavar="MODEL", help=f"{help}its layers' times")
+def add_parser(verbs: arguments.Verbs) -> None:
+    parser = arguments.declare(verbs, "solve", "find the fastest plan for a profile and a cluster", SOLVE, solve)
+    arguments.add_cluster_arguments(parser)
+    arguments.add_constraint_arguments(parser)
+    arguments.add_profile_argument(parser, "; or several of one model at different batch sizes, with commas between")
+    arguments.add_output_argument(parser, arguments.PLAN)
     every = "; auto or all: compare all but naive, and take the fastest per sample"
-    add_options(parser, SolveOptions, "schedule", choices=[*NAMES, *ALL], more=every)
+    arguments.add_options(parser, SolveOptions, "schedule", choices=[*NAMES, *ALL], more=every)
     sizes = "; with several batch sizes, those of the smallest size, and the others make as large a minibatch"
-    add_options(parser, SolveOptions, "microbatches", more=sizes)
-    add_options(parser, SolveOptions, "minibatch", "chunks", "depth", "accept_divided_loss", "vertical_sync")
-    add_rule_arguments(parser)
-    add_options(parser, SolveOptions, "cost_model", "solver")
+    arguments.add_options(parser, SolveOptions, "microbatches", more=sizes)
+    arguments.add_options(parser, SolveOptions, "minibatch", "chunks", "depth", "accept_divided_loss", "vertical_sync")
+    arguments.add_rule_arguments(parser)
+    arguments.add_options(parser, SolveOptions, "cost_model", "solver")
+
+    summary = "from a model's name: does it fit, how to split it, how fast is it"
+    parser = arguments.declare(verbs, "fit", summary, FIT, fit)
+    help = "llama-7b, gpt2-xl, ...; a class of transformers; its config.json; or a model file"
+    parser.add_argument("model", help=help)
+    parser.add_argument("--gpus", type=count, required=True, metavar="N", help="number of GPUs")
+    arguments.add_options(parser, FitOptions, "gpu", choices=list(DEVICES), type=str.lower)
+    arguments.add_options(parser, FitOptions, "servers", "bandwidth", "memory", "compress", "length")
+    arguments.add_options(parser, FitOptions, "batch_size", "minibatch", "dtype")
+    arguments.add_options(parser, FitOptions, "schedule", choices=arguments.UNCHUNKED)
+    arguments.add_rule_arguments(parser)
+    help = "folder for model.py, profile.json and plan.json (default: the model's name; for a model file, its own)"
+    arguments.add_folder_argument(parser, help)
+
+    parser = arguments.declare(verbs, "price", "price stages that you chose yourself", PRICE, price)
+    arguments.add_cluster_arguments(parser)
+    arguments.add_profile_argument(parser)
+    arguments.add_output_argument(parser, arguments.PLAN)
+    stages = parser.add_argument_group("stages", "--stages; or --given")
+    help = "4: that many stages, of equally many of the model's blocks, or of its layers where it has no lists of "
+    help += "modules; 6,6,7,5: the blocks of each stage; or the last layer of each stage but the final one"
+    stages.add_argument("--stages", metavar="N|N,N|LAYER,LAYER", help=help)
+    arguments.add_options(stages, PriceOptions)
+    help = "stages and schedule as JSON, in place of the arguments above"
+    stages.add_argument("--given", type=Path, metavar="FILE", help=help)
 
 
-def run(args: argparse.Namespace) -> int:
-    """Solve, save, and print the plan."""
+def solve(args: argparse.Namespace) -> int:
     from planner.api.planning import solved
     from planner.formats.importers import read_profiles
 
-    if args.verify is not None:
-        planner.load_model_file(args.verify)  # before the search, whose answer would wait for a file that is not there
-    with patience_of(args) as patience:
-        profiles = read_profiles(_profile_paths(args.profile, args.batch_size))
-        cluster = cluster_of(args, profiles[0])
+    with arguments.patience_of(args) as patience:
+        profiles = read_profiles(args.profile)
+        cluster = arguments.cluster_of(args, profiles[0])
         schedule = {"schedule": DEFAULT} if args.schedule in ALL else {}
-        options = read_options(SolveOptions, args, constraints=constraints_of(args), **schedule)
-        with stopped_by_interrupt(patience.deadline.stop):
+        options = arguments.read_options(SolveOptions, args, constraints=arguments.constraints_of(args), **schedule)
+        with output.stopped_by_interrupt(patience.deadline.stop):
             if len(profiles) > 1 or schedule:
                 plan = _chosen(args, profiles, cluster, options, patience)
             else:
                 plan = solved(profiles[0], cluster, options, patience)
         profile = next(one for one in profiles if one.digest == plan.profile_digest)
-    complaints = list(_complaints(args, plan, profile))
     planner.save_plan(plan, args.output)
-    print_answer(plan, args.json)
-    print_written(args.output)
-    for kind, message, hint in complaints:
-        print_complaint(kind, message, hint)
-    if args.verify is not None:
-        # With --json stdout holds the plan alone.
-        print(f"\n{_verified(args.verify, profile, plan)}", file=sys.stderr if args.json else sys.stdout)
+    output.print_answer(plan, args.json)
+    output.print_written(args.output)
+    for kind, message, hint in _complaints(plan, profile):
+        output.print_complaint(kind, message, hint)
     return 0
 
 
-def _complaints(
-    args: argparse.Namespace, plan: planner.Plan, profile: planner.Profile
-) -> Iterator[tuple[str, str, str]]:
+def _complaints(plan: planner.Plan, profile: planner.Profile) -> Iterator[tuple[str, str, str]]:
     """Yield the notes and warnings on a plan: which they are, what they say, and a hint."""
     from planner.plan.shared_weights import obstacle, shared_weights, trained_parameters
     from planner.reporting.tables.plan import staleness_warning
     from planner.reporting.tables.profile import shared_host_notes
     from planner.units import format_bytes
 
-    if replaced := _replaced(args.output, plan):
-        yield "note", replaced, ""
     if warning := staleness_warning(plan):
         yield "warning", *warning
-    if profile.tensor and args.tensor is None:
-        degrees = ",".join(str(costs.degree) for costs in profile.tensor)
-        divided = f"layers might be divided, too: the profile knows the degrees {degrees}"
-        yield "note", divided, f"give `tensor=1,{degrees}`"
     shared = list(shared_weights([stage.layers for stage in plan.stages], trained_parameters(profile)))
     if problem := obstacle(plan, shared):
         yield "warning", *problem
@@ -120,43 +139,6 @@ def _complaints(
         yield "note", text, hint
 
 
-def _replaced(path: Path, plan: planner.Plan) -> str:
-    """Say which plan a file has that is for another model or from another profile; "" if there is none."""
-    try:
-        before = planner.load_plan(path)
-    except PlannerError:
-        return ""  # no file, or none that could be trained
-    if before.profile_digest == plan.profile_digest:
-        return ""
-    of_what = f"for the model '{before.model}'" if before.model != plan.model else "from another profile of the model"
-    return f"'{path}' held a plan {of_what}, {before.config} on {before.workers} GPUs, which this one replaces"
-
-
-def _verified(model: str, profile: planner.Profile, plan: planner.Plan) -> str:
-    """Compare the sum of the layers of each stage with the stage as it is measured by itself, for one microbatch."""
-    from planner.profiler.measured.verify import verify
-    from planner.profiler.this_machine import keep_freed_pages
-    from planner.reporting.tables.stages import layer_range
-    from planner.reporting.tables.table import table_of
-    from planner.units import format_seconds
-
-    keep_freed_pages()  # as the workers do
-    stages = [stage.layers for stage in plan.stages]
-    times = verify(planner.load_model_file(model), profile, stages)
-    rows = [
-        {
-            "stage": number,
-            "layers": layer_range(layers),
-            "sum of layers": format_seconds(time.summed_s),
-            "measured": format_seconds(time.measured_s),
-            "sum is off by": f"{time.error:+.1%}",
-        }
-        for number, (layers, time) in enumerate(zip(stages, times, strict=True))
-    ]
-    worst = max((time.error for time in times), key=abs)
-    return f"{table_of(rows).text()}\n\nworst stage: the sum of its layers is off by {worst:+.1%}"
-
-
 def _chosen(
     args: argparse.Namespace,
     profiles: list[planner.Profile],
@@ -165,7 +147,7 @@ def _chosen(
     patience: Patience,
 ) -> planner.Plan:
     from planner.analysis.choose import COMPARED, choose, with_best_synchronous
-    from planner.analysis.usual_ways import with_baselines
+    from planner.analysis.compare import with_baselines
     from planner.api.planning import SEARCHING
 
     if options.alone or options.cost_model != "resource":
@@ -175,18 +157,40 @@ def _chosen(
     schedules = COMPARED if args.schedule in ALL else [options.order]
     choice = choose(profiles, cluster, options, schedules, patience.part(SEARCHING))
     if not args.json:
-        print(as_flags(str(choice)), end="\n\n")
-    plan = with_best_synchronous(choice)
-    return with_baselines(next(one for one in profiles if one.digest == plan.profile_digest), plan, patience)
+        print(output.as_flags(str(choice)), end="\n\n")
+    return with_baselines(choice.best.profile, with_best_synchronous(choice), patience)
 
 
-def _profile_paths(given: str, sizes: list[int] | None) -> str:
-    """Return the files of the profiles, for `read_profiles`."""
-    if sizes is None:
-        return given
-    if "," in given:
-        raise InputError(
-            f"--batch-size {','.join(map(str, sizes))} and several profiles say the same twice",
-            hint="leave out --batch-size, or give one --profile",
-        )
-    return ",".join(str(profile_path(Path(given), size)) for size in sizes)
+def fit(args: argparse.Namespace) -> int:
+    with output.searching() as progress:
+        output.print_progress(f"estimating {args.model} ...")
+        answer = planner.fit(args.model, args.gpus, **arguments.given_options(FitOptions, args), progress=progress)
+    output.print_answer(answer, args.json)
+    if answer.asked.plan is None:
+        return InfeasibleError.exit_code
+    files = f"{answer.model_file}, profile.json and plan.json"
+    output.print_progress("\n" + NEXT.format(folder=answer.folder, files=files))
+    return 0
+
+
+def price(args: argparse.Namespace) -> int:
+    """Price, save, and print the plan; raise InfeasibleError if it does not fit the memory."""
+    from planner.analysis.given_plan import missing_memory
+    from planner.formats.importers import read_one_profile
+
+    profile = read_one_profile(args.profile)
+    cluster = arguments.cluster_of(args, profile)
+    if args.given is not None:
+        others = [each.name for each, _ in options_in(PriceOptions)]
+        refuse(args, "given", "stages", *others, why=", which says so itself")
+    elif args.stages is None:
+        raise InputError("there are no stages to price", hint="give --stages 4, or --given FILE")
+    plan = planner.price(profile, cluster, args.given or args.stages, **arguments.given_options(PriceOptions, args))
+    planner.save_plan(plan, args.output)
+    missing = missing_memory(plan)
+    if not (missing and args.json):  # which prints one record: the plan, or why there is none
+        output.print_answer(plan, args.json)
+    output.print_written(args.output)
+    if missing:
+        raise InfeasibleError(missing, hint="recompute more stages, or give them fewer layers")
+    return 0

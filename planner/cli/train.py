@@ -1,4 +1,4 @@
-"""`plan train`: run a plan, here or as one worker under torchrun; `plan export`, `plan export-weights`: for others."""
+"""`plan train`, `plan export` and `plan export-weights`; `plan quickstart` and `plan selftest` of this machine."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 import planner
-from planner.cli.arguments import Verbs, add_output_argument, add_plan_argument, declare
-from planner.cli.output import STDOUT, print_answer, print_complaint, print_progress, print_written
-from planner.cli.records import add_options, read_options
+from planner.cli import arguments, output
 from planner.options.training import CheckpointOptions, RunOptions, TrainArguments, TrainingOptions
+from planner.options.verbs import QuickstartOptions, SelftestOptions
 
 if TYPE_CHECKING:
+    from planner.selfcheck.run import Row
     from planner.workers.job import Job
 
 TRAIN = """\
@@ -49,6 +49,29 @@ Write the plan's stage boundaries in the form that another pipeline system takes
 None of these systems supports stages with different numbers of replicas: exporting such a plan is an error. None
 stashes weights either: comments in the file say how the system's training differs from the plan's.
 """
+QUICKSTART = """\
+Profile VGG-16 on this machine, find the best plan for its GPUs or cores, train it on scikit-learn's digits, train
+it again with DistributedDataParallel, and compare. The model, the profile and the plan stay in a folder to continue
+from.
+"""
+SELFTEST = """\
+Check on this machine that what the other verbs promise holds: messages arrive, models cut at every layer compute what
+they compute whole, workers train as one process does under every schedule, predicted memory is that measured, and a
+killed worker is told with its cause. Run it first on a new machine, and put its table into a bug report.
+
+    plan selftest                        # the CPU, or the GPUs where there are any
+    plan selftest --only links,failures  # some of the checks
+
+It takes some minutes, uses temporary files only, and needs no network. It is for one host: run it on each; `plan
+profile --links` under torchrun measures the links between them. The exit code is 1 if a row fails.
+"""
+
+NEXT = """\
+{folder} holds model.py, profile.json and plan.json. Next:
+  cd {folder}
+  plan show                                     # stages, predictions, bottleneck
+  plan solve --gpus 8 --bandwidth 10Gbps        # the same model on another cluster
+  plan solve --gpus 2 --bandwidth 1Gbps && plan train model.py --epochs 3"""
 FILES = {
     "torch-pipelining": "train_pipelining.py",
     "deepspeed": "pipeline_partition.py",
@@ -57,31 +80,32 @@ FILES = {
 }
 
 
-def add_train(verbs: Verbs) -> None:
-    """Declare the arguments of `plan train`."""
-    parser = declare(verbs, "train", "train the model as the plan says", TRAIN, train)
+def add_train(verbs: arguments.Verbs) -> None:
+    parser = arguments.declare(verbs, "train", "train the model as the plan says", TRAIN, train)
     parser.add_argument("model", help="model file, or model.py:builder for another function than build_model")
-    add_plan_argument(parser)
-    add_options(parser.add_mutually_exclusive_group(), TrainArguments, "steps", "epochs")
-    add_options(parser, TrainArguments, "seed", "device", "backend", "save_weights", "defer_weights", "baseline")
-    add_options(parser.add_argument_group("how to train"), TrainingOptions)
-    add_options(parser.add_argument_group("checkpoints"), CheckpointOptions)
-    add_options(parser.add_argument_group("watching the run"), RunOptions)
+    arguments.add_plan_argument(parser)
+    arguments.add_options(parser.add_mutually_exclusive_group(), TrainArguments, "steps", "epochs")
+    arguments.add_options(
+        parser, TrainArguments, "seed", "device", "backend", "save_weights", "defer_weights", "baseline"
+    )
+    arguments.add_options(parser.add_argument_group("how to train"), TrainingOptions)
+    arguments.add_options(parser.add_argument_group("checkpoints"), CheckpointOptions)
+    arguments.add_options(parser.add_argument_group("watching the run"), RunOptions)
 
 
-def add_exports(verbs: Verbs) -> None:
+def add_exports(verbs: arguments.Verbs) -> None:
     """Declare the arguments of `plan export-weights` and `plan export`."""
     summary = "write a checkpoint's weights to one safetensors file"
-    weights = declare(verbs, "export-weights", summary, WEIGHTS, export_weights)
+    weights = arguments.declare(verbs, "export-weights", summary, WEIGHTS, export_weights)
     weights.add_argument("checkpoint", help="a checkpoint of `plan train`, or a folder whose newest one is meant")
-    add_output_argument(weights, Path("model.safetensors"))
+    arguments.add_output_argument(weights, Path("model.safetensors"))
     summary = "write the plan for PyTorch's pipelining, DeepSpeed, Megatron or torchtitan"
-    parser = declare(verbs, "export", summary, EXPORT, export)
+    parser = arguments.declare(verbs, "export", summary, EXPORT, export)
     parser.add_argument("model", nargs="?", help="model file, for torch-pipelining")
     parser.add_argument("--to", choices=list(FILES), required=True, help="the other system")
-    add_plan_argument(parser)
+    arguments.add_plan_argument(parser)
     told = "train_pipelining.py, pipeline_partition.py; stdout for the others"
-    add_output_argument(parser, told=told, help="file to write, - for stdout")
+    arguments.add_output_argument(parser, told=told, help="file to write, - for stdout")
 
 
 def train(args: argparse.Namespace) -> int:
@@ -90,29 +114,31 @@ def train(args: argparse.Namespace) -> int:
     from planner.executor.checkpoint.folders import after_torchrun_restart, complete
     from planner.workers.meeting import started_as_worker
 
-    checkpoints = read_options(CheckpointOptions, args)
+    checkpoints = arguments.read_options(CheckpointOptions, args)
     as_worker = started_as_worker()
     continued = after_torchrun_restart(checkpoints) if as_worker else None
-    arguments = read_options(
+    asked = arguments.read_options(
         TrainArguments,
         args,
-        options=read_options(TrainingOptions, args),
+        options=arguments.read_options(TrainingOptions, args),
         checkpoints=continued or checkpoints,
-        run_options=read_options(RunOptions, args),
+        run_options=arguments.read_options(RunOptions, args),
         show_progress=sys.stderr.isatty(),
     )
-    job = make_job(args.model, planner.load_plan(args.plan), arguments)
+    job = make_job(args.model, planner.load_plan(args.plan), asked)
     if as_worker:
         _run_as_worker(job.model_copy(update={"started_again": continued is not None}), args.json)
     try:
-        result = run_job(job, print_progress)
+        result = run_job(job, output.print_progress)
     except KeyboardInterrupt:
         if checkpoints.every is None:
-            print_progress("nothing was saved: with `every=N` a run writes checkpoints, and `resume` continues it")
+            output.print_progress(
+                "nothing was saved: with `every=N` a run writes checkpoints, and `resume` continues it"
+            )
         elif complete(Path(checkpoints.folder)):
-            print_progress(f"the same command with `resume` continues from the newest in '{checkpoints.folder}'")
+            output.print_progress(f"the same command with `resume` continues from the newest in '{checkpoints.folder}'")
         raise
-    print_answer(result, args.json)
+    output.print_answer(result, args.json)
     return 0
 
 
@@ -123,33 +149,32 @@ def _run_as_worker(job: Job, as_json: bool) -> NoReturn:
     from planner.workers.ending import end_process
 
     def tell(error: planner.PlannerError) -> None:
-        print_complaint("error", error.message, error.hint)
+        output.print_complaint("error", error.message, error.hint)
 
     job = job.model_copy(update={"run": torchrun_run_id()})
     code, result = run_worker(job, trace_writer(job), tell=tell)
     if result is not None:
-        print_answer(result, as_json)
+        output.print_answer(result, as_json)
     end_process(code)
 
 
 def export(args: argparse.Namespace) -> int:
-    """Write or print."""
     from planner.formats.files import write_text
 
     plan = planner.load_plan(args.plan)
     text = planner.export(plan, args.to, model=args.model)
     if args.to != "torch-pipelining" and plan.loss is not None and plan.loss.weighs:  # as that script does
-        print_complaint(
+        output.print_complaint(
             "warning",
             f"{args.to} does not weigh microbatches by their labels as `plan train` does, so it trains another loss",
             "weigh them in the loss function: a comment in the text says how they count",
         )
-    output = args.output or Path(FILES[args.to])
-    if output == STDOUT:
+    path = args.output or Path(FILES[args.to])
+    if path == output.STDOUT:
         print(json.dumps({"text": text}) if args.json else text.rstrip("\n"))
     else:
-        write_text(output, text)
-        print_written(output, as_json=args.json)
+        write_text(path, text)
+        output.print_written(path, as_json=args.json)
     return 0
 
 
@@ -167,3 +192,39 @@ def export_weights(args: argparse.Namespace) -> int:
         f"after {done.minibatch} minibatches ({done.checkpoint})"
     )
     return 0
+
+
+def add_tours(verbs: arguments.Verbs) -> None:
+    parser = arguments.declare(
+        verbs, "quickstart", "try profile, solve and train on this machine", QUICKSTART, quickstart
+    )
+    arguments.add_folder_argument(parser, "folder to work in (default: %(default)s)", Path("quickstart"))
+    arguments.add_options(parser, QuickstartOptions)
+    parser = arguments.declare(
+        verbs, "selftest", "check that planning and training work on this machine", SELFTEST, selftest
+    )
+    arguments.add_options(parser, SelftestOptions)
+
+
+def quickstart(args: argparse.Namespace) -> int:
+    from planner.profiler.this_machine import keep_freed_pages
+
+    keep_freed_pages()  # as the workers do
+    options = arguments.given_options(QuickstartOptions, args) | {"show_progress": sys.stderr.isatty()}
+    output.print_answer(planner.quickstart(args.place, **options, on_phase=output.print_progress), args.json)
+    if not args.json:
+        print(f"\n{NEXT.format(folder=args.place)}")
+    return 0
+
+
+def selftest(args: argparse.Namespace) -> int:
+    """Run the checks, and print a table of them."""
+    from planner.profiler.this_machine import keep_freed_pages
+
+    def show(row: Row) -> None:
+        output.print_progress(f"{row.result:8}{row.check}: {row.name} ({row.seconds:.0f} s)")
+
+    keep_freed_pages()  # as the workers do
+    report = planner.selftest(**arguments.given_options(SelftestOptions, args), on_row=show)
+    output.print_answer(report, args.json)
+    return 0 if report.passed else 1

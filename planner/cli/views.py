@@ -6,18 +6,15 @@ import argparse
 from pathlib import Path
 
 import planner
-from planner.cli.arguments import PLAN, Verbs, add_output_argument, add_plan_argument, declare, patience_of
-from planner.cli.output import as_flags, print_answer, print_written
-from planner.cli.records import add_options, read_options
-from planner.options.numbers import at_least
-from planner.options.verbs import REPORT_S, ReportOptions
+from planner.cli import arguments, output
+from planner.options.numbers import count
+from planner.options.verbs import ReportOptions
 
 SHOW = """\
 Show a plan or a profile: the files that the other verbs write, or a graph.txt that PipeDream published.
 
     plan show                                          plan.json
     plan show profile.json --by time --top 10          the ten slowest layers
-    plan show profile.json --format svg > profile.svg
 """
 SIMULATE = """\
 Simulate a plan: follow the instructions of every worker, with the times and messages of the plan, on its cluster's
@@ -35,14 +32,14 @@ it shows a training run and its simulation on the same axes.
 
     plan report                                 plan.json, profile.json -> report.html
     plan report --run trace.json                measured beside predicted
-    plan report -o timeline.svg                 the timeline alone, as a picture
 """
 
 
-def add_show(verbs: Verbs) -> None:
-    """Declare the arguments of `plan show`."""
-    parser = declare(verbs, "show", "show a plan or a profile as tables", SHOW, show)
-    parser.add_argument("file", type=Path, nargs="?", default=PLAN, help="plan or profile (default: %(default)s)")
+def add_show(verbs: arguments.Verbs) -> None:
+    parser = arguments.declare(verbs, "show", "show a plan or a profile as tables", SHOW, show)
+    parser.add_argument(
+        "file", type=Path, nargs="?", default=arguments.PLAN, help="plan or profile (default: %(default)s)"
+    )
     parser.add_argument(
         "--by",
         choices=["order", "time", "output", "weights", "saved"],
@@ -50,22 +47,22 @@ def add_show(verbs: Verbs) -> None:
         help="sort a profile's layers: in the order of execution, or the largest first (default: %(default)s)",
     )
     help = "show only the first N layers of a profile (default: all)"
-    parser.add_argument("--top", type=at_least(1), metavar="N", help=help)
+    parser.add_argument("--top", type=count, metavar="N", help=help)
     parser.add_argument(
         "--format",
-        choices=["table", "json", "svg", "graph.txt"],
+        choices=["table", "json", "graph.txt"],
         default="table",
-        help="how to print; svg (a plot of the layers' times and bytes) and graph.txt (PipeDream's format, for its "
-        "optimizer and tools that read it) are for profiles (default: %(default)s)",
+        help="how to print; graph.txt (PipeDream's format, for its optimizer) is for profiles (default: %(default)s)",
     )
     parser.add_argument("--json", action="store_const", const="json", dest="format", help="the same as --format json")
 
 
-def add_simulate(verbs: Verbs) -> None:
-    """Declare the arguments of `plan simulate`."""
-    parser = declare(verbs, "simulate", "show what a plan's workers and links do over time", SIMULATE, simulate)
-    add_plan_argument(parser)
-    add_options(parser, ReportOptions, "minibatches", "accumulate")
+def add_simulate(verbs: arguments.Verbs) -> None:
+    parser = arguments.declare(
+        verbs, "simulate", "show what a plan's workers and links do over time", SIMULATE, simulate
+    )
+    arguments.add_plan_argument(parser)
+    arguments.add_options(parser, ReportOptions, "minibatches", "accumulate")
     help = "write every event as a Chrome trace, which Perfetto opens"
     parser.add_argument("--trace", type=Path, metavar="FILE", help=help)
     parser.add_argument(
@@ -77,47 +74,40 @@ def add_simulate(verbs: Verbs) -> None:
     )
 
 
-def add_report(verbs: Verbs) -> None:
-    """Declare the arguments of `plan report`."""
-    parser = declare(verbs, "report", "write all about a plan to one HTML file", REPORT, report)
-    add_plan_argument(parser)
-    add_options(parser, ReportOptions)
-    add_output_argument(parser, told="report.FORMAT")
+def add_report(verbs: arguments.Verbs) -> None:
+    parser = arguments.declare(verbs, "report", "write all about a plan to one HTML file", REPORT, report)
+    arguments.add_plan_argument(parser)
+    arguments.add_options(parser, ReportOptions)
+    arguments.add_output_argument(parser, told="report.html")
 
 
 def show(args: argparse.Namespace) -> int:
-    """Print the file's content."""
-    print(as_flags(planner.show(args.file, by=args.by, top=args.top, format=args.format)))
+    print(output.as_flags(planner.show(args.file, by=args.by, top=args.top, format=args.format)))
     return 0
 
 
 def simulate(args: argparse.Namespace) -> int:
-    """Simulate, print, and write the trace."""
     from planner.analysis.compare_runs import compare_runs
     from planner.api.planning import timelines
     from planner.reporting.tables.runs import run_comparison_report, run_report
     from planner.reporting.trace import save_trace
 
     plan = planner.load_plan(args.plan)
-    timeline, measured = timelines(plan, args, "against")
+    timeline, measured = timelines(plan, arguments.read_options(ReportOptions, args), args.against, "against")
     if measured is None:
         summary = planner.summarize(timeline)
-        print_answer(summary, args.json, run_report(summary, plan))
+        output.print_answer(summary, args.json, run_report(summary, plan))
     else:
         comparison = compare_runs(plan, timeline, measured)
-        print_answer(comparison, args.json, run_comparison_report(comparison, plan))
+        output.print_answer(comparison, args.json, run_comparison_report(comparison, plan))
     if args.trace is not None:
         save_trace(timeline, args.trace)
-        print_written(args.trace)
+        output.print_written(args.trace)
     return 0
 
 
 def report(args: argparse.Namespace) -> int:
-    """Gather, and write the file."""
-    from planner.api.planning import reported
-
-    with patience_of(args, REPORT_S) as patience:
-        options = read_options(ReportOptions, args)
-        path = reported(args.plan, args.output, options, patience, as_flags)
-    print_written(path, as_json=args.json)
+    with output.searching() as progress:
+        path = planner.report(args.plan, args.output, **arguments.given_options(ReportOptions, args), progress=progress)
+    output.print_written(path, as_json=args.json)
     return 0

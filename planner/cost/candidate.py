@@ -1,7 +1,5 @@
 """Candidates: stages that are to be priced, how each of them runs, and the values that cross between them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -35,12 +33,10 @@ class StageOptions:
 
     @property
     def gpus(self) -> int:
-        """Ranks of all replicas."""
         return self.replicas * self.tensor
 
     @property
     def shards(self) -> int:
-        """Parts of the optimizer's state, each on another replica."""
         return self.replicas if self.sharded else 1
 
 
@@ -74,12 +70,10 @@ class Candidate:
 
     @property
     def replicas(self) -> int:
-        """Workers that run the stage."""
         return self.options.replicas
 
 
 def candidates(groups: Sequence[Sequence[int]], replicas: Sequence[int]) -> list[Candidate]:
-    """Return stages by the positions of their layers."""
     before: frozenset[int] = frozenset()
     stages = []
     for layers, r in zip(groups, replicas, strict=True):

@@ -1,7 +1,5 @@
 """Count a worker's communicators, and add what they and the other overheads take to the memory of its stages."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 
@@ -16,12 +14,12 @@ def communicators(layer_costs: LayerCosts, stages: Sequence[Candidate]) -> list[
     """Return how many communicators a worker has for each of its stages.
 
     One for each pair of workers, pair of stages and direction, because NCCL runs the operations of one communicator in
-    the order of their calls; one for the all-reduce of a replicated stage; and one for the ranks that divide its
-    layers. A replica meets the replicas of another stage that take the same units in turn: lcm(r, r') / r of them.
+    the order of their calls; one for the all-reduce; and one for the ranks that divide layers.
     """
     counts = [int(stage.replicas > 1) + int(stage.options.tensor > 1) for stage in stages]
     shared = {weight.stages for weight in shared_in(layer_costs, stages)}
     for first, second in [*messages(layer_costs, stages), *shared]:
+        # A replica meets the replicas of another stage that take the same units in turn: lcm(r, r') / r of them.
         met = math.lcm(stages[first].replicas, stages[second].replicas)
         for number in (first, second):
             counts[number] += 2 * met // stages[number].replicas
@@ -38,17 +36,14 @@ def reserves_of(layer_costs: LayerCosts, stages: Sequence[Candidate]) -> list[Re
 def with_overheads(
     layer_costs: LayerCosts, stages: Sequence[Candidate], memory: Sequence[StageMemory], workers: Sequence[int]
 ) -> tuple[StageMemory, ...]:
-    """Return the memory of a plan's stages with the overheads of their devices.
-
-    `workers`: of each stage, by position in the pipeline. A worker's context counts for its first stage.
-    """
+    """Return the memory of a plan's stages, on these workers, with the overheads of their devices."""
     if layer_costs.overheads is None:
         return tuple(memory)
     made: list[StageMemory] = []
     for number, reserve in enumerate(reserves_of(layer_costs, stages)):
         tensor_bytes = memory[number].tensor_bytes
         overhead_bytes = reserve.whole(tensor_bytes) - tensor_bytes
-        if workers[number] in workers[:number]:
+        if workers[number] in workers[:number]:  # a worker's context counts for its first stage
             overhead_bytes -= layer_costs.overheads.context_bytes
         made.append(memory[number].model_copy(update={"overhead_bytes": overhead_bytes}))
     return tuple(made)

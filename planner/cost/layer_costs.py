@@ -1,20 +1,12 @@
-"""Costs of a profile's layers: work and memory of any stage of them, and the values that stages exchange.
-
-Written from the definitions, stage by stage, with sets: slow and plain, and the reference for the searches.
-
-Where groups of a stage's layers recompute, a group keeps the values that enter it, for every microbatch in flight.
-Before its own backward it runs its forward again, and what its layers save exists then, for the one microbatch (Chen et
-al., "Training Deep Nets with Sublinear Memory Cost", 2016, section 4, where every layer is in a group). A value that
-enters several groups is kept once.
-"""
+"""Costs of layers, stage by stage from the definitions: slow and plain, and the reference for the searches."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -30,33 +22,26 @@ from planner.plan.blocks import blocks_of
 from planner.schedule.instructions import LEAD, POSTED
 
 
+@dataclass(eq=False, repr=False)
 class LayerCosts:
-    """The work and the footprint of any set of a profile's layers.
+    """The work and the footprint of any set of a profile's layers."""
 
-    Args:
-        profile: with the layers.
-        versions: of its weights that every stage holds, whatever is in flight; None if the schedule decides.
-        tensors_only: whether the devices' overheads count elsewhere, but for the communicators that a stage has in any
-            plan: two for earlier stages, two for later ones, and one for its replicas. They count as buffers.
-        dividing: returns the profile of the layers on groups of so many ranks (`planner.cost.tensor`).
-        codec: of what stages exchange.
-    """
+    profile: Profile
+    versions: int | None = None  # of its weights that every stage holds, whatever is in flight; None: by the schedule
+    # Whether the devices' overheads count elsewhere, but for the communicators that a stage has in any plan, which
+    # count as buffers.
+    tensors_only: bool = False
+    # Returns the profile of the layers on groups of so many ranks (`planner.cost.tensor`).
+    dividing: Callable[[Profile, int], Profile] | None = None
+    codec: Codec = CODECS["none"]  # of what stages exchange
 
-    def __init__(
-        self,
-        profile: Profile,
-        versions: int | None = None,
-        *,
-        tensors_only: bool = False,
-        dividing: Callable[[Profile, int], Profile] | None = None,
-        codec: Codec = CODECS["none"],
-    ) -> None:
-        self.profile, self.versions, self.tensors_only = profile, versions, tensors_only
-        self._dividing, self._codec = dividing, codec
-        overheads = Overheads.of(profile.device)
-        self.overheads = None if tensors_only else overheads
-        self._communicator_bytes = overheads.communicator_as_tensors if tensors_only and overheads is not None else 0
-        self.position = {layer.name: index for index, layer in enumerate(profile.layers)}
+    def __post_init__(self) -> None:
+        overheads = Overheads.of(self.profile.device)
+        self.overheads = None if self.tensors_only else overheads
+        self._communicator_bytes = 0
+        if self.tensors_only and overheads is not None:  # nothing of a communicator is fragmented
+            self._communicator_bytes = math.floor(overheads.communicator_bytes / (1 + overheads.fragmented))
+        self.position = {layer.name: index for index, layer in enumerate(self.profile.layers)}
         self._works: dict[tuple[frozenset[int], frozenset[int], Groups], Work] = {}
         self._footprints: dict[tuple[frozenset[int], frozenset[int], Groups], Footprint] = {}
         self._about: list[LayerCosts] = []
@@ -73,7 +58,7 @@ class LayerCosts:
             for value in layer.outputs:
                 sizes = value.output_bytes, value.gradient_bytes
                 element_bytes = value.element_bytes or (FLOAT_BYTES if self.profile.autocast is None else HALF_BYTES)
-                coded = (self._codec.size_bytes(size, element_bytes) for size in sizes)
+                coded = (self.codec.size_bytes(size, element_bytes) for size in sizes)
                 sent = coded if value.gradient_bytes else sizes  # values without gradients travel as they are
                 if used := users.get((layer.name, value.name)):
                     found.append(Traffic(value.name, index, tuple(sorted(used)), *sizes, *sent))
@@ -86,15 +71,14 @@ class LayerCosts:
         return np.asarray(np.array(rows, dtype=np.int64).reshape(-1, 3).T)
 
     def with_profile(self, profile: Profile) -> LayerCosts:
-        """Return the costs of another profile's layers under the same rule for versions."""
-        # Searches ask for the same variants of a profile again and again, and what is known of their stages is of use.
+        """Return the costs of another profile's layers; always the same ones, which remember their stages."""
         known = next((each for each in self._about if each.profile == profile), None)
         if known is None:
-            self._about.append(known := self._changed(profile=profile))
+            self._about.append(known := replace(self, profile=profile))
         return known
 
     def on_kind(self, kind: DeviceKind | None) -> LayerCosts:
-        """Return the costs of the same layers on devices of that kind; None for the profiled one."""
+        """Return the costs on devices of that kind; None for the profiled one."""
         if kind is None:
             return self
         key = kind.name, kind.speed
@@ -103,30 +87,20 @@ class LayerCosts:
         return self._variants[key]
 
     def at_degree(self, degree: int) -> LayerCosts:
-        """Return the costs of the same layers on groups of so many ranks; raise ProfileError if they are not known."""
+        """Return the costs on groups of so many ranks; raise ProfileError if they are not known."""
         if degree == 1:
             return self
         if degree not in self._variants:
-            assert self._dividing is not None, "layers are divided over the links of a cluster"
-            self._variants[degree] = self.with_profile(self._dividing(self.profile, degree))
+            assert self.dividing is not None, "layers are divided over the links of a cluster"
+            self._variants[degree] = self.with_profile(self.dividing(self.profile, degree))
         return self._variants[degree]
 
     def with_options(self, options: StageOptions) -> LayerCosts:
-        """Return the costs of the same layers on the devices of a stage, one of the profiled kind by itself."""
         return self.on_kind(options.kind).at_degree(options.tensor)
-
-    def holding(self, versions: int) -> LayerCosts:
-        """Return the costs of the same layers where every stage holds so many versions of its weights."""
-        return self._changed(versions=versions)
 
     @cached_property
     def of_tensors(self) -> LayerCosts:
-        """The same costs, where the devices' overheads count elsewhere."""
-        return self._changed(tensors_only=True)
-
-    def _changed(self, **changes: Any) -> LayerCosts:
-        own = {name: getattr(self, name) for name in ("profile", "versions", "tensors_only")}
-        return LayerCosts(**(own | {"dividing": self._dividing, "codec": self._codec} | changes))
+        return replace(self, tensors_only=True)
 
     def weights(self, weight_bytes: Floats) -> dict[str, Floats]:
         """Return the two fields of a footprint for stages whose weights are of this size."""
@@ -135,7 +109,7 @@ class LayerCosts:
         return {"weight_bytes": np.zeros_like(weight_bytes), "fixed_weight_bytes": self.versions * weight_bytes}
 
     def communicators_bytes(self, work: Work) -> Floats:
-        """Return the bytes of a stage's communicators for other stages, where they count as buffers."""
+        """Return the bytes of a stage's communicators for other stages, where they count as buffers: two for each."""
         return np.asarray(2.0 * self._communicator_bytes * work.neighbours)
 
     @property
@@ -144,7 +118,6 @@ class LayerCosts:
         return self._communicator_bytes > 0
 
     def replicated(self, footprint: Footprint, replicas: ArrayLike) -> Footprint:
-        """Return the footprint of a stage on so many replicas: several have a communicator, which may be a buffer."""
         if not self.counts_replicas:
             return footprint
         more_bytes = float(self._communicator_bytes) * (np.asarray(replicas) > 1)
@@ -152,7 +125,6 @@ class LayerCosts:
 
     @property
     def single_stage(self) -> Candidate:
-        """All layers as one stage, on one profiled device."""
         return Candidate(frozenset(), frozenset(range(len(self.profile.layers))))
 
     @cached_property
@@ -161,7 +133,6 @@ class LayerCosts:
         return self.work(self.single_stage)
 
     def work(self, stage: Candidate) -> Work:
-        """Compute the stage's work for one microbatch."""
         if (own := self.with_options(stage.options)) is not self:
             return own.work(_by_itself(stage))
         key = stage.before, stage.layers, stage.options.recompute
@@ -197,23 +168,18 @@ class LayerCosts:
 
     @cached_property
     def at_work(self) -> Floats | None:
-        """Each layer's saved bytes, gradients, workspace and workspace of its update; None if the profile lacks these.
-
-        The rule needs the order in which layers run: stages of trainable models keep the profile's order, those of
-        imported profiles may not.
-        """
+        """Each layer's saved bytes, gradients, workspace and update's workspace; None if the profile lacks these."""
         layers = self.profile.layers
+        # Stages of imported profiles may have another order than the profile's, which `working_bytes` needs.
         if not self.profile.trainable or not any(layer.workspace_bytes for layer in layers):
             return None
         names = ("saved_bytes", "gradient_bytes", "workspace_bytes", "update_workspace_bytes")
         return np.array([[getattr(layer, name) for layer in layers] for name in names], dtype=np.float64)
 
     def crossing(self, done: frozenset[int]) -> list[Traffic]:
-        """Return the values that layers of `done` make and others use."""
         return [t for t in self.traffic if t.producer in done and set(t.users) - done]
 
     def footprint(self, stage: Candidate) -> Footprint:
-        """Compute the stage's memory."""
         if (own := self.with_options(stage.options)) is not self:
             return own.footprint(_by_itself(stage))
         key = stage.before, stage.layers, stage.options.recompute
@@ -224,11 +190,9 @@ class LayerCosts:
 
     @property
     def message_buffers(self) -> int:
-        """Buffers for each message of a microbatch. If it is coded, two coded messages and a decoded one are no more.
-
-        Over NCCL those that the host has taken and the GPU not passed count, too. Of all messages at most half are
-        received, so LEAD of them are no more than those of LEAD / 2 microbatches.
-        """
+        """Buffers for each message of a microbatch."""
+        # Over NCCL those that the host has taken and the GPU not passed count, too. Of all messages at most half are
+        # received, so LEAD of them are no more than those of LEAD / 2 microbatches.
         return POSTED + LEAD // 2 if self.profile.device.kind in GPU_KINDS else POSTED
 
     def _footprint(self, stage: Candidate) -> Footprint:
@@ -248,9 +212,11 @@ class LayerCosts:
     def _kept(self, stage: Candidate) -> dict[str, Floats]:
         """Compute three of the footprint's fields: what the stage keeps for its backward, and its peaks.
 
-        While layer k of a group is at work, the stage holds what all layers before the group keep, what enters the
-        group, what the group's layers have saved up to k, and for k what `working_bytes` says of any layer. Where that
-        is not known, all that the largest group saves is added to all that is kept.
+        A group that recomputes keeps the values that enter it, each once, for every microbatch in flight. While its
+        layer k is at work, the stage holds what all layers before the group keep, what enters the group, what the
+        group's layers have saved up to k, and for k what `working_bytes` says of any layer (Chen et al., "Training Deep
+        Nets with Sublinear Memory Cost", 2016, section 4). Where that is not known, all that the largest group saves is
+        added to all that is kept.
         """
         order = sorted(stage.layers)
         saved = np.array([self.profile.layers[index].saved_bytes for index in order], dtype=np.float64)
@@ -267,15 +233,10 @@ class LayerCosts:
             _, gradients, workspaces, _ = self.at_work[:, order]
             peaks = working_bytes(kept, gradients, workspaces + running)
             working, accumulating = (np.float64(each[-1]) for each in peaks)
-        return {
-            "saved_bytes": np.float64(kept.sum()),
-            "working_bytes": working,
-            "accumulating_bytes": accumulating,
-        }
+        return {"saved_bytes": np.float64(kept.sum()), "working_bytes": working, "accumulating_bytes": accumulating}
 
     @cached_property
     def block_of(self) -> list[int]:
-        """The number of each layer's block."""
         return [number for number, block in enumerate(blocks_of(self.profile)) for _ in block]
 
     @cached_property
@@ -294,14 +255,6 @@ class LayerCosts:
 
 def _by_itself(stage: Candidate) -> Candidate:
     return replace(stage, options=replace(stage.options, kind=None, tensor=1))
-
-
-def exchanges(layer_costs: LayerCosts, stages: Sequence[Candidate]) -> dict[tuple[int, int], Floats]:
-    """Return what pairs of stages exchange, as `Traffic.amounts`."""
-    return {
-        ends: np.sum([value.amounts for value in values], axis=0)
-        for ends, values in messages(layer_costs, stages).items()
-    }
 
 
 def messages(layer_costs: LayerCosts, stages: Sequence[Candidate]) -> dict[tuple[int, int], list[Traffic]]:

@@ -1,10 +1,6 @@
-"""What a worker takes of its GPU's memory beside tensors: context, communicators, fragmentation.
+"""The price of a plan, and what a worker takes of its GPU's memory beside tensors.
 
-    held = tensors · (1 + fragmented) + context + communicators · bytes of one
-
-On a CPU, and where the profile does not know the device, there is none of it.
-
-`Price` is the result of pricing a plan: its time, its bottleneck, and the memory of its GPUs.
+held = tensors · (1 + fragmented) + context + communicators · bytes of one
 """
 
 from __future__ import annotations
@@ -34,7 +30,6 @@ class Price:
     cost_model_s: float | None = None
 
     def simulated(self, seconds_per_minibatch: float) -> Price:
-        """Return the price with the time of a simulation."""
         formula_s = self.seconds_per_minibatch if self.cost_model_s is None else self.cost_model_s
         return replace(self, seconds_per_minibatch=seconds_per_minibatch, cost_model_s=formula_s)
 
@@ -48,17 +43,14 @@ class Price:
 
     @property
     def chunks(self) -> int:
-        """Stages per worker."""
         return len(self.memory) // len(set(self.workers))
 
     @property
     def workers(self) -> Sequence[int]:
-        """Each stage's worker, by its position in the pipeline."""
         return self.worker_of or range(len(self.memory))
 
 
 def stage_memory(footprint: Footprint, in_flight: int, versions: int) -> StageMemory:
-    """Return the memory of one replica of a stage, by use."""
     return StageMemory(
         weights_bytes=int(footprint.weight_bytes) * versions + int(footprint.fixed_weight_bytes),
         gradients_bytes=int(footprint.gradient_bytes),
@@ -69,11 +61,12 @@ def stage_memory(footprint: Footprint, in_flight: int, versions: int) -> StageMe
     )
 
 
-# Of a process that uses CUDA: driver, loaded kernels, workspaces of cuBLAS and cuDNN. An assumption, where the profiler
-# has not measured it; processes that load all of PyTorch's kernels eagerly take more than twice as much.
-CONTEXT_BYTES = 512 * 2**20
-# Of one communicator of NCCL: buffers of its channels and their peers. An assumption, not measured here; NCCL's
-# NCCL_BUFFSIZE (4 MiB per channel and peer) and the number of channels decide it.
+# Of a process that uses CUDA: driver, loaded kernels, handles of cuBLAS and cuDNN. Workers load all kernels of PyTorch
+# at their start: 1.96 to 2.29 GB on an H200 with PyTorch 2.11 for CUDA 13, of which those kernels take 1.3. Where the
+# profiler has measured it on the device, that counts.
+CONTEXT_BYTES = 2 * 10**9
+# Of one communicator of NCCL: buffers of its channels and their peers. An assumption for servers with NVLink; NCCL's
+# NCCL_BUFFSIZE (4 MiB per channel and peer) and the number of channels decide it. Over sockets 17 to 21 MB were found.
 COMMUNICATOR_BYTES = 100 * 10**6
 # Reserved by PyTorch's caching allocator beyond the peak of what is allocated. An assumption for steps that are all
 # alike; Guo et al. 2024 (GMLake, abstract) report 15% on average for large language models that recompute and offload.
@@ -82,21 +75,18 @@ FRAGMENTED = 0.05
 
 @dataclass(frozen=True)
 class Reserve:
-    """What is kept free of every device's memory, so that a search need not know of it."""
+    """What is kept free of every device's memory beside tensors."""
 
     fixed_bytes: int = 0  # whatever the tensors take
     share: float = 0.0  # of the tensors' bytes
 
     def room(self, memory_bytes: int) -> int:
-        """Return how many bytes of tensors fit; at least 1."""
         return max(1, math.floor((memory_bytes - self.fixed_bytes) / (1 + self.share)))
 
     def whole(self, tensor_bytes: int) -> int:
-        """Return the memory that so many bytes of tensors need."""
         return tensor_bytes + int(tensor_bytes * self.share) + self.fixed_bytes
 
     def cluster(self, cluster: Cluster) -> Cluster:
-        """Return the cluster with the room of its devices as their memory."""
         return cluster.with_memory(self.room)
 
 
@@ -108,22 +98,14 @@ class Overheads:
     """The overheads of one worker, on devices of one type."""
 
     context_bytes: int
-    communicator_bytes: int
-    fragmented: float
+    communicator_bytes: int = COMMUNICATOR_BYTES
+    fragmented: float = FRAGMENTED
 
     @classmethod
     def of(cls, device: Device) -> Overheads | None:
-        """Return those of the device of a profile; None where there are none."""
         if device.kind not in GPU_KINDS:
             return None
-        measured = device.context_bytes
-        return cls(CONTEXT_BYTES if measured is None else measured, COMMUNICATOR_BYTES, FRAGMENTED)
-
-    @property
-    def communicator_as_tensors(self) -> int:
-        """Bytes of tensors that need as much memory as a communicator: nothing of it is fragmented."""
-        return math.floor(self.communicator_bytes / (1 + self.fragmented))
+        return cls(CONTEXT_BYTES if device.context_bytes is None else device.context_bytes)
 
     def reserve(self, communicators: int) -> Reserve:
-        """Return what a worker with so many communicators needs."""
         return Reserve(self.context_bytes + communicators * self.communicator_bytes, self.fragmented)

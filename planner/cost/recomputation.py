@@ -1,16 +1,14 @@
 """Which layers of a stage may recompute, and which choices of them are worth it.
 
-A unit is the part of one of the model's blocks that lies in the stage. It keeps the values that enter it alone and runs
-its forward again before its own backward; or the whole stage does so at once. Every choice costs seconds before each
-backward, and saves bytes for each microbatch in flight, but not those of the microbatch at work. A choice is worth it
-if some number of microbatches in flight has none that is as quick and takes no more memory.
+A unit is the part of one of the model's blocks that lies in the stage. It runs its forward again before its own
+backward; or the whole stage does so at once. A choice of units is worth it if some number of microbatches in flight has
+none that is as quick and takes no more memory.
 
-Of n units there are 2^n choices. Units of equal costs are of one kind, and can be exchanged for each other: of equal
-units the first in the stage recompute, because at their backward the later ones are already freed (or, where a unit has
-more gradients than it saves, the last: at their backward fewest gradients exist). So the choices are the numbers of
-units of each kind, (n_1 + 1)·(n_2 + 1)·… of them. Where kinds differ by their measured times alone, the quickest units
-of a kind are a third order. Where there are still too many, units recompute in the order of seconds per byte saved: the
-greedy solution of a knapsack (Dantzig 1957), whose extra time is above the least by less than that of one unit.
+Of n units there are 2^n choices. Units of equal costs are of one kind: of these the first in the stage recompute,
+because at their backward the later ones are already freed (or, where a unit has more gradients than it saves, the last;
+or, where kinds differ by their times alone, the quickest). So the choices are the numbers of units of each kind. Where
+there are still too many, units recompute in the order of seconds per byte saved: the greedy solution of a knapsack
+(Dantzig 1957), whose extra time is above the least by less than that of one unit.
 """
 
 from __future__ import annotations
@@ -19,6 +17,7 @@ import math
 from collections import Counter
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from hashlib import blake2b
 from itertools import compress, groupby
 from typing import NamedTuple
@@ -56,16 +55,12 @@ class Choices:
         return len(self.recompute_s)
 
     def groups(self, row: int) -> Groups:
-        """Return the layers of a choice that recompute."""
         if self.whole[row]:
             return whole_stage(layer for unit in self.layers for layer in unit)
         return tuple(frozenset(unit) for unit, again in zip(self.layers, self.units[row], strict=True) if again)
 
     def worth_it(self) -> Choices:
-        """Return the choices that are worth it with up to `MOST_FLYING` microbatches in flight, the quickest first.
-
-        With more of them what is at work hardly counts, so that the choices that keep least are among these.
-        """
+        """Return the choices that are worth it with up to `MOST_FLYING` microbatches in flight, the quickest first."""
         # Nothing that recomputes is worth it where nothing must, not even at no cost.
         again = self.units.any(axis=1) | self.whole
         order = np.lexsort((self.units.sum(axis=1), self.saved_bytes, self.recompute_s, again))
@@ -76,24 +71,19 @@ class Choices:
         return Choices(**{name: getattr(self, name)[rows] for name in _COLUMNS}, layers=self.layers)
 
     def and_(self, others: Choices) -> Choices:
-        """Return these choices and others of the same stage."""
         columns = {name: np.concatenate((getattr(self, name), getattr(others, name))) for name in _COLUMNS}
         return Choices(**columns, layers=self.layers)
 
 
 class Recomputation:
-    """The choices of stages of one profile, remembered by the kinds of their units.
-
-    `rule`: "auto" for all choices that are worth it; the others leave one.
-    """
+    """The choices of stages of one profile, remembered by the kinds of their units."""
 
     def __init__(self, layer_costs: LayerCosts, rule: RecomputeRule = "auto") -> None:
         self._costs, self._rule = layer_costs, rule
         self._known: dict[Hashable, Choices] = {}
-        self._units: dict[tuple[int, ...], _Unit] = {}
+        self._unit = cache(partial(_Unit.of, layer_costs))
 
     def choices(self, layers: Collection[int]) -> Choices:
-        """Return the choices of a stage of these layers that are worth it."""
         parts = units_of(self._costs, layers)
         units = [self._unit(part) for part in parts]
         # Values that enter several units are kept once, so it matters which units share them.
@@ -107,13 +97,7 @@ class Recomputation:
         return replace(self._known[key], layers=parts)
 
     def several(self, stages: Sequence[tuple[int, ...]]) -> list[Choices]:
-        """Return the choices of several stages."""
         return [self.choices(layers) for layers in stages]
-
-    def _unit(self, layers: tuple[int, ...]) -> _Unit:
-        if layers not in self._units:
-            self._units[layers] = _Unit.of(self._costs, layers)
-        return self._units[layers]
 
 
 def exact_everywhere(layer_costs: LayerCosts) -> bool:
@@ -129,13 +113,10 @@ def exact_everywhere(layer_costs: LayerCosts) -> bool:
 
 
 def units_of(layer_costs: LayerCosts, layers: Collection[int]) -> tuple[tuple[int, ...], ...]:
-    """Divide the layers of a stage into units, by position."""
     return tuple(tuple(unit) for _, unit in groupby(sorted(layers), key=layer_costs.block_of.__getitem__))
 
 
 class _Unit(NamedTuple):
-    """A unit's costs."""
-
     kind: Hashable  # what it saves and needs; equal for units that can be exchanged for each other
     forward_s: float  # of all its layers, as the next two
     saved_bytes: float
@@ -166,19 +147,18 @@ class _Unit(NamedTuple):
 
     @property
     def costs(self) -> Hashable:
-        """What the choices of a stage with this unit depend on."""
         return self.kind, self.forward_s
 
 
 class _Stage:
-    """The units of one stage, and what choices of them cost. `arriving`: values from other stages, by their numbers."""
+    """The units of one stage, and what choices of them cost; `arriving` are values from other stages."""
 
     def __init__(self, costs: LayerCosts, units: Sequence[_Unit], arriving: Sequence[int]) -> None:
         self._costs, self._units = costs, units
         self._arriving_bytes = sum(costs.traffic[value].output_bytes for value in arriving)
         _, *columns, _ = zip(*units, strict=True)
         self._forward_s, self._saved, self._gradients, self._peaks, self._accumulating = map(np.array, columns)
-        # The bytes that enter each unit and no other one, and those that enter several units, with these units.
+        # The bytes that enter the same units, with these units.
         users: dict[int, list[int]] = {}
         for number, unit in enumerate(units):
             for value in unit.entering:
@@ -186,11 +166,9 @@ class _Stage:
         sizes = Counter[tuple[int, ...]]()
         for value, numbers in users.items():
             sizes[tuple(numbers)] += costs.traffic[value].output_bytes
-        self._alone = np.array([float(sizes.pop((number,), 0)) for number in range(len(units))])
-        self._together = [(size, list(numbers)) for numbers, size in sizes.items() if size]
+        self._sizes = [(size, list(numbers)) for numbers, size in sizes.items()]
 
     def choices(self, rule: RecomputeRule) -> Choices:
-        """Return what the rule leaves."""
         none = np.zeros((1, len(self._units)), dtype=bool)
         match rule:
             case "never":
@@ -204,7 +182,7 @@ class _Stage:
                 return (parts if len(self._units) == 1 else parts.and_(self._whole(parts))).worth_it()
 
     def _tried(self) -> _Flags:
-        """Return the choices of units among which the best ones are, the first without any; (choices, units)."""
+        """Return the choices of units among which the best ones are, the first without any."""
         count = len(self._units)
         if 2**count <= MOST_SUBSETS:
             return (np.arange(2**count)[:, None] >> np.arange(count)) % 2 > 0
@@ -232,7 +210,6 @@ class _Stage:
         return tried
 
     def _made(self, again: _Flags) -> Choices:
-        """Compute what choices of units cost, by the rule of `planner.cost.layer_costs`."""
         entering = self._entering(again)
         kept = np.where(again, entering, self._saved)
         saved = kept.sum(axis=1)
@@ -247,7 +224,6 @@ class _Stage:
         return Choices(again @ self._forward_s, saved, working, accumulating, again, nothing, ())
 
     def _whole(self, others: Choices) -> Choices:
-        """Return the stage as one group. Its peak beyond what enters it is that without recomputation, `others[0]`."""
         saved = others.saved_bytes[:1]
         return Choices(
             self._forward_s.sum(keepdims=True),
@@ -261,8 +237,8 @@ class _Stage:
 
     def _entering(self, again: _Flags) -> Floats:
         """Return the bytes of the values that enter each unit that recomputes, and no earlier one that does."""
-        entering = np.where(again, self._alone, 0.0)
-        for size, numbers in self._together:
+        entering = np.zeros(again.shape)
+        for size, numbers in self._sizes:
             flags = again[:, numbers]
             entering[:, numbers] += size * (flags & (np.cumsum(flags, axis=1) == 1))
         return entering

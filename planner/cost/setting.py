@@ -1,7 +1,5 @@
 """What a plan is priced for: cluster, schedule and cost model in one record."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from planner.errors import InputError
@@ -14,11 +12,7 @@ from planner.schedule.schedule import Schedule
 
 @dataclass(frozen=True)
 class Setting:
-    """What a plan is priced for.
-
-    Raises:
-        InputError: for microbatches or chunks that make no sense under the schedule.
-    """
+    """What a plan is priced for; raises InputError for microbatches or chunks that make no sense."""
 
     cluster: Cluster
     schedule: Schedule = ONE_F_ONE_B
@@ -39,3 +33,6 @@ class Setting:
                 f"the schedule {schedule} does not divide minibatches, so {microbatches} microbatches have no meaning",
                 hint=f"use `schedule` {', '.join(dividing[:-1])} or {dividing[-1]}, or leave `microbatches` out",
             )
+
+    def workers_of(self, stages: int) -> list[int]:
+        return [self.schedule.worker_of(stage, max(1, stages // self.chunks)) for stage in range(stages)]

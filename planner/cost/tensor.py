@@ -1,14 +1,8 @@
 """Tensor parallelism: a group of t ranks that divides every layer between them, and works as one device.
 
-A group takes what one rank of it takes, with the all-reduces of its activations (Shoeybi et al., "Megatron-LM", 2019,
-section 3): they stand between products, so nothing overlaps with them, and every rank waits for the last one. Groups
-are consecutive ranks, on the innermost links that hold them. Towards other groups, every rank does what the first one
-does: it exchanges messages with the rank of the same place, and all-reduces its part of the gradients. So a plan whose
-stages all have groups of one size is a plan for a cluster of groups, with their layers' costs, and takes the same
-searches, prices and simulations.
+A group takes what one rank of it takes, with the all-reduces of its activations, which nothing overlaps (Shoeybi et
+al., "Megatron-LM", 2019, section 3). A plan whose stages have groups of one size is a plan for a cluster of groups.
 """
-
-from __future__ import annotations
 
 import math
 from collections.abc import Collection
@@ -22,7 +16,7 @@ from planner.cost.work import Floats
 from planner.errors import ProfileError
 from planner.formats.cluster import Cluster
 from planner.formats.names import CODECS
-from planner.formats.profile import DEGREE_COLUMNS, DegreeCosts, Profile, Value
+from planner.formats.profile import DEGREE_COLUMNS, DegreeCosts, Profile
 
 
 def costs_at(profile: Profile, degree: int) -> DegreeCosts:
@@ -30,9 +24,9 @@ def costs_at(profile: Profile, degree: int) -> DegreeCosts:
     known = profile.tensor or ()
     found = next((costs for costs in known if costs.degree == degree), None)
     if found is None:
-        says = f"of {', '.join(str(costs.degree) for costs in known)} ranks alone" if known else "of one rank alone"
+        says = ", ".join(str(degree) for degree in (1, *(costs.degree for costs in known)))
         raise ProfileError(
-            f"the profile of '{profile.model}' does not say what its layers cost on {degree} ranks, but {says}",
+            f"the profile of '{profile.model}' does not say what its layers cost on {degree} ranks, but on {says}",
             hint=f"measure them: plan profile with `tensor={degree}`; or solve with degrees that the profile knows",
         )
     return found
@@ -47,7 +41,11 @@ def profile_at(profile: Profile, degree: int, link: Link, *, sequence_parallel: 
     columns = {name: getattr(costs, name) for name in DEGREE_COLUMNS}
     columns |= {"forward_s": forward_s.tolist(), "backward_s": backward_s.tolist()}
     if sequence_parallel:
-        columns["outputs"] = [tuple(_part_of(value, degree) for value in layer.outputs) for layer in profile.layers]
+        sizes = ("output_bytes", "gradient_bytes")
+        columns["outputs"] = [
+            tuple(v.model_copy(update={name: -(-getattr(v, name) // degree) for name in sizes}) for v in layer.outputs)
+            for layer in profile.layers
+        ]
     layers = (
         layer.model_copy(update=dict(zip(columns, row, strict=True)))
         for layer, *row in zip(profile.layers, *columns.values(), strict=True)
@@ -60,8 +58,6 @@ def by_tokens(profile: Profile, costs: DegreeCosts) -> DegreeCosts:
 
     Norms, dropouts and sums that every rank would compute whole take a t-th of the time, and all that is saved is
     divided (Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022, section 4.2).
-    Instead of an all-reduce there are a reduce-scatter and an all-gather, which move its bytes. What the backward
-    gathers again overlaps with a product. Products that every rank computes whole stay so.
     """
     times = "forward_s", "backward_s", "workspace_bytes"
     columns = {name: list(getattr(costs, name)) for name in (*times, "saved_bytes")}
@@ -75,11 +71,6 @@ def by_tokens(profile: Profile, costs: DegreeCosts) -> DegreeCosts:
                 part = getattr(layer, name) / costs.degree
                 columns[name][number] = min(columns[name][number], part if name.endswith("_s") else math.ceil(part))
     return costs.model_copy(update={name: tuple(values) for name, values in columns.items()})
-
-
-def _part_of(value: Value, degree: int) -> Value:
-    sizes = {name: -(-getattr(value, name) // degree) for name in ("output_bytes", "gradient_bytes")}
-    return value.model_copy(update=sizes)
 
 
 def _reduces_s(size_bytes: Collection[int], counts: Collection[int], degree: int, link: Link) -> Floats:

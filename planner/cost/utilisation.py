@@ -1,12 +1,7 @@
-"""Model FLOP utilisation: the share of the devices' peak that goes into the model's own arithmetic.
+"""Model FLOP utilisation: FLOPs of a minibatch / (seconds of a minibatch · GPUs · peak FLOP/s of one).
 
-    utilisation = FLOPs of a minibatch / (seconds of a minibatch · GPUs · peak FLOP/s of one)
-
-FLOPs are those of forward and backward, without recomputation (Chowdhery et al. 2022, PaLM, appendix B), and the peak
-is of the precision trained in. On a CPU, and for a device that is not in the table, there is none.
+FLOPs are those of forward and backward, without recomputation (Chowdhery et al. 2022, PaLM, appendix B).
 """
-
-from __future__ import annotations
 
 from planner.formats.profile import Profile
 from planner.profiler.estimated.devices import DTYPES, find_device
@@ -21,7 +16,6 @@ def utilisation(profile: Profile, microbatches: int, seconds_per_minibatch: floa
 
 
 def peak_flops_per_s(profile: Profile) -> float | None:
-    """Return the peak of the profile's device in the precision that the model is trained in."""
     if profile.device.kind == "cpu":
         return None
     if profile.device.peak_flops_per_s is not None:

@@ -1,7 +1,5 @@
 """Cost of duplicated shared weights. Profiles count a shared weight once, in the first layer that uses it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -12,6 +10,7 @@ from planner.cost.network.link import Buckets, buckets_of
 from planner.cost.overheads import Price
 from planner.cost.setting import Setting
 from planner.errors import InfeasibleError
+from planner.formats.plan_parts import StageMemory
 from planner.formats.profile import Layer, Profile
 from planner.plan.shared_weights import SharedWeight, copied_layers, shared_weights, trained_parameters
 from planner.schedule.versions import lag
@@ -34,30 +33,23 @@ def copied_in(layer_costs: LayerCosts, stages: Sequence[Candidate]) -> list[list
 
 
 def counted_with_copies(profile: Profile) -> Profile | None:
-    """Return the profile with shared weights counted in every layer that uses them; None if there are none.
-
-    Exact for plans in which all users of a weight are in different stages, and too much for others.
-    """
+    """Return the profile with shared weights counted in every layer that uses them; None if there are none."""
     copied = copied_layers(profile, [[layer.name] for layer in profile.layers])
     if not any(copied):
         return None
-    layers = [
-        layer.model_copy(
-            update={name: getattr(layer, name) + sum(getattr(other, name) for other in again) for name in _OF_A_WEIGHT}
-        )
-        for layer, again in zip(profile.layers, copied, strict=True)
-    ]
+    layers = []
+    for layer, again in zip(profile.layers, copied, strict=True):
+        more = {name: getattr(layer, name) + sum(getattr(each, name) for each in again) for name in _OF_A_WEIGHT}
+        layers.append(layer.model_copy(update=more))
     return profile.model_copy(update={"layers": tuple(layers)})
 
 
 def buckets_in(layer_costs: LayerCosts, stage: Candidate, copied: Sequence[Layer]) -> Buckets:
-    """Return the buckets of the stage's gradients; none without replicas.
-
-    Groups that recompute right before their own backward are part of it, but for one with which it begins.
-    """
+    """Return the buckets of the stage's gradients; none without replicas."""
     if stage.replicas == 1:
         return Buckets((), ())
     order, known = sorted(stage.layers), layer_costs.with_options(stage.options).profile.layers
+    # Groups that recompute right before their own backward are part of it, but for one with which it begins.
     layers = [known[index] for index in order]
     again_s = {
         order.index(max(group)): sum(known[index].forward_s for index in group)
@@ -72,9 +64,8 @@ def exchanged_bytes(
 ) -> list[int]:
     """Return for each stage the bytes of shared weights' gradients that one replica holds for their exchange.
 
-    For each stage that it shares weights with, a replica holds the messages that it sends, one per replica of the
-    other stage that it serves, and one that it receives. Gradients are summed in place. With `depths` of 1f1b, a stage
-    that is ahead of others holds its messages and its own gradients for that many rounds more.
+    They are the messages that it sends, one per replica of the other stage that it serves, and one that it receives.
+    With `depths` of 1f1b, a stage that is ahead of others holds these and its own gradients for as many rounds more.
     """
     layers = {layer.name: layer for layer in layer_costs.profile.layers}
     found: dict[tuple[int, int], set[str]] = {}
@@ -97,7 +88,6 @@ def _names(layer_costs: LayerCosts, stages: Sequence[Candidate]) -> list[list[st
 
 
 def copies_fit(layer_costs: LayerCosts, stages: Sequence[Candidate], price: Price, setting: Setting) -> bool:
-    """Return whether the memory has room for duplicated weights, too."""
     with suppress(InfeasibleError):
         price_with_copies(layer_costs, stages, price, setting)
         return True
@@ -105,33 +95,22 @@ def copies_fit(layer_costs: LayerCosts, stages: Sequence[Candidate], price: Pric
 
 
 def price_with_copies(layer_costs: LayerCosts, stages: Sequence[Candidate], price: Price, setting: Setting) -> Price:
-    """Return `price` with the memory of duplicated weights, and the bytes that they send.
-
-    A duplicate takes its weight's versions, its gradient twice and the optimizer's state. All stages that share
-    weights hold the gradients that they exchange, too (see `exchanged_bytes`).
-
-    Raises:
-        InfeasibleError: if that does not fit the memory.
-    """
-    schedule = setting.schedule
+    """Return `price` with the memory and the bytes of duplicated weights; raise InfeasibleError if they do not fit."""
+    schedule, memory = setting.schedule, list[StageMemory]()
     exchanged = exchanged_bytes(layer_costs, stages, price.in_flight if schedule.stashes else None)
-    memory = [
-        held.model_copy(update={"communication_bytes": held.communication_bytes + more})
-        for held, more in zip(price.memory, exchanged, strict=True)
-    ]
-    for number, copied in enumerate(copied_in(layer_costs, stages)):
-        for layer in copied:
-            held = memory[number]
-            versions = schedule.versions(price.in_flight[number])
-            memory[number] = held.model_copy(
-                update={
-                    "weights_bytes": held.weights_bytes + versions * layer.weight_bytes,
-                    "gradients_bytes": held.gradients_bytes + 2 * layer.gradient_bytes,
-                    "optimizer_bytes": held.optimizer_bytes - -layer.optimizer_bytes // stages[number].options.shards,
-                }
-            )
-        limit = setting.cluster.memory_of(stages[number].options.kind)
-        if limit is not None and memory[number] != price.memory[number] and memory[number].total_bytes > limit:
+    for number, (stage, copied) in enumerate(zip(stages, copied_in(layer_costs, stages), strict=True)):
+        held, versions = price.memory[number], schedule.versions(price.in_flight[number])
+        # A duplicate takes its weight's versions, its gradient twice and the optimizer's state.
+        optimizer = sum(-(-layer.optimizer_bytes // stage.options.shards) for layer in copied)
+        whole = {
+            "weights_bytes": held.weights_bytes + versions * sum(layer.weight_bytes for layer in copied),
+            "gradients_bytes": held.gradients_bytes + 2 * sum(layer.gradient_bytes for layer in copied),
+            "optimizer_bytes": held.optimizer_bytes + optimizer,
+            "communication_bytes": held.communication_bytes + exchanged[number],
+        }
+        memory.append(held.model_copy(update=whole))
+        limit = setting.cluster.memory_of(stage.options.kind)
+        if limit is not None and memory[number] != held and memory[number].total_bytes > limit:
             shared = next(weight for weight in shared_in(layer_costs, stages) if number in weight.stages)
             over = format_bytes(memory[number].total_bytes - limit)
             raise InfeasibleError(
@@ -146,8 +125,7 @@ def _sent_bytes(layer_costs: LayerCosts, stages: Sequence[Candidate], *, divides
     """Count the bytes that all workers send per minibatch for duplicated weights.
 
     Replicas all-reduce the gradients of duplicates, and of all shared weights whole even where the optimizer is
-    sharded, so that these cross the links once more half. Once per round, each replica of a stage gets the gradients of
-    the other stages with which it shares weights.
+    sharded. Each replica of a stage gets the gradients of the other stages with which it shares weights.
     """
     layers, shared = {layer.name: layer for layer in layer_costs.profile.layers}, shared_in(layer_costs, stages)
     sent = 0.0

@@ -1,7 +1,4 @@
-"""Work and memory of candidate stages.
-
-Fields are numpy arrays, so that one call answers for one stage or for thousands.
-"""
+"""Work and memory of candidate stages: records of numpy arrays, so that one call answers for one or for thousands."""
 
 from __future__ import annotations
 
@@ -23,12 +20,7 @@ IMPOSSIBLE = 2**40  # stands for the replicas of a stage that is too slow with a
 
 @dataclass(frozen=True)
 class Work:
-    """Work of candidate stages for one microbatch; all fields broadcast against each other.
-
-    A stage receives activations from earlier stages and gradients from later ones, and sends the reverse. The cuts
-    count the bytes of all values that cross them, used by this stage or not, because the published models charge for
-    those. They are zero before the first stage and after the last.
-    """
+    """Work of candidate stages for one microbatch; all fields broadcast against each other."""
 
     forward_s: Floats
     backward_s: Floats
@@ -38,7 +30,7 @@ class Work:
     sent_bytes: Floats
     received_messages: Floats
     sent_messages: Floats
-    cut_before_bytes: Floats
+    cut_before_bytes: Floats  # of all values that cross the cut, for which the published models charge
     cut_after_bytes: Floats
     is_first: NDArray[np.bool_]
     # As tensors, while links may code them: activations received, and all that is received and sent.
@@ -53,7 +45,6 @@ class Work:
 
     @property
     def compute_s(self) -> Floats:
-        """F + R + Bw + U, for a single replica."""
         return self.forward_s + self.recompute_s + self.backward_s + self.update_s
 
     def last_backward_s(self, share: ArrayLike) -> Floats:
@@ -61,7 +52,6 @@ class Work:
         return np.asarray(self.backward_s + np.where(np.asarray(share) > 1, self.accumulate_s, 0.0))
 
     def rows(self, rows: Integers | slice) -> Work:
-        """Return some rows of work that all have: see `stacked`."""
         return Work(**{each.name: getattr(self, each.name)[rows] for each in fields(Work)})
 
     def shared_out(self, sharded: ArrayLike = True) -> Work:
@@ -69,14 +59,10 @@ class Work:
         return replace(self, sharded=np.asarray(sharded))
 
     def recomputed(self) -> Work:
-        """Return the work of the same stages if they run their forward again before each backward: R = F.
-
-        An all-reduce does not overlap with R, because no gradient exists before the backward proper.
-        """
+        """Return the work of the same stages if they run their forward again before each backward."""
         return replace(self, recompute_s=self.forward_s)
 
     def without_transfers(self) -> Work:
-        """Return the work without any transfers."""
         nothing = np.zeros_like(self.received_bytes)
         return replace(
             self, received_bytes=nothing, sent_bytes=nothing, received_messages=nothing, sent_messages=nothing
@@ -104,10 +90,8 @@ class Footprint:
 
     @property
     def running_bytes(self) -> Floats:
-        """Bytes at the peak beyond all gradients and what is saved, of a microbatch or of the optimizer's step.
-
-        During the step the microbatch is gone, and its saved activations with it.
-        """
+        """Bytes at the peak beyond all gradients and what is saved, of a microbatch or of the optimizer's step."""
+        # During the step the microbatch is gone, and its saved activations with it.
         return np.maximum(self.working_bytes, self.updating_bytes - self.saved_bytes)
 
     def shared_out(self, replicas: ArrayLike) -> Footprint:
@@ -115,12 +99,7 @@ class Footprint:
         return replace(self, optimizer_bytes=np.ceil(self.optimizer_bytes / np.asarray(replicas)))
 
     def recomputed(self) -> Footprint:
-        """Return the footprint of the same stages if they recompute.
-
-        They save their input alone for every microbatch, and all activations for the running one. Samples of the data
-        set are not counted (Chen et al. 2016, section 4, where the segments between the
-        kept tensors are the stages).
-        """
+        """Return the footprint of the same stages if each recomputes as a whole: it saves its input alone."""
         return replace(
             self,
             saved_bytes=self.input_bytes,
@@ -148,8 +127,7 @@ class Footprint:
     def most_in_flight(self, memory_bytes: float, stashing: bool, versions: int = 1) -> Integers:
         """Return the largest number of microbatches in flight that fits `memory_bytes`; 0 if not even one does.
 
-        With weight stashing each of them has its own version of the weights, the current one among them; without it
-        the stage holds `versions`.
+        With weight stashing each of them has its own version of the weights; without it the stage holds `versions`.
         """
         per_flight = self.saved_bytes + (self.weight_bytes if stashing else 0.0)
         room = memory_bytes - (self.total_bytes(1, versions) - per_flight)
@@ -170,29 +148,22 @@ def stacked(works: Sequence[Work]) -> Work:
 
 def joined(records: Sequence[Record], counts: Sequence[int]) -> Record:
     """Return the work, or the footprints, of several lots of so many stages as one record."""
-    lots, kind = list(zip(records, counts, strict=True)), type(records[0])
-
-    def column(value: Floats, count: int) -> Floats:
-        return value if value.ndim else np.full(count, value)
-
-    return kind(
-        **{
-            each.name: np.concatenate([column(getattr(record, each.name), count) for record, count in lots])
-            for each in fields(kind)
-        }
-    )
+    columns = {}
+    for name in (each.name for each in fields(records[0])):
+        values = [np.asarray(getattr(record, name)) for record in records]
+        lots = zip(values, counts, strict=True)
+        columns[name] = np.concatenate([value if value.ndim else np.full(count, value) for value, count in lots])
+    return type(records[0])(**columns)
 
 
 def working_bytes(saved_bytes: Floats, gradient_bytes: Floats, workspace_bytes: Floats) -> tuple[Floats, Floats]:
     """Compute `Footprint.working_bytes` and `accumulating_bytes` of stages of the first 1, 2, ... n layers.
 
-    While layer k of n runs its forward or its backward, a stage holds
+    While layer k of n is at work, a stage holds
 
         saved_1 + ... + saved_k  +  workspace_k  +  gradient_k + ... + gradient_n
 
-    because the backward goes from the last layer to the first, frees saved activations and makes gradients. With
-    several microbatches per minibatch all gradients exist, and those of layer k twice until they are accumulated. The
-    peak is the maximum over the layers.
+    With several microbatches per minibatch all gradients exist, and those of layer k twice until they are accumulated.
     """
     saved = np.cumsum(saved_bytes)
     at_work = saved + workspace_bytes
@@ -203,10 +174,8 @@ def working_bytes(saved_bytes: Floats, gradient_bytes: Floats, workspace_bytes: 
 
 
 def fewest_to_hold(in_flight: ArrayLike, gpus_after: ArrayLike) -> Integers:
-    """Return the fewest replicas of a 1f1b stage, each with room for `in_flight` microbatches; or `IMPOSSIBLE`.
-
-    1 + ceil(g / r) <= d  <=>  r >= ceil(g / (d - 1)): the replicas share the microbatches in flight.
-    """
+    """Return the fewest replicas of a 1f1b stage, each with room for `in_flight` microbatches; or `IMPOSSIBLE`."""
+    # 1 + ceil(g / r) <= d  <=>  r >= ceil(g / (d - 1)): the replicas share the microbatches in flight.
     others, after = np.asarray(in_flight) - 1, np.asarray(gpus_after, dtype=np.int64)
     shared = np.maximum(-(-after // np.maximum(others, 1)), 1)
     return np.where((others >= 1) | ((others == 0) & (after == 0)), shared, IMPOSSIBLE)

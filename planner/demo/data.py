@@ -19,18 +19,14 @@ _STRIDE = 32  # bytes between the starts of two samples
 
 
 class Digits(Dataset[tuple[Tensor, Tensor]]):
-    """1,797 handwritten digits (Alpaydin & Kaynak 1998), enlarged from 8x8.
-
-    An item is an image, float32 (3, size, size) of mean 0 and deviation 1, and its class, int64 ().
-    """
+    """Handwritten digits (Alpaydin & Kaynak 1998): images (3, size, size) of mean 0 and deviation 1, and classes."""
 
     def __init__(self, size: int) -> None:
         try:
             from sklearn.datasets import load_digits
         except ImportError:
             raise PlannerError(
-                "the digits are part of scikit-learn, which is not installed",
-                hint="pip install 'scikit-learn>=1.4'",
+                "the digits are part of scikit-learn, which is not installed", hint="pip install 'scikit-learn>=1.4'"
             ) from None
         images, classes = load_digits(return_X_y=True)
         small = torch.tensor(images, dtype=torch.float32).view(-1, 1, 8, 8)
@@ -47,13 +43,7 @@ class Digits(Dataset[tuple[Tensor, Tensor]]):
 
 
 class LibraryText(Dataset[tuple[Tensor, Tensor]]):
-    """The sources of the Python standard library, byte by byte.
-
-    Args:
-        length: bytes per sample.
-
-    An item is a text and the same text one byte later, int64 (length,) each.
-    """
+    """The standard library's sources byte by byte: a text, int64 (length,), and the same one byte later."""
 
     def __init__(self, length: int) -> None:
         self._text = library_bytes()
@@ -72,8 +62,6 @@ def library_bytes() -> Tensor:
     """Return the first modules of the standard library by name, as one uint8 tensor."""
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))[:_TEXT_FILES]
     if not files:
-        raise PlannerError(
-            "this Python comes without the sources of its standard library",
-            hint="give the model file its own dataset()",
-        )
+        problem = "this Python comes without the sources of its standard library"
+        raise PlannerError(problem, hint="give the model file its own dataset()")
     return torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8)

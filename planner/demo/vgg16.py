@@ -56,11 +56,7 @@ class VGG16(nn.Module):
 
 
 def _initialise(module: nn.Conv2d | nn.Linear) -> None:
-    """Set random weights (He et al. 2015), and subtract their mean.
-
-    Activations after a ReLU are positive, so weights whose sum is not zero pass on mostly the activations' mean, which
-    is the same for every image. After 16 such layers the network learns nothing for the first hundred minibatches.
-    """
+    """Set random weights (He et al. 2015) without their mean, which would hide the images: activations are positive."""
     nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
     with torch.no_grad():
         if module.bias is not None:

@@ -33,15 +33,8 @@ def launch(
 ) -> TrainResult:
     """Run `job` on this host, one process per worker, and restart them after failures if `job` allows it.
 
-    Args:
-        on_restart: is told why, before each restart from the last complete checkpoint.
-        on_timeline: is given what all workers did, if the job asks for a trace.
-
-    Returns:
-        What the run measured since the last restart, with the losses of the whole run.
-
-    Raises:
-        PlannerError: why the first worker failed; all others have ended by then.
+    `on_restart` is told why, before each restart from the last complete checkpoint. Raise PlannerError with why the
+    first worker failed; all others have ended by then.
     """
     from planner.executor.checkpoint.folders import after_failure
     from planner.workers.failures import WorkersFailedError
@@ -78,19 +71,14 @@ def main() -> int:
 def run_worker(
     job: Job, on_timeline: TimelineCallback, tell: Callable[[PlannerError], None] | None = None
 ) -> tuple[int, TrainResult | None]:
-    """Train as one worker; leave a failure to the launcher, or raise it here when torchrun launched this process.
+    """Train as one worker; return the exit code, and the result on rank 0.
 
-    Args:
-        on_timeline: is given what all workers did, on rank 0, if the job asks for a trace.
-        tell: prints an error, that of another worker, in a thread that then ends the process; for torchrun's workers.
-
-    Returns:
-        The exit code, and the result on rank 0.
+    A failure is left to the launcher; under torchrun it is raised, or that of another worker told, which ends this one.
     """
     from planner.profiler.this_machine import keep_freed_pages
-    from planner.workers.ending import GRACE_S, die_with_parent, end_process
+    from planner.workers.ending import die_with_parent, end_process
+    from planner.workers.heartbeat import Heartbeat
     from planner.workers.interfaces import VARIABLES, address_of
-    from planner.workers.local_watch import start_heartbeat
     from planner.workers.supervisor import Supervisor
 
     die_with_parent()
@@ -98,9 +86,15 @@ def run_worker(
     if (interface := job.run_options.interface) is not None:  # torchrun, unlike our launcher, does not set this up
         address_of(interface)  # or an error that lists the host's
         os.environ.update(dict.fromkeys(VARIABLES, interface))
-    _show_warnings(job)
+    # Warnings of the library have lines of their own.
+    over_progress = "\r\x1b[K" if job.show_progress else ""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter(f"{over_progress}warning: %(message)s"))
+    logger = logging.getLogger("planner")
+    logger.addHandler(handler)
+    logger.propagate = False
     on_progress = ProgressShown() if job.show_progress else None
-    heartbeat = start_heartbeat(job)
+    heartbeat = Heartbeat()
     supervisor = Supervisor(job, heartbeat, own_process=True)
 
     def tell_and_end(error: PlannerError | None) -> NoReturn:
@@ -110,22 +104,16 @@ def run_worker(
         end_process(1 if error is None else error.exit_code)
 
     try:
-        if job.folder is None and int(os.environ["WORLD_SIZE"]) == job.plan.workers:
+        if int(os.environ["WORLD_SIZE"]) == job.plan.workers:
             supervisor.watch(tell_and_end)
-        if job.baseline == "data-parallel":
-            from planner.executor.data_parallel import train_data_parallel
-
-            return 0, train_data_parallel(job, on_progress, heartbeat, supervisor)
         from planner.executor.run.train import train_worker
 
         return 0, train_worker(job, on_progress, heartbeat, on_timeline, supervisor)
     except Exception as error:
         failure = supervisor.fail(error)
-        if job.folder is not None:
-            if failure.consequence:
-                time.sleep(GRACE_S)  # the launcher ends all workers with the first: let the cause report before
-            return failure.exit_code, None
         first = supervisor.error()
+        if job.folder is not None:
+            return failure.exit_code, None
         # The message is printed first, and nothing after it may block: not the interpreter's shutdown either.
         atexit.register(end_process, failure.exit_code)
         if first is not None:
@@ -135,16 +123,6 @@ def run_worker(
         supervisor.stop()
         if on_progress is not None:
             on_progress.line.keep()
-
-
-def _show_warnings(job: Job) -> None:
-    """Print warnings of the library on lines of their own."""
-    over_progress = "\r\x1b[K" if job.show_progress else ""
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter(f"{over_progress}warning: %(message)s"))
-    logger = logging.getLogger("planner")
-    logger.addHandler(handler)
-    logger.propagate = False
 
 
 class ProgressShown:

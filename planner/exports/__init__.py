@@ -24,15 +24,12 @@ _WRITERS: dict[System, Callable[[Plan, str | None], str]] = {
 
 @checked
 def export(plan: Plan, system: System, *, model: str | Path | None = None) -> str:
-    """Write the plan in the form that another system takes.
+    """Return the plan in the form that another system takes; comments say what that does differently from the plan.
 
     Args:
         system: "torch-pipelining", a script for torchrun; "deepspeed", a PipelineModule with the plan's partition;
             "megatron", arguments for its command line; "torchtitan", its configuration in Python.
         model: the model file, which torch-pipelining's script reads.
-
-    Returns:
-        The file's text. Its comments say what the system does differently from the plan.
 
     Raises:
         PlanError: for what the system cannot express, such as stages with different numbers of replicas.

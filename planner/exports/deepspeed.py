@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from string import Template
 
 from planner.errors import PlanError
@@ -12,7 +11,7 @@ from planner.formats.plan import Plan
 _FILE = Template('''\
 """Stage boundaries of $model for DeepSpeed's PipelineModule, $stages stages; written by `plan export`.
 
-    from $name import CONFIG, PlannedPipelineModule
+    from pipeline_partition import CONFIG, PlannedPipelineModule
     names, layers = zip(*model.named_children())  # your layers in their order, named by their path in the model
     module = PlannedPipelineModule(layers=list(layers), names=names, loss_fn=loss)
     engine, *_ = deepspeed.initialize(model=module, config=CONFIG | {"optimizer": ...})
@@ -25,9 +24,8 @@ from typing import Any
 
 from deepspeed.pipe import PipelineModule$import_topology
 
-# The first layer of each stage, and all layers as the planner saw them.
-STAGE_STARTS = $starts
 STAGES = $layers
+STAGE_STARTS = [stage[0] for stage in STAGES]
 CONFIG = {
     "train_micro_batch_size_per_gpu": $microbatch_size,
     "gradient_accumulation_steps": $microbatches,$zero
@@ -45,15 +43,11 @@ def partition(names: Sequence[str]) -> list[int]:
         if not around:
             raise ValueError(f"a stage begins at '{start}', which is none of the layers {list(names)}")
         name = names[around[0]]
-        if start != name and any(layer.startswith(f"{name}.") for layer in _before(start)):
+        layers = [layer for stage in STAGES for layer in stage]
+        if start != name and any(layer.startswith(f"{name}.") for layer in layers[: layers.index(start)]):
             raise ValueError(f"a stage begins at '{start}', inside the layer '{name}': give its parts one by one")
         parts.append(around[0])
     return [*parts, len(names)]
-
-
-def _before(start: str) -> list[str]:
-    layers = [layer for stage in STAGES for layer in stage]
-    return layers[: layers.index(start)]
 
 
 class PlannedPipelineModule(PipelineModule):
@@ -71,18 +65,12 @@ class PlannedPipelineModule(PipelineModule):
 ''')
 
 
-def deepspeed_file(plan: Plan, name: str = "pipeline_partition") -> str:
-    """Write a Python file with a PipelineModule of the plan's stages.
-
-    Raises:
-        PlanError: for what DeepSpeed cannot express.
-    """
+def deepspeed_file(plan: Plan) -> str:
+    """Write a Python file with a PipelineModule of the plan's stages."""
     target = target_of(plan, "DeepSpeed")
     if plan.schedule.chunked:
-        raise PlanError(
-            f"DeepSpeed has no schedule like {plan.schedule}: each of its workers has one stage",
-            hint=f"solve with `schedule={plan.schedule.unchunked}`",
-        )
+        problem = f"DeepSpeed has no schedule like {plan.schedule}: each of its workers has one stage"
+        raise PlanError(problem, hint=f"solve with `schedule={plan.schedule.unchunked}`")
     said = [*target.remarks, *model_remarks(plan, "DeepSpeed")]
     if not plan.schedule.alternates:
         said.append(f"DeepSpeed runs 1F1B with a flush, where the plan is for {plan.schedule}.")
@@ -96,7 +84,6 @@ def deepspeed_file(plan: Plan, name: str = "pipeline_partition") -> str:
         of_ranks = f" on {target.tensor} ranks"
     return _FILE.substitute(
         model=plan.model,
-        name=name,
         stages=len(plan.stages),
         workers=plan.workers,
         replicas=target.replicas,
@@ -104,7 +91,6 @@ def deepspeed_file(plan: Plan, name: str = "pipeline_partition") -> str:
         import_topology=imported,
         topology=topology,
         remarks=f"\n{comment(said)}\n" if said else "",
-        starts=json.dumps([stage.layers[0] for stage in plan.stages]),
         layers=stage_layers(plan),
         microbatch_size=plan.microbatch_size or "None  # unknown to the plan",
         microbatches=target.microbatches,

@@ -152,27 +152,16 @@ if __name__ == "__main__":
 
 
 def torch_pipelining_file(plan: Plan, model: str | None, name: str = "train_pipelining.py") -> str:
-    """Write a script that builds the stages as `plan train` does and runs them with PyTorch's schedule.
-
-    Raises:
-        PlanError: for what PyTorch's schedules cannot express.
-        InputError: without a model file.
-    """
+    """Write a script that builds the stages as `plan train` does and runs them with PyTorch's schedule."""
     target = target_of(plan, SYSTEM)
     if target.tensor > 1:
-        raise PlanError(
-            f"a script for {SYSTEM} has whole layers on every worker, and those of '{plan.config}' are divided",
-            hint="export with `system=torchtitan`, or solve with `tensor=1`",
-        )
+        problem = f"a script for {SYSTEM} has whole layers on every worker, and those of '{plan.config}' are divided"
+        raise PlanError(problem, hint="export with `system=torchtitan`, or solve with `tensor=1`")
     if not plan.trainable or plan.microbatch_size is None:
-        raise PlanError(
-            f"the plan for '{plan.model}' comes from an imported profile, which holds no model to train",
-            hint="profile your model file with: plan profile model.py",
-        )
+        problem = f"the plan for '{plan.model}' comes from an imported profile, which holds no model to train"
+        raise PlanError(problem, hint="profile your model file with: plan profile model.py")
     if model is None:
-        raise InputError(
-            f"a script for {SYSTEM} needs the model file", hint="give the model file that the plan was made for"
-        )
+        raise InputError(f"a script for {SYSTEM} needs the model file", hint="give the one that was planned for")
     stages, said = len(plan.stages), target.remarks
     schedule = plan.schedule.torch_name
     if schedule == "Schedule1F1B" and target.microbatches < stages:

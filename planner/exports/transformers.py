@@ -14,91 +14,68 @@ _BLOCK = re.compile(r"((?:(.+?)\.)?(\d+))(?:\.|$)")  # "h.0" of "h.0.attn", the 
 
 
 def megatron_arguments(plan: Plan) -> str:
-    """Write arguments for Megatron-LM's command line, one per line, after comments.
-
-    Raises:
-        PlanError: if the stages are not counts of transformer layers, or need what Megatron cannot express.
-    """
+    """Write arguments for Megatron-LM's command line, one per line, after comments."""
     target, stages = target_of(plan, "Megatron"), len(plan.stages)
     if any(plan.schedule.worker_of(stage, target.pipeline) != stage % target.pipeline for stage in range(stages)):
-        raise PlanError(
-            f"Megatron-LM gives stage s to worker s mod {target.pipeline}, and {plan.schedule} does not",
-            hint="solve with `schedule=interleaved`",
-        )
+        problem = f"Megatron-LM gives stage s to worker s mod {target.pipeline}, and {plan.schedule} does not"
+        raise PlanError(problem, hint="solve with `schedule=interleaved`")
     stem, counts = _layer_counts(plan)
     said = [
-        f"{plan.model} for Megatron-LM: {', '.join(map(str, counts))} of the layers '{stem}' in "
-        f"{'the only stage' if stages == 1 else f'the {stages} stages'}, {target.replicas} of each, "
-        f"{plan.workers} workers.",
+        f"{plan.model} for Megatron-LM: {', '.join(map(str, counts))} of the layers '{stem}' in {stages} stages, "
+        f"{target.replicas} of each, {plan.workers} workers.",
         *target.remarks,
         *model_remarks(plan, "Megatron"),
     ]
     if not plan.schedule.alternates:
         said.append(f"Megatron runs 1F1B with a flush, where the plan is for {plan.schedule}.")
-    chosen = [f"--num-layers {sum(counts)}", f"--pipeline-model-parallel-size {target.pipeline}"]
-    if target.tensor > 1:
-        chosen.append(f"--tensor-model-parallel-size {target.tensor}")
-    if len(set(counts)) > 1:  # E embedding, t a transformer layer, L loss, | between stages
-        layout = "|".join("t" * count for count in counts)
-        chosen.append(f'--pipeline-model-parallel-layout "E{layout}L"')
-    elif plan.chunks > 1:
-        chosen.append(f"--num-layers-per-virtual-pipeline-stage {counts[0]}")
+    even, layout = len(set(counts)) == 1, "|".join("t" * count for count in counts)
     # Megatron recomputes the same number of layers in every stage, the first ones.
     again = [[layer for group in stage.recompute_groups for layer in group] for stage in plan.stages]
     units = [len({_block(layer) for layer in layers} - {None}) for layers in again]
     if len(set(units)) > 1:
         said.append(f"{', '.join(map(str, units))} layers of the stages recompute; Megatron takes one number for all.")
-    if any(units):
-        every = max(units) >= max(counts)
-        method = "uniform --recompute-num-layers 1" if every else f"block --recompute-num-layers {max(units)}"
-        chosen.append(f"--recompute-granularity full --recompute-method {method}")
-    if plan.cluster.sequence_parallel and target.tensor > 1:
-        chosen.append("--sequence-parallel")
-    if target.sharded:
-        chosen.append("--use-distributed-optimizer")
-    if plan.microbatch_size is not None:
-        chosen.append(f"--micro-batch-size {plan.microbatch_size}")
-        chosen.append(f"--global-batch-size {plan.microbatch_size * target.microbatches * target.replicas}")
-    return "\n".join([comment(said), *chosen]) + "\n"
+    every = max(units) >= max(counts)
+    method = "uniform --recompute-num-layers 1" if every else f"block --recompute-num-layers {max(units)}"
+    size = plan.microbatch_size or 0
+    arguments = {
+        f"--num-layers {sum(counts)}": True,
+        f"--pipeline-model-parallel-size {target.pipeline}": True,
+        f"--tensor-model-parallel-size {target.tensor}": target.tensor > 1,
+        # E embedding, t a transformer layer, L loss, | between stages
+        f'--pipeline-model-parallel-layout "E{layout}L"': not even,
+        f"--num-layers-per-virtual-pipeline-stage {counts[0]}": even and plan.chunks > 1,
+        f"--recompute-granularity full --recompute-method {method}": any(units),
+        "--sequence-parallel": plan.cluster.sequence_parallel and target.tensor > 1,
+        "--use-distributed-optimizer": target.sharded,
+        f"--micro-batch-size {size}": size,
+        f"--global-batch-size {size * target.microbatches * target.replicas}": size,
+    }
+    return "\n".join([comment(said), *(text for text, holds in arguments.items() if holds)]) + "\n"
 
 
 def _layer_counts(plan: Plan) -> tuple[str, list[int]]:
-    """Count the transformer layers of each stage: modules numbered in a list, "h.0.attn", "h.0.mlp", "h.1.attn", ...
-
-    Returns:
-        The name of the list in the model, and the counts.
-
-    Raises:
-        PlanError: if there are none, if a cut is inside one, or if a stage between the first and the last has other
-            layers.
-    """
+    """Return the name of the model's list of transformer layers ("h" of "h.0.attn", ...), and each stage's count."""
     numbers = [[_block(layer) for layer in stage.layers] for stage in plan.stages]
     blocks: defaultdict[str, set[int]] = defaultdict(set)
     for found in (block for stage in numbers for block in stage if block is not None):
         blocks[found[0]].add(found[1])
     if not blocks or max(map(len, blocks.values())) < 2:
-        raise PlanError(
-            f"Megatron divides transformers by layers, and '{plan.model}' has no numbered list of layers",
-            hint="use `system=torch-pipelining`",
-        )
+        problem = f"Megatron divides transformers by layers, and '{plan.model}' has no numbered list of layers"
+        raise PlanError(problem, hint="use `system=torch-pipelining`")
     stem = max(blocks, key=lambda name: len(blocks[name]))
     place: dict[int, int] = {}
     for index, stage in enumerate(numbers):
         for layer, block in zip(plan.stages[index].layers, stage, strict=True):
             if block is not None and block[0] == stem:
                 if place.setdefault(block[1], index) != index:
-                    raise PlanError(
-                        f"the cut before stage {index} is inside '{stem}.{block[1]}', and Megatron cuts between layers",
-                        hint="forbid cuts inside: solve with `no_cut_after="
-                        f"{plan.stages[index - 1].layers[-1]}`; or profile with blocks(model) in the model file",
-                    )
+                    last = plan.stages[index - 1].layers[-1]
+                    problem = f"the cut before stage {index} is inside '{stem}.{block[1]}', a layer to Megatron"
+                    raise PlanError(problem, hint=f"solve with `no_cut_after={last}`; or profile with blocks(model)")
             elif index != (0 if not place else len(plan.stages) - 1):
                 neighbour = plan.stages[-1].layers[-1] if place else plan.stages[0].layers[0]
-                raise PlanError(
-                    f"layer '{layer}' is in stage {index}, but Megatron has everything before '{stem}.0' in the first "
-                    "stage and everything after the list in the last",
-                    hint=f"keep it with its neighbours: solve with `together={neighbour},{layer}`",
-                )
+                problem = f"layer '{layer}' is in stage {index}, but Megatron has what is before '{stem}.0' in the "
+                problem += "first stage, and what is after the list in the last"
+                raise PlanError(problem, hint=f"solve with `together={neighbour},{layer}`")
     return stem, [list(place.values()).count(index) for index in range(len(plan.stages))]
 
 
@@ -109,11 +86,7 @@ def _block(layer: str) -> tuple[str, int] | None:
 
 
 def torchtitan_config(plan: Plan) -> str:
-    """Write a Python file with torchtitan's ParallelismConfig, for a function of its config_registry.
-
-    Raises:
-        PlanError: for what torchtitan cannot express.
-    """
+    """Write a Python file with torchtitan's ParallelismConfig, for a function of its config_registry."""
     target = target_of(plan, "torchtitan")
     said = [
         f"{plan.model} for torchtitan: {plan.config} on {plan.workers} workers. Give it to a function of the model's "
@@ -154,9 +127,8 @@ def torchtitan_config(plan: Plan) -> str:
 def _modules(plan: Plan) -> tuple[list[list[str]], list[str]]:
     """Return the modules of each stage, and the lists of modules that the cuts divide.
 
-    torchtitan's splitter keeps or drops the direct children of the model, and of a ModuleList or ModuleDict among them
-    its elements: it knows "layers.0" and "patch_embed", not "patch_embed.proj". A plan does not say which children are
-    such lists. So a child with numbered parts that is in one stage as a whole is named both ways.
+    torchtitan's splitter knows the direct children of the model, and of a ModuleList or ModuleDict among them its
+    elements. A plan does not say which are such lists: a child with numbered parts in one stage is named both ways.
     """
     found: dict[str, int] = {}
     children: defaultdict[str, set[int]] = defaultdict(set)
@@ -168,11 +140,11 @@ def _modules(plan: Plan) -> tuple[list[list[str]], list[str]]:
             if name == "loss":
                 continue
             if found.setdefault(name, index) != index:
-                raise PlanError(
-                    f"the cut before stage {index} is inside '{name}', and torchtitan divides the direct children of "
-                    "a model, and lists among them between their elements",
-                    hint="solve with `granularity=block`; or profile with blocks(model) in the model file",
+                problem = (
+                    f"the cut before stage {index} is inside '{name}', and torchtitan divides the direct children "
                 )
+                problem += "of a model, and lists among them between their elements"
+                raise PlanError(problem, hint="solve with `granularity=block`; or profile with blocks(model)")
             children[child].add(index)
     divided = [child for child, stages in children.items() if len(stages) > 1]
     parts = []

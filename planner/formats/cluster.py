@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import accumulate, pairwise
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate, pairwise, zip_longest
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
@@ -22,10 +22,7 @@ MOST_GPUS = 2**17  # a plan names every rank
 
 
 class Level(GrownRecord):
-    """One level of the hierarchy: groups of `size` members, joined by links of this speed.
-
-    The members of the innermost level are devices, those of the next one are groups of devices, and so on.
-    """
+    """Groups of `size` members, joined by links: the innermost are of devices, the next ones of those groups."""
 
     later_fields: ClassVar[frozenset[str]] = frozenset({"sum_bandwidth_bytes_per_s", "sum_latency_s"})
 
@@ -68,18 +65,14 @@ class CodecTime(Record):
 
 
 class Cluster(Shown, GrownRecord):
-    """Devices and the links between them. Devices are ranks 0 to gpus-1, filling one server after another.
-
-    Messages do not overlap with computation on a CPU without a core to spare: there, the workers' own cores move the
-    bytes.
-    """
+    """Devices and the links between them. Devices are ranks 0 to gpus-1, filling one server after another."""
 
     later_fields: ClassVar[frozenset[str]] = frozenset({"backend", "compress", "codec_times", "sequence_parallel"})
 
     schema_version: Literal[1] = 1
     levels: Annotated[tuple[Level, ...], Field(min_length=1)]  # inner to outer
     memory_bytes: Annotated[int, Field(gt=0)] | None = None  # per device; None for no limit
-    overlap: bool = True  # messages travel while devices compute
+    overlap: bool = True  # messages travel while devices compute; not on a CPU without a core to spare
     backend: Backend | None = None  # that the links were measured with
     compress: CodecName = "none"  # how activations and their gradients travel between stages
     codec_times: tuple[CodecTime, ...] = ()  # where measured; other codecs count no time
@@ -88,7 +81,6 @@ class Cluster(Shown, GrownRecord):
 
     @property
     def gpus(self) -> int:
-        """Number of devices."""
         return math.prod(level.size for level in self.levels)
 
     @property
@@ -97,12 +89,10 @@ class Cluster(Shown, GrownRecord):
         return next((each.s_per_byte for each in self.codec_times if each.codec == self.compress), 0.0)
 
     def kind_of(self, rank: int) -> DeviceKind:
-        """Return the kind of the device of this rank, in a cluster whose devices differ."""
         return next(kind for kind, ranks in zip(self.kinds, self.kind_ranks, strict=True) if rank in ranks)
 
     @property
     def kind_ranks(self) -> tuple[range, ...]:
-        """The ranks of each kind."""
         ends = list(accumulate((kind.count for kind in self.kinds), initial=0))
         return tuple(range(first, end) for first, end in pairwise(ends))
 
@@ -123,12 +113,9 @@ class Cluster(Shown, GrownRecord):
 
     @property
     def has_memory_limit(self) -> bool:
-        """Whether the memory of any device is limited."""
         return any(self.memory_of(kind) is not None for kind in self.kinds or (None,))
 
     def with_memory(self, change: Callable[[int], int | None]) -> Cluster:
-        """Return the cluster with the memory of every device changed; None for no limit."""
-
         def changed(memory_bytes: int | None) -> int | None:
             return None if memory_bytes is None else change(memory_bytes)
 
@@ -149,7 +136,6 @@ class Cluster(Shown, GrownRecord):
 
     @property
     def slowest_bandwidth_bytes_per_s(self) -> float:
-        """Bandwidth of the slowest level that joins more than one member."""
         return min(level.bandwidth_bytes_per_s for level in self.joined)
 
 
@@ -175,14 +161,8 @@ def flat_cluster(
         >>> planner.flat_cluster(8, "10Gbps") == planner.flat_cluster(gpus=8, bandwidth_bytes_per_s=1.25e9)
         True
     """
-    reduced = all_reduce_bandwidth_bytes_per_s
-    level = {
-        "size": _checked(gpus),
-        "bandwidth_bytes_per_s": _quantity(bandwidth_bytes_per_s, link_bandwidth),
-        "latency_s": _quantity(latency_s, parse_seconds),
-        "all_reduce_bandwidth_bytes_per_s": None if reduced is None else _quantity(reduced, link_bandwidth),
-    }
-    return _cluster([level], memory_bytes, overlap)
+    reduces = (all_reduce_bandwidth_bytes_per_s,)
+    return _cluster((gpus,), (bandwidth_bytes_per_s,), (latency_s,), memory_bytes, overlap, reduces=reduces)
 
 
 @checked
@@ -197,7 +177,7 @@ def hierarchical_cluster(
 ) -> Cluster:
     """Return a cluster of nested groups, inner to outer: sizes (4, 8) are 8 servers of 4 devices.
 
-    Quantities are numbers, or texts with a unit, as for `flat_cluster`.
+    Quantities are numbers, or texts with a unit, and errors are raised as for `flat_cluster`.
 
     Args:
         sizes: members of a group, per level.
@@ -206,10 +186,6 @@ def hierarchical_cluster(
         latencies_s: per level; none for zero.
         shared: whether the devices of a group share its link to the next level.
         overlap: as for `Cluster`.
-
-    Raises:
-        ClusterError: for lists of different lengths, for less than one device, and for more than `MOST_GPUS`.
-        UnitError: for a text without a unit.
 
     Example:
         >>> planner.hierarchical_cluster((4, 8), ("nvlink3", "100Gbps")).gpus
@@ -222,27 +198,31 @@ def hierarchical_cluster(
                 f"{len(values)} {what} do not describe the {len(sizes)} levels of {'x'.join(map(str, sizes))}",
                 hint="give one per level, inner to outer, such as 128Gbps,10Gbps for 4x8",
             )
+    return _cluster(sizes, bandwidths_bytes_per_s, latencies_s, memory_bytes, overlap, shared)
+
+
+def _cluster(
+    sizes: Sequence[int],
+    bandwidths: Sequence[float | str],
+    latencies: Sequence[float | str],
+    memory: int | str | None,
+    overlap: bool,
+    shared: bool = True,
+    reduces: Sequence[float | str | None] = (),
+) -> Cluster:
     for size in (*sizes, math.prod(sizes)):
         _checked(size)
     levels = [
         {
             "size": size,
-            "bandwidth_bytes_per_s": _quantity(bandwidth, link_bandwidth),
-            "latency_s": _quantity(latency, parse_seconds),
+            "bandwidth_bytes_per_s": link_bandwidth(bandwidth) if isinstance(bandwidth, str) else bandwidth,
+            "latency_s": parse_seconds(latency) if isinstance(latency, str) else latency,
+            "all_reduce_bandwidth_bytes_per_s": link_bandwidth(reduced) if isinstance(reduced, str) else reduced,
             "shared": shared,
         }
-        for size, bandwidth, latency in zip(sizes, bandwidths_bytes_per_s, latencies_s, strict=True)
+        for size, bandwidth, latency, reduced in zip_longest(sizes, bandwidths, latencies, reduces)
     ]
-    return _cluster(levels, memory_bytes, overlap)
-
-
-def _quantity(given: float | str, parse: Callable[[str], float]) -> float:
-    """Return a number, or that of a text with its unit."""
-    return parse(given) if isinstance(given, str) else given
-
-
-def _cluster(levels: Sequence[Mapping[str, object]], memory_bytes: int | str | None, overlap: bool) -> Cluster:
-    memory = None if memory_bytes is None else _quantity(memory_bytes, parse_bytes)
+    memory = parse_bytes(memory) if isinstance(memory, str) else memory
     try:
         return Cluster.model_validate({"levels": levels, "memory_bytes": memory, "overlap": overlap})
     except ValidationError as cause:

@@ -1,9 +1,4 @@
-"""Constraints on a plan beside memory: `constraints.json`, or the options of `plan solve`.
-
-People write them. Layers have their names in the profile; stages and GPUs count from 0.
-"""
-
-from __future__ import annotations
+"""Constraints on a plan beside memory: `constraints.json`, or the options of `plan solve`."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -31,11 +26,9 @@ class Constraints(Record):
 
     @property
     def empty(self) -> bool:
-        """Whether there are no constraints, so that every plan meets them."""
         return self == Constraints()
 
     def check(self, profile: Profile, cluster: Cluster) -> None:
-        """Refuse constraints on layers, stages or GPUs that do not exist; raise InputError naming them."""
         known = {layer.name for layer in profile.layers}
         groups = [name for group in self.together for name in group]
         for name in (*self.stage_of, *self.gpu_of, *groups, *self.no_cut_after):
@@ -54,10 +47,7 @@ class Constraints(Record):
                     )
 
     def groups(self, profile: Profile) -> list[frozenset[int]]:
-        """Return the groups of layers, by position, that no cut may separate; each layer is in exactly one.
-
-        Cuts that the profile itself forbids count, too.
-        """
+        """Return the groups of layers, by position, that no cut may separate; each layer is in exactly one."""
         position = {layer.name: index for index, layer in enumerate(profile.layers)}
         joined = [{position[name] for name in group} for group in self.together if group]
         ends = (position[name] for name in (*profile.no_cut_after, *self.no_cut_after))
@@ -72,11 +62,7 @@ class Constraints(Record):
         return sorted((frozenset(group) for group in merged), key=min)
 
     def as_forbidden_cuts(self, profile: Profile, *, in_order: bool) -> Profile | None:
-        """Return a profile whose `no_cut_after` says all that these constraints say, or None if it cannot.
-
-        Args:
-            in_order: stages are runs of consecutive layers, so two layers share a stage with all layers between them.
-        """
+        """Return a profile whose `no_cut_after` says all this, if it can; `in_order`: stages are consecutive layers."""
         if self.stage_of or self.gpu_of:
             return None
         position = {layer.name: index for index, layer in enumerate(profile.layers)}

@@ -1,8 +1,4 @@
-"""Profiles of one model on several kinds of devices, and the clusters whose `kinds` name them.
-
-The kinds share layers, edges and bytes. What differs is how long a layer takes, and how much workspace its kernels use.
-A kind may also be described by its speed relative to a profiled one: its profile is that one's, scaled.
-"""
+"""Profiles of one model on several kinds of devices, which share layers and bytes, but not times and workspaces."""
 
 from __future__ import annotations
 
@@ -19,21 +15,16 @@ _OF_LAYERS = ("name", "weight_bytes", "gradient_bytes", "optimizer_bytes", "buff
 
 
 def profile_of_kinds(profiles: Mapping[str, Profile]) -> Profile:
-    """Return one profile of the model on several kinds of devices, by their names.
-
-    The first kind is the profiled device of whatever knows one device only. Raise ProfileError at the first difference
-    between the layers.
-    """
+    """Return one profile of the model on these kinds of devices; raise ProfileError where their layers differ."""
     (first, base), *others = profiles.items()
     for name, profile in profiles.items():
         if profile.kinds:
             raise ProfileError(f"the profile of '{name}' has several kinds itself", hint="give one profile per kind")
     for name, profile in others:
-        for (what, expected), (_, found) in zip(_facts(base), _facts(profile), strict=False):
-            if expected != found:
+        for (what, one), (_, other) in zip(_facts(base), _facts(profile), strict=False):
+            if one != other:
                 raise ProfileError(
-                    f"the profiles are not of the same layers: {what} is {expected} for '{first}' and {found} for "
-                    f"'{name}'",
+                    f"the profiles are not of the same layers: {what} is {one} for '{first}' and {other} for '{name}'",
                     hint="profile the same model file with the same options on each kind of device",
                 )
     return base.model_copy(update={"kinds": tuple(_times(name, profile) for name, profile in profiles.items())})
@@ -50,10 +41,7 @@ def profile_on(profile: Profile, kind: DeviceKind) -> Profile:
 
 
 def cluster_for(profile: Profile, cluster: Cluster) -> Cluster:
-    """Return the cluster with what the profile says of its kinds: measured devices, and memory where none is given.
-
-    Raise ClusterError for kinds that the profile does not know, or a cluster that does not name them.
-    """
+    """Return the cluster with what the profile says of its kinds; raise ClusterError if they do not match."""
     if profile.kinds and not cluster.kinds:
         names = ", ".join(kind.name for kind in profile.kinds)
         raise ClusterError(
@@ -62,18 +50,15 @@ def cluster_for(profile: Profile, cluster: Cluster) -> Cluster:
         )
     if not profile.kinds:
         return cluster
-    kinds = tuple(_known(profile, cluster, kind) for kind in cluster.kinds)
-    return cluster.model_copy(update={"kinds": kinds})
-
-
-def _known(profile: Profile, cluster: Cluster, kind: DeviceKind) -> DeviceKind:
-    times = _times_of(profile, kind)
-    device, memory_bytes = kind.device, kind.memory_bytes
-    if times.source == "measured" and kind.speed == 1:
-        device = times.device.name
-    if memory_bytes is None and cluster.memory_bytes is None and times.device.kind != "cpu":
-        memory_bytes = times.device.memory_bytes
-    return kind.model_copy(update={"device": device, "memory_bytes": memory_bytes})
+    kinds = []
+    for kind in cluster.kinds:
+        times, known = _times_of(profile, kind), dict[str, Any]()
+        if times.source == "measured" and kind.speed == 1:
+            known["device"] = times.device.name
+        if kind.memory_bytes is None and cluster.memory_bytes is None and times.device.kind != "cpu":
+            known["memory_bytes"] = times.device.memory_bytes
+        kinds.append(kind.model_copy(update=known))
+    return cluster.model_copy(update={"kinds": tuple(kinds)})
 
 
 def _times_of(profile: Profile, kind: DeviceKind) -> KindTimes:
@@ -96,7 +81,6 @@ def _times(name: str, profile: Profile) -> KindTimes:
 
 
 def _facts(profile: Profile) -> Iterator[tuple[str, object]]:
-    """Yield what must be equal on all kinds, with its name."""
     for what in _OF_PROFILES:
         yield what, getattr(profile, what)
     yield "number of layers", len(profile.layers)

@@ -1,7 +1,5 @@
 """Read and write the JSON files: they are validated on load, and moved into place when complete."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -9,17 +7,10 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 from uuid import uuid4
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    SerializerFunctionWrapHandler,
-    ValidationError,
-    model_serializer,
-)
+from pydantic import BaseModel, ConfigDict, SerializerFunctionWrapHandler, ValidationError, model_serializer
 
 from planner.errors import InputError, PlannerError
 
@@ -37,11 +28,7 @@ class Record(BaseModel):
 
 
 class GrownRecord(Record):
-    """A record that has got fields since its files were first written.
-
-    `later_fields` are left out where they have their default: a file that says no more than an older one is equal to
-    it, and so is its digest.
-    """
+    """A record that has got fields since its files were first written; these are left out where they have defaults."""
 
     later_fields: ClassVar[frozenset[str]] = frozenset()
 
@@ -56,26 +43,11 @@ class GrownRecord(Record):
         }
 
 
-def refuse_max_load(value: object) -> object:
-    """Refuse what version 0.1 wrote for plans of the max-load objective, and accept all else."""
-    if value is False or value == "max-load":
-        raise ValueError(
-            "only plans for the max-load objective had this; they could never be trained, and moved to "
-            "benchmarks/dnn_partitioning"
-        )
-    return value
-
-
-AlwaysTrue = Annotated[bool, AfterValidator(refuse_max_load)]
+AlwaysTrue = Literal[True]  # of what version 0.1 wrote; it was false in plans that could never be trained
 
 
 def load_record(record: type[RecordT], path: Path | str, error: type[InputError], remedy: str) -> RecordT:
-    """Read and validate `path`.
-
-    Args:
-        error: raised with the file, the field and the offending value when anything is wrong.
-        remedy: the command that makes a good file, for the hint.
-    """
+    """Read and validate `path`; raise `error` with the file, the field, the offending value, and `remedy` as hint."""
     try:
         text = Path(path).read_text(encoding="utf-8")
         content = json.loads(text)
@@ -87,16 +59,13 @@ def load_record(record: type[RecordT], path: Path | str, error: type[InputError]
         raise error(f"'{path}' is not JSON: {cause}", hint=remedy) from None
     if not isinstance(content, dict):
         raise error(f"'{path}' holds a {type(content).__name__}, not an object", hint=remedy)
-    # Checked before the fields: a field of another version is not a misspelt one.
-    expected = record.model_fields["schema_version"].default if "schema_version" in record.model_fields else None
-    if expected is not None and content.get("schema_version") != expected:
-        raise error(
-            f"'{path}' has schema_version {content.get('schema_version')!r}, this version reads {expected}", hint=remedy
-        )
-    for field, kind in _KINDS.items():
-        if field in content and field not in record.model_fields:
-            wanted = [kind for field, kind in _KINDS.items() if field in record.model_fields]
-            raise error(f"'{path}' holds a {kind}, not a {(wanted or ['file of this kind'])[0]}", hint=remedy)
+    # Checked before the fields: a field of another version or of another file is not a misspelt one.
+    version, fields = content.get("schema_version"), record.model_fields
+    if "schema_version" in fields and version != (expected := fields["schema_version"].default):
+        raise error(f"'{path}' has schema_version {version!r}, this version reads {expected}", hint=remedy)
+    if other := next((kind for field, kind in _KINDS.items() if field in content and field not in fields), None):
+        wanted = next((kind for field, kind in _KINDS.items() if field in fields), "file of this kind")
+        raise error(f"'{path}' holds a {other}, not a {wanted}", hint=remedy)
     try:
         # Strictly: a number in quotation marks is a mistake of whoever wrote the file.
         return record.model_validate_json(text, strict=True)
@@ -105,7 +74,6 @@ def load_record(record: type[RecordT], path: Path | str, error: type[InputError]
 
 
 def save_record(record: Record, path: Path | str) -> None:
-    """Write `record` to `path` atomically: a reader sees the old file or the new one, never half."""
     write_text(path, record.model_dump_json(indent=1) + "\n")
 
 
@@ -138,11 +106,7 @@ def _writing(path: Path) -> Iterator[None]:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield a temporary file beside `path` to write to; when the block ends, it is flushed to disk and replaces `path`.
-
-    Missing folders are made. If the block or the replacement fails, as when the disk is full, the old file stays as it
-    was and the temporary one is removed.
-    """
+    """Yield a temporary file to write to; when the block ends without an error, it is flushed and replaces `path`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{uuid4().hex}")
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 
 from planner.errors import InputError
@@ -13,10 +14,7 @@ from planner.formats.profile import Profile, load_profile
 
 
 def read_profile(path: Path | str) -> Profile:
-    """Read a profile: our own JSON, PipeDream's graph.txt, or a graph of Piper.
-
-    Raises:
-        ProfileError: naming the file and what is wrong in it.
+    """Read a profile: our own JSON, PipeDream's graph.txt, or a graph of Piper; raise ProfileError if it is none.
 
     Example:
         >>> planner.load_profile("profiles/vgg16/cpu.json").microbatch_size
@@ -29,15 +27,12 @@ def read_profile(path: Path | str) -> Profile:
 
 
 def read_profiles(text: str) -> list[Profile]:
-    """Read FILE, FILE,FILE of several batch sizes, or NAME=FILE,NAME=FILE of several kinds of devices as one profile.
-
-    Raises:
-        ProfileError: naming the file and what is wrong in it, or where the kinds' layers differ.
-        InputError: for kinds of which some have no name, or of which two have the same.
-    """
+    """Read FILE, FILE,FILE of several batch sizes, or NAME=FILE,NAME=FILE of kinds of devices as one profile."""
     parts = [part.rpartition("=") for part in text.split(",")]
-    if not any(separator for _, separator, _ in parts) or Path(text).exists():
-        return [read_profile(part) for part in ([text] if Path(text).exists() else text.split(","))]
+    if Path(text).exists():
+        return [read_profile(text)]
+    if "=" not in text:
+        return [read_profile(path) for _, _, path in parts]
     names = [name for name, _, _ in parts]
     if "" in names or len(set(names)) < len(names):
         raise InputError(
@@ -58,16 +53,13 @@ def read_one_profile(text: str) -> Profile:
 
 
 def is_profile(path: Path) -> bool:
-    """Return whether the file looks like a profile of any format rather than a plan."""
     content = _json(path)
     ours = isinstance(content, dict) and "layers" in content and "stages" not in content
     return ours or is_piper(content) or is_graph_txt(path)
 
 
 def _json(path: Path) -> object:
-    """Return what a JSON file holds; None for any other file: loading it will say what is wrong."""
-    try:
+    with suppress(OSError, ValueError):  # loading it will say what is wrong
         content: object = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return content
+        return content
+    return None

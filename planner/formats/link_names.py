@@ -6,11 +6,8 @@ Rates are per GPU and direction: of all NVLinks of a GPU together, and of 16 lan
     pcie3 to pcie5       PCI-SIG: 8, 16 and 32 GT/s per lane, 128 bits of 130
 
 What is achieved of them: of NVLink 0.76, the bus bandwidth of an all-reduce of 1 GB on 8 A100 (nccl-tests, 229 of 300
-GB/s, in vTrain's repository); of PCIe 0.8, a copy between two GPUs that reach each other. GPUs that do not, such as L4
-and A10G of clouds, pass bytes through the host's memory at 3 to 5 GB/s: write that rate instead.
+GB/s, in vTrain's repository); of PCIe 0.8, a copy between two GPUs that reach each other.
 """
-
-from __future__ import annotations
 
 from collections.abc import Mapping
 

@@ -1,11 +1,8 @@
 """Names that users give for devices, backends, cost models and codecs.
 
-Codecs are what activations and their gradients become where they cross from stage to stage. Only values with gradients
-are coded: token ids and masks travel as they are. So do the gradients of weights, which all their holders must add up
-to the same sums. This module imports nothing else, because the command line's help reads it.
+Codecs are what activations and their gradients become where they cross from stage to stage; values without gradients
+travel as they are. This module imports nothing else, because the command line's help reads it.
 """
-
-from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal, get_args

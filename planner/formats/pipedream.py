@@ -3,19 +3,16 @@
     node7 -- LSTM(2048, 1024) -- forward_compute_time=3.19, backward_compute_time=5.348, activation_size=[6.0; 1.0], ...
     <TAB>node6 -- node7
 
-Times are in milliseconds, sizes in bytes; a list of sizes means their sum. Lines may come in any order. Sources whose
-description starts with "Input" are data, which every stage reads by itself, and unused `__getitem__` nodes are
-bookkeeping: both are left out, as in the published optimizer. The format has no batch size, no dtype and no tied
-parameters, so such a profile is enough for planning but not for training.
+Times are in milliseconds, sizes in bytes; a list of sizes means their sum. Sources whose description starts with
+"Input" are data, which every stage reads by itself, and unused `__getitem__` nodes are bookkeeping: both are left out,
+as in the published optimizer. Such a profile is enough for planning but not for training.
 """
 
-from __future__ import annotations
-
-import graphlib
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from planner.errors import ProfileError
 from planner.formats.profile import REMEDY, Device, Edge, Layer, Profile, Provenance, Value
@@ -26,12 +23,7 @@ _HINT = "a line is 'node1 -- Conv2d(...) -- forward_compute_time=1.0, backward_c
 parameter_size=4.0', or an edge: a tab and 'node1 -- node2'"
 
 
-_Nodes = dict[str, tuple[str, dict[str, float]]]  # description and numbers, by name
-_Edges = set[tuple[str, str]]
-
-
 def is_graph_txt(path: Path) -> bool:
-    """Return whether the file's first line looks like a node of that format."""
     try:
         with path.open(encoding="utf-8") as file:
             return re.match(r"[^\s{\[\"]+ -- ", file.read(4096).lstrip()) is not None
@@ -41,28 +33,45 @@ def is_graph_txt(path: Path) -> bool:
 
 def load_graph_txt(path: Path) -> Profile:
     """Read a published profile; raise ProfileError naming the file and the line."""
+    import networkx  # takes longer than most commands
+
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as cause:
         raise ProfileError(f"'{path}' cannot be read: {cause}", hint=REMEDY) from None
+    graph: Any = networkx.DiGraph()
     try:
-        nodes, edges = _without_bookkeeping(*_parse(lines))
-        if not nodes:
-            raise ValueError("it holds no layers")
-        order = _execution_order(nodes, edges)
-    except graphlib.CycleError as cause:
-        raise ProfileError(f"'{path}': the edges form a cycle, {' -> '.join(cause.args[1])}", hint=_HINT) from None
+        for number, line in enumerate(lines, 1):
+            _add(graph, number, line)
+        for *ends, number in graph.edges(data="line"):
+            for name in ends:
+                if "description" not in graph.nodes[name]:
+                    raise ValueError(f"line {number}: the edge names the unknown node '{name}'")
     except ValueError as cause:
         raise ProfileError(f"'{path}', {cause}", hint=_HINT) from None
-    used = {source for source, _ in edges}
+    unwanted = [
+        name
+        for name, node in graph.nodes.items()
+        if (node["description"].startswith("Input") and not graph.pred[name])
+        or (node["description"].startswith("__getitem__") and not graph.succ[name])
+    ]
+    graph.remove_nodes_from(unwanted)
+    if not graph:
+        raise ProfileError(f"'{path}', it holds no layers", hint=_HINT)
+    try:
+        # The numbers in the names count in the order of execution.
+        order = list(networkx.lexicographical_topological_sort(graph, key=_number))
+    except networkx.NetworkXUnfeasible:
+        cycle = " -> ".join(source for source, _ in networkx.find_cycle(graph))
+        raise ProfileError(f"'{path}': the edges form a cycle, {cycle}", hint=_HINT) from None
     position = {name: index for index, name in enumerate(order)}
     return Profile(
         model=path.stem,
         device=Device(kind="unknown", name="unknown"),
-        layers=tuple(_layer(name, *nodes[name], name in used) for name in order),
+        layers=tuple(_layer(name, graph.nodes[name], used=bool(graph.succ[name])) for name in order),
         edges=tuple(
             Edge(source=source, value=source, target=target)
-            for source, target in sorted(edges, key=lambda edge: (position[edge[0]], position[edge[1]]))
+            for source, target in sorted(graph.edges, key=lambda edge: (position[edge[0]], position[edge[1]]))
         ),
         provenance=Provenance(tool=f"planner {__version__}, from '{path.name}'", source="imported"),
     )
@@ -71,13 +80,11 @@ def load_graph_txt(path: Path) -> Profile:
 def graph_txt(profile: Profile) -> str:
     """Return `profile` in PipeDream's format, for its optimizer and tools that read it.
 
-    The format has one backward time per layer, which includes the optimizer's step, and one output size. If a layer's
-    values go to different layers, each gets a `__getitem__` node. The format cannot say that a value has no gradient.
+    Backward times include the optimizer's step. If a layer's values go to different layers, each gets a `__getitem__`
+    node. The format cannot say that a value has no gradient.
     """
-    if profile.provenance.source == "imported":
-        names = {layer.name: layer.name for layer in profile.layers}
-    else:
-        names = {layer.name: f"node{number}" for number, layer in enumerate(profile.layers, 1)}
+    imported = profile.provenance.source == "imported"
+    names = {layer.name: layer.name if imported else f"node{n}" for n, layer in enumerate(profile.layers, 1)}
     users: dict[tuple[str, str], set[str]] = {}
     for edge in profile.edges:
         users.setdefault((edge.source, edge.value), set()).add(edge.target)
@@ -85,7 +92,7 @@ def graph_txt(profile: Profile) -> str:
     edges: list[tuple[str, str]] = []
     for layer in profile.layers:
         node = names[layer.name]
-        nodes.append(_node_line(profile, layer, node))
+        nodes.append(_node_line(layer, node, imported))
         targets = [users.get((layer.name, value.name), set()) for value in layer.outputs]
         parts = len(targets) > 1 and any(used != targets[0] for used in targets)
         for index, (value, used) in enumerate(zip(layer.outputs, targets, strict=True)):
@@ -99,13 +106,13 @@ def graph_txt(profile: Profile) -> str:
     return "".join(f"{line}\n" for line in nodes) + "".join(f"\t{a} -- {b}\n" for a, b in edges)
 
 
-def _node_line(profile: Profile, layer: Layer, node: str) -> str:
+def _node_line(layer: Layer, node: str, imported: bool) -> str:
     description = layer.op if layer.name == node else f"{layer.op}({layer.name})"
     description = re.sub(r"\s+", " ", description).replace(" -- ", " - ")
-    if description.startswith(("Input", "__getitem__")) and profile.provenance.source != "imported":
+    if description.startswith(("Input", "__getitem__")) and not imported:
         description = f"_{description}"  # those names have a meaning in the format
     sizes = [str(value.output_bytes) for value in layer.outputs]
-    if not sizes and profile.provenance.source == "imported":
+    if not sizes and imported:
         sizes = [str(layer.saved_bytes)]
     activation = sizes[0] if len(sizes) == 1 else f"[{'; '.join(sizes)}]" if sizes else "0"
     return _line(node, description, layer.forward_s, layer.backward_s + layer.update_s, activation, layer.weight_bytes)
@@ -116,27 +123,16 @@ def _line(node: str, description: str, forward_s: float, backward_s: float, acti
     return f"{node} -- {description} -- {times}, activation_size={activation}, parameter_size={weight_bytes}"
 
 
-def _parse(lines: Iterable[str]) -> tuple[_Nodes, _Edges]:
-    nodes: _Nodes = {}
-    edges: dict[tuple[str, str], int] = {}
-    for number, line in enumerate(lines, 1):
-        parts = line.strip().split(" -- ")
-        shown = line.strip() if len(line.strip()) <= 60 else line.strip()[:57] + "..."
-        if line.startswith("\t") and len(parts) == 2:
-            edges[parts[0], parts[1]] = number
-        elif line.startswith("\t") and line.strip():
-            raise ValueError(f"line {number}: '{shown}' is not an edge")
-        elif len(parts) in (3, 4):  # the fourth is the stage that the optimizer chose
-            if parts[0] in nodes:
-                raise ValueError(f"line {number}: {parts[0]} occurs twice")
-            nodes[parts[0]] = parts[1], _numbers(number, parts[2])
-        elif line.strip():
-            raise ValueError(f"line {number}: '{shown}' is not a node")
-    for edge, number in edges.items():
-        for name in edge:
-            if name not in nodes:
-                raise ValueError(f"line {number}: the edge names the unknown node '{name}'")
-    return nodes, set(edges)
+def _add(graph: Any, number: int, line: str) -> None:
+    parts, shown = line.strip().split(" -- "), line.strip()[:60]
+    if line.startswith("\t") and len(parts) == 2:
+        graph.add_edge(*parts, line=number)
+    elif not line.startswith("\t") and len(parts) in (3, 4):  # the fourth is the stage that the optimizer chose
+        if graph.nodes.get(parts[0]):
+            raise ValueError(f"line {number}: {parts[0]} occurs twice")
+        graph.add_node(parts[0], description=parts[1], **_numbers(number, parts[2]))
+    elif line.strip():
+        raise ValueError(f"line {number}: '{shown}' is neither a node nor an edge")
 
 
 def _numbers(line: int, text: str) -> dict[str, float]:
@@ -154,45 +150,17 @@ def _numbers(line: int, text: str) -> dict[str, float]:
     return numbers
 
 
-def _without_bookkeeping(nodes: _Nodes, edges: _Edges) -> tuple[_Nodes, _Edges]:
-    """Drop inputs and unused `__getitem__` nodes, in one pass as the published optimizer does."""
-    targets, sources = {target for _, target in edges}, {source for source, _ in edges}
-    unwanted = {
-        name
-        for name, (description, _) in nodes.items()
-        if (name not in targets and description.startswith("Input"))
-        or (name not in sources and description.startswith("__getitem__"))
-    }
-    kept = {name: node for name, node in nodes.items() if name not in unwanted}
-    return kept, {edge for edge in edges if unwanted.isdisjoint(edge)}
+def _number(name: str) -> tuple[int, str]:
+    digits = re.search(r"\d+", name)
+    return (int(digits[0]) if digits else 0, name)
 
 
-def _execution_order(nodes: Iterable[str], edges: _Edges) -> list[str]:
-    """Return the topological order that follows the numbers in the names: they count in the order of execution."""
-
-    def number(name: str) -> tuple[int, str]:
-        digits = re.search(r"\d+", name)
-        return (int(digits[0]) if digits else 0, name)
-
-    sorter: graphlib.TopologicalSorter[str] = graphlib.TopologicalSorter({name: set() for name in nodes})
-    for source, target in edges:
-        sorter.add(target, source)
-    sorter.prepare()
-    order: list[str] = []
-    ready: list[str] = []
-    while sorter.is_active():
-        ready = sorted([*ready, *sorter.get_ready()], key=number)
-        order.append(ready.pop(0))
-        sorter.done(order[-1])
-    return order
-
-
-def _layer(name: str, description: str, numbers: Mapping[str, float], used: bool) -> Layer:
+def _layer(name: str, numbers: Mapping[str, Any], *, used: bool) -> Layer:
     activation_bytes, weight_bytes = int(numbers["activation_size"]), int(numbers["parameter_size"])
     value = Value(name=name, output_bytes=activation_bytes, gradient_bytes=activation_bytes)
     return Layer(
         name=name,
-        op=description.split("(", 1)[0],
+        op=numbers["description"].split("(", 1)[0],
         forward_s=numbers["forward_compute_time"] / 1e3,
         backward_s=numbers["backward_compute_time"] / 1e3,
         update_s=0.0,

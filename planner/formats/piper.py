@@ -1,16 +1,12 @@
 """Read the graphs of Piper (Tarnawski et al., "Piper: Multidimensional Planner for DNN Parallelization", NeurIPS 2021).
 
-A JSON file with nodes, which cost so much at each tensor-parallel degree, with and without recomputing, and with edges,
-which cost so many bytes each way where a cut crosses them. Edges from one node are one value here, which crosses once.
-Such a profile can be planned with, not trained with.
+Edges from one node are one value here, which crosses a cut once. Such a profile can be planned with, not trained with.
 
     timePerSample                forward and backward; what recomputing adds is taken for the forward
     memoryUsageA, memoryUsageB   bytes of each microbatch in flight, and those beside them
     parameterSize                bytes that replicas all-reduce; they are part of memoryUsageB
     syncTimeFw, syncTimeBw       left out: bytes that ranks exchange beside an edge's own where a cut crosses that
 """
-
-from __future__ import annotations
 
 import graphlib
 import json
@@ -26,6 +22,7 @@ from planner.formats.profile import DegreeCosts, Device, Edge, Layer, Profile, P
 from planner.version import __version__
 
 RECOMPUTING = "activation recomp"
+_COLUMNS = DegreeCosts.model_fields.keys() - {"degree", "source"}
 _HINT = "such a file has 'maxDevices', 'nodes' with 'TMPCs', and 'edges'"
 
 
@@ -60,7 +57,6 @@ class _Graph(BaseModel):
 
 
 def is_piper(content: object) -> bool:
-    """Return whether parsed JSON looks like such a file."""
     return isinstance(content, dict) and {"maxDevices", "mbsInBatch", "nodes", "edges"} <= content.keys()
 
 
@@ -93,13 +89,20 @@ def load_piper(path: Path) -> Profile:
         edges=tuple(
             Edge(source=str(edge.sourceId), value=str(edge.sourceId), target=str(edge.destId)) for edge in graph.edges
         ),
-        tensor=tuple(_divided(degree, columns[degree]) for degree in degrees[1:]) or None,
+        tensor=tuple(
+            DegreeCosts(
+                degree=degree,
+                source="imported",
+                **{name: tuple(row.get(name, 0) for row in columns[degree]) for name in _COLUMNS},  # all-reduces: none
+            )
+            for degree in degrees[1:]
+        )
+        or None,
         provenance=Provenance(tool=f"planner {__version__}, from '{path.name}'", source="imported"),
     )
 
 
 def _columns(ways: Sequence[_Costs]) -> dict[str, Any]:
-    """Return what a layer costs, by the names of its fields."""
     plain = min(ways, key=lambda way: way.timePerSample)
     again = next((way.timePerSample for way in ways if way.id == RECOMPUTING), plain.timePerSample * 4 / 3)
     forward_s = min(again - plain.timePerSample, plain.timePerSample)
@@ -114,17 +117,6 @@ def _columns(ways: Sequence[_Costs]) -> dict[str, Any]:
     }
 
 
-def _divided(degree: int, rows: Sequence[dict[str, Any]]) -> DegreeCosts:
-    """Return the costs of all layers at a degree; their times hold the all-reduces."""
-    columns = {
-        name: tuple(row.get(name, 0) for row in rows)
-        for name in DegreeCosts.model_fields
-        if name not in ("degree", "source")
-    }
-    return DegreeCosts(degree=degree, source="imported", **columns)
-
-
 def _outputs(node: _Node, edges: Sequence[_Edge]) -> tuple[Value, ...]:
-    """Return the value that goes over all edges from a node, of the largest of their costs."""
     sizes = [round(edge.communicationCost) for edge in edges if edge.sourceId == node.id]
     return (Value(name=str(node.id), output_bytes=max(sizes), gradient_bytes=max(sizes)),) if sizes else ()

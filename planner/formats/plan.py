@@ -1,7 +1,4 @@
-"""The Plan: which layers form which stage, on which ranks, under which schedule, and what to expect of it.
-
-`plan solve` writes it, `plan train` runs it. What makes a plan valid is checked here, whoever made the plan.
-"""
+"""The Plan: which layers form which stage, on which ranks, under which schedule, and what to expect of it."""
 
 from __future__ import annotations
 
@@ -69,11 +66,10 @@ class Plan(Shown, GrownRecord):
     cluster: Cluster
 
     def noting(self, sentence: str) -> Plan:
-        """Return the plan with one more note."""
         return self.model_copy(update={"notes": (*self.notes, sentence)})
 
     def save(self, path: Path | str = "plan.json") -> None:
-        """Write the plan to a file, as `planner.save_plan` does."""
+        """Write the plan to a file."""
         save_record(self, path)
 
     @property
@@ -83,12 +79,10 @@ class Plan(Shown, GrownRecord):
 
     @property
     def workers(self) -> int:
-        """Number of worker processes."""
         return len({rank for stage in self.stages for rank in stage.ranks})
 
     @property
     def chunks(self) -> int:
-        """Stages per worker: 1, except under schedules with chunks."""
         return len(self.stages) // len({stage.ranks for stage in self.stages})
 
     @property
@@ -97,7 +91,6 @@ class Plan(Shown, GrownRecord):
         return max(self.schedule.staleness(stage.in_flight) for stage in self.stages)
 
     def computing_s(self, stage: Stage) -> float:
-        """Return the seconds per minibatch that all ranks of a stage compute together."""
         return stage.tensor * (
             self.microbatches * (stage.compute_s - stage.update_s)
             + stage.update_s * (stage.replicas if self.schedule.divides else 1)
@@ -106,7 +99,6 @@ class Plan(Shown, GrownRecord):
 
     @property
     def minibatch_size(self) -> int | None:
-        """Samples of a minibatch; None if the profile does not know its batch size."""
         return None if self.microbatch_size is None else self.microbatch_size * self.microbatches
 
     def memory_bytes(self, stage: int) -> int:
@@ -130,7 +122,6 @@ class Plan(Shown, GrownRecord):
 
     @property
     def replicas(self) -> tuple[int, ...]:
-        """Replicas per stage."""
         return tuple(stage.replicas for stage in self.stages)
 
     @property
@@ -146,28 +137,20 @@ class Plan(Shown, GrownRecord):
         if self.config not in (known, config_of(self.replicas)):
             raise ValueError(f"config '{self.config}' contradicts the stages, whose ranks make {known}")
         object.__setattr__(self, "config", known)  # configs did not always tell the chunks
-        _check_microbatches(self)
+        schedule, microbatches = self.schedule, self.microbatches
+        if not schedule.divides and microbatches != 1:
+            raise ValueError(f"schedule {schedule} has one microbatch per minibatch, not {microbatches}")
+        if schedule.divides and schedule.asynchronous and microbatches < max(self.replicas):
+            raise ValueError(f"schedule {schedule} needs a microbatch for every replica of {known}, not {microbatches}")
         _check_ranks(self)
         layers = [name for stage in self.stages for name in stage.layers]
         if len(set(layers)) < len(layers):
             raise ValueError(f"layer '{Counter(layers).most_common(1)[0][0]}' is in two stages")
-        pairs = [(transfer.source, transfer.target) for transfer in self.transfers]
-        for source, target in pairs:
-            if not source < target < len(self.stages):
-                raise ValueError(f"transfer {source} -> {target} is not from a stage to a later one")
-            if pairs.count((source, target)) > 1:
-                raise ValueError(f"transfer {source} -> {target} occurs twice")
+        pairs = Counter((transfer.source, transfer.target) for transfer in self.transfers)
+        for (source, target), times in pairs.items():
+            if not source < target < len(self.stages) or times > 1:
+                raise ValueError(f"transfer {source} -> {target} is not one from a stage to a later one")
         return self
-
-
-def _check_microbatches(plan: Plan) -> None:
-    if not plan.schedule.divides and plan.microbatches != 1:
-        raise ValueError(f"schedule {plan.schedule} has one microbatch per minibatch, not {plan.microbatches}")
-    if plan.schedule.divides and plan.schedule.asynchronous and plan.microbatches < max(plan.replicas):
-        raise ValueError(
-            f"schedule {plan.schedule} gives every replica of {plan.config} a microbatch of each minibatch, which has "
-            f"only {plan.microbatches}"
-        )
 
 
 def _check_ranks(plan: Plan) -> None:
@@ -177,10 +160,8 @@ def _check_ranks(plan: Plan) -> None:
     if plan.schedule.chunked:
         workers = len(set(stages))
         repeated = [stages[plan.schedule.worker_of(stage, workers)] for stage in range(len(stages))]
-        if stages != repeated or len(stages) % workers:
+        if stages != repeated or len(stages) % workers or len(set(plan.replicas)) > 1:
             raise ValueError(f"the stages' ranks {stages} do not repeat, as those of an {plan.schedule} plan must")
-        if len(set(plan.replicas)) > 1:
-            raise ValueError(f"the replicas {plan.config} differ, which those of an {plan.schedule} plan must not")
         stages = stages[:workers]
     ranks = list(chain.from_iterable(stages))
     if plan.cluster.kinds:  # a plan may leave slow devices idle

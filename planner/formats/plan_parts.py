@@ -5,10 +5,10 @@ from __future__ import annotations
 from itertools import chain, zip_longest
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, PlainSerializer, PlainValidator, WithJsonSchema, model_validator
+from pydantic import Field, PlainSerializer, PlainValidator, WithJsonSchema, model_validator
 
 from planner.errors import InputError
-from planner.formats.files import GrownRecord, Record, refuse_max_load
+from planner.formats.files import GrownRecord, Record
 from planner.formats.names import CostModelName
 from planner.formats.profile import Bytes, Seconds
 from planner.schedule.registry import NAMES, find
@@ -18,12 +18,10 @@ LONGEST_CONFIG = 40  # characters of a config in tables and sentences
 
 
 def config_of(replicas: tuple[int, ...], chunks: int = 1, degrees: tuple[int, ...] = ()) -> str:
-    """Return PipeDream's notation, replicas per stage: (7, 1) is "7-1"; (1, 1, 1) is "1-1-1", a straight pipeline.
+    """Return PipeDream's notation, replicas per stage: (7, 1) is "7-1".
 
-    A replica that is a group of ranks says how many: "2x4-1x8" is two groups of four, then one of eight.
-
-    Where workers run several stages each, their chunks of the model, every worker counts once: (8, 8, 8, 8) with two
-    chunks is "8-8 x2 chunks", on 16 GPUs.
+    "2x4-1x8" is two groups of four ranks, then one of eight. Where workers run several stages each, every worker counts
+    once: (8, 8, 8, 8) with two chunks is "8-8 x2 chunks".
     """
     counts = zip_longest(replicas[: len(replicas) // chunks], degrees[: len(replicas) // chunks], fillvalue=1)
     once = "-".join(f"{r}x{t}" if t > 1 else str(r) for r, t in counts)
@@ -41,7 +39,6 @@ def short_config(config: str, longest: int = LONGEST_CONFIG) -> str:
 
 
 def _schedule(value: object) -> Schedule:
-    """Return the schedule that a file names."""
     try:
         return find(value if isinstance(value, Schedule) else str(value))
     except InputError as error:  # pydantic adds the name of the field to a ValueError only
@@ -72,12 +69,11 @@ class StageMemory(GrownRecord):
 
     @property
     def total_bytes(self) -> int:
-        """Sum of the parts."""
         return sum(self.model_dump().values())
 
     @property
     def tensor_bytes(self) -> int:
-        """Sum of the parts that are tensors, which the allocator counts."""
+        """What the allocator counts."""
         return self.total_bytes - self.overhead_bytes
 
 
@@ -98,26 +94,21 @@ class Stage(GrownRecord):
     update_s: Seconds  # of its part of the weights, where the optimizer's state is divided
     accumulate_s: Seconds = 0.0  # gradient accumulation, in every backward of a minibatch except the first
     ready_s: tuple[Seconds, ...] = ()  # from the start of a backward until each part of the gradients is complete
-    ready_shares: tuple[
-        Annotated[float, Field(ge=0)], ...
-    ] = ()  # of the gradients' bytes in each part; equal ones where it is empty
+    ready_shares: tuple[Annotated[float, Field(ge=0)], ...] = ()  # of their bytes in each part; equal ones if empty
     memory: StageMemory
 
     later_fields: ClassVar[frozenset[str]] = frozenset({"sharded", "recompute_s", "ready_shares", "tensor"})
 
     @property
     def replicas(self) -> int:
-        """Number of workers that run this stage, or of groups of them."""
         return len(self.ranks) // self.tensor
 
     @property
     def recomputes(self) -> bool:
-        """Whether any layers run their forward again."""
         return bool(self.recompute)
 
     @property
     def recompute_groups(self) -> tuple[tuple[str, ...], ...]:
-        """The groups of layers that recompute, by their names."""
         if isinstance(self.recompute, bool):
             return (self.layers,) if self.recompute else ()
         return self.recompute
@@ -131,7 +122,6 @@ class Stage(GrownRecord):
 
     @property
     def compute_s(self) -> float:
-        """Time of one microbatch on one replica: forward, recomputation if any, backward and update."""
         return self.forward_s + self.again_s + self.backward_s + self.update_s
 
     @property
@@ -151,11 +141,9 @@ class Stage(GrownRecord):
         names = list(chain.from_iterable(self.recompute))
         if not self.recompute or not all(self.recompute) or len(set(names)) < len(names):
             raise ValueError("recompute lists groups of layers, each layer once at most")
-        if unknown := set(names).difference(self.layers):
-            raise ValueError(f"recompute names '{min(unknown)}', which is no layer of the stage")
-        place = {name: number for number, name in enumerate(self.layers)}
         for group in self.recompute:
-            if [place[name] for name in group] != list(range(place[group[0]], place[group[0]] + len(group))):
+            first = self.layers.index(group[0]) if group[0] in self.layers else 0
+            if group != self.layers[first : first + len(group)]:
                 raise ValueError(f"the recomputing group of '{group[0]}' is no run of consecutive layers of the stage")
         if self.recompute_s is None:
             raise ValueError("recompute_s is missing: only of a whole stage is it known")
@@ -165,10 +153,8 @@ class Stage(GrownRecord):
 class Transfer(Record):
     """Values that stage `source` sends to stage `target` for every microbatch; gradients return the same way.
 
-    Bytes are those on the link, where the cluster's `compress` codes what travels.
-
     A value that several later stages use travels along them: each user passes it on to the next, and gradients add up
-    on the way back. So what a stage sends depends only on its own layers, and no value crosses a link twice.
+    on the way back. Bytes are those on the link, where the cluster's `compress` codes what travels.
     """
 
     source: Annotated[int, Field(ge=0)]
@@ -230,7 +216,7 @@ class SolverReport(GrownRecord):
     later_fields: ClassVar[frozenset[str]] = frozenset({"depth"})
 
     name: str
-    cost_model: Annotated[CostModelName, BeforeValidator(refuse_max_load)]
+    cost_model: CostModelName
     status: Literal["optimal", "feasible"]
     lower_bound_s: Seconds  # per minibatch: no plan is faster by the cost model
     gap: Annotated[float, Field(ge=0)]  # (seconds_per_minibatch - lower_bound_s) / seconds_per_minibatch

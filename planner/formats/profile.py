@@ -1,14 +1,14 @@
 """The Profile: what each layer of a model costs on a device. `plan profile` writes it, `plan solve` reads it.
 
-Layers are in execution order, which is a topological order of the graph: edges go from earlier to later layers. Model
-inputs are neither layers nor edges: each stage that needs one reads it from the data itself. If the model file defines
-a loss, it is the last layer.
+Layers are in execution order: edges go from earlier to later layers. Model inputs are neither layers nor edges: each
+stage that needs one reads it from the data itself. If the model file defines a loss, it is the last layer.
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
+from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
@@ -50,8 +50,7 @@ class Layer(Record):
     forward_s: Seconds
     backward_s: Seconds
     update_s: Seconds  # the optimizer's step on this layer's parameters
-    # Every microbatch of a minibatch accumulates, except the first. This moves the bytes of all gradients once more,
-    # however few samples a microbatch has, so it is not proportional to the other times.
+    # Of every microbatch of a minibatch, except the first; however few samples it has, so not as the other times.
     accumulate_s: Seconds = 0.0  # extra time of a backward for gradient accumulation; 0 also where not measured
     forward_spread_s: Seconds = 0.0  # interquartile range over the repeats
     backward_spread_s: Seconds = 0.0
@@ -64,9 +63,8 @@ class Layer(Record):
     optimizer_bytes: Bytes = 0  # state of the user's optimizer
     buffer_bytes: Bytes = 0
     saved_bytes: Bytes = 0  # kept from forward to backward for one microbatch, weights excluded
-    # Beyond weights, their gradients and saved activations: gradients of activations, results that are not kept, and
-    # workspaces of kernels.
-    workspace_bytes: Bytes = 0  # peak of temporary memory in forward or backward, per microbatch; 0 if not measured
+    # Peak of temporary memory in forward or backward, per microbatch, beyond weights, their gradients and saved bytes.
+    workspace_bytes: Bytes = 0  # 0 if not measured
     update_workspace_bytes: Bytes = 0  # peak of temporary memory in the optimizer's step
     # Multiplications and additions of products, convolutions and attention, for one microbatch; None: not counted.
     forward_flops: Annotated[int, Field(ge=0)] | None = None
@@ -113,8 +111,7 @@ class KindTimes(Record):
 class DegreeCosts(Record):
     """What one of `degree` ranks that divide every layer between them has to do and to hold, layer by layer.
 
-    This is tensor parallelism (Shoeybi et al., "Megatron-LM", 2019, section 3): what cannot be divided costs each rank
-    as much as it costs one device. All-reduces of activations, in the group, are beside these times.
+    Times are without the all-reduces of activations in the group.
     """
 
     degree: Annotated[int, Field(ge=2)]
@@ -149,10 +146,8 @@ class WholeStep(Record):
 class Compiled(Record):
     """How layers were timed under torch.compile, which fuses them so that a time belongs to several layers.
 
-    Runs of consecutive layers were compiled and timed, one after another in whole steps. A layer's time is the time of
-    its compiled run, times the layer's share of the uncompiled run; all times are then scaled so that they add up to
-    the whole model compiled at once. If the model file names blocks, each is compiled and timed by itself, and nothing
-    is scaled.
+    A layer's time is the time of its compiled run of layers, times the layer's share of the uncompiled run; all times
+    are scaled to add up to the whole model compiled at once, unless the model file names blocks.
     """
 
     runs: tuple[str, ...]  # the first layer of each
@@ -163,13 +158,9 @@ class Compiled(Record):
 
 
 class LossMean(Record):
-    """What the loss of a batch is a mean over, found by comparing it with the losses of the batch's parts.
+    """What the loss of a batch is a mean over: each microbatch counts by its share of this."""
 
-    Minibatches that are divided into microbatches train on the loss of the whole if each microbatch counts by its share
-    of this. For a loss of "batch", such as a contrastive one, no shares do that.
-    """
-
-    # loss_weight: what the model file's loss_weight(target) counts; sum: it is the sum over its parts
+    # loss_weight: what the model file's loss_weight(target) counts; sum: it is the sum over its parts; batch: no mean
     over: Literal["samples", "labels", "loss_weight", "sum", "batch"]
     ignored: int | None = None  # with "labels": the label that does not count
     shifted: bool = False  # with "labels": each sample's first label does not count
@@ -231,34 +222,31 @@ class Profile(Shown, Record):
     def _check_graph(self) -> Profile:
         position = {layer.name: index for index, layer in enumerate(self.layers)}
         if len(position) < len(self.layers):
-            names = [layer.name for layer in self.layers]
-            twice = next(name for name in names if names.count(name) > 1)
+            twice, _ = Counter(layer.name for layer in self.layers).most_common(1)[0]
             raise ValueError(f"layer name '{twice}' occurs twice")
         produced = {(layer.name, value.name) for layer in self.layers for value in layer.outputs}
         for edge in self.edges:
-            for name in (edge.source, edge.target):
-                if name not in position:
-                    raise ValueError(f"edge '{edge.source}' -> '{edge.target}' names the unknown layer '{name}'")
+            shown = f"edge '{edge.source}' -> '{edge.target}'"
+            if unknown := {edge.source, edge.target} - position.keys():
+                raise ValueError(f"{shown} names the unknown layer '{min(unknown)}'")
             if (edge.source, edge.value) not in produced:
-                raise ValueError(f"edge '{edge.source}' -> '{edge.target}' carries the unknown value '{edge.value}'")
+                raise ValueError(f"{shown} carries the unknown value '{edge.value}'")
             if position[edge.source] >= position[edge.target]:
-                raise ValueError(
-                    f"edge '{edge.source}' -> '{edge.target}' goes backwards; layers stand in execution order"
-                )
-        for name in self.no_cut_after:
-            if name not in position:
-                raise ValueError(f"no_cut_after names the unknown layer '{name}'")
-        for kind in self.kinds or ():
-            _check_columns(f"the kind '{kind.name}'", kind, len(self.layers))
-        for costs in self.tensor or ():
-            _check_columns(f"the tensor-parallel degree {costs.degree}", costs, len(self.layers))
+                raise ValueError(f"{shown} goes backwards; layers stand in execution order")
+        if unknown := set(self.no_cut_after) - position.keys():
+            raise ValueError(f"no_cut_after names the unknown layer '{min(unknown)}'")
+        columns: dict[str, Record] = {f"the kind '{kind.name}'": kind for kind in self.kinds or ()}
+        columns |= {f"the tensor-parallel degree {costs.degree}": costs for costs in self.tensor or ()}
+        for name, record in columns.items():
+            if {len(value) for value in dict(record).values() if isinstance(value, tuple)} != {len(self.layers)}:
+                raise ValueError(f"{name} has not one value for each of {len(self.layers)} layers")
         degrees = [costs.degree for costs in self.tensor or ()]
         if degrees != sorted(set(degrees)):
             raise ValueError(f"the tensor-parallel degrees {degrees} do not ascend")
         return self
 
     def save(self, path: Path | str = "profile.json") -> None:
-        """Write the profile to a file, as `planner.save_profile` does."""
+        """Write the profile to a file."""
         save_record(self, path)
 
     @property
@@ -280,23 +268,14 @@ class Profile(Shown, Record):
 
     @property
     def tf32(self) -> bool:
-        """Whether products are in TF32."""
         return self.dtype == TF32
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the content: two profiles with the same digest are the same profile.
-
-        Fields without a value do not count, so that new fields do not change the digests of older profiles.
-        """
+        """SHA-256 of the content, without fields that have no value: new ones do not change older profiles' digests."""
         known = any(layer.accumulate_s for layer in self.layers)
         unknown = None if known else {"layers": {"__all__": {"accumulate_s"}}}
         return hashlib.sha256(self.model_dump_json(exclude=unknown, exclude_none=True).encode()).hexdigest()
-
-
-def _check_columns(name: str, record: Record, layers: int) -> None:
-    if {len(value) for value in dict(record).values() if isinstance(value, tuple)} != {layers}:
-        raise ValueError(f"{name} has not one value for each of {layers} layers")
 
 
 def load_profile(path: Path | str) -> Profile:

@@ -1,11 +1,11 @@
-"""How the records that people look at show themselves: `print(plan)`, a notebook's cell, a data frame, a plot."""
+"""How the records that people look at show themselves: `print(plan)`, a notebook's cell."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-# By "text", "html", "frame" and "plot". `planner.reporting.shown` fills it; until then records look as pydantic's do.
+# By "text" and "html". `planner.reporting.shown` fills it; until then records look as pydantic's do.
 VIEWS: dict[str, Callable[[Any], Any]] = {}
 
 
@@ -17,19 +17,3 @@ class Shown:
 
     def _repr_html_(self) -> str | None:
         return VIEWS["html"](self) if VIEWS else None
-
-    def to_frame(self) -> Any:
-        """Return a pandas DataFrame: of a plan its stages, of a profile its layers, of other answers their rows.
-
-        Raises:
-            InputError: where pandas is not installed.
-        """
-        return VIEWS["frame"](self)
-
-    def plot(self) -> Any:
-        """Draw with matplotlib, and return the axes: a plan's timeline, a profile's layers, a training's losses ...
-
-        Raises:
-            InputError: where matplotlib is not installed.
-        """
-        return VIEWS["plot"](self)

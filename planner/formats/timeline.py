@@ -1,15 +1,13 @@
-"""The Timeline: what every worker of a pipeline did and when, simulated or measured.
-
-The simulator and training runs make the same record, so that the two can be compared event by event.
-"""
+"""The Timeline: what every worker of a pipeline did and when, simulated or measured."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 from pydantic import Field, model_validator
+from typing_extensions import Self
 
 from planner.errors import InputError
 from planner.formats.files import Record, load_record, write_text
@@ -35,30 +33,14 @@ EventKind = Literal[
 ]
 Lane = Literal["compute", "send", "receive", "all-reduce"]
 
-_DRAWN: dict[EventKind, tuple[Lane, str]] = {
-    "forward": ("compute", "F"),
-    "recompute": ("compute", "R"),
-    "backward": ("compute", "B"),
-    "backward_input": ("compute", "B"),
-    "backward_weight": ("compute", "W"),
-    "update": ("compute", "U"),
-    "send_activation": ("send", "A"),
-    "send_gradient": ("send", "G"),
-    "receive_activation": ("receive", "A"),
-    "receive_gradient": ("receive", "G"),
-    "all_reduce": ("all-reduce", "S"),
-    "all_gather": ("all-reduce", "S"),
-}
-LANES: dict[EventKind, Lane] = {kind: lane for kind, (lane, _) in _DRAWN.items()}
-LETTERS: dict[EventKind, str] = {kind: letter for kind, (_, letter) in _DRAWN.items()}
+_COUNTS: dict[Lane, int] = {"compute": 6, "send": 2, "receive": 2, "all-reduce": 2}  # of the kinds, in their order
+_LANES = [lane for lane, count in _COUNTS.items() for _ in range(count)]
+LANES: dict[EventKind, Lane] = dict(zip(get_args(EventKind), _LANES, strict=True))
+LETTERS: dict[EventKind, str] = dict(zip(get_args(EventKind), "FRBBWUAGAGSS", strict=True))
 
 
 class Event(NamedTuple):
-    """Something that a worker, or one of its links, did from `start_s` to `end_s`.
-
-    A message lasts as long as its bytes are on the link; `peer_rank` and `peer_stage` are its other end. Updates and
-    all-reduces happen once per round: their `minibatch` is the number of the round, their `microbatch` is 0.
-    """
+    """Something that a worker or one of its links did; what happens once per round has its number as `minibatch`."""
 
     rank: int
     kind: EventKind
@@ -72,17 +54,19 @@ class Event(NamedTuple):
 
     @property
     def lane(self) -> Lane:
-        """The part of the worker that was busy."""
         return LANES[self.kind]
 
 
-def _check_lengths(record: Record, *names: str) -> None:
-    lengths = {name: len(getattr(record, name)) for name in names}
-    if len(set(lengths.values())) > 1:
-        raise ValueError(f"the lists differ in length: {lengths}")
+class _Columns(Record):
+    @model_validator(mode="after")
+    def _check_lengths(self) -> Self:
+        lengths = {name: len(value) for name, value in self if isinstance(value, tuple) and (value or name != "share")}
+        if len(set(lengths.values())) > 1:
+            raise ValueError(f"the lists differ in length: {lengths}")
+        return self
 
 
-class Events(Record):
+class Events(_Columns):
     """Events, as one list per field because there may be hundreds of thousands. The first computation is at time 0."""
 
     rank: tuple[int, ...]
@@ -97,7 +81,6 @@ class Events(Record):
 
     @classmethod
     def of(cls, rows: Iterable[Event]) -> Events:
-        """Return the record of `rows`, which may be in any order, sorted by start."""
         ordered = sorted(rows, key=lambda event: (event.start_s, event.rank, event.end_s))
         columns = zip(*ordered, strict=True) if ordered else ((),) * len(Event._fields)
         fields: dict[str, Any] = dict(zip(Event._fields, columns, strict=True))
@@ -108,19 +91,10 @@ class Events(Record):
         return len(self.rank)
 
     def rows(self) -> Iterator[Event]:
-        """Yield the events one by one, sorted by start."""
         return map(Event._make, zip(*(getattr(self, name) for name in Event._fields), strict=True))
 
-    @model_validator(mode="after")
-    def _check(self) -> Events:
-        _check_lengths(self, *Event._fields)
-        for number, (start, end) in enumerate(zip(self.start_s, self.end_s, strict=True)):
-            if end < start:
-                raise ValueError(f"event {number} ends at {end} s, before it starts at {start} s")
-        return self
 
-
-class MemoryCurve(Record):
+class MemoryCurve(_Columns):
     """Memory of a worker over time: it holds `held_bytes[i]` from `time_s[i]` on."""
 
     rank: int
@@ -128,13 +102,8 @@ class MemoryCurve(Record):
     held_bytes: tuple[int, ...]
     limit_bytes: int | None = None  # of its device
 
-    @model_validator(mode="after")
-    def _check(self) -> MemoryCurve:
-        _check_lengths(self, "time_s", "held_bytes")
-        return self
 
-
-class LinkUse(Record):
+class LinkUse(_Columns):
     """Intervals in which one direction of a link was busy: from `start_s[i]` to `end_s[i]`, one after another."""
 
     name: str  # "worker 3 sends", "workers 4-7 together send"
@@ -144,11 +113,6 @@ class LinkUse(Record):
     start_s: tuple[float, ...]
     end_s: tuple[float, ...]
     share: tuple[float, ...] = ()  # mean share of the bandwidth in use; empty: all of it
-
-    @model_validator(mode="after")
-    def _check(self) -> LinkUse:
-        _check_lengths(self, "start_s", "end_s", *(("share",) if self.share else ()))
-        return self
 
 
 class Timeline(Shown, Record):
@@ -170,12 +134,7 @@ class Timeline(Shown, Record):
 
     @classmethod
     def of_plan(
-        cls,
-        plan: Plan,
-        source: Literal["simulated", "measured"],
-        minibatches: int,
-        events: Events,
-        **others: Any,
+        cls, plan: Plan, source: Literal["simulated", "measured"], minibatches: int, events: Events, **others: Any
     ) -> Timeline:
         """Return the timeline of a run of `plan`; `others` are further fields."""
         return cls(
@@ -193,7 +152,6 @@ class Timeline(Shown, Record):
 
     @property
     def workers(self) -> tuple[int, ...]:
-        """All ranks, ascending."""
         return tuple(sorted({rank for ranks in self.ranks for rank in ranks}))
 
     @property
@@ -203,7 +161,6 @@ class Timeline(Shown, Record):
 
     @property
     def span_s(self) -> float:
-        """Time from 0 to the end of the last event."""
         return max(self.events.end_s, default=0.0)
 
     def name_of(self, event: Event) -> str:
@@ -215,13 +172,6 @@ class Timeline(Shown, Record):
         once = event.kind in ("update", "all_reduce", "all_gather") or self.microbatches == 1
         unit = f"{event.minibatch}" if once else f"{event.minibatch}.{event.microbatch}"
         return f"{LETTERS[event.kind]}{unit}" + "'" * (event.stage // self.pipeline_length)
-
-    @model_validator(mode="after")
-    def _check(self) -> Timeline:
-        for number, (rank, stage) in enumerate(zip(self.events.rank, self.events.stage, strict=True)):
-            if not 0 <= stage < len(self.ranks) or rank not in self.ranks[stage]:
-                raise ValueError(f"event {number} is of rank {rank} in stage {stage}, which it is not a worker of")
-        return self
 
 
 def load_timeline(path: Path | str) -> Timeline:

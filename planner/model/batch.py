@@ -33,11 +33,7 @@ class Batch:
 
     @property
     def size(self) -> int:
-        """Number of samples.
-
-        Raises:
-            ModelFileError: when no tensor has a first dimension.
-        """
+        """Number of samples; an error where no tensor has a first dimension."""
         for leaf in tree_leaves(self._tree()):
             if isinstance(leaf, Tensor) and leaf.dim():
                 return leaf.shape[0]
@@ -47,11 +43,7 @@ class Batch:
 
     @property
     def tokens_per_sample(self) -> int | None:
-        """The length of the longest sequence of token ids; None where the model's inputs are something else.
-
-        Token ids are integers of shape (samples, length). A model that also takes images or sound is no language model,
-        whose samples would be counted in tokens.
-        """
+        """The length of the longest sequence of token ids; None where the model takes others, such as images."""
         inputs = [leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Tensor)]
         if any(tensor.is_floating_point() and tensor.dim() > 2 for tensor in inputs):
             return None
@@ -70,11 +62,7 @@ class Batch:
         return list(leaves), spec
 
     def split(self, parts: int) -> list[Batch]:
-        """Return `parts` batches of consecutive samples, whose sizes differ by one at most; larger ones first.
-
-        Raises:
-            ModelFileError: when there are fewer samples than parts.
-        """
+        """Return `parts` batches of consecutive samples, whose sizes differ by one at most; larger ones first."""
         if not 1 <= parts <= self.size:
             raise ModelFileError(
                 f"a batch of {self.size} samples cannot be split into {parts} parts",
@@ -85,30 +73,32 @@ class Batch:
             torch.tensor_split(leaf, parts) if isinstance(leaf, Tensor) and leaf.dim() else [leaf] * parts
             for leaf in leaves
         ]
-        return [_batch_of(spec.unflatten(list(part))) for part in zip(*pieces, strict=True)]
+        return [Batch(*spec.unflatten(list(part))) for part in zip(*pieces, strict=True)]
 
     def to(self, device: torch.device | str) -> Batch:
-        """Return this batch with its tensors on `device`.
-
-        The host does not wait for a GPU: tensors are copied from pinned memory on the current stream, which is to use
-        them. PyTorch gives the pinned memory to nobody else before the copy has ended.
-        """
+        """Return this batch with its tensors on `device`, copied from pinned memory; the host does not wait."""
         device = torch.device(device)
         return self.pinned(device)._with(lambda leaf: runtime_of(device).copied(leaf, device))
 
     def pinned(self, device: torch.device) -> Batch:
         """Return this batch with the CPU's tensors where `device` can copy them from without the host."""
         runtime = runtime_of(device)
-        if not runtime.asynchronous:
-            return self
-        return self._with(lambda leaf: runtime.pin(leaf) if _can_be_pinned(leaf) else leaf)
+
+        def pinned(tensor: Tensor) -> Tensor:
+            # An expanded tensor has one element for many, and would be written more than once.
+            if tensor.device.type != "cpu" or tensor.layout != torch.strided:
+                return tensor
+            has_own = all(stride or size < 2 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+            return runtime.pin(tensor) if has_own else tensor
+
+        return self._with(pinned) if runtime.asynchronous else self
 
     def _with(self, change: Callable[[Tensor], Tensor]) -> Batch:
         leaves, spec = self._flat
         changed = [change(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         if all(new is old for new, old in zip(changed, leaves, strict=True)):
             return self
-        return _batch_of(spec.unflatten(changed))
+        return Batch(*spec.unflatten(changed))
 
     def channels_last(self) -> Batch:
         """Return this batch with the model's inputs in channels-last format; the target keeps its format."""
@@ -126,7 +116,7 @@ class Batch:
         def repeat(tensor: Tensor) -> Tensor:
             return torch.cat([tensor] * copies)[:size] if tensor.dim() else tensor
 
-        return _batch_of(tree_map_only(Tensor, repeat, self._tree()))
+        return Batch(*tree_map_only(Tensor, repeat, self._tree()))
 
     def distinct(self) -> Batch:
         """Return this batch with copies of tensors that occur twice, as inputs and labels of language models may."""
@@ -138,7 +128,7 @@ class Batch:
             seen.add(id(tensor))
             return tensor
 
-        return _batch_of(tree_map_only(Tensor, distinct, self._tree()))
+        return Batch(*tree_map_only(Tensor, distinct, self._tree()))
 
     @cached_property
     def _flat(self) -> tuple[list[Any], TreeSpec]:
@@ -150,53 +140,42 @@ class Batch:
         return self.args, {name: self.kwargs[name] for name in sorted(self.kwargs)}, self.target
 
 
-def _can_be_pinned(tensor: Tensor) -> bool:
-    """Return whether `tensor` is in memory of its own on the CPU: an expanded one has one element for many."""
-    if tensor.device.type != "cpu" or tensor.layout != torch.strided:
-        return False
-    return all(stride or size < 2 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-
-
 def make_batch(returned: Any, place: str) -> Batch:
     """Return the batch that a user's function returned: (args, target), (args, kwargs, target) or a Batch.
 
-    A dict in place of args has arguments by name. A dict alone has no target, as the datasets of
-    transformers return it.
-
-    Args:
-        place: where the batch comes from, for the error message.
-
-    Raises:
-        ModelFileError: when it is anything else.
+    A dict in place of args has arguments by name. A dict alone has no target, as in datasets of transformers.
     """
-    hint = "return (args, target) or (args, kwargs, target), args being a tuple or a dict of the model's arguments"
+    args: Any = ()
+    kwargs: Any = {}
+    target: Any = None
     match returned:
         case Batch():
             return returned
-        case Mapping() | (Mapping(), _):
-            kwargs, target = (returned, None) if isinstance(returned, Mapping) else returned
-            args: Any = ()
+        case Mapping():
+            kwargs = returned
+        case (Mapping() as kwargs, target):
+            pass
         case (args, target):
-            kwargs = {}
+            pass
         case (args, kwargs, target):
             pass
         case _:
-            raise ModelFileError(f"{place} returned {_described(returned)}, not (args, target)", hint=hint)
+            args = None
     if isinstance(args, Tensor):
         args = (args,)
-    if not isinstance(args, (tuple, list)):
-        raise ModelFileError(f"{place} returned args that are {_described(args)}, not a tuple", hint=hint)
-    if not isinstance(kwargs, Mapping) or not all(isinstance(name, str) for name in kwargs):
-        raise ModelFileError(f"{place} returned kwargs that are {_described(kwargs)}, not a dict by name", hint=hint)
+    is_named = isinstance(kwargs, Mapping) and all(isinstance(name, str) for name in kwargs)
+    if not isinstance(args, (tuple, list)) or not is_named:
+        size = f" of {len(returned)}" if isinstance(returned, (tuple, list)) else ""
+        raise ModelFileError(
+            f"{place} returned a {type(returned).__name__}{size}, not (args, target)",
+            hint="return (args, target) or (args, kwargs, target), args being a tuple or a dict of the model's "
+            "arguments, kwargs a dict",
+        )
     return Batch(tuple(args), dict(kwargs), target)
 
 
 def collate(items: Sequence[Any]) -> Batch:
-    """Return the batch of a dataset's `items`, each (args, target) or (args, kwargs, target) of one sample.
-
-    Raises:
-        ModelFileError: when the items cannot be stacked.
-    """
+    """Return the batch of a dataset's `items`, each (args, target) or (args, kwargs, target) of one sample."""
     samples = [make_batch(item, "an item of dataset()") for item in items]
     try:
         args, kwargs = default_collate([(sample.args, sample.kwargs) for sample in samples])
@@ -209,13 +188,3 @@ def collate(items: Sequence[Any]) -> Batch:
             hint="give all items the same structure of tensors, numbers, tuples and dicts, and the same shapes",
         ) from cause
     return Batch(tuple(args), kwargs, target)
-
-
-def _batch_of(tree: Any) -> Batch:
-    return Batch(*tree)
-
-
-def _described(value: Any) -> str:
-    if isinstance(value, (tuple, list)):
-        return f"a {type(value).__name__} of {len(value)}"
-    return f"a {type(value).__name__}"

@@ -1,13 +1,8 @@
 """Deferred weights, for models larger than memory: each stage makes its own weights and no others.
 
 The user's constructor runs as it is, but what it would compute for large tensors is put on a list instead. They have
-addresses, but no pages of memory, because nothing is written there. When it is known which weights are wanted, the
-operations that lead to these are taken from the list, and run with the random numbers that they would have had. So the
-weights of a stage are those of the model built whole, to the bit, and no other weights are ever made.
-
-The meta device alone would not do: constructors give weights their values in code of their own (loops over parameters,
-`self.apply(...)`, factors of the depth), which `reset_parameters` does not repeat, and some leave weights alone that
-say they are on the meta device.
+addresses, but no pages of memory, because nothing is written there. The operations that lead to the wanted weights are
+then run with the random numbers that they would have had: the weights are those of the model built whole, to the bit.
 """
 
 from __future__ import annotations
@@ -15,6 +10,7 @@ from __future__ import annotations
 import mmap
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, NamedTuple, NoReturn
 from unittest import mock
 
@@ -28,31 +24,35 @@ from planner.errors import ModelFileError, PlannerError
 
 LEAST_BYTES = 1 << 16  # smaller tensors are made at once: constructors may look at their values
 _NEEDED = "meta tensor"  # in PyTorch's errors about values that are not there, and in those raised here
-_READ_DIRECTLY = ("numpy", "tolist")  # methods that no mode sees
 _DRAW_BY_SHAPE = ("_like", "::bernoulli", "::normal")  # as many numbers whatever the values that they are given
 _HINT = "train without `defer_weights`"
-Build = Callable[[], nn.Module]
 
 
 class DeferredModel:
     """A model that is built without memory for its weights, and then given those that are wanted.
 
+    Raises a ModelFileError when the constructor reads the weights that it makes.
+
     Args:
-        build: the constructor. It draws from the generators as it always does.
         draw: whether weights may be wanted that have random values. Without, nothing is drawn.
 
     Attributes:
         model: its parameters are on the meta device until `materialize`.
         draws_buffers: whether the constructor makes buffers by random numbers; without `draw`, these have no values.
-
-    Raises:
-        ModelFileError: when the constructor reads the weights that it makes.
     """
 
-    def __init__(self, build: Build, *, draw: bool = True) -> None:
+    def __init__(self, build: Callable[[], nn.Module], *, draw: bool = True) -> None:
         self._tape = _Tape(LEAST_BYTES if draw else 0, draw=draw)
-        with self._tape:
-            self.model = _built(build)
+        try:
+            with self._tape:
+                self.model = build()
+        except (PlannerError, RuntimeError) as error:  # NotImplementedError is a RuntimeError
+            if _NEEDED not in str(error) and "Meta" not in str(error):
+                raise
+            reason = error.message if isinstance(error, PlannerError) else error
+            raise ModelFileError(
+                f"the model reads its weights while it is built, and cannot be built without them: {reason}", hint=_HINT
+            ) from error
         self._values: dict[nn.Parameter, nn.Parameter] = {}
         for parameter in self.model.parameters():
             if parameter.device.type not in ("cpu", "meta"):
@@ -62,21 +62,15 @@ class DeferredModel:
         _replace(self.model, {value: deferred for deferred, value in self._values.items()})
         # Buffers are small, and captured with the model.
         buffers = [buffer for buffer in self.model.buffers() if self._tape.puts_off(buffer)]
-        self.draws_buffers = self._tape.draws(buffers)
+        self.draws_buffers = any(each.generator is not None for each in self._tape.leading_to(buffers))
         if draw or not self.draws_buffers:
             self._tape.replay(buffers)
 
     def materialize(self, names: Collection[str]) -> None:
-        """Give the parameters called `names` the values that the constructor gives them.
-
-        Call it once. Parameters that the constructor itself made on the meta device stay there.
-
-        Args:
-            names: of a tied parameter any of its names.
-        """
+        """Give the parameters called `names` (tied ones by any name) the constructor's values; call it once."""
         values = {parameter: self._values[parameter] for parameter in _without_values(self.model, names)}
         self._tape.replay(values.values())
-        self._tape.forget()
+        self._tape.operations.clear()  # and the memory that they would write
         _replace(self.model, values)
 
 
@@ -90,17 +84,13 @@ def allocate(model: nn.Module, names: Collection[str]) -> None:
 
 
 def allocate_buffers(model: nn.Module) -> None:
-    """Give buffers that the constructor left on the meta device memory: they are small, and captured with it.
-
-    Raises:
-        ModelFileError: for a buffer that no file holds, because it is not persistent.
-    """
+    """Give buffers that the constructor left on the meta device memory: they are small, and captured with it."""
     for path, module in model.named_modules():
         for name, buffer in module._buffers.items():
             if buffer is None or not buffer.is_meta:
                 continue
             if name in module._non_persistent_buffers_set:
-                place = f"{path}.{name}" if path else name
+                place = f"{path}.{name}".removeprefix(".")
                 raise ModelFileError(
                     f"buffer '{place}' is on the meta device, and no file can hold it: it is not persistent",
                     hint='make it with its values, outside of torch.device("meta")',
@@ -110,10 +100,7 @@ def allocate_buffers(model: nn.Module) -> None:
 
 @contextmanager
 def without_storage(model: nn.Module) -> Iterator[None]:
-    """Let a deferred model be captured: within, its parameters are on the CPU, but take no memory.
-
-    Capture needs shapes, strides and the device alone.
-    """
+    """Let a deferred model be captured: within, its parameters are on the CPU, but take no memory."""
     bare = [parameter for parameter in model.parameters() if parameter.is_meta]
     hollow = {parameter: nn.Parameter(_unwritten(parameter), parameter.requires_grad) for parameter in bare}
     _replace(model, hollow)
@@ -140,18 +127,6 @@ def _replace(model: nn.Module, others: dict[nn.Parameter, nn.Parameter]) -> None
                 setattr(module, name, new)  # in recurrent modules this updates a list of their weights as well
 
 
-def _built(build: Build) -> nn.Module:
-    try:
-        return build()
-    except (PlannerError, RuntimeError) as error:  # NotImplementedError is a RuntimeError
-        if _NEEDED not in str(error) and "Meta" not in str(error):
-            raise
-        reason = error.message if isinstance(error, PlannerError) else error
-        raise ModelFileError(
-            f"the model reads its weights while it is built, and cannot be built without them: {reason}", hint=_HINT
-        ) from error
-
-
 class _Operation(NamedTuple):
     """An operation that was put off; it writes into `written`, or its results are the values of `made`."""
 
@@ -165,22 +140,17 @@ class _Operation(NamedTuple):
 
 
 class _Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Mode that puts operations on large tensors off; what they write is put off, too.
-
-    Args:
-        least_bytes: of a tensor that is made from nothing, from which on it is put off.
-        draw: whether the generators go on as if the operations had run.
-    """
+    """Mode that puts operations on tensors of `least_bytes` and more off; what they write is put off, too."""
 
     def __init__(self, least_bytes: int, *, draw: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._least_bytes, self._draw = least_bytes, draw
         self._put_off: set[int] = set()  # keys of storages, which the operations keep alive
-        self._operations: list[_Operation] = []
+        self.operations: list[_Operation] = []
         self._patches = ExitStack()
 
     def __enter__(self) -> Self:
-        for name in _READ_DIRECTLY:
+        for name in ("numpy", "tolist"):  # which no mode sees
             self._patches.enter_context(mock.patch.object(Tensor, name, self._checked(getattr(Tensor, name))))
         # It rejects samples by their values, and draws again: as one operation that can be put off like any other.
         init = nn.init._no_grad_trunc_normal_
@@ -196,17 +166,9 @@ class _Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Return whether the values of `tensor` are not there yet."""
         return _has_storage(tensor) and _key(tensor) in self._put_off
 
-    def draws(self, tensors: Iterable[Tensor]) -> bool:
-        """Return whether the values of `tensors` depend on random numbers."""
-        return any(operation.generator is not None for operation in self._leading_to(tensors))
-
-    def forget(self) -> None:
-        """Drop the operations, and the memory that they would write."""
-        self._operations.clear()
-
     def replay(self, wanted: Iterable[Tensor]) -> None:
         """Run the operations that lead to the values of `wanted`, each from the making of its memory on."""
-        operations = self._leading_to(wanted)
+        operations = self.leading_to(wanted)
         states = {each.generator: each.generator.get_state() for each in operations if each.generator is not None}
         with torch.no_grad():
             for func, args, kwargs, _, made, generator, state in operations:
@@ -219,10 +181,11 @@ class _Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for generator, before in states.items():
             generator.set_state(before)
 
-    def _leading_to(self, wanted: Iterable[Tensor]) -> list[_Operation]:
+    def leading_to(self, wanted: Iterable[Tensor]) -> list[_Operation]:
+        """Return the operations that lead to the values of `wanted`."""
         needed = {_key(tensor) for tensor in wanted}
         found = []
-        for operation in reversed(self._operations):
+        for operation in reversed(self.operations):
             if any(_key(tensor) in needed for tensor in (*operation.written, *operation.made)):
                 needed.update(map(_key, (*_tensors((operation.args, operation.kwargs)), *operation.made)))
                 found.append(operation)
@@ -234,21 +197,26 @@ class _Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         used = _tensors((args, kwargs))
         put_off = [tensor for tensor in used if self.puts_off(tensor)]
-        if _moves_no_values(func) if put_off else used or not self._is_large(func, args, kwargs):
+        device = kwargs.get("device")
+        if put_off:
+            aliases = [returned.alias_info for returned in func._schema.returns]
+            views = bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)
+            runs = views or torch.Tag.inplace_view in func.tags  # it moves no values
+        elif used or not _takes_device(func) or (device is not None and device.type != "cpu"):
+            runs = True
+        else:  # it makes a tensor on the CPU from nothing
+            made = _on_meta(func, args, kwargs)
+            is_strided = isinstance(made, Tensor) and made.layout == torch.strided
+            runs = not is_strided or made.nbytes < self._least_bytes
+        if runs:
             return func(*args, **kwargs)
         random = torch.Tag.nondeterministic_seeded in func.tags
-        written = _written(func, args, kwargs)
+        given = dict(zip((each.name for each in func._schema.arguments), args, strict=False)) | kwargs
+        changed = [each.name for each in func._schema.arguments if each.alias_info and each.alias_info.is_write]
+        written = [tensor for name in changed for tensor in _tensors(given.get(name))]
         if random and not written and put_off and not func._schema.name.endswith(_DRAW_BY_SHAPE):
             self._refuse(f"{func} draws random numbers by")
         return self._later(func, args, kwargs, written, random=random)
-
-    def _is_large(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Return whether an operation makes a large tensor on the CPU from nothing."""
-        device = kwargs.get("device")
-        if not _takes_device(func) or (device is not None and device.type != "cpu"):
-            return False
-        made = func(*args, **_on_meta(func, kwargs))
-        return _has_storage(made, meta=True) and made.nbytes >= self._least_bytes
 
     def _later(self, func: Any, args: Any, kwargs: Any, written: list[Tensor], *, random: bool) -> Any:
         """Put an operation off; return what it writes, or tensors that will have the values that it makes."""
@@ -257,11 +225,16 @@ class _Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result: Any = None
         if state is not None:
             # Into other memory: as many random numbers are drawn for it.
-            result = func(*tree_map_only(Tensor, self._scratch, args), **tree_map_only(Tensor, self._scratch, kwargs))
+            scratch = partial(tree_map_only, Tensor, lambda leaf: _unwritten(leaf) if self.puts_off(leaf) else leaf)
+            result = func(*scratch(args), **scratch(kwargs))
         elif not written:
-            result = func(*tree_map_only(Tensor, _meta, args), **_on_meta(func, tree_map_only(Tensor, _meta, kwargs)))
-        result = None if written else tree_map(self._without_values, result)
-        made = [tensor.detach() for tensor in tree_leaves(result)] if result is not None else []
+            result = _on_meta(func, args, kwargs)
+        made = []
+        if not written:
+            if not all(isinstance(leaf, Tensor) for leaf in tree_leaves(result)):
+                self._refuse("the constructor reads")
+            result = tree_map(_unwritten, result)
+            made = [tensor.detach() for tensor in tree_leaves(result)]
         own = {id(tensor) for tensor in written}
 
         def kept(tensor: Tensor) -> Tensor:
@@ -271,20 +244,12 @@ class _Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         kept_args, kept_kwargs = tree_map_only(Tensor, kept, (args, kwargs))
         self._put_off.update(_key(tensor) for tensor in (*written, *made))
-        self._operations.append(
+        self.operations.append(
             _Operation(func, kept_args, kept_kwargs, [tensor.detach() for tensor in written], made, generator, state)
         )
         if not written:
             return result
         return written[0] if len(written) == 1 else tuple(written)
-
-    def _scratch(self, tensor: Tensor) -> Tensor:
-        return _unwritten(tensor) if self.puts_off(tensor) else tensor
-
-    def _without_values(self, leaf: Any) -> Tensor:
-        if not isinstance(leaf, Tensor):
-            self._refuse("the constructor reads")
-        return _unwritten(leaf)
 
     def _checked(self, method: Any) -> Any:
         def read(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -308,8 +273,8 @@ class _Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         raise RuntimeError(f"{what} the values of a {_NEEDED}")
 
 
-def _has_storage(value: Any, *, meta: bool = False) -> bool:
-    return isinstance(value, Tensor) and value.layout == torch.strided and (meta or not value.is_meta)
+def _has_storage(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.layout == torch.strided and not value.is_meta
 
 
 def _unwritten(like: Tensor) -> Tensor:
@@ -328,29 +293,16 @@ def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if _has_storage(leaf)]
 
 
-def _meta(tensor: Tensor) -> Tensor:
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-
-
 def _takes_device(func: Any) -> bool:
     return any(argument.name == "device" for argument in func._schema.arguments)
 
 
-def _on_meta(func: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of an operation such that it runs on the meta device, which has no generator."""
+def _on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return what an operation makes on the meta device, which has no generator."""
+
+    def meta(tensor: Tensor) -> Tensor:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+    args, kwargs = tree_map_only(Tensor, meta, (args, kwargs))
     changed = {name: None if isinstance(value, torch.Generator) else value for name, value in kwargs.items()}
-    return changed | {"device": torch.device("meta")} if _takes_device(func) else changed
-
-
-def _moves_no_values(func: Any) -> bool:
-    """Return whether an operation makes views, or changes how its argument looks at memory."""
-    aliases = [returned.alias_info for returned in func._schema.returns]
-    views = bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)
-    return views or torch.Tag.inplace_view in func.tags
-
-
-def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """Return the tensors that an operation changes in place."""
-    declared = func._schema.arguments
-    given = [*zip(declared, args, strict=False), *((each, kwargs.get(each.name)) for each in declared[len(args) :])]
-    return [t for each, value in given if each.alias_info and each.alias_info.is_write for t in _tensors(value)]
+    return func(*args, **(changed | {"device": torch.device("meta")} if _takes_device(func) else changed))

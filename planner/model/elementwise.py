@@ -15,22 +15,15 @@ ELEMENTWISE = (ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, 
 
 
 def is_elementwise(optimizer: Optimizer) -> bool:
-    """Return whether `optimizer` treats each element of a parameter alone.
-
-    An optimizer that is not PyTorch's says so itself, by an attribute `elementwise`, of its class or of the object that
-    the model file's optimizer() returns. A subclass of one of PyTorch's may do anything, and says so, too.
-    """
+    """Return whether `optimizer` treats each element of a parameter alone, as PyTorch's do or `elementwise` says."""
     said = getattr(optimizer, "elementwise", None)
     return type(optimizer) in ELEMENTWISE if said is None else bool(said)
 
 
 def kept_whole(optimizer: Optimizer) -> list[nn.Parameter] | None:
-    """Return the parameters that `optimizer` must see whole, whatever it sees of the others; [] if it is elementwise.
+    """Return the parameters that `optimizer` must see whole, as its `whole_parameters()` says; [] if it is elementwise.
 
-    An optimizer that updates every parameter by itself says by a method `whole_parameters()` which ones these are.
-
-    Returns:
-        None where nobody says that parts of the parameters may be updated by themselves.
+    None where nobody says that parts of the parameters may be updated by themselves.
     """
     said: Any = getattr(optimizer, "whole_parameters", None)
     if said is not None:

@@ -1,11 +1,6 @@
 """How a model's modules run, besides what its layers compute: precision, memory layout, compilation.
 
-Mixed precision is torch.autocast around each stage, because a captured graph does not record it. Devices differ in
-which operations they cast: CUDA keeps softmax and norms in float32, the CPU does not.
-
-In the channels-last memory format the channels of a pixel lie together in memory, which many kernels prefer. PyTorch
-keeps the order of the dimensions and changes the strides. The model computes the same up to the order of sums, and its
-results take over the format of inputs and weights.
+Mixed precision is torch.autocast around each stage, because a captured graph does not record it.
 """
 
 from __future__ import annotations
@@ -31,19 +26,12 @@ _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 @dataclass(frozen=True)
 class ModuleOptions:
-    """How modules are measured and trained; a profile and its plans carry the same.
+    """How modules are measured and trained; a profile and its plans carry the same."""
 
-    Attributes:
-        autocast: the dtype that modules run under torch.autocast with; None for none.
-        channels_last: whether weights and images are in channels-last order.
-        compiled: whether each stage goes through torch.compile.
-        device: the kind of device that modules run on: its rules say which dtypes values have under autocast.
-    """
-
-    autocast: torch.dtype | None = None
-    channels_last: bool = False
-    compiled: bool = False
-    device: str = "cpu"
+    autocast: torch.dtype | None = None  # that modules run under torch.autocast with
+    channels_last: bool = False  # whether weights and images are in channels-last order
+    compiled: bool = False  # whether each stage goes through torch.compile
+    device: str = "cpu"  # kind that modules run on: its rules say which dtypes values have under autocast
 
 
 PLAIN = ModuleOptions()
@@ -65,17 +53,11 @@ def autocasting(device_type: str, dtype: torch.dtype | None) -> AbstractContextM
 
 def autocast_name(dtype: torch.dtype | None) -> Autocast | None:
     """Return the name that profiles give to an autocast dtype."""
-    if dtype is None:
-        return None
-    return "bfloat16" if dtype == torch.bfloat16 else "float16"
+    return None if dtype is None else "bfloat16" if dtype == torch.bfloat16 else "float16"
 
 
 def autocast_dtype(name: str | None) -> torch.dtype | None:
-    """Return the dtype called `name`; None for float32, which needs no autocast.
-
-    Raises:
-        InputError: for dtypes that training cannot use.
-    """
+    """Return the dtype called `name`; None for float32, which needs no autocast, and an error for others."""
     if name in (None, "float32", "fp32"):
         return None
     if name not in _NAMES:
@@ -90,10 +72,7 @@ def channels_last(tensor: Tensor) -> Tensor:
 
 
 def lay_out(module: nn.Module) -> None:
-    """Put the weights of `module` into channels-last format, in place: parameters stay the same objects.
-
-    Unlike `module.to(memory_format=torch.channels_last)`, this covers weights of four and of five dimensions.
-    """
+    """Put the weights of `module`, of four or five dimensions, into channels-last format, in place."""
     for tensor in (*module.parameters(), *module.buffers()):
         if tensor.dim() in _FORMATS:
             tensor.data = channels_last(tensor.data)

@@ -1,7 +1,4 @@
-"""Random numbers that do not depend on how the model is split: one seed per minibatch, microbatch and layer.
-
-What only looks at a model, such as a measurement, leaves generators and buffers as they were.
-"""
+"""Random numbers that do not depend on how the model is split: one seed per minibatch, microbatch and layer."""
 
 from __future__ import annotations
 
@@ -24,11 +21,6 @@ class RandomKey:
     def __init__(self, state: int | None = None) -> None:
         self._state = state
 
-    @property
-    def is_set(self) -> bool:
-        """Whether there are such numbers: not while a stage is warmed up, or profiled."""
-        return self._state is not None
-
     def copy(self) -> RandomKey:
         """Return a key that stays as this one is now."""
         return RandomKey(self._state)
@@ -38,7 +30,7 @@ class RandomKey:
         self._state = _mix(_mix(_mix(seed) ^ minibatch) ^ microbatch)
 
     def seed_of(self, layer: int) -> int | None:
-        """Return the generator's seed for a layer, below 2^63; None when no key was set."""
+        """Return the generator's seed for a layer, below 2^63; None while a stage is warmed up, or profiled."""
         return None if self._state is None else _mix(self._state ^ layer) >> 1
 
 

@@ -2,24 +2,21 @@
 
 Muon (Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024,
 https://kellerjordan.github.io/posts/muon) replaces the momentum of a matrix by the nearest matrix whose singular values
-are all 1. The length of a step then does not depend on how gradients add up over time, which is what delayed gradients
-disturb most. Momentum itself is a delay: an average over the last gradients is older than the newest one. So the newest
-gradient weighs half here, and the average of all the other half. `benchmarks/convergence` has the measurements.
+are all 1. Momentum itself is a delay: so the newest gradient weighs half here, and the average of all the other half.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
-# The quintic iteration of Jordan et al.: its slope at 0 is as large as possible, and five steps bring singular values
-# from 0.001 to 1 into about 0.7 to 1.2. Updates need no more precision than that.
+# The quintic iteration of Jordan et al.: five steps bring singular values from 0.001 to 1 into about 0.7 to 1.2.
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _ITERATIONS = 5
 _LEAST_NORM = 1e-7
@@ -27,16 +24,10 @@ _LEAST_NORM = 1e-7
 # The root mean square of an orthogonal matrix of r x c is 1/sqrt(max(r, c)). With this factor times sqrt(r) an update
 # of a matrix no wider than high is about as large as one of AdamW, so that both take one learning rate (Liu et al.,
 # "Muon is Scalable for LLM Training", 2025, section 2.2, which takes 0.2 and the longer side). Wide matrices get less,
-# which was measured to matter most. A likely reason: they follow activation functions, whose outputs have means far
-# from 0, so that they move all samples in one direction, and with late gradients too far.
+# which was measured to matter most.
 _SIZE = 0.4
-
-# Queries, keys and values are often one matrix.
-_FUSED = 3
-
-# Matrices of equal shape are orthogonalised together, up to so many elements: their copies take memory.
-_MOST_TOGETHER = 2**24
-
+_FUSED = 3  # queries, keys and values are often one matrix
+_MOST_TOGETHER = 2**24  # elements of matrices that are orthogonalised together: their copies take memory
 # Rows or columns of these are one token's or one class's: orthogonalising mixes what is rarely seen together.
 _EMBEDDINGS = {"wte", "wpe", "tokens", "positions", "characters"}
 _HEADS = {"head", "heads", "lm_head", "fc", "classifier", "score", "output_projection"}
@@ -54,25 +45,20 @@ class NewestMuon(Optimizer):
 
         w -= lr · (weight_decay · w + 0.4 · sqrt(rows) · NS5(newest · g + (1 − newest) · EMA(g)))
 
-    where NS5 is five steps of Newton and Schulz. A row makes one output, as in `nn.Linear`. A matrix with
-    one side three times the other is taken for the weights of queries, keys and values, and its three squares are
-    orthogonalised one by one: together, the values' larger gradients would leave queries and keys little. Kernels are
-    sized by the longer side. Biases, scales of norms, embeddings and heads are updated by AdamW.
+    where NS5 is five steps of Newton and Schulz. A matrix with one side three times the other is taken for the weights
+    of queries, keys and values, and its three squares are orthogonalised one by one. Kernels are sized by the longer
+    side. Biases, scales of norms, embeddings and heads are updated by AdamW.
     State: one buffer per matrix, two for everything else.
 
     Args:
-        named_parameters: of the model, or of a part of it, with their names.
         lr: learning rate of matrices, embeddings and heads.
-        vectors: learning rate of biases and norms, relative to `lr`. All positions add to their gradients, so that
-            they move in one direction for long, and with late gradients too far.
+        vectors: learning rate of biases and norms, relative to `lr`; with more, late gradients move them too far.
         betas: of AdamW. Without a first moment by default, because momentum adds to the delay of late gradients.
         average: how much of the average of gradients stays at each step, from 0 to 1.
         newest: weight of the newest gradient against that average, from 0 to 1. 0.5 is for late gradients; 0.05 with
             an average of 0.95 is the usual Muon with Nesterov's momentum.
         weight_decay: of matrices, per step, times the learning rate. AdamW's parameters do not decay.
-        eps: of AdamW.
-        to_adamw: says by name whether AdamW takes a parameter of two or more dimensions; None for embeddings and
-            heads, which are recognised by usual names.
+        to_adamw: says whether AdamW takes a parameter of two or more dimensions, as embeddings and heads.
 
     Raises:
         ValueError: when a number is outside its range.
@@ -105,8 +91,8 @@ class NewestMuon(Optimizer):
         matrices = [parameter for name, parameter in large if not to_adamw(name, parameter)]
         flat = [parameter for _, parameter in named if parameter.ndim < 2]
         # All groups exist in every part of a model, so that schedulers and checkpoints find the same three.
-        to_orthogonalise = {"average": average, "newest": newest, "weight_decay": weight_decay}
         by_adamw = {"orthogonal": False, "betas": betas, "eps": eps, "weight_decay": 0.0}
+        to_orthogonalise = {"average": average, "newest": newest, "weight_decay": weight_decay}
         groups = [
             {"params": matrices, "orthogonal": True, **to_orthogonalise},
             {"params": tables, **by_adamw},
@@ -120,11 +106,7 @@ class NewestMuon(Optimizer):
 
     @staticmethod
     def updates(mixed: Tensor) -> Tensor:
-        """Return what is added to matrices or kernels, times the negative learning rate.
-
-        Args:
-            mixed: gradients and their averages, of shape (number, rows, columns, ...).
-        """
+        """Return the update of mixed gradients and averages (number, rows, columns, ...), but for the learning rate."""
         flat = mixed.flatten(2)
         rows, columns = flat.shape[1:]
         if mixed.ndim == 3 and columns == _FUSED * rows:
@@ -135,14 +117,7 @@ class NewestMuon(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update all parameters that have a gradient.
-
-        Args:
-            closure: computes the loss and its gradients again, and returns the loss.
-
-        Returns:
-            The closure's loss.
-        """
+        """Update all parameters that have a gradient; return the loss of `closure`, which computes it anew."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -160,7 +135,7 @@ class NewestMuon(Optimizer):
             if not self.state[parameter]:
                 self.state[parameter]["average"] = torch.zeros_like(parameter)
         for chunk in _alike(parameters):
-            gradients = [_gradient(parameter) for parameter in chunk]
+            gradients = [cast("Tensor", parameter.grad) for parameter in chunk]
             averages = [self.state[parameter]["average"] for parameter in chunk]
             torch._foreach_lerp_(averages, gradients, 1.0 - group["average"])
             mixed = torch._foreach_lerp(averages, gradients, group["newest"])
@@ -170,15 +145,14 @@ class NewestMuon(Optimizer):
             torch._foreach_add_(chunk, list(updates), alpha=-group["lr"])
 
     def _step_others(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
-        for parameter in parameters:
-            state = self.state[parameter]
+        states = [self.state[parameter] for parameter in parameters]
+        for parameter, state in zip(parameters, states, strict=True):
             if not state:
                 state["step"] = torch.tensor(0.0)  # whose value fake tensors know, as estimates of the update need
                 state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
-        states = [self.state[parameter] for parameter in parameters]
         adamw(
             parameters,
-            [_gradient(parameter) for parameter in parameters],
+            [cast("Tensor", parameter.grad) for parameter in parameters],
             [state["exp_avg"] for state in states],
             [state["exp_avg_sq"] for state in states],
             [],
@@ -194,13 +168,9 @@ class NewestMuon(Optimizer):
 
 
 def orthogonal(matrices: Tensor) -> Tensor:
-    """Return matrices with the same singular vectors, whose singular values are about 1.
+    """Return matrices (number, rows, columns) with the same singular vectors, whose singular values are about 1.
 
-    Args:
-        matrices: of shape (number, rows, columns).
-
-    Returns:
-        The same shape; bfloat16 on a GPU, whose tensor cores make it fast; on a CPU, the type of `matrices`.
+    They are bfloat16 on a GPU, whose tensor cores make it fast.
     """
     # Norms first: in a short type they could overflow.
     found: Tensor = matrices / matrices.flatten(1).norm(dim=1).clamp(min=_LEAST_NORM)[:, None, None]
@@ -216,15 +186,9 @@ def orthogonal(matrices: Tensor) -> Tensor:
 
 
 def _alike(parameters: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield lists of parameters of one shape, type and device, of up to `_MOST_TOGETHER` elements together."""
     kinds: defaultdict[object, list[Tensor]] = defaultdict(list)
     for parameter in parameters:
         kinds[parameter.shape, parameter.dtype, parameter.device].append(parameter)
     for alike in kinds.values():
         most = max(1, _MOST_TOGETHER // max(alike[0].numel(), 1))
         yield from (alike[start : start + most] for start in range(0, len(alike), most))
-
-
-def _gradient(parameter: Tensor) -> Tensor:
-    assert parameter.grad is not None
-    return parameter.grad

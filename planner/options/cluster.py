@@ -60,22 +60,18 @@ class ClusterOptions(Options):
 
     gpus: int | None = option(None, "number of GPUs (workers), all joined alike", "N")
     topology: str | Sequence[int] | None = option(
-        None,
-        "sizes of nested groups, inner to outer: 4x8 is 8 servers of 4 GPUs; ranks fill one server after another",
-        "SIZES",
-        parse=each(_size, "x"),
+        None, "sizes of nested groups, inner to outer: 4x8 is 8 servers of 4 GPUs", "SIZES", parse=each(_size, "x")
     )
     bandwidth: Quantities | None = option(
         None,
         "bandwidth of each GPU's link in each direction: 10Gbps counts bits, 1.25GB/s counts bytes; "
-        f"{', '.join(ACHIEVED_BYTES_PER_S)} are what such links achieve; with `topology` one per level, inner to "
-        "outer: nvlink4,100Gbps",
+        f"{', '.join(ACHIEVED_BYTES_PER_S)} are what such links achieve; with `topology` one per level: nvlink4,1Gbps",
         "RATE",
         parse=each(link_bandwidth),
     )
     latency: Quantities = option(
         0.0,
-        "latency of a message: 50us, 0.1ms; with `topology` one for all levels, or one per level",
+        "latency of a message, as 50us; with `topology` also one per level",
         "TIME",
         parse=each(parse_seconds),
         told="0s",
@@ -88,16 +84,10 @@ class ClusterOptions(Options):
         told="that of the profiled GPU; unlimited for a CPU",
     )
     kinds: str | Mapping[str, int] | None = option(
-        None,
-        "where GPUs differ: how many there are of each kind of the profile, in the order of the ranks; with `topology` "
-        "ranks fill one server after another",
-        "NAME=N,NAME=N",
-        parse=_kinds,
+        None, "how many GPUs there are of each kind of the profile, by rank", "NAME=N,NAME=N", parse=_kinds
     )
     own_links: bool = option(
-        False,
-        "with `topology`: each GPU has its own link at every level",
-        told="the GPUs of a server share one",
+        False, "with `topology`: each GPU has its own link at every level", told="the GPUs of a server share one"
     )
     no_overlap: bool = option(
         False, "messages do not overlap with computation: for CPU workers that use every core of their host"
@@ -109,13 +99,8 @@ class ClusterOptions(Options):
         told="none, or what `cluster` says",
     )
     sequence_parallel: bool = option(
-        False,
-        "price groups of `tensor` that divide by tokens what each rank would compute whole, as Megatron does; plan "
-        "train does not run such plans",
+        False, "price groups of `tensor` with Megatron's sequence parallelism; such plans are not trained here"
     )
     cluster: str | Path | None = option(
-        None,
-        "cluster.json, in place of the arguments above except `memory`, `compress` and `sequence_parallel`",
-        "FILE",
-        parse=Path,
+        None, "cluster.json, in place of all but `memory`, `compress` and `sequence_parallel`", "FILE", parse=Path
     )

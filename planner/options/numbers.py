@@ -1,10 +1,8 @@
-"""Types for argparse: numbers within bounds. What they raise becomes a message that names the option."""
+"""Parsers of numbers in flags. What they raise becomes a message that names the option."""
 
 from __future__ import annotations
 
-import math
 from argparse import ArgumentTypeError
-from collections.abc import Callable
 
 
 def is_count(text: str) -> bool:
@@ -12,25 +10,11 @@ def is_count(text: str) -> bool:
     return text.isascii() and text.isdecimal()
 
 
-def positive(text: str) -> float:
-    """Parse a number above 0."""
-    value = float(text)
-    if not 0 < value < math.inf:
-        raise ArgumentTypeError(f"{text} is not above 0")
-    return value
-
-
-def at_least(least: int) -> Callable[[str], int]:
-    """Return a parser of whole numbers from `least` on."""
-
-    def parse(text: str) -> int:
-        value = int(text)
-        if value < least:
-            raise ArgumentTypeError(f"{text} is not {least} or more")
-        return value
-
-    parse.__name__ = "int"  # argparse shows it: invalid int value: 'x'
-    return parse
+def count(text: str) -> int:
+    """Parse a whole number from 1 on."""
+    if not is_count(text) or int(text) < 1:
+        raise ArgumentTypeError(f"'{text}' is not a number of 1 or more")
+    return int(text)
 
 
 def batch_sizes(text: str) -> list[int]:
@@ -46,7 +30,7 @@ def batch_sizes(text: str) -> list[int]:
 
 def degrees(text: str) -> tuple[int, ...]:
     """Parse numbers of ranks: "1,2,4" is (1, 2, 4)."""
-    if not all(is_count(part) for part in text.split(",")):
+    if not all(map(is_count, text.split(","))):
         raise ArgumentTypeError(f"'{text}' are no numbers of ranks such as 1,2,4,8")
     return tuple(sorted({int(part) for part in text.split(",")}))
 

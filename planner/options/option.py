@@ -12,7 +12,7 @@ from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, overload
 from planner.arguments import checked_arguments
 from planner.errors import InputError
 
-WIDTH = 112  # columns of an entry under "Args:", which is indented
+WIDTH = 116  # columns of an entry under "Args:"
 KeywordsT = ParamSpec("KeywordsT")
 RecordT = TypeVar("RecordT")
 FirstT = TypeVar("FirstT")
@@ -23,35 +23,20 @@ AnswerT = TypeVar("AnswerT")
 
 @dataclass(frozen=True)
 class Option:
-    """What is known of an option beside its name, type and default.
+    """What is known of an option beside its name, type and default."""
 
-    Attributes:
-        help: what it does, without its default, in which other options stand in backticks.
-        metavar: stands for its value in the help of the command line.
-        told: the default in words, where the value alone does not say it.
-        flag: of the command line; None for what only Python users can give.
-        unit: that the flag wants after a plain number.
-        negation: the flag that means False, for what is True by default.
-        least: the smallest value that is allowed.
-        positive: whether numbers are above 0.
-        parse: makes the value from the flag's text; None where its type says how.
-        choices: values that the flag takes, where its type does not say so.
-        repeat: whether the flag may be repeated, for a list of values.
-        const: the value of a flag without text, where the text may be left out.
-    """
-
-    help: str
+    help: str  # what it does, without its default, in which other options stand in backticks
     metavar: str | None = None
-    told: str = ""
-    flag: str | None = ""
-    unit: str = ""
-    negation: str = ""
+    told: str = ""  # the default in words, where the value alone does not say it
+    flag: str | None = ""  # of the command line, where it is not the name; None for what only Python users can give
+    unit: str = ""  # that the flag wants after a plain number
+    negation: str = ""  # the flag that means False, for what is True by default
     least: int | None = None
     positive: bool = False
-    parse: Callable[[str], Any] | None = None
-    choices: Sequence[str] | None = None
-    repeat: bool = False
-    const: str | None = None
+    parse: Callable[[str], Any] | None = None  # makes the value from a text, where its type does not say how
+    choices: Sequence[str] | None = None  # where its type does not say them
+    repeat: bool = False  # whether the flag may be repeated, for a list of values
+    const: str | None = None  # the value of a flag without text, where the text may be left out
 
 
 def option(default: Any, help: str, metavar: str | None = None, **more: Any) -> Any:
@@ -61,7 +46,7 @@ def option(default: Any, help: str, metavar: str | None = None, **more: Any) -> 
 
 def same(record: type, name: str, default: Any = MISSING, **changes: Any) -> Any:
     """Return a field like that of another record, with another default or other metadata."""
-    known = record.__dataclass_fields__[name]  # type: ignore[attr-defined]
+    known: Field[Any] = record.__dataclass_fields__[name]  # type: ignore[attr-defined]
     default = known.default if default is MISSING else default
     return field(default=default, metadata={"option": replace(known.metadata["option"], **changes)})
 
@@ -75,7 +60,7 @@ class Options:
         cls.__doc__ = _documented(inspect.getdoc(cls) or "", "Attributes:", own)
 
     def __post_init__(self) -> None:
-        """Parse texts as the flags are; raise InputError for the first value that is out of its option's bounds."""
+        """Parse texts; raise InputError for the first value that is out of its option's bounds."""
         for each, option in options_in(type(self)):
             name, value = each.name, getattr(self, each.name)
             if value == each.default:
@@ -104,11 +89,10 @@ def given(options: Any, name: str) -> bool:
 
 
 def refuse(options: Any, chosen: str, *others: str, why: str = "") -> None:
-    """Refuse arguments that contradict the chosen one; raise InputError naming the first of them."""
-    for name in others:
-        if given(options, name):
-            what = f"`{name}` has no meaning with `{chosen}`{why}"
-            raise InputError(what, hint=f"leave out one of `{chosen}` and `{name}`")
+    """Raise InputError for the first of the other arguments that was given, because the chosen one contradicts it."""
+    for name in filter(lambda each: given(options, each), others):
+        hint = f"leave out one of `{chosen}` and `{name}`"
+        raise InputError(f"`{name}` has no meaning with `{chosen}`{why}", hint=hint)
 
 
 def flag_of(name: str, option: Option) -> str | None:
@@ -146,7 +130,6 @@ def keywords_of(record: Any, **_: Any) -> Any:
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(function)
         *first, last = signature.parameters.values()
-
         check = checked_arguments(function)
 
         def called(*arguments: Any, **keywords: Any) -> Any:
@@ -170,10 +153,8 @@ def keywords_of(record: Any, **_: Any) -> Any:
 
 def _documented(text: str, section: str, own: Mapping[str, Option]) -> str:
     """Add options to a section of a docstring, which follows the first paragraph where there is none."""
-    entries = "\n".join(
-        textwrap.indent(textwrap.fill(f"{name}: {option.help}.", WIDTH, subsequent_indent="    "), "    ")
-        for name, option in own.items()
-    )
+    filled = textwrap.TextWrapper(WIDTH, initial_indent="    ", subsequent_indent=" " * 8).fill
+    entries = "\n".join(filled(f"{name}: {each.help}.") for name, each in own.items())
     if f"\n{section}\n" in text:
         before, _, after = text.partition(f"{section}\n")
         described, blank, rest = after.partition("\n\n")

@@ -21,28 +21,18 @@ class ModelOptions(Options):
         BATCH_SIZE, "samples per minibatch, or per microbatch for schedules that divide minibatches", "N"
     )
     dtype: str = option(
-        "float32",
-        "float32, bfloat16 or float16 under autocast, or on GPUs tf32 for matrix products in TF32. `plan train` will "
-        "use the same",
-        "TYPE",
+        "float32", "float32, bfloat16 or float16 under autocast, or on GPUs tf32; also for `plan train`", "TYPE"
     )
     memory_format: Literal["channels-last"] | None = option(
-        None,
-        "channels-last stores weights and images pixel by pixel, which many convolution kernels prefer. `plan train` "
-        "will do the same",
-        told="contiguous",
+        None, "channels-last stores weights and images pixel by pixel. `plan train` will do the same", told="contiguous"
     )
     compiled: bool = option(
-        False,
-        "run through torch.compile, which needs a C++ compiler on a CPU; estimates, of GPUs, fuse chains of operations "
-        "as it does. `plan train` will do the same",
-        flag="--compile",
+        False, "run through torch.compile, or estimate so; `plan train` will do the same", flag="--compile"
     )
     tensor: Sequence[int] = option(
         (),
-        "also profile layers that so many ranks divide between them, as in 2,4,8, for `tensor` of `plan solve`; the "
-        "model file or the model says which are divided. One device does, as the first of these ranks; what ranks "
-        "all-reduce is counted, and takes what the links of a cluster take",
+        "also profile, on this device alone, layers that so many ranks divide between them, as in 2,4,8, for `tensor` "
+        "of `plan solve`; the model file or the model says which are divided",
         "T,T",
         parse=degrees,
     )
@@ -60,10 +50,7 @@ class ProfileOptions(ModelOptions):
     )
     threads: int = option(1, "CPU cores per worker", "N")
     processes: int = option(
-        1,
-        "workers that will train on this machine's CPU cores. One is measured while the others train beside it, "
-        "because they compete for caches and memory bandwidth",
-        "N",
+        1, "workers that will train on this machine's CPU cores; one is measured while the others train beside it", "N"
     )
     deterministic: bool = option(
         False, "use only algorithms that give the same bits in every run. `plan train` will do the same"
@@ -71,13 +58,9 @@ class ProfileOptions(ModelOptions):
     seconds: float = option(SECONDS, "measure for S seconds after capture and warm-up, but at least three steps", "S")
     repeats: int = option(REPEATS, "measure at most N steps", "N")
     layer_by_layer: bool = option(
-        False,
-        "have only some layers at a time on the device, and the rest of the model in the host's memory; a model that "
-        "does not fit a GPU is measured so in any case",
+        False, "keep only some layers at a time on the device, as is done for any model that does not fit a GPU"
     )
-    progress: Callable[[str, float], None] | None = option(
-        None, "called with the phase and how much of it is done, 0 to 1", flag=None
-    )
+    progress: Callable[[str, float], None] | None = option(None, "called with the phase and its share done", flag=None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,18 +70,18 @@ class EstimateArguments(ModelOptions):
     device: str | None = option(None, "name in the table of devices, such as v100, h100 or cpu", flag=None)
     device_file: str | Path | None = option(None, "estimate for the device that this JSON file describes", "FILE")
     master_weights: bool = option(
-        False,
-        "weights and gradients are in `dtype`, and the optimizer updates copies in float32, as in Megatron: 16 bytes "
-        "per parameter with Adam. Such a profile can be solved and priced, but not trained here",
+        False, "weights and gradients are in `dtype`, with float32 copies, as in Megatron; not trained here"
     )
-    cuda_graph: bool = option(
-        False,
-        "forward and backward are captured as CUDA graphs, so that small kernels do not wait for the host. `plan "
-        "train` runs them one by one",
+    float32_gradients: bool = option(
+        False, "with `master_weights`: gradients are summed and all-reduced in float32, as in nanotron"
+    )
+    host: str | None = option(
+        None,
+        "what launches a GPU's kernels, which wait for it where they are small: eager, compiled, fused or graphs (CUDA "
+        "graphs of forward and backward); or its time per launch, as 35us",
+        "KIND",
+        told="eager, or compiled where a compiler fuses",
     )
     calibrate: Sequence[str | Path] = option(
-        (),
-        "fit the table to this profile, measured on such a device, with its model.py beside it; or to whole steps "
-        "whose times are known, as a JSON file lists them; may be repeated",
-        "FILE",
+        (), "fit the table to a profile of such a device, with its model.py beside it, or to a file of steps", "FILE"
     )

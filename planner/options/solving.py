@@ -20,14 +20,10 @@ if TYPE_CHECKING:
     from planner.formats.constraints import Constraints
     from planner.formats.profile import Profile
 
-# Which layers run their forward again, and do not keep what their backward needs: as few as memory demands, none, all
-# of every stage, or every unit of every stage by itself (`planner.cost.recomputation`).
+# The help of the options below says what these mean.
 RecomputeRule = Literal["auto", "never", "always", "blocks"]
-# Whether a stage's replicas divide the optimizer's state: where that is better, never, always.
 ShardRule = Literal["auto", "never", "always"]
-# Where stages may begin and end: between blocks of the model, between any layers, or within blocks where that pays.
 Granularity = Literal["auto", "block", "layer"]
-# How many minibatches are in flight: as many as the schedule's paper says, or more where workers would wait otherwise.
 DepthRule = Literal["auto", "published"]
 SolverName = Literal["auto", "search", "ilp"]
 
@@ -37,21 +33,13 @@ TIME_LIMIT_S = 60.0
 
 @dataclass
 class Progress:
-    """The best plan and the best bound so far. Searches write it; any thread may read it, and stop them.
+    """The best plan and the best bound so far. Searches write it; any thread may read it, and stop them."""
 
-    Attributes:
-        config: of the best plan so far; empty without one.
-        best_s: its seconds per minibatch.
-        bound_s: seconds per minibatch that no plan is below, as far as is known.
-        ends_at_s: when the search must answer, on the monotonic clock; None without a limit.
-        stop: is set by who waits no longer: the searches end as if their time were over.
-    """
-
-    config: str = ""
-    best_s: float = math.inf
-    bound_s: float = 0.0
-    ends_at_s: float | None = None
-    stop: threading.Event = field(default_factory=threading.Event)
+    config: str = ""  # of the best plan so far; empty without one
+    best_s: float = math.inf  # its seconds per minibatch
+    bound_s: float = 0.0  # seconds per minibatch that no plan is below, as far as is known
+    ends_at_s: float | None = None  # when the search must answer, on the monotonic clock; None without a limit
+    stop: threading.Event = field(default_factory=threading.Event)  # set, it ends searches as if time were over
 
     def begin(self, ends_at_s: float | None, bound_s: float) -> None:
         """Begin a search that knows nothing but a bound yet."""
@@ -78,12 +66,11 @@ class StageRules(Options):
 
     recompute: RecomputeRule = option(
         "auto",
-        "run forwards again before their backward, instead of keeping the activations: as few layers as memory demands "
-        "(auto), none (never), whole stages (always), or every block by itself (blocks)",
+        "layers that keep no activations and run forward again: as few as memory demands (auto), none (never), whole "
+        "stages (always), or every block by itself (blocks)",
     )
     shard_optimizer: ShardRule = option(
-        "auto",
-        "divide the optimizer's state over the replicas of a stage: where that is better (auto), never, or always",
+        "auto", "divide the optimizer's state over a stage's replicas where that is better (auto), never, or always"
     )
     max_stages: int | None = option(None, "at most N stages", "N", least=1, told="no limit")
     max_staleness: int | None = option(
@@ -99,12 +86,7 @@ class StageRules(Options):
         "or inside blocks only where that makes the plan 2% faster (auto)",
     )
     tensor: Sequence[int] = option(
-        (1,),
-        "ranks that may divide the layers of a replica between them (tensor parallelism), as in 1,2,4,8; the profile "
-        "must say what layers cost then",
-        "T,T",
-        parse=degrees,
-        told="1",
+        (1,), "ranks that may divide a replica's layers, as in 1,2,4, if profiled", "T,T", parse=degrees, told="1"
     )
 
     def __post_init__(self) -> None:
@@ -118,69 +100,46 @@ class StageRules(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class SolveOptions(StageRules):
-    """What to search for, beside profile and cluster.
-
-    Raises:
-        InputError: for an unknown schedule, or for `microbatches` beside `minibatch`.
-    """
+    """What to search for, beside profile and cluster."""
 
     schedule: Schedule | str = option(
-        DEFAULT,
-        "; ".join(f"{schedule}: {schedule.summary}" for schedule in SCHEDULES),
-        choices=NAMES,
+        DEFAULT, "; ".join(f"{schedule}: {schedule.summary}" for schedule in SCHEDULES), choices=NAMES
     )
     microbatches: int | None = option(
-        None,
-        "microbatches per minibatch, for schedules that divide it",
-        "M",
-        told=f"{MICROBATCHES_PER_GPU} per GPU",
+        None, "microbatches per minibatch, if the schedule divides it", "M", told=f"{MICROBATCHES_PER_GPU} per GPU"
     )
     minibatch: int | None = option(
-        None,
-        "samples per minibatch, a multiple of the profile's batch size, in place of `microbatches`; every candidate "
-        "keeps it",
-        "SIZE",
-        least=1,
+        None, "samples per minibatch, in steps of the batch size; not with `microbatches`", "SIZE", least=1
     )
     chunks: int = option(CHUNKS, "chunks of the model on each GPU, for interleaved", "V")
     depth: DepthRule = option(
         "auto",
-        "minibatches in flight under 1f1b and 2bw, and microbatches in flight under 1f1b-flush: as many as published, "
-        "or more (auto) where workers would otherwise wait for messages or for each other; under 1f1b each update "
-        "that gradients are later then must gain at least 5%",
+        "minibatches in flight under 1f1b and 2bw, microbatches under 1f1b-flush: as published, or more (auto) where "
+        "workers would wait otherwise; under 1f1b each update that gradients are later must gain at least 5%",
     )
     accept_divided_loss: bool = option(
-        False,
-        "plan schedules that divide minibatches also where the profile found that the loss is no mean over samples or "
-        "labels, such as a contrastive one: training then takes the mean of the microbatches' losses",
+        False, "divide minibatches even where the loss is no mean over samples: train the microbatches' mean"
     )
     vertical_sync: bool = option(
-        False,
-        "under 1f1b, run each minibatch with one version of the weights in all stages, that of the first stage when "
-        "the minibatch enters; later stages keep more versions for it",
+        False, "under 1f1b, run each minibatch with the weights that the first stage has when it enters"
     )
     cost_model: CostModelName = option("resource", COST_MODEL_HELP)
     solver: SolverName = option(
-        "auto",
-        "search: exact; ilp: an integer program (HiGHS or CBC), for constraints and GPUs that the search does not "
-        "take; auto: the search where it can, else ilp",
+        "auto", "search: exact; ilp: an integer program, which takes all constraints; auto: the search where it can"
     )
     constraints: "Constraints | None" = option(None, "what the plan must respect beside memory", flag=None)
     time_limit_s: float | None = option(
         TIME_LIMIT_S,
-        "answer after a time such as 30s, which all searches share, with the best plans so far; none: however long it "
-        "takes",
+        "answer after a time such as 30s with the best plans so far; none: however long it takes",
         "TIME",
         flag="--time-limit",
         unit="s",
         parse=time_limit,
         told=f"{TIME_LIMIT_S:g}s",
     )
-    progress: Progress | None = option(
-        None, "is told the best plan and the best bound so far, and may be read from another thread", flag=None
-    )
+    progress: Progress | None = option(None, "is told the best plan and bound so far", flag=None)
 
-    asked: bool = field(default=False, init=False, repr=False, compare=False)  # for the schedule, by its name
+    asked: bool = field(default=False, init=False, repr=False, compare=False)  # whether the schedule came as a name
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -210,12 +169,7 @@ class SolveOptions(StageRules):
         return self.vertical_sync or self.solver != "auto" or not (self.constraints is None or self.constraints.empty)
 
     def microbatches_on(self, cluster: "Cluster", profile: "Profile") -> int:
-        """Return the number of microbatches per minibatch on this cluster.
-
-        Raises:
-            InputError: where microbatches of the profile's size do not make the minibatch, or the schedule does not
-                divide minibatches.
-        """
+        """Return the microbatches per minibatch; raise InputError where the profile's or the schedule's make none."""
         if self.minibatch is None:
             usual = MICROBATCHES_PER_GPU * cluster.gpus if self.order.divides else 1
             return usual if self.microbatches is None else self.microbatches

@@ -14,28 +14,19 @@ STEPS = 100  # where the model file has no dataset(), and so no epoch to go by
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingOptions(Options):
-    """How to train; plan and model file say the rest.
-
-    Raises:
-        InputError: for a number out of its bounds.
-    """
+    """How to train; plan and model file say the rest."""
 
     drop_last: bool = option(False, "skip the last minibatch of an epoch if it is smaller")
     evaluate_every: int | None = option(
-        None,
-        "evaluate on evaluation_dataset() after every N minibatches and at the end; this does not change training",
-        "N",
-        least=1,
+        None, "evaluate on evaluation_dataset() after every N minibatches and at the end", "N", least=1
     )
     tensorboard: str | None = option(None, "write losses, rates and evaluations to DIR, for TensorBoard", "DIR")
     scale_lr: bool = option(
-        False,
-        "multiply each stage's learning rate by the number of minibatches that one of its updates averages: its "
-        "replicas under 1f1b, times `accumulate`",
+        False, "multiply each stage's learning rate by the number of minibatches that its update averages"
     )
     accept_divided_loss: bool = option(
         False,
-        "where the loss is no mean over samples, as a contrastive one, train on the mean of the microbatches' losses",
+        "train on the mean of the microbatches' losses where the loss is no mean over samples, as a contrastive one",
         told="refuse to divide its minibatches, unless the plan was solved so",
     )
     late_lr: float = option(
@@ -46,67 +37,43 @@ class TrainingOptions(Options):
         told="equal rates; 0.3 has helped short trainings of eight stages",
     )
     clip_grad_norm: float | None = option(
-        None,
-        "scale gradients down to norm X where it is larger: the norm over the whole model, or under 1f1b and 2bw that "
-        "of each stage",
-        "X",
-        positive=True,
+        None, "scale gradients down to norm X, of the model, or under 1f1b and 2bw of a stage", "X", positive=True
     )
     accumulate: int = option(
-        1,
-        "under 1f1b, update after K minibatches per replica, with their mean gradient; `plan simulate` predicts the "
-        "speed with the same `accumulate`",
-        "K",
-        least=1,
+        1, "under 1f1b, update after K minibatches per replica, with their mean gradient", "K", least=1
     )
     synchronous_start: float = option(
         0.0,
-        "under 1f1b and 2bw, train the first minibatches without late gradients, draining the pipeline after each one: "
-        "a share of them, as 0.2, or a number",
+        "under 1f1b and 2bw, drain the pipeline after each of the first minibatches: a share, as 0.2, or a number",
         "X",
         positive=True,
         told="none",
     )
-    deterministic: bool = option(
-        False,
-        "use only algorithms that give the same bits in every run, even if the profile was measured without; an "
-        "operation that has none ends the run",
-    )
+    deterministic: bool = option(False, "use only algorithms that give the same bits in every run, or end the run")
     deferred_batch_norm: bool = option(
-        False,
-        "update the running statistics of BatchNorm once per minibatch, from all its microbatches on all replicas, as "
-        "if it were not divided; each microbatch is still normalised by its own statistics",
+        False, "update BatchNorm's statistics once per minibatch, from all microbatches on all replicas"
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointOptions(Options):
-    """Which checkpoints to write, and which to resume from.
-
-    Raises:
-        InputError: for a number out of its bounds.
-    """
+    """Which checkpoints to write, and which to resume from."""
 
     every: int | None = option(
         None,
-        "after every N minibatches and at the end, drain the pipeline and write weights, optimizer state and the "
-        "position in the data",
+        "drain the pipeline and write a checkpoint after every N minibatches and at the end",
         "N",
         flag="--checkpoint-every",
         least=1,
     )
     folder: str = option(
-        "checkpoints",
-        "folder of the checkpoints, on a file system that all hosts share",
-        "DIR",
-        flag="--checkpoint-folder",
+        "checkpoints", "folder of the checkpoints, which all hosts share", "DIR", flag="--checkpoint-folder"
     )
     keep: int = option(3, "keep only the last K checkpoints", "K", least=1)
     resume: str | None = option(
         None,
-        "continue from the checkpoint PATH, or from the newest in the folder PATH; any plan of the model may have "
-        "written it. Without PATH, or with 'auto', continue from the newest in `folder`, if there is one. `steps` and "
-        "`epochs` count from the beginning of the first run",
+        "continue from the checkpoint PATH, or the newest in the folder PATH, of any plan of the model; without PATH, "
+        "or with 'auto', from the newest in `folder`, if there is one. `steps` and `epochs` count from the first run",
         "PATH",
         const="auto",
     )
@@ -114,16 +81,11 @@ class CheckpointOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions(Options):
-    """How to supervise a run; nothing here changes what is trained.
-
-    Raises:
-        InputError: for a number out of its bounds.
-    """
+    """How to supervise a run; nothing here changes what is trained."""
 
     hang_timeout_s: float = option(
         120.0,
-        "end the run and name the cause when a worker makes no progress for SECONDS longer than the slowest "
-        "instruction took",
+        "end the run when a worker makes no progress for SECONDS longer than the slowest instruction took",
         "SECONDS",
         flag="--hang-timeout",
         positive=True,
@@ -135,20 +97,12 @@ class RunOptions(Options):
         told="loopback on one host; under torchrun what GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME say, or the one that "
         "leads to worker 0",
     )
-    trace: str | None = option(
-        None,
-        "write what every worker did as a Chrome trace, which Perfetto opens, as `plan simulate` does with `trace`",
-        "FILE",
-    )
+    trace: str | None = option(None, "write what every worker did as a Chrome trace, which Perfetto opens", "FILE")
     trace_minibatches: tuple[int, int] | int = option(
         100, "trace the last N minibatches, or those from A on and before B", "N|A:B", parse=window
     )
     max_restarts: int = option(
-        0,
-        "when a worker fails, restart all from the last complete checkpoint, at most N times; on several hosts, "
-        "torchrun's --max-restarts does so",
-        "N",
-        least=0,
+        0, "after a failure restart all from the last checkpoint, at most N times, on one host", "N", least=0
     )
     stop_on_nan: bool = option(
         False, "end the run when the loss of a minibatch is NaN or infinite", told="report it in the result"
@@ -161,48 +115,36 @@ class TrainArguments(Options):
 
     steps: int | None = option(None, "train N minibatches", "N", least=1)
     epochs: int | None = option(
-        None,
-        "train N passes over dataset()",
-        "N",
-        least=1,
-        told=f"1, or {STEPS} minibatches without dataset()",
+        None, "train N passes over dataset()", "N", least=1, told=f"1, or {STEPS} minibatches without dataset()"
     )
     seed: int | None = option(None, "seed of weights, data order and dropout", told="0, or that of the checkpoint")
     device: DeviceType | None = option(
         None,
-        "compute on cpu, cuda (which ROCm's GPUs are, too), xpu or another kind that PyTorch offers; only cpu has been "
-        "tried so far",
+        "compute on cpu, cuda (ROCm's GPUs, too), xpu or another kind of PyTorch's; tried are cpu, and cuda on one GPU",
         "KIND",
         told="the kind that the plan was made for",
     )
     backend: Backend | None = option(
         None,
-        "send messages with NCCL, which needs a GPU for each worker, or with gloo, over which several workers may "
-        "share a GPU",
+        "send messages with NCCL, which needs a GPU for each worker, or with gloo, which does not",
         told="nccl with `device=cuda`, xccl with xpu, gloo with cpu",
     )
-    options: TrainingOptions | None = option(
-        None, "how to train, beside what the plan and the model file say", flag=None
-    )
+    options: TrainingOptions | None = option(None, "how to train", flag=None)
     checkpoints: CheckpointOptions | None = option(None, "which to write, and which to continue from", flag=None)
     baseline: BaselineName | None = option(
-        None,
-        "train the unsplit model with DistributedDataParallel on as many workers, to compare with the plan; if the "
-        "plan divides minibatches, workers share the microbatches and all-reduce the sum of their gradients once",
+        None, "train the unsplit model with DistributedDataParallel on as many workers, to compare"
     )
     save_weights: str | Path | None = option(
         None,
-        "write the trained weights under their names in the model: a .safetensors file, tensor by tensor, or one for "
-        "torch.load, for which worker 0 holds the whole model",
+        "write the trained weights under their names in the model: a .safetensors file, or one for torch.load, for "
+        "which worker 0 holds the whole model",
         "FILE",
     )
     defer_weights: bool | None = option(
         None,
-        "let each worker make only its own stages' weights, or all; the weights are the same",
+        "let each worker make only its own stages' weights, not all",
         negation="--no-defer-weights",
         told="only its own where the host has no room for a whole model per worker",
     )
     show_progress: bool = option(False, "show a progress line of the workers on stderr", flag=None)
-    run_options: RunOptions | None = option(
-        None, "how to watch the run: when to end or restart it, and what to record", flag=None
-    )
+    run_options: RunOptions | None = option(None, "how to watch the run", flag=None)

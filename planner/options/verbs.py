@@ -3,14 +3,14 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from planner.formats.link_names import BETWEEN_SERVERS, link_bandwidth
 from planner.formats.names import Backend, CodecName, DeviceType
 from planner.options.cluster import ClusterOptions, Quantities, each
 from planner.options.numbers import names
 from planner.options.option import Options, option, same
-from planner.options.solving import SolveOptions
+from planner.options.solving import Progress, SolveOptions
 from planner.options.training import TrainArguments
 from planner.schedule.one_stage import FLUSH
 from planner.schedule.schedule import Schedule
@@ -24,7 +24,6 @@ TOKENS, SAMPLES = 2048, 16  # of a microbatch: tokens where samples have many, e
 PER_SERVER = 8  # GPUs
 REPORT_S = 7.0  # with what simulation and page take besides, a report of 56 stages is there within 10 s
 POINTS = 9  # of a sweep
-ReportFormat = Literal["html", "svg"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,14 +32,14 @@ class PriceOptions(Options):
 
     replicas: str | int | Sequence[int | str] | None = option(
         None,
-        "replicas of each stage, or of all; 2x4 are two replicas of four ranks that divide layers between them",
+        "replicas of each stage, or of all; 2x4 are two replicas of four ranks that divide layers",
         "R|R,R",
         told="as many replicas as the GPUs allow for all",
     )
     recompute: str | bool | Sequence[int] | Mapping[int, int] = option(
         (),
         "stages, counted from 0, that run their forward again instead of keeping activations; with :N only the first N "
-        "of the model's blocks in the stage do, each by itself, as in all:4 or 0:4,1:2",
+        "blocks in the stage, as in all:4 or 0:4,1:2",
         "all|S,S:N",
         told="none",
     )
@@ -61,11 +60,7 @@ class FitOptions(SolveOptions):
 
     gpu: str = option("a100-80gb", "kind of GPU")
     servers: int | None = option(
-        None,
-        "servers that the GPUs are divided over",
-        "N",
-        least=1,
-        told=f"{PER_SERVER} GPUs in each",
+        None, "servers that the GPUs are divided over", "N", least=1, told=f"{PER_SERVER} GPUs in each"
     )
     bandwidth: Quantities | None = option(
         None,
@@ -78,11 +73,7 @@ class FitOptions(SolveOptions):
     compress: CodecName = same(ClusterOptions, "compress", "none", told="none")
     length: int | None = option(None, "tokens of a sample", "N", least=1, told="up to 2048")
     batch_size: int | None = option(
-        None,
-        "samples of a microbatch",
-        "N",
-        least=1,
-        told=f"as many as have {TOKENS} tokens, or {SAMPLES}",
+        None, "samples of a microbatch", "N", least=1, told=f"as many as have {TOKENS} tokens, or {SAMPLES}"
     )
     dtype: str = option("bfloat16", "of products, under autocast; weights are float32")
     schedule: Schedule | str = same(SolveOptions, "schedule", FLUSH, told=f"{FLUSH}, whose gradients are never late")
@@ -102,28 +93,20 @@ class ReportOptions(Options):
 
     profile: "Profile | str | Path | None" = option(
         None,
-        "profile that the plan was made from, for the comparisons; where it has several kinds of GPUs, as in "
-        "a100=a.json,t4=b.json",
+        "profile that the plan was made from, for the comparisons; of several kinds, as in a100=a.json,t4=b.json",
         "FILE",
         told="profile.json, if it is that one",
     )
     measured: "Timeline | str | Path | None" = option(
-        None,
-        "a run of the plan, as a trace or a timeline, to show beside the simulation",
-        "FILE",
-        flag="--run",
+        None, "a run of the plan, as a trace or a timeline, to show beside the simulation", "FILE", flag="--run"
     )
     minibatches: int | None = option(None, "simulate N minibatches", "N", told="enough for a steady state")
     accumulate: int | None = option(
-        None,
-        "under 1f1b, update after K minibatches per replica, as `plan train` does with `accumulate`",
-        "K",
-        least=1,
-        told="1",
+        None, "under 1f1b, update after K minibatches per replica, as in training", "K", least=1, told="1"
     )
     points: int = option(POINTS, "solve for N bandwidths, from a tenth to ten times the plan's; 0 for none", "N")
-    time_limit_s: float | str = same(SolveOptions, "time_limit_s", REPORT_S, told=f"{REPORT_S:g}s")
-    format: ReportFormat | None = option(None, "svg shows the timeline alone", told="that of the file's name, or html")
+    time_limit_s: float | None = same(SolveOptions, "time_limit_s", REPORT_S, told=f"{REPORT_S:g}s")
+    progress: Progress | None = same(SolveOptions, "progress")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,14 +127,12 @@ class SelftestOptions(Options):
 
     device: DeviceType | None = option(None, "what to check", "KIND", told="a GPU where PyTorch sees any, else cpu")
     workers: int = option(
-        2,
-        "workers of the runs that have several. With fewer GPUs than workers they share the GPUs, over gloo",
-        "N",
+        2, "workers of the runs that have several; fewer GPUs than workers are shared, over gloo unless told", "N"
     )
+    backend: Backend | None = same(TrainArguments, "backend", told="nccl where each worker has a GPU, else gloo")
     model: Sequence[str] = option(
         (),
-        "also cut this model after every layer: a model file, FILE:FUNCTION for another builder than build_model; may "
-        "be repeated",
+        "also cut this model after every layer: a model file, or FILE:FUNCTION; may be repeated",
         "FILE",
         repeat=True,
     )

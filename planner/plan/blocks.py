@@ -1,19 +1,10 @@
-"""Recognise a model's repeated blocks: runs of layers with equal operations, shapes and costs, as transformers have.
-
-The names of layers say where a block begins: "model.layers.3.mlp.up_proj" belongs to "model.layers.3". Where names say
-nothing, the shortest sequence of layers that repeats itself over most of the model is its block, and begins where the
-fewest bytes cross.
-"""
-
-from __future__ import annotations
+"""Recognise a model's repeated blocks, as transformers have, by the names of layers and their equal costs."""
 
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from statistics import median
-
-import numpy as np
 
 from planner.formats.profile import Layer, Profile
 
@@ -22,12 +13,7 @@ BLOCK = re.compile(r"(?:.*?\.)?\d+(?=\.|$)")
 
 
 def blocks_of(profile: Profile) -> list[range]:
-    """Divide the layers into the model's blocks, by position: the elements of its lists of modules.
-
-    Layers between two blocks belong to the earlier one, and those before the first block to the first. So an embedding
-    runs with the first block and the head with the last, as in most training frameworks. A model without lists is a
-    single block.
-    """
+    """Divide the layers into the elements of the model's lists of modules; others belong to the block before."""
     keys = _block_names(profile.layers)
     before = next((key for key in keys if key is not None), None)
     for position, key in enumerate(keys):
@@ -41,7 +27,6 @@ def _block_names(layers: Sequence[Layer]) -> list[str | None]:
 
 
 def _runs(keys: Sequence[str | None]) -> Iterator[tuple[str | None, range]]:
-    """Yield each run of equal keys with its positions."""
     stop = 0
     for key, group in groupby(keys):
         start, stop = stop, stop + len(list(group))
@@ -55,77 +40,25 @@ ALIKE = 0.25  # by how much the times of equal blocks may differ from their medi
 
 
 def block_ends(profile: Profile) -> frozenset[int]:
-    """Return the positions of the layers after which a block ends or the next begins; none without repeated blocks.
-
-    What stands before, between and behind the blocks (an embedding, a head) is divided from them as well.
-    """
+    """Return the positions of the layers after which a block, or what is before, between or behind blocks, ends."""
     ends = {end - 1 for block in repeated_blocks(profile) for end in (block.start, block.stop)}
     return frozenset(ends) - {-1, len(profile.layers) - 1}
 
 
 def repeated_blocks(profile: Profile) -> list[range]:
-    """Return the positions of the layers of each block; none for a model that is not mostly repeated blocks.
-
-    Blocks that are named alike count even where they differ from the others, as T5's first ones do.
-    """
+    """Return the positions of the layers of each block; none for a model that is not mostly repeated blocks."""
     if not profile.trainable:  # other orders of an imported graph are cuts as well
         return []
-    for blocks in (_by_names(profile.layers), _by_kinds(profile)):
-        if _share(profile.layers, blocks) >= MOST_OF_IT:
-            return blocks
-    return []
-
-
-def _by_names(layers: Sequence[Layer]) -> list[range]:
-    """Return the runs of layers that belong to the same element of a list of modules."""
-    keys = _block_names(layers)
-    before: str | None = None
+    keys, before = _block_names(profile.layers), None
     for position, key in enumerate(keys):
         # A layer that belongs to no module, such as an addition, is in the block around it.
         following = next((each for each in keys[position:] if each is not None), None)
         before = keys[position] = key or (before if before == following else None)
-    return [block for key, block in _runs(keys) if key is not None]
-
-
-def _by_kinds(profile: Profile) -> list[range]:
-    """Return the repetitions of the shortest sequence of kinds of layers that covers most layers.
-
-    Where whole blocks are single layers, that is one layer: several of them are no block.
-    """
-    numbers: dict[object, int] = {}
-    kinds = np.array([numbers.setdefault(kind_of(layer), len(numbers)) for layer in profile.layers])
-    best_start, best_stop, best_period = 0, 0, 1
-    for period in range(1, len(kinds) // FEWEST_REPEATS + 1):
-        start = 0
-        for same, group in groupby((kinds[:-period] == kinds[period:]).tolist()):
-            count = len(list(group))
-            if same and count + period > best_stop - best_start + period // 2:
-                best_start, best_stop, best_period = start, start + count + period, period
-            start += count
-    crossing = _crossing_bytes(profile)
-    first = min(range(best_start, best_start + best_period), key=lambda position: (crossing[position], position))
-    count = (best_stop - first) // best_period
-    return [range(first + number * best_period, first + (number + 1) * best_period) for number in range(count)]
-
-
-def _crossing_bytes(profile: Profile) -> list[int]:
-    """Return, for each position, the bytes that cross a cut before it."""
-    position = {layer.name: number for number, layer in enumerate(profile.layers)}
-    last_user: dict[tuple[str, str], int] = defaultdict(int)
-    for edge in profile.edges:
-        key = edge.source, edge.value
-        last_user[key] = max(last_user[key], position[edge.target])
-    changes = [0] * (len(profile.layers) + 1)
-    for number, layer in enumerate(profile.layers):
-        for value in layer.outputs:
-            if (layer.name, value.name) in last_user:
-                changes[number + 1] += value.output_bytes
-                changes[last_user[layer.name, value.name] + 1] -= value.output_bytes
-    return [int(total) for total in np.cumsum(changes)]
+    blocks = [block for key, block in _runs(keys) if key is not None]
+    return blocks if _share(profile.layers, blocks) >= MOST_OF_IT else []
 
 
 def _share(layers: Sequence[Layer], blocks: Sequence[range]) -> float:
-    """Return the share of the computation in blocks that equal enough others."""
     alike: dict[tuple[object, ...], list[float]] = defaultdict(list)
     for block in blocks:
         if len(block) >= FEWEST_LAYERS:
@@ -141,10 +74,8 @@ def _share(layers: Sequence[Layer], blocks: Sequence[range]) -> float:
 
 
 def kind_of(layer: Layer) -> tuple[object, ...]:
-    """Return the layer's operation and shapes: what equal layers have in common.
-
-    What it saves is left out: a value that all blocks use is saved once, by the first of them.
-    """
+    """Return the layer's operation and shapes: what equal layers have in common."""
+    # Without what it saves: a value that all blocks use is saved once, by the first of them.
     outputs = tuple((value.output_bytes, value.gradient_bytes) for value in layer.outputs)
     return layer.op, layer.weight_bytes, layer.gradient_bytes, outputs
 

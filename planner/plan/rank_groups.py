@@ -1,10 +1,4 @@
-"""Plans and clusters as groups of ranks see them, which divide every layer and work as one device.
-
-Everything but the executor takes a plan of groups for a plan: a group is a rank there, and the cluster has groups for
-devices.
-"""
-
-from __future__ import annotations
+"""Plans and clusters as groups of ranks see them, which divide every layer and work as one device."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -32,11 +26,7 @@ def of_groups(plan: Plan) -> Plan:
 
 
 def plan_of_tensor_rank(plan: Plan, place: int) -> Plan:
-    """Return the plan as the ranks see it that have this place in their tensor-parallel groups: whom they receive from.
-
-    All ranks of a group have the same values. So a rank takes them from the one of its own place; where the sender's
-    group has fewer ranks, the places begin again.
-    """
+    """Return the plan as the ranks at this place of their groups see it: they receive from ranks of the same place."""
     stages = (
         stage.model_copy(update={"ranks": stage.ranks[place % stage.tensor :: stage.tensor], "tensor": 1})
         for stage in plan.stages
@@ -64,11 +54,7 @@ def groups_of_ranks(plan: Plan) -> list[Ranks]:
 
 
 def on_ranks(groups: Sequence[Ranks], degrees: Sequence[int]) -> list[Ranks]:
-    """Return the ranks of each stage, which has these groups of so many ranks each.
-
-    Groups of one size keep their places, beside groups that idle. Groups of several sizes, which only clusters of equal
-    devices have, follow one another.
-    """
+    """Return the ranks of each stage, which has these groups; groups of several sizes follow one another."""
     if len(set(degrees)) == 1:
         return [tuple(group * degrees[0] + place for group in own for place in range(degrees[0])) for own in groups]
     size = {group: degree for own, degree in zip(groups, degrees, strict=True) for group in own}
@@ -78,11 +64,7 @@ def on_ranks(groups: Sequence[Ranks], degrees: Sequence[int]) -> list[Ranks]:
 
 
 def groups_of(cluster: Cluster, degree: int) -> Cluster:
-    """Return the cluster of groups of so many ranks, which fill the innermost levels.
-
-    Links that the devices of a server share carry the messages of all ranks of a group at once. Raise ClusterError if
-    groups of this size do not divide the levels evenly.
-    """
+    """Return the cluster of groups of so many ranks; raise ClusterError if they do not divide its levels evenly."""
     if cluster.kinds:
         raise ClusterError(f"groups of {degree} ranks need GPUs of one kind", hint="solve with `tensor=1`")
     left, devices, levels = degree, 1, list[Level]()
@@ -95,7 +77,7 @@ def groups_of(cluster: Cluster, degree: int) -> Cluster:
                     hint=f"give degrees in `tensor` that divide {level.size}",
                 )
             size = 1
-        # A group has a part of a shared link for the first of its ranks.
+        # Shared links carry the messages of all ranks of a group at once: it has a part for the first of its ranks.
         times, reduce = min(degree, devices) if level.shared else 1, level.all_reduce_bandwidth_bytes_per_s
         narrower = {
             "size": size,

@@ -1,10 +1,4 @@
-"""Turn a plan into the shape that schedules work on, and into the plan of its synchronous start.
-
-The first minibatches of an asynchronous training may be trained as a synchronous schedule trains them, because late
-gradients do most harm while weights move fastest, at the beginning.
-"""
-
-from __future__ import annotations
+"""Turn a plan into the shape that schedules work on, and into the plan of its synchronous start."""
 
 import math
 from collections.abc import Sequence
@@ -25,7 +19,7 @@ def synchronous_part(plan: Plan) -> Plan:
     """Return an asynchronous plan with the same stages and minibatches, which drains after every minibatch.
 
     Minibatches that the plan does not divide are divided into up to two microbatches per stage, as many as divide its
-    samples evenly. Times of a microbatch are taken to shrink in proportion; small ones take longer than that on a GPU.
+    samples evenly. Times are taken to shrink in proportion.
     """
     schedule, samples = plan.schedule.drained, plan.microbatch_size or 1
     most = 1 if plan.schedule.divides else _PARTS_PER_STAGE * len(plan.stages)
@@ -57,7 +51,6 @@ def synchronous_minibatches(start: float, minibatches: int) -> int:
 
 
 def shape_of(plan: Plan) -> PipelineShape:
-    """Return who runs which stage, and which stages exchange values."""
     return PipelineShape(
         ranks=tuple(stage.ranks for stage in plan.stages),
         channels=tuple(Channel(t.source, t.target, t.gradient_bytes > 0) for t in plan.transfers),
@@ -72,16 +65,7 @@ def shape_of(plan: Plan) -> PipelineShape:
 def check_divided_loss(
     model: str, loss: LossMean | None, schedule: Schedule, microbatches: int, *, accepted: bool = False
 ) -> None:
-    """Check that the schedule trains on the loss that the model file defines.
-
-    Args:
-        loss: what it is a mean over; None where that was not checked.
-        microbatches: that the schedule makes of a minibatch.
-        accepted: whether the user takes the mean of the microbatches' losses instead.
-
-    Raises:
-        InputError: for a loss of whole batches under a schedule that divides them.
-    """
+    """Raise InputError for a loss of whole batches under a schedule that divides them, unless the user accepts that."""
     if loss is None or loss.over != "batch" or loss.accepted or accepted or microbatches == 1 or not schedule.divides:
         return
     whole = " or ".join(each.name for each in SCHEDULES if not each.divides)
@@ -94,7 +78,6 @@ def check_divided_loss(
 
 
 def check_accumulate(plan: Plan, accumulate: int) -> None:
-    """Check that the plan's schedule can accumulate over minibatches; raise InputError with what to do instead."""
     if accumulate < 1:
         raise InputError(f"`accumulate={accumulate}` never updates", hint="give 1 or more")
     if accumulate > 1 and (not plan.schedule.stashes or plan.vertical_sync):
@@ -116,10 +99,7 @@ def trainable_pairs(
 
 
 def check_versions(schedule: Schedule, microbatches: int, replicas: Sequence[int], depths: Sequence[int]) -> None:
-    """Check that every stage can have its units in flight with the versions of weights that the schedule keeps.
-
-    Raise PlanError with the least number of microbatches that would do.
-    """
+    """Raise PlanError where a stage needs more versions of weights for its units in flight than the schedule keeps."""
 
     def suffice(number: int) -> bool:
         return all(schedule.versions_suffice(number, *stage) for stage in zip(replicas, depths, strict=True))
@@ -135,16 +115,8 @@ def check_versions(schedule: Schedule, microbatches: int, replicas: Sequence[int
 
 
 def deadlock(plan: Plan) -> PlanError:
-    """Return the error for a plan whose depths deadlock its workers, as those of a plan edited by hand may."""
     depths = [stage.in_flight for stage in plan.stages]
-    hint = "make the plan again with: plan solve"
-    uneven = [replicas for replicas in plan.replicas if plan.microbatches % replicas]
-    if plan.schedule.asynchronous and plan.schedule.divides and uneven:
-        hint = (
-            f"{uneven[0]} replicas do not divide {plan.microbatches} microbatches, where {plan.schedule} may need "
-            "depths other than the published ones: plan solve finds them; "
-            f"or take a multiple of {math.lcm(*plan.replicas)}"
-        )
     return PlanError(
-        f"the plan's stages wait for each other for ever: in_flight {depths} cannot feed '{plan.config}'", hint=hint
+        f"the plan's stages wait for each other for ever: in_flight {depths} cannot feed '{plan.config}'",
+        hint=f"make the plan again with plan solve, or take a multiple of {math.lcm(*plan.replicas)} `microbatches`",
     )

@@ -1,7 +1,5 @@
 """Find the weights that several stages share, and what prevents training them."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -27,17 +25,13 @@ class SharedWeight:
 
     @property
     def together(self) -> str:
-        """How to keep the weight in one stage."""
         return f"solve with `together={self.layers[0]},{self.layers[1]}`"
 
 
 def shared_weights(
     stages: Sequence[Sequence[str]], parameters: Mapping[str, Collection[str]]
 ) -> Iterator[SharedWeight]:
-    """Yield every weight that two stages use, once for each two of them.
-
-    `parameters`: the names of each layer's parameters, with the first name for all names of a tied one.
-    """
+    """Yield every weight that two stages use, once for each two of them, by the parameters of each layer."""
     users: dict[str, dict[int, str]] = {}  # weight -> stages that use it -> the first layer that does
     for number, layers in enumerate(stages):
         for layer in layers:
@@ -55,10 +49,7 @@ def trained_parameters(profile: Profile) -> dict[str, set[str]]:
 
 
 def copied_layers(profile: Profile, stages: Sequence[Sequence[str]]) -> list[list[Layer]]:
-    """Return, for each stage, the layers of earlier stages whose trained weights it copies.
-
-    Profiles know the cost of layers, not of weights: a copy counts as the whole first layer that has the weight.
-    """
+    """Return, for each stage, the layers of earlier stages whose trained weights it copies, each as a whole."""
     layer_of = {layer.name: layer for layer in profile.layers}
     copied: list[set[str]] = [set() for _ in stages]
     for weight in shared_weights(stages, trained_parameters(profile)):

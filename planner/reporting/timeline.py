@@ -1,10 +1,8 @@
-"""What a picture of a timeline shows: which workers, in which rows, in which colours and words.
-
-The SVG, the page and the trace each draw this description in their own way.
-"""
+"""What the page and the trace show of a timeline: which workers, in which rows, in which colours and words."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -96,3 +94,15 @@ def side_by_side(events: Iterable[Event]) -> Iterator[tuple[Event, int]]:
         row = next((number for number, end in enumerate(ends) if end <= event.start_s), len(ends))
         ends[row:] = [event.end_s, *ends[row + 1 :]]
         yield event, row
+
+
+def luminance(colour: str) -> float:
+    """Return the relative luminance of "#rrggbb" (WCAG 2): 0 for black, 1 for white."""
+    parts = (int(colour[start : start + 2], 16) / 255 for start in (1, 3, 5))
+    red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def ink_on(ground: str) -> str:
+    """Return white or black, whichever is easier to read on a colour."""
+    return "#ffffff" if luminance(ground) + 0.05 < math.sqrt(1.05 * 0.05) else "#000000"

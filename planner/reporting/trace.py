@@ -1,11 +1,8 @@
 """Write timelines as Chrome traces, which Perfetto (ui.perfetto.dev) and chrome://tracing open, and read them back.
 
 Source: "Trace Event Format", Google (the JSON object format). A worker is a process; compute, send, receive and
-all-reduce are its threads; each message is a flow from the computation that made it to the one that waited for it;
-memory is a counter. Times are in microseconds, to the nanosecond.
-
-The slices of a thread must not overlap partly. If a lane's slices do (a real run has several messages in progress at
-once), the lane has several threads.
+all-reduce are its threads, several of each where slices overlap, as in real runs; each message is a flow from the
+computation that made it to the one that waited for it; memory is a counter. Times are in microseconds.
 """
 
 from __future__ import annotations
@@ -19,7 +16,7 @@ from pydantic import ValidationError
 
 from planner.errors import InputError
 from planner.formats.files import first_problem, write_text
-from planner.formats.timeline import Event, EventKind, Events, Lane, Timeline, load_timeline
+from planner.formats.timeline import Event, EventKind, Events, Timeline, load_timeline
 from planner.reporting.timeline import LANE_ORDER, side_by_side
 from planner.simulator.summary import stages_of
 
@@ -79,7 +76,7 @@ def _slices(timeline: Timeline, events: Iterable[Event]) -> Iterator[TraceEvent]
         yield {
             "ph": "X",
             "pid": event.rank,
-            "tid": _thread(event.lane, row),
+            "tid": LANE_ORDER.index(event.lane) * _THREADS + row,
             "ts": start,
             "dur": round(_time(event.end_s) - start, 3),
             "name": timeline.name_of(event),
@@ -102,16 +99,19 @@ def _flows(timeline: Timeline, events: Iterable[Event]) -> Iterator[TraceEvent]:
         if made and used:
             name = "activation" if sent.kind == "send_activation" else "gradient"
             about = {"cat": name, "name": name, "id": number}
+            sender, receiver = made[-1], used[0]
             # Just inside each slice: at its very end the flow would bind to the next slice.
-            yield {"ph": "s", **about, "pid": sent.rank, "tid": 0, "ts": _within(made[-1], 0.999)}
-            yield {"ph": "f", "bp": "e", **about, "pid": sent.peer_rank, "tid": 0, "ts": _within(used[0], 0.001)}
+            left_s = sender.end_s - 0.001 * (sender.end_s - sender.start_s)
+            taken_s = receiver.start_s + 0.001 * (receiver.end_s - receiver.start_s)
+            yield {"ph": "s", **about, "pid": sent.rank, "tid": 0, "ts": _time(left_s)}
+            yield {"ph": "f", "bp": "e", **about, "pid": sent.peer_rank, "tid": 0, "ts": _time(taken_s)}
 
 
 def _counters(timeline: Timeline) -> Iterator[TraceEvent]:
     for curve in timeline.memory:
         for time_s, held in zip(curve.time_s, curve.held_bytes, strict=True):
-            args = {"bytes": held}
-            yield {"ph": "C", "pid": curve.rank, "ts": _time(time_s), "name": "memory", "args": args}
+            row = {"ph": "C", "pid": curve.rank, "ts": _time(time_s), "name": "memory"}
+            yield row | {"args": {"bytes": held}}
 
 
 def _names(timeline: Timeline, rows: Iterable[TraceEvent]) -> Iterator[TraceEvent]:
@@ -128,24 +128,11 @@ def _names(timeline: Timeline, rows: Iterable[TraceEvent]) -> Iterator[TraceEven
         yield {**about, "name": "thread_sort_index", "args": {"sort_index": thread}}
 
 
-def _thread(lane: Lane, row: int) -> int:
-    return LANE_ORDER.index(lane) * _THREADS + row
-
-
 def _time(seconds: float) -> float:
     return round(seconds * MICROSECONDS, 3)
 
 
-def _within(event: Event, share: float) -> float:
-    return _time(event.start_s + share * (event.end_s - event.start_s))
-
-
 def _event(row: TraceEvent) -> Event:
     end = round(row["ts"] + row["dur"], 3)  # to the bit equal to the start of an event that follows at once
-    return Event(
-        rank=row["pid"],
-        kind=row["cat"],
-        start_s=row["ts"] / MICROSECONDS,
-        end_s=end / MICROSECONDS,
-        **row["args"],
-    )
+    times = {"start_s": row["ts"] / MICROSECONDS, "end_s": end / MICROSECONDS}
+    return Event(rank=row["pid"], kind=row["cat"], **times, **row["args"])

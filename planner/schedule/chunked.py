@@ -1,9 +1,4 @@
-"""Schedules under which a worker has several stages, the chunks of the model that it holds.
-
-Such a schedule says which stages a worker runs and in which order it works on them; streams and depths follow from it.
-"""
-
-from __future__ import annotations
+"""Schedules under which a worker has several stages, the chunks of the model that it holds."""
 
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
@@ -20,7 +15,7 @@ Work = Literal["F", "B", "I", "W"]
 
 
 class Chunked(Synchronous):
-    """Base of schedules with several stages per worker; all stages have equally many replicas."""
+    """Base of schedules with several stages per worker: streams and depths follow from `worker_of` and `order`."""
 
     formula = "chunked"
     placed = False
@@ -31,7 +26,6 @@ class Chunked(Synchronous):
         """Yield (work, chunk, unit) in the order in which the worker at `position` of the pipeline does it."""
 
     def own_stages(self, position: int, workers: int, chunks: int) -> list[int]:
-        """Return the stages of the worker at `position`, its chunks in order."""
         return [stage for stage in range(workers * chunks) if self.worker_of(stage, workers) == position]
 
     def depths(self, replicas: Sequence[int], microbatches: int, chunks: int = 1) -> tuple[int, ...]:
@@ -67,7 +61,6 @@ class Chunked(Synchronous):
 
 @lru_cache(maxsize=4096)
 def _in_flight(schedule: Chunked, workers: int, chunks: int, units: int) -> tuple[int, ...]:
-    """Return how many units each of the `workers` x `chunks` stages has in flight."""
     most = [0] * (workers * chunks)
     for position in range(workers):
         flying, own = [0] * chunks, schedule.own_stages(position, workers, chunks)
@@ -78,7 +71,7 @@ def _in_flight(schedule: Chunked, workers: int, chunks: int, units: int) -> tupl
 
 
 class Interleaved(Chunked):
-    """Megatron-LM's interleaved 1F1B: K workers hold v chunks each, stage i of K·v on worker i mod K.
+    """Megatron-LM's interleaved 1F1B (Narayanan et al., SC 2021, section 2.2): stage i of K·v on worker i mod K.
 
     Microbatches go in groups of about K: a group passes a worker's first chunk, then its second, and so on, the
     backwards from the last chunk to the first, so that the bubble is that of chunks, not of whole workers. Worker p
@@ -88,8 +81,6 @@ class Interleaved(Chunked):
     name = "interleaved"
     title = "interleaved, {chunks} chunks per GPU, {microbatches} microbatches per minibatch"
     summary = "synchronous, several chunks of the model per GPU"
-    holds = "about as many as 1f1b, of each of the GPU's chunks"
-    source = "Narayanan et al., Megatron-LM, SC 2021, section 2.2"
     fixed_chunks = None
     torch_name = "ScheduleInterleaved1F1B"
 

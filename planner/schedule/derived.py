@@ -1,14 +1,11 @@
 """Derive streams from a schedule: forward-only ones for evaluation, and segments between which the pipeline drains.
 
-In an evaluation, batch b runs on replica b mod r of every stage. A worker with several stages takes groups of batches
-through one stage after the other, as under interleaved. All workers go through groups, stages and batches in one
-order, and a stage waits for earlier ones only, so no two of them can wait for each other.
+In an evaluation, batch b runs on replica b mod r of every stage, in groups of batches that pass one stage after the
+other. All workers go through groups, stages and batches in one order, so no two of them can wait for each other.
 
 At the end of a segment all stages are at one version, and a schedule's stream starts anew there. So a run that was
 stopped at the end of a segment and goes on later does, to the bit, what it had done without the stop.
 """
-
-from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -19,12 +16,7 @@ from planner.schedule.schedule import PipelineShape, stream
 
 
 def segments(first: int, last: int, *periods: int | None) -> Iterator[tuple[int, int]]:
-    """Yield the segments of the minibatches `first` to `last` (exclusive), cut at every multiple of each period.
-
-    A period of None never cuts.
-
-    Multiples count from the run's beginning, not from `first`: a run that goes on is cut where the whole one was.
-    """
+    """Yield the segments of minibatches `first` to `last` (exclusive), cut at the run's multiples of each period."""
     wanted = [period for period in periods if period is not None]
     while first < last:
         end = min([last, *((first // period + 1) * period for period in wanted)])
@@ -52,11 +44,7 @@ def _later(instruction: Instruction, minibatches: int) -> Instruction:
 
 
 def evaluation_stream(shape: PipelineShape, rank: int, batches: int) -> Iterator[Instruction]:
-    """Yield the instructions of worker `rank` for `batches` batches.
-
-    Args:
-        shape: of the pipeline, with the channels of evaluation.
-    """
+    """Yield the instructions of worker `rank` for `batches` batches; `shape` has the channels of evaluation."""
     whole, size = replace(shape, microbatches=1), group_size(shape)  # replicas take turns by batches
     for first in range(0, batches, size):
         for stage in shape.stages_of(rank):
@@ -66,5 +54,4 @@ def evaluation_stream(shape: PipelineShape, rank: int, batches: int) -> Iterator
 
 
 def group_size(shape: PipelineShape) -> int:
-    """Return the batches in a group: enough to give every worker something to do."""
     return sum(len(ranks) for ranks in set(shape.ranks))

@@ -1,11 +1,8 @@
 """Instructions: what a worker does, as data.
 
-A *unit* of work is one microbatch of one minibatch (asynchronous schedules have one microbatch per minibatch).
-An instruction names its unit and stage; a message also names the stage and the rank at its other end. Nothing
-else is needed to run or to draw a pipeline.
+A *unit* of work is one microbatch of one minibatch. An instruction names its unit and stage; a message also names the
+stage and the rank at its other end. Nothing else is needed to run or to draw a pipeline.
 """
-
-from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -14,8 +11,6 @@ MICROBATCHES_PER_GPU = 4  # from which on GPipe (Huang et al. 2019, section 2.3)
 CHUNKS = 2  # of the model on each GPU, where a schedule interleaves them
 LATE_UPDATES = 4  # gradients that are more updates late than this are worth a warning
 MOMENTUM_UPDATES = 3  # from so many on, large momentum has made losses larger by 10% and more
-
-
 POSTED = 2  # receives per channel that are open at once: one message in use and one on its way
 # Messages that a host may have taken and its GPU not passed yet. Until then their memory cannot be given out again:
 # without a bound the host's lead would decide how much memory messages take.
@@ -31,27 +26,20 @@ class Unit(NamedTuple):  # a tuple hashes and compares in C: every instruction l
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """Run the stage's layers on `unit`, and stash the version of the weights that it uses.
-
-    `version`: the updates that version has had; None for the newest, whichever that is.
-    """
+    """Run the stage's layers on `unit`, and stash the version of the weights that it uses."""
 
     stage: int
     unit: Unit
-    version: int | None = None
+    version: int | None = None  # the updates that it has had; None for the newest
 
 
 @dataclass(frozen=True, slots=True)
 class Backward:
-    """Run the backward of `unit`, with the weight version its forward used.
-
-    `last_of_round`: the worker's last backward before the round's update; gradients are complete as it proceeds,
-    so their all-reduce may begin.
-    """
+    """Run the backward of `unit`, with the weight version its forward used."""
 
     stage: int
     unit: Unit
-    last_of_round: bool = True
+    last_of_round: bool = True  # gradients are complete as it proceeds, so their all-reduce may begin
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +52,7 @@ class BackwardInput:
 
 @dataclass(frozen=True, slots=True)
 class BackwardWeight:
-    """Run the rest of the backward of `unit`: the gradients of the weights.
-
-    `last_of_round`: as of `Backward`.
-    """
+    """Run the rest of the backward of `unit`: the gradients of the weights."""
 
     stage: int
     unit: Unit
@@ -76,7 +61,7 @@ class BackwardWeight:
 
 @dataclass(frozen=True, slots=True)
 class _Message:
-    """A message of `unit` between `stage`, on this worker, and `peer_stage` on `peer_rank`."""
+    """A message of `unit` between `stage`, on this worker, and `peer_stage` on `peer_rank`; sends never wait."""
 
     stage: int
     unit: Unit
@@ -85,26 +70,28 @@ class _Message:
 
 
 class ReceiveActivation(_Message):
-    """Take the values of `unit` that stage `peer_stage` on `peer_rank` sends to `stage`."""
-
     __slots__ = ()
 
 
 class SendActivation(_Message):
-    """Hand the values of `unit` to stage `peer_stage` on `peer_rank`; never waits for it."""
-
     __slots__ = ()
 
 
 class ReceiveGradient(_Message):
-    """Take the gradients of the values that went to `peer_stage` for `unit`."""
-
     __slots__ = ()
 
 
 class SendGradient(_Message):
-    """Return the gradients of the values that came from `peer_stage` for `unit`."""
+    __slots__ = ()
 
+
+class SendShared(_Message):
+    """Send the stage's gradients, of round `unit.minibatch`, of the weights that it shares with `peer_stage`."""
+
+    __slots__ = ()
+
+
+class ReceiveShared(_Message):
     __slots__ = ()
 
 
@@ -121,38 +108,20 @@ class AllReduce:
 
 
 @dataclass(frozen=True, slots=True)
-class Update:
-    """Step the optimizer with the gradients of round `round`: this makes weight version `round` + 1.
-
-    `kept`: the older versions that forwards yet to come use.
-    """
-
-    stage: int
-    round: int
-    kept: tuple[int, ...] = ()
-
-
-class SendShared(_Message):
-    """Hand the stage's gradients of the weights that it shares with `peer_stage` to `peer_rank`; never waits for it.
-
-    They are those of a round: `unit.minibatch` is its number, `unit.microbatch` 0.
-    """
-
-    __slots__ = ()
-
-
-class ReceiveShared(_Message):
-    """Take the gradients of the weights shared with `peer_stage`, of the round `unit.minibatch`."""
-
-    __slots__ = ()
-
-
-@dataclass(frozen=True, slots=True)
 class AddShared:
     """Sum the gradients of round `round` of all stages that share weights: the next update steps with the sums."""
 
     stage: int
     round: int
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """Step the optimizer with the gradients of round `round`: this makes weight version `round` + 1."""
+
+    stage: int
+    round: int
+    kept: tuple[int, ...] = ()  # the older versions that forwards yet to come use
 
 
 Receive = ReceiveActivation | ReceiveGradient | ReceiveShared
@@ -161,12 +130,12 @@ Message = Receive | Send
 Compute = Forward | Backward | BackwardInput | BackwardWeight | Update
 Instruction = Message | Compute | AllReduce | AddShared
 
+_RECEIVES: dict[type[Send], type[Receive]] = {
+    SendActivation: ReceiveActivation,
+    SendGradient: ReceiveGradient,
+    SendShared: ReceiveShared,
+}
+
 
 def matching_receive(send: Send, sender_rank: int) -> Receive:
-    """Return the instruction at the other end of `send`."""
-    kinds: dict[type[Send], type[Receive]] = {
-        SendActivation: ReceiveActivation,
-        SendGradient: ReceiveGradient,
-        SendShared: ReceiveShared,
-    }
-    return kinds[type(send)](stage=send.peer_stage, unit=send.unit, peer_stage=send.stage, peer_rank=sender_rank)
+    return _RECEIVES[type(send)](send.peer_stage, send.unit, send.stage, sender_rank)

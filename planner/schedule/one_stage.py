@@ -1,7 +1,5 @@
 """Schedules with one stage per worker: 1f1b and 2bw, and those that drain the pipeline before every update."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterator
 
@@ -18,18 +16,15 @@ from planner.schedule.schedule import Count, PipelineShape, Schedule, Synchronou
 
 
 class Flush(Synchronous):
-    """PipeDream-Flush: 1F1B within each minibatch. As fast as GPipe, with no more units in flight than 1F1B has."""
+    """PipeDream-Flush: 1F1B within each minibatch (Narayanan et al., PipeDream-2BW, ICML 2021, section 3.2)."""
 
     name = "1f1b-flush"
     title = "1f1b-flush, {microbatches} microbatches per minibatch"
     summary = "synchronous, as gpipe in less memory"
-    holds = "d microbatches"
-    source = "Narayanan et al., PipeDream-2BW, ICML 2021, section 3.2"
     deepens = True
 
     def in_flight(self, replicas: Count, gpus_after: Count, microbatches: int) -> Count:
-        """Return the warm-up depth, or the replica's share of the microbatches where that is less."""
-        most, depth = share(microbatches, replicas), warm_up_depth(replicas, gpus_after)
+        most, depth = -(-microbatches // replicas), warm_up_depth(replicas, gpus_after)
         return most + (depth - most) * (depth < most)  # the lesser of the two, also for arrays
 
     def minibatch(self, shape: PipelineShape, stage: int, rank: int, minibatch: int) -> Iterator[Instruction]:
@@ -42,26 +37,15 @@ class Flush(Synchronous):
         yield from finish_minibatch(shape, [stage], rank, minibatch)
 
 
-def share(microbatches: int, replicas: Count) -> Count:
-    """Return how many of a minibatch's microbatches the busiest replica runs."""
-    return -(-microbatches // replicas)
-
-
 FLUSH = Flush()
 
 
 class DoubleBuffered(Schedule):
-    """PipeDream-2BW: 1F1B over the microbatches of all minibatches, with two versions of the weights.
-
-    Minibatch t runs at the version that minibatch t - 2 left, whatever is there since.
-    """
+    """PipeDream-2BW (Narayanan et al., ICML 2021, section 3.1): minibatch t runs at the version that t - 2 left."""
 
     name = "2bw"
     title = "2bw, two weight versions, {microbatches} microbatches per minibatch"
     summary = "asynchronous, with two weight versions and one update per minibatch of several microbatches"
-    updates = "after all microbatches of a minibatch, while those of the next are under way"
-    holds = "d microbatches"
-    source = "Narayanan et al., PipeDream-2BW, ICML 2021, section 3.1"
     formula = "double-buffered"
     asynchronous = True
     placed = False
@@ -70,15 +54,13 @@ class DoubleBuffered(Schedule):
     drained = FLUSH
 
     def versions_suffice(self, microbatches: int, replicas: int, in_flight: int) -> bool:
-        """Return whether every minibatch finds the one before the last done: r <= m and d - 1 <= floor(m / r)."""
+        # Every minibatch finds the one before the last done.
         return replicas <= microbatches and in_flight - 1 <= microbatches // replicas
 
     def deepest(self, replicas: int, microbatches: int) -> int | None:
-        """Return floor(m / r) + 1: minibatch t - 2 must be done when minibatch t begins."""
         return microbatches // replicas + 1
 
     def turn(self, shape: PipelineShape, unit: Unit) -> int:
-        """Return the number of the microbatch over all minibatches, as the depths count them."""
         return unit.minibatch * shape.microbatches + unit.microbatch
 
     def stream(self, shape: PipelineShape, stage: int, rank: int, minibatches: int) -> Iterator[Instruction]:
@@ -104,14 +86,11 @@ TWO_BW = DoubleBuffered()
 
 
 class OneForwardOneBackward(Schedule):
-    """PipeDream's schedule: the pipeline never drains, each unit's backward uses the weights of its forward."""
+    """PipeDream's schedule (Narayanan et al., SOSP 2019, section 3.2): the pipeline never drains."""
 
     name = "1f1b"
     title = "1f1b with weight stashing"
     summary = "asynchronous, with weight stashing"
-    updates = "after every backward; with replicas, after every round of one minibatch each"
-    holds = "d, as above"
-    source = "Narayanan et al., PipeDream, SOSP 2019, section 3.2"
     formula = "asynchronous"
     asynchronous = True
     divides = False
@@ -121,8 +100,7 @@ class OneForwardOneBackward(Schedule):
     leaner = (TWO_BW, FLUSH)
 
     def deepest(self, replicas: int, microbatches: int) -> int | None:
-        """Return None: minibatches follow one another without end."""
-        return None
+        return None  # minibatches follow one another without end
 
     def stream(self, shape: PipelineShape, stage: int, rank: int, minibatches: int) -> Iterator[Instruction]:
         replicas = shape.ranks[stage]
@@ -167,21 +145,18 @@ ONE_F_ONE_B = OneForwardOneBackward()
 
 
 class GPipe(Flush):
-    """All forwards of a minibatch, then all its backwards: 1F1B whose warm-up is the whole minibatch."""
+    """All forwards of a minibatch, then all its backwards (Huang et al., GPipe, NeurIPS 2019, section 2.3)."""
 
     name = "gpipe"
     title = "gpipe, {microbatches} microbatches per minibatch"
     summary = "synchronous, all forwards of a minibatch before its backwards"
-    holds = "all microbatches of the minibatch"
-    source = "Huang et al., GPipe, NeurIPS 2019, section 2.3"
     deepens = False
     alternates = False
     torch_name = "ScheduleGPipe"
     leaner = (TWO_BW, FLUSH)
 
     def in_flight(self, replicas: Count, gpus_after: Count, microbatches: int) -> Count:
-        """Return the replica's share of the microbatches."""
-        return share(microbatches, replicas)
+        return -(-microbatches // replicas)
 
 
 GPIPE = GPipe()
@@ -193,9 +168,6 @@ class Naive(Flush):
     name = "naive"
     title = "naive, one minibatch at a time"
     summary = "one minibatch at a time, to compare with"
-    updates = "after every minibatch"
-    holds = "1: nothing overlaps"
-    source = "the baseline of GPipe and PipeDream: one worker computes at a time"
     divides = False
     pipelined = False
     deepens = False
@@ -203,7 +175,6 @@ class Naive(Flush):
     torch_name = "ScheduleGPipe"  # of one microbatch
 
     def in_flight(self, replicas: Count, gpus_after: Count, microbatches: int) -> Count:
-        """Return one."""
         return replicas * 0 + 1
 
 
@@ -211,28 +182,24 @@ NAIVE = Naive()
 
 
 class ZeroBubble(Flush):
-    """1f1b-flush with backwards in two parts, of which the second, for the gradients of weights, fills the bubble.
+    """1f1b-flush with backwards in two parts (Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024, section 2).
 
     Gradients of weights come some backwards after those of activations, which other stages wait for. A unit is in
     flight until its second part is done: the later a stage, the longer that waits, so that all stages hold what the
-    first one does. The delay matters where the pipeline fills and where it drains. In between all workers are busy, and
-    a backward in one part computes less: it finds what it needs in the cache.
+    first one does. Where the pipeline neither fills nor drains, a backward in one part computes less.
     """
 
     name = "zb-h1"
     title = "zb-h1, backwards in two parts, {microbatches} microbatches per minibatch"
     summary = "synchronous, as 1f1b-flush, but the gradients of weights fill the bubble"
-    holds = "what the first stage has, some of which wait for their gradients of weights"
-    source = "Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024, section 2"
     splits_backward = True
     deepens = False
     solved_as = FLUSH
 
     def depths_of(self, shape: PipelineShape) -> tuple[int, ...]:
-        """Return the warm-up depth of the first stage for every stage that splits its backwards."""
         depths = warm_up_depths(shape.replicas)
         wanted = (max(depths[0], depth) if shape.splits(stage) else depth for stage, depth in enumerate(depths))
-        return tuple(min(share(shape.microbatches, r), depth) for r, depth in zip(shape.replicas, wanted, strict=True))
+        return tuple(min(-(-shape.microbatches // r), depth) for r, depth in zip(shape.replicas, wanted, strict=True))
 
     def minibatch(self, shape: PipelineShape, stage: int, rank: int, minibatch: int) -> Iterator[Instruction]:
         if not shape.splits(stage):

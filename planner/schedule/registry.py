@@ -1,7 +1,5 @@
 """All schedules. A new one is a file beside this one, and a line here."""
 
-from __future__ import annotations
-
 from planner.errors import InputError
 from planner.schedule.chunked import INTERLEAVED
 from planner.schedule.one_stage import FLUSH, GPIPE, NAIVE, ONE_F_ONE_B, TWO_BW, ZB_H1

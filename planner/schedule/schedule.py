@@ -1,12 +1,8 @@
 """What a schedule is, and the pipeline that it runs on.
 
-A schedule is one object with everything that differs between schedules: its traits, how many units are in flight, how
-many versions of the weights a stage holds, which worker runs which stage, and the instructions of each worker. The
-command line, the solver, the simulator, the executor and the report ask the object; none of them knows a schedule by
-its name. `planner.schedule.registry` lists the schedules, which are in files beside this one.
-
-A *unit* of work is one microbatch, and a *round* all units between two updates of a stage. Under schedules that divide
-minibatches a round is a minibatch; under 1f1b it is `accumulate` minibatches on each of the stage's replicas.
+A schedule is one object with everything that differs between schedules. A *unit* of work is one microbatch, and a
+*round* all units between two updates of a stage: a minibatch, or under 1f1b `accumulate` minibatches on each of the
+stage's replicas.
 """
 
 from __future__ import annotations
@@ -35,7 +31,7 @@ Formula = Literal["asynchronous", "double-buffered", "synchronous", "chunked"]
 
 @dataclass(frozen=True)
 class Channel:
-    """Stage `source` sends activations to the later stage `target`; `gradient`: and receives their gradients."""
+    """Stage `source` sends activations to the later stage `target`, and may receive their gradients."""
 
     source: int
     target: int
@@ -43,20 +39,13 @@ class Channel:
 
 
 class Schedule(ABC):
-    """An order of work for pipelines, and what follows from it.
-
-    Class attributes are the traits. A synchronous schedule drains the pipeline before every update, so that training
-    equals training on one device; an asynchronous one does not.
-    """
+    """An order of work for pipelines, and what follows from it; class attributes are the traits."""
 
     name: ClassVar[str]
     title: ClassVar[str]  # for people; {microbatches} and {chunks} are filled in
     summary: ClassVar[str]  # half a line of help
-    updates: ClassVar[str] = "after all microbatches of a minibatch"  # for the table of schedules
-    holds: ClassVar[str]  # what a stage has between forward and backward, for the table
-    source: ClassVar[str]  # paper and section
     formula: ClassVar[Formula]
-    asynchronous: ClassVar[bool] = False  # updates without draining the pipeline
+    asynchronous: ClassVar[bool] = False  # updates without draining the pipeline: training differs from one device's
     divides: ClassVar[bool] = True  # a minibatch is several microbatches
     pipelined: ClassVar[bool] = True  # several units are in flight
     stashes: ClassVar[bool] = False  # each unit in flight may have a weight version of its own
@@ -83,7 +72,6 @@ class Schedule(ABC):
 
     @property
     def chunked(self) -> bool:
-        """Whether a worker has several stages."""
         return self.fixed_chunks != 1
 
     @property
@@ -102,7 +90,6 @@ class Schedule(ABC):
         return self
 
     def worker_of(self, stage: int, workers: int) -> int:
-        """Return the position in the pipeline of the worker that runs `stage`."""
         return stage % workers
 
     def versions(self, in_flight: Count) -> Count:
@@ -110,33 +97,19 @@ class Schedule(ABC):
         return in_flight if self.stashes else in_flight * 0 + self.weight_versions
 
     def staleness(self, in_flight: int) -> int:
-        """Return how many updates late a stage's gradients are with so many units in flight; 0 as on one device.
-
-        Where the schedule stashes, each unit in flight but the oldest has an update between its forward and its
-        backward: n - 1 at the first of n stages under 1f1b. Elsewhere only an older version of all weights is used.
-        """
+        """Return how many updates late a stage's gradients are with so many units in flight; 0 as on one device."""
+        # Where the schedule stashes, each unit but the oldest has an update between its forward and its backward.
         return (in_flight if self.stashes else self.weight_versions) - 1
-
-    def later(self, depths: Sequence[int], others: Sequence[int]) -> int:
-        """Return by how many updates the latest gradients are later with so many units in flight than with others."""
-        return self.staleness(max(depths)) - self.staleness(max(others))
 
     def versions_suffice(self, microbatches: int, replicas: int, in_flight: int) -> bool:
         """Return whether a stage may have so many units in flight with the versions of weights that it holds."""
         return True
 
     def in_flight(self, replicas: Count, gpus_after: Count, microbatches: int) -> Count:
-        """Return how many units are between forward and backward on one replica, for schedules without chunks.
-
-        Args:
-            replicas: of the stage; any shape.
-            gpus_after: workers of all later stages; broadcasts with `replicas`.
-            microbatches: per minibatch.
-        """
+        """Return how many units are between forward and backward on one replica, for schedules without chunks."""
         return warm_up_depth(replicas, gpus_after)
 
     def depths(self, replicas: Sequence[int], microbatches: int, chunks: int = 1) -> tuple[int, ...]:
-        """Return how many units one replica of each stage has in flight, with so many chunks per worker."""
         after = gpus_after(replicas)
         return tuple(self.in_flight(r, behind, microbatches) for r, behind in zip(replicas, after, strict=True))
 
@@ -150,25 +123,11 @@ class Schedule(ABC):
         """Return the most units that one replica can have in flight whatever its memory; None without a limit."""
         return -(-microbatches // replicas)
 
-    def check(self, shape: PipelineShape) -> None:
-        """Check that the schedule can run a pipeline of this shape.
-
-        Raises:
-            ValueError: naming what does not go together.
-        """
-        if not self.divides and shape.microbatches != 1:
-            raise ValueError(f"schedule '{self}' has one microbatch per minibatch, not {shape.microbatches}")
-        if not self.stashes and shape.accumulate != 1:
-            raise ValueError(f"schedule '{self}' accumulates over microbatches, not over minibatches")
-        if not self.stashes and shape.vertical_sync:
-            raise ValueError(f"vertical sync is for schedules that stash weights, not for '{self}'")
-
     def turn(self, shape: PipelineShape, unit: Unit) -> int:
         """Return the number of `unit` in the order in which replicas take turns."""
         return unit.minibatch if shape.microbatches == 1 else unit.microbatch
 
     def splits(self, shape: PipelineShape, stage: int) -> bool:
-        """Return whether the stage runs backwards in two parts: only where an earlier stage waits for the first."""
         return self.splits_backward and any(channel.gradient for channel in shape.arriving(stage))
 
     @abstractmethod
@@ -192,42 +151,29 @@ class Synchronous(Schedule):
 
 @dataclass(frozen=True)
 class PipelineShape:
-    """What a schedule needs to know of a plan.
+    """What a schedule needs to know of a plan."""
 
-    Args:
-        ranks: per stage, the ranks of its replicas.
-        channels: the pairs of stages that exchange values.
-        microbatches: per minibatch; 1 for schedules that do not divide minibatches.
-        depths: per stage, the most units between forward and backward on one replica; None for the schedule's own.
-        vertical_sync: under 1f1b, a minibatch uses the same version of the weights at every stage.
-        shared: pairs of stages that hold the same weights (see `planner.schedule.versions`).
-        accumulate: minibatches per replica between two updates of 1f1b; the others divide minibatches for that.
-    """
-
-    ranks: tuple[tuple[int, ...], ...]
+    ranks: tuple[tuple[int, ...], ...]  # per stage, of its replicas
     channels: tuple[Channel, ...]
     schedule: Schedule
-    microbatches: int = 1
-    depths: tuple[int, ...] | None = None
-    vertical_sync: bool = False
-    accumulate: int = 1
-    shared: tuple[tuple[int, int], ...] = ()
+    microbatches: int = 1  # per minibatch; 1 for schedules that do not divide minibatches
+    depths: tuple[int, ...] | None = None  # per stage, the most units in flight on a replica; None: the schedule's own
+    vertical_sync: bool = False  # under 1f1b, a minibatch uses the same version of the weights at every stage
+    accumulate: int = 1  # minibatches per replica between two updates of 1f1b; the others divide minibatches for that
+    shared: tuple[tuple[int, int], ...] = ()  # pairs of stages that hold the same weights (`planner.schedule.versions`)
 
     def __post_init__(self) -> None:
-        self.schedule.check(self)
-        if self.vertical_sync and self.accumulate != 1:
-            raise ValueError("vertical sync counts versions by rounds of one minibatch per replica")
-        if self.vertical_sync and self.shared:
-            raise ValueError("with vertical sync shared weights would be at another version than the others")
+        # What users ask for is checked where they ask (`planner.plan.shape`, `planner.formats.plan`).
+        assert self.schedule.divides or self.microbatches == 1
+        assert self.schedule.stashes or (self.accumulate == 1 and not self.vertical_sync)
+        assert not self.vertical_sync or (self.accumulate == 1 and not self.shared)
 
     @property
     def asynchronous(self) -> bool:
-        """Whether a stage updates without draining the pipeline."""
         return self.schedule.asynchronous
 
     @property
     def replicas(self) -> tuple[int, ...]:
-        """Replicas per stage."""
         return tuple(map(len, self.ranks))
 
     @property
@@ -241,25 +187,22 @@ class PipelineShape:
         return len(set(self.ranks))
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """Return the stages that worker `rank` runs, in order."""
         return tuple(stage for stage, ranks in enumerate(self.ranks) if rank in ranks)
 
     @cached_property
-    def _by_end(self) -> tuple[dict[int, tuple[Channel, ...]], dict[int, tuple[Channel, ...]]]:
-        """Channels by target and by source, so that a pipeline of a thousand stages does not search its channels."""
-        by_end: tuple[dict[int, tuple[Channel, ...]], dict[int, tuple[Channel, ...]]] = ({}, {})
+    def _by_end(self) -> dict[tuple[str, int], list[Channel]]:
+        # So that a pipeline of a thousand stages does not search its channels.
+        by_end: dict[tuple[str, int], list[Channel]] = {}
         for channel in self.channels:
-            for channels, end in zip(by_end, (channel.target, channel.source), strict=True):
-                channels[end] = (*channels.get(end, ()), channel)
+            by_end.setdefault(("target", channel.target), []).append(channel)
+            by_end.setdefault(("source", channel.source), []).append(channel)
         return by_end
 
-    def arriving(self, stage: int) -> tuple[Channel, ...]:
-        """Return the channels by which activations reach `stage`."""
-        return self._by_end[0].get(stage, ())
+    def arriving(self, stage: int) -> Sequence[Channel]:
+        return self._by_end.get(("target", stage), ())
 
-    def leaving(self, stage: int) -> tuple[Channel, ...]:
-        """Return the channels by which activations leave `stage`."""
-        return self._by_end[1].get(stage, ())
+    def leaving(self, stage: int) -> Sequence[Channel]:
+        return self._by_end.get(("source", stage), ())
 
     def sharers(self, stage: int) -> tuple[int, ...]:
         """Return the other stages that hold weights of `stage`."""
@@ -280,24 +223,16 @@ class PipelineShape:
         """Return how many updates late the gradients of `stage` are; with vertical sync, as many as the first one's."""
         return self.schedule.staleness(self.in_flight(0 if self.vertical_sync else stage))
 
-    def units_per_update(self, rank: int) -> int:
-        """Return how many units worker `rank` runs between two updates, on all its stages."""
-        if self.schedule.stashes:
-            return self.accumulate
-        return sum(len(self.units_of(stage, rank, 0)) for stage in self.stages_of(rank))
-
     def rank_of(self, stage: int, unit: Unit) -> int:
         """Return the worker that runs `unit` at `stage`, forward and backward: replicas take turns (1F1B-RR)."""
         replicas = self.ranks[stage]
         return replicas[0] if len(replicas) == 1 else replicas[self.schedule.turn(self, unit) % len(replicas)]
 
     def units_of(self, stage: int, rank: int, minibatch: int) -> list[Unit]:
-        """Return the units of a minibatch that worker `rank` runs on `stage`."""
         units = (Unit(minibatch, microbatch) for microbatch in range(self.microbatches))
         return [unit for unit in units if self.rank_of(stage, unit) == rank]
 
     def splits(self, stage: int) -> bool:
-        """Return whether the stage runs backwards in two parts."""
         return self.schedule.splits(self, stage)
 
     def in_flight(self, stage: int) -> int:
@@ -310,7 +245,6 @@ class PipelineShape:
 
     @cached_property
     def entry(self) -> Entry | None:
-        """What decides the weight versions of all stages under vertical sync."""
         return Entry(len(self.ranks[0]), self.in_flight(0)) if self.vertical_sync else None
 
     def versions(self, stage: int) -> int:
@@ -326,11 +260,7 @@ def gpus_after(replicas: Sequence[int]) -> list[int]:
 
 
 def warm_up_depth(replicas: Count, gpus_after: Count) -> Count:
-    """Return ceil((replicas + gpus_after) / replicas): what a replica admits before its first backward under 1F1B.
-
-    For the first stage this is NOAM, the number of minibatches in flight per input replica (Narayanan et al.,
-    PipeDream, SOSP 2019, section 3.2).
-    """
+    """Return what a replica admits before its first backward under 1F1B (NOAM: PipeDream, SOSP 2019, section 3.2)."""
     return 1 + -(-gpus_after // replicas)
 
 
@@ -340,9 +270,6 @@ def warm_up_depths(replicas: Sequence[int]) -> tuple[int, ...]:
 
 
 def stream(shape: PipelineShape, stage: int, rank: int, minibatches: int) -> Iterator[Instruction]:
-    """Yield all instructions of worker `rank` for `minibatches` minibatches, in the order it runs them.
-
-    `stage` is one of the worker's. The stream is lazy: a week of training costs no memory.
-    """
+    """Yield all instructions of worker `rank`, one of whose stages is `stage`, in the order it runs them; lazily."""
     assert rank in shape.ranks[stage]
     yield from shape.schedule.stream(shape, stage, rank, minibatches)

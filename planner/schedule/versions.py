@@ -1,33 +1,26 @@
 """Weight versions across stages: vertical sync, and weights that several stages share.
 
 Vertical sync (PipeDream, SOSP 2019, section 3.3): all stages run a minibatch at the first stage's weight version.
-
-A version is what some first minibatches have left, so with replicas "the same version" means: of the same minibatches.
 Minibatch t enters the first stage, of r_0 replicas and depth d_0, after v = max(0, floor(t / r_0) - d_0 + 1) of its
 rounds, hence after the minibatches before v·r_0. A stage of r replicas then uses what floor(v·r_0 / r) of its own
-rounds have left: all of those minibatches, but for a round that is not whole, and none after them. These rounds are
-over when minibatch t comes: their backwards have passed the stage before they passed the first one.
+rounds have left: all of those minibatches, but for a round that is not whole, and none after them.
 
-Shared weights: each stage that holds a shared weight has a copy of its own. Once per round it sends its gradient to the
-others. Every stage sums all gradients in the order of the stages, so that all copies take the same steps to the bit.
-
-Synchronous schedules and 2bw sum the gradients of a round before its update. Under 1f1b a stage does not wait for that.
-The stage with most minibatches in flight (mostly the first) finishes round t last; by then another stage is ahead by as
-many rounds as it has fewer in flight, its lag. That stage applies the sum of round t with the update of its round
-t + lag. So every minibatch sees a shared weight at one version in all stages, that of the largest depth d:
-w(t+1) = w(t) - lr * grad f(w(t-d+1)). Sums that are left at the end of a run get updates of their own.
+Shared weights: once per round, each stage that holds a copy sends its gradient to the others, and sums all gradients in
+the order of the stages, so that all copies take the same steps to the bit. Under 1f1b a stage does not wait for that.
+The stage with most minibatches in flight finishes round t last; by then another stage is ahead by as many rounds as it
+has fewer in flight, its lag. That stage applies the sum of round t with the update of its round t + lag. So every
+minibatch sees a shared weight at one version in all stages: w(t+1) = w(t) - lr * grad f(w(t-d+1)), d the largest depth.
+Sums that are left at the end of a run get updates of their own.
 """
-
-from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import takewhile
 from math import lcm
 
 
 def sharers(pairs: Sequence[tuple[int, int]], stage: int) -> tuple[int, ...]:
-    """Return the stages that share weights with `stage`, in order."""
     return tuple(sorted({other for pair in pairs if stage in pair for other in pair if other != stage}))
 
 
@@ -54,14 +47,8 @@ class Entry:
 
     def to_come(self, minibatches: range, replicas: int, newest: int) -> tuple[int, ...]:
         """Return the versions older than `newest` that a replica's coming `minibatches` use."""
-        found: list[int] = []
-        for minibatch in minibatches:
-            version = self.version(minibatch, replicas)
-            if version >= newest:
-                break
-            if version not in found:
-                found.append(version)
-        return tuple(found)
+        versions = (self.version(minibatch, replicas) for minibatch in minibatches)
+        return tuple(dict.fromkeys(takewhile(lambda version: version < newest, versions)))
 
 
 @lru_cache(maxsize=4096)

@@ -10,9 +10,10 @@ from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 
-from planner.analysis.own_plan import price, stages_ending_at
+from planner.analysis.given_plan import price, stages_ending_at
 from planner.api.running import profile, train
 from planner.formats.cluster import flat_cluster
+from planner.formats.names import Backend
 from planner.formats.own_plan import OwnPlan
 from planner.formats.plan import Plan
 from planner.formats.profile import Profile
@@ -24,25 +25,23 @@ from planner.workers.job import TrainResult
 
 SEED = 3
 BATCH_SIZE = 4  # samples of a microbatch
-_ANY_BANDWIDTH = 1e9  # of plans whose speed does not matter
 
 Result = Literal["passed", "failed", "skipped"]
 
 
 class Outcome(NamedTuple):
-    """What a case found."""
+    """What a case found: see `planner.selfcheck.run.Row`."""
 
-    result: Result  # "skipped" where the case cannot run on this machine
-    found: str  # in words, with the numbers; why the case was skipped
-    value: float | None = None  # the number that was judged, if there is one
-    limit: float | None = None  # the most that it may be
+    result: Result
+    found: str
+    value: float | None = None
+    limit: float | None = None
 
 
 Case: TypeAlias = tuple[str, Callable[[], Outcome]]  # its name, and what finds its outcome; an exception fails it
 
 
 def judged(good: bool, found: str, value: float | None = None, limit: float | None = None) -> Outcome:
-    """Return the outcome of a case that passes or fails."""
     return Outcome("passed" if good else "failed", found, value, limit)
 
 
@@ -52,26 +51,26 @@ class Lab:
 
     device: torch.device  # of all workers
     workers: int  # of the runs that have several
-    folder: Path  # for files; it goes when the self-test ends
+    folder: Path  # for temporary files
     models: tuple[str, ...] = ()  # of the user's, to cut beside the built-in ones
+    backend: Backend | None = None  # of the messages; None for the device's own where each worker has a GPU, else gloo
     _profiles: dict[tuple[str, int], Profile] = field(default_factory=dict)
 
     @property
     def on_gpu(self) -> bool:
-        """Whether the device is a GPU."""
         return self.device.type != "cpu"
 
     def profile(self, model: str, batch_size: int = BATCH_SIZE) -> Profile:
         """Profile a model with as few steps as there can be, once."""
-        key = model, batch_size
-        if key not in self._profiles:
+        if (key := (model, batch_size)) not in self._profiles:
             self._profiles[key] = profile(model, batch_size=batch_size, device=str(self.device), seconds=0.0)
         return self._profiles[key]
 
     def train(self, model: str, plan: Plan, steps: int) -> TrainResult:
-        """Train in worker processes, as `plan train` does; over gloo where they share GPUs, which NCCL cannot."""
+        """Train in worker processes, as `plan train` does; unless told over gloo where they share GPUs."""
         shared = self.on_gpu and plan.workers > runtime_of(self.device).count()
-        return train(model, plan, steps=steps, seed=SEED, device=self.device.type, backend="gloo" if shared else None)
+        backend = self.backend or ("gloo" if shared else None)
+        return train(model, plan, steps=steps, seed=SEED, device=self.device.type, backend=backend)
 
 
 def location(builder: str) -> str:
@@ -82,21 +81,13 @@ def location(builder: str) -> str:
 def even_plan(
     profile: Profile, schedule: Schedule, replicas: Sequence[int], *, microbatches: int | None = None
 ) -> Plan:
-    """Return a plan whose stages have equally many layers, whatever a search would choose.
-
-    Args:
-        schedule: where it has several chunks per worker, each of the stages has as many.
-        replicas: of each stage.
-        microbatches: of a minibatch; None for two per worker, under schedules that divide minibatches.
-    """
+    """Return a plan whose stages have equally many layers and these replicas, whatever a search would choose."""
     workers = sum(replicas)
     counts = [*replicas] * ((schedule.fixed_chunks or CHUNKS) if schedule.chunked else 1)
     legal = [layer.name for layer in profile.layers if layer.name not in profile.no_cut_after]
     *ends, _ = accumulate(equal_counts(len(legal), len(counts)))
-    stages = zip(stages_ending_at(profile, [legal[end - 1] for end in ends]), counts, strict=True)
-    own = OwnPlan(
-        stages=tuple(stage.model_copy(update={"replicas": count}) for stage, count in stages),
-        schedule=schedule,
-        microbatches=microbatches or (2 * workers if schedule.divides else 1),
-    )
-    return price(profile, flat_cluster(workers, _ANY_BANDWIDTH), own)
+    cut = zip(stages_ending_at(profile, [legal[end - 1] for end in ends]), counts, strict=True)
+    stages = tuple(stage.model_copy(update={"replicas": count}) for stage, count in cut)
+    microbatches = microbatches or (2 * workers if schedule.divides else 1)
+    own = OwnPlan(stages=stages, schedule=schedule, microbatches=microbatches)
+    return price(profile, flat_cluster(workers, bandwidth_bytes_per_s=1e9), own)

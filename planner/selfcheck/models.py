@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset, TensorDataset
 
-SIZE, PATCH, CLASSES = 12, 2, 10
+SIZE, WIDTH, CLASSES = 12, 192, 10
 KILLED = "PLAN_SELFTEST_KILLED"  # in the environment: a file for the time at which worker 0 kills itself
 KILLED_IN = 6  # this update
 
@@ -39,44 +39,30 @@ def build_convolutional(blocks: int = 12, channels: int = 8) -> nn.Module:
     return nn.Sequential(nn.Conv2d(3, channels, 3, padding=1), *(Convolution(channels) for _ in range(blocks)), *head)
 
 
-def build_transformer(width: int = 32, heads: int = 2, blocks: int = 4) -> nn.Module:
-    """Return blocks of attention over patches of the image; the first and the last share a weight."""
+def build_transformer() -> nn.Module:
+    """Return blocks of attention over rows of the image, enough to measure memory by; two share a weight."""
     encoder = partial(nn.TransformerEncoderLayer, dropout=0.0, batch_first=True, norm_first=True)
-    layers = [encoder(width, heads, 4 * width) for _ in range(blocks)]
+    layers = [encoder(WIDTH, 4, 4 * WIDTH) for _ in range(4)]
     layers[-1].linear1 = layers[0].linear1
-    patches = [nn.Conv2d(3, width, PATCH, PATCH), nn.Flatten(2), _Transposed()]
-    head = [nn.LayerNorm(width), _Transposed(), nn.AdaptiveAvgPool1d(1), nn.Flatten(), nn.Linear(width, CLASSES)]
-    return nn.Sequential(*patches, *layers, *head)
-
-
-def build_wide() -> nn.Module:
-    """Return a wider transformer, whose activations are enough to measure memory by."""
-    return build_transformer(192, 4)
+    head = [nn.LayerNorm(WIDTH), nn.Flatten(), nn.Linear(3 * SIZE * WIDTH, CLASSES)]
+    return nn.Sequential(nn.Flatten(1, 2), nn.Linear(SIZE, WIDTH), *layers, *head)
 
 
 def build_trivial() -> nn.Module:
-    """Return small linear layers, whose operations take some microseconds."""
     layers = [nn.Sequential(nn.Linear(CLASSES, CLASSES), nn.Tanh()) for _ in range(16)]
     return nn.Sequential(nn.Flatten(), nn.Linear(3 * SIZE**2, CLASSES), *layers)
 
 
-class _Transposed(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.transpose(1, 2)
-
-
 def example_batch(batch_size: int) -> tuple[tuple[Tensor], Tensor]:
-    """Return random images and classes."""
     return (torch.randn(batch_size, 3, SIZE, SIZE),), torch.randint(0, CLASSES, (batch_size,))
 
 
 def loss(output: Tensor, target: Tensor) -> Tensor:
-    """Return the mean cross-entropy."""
     return F.cross_entropy(output, target)
 
 
 class Killable(torch.optim.SGD):
-    """SGD with momentum that ends worker 0 in an update, if the environment says so."""
+    """SGD that ends worker 0 in an update, if the environment says so."""
 
     updates = 0
 
@@ -89,12 +75,10 @@ class Killable(torch.optim.SGD):
 
 
 def optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """Return SGD with momentum."""
     return Killable(parameters, lr=0.005, momentum=0.9)
 
 
 def dataset() -> Dataset[tuple[Tensor, ...]]:
-    """Return 4,096 random images: no run comes to a last minibatch, whose microbatches might differ in size."""
-    generator = torch.Generator().manual_seed(1)
-    images = torch.randn(4096, 3, SIZE, SIZE, generator=generator)
-    return TensorDataset(images, torch.randint(0, CLASSES, (4096,), generator=generator))
+    # No run comes to a last minibatch, whose microbatches might differ in size.
+    images = torch.randn(4096, 3, SIZE, SIZE, generator=torch.Generator().manual_seed(1))
+    return TensorDataset(images, torch.arange(4096) % CLASSES)

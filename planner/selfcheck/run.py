@@ -4,43 +4,55 @@ from __future__ import annotations
 
 import math
 import os
+import socket
 import tempfile
 import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
+from statistics import median
+from typing import cast, get_args
+
+import torch
+import torch.distributed as dist
 
 from planner.errors import InputError, PlannerError, reason_of
 from planner.formats.files import Record
+from planner.formats.names import Backend
 from planner.formats.shown import Shown
+from planner.model.loss import loss_of
+from planner.model.spec import load_model_file
 from planner.options.option import keywords_of
 from planner.options.verbs import SelftestOptions
-from planner.profiler.this_machine import check_positive, parse_device
+from planner.profiler.links.measure_cluster import measure_host
+from planner.profiler.this_machine import (
+    check_positive,
+    describe_gpu,
+    describe_processor,
+    describe_software,
+    gpus_of_kinds,
+    parse_device,
+    thread_count,
+)
 from planner.reporting.tables.table import Table
-from planner.selfcheck import cuts, machine, training
-from planner.selfcheck.lab import Case, Lab, Outcome, Result
+from planner.runtime import kinds_here, runtime_of
+from planner.schedule.one_stage import ONE_F_ONE_B
+from planner.selfcheck import cuts, training
+from planner.selfcheck.lab import BATCH_SIZE, Case, Lab, Outcome, Result, even_plan, location
+from planner.units import format_bandwidth, format_seconds
 from planner.version import __version__
 from planner.workers.launch import environment
 from planner.workers.meeting import worker_variables
-from planner.workers.place import kind_here
+from planner.workers.place import check_backend, kind_here
 
-FOUND_WIDTH = 96  # columns
-CHECKS: Mapping[str, Callable[[Lab], Iterator[Case]]] = {
-    "environment": machine.environment_cases,
-    "links": machine.link_cases,
-    "cuts": cuts.cases,
-    "training": training.training_cases,
-    "memory": training.memory_cases,
-    "failures": training.failure_cases,
-}
 # A GPU would multiply in TF32 in some kernels, which hides differences. The libraries read this when they are loaded.
 EXACT = {"NVIDIA_TF32_OVERRIDE": "0"}
+TRIVIAL, STEPS = location("build_trivial"), 300  # of the host's overhead
 
 
 class Row(Record):
-    """One case of a check, and what came of it."""
-
     check: str
     name: str
     result: Result
@@ -61,53 +73,106 @@ class SelftestReport(Shown, Record):
     seconds: float
 
     def __str__(self) -> str:
-        return selftest_report(self)
+        rows = [
+            [row.check, row.name, row.result, textwrap.fill(row.found, 96), f"{row.seconds:.1f}"] for row in self.rows
+        ]
+        table = Table(["check", "case", "result", "found", "seconds"], rows, "llllr").text()
+        results = [row.result for row in self.rows]
+        counts = ", ".join(f"{results.count(result)} {result}" for result in get_args(Result))
+        where = f"planner {self.version} on {self.device} with {self.workers} workers, {self.date}"
+        return f"{table}\n\n{counts} in {self.seconds:.0f} s: {where}"
 
     @property
     def passed(self) -> bool:
         """Whether no row failed."""
-        return not self.count("failed")
+        return all(row.result != "failed" for row in self.rows)
 
-    def count(self, result: Result) -> int:
-        """Count the rows with this result."""
-        return sum(row.result == result for row in self.rows)
+
+def environment_cases(lab: Lab) -> Iterator[Case]:
+    """Yield what this machine is, and what a worker costs on it; a case fails where that cannot be found out."""
+    yield "software", lambda: Outcome("passed", describe_software())
+    yield "machine", lambda: Outcome("passed", f"{describe_processor()}, load {os.getloadavg()[0]:.1f}")
+    variables = [f"{name}={os.environ[name]}" for name in sorted(os.environ) if name.startswith(("GLOO_", "NCCL_"))]
+    network = ", ".join([*(name for _, name in socket.if_nameindex()), *variables])
+    yield "network", lambda: Outcome("passed", network)
+    for index, gpu in enumerate(gpus_of_kinds(kinds_here())):
+        yield f"gpu {index}", partial(lambda each: Outcome("passed", describe_gpu(each)), gpu)
+    yield "host overhead", partial(_overhead, lab)
+
+
+def _overhead(lab: Lab) -> Outcome:
+    spec, times_s = load_model_file(TRIVIAL), []
+    model, batch = spec.build_model().to(lab.device), spec.example_batch(BATCH_SIZE)
+    optimizer = spec.optimizer(dict(model.named_parameters()))
+    with thread_count(1):
+        for _ in range(STEPS):
+            started_s, here = time.perf_counter(), batch.to(lab.device)
+            optimizer.zero_grad()
+            loss = loss_of(model(*here.args, **here.kwargs), here.target, spec.loss)
+            torch.autograd.backward(loss)
+            optimizer.step()
+            loss.item()  # as a pipeline reads it
+            times_s.append(time.perf_counter() - started_s)
+    plain_s = median(times_s)
+    result = lab.train(TRIVIAL, even_plan(lab.profile(TRIVIAL), ONE_F_ONE_B, (1,)), STEPS)
+    more_s = BATCH_SIZE / result.samples_per_s - plain_s
+    found = f"{more_s * 1e6:+.0f} µs per microbatch beside a plain step of {plain_s * 1e6:.0f} µs"
+    return Outcome("passed", found, more_s)
+
+
+def link_cases(lab: Lab) -> Iterator[Case]:
+    yield "gloo", partial(_link, lab, "gloo")
+    own = runtime_of(lab.device).backend
+    yield "nccl", partial(_link, lab, "nccl" if own == "gloo" else cast("Backend", own))
+
+
+def _link(lab: Lab, backend: Backend) -> Outcome:
+    enough = lab.backend == backend or runtime_of(lab.device).count() > 1
+    there = lab.on_gpu and dist.is_backend_available(backend) and enough
+    if lab.workers < 2 or (backend != "gloo" and not there):
+        return Outcome("skipped", "two workers have a link; NCCL needs two GPUs, and a PyTorch that has it")
+    (level,) = measure_host(2, lab.device.type, backend).levels
+    sums, each_way = level.all_reduce_bandwidth_bytes_per_s or 0.0, level.bandwidth_bytes_per_s
+    found = f"{format_bandwidth(each_way)} each way at once, {format_seconds(level.latency_s)} of latency"
+    return Outcome("passed", f"{found}, {format_bandwidth(sums)} in sums")
+
+
+CHECKS: Mapping[str, Callable[[Lab], Iterator[Case]]] = {
+    "environment": environment_cases,
+    "links": link_cases,
+    "cuts": cuts.cases,
+    "training": training.training_cases,
+    "memory": training.memory_cases,
+    "failures": training.failure_cases,
+}
 
 
 @keywords_of(SelftestOptions, arguments=0)
 def selftest(options: SelftestOptions) -> SelftestReport:
-    """Check on this host that planning and training work; all files are temporary, and no process is left.
-
-    Raises:
-        InputError: when there is no such device or check, or under torchrun.
-    """
+    """Check on this host that planning and training work; all files are temporary, and no process is left."""
     for argument, names in (("only", options.only), ("skip", options.skip)):
         if unknown := [name for name in names if name not in CHECKS]:
             raise InputError(f"`{argument}={unknown[0]}` is no check", hint=f"the checks are {', '.join(CHECKS)}")
     if int({**os.environ, **worker_variables(os.environ)}.get("WORLD_SIZE", "1")) > 1:
         raise InputError(
             "the self-test is for one host and starts its own workers, and this is one of several processes",
-            hint="run it once on each host, without torchrun; plan profile under torchrun measures the links between "
-            "hosts",
+            hint="run it once on each host, without torchrun",
         )
     check_positive("workers", options.workers)
-    kind = options.device or kind_here()
-    started, date = time.monotonic(), datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
-    rows: list[Row] = []
+    check_backend(options.device or kind_here(), options.backend)
+    kind, rows, started = options.device or kind_here(), list[Row](), time.monotonic()
+    date = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
     with tempfile.TemporaryDirectory(prefix="plan-selftest-") as folder, environment(EXACT):
-        lab = Lab(parse_device(kind), options.workers, Path(folder), tuple(options.model))
+        lab = Lab(parse_device(kind), options.workers, Path(folder), tuple(options.model), options.backend)
         for check, cases in CHECKS.items():
             if check in (options.only or CHECKS) and check not in options.skip:
                 for case in cases(lab):
                     rows.append(run_case(check, case))
                     if options.on_row is not None:
                         options.on_row(rows[-1])
+    seconds = time.monotonic() - started
     return SelftestReport(
-        version=__version__,
-        date=date,
-        device=kind,
-        workers=options.workers,
-        rows=tuple(rows),
-        seconds=time.monotonic() - started,
+        version=__version__, date=date, device=kind, workers=options.workers, rows=tuple(rows), seconds=seconds
     )
 
 
@@ -121,15 +186,3 @@ def run_case(check: str, case: Case) -> Row:
     if outcome.value is not None and not math.isfinite(outcome.value):
         outcome = outcome._replace(value=None)  # JSON has no NaN
     return Row(check=check, name=name, seconds=time.monotonic() - started, **outcome._asdict())
-
-
-def selftest_report(report: SelftestReport) -> str:
-    """Return the rows as a table, and their number by result."""
-    rows = [
-        [row.check, row.name, row.result, textwrap.fill(row.found, FOUND_WIDTH), f"{row.seconds:.1f}"]
-        for row in report.rows
-    ]
-    table = Table(["check", "case", "result", "found", "seconds"], rows, "llllr").text()
-    counts = ", ".join(f"{report.count(result)} {result}" for result in ("passed", "failed", "skipped"))
-    where = f"planner {report.version} on {report.device} with {report.workers} workers, {report.date}"
-    return f"{table}\n\n{counts} in {report.seconds:.0f} s: {where}"

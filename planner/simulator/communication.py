@@ -1,22 +1,19 @@
 """Simulate messages and all-reduces on their way over the links, sent as the executor sends them.
 
-Messages of one kind from one stage to another, on given workers, follow one another. The next one starts only if the
-receiver has posted a receive for it: `POSTED` receives are open from the first time that the receiver asks for one. The
-parts of a stage's all-reduce follow one another, too. Where the stage's optimizer is sharded, they are those of a
-reduce-scatter, with half of the bytes; the all-gather after the update has the other half.
+Messages of one kind from one stage to another, on given workers, follow one another, as do the parts of a stage's
+all-reduce. The next message starts only if the receiver has posted a receive for it: `POSTED` receives are open from
+the first time that the receiver asks for one.
 
-Links have two directions. A device has a link of its own, with the bandwidth of the innermost level. Beyond a group of
-devices lies the next level: one link that the devices of the group share, or one for each if the level says so. A
-message crosses the links of all levels up to the one where its ends meet: outwards from its sender, inwards to its
+A message crosses the links of all levels up to the one where its ends meet: outwards from its sender, inwards to its
 receiver. An all-reduce ring crosses the own links of all its replicas and, once each way, those of every group that it
 passes through.
 """
 
-from __future__ import annotations
-
+import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from planner.cost.network.topology import Topology
 from planner.formats.cluster import Cluster
@@ -27,7 +24,7 @@ from planner.simulator.pipeline_costs import PipelineCosts
 
 
 class ClusterLinks:
-    """The links of `cluster`, made when a path first needs them."""
+    """The links of a cluster, made when a path first needs them."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.topology = Topology(cluster)
@@ -39,14 +36,12 @@ class ClusterLinks:
         self._links: dict[tuple[int, int, bool], LinkDirection] = {}
 
     def message(self, rank: int, peer: int) -> tuple[LinkPath, float]:
-        """Return the path of a message between two ranks, and its latency."""
         level = int(self.topology.level(rank, peer))
         ends = ((rank, True), (peer, False))
         links = tuple(self._link(number, at, sends) for number in range(level + 1) for at, sends in ends)
         return LinkPath(links, min(link.bytes_per_s for link in links)), float(self.topology.latency_s[level])
 
     def ring(self, ranks: Sequence[int]) -> tuple[LinkPath, float]:
-        """Return the path of an all-reduce, and the latency of all its steps."""
         span = self.topology.span(ranks)
         link = self.topology.link(span)
         links = dict.fromkeys(
@@ -55,7 +50,6 @@ class ClusterLinks:
         return LinkPath(tuple(links), link.ring_bytes_per_s), 2 * (len(ranks) - 1) * link.latency_s
 
     def uses(self, ranks: Sequence[int]) -> Iterator[LinkUse]:
-        """Yield what these ranks' own links carried, then the shared links that carried something."""
         for rank in sorted(ranks):
             for sends, does in ((True, "sends"), (False, "receives")):
                 yield self._link(0, rank, sends).use(f"worker {rank} {does}", rank, sends)
@@ -73,27 +67,20 @@ class ClusterLinks:
 
 
 @dataclass
-class _Connection:
-    """Messages of one kind from a stage on one worker to a stage on another."""
+class _Queue:
+    """What follows one another over one path: messages of one kind between two stages, or parts of all-reduces."""
 
-    sender: int
     path: LinkPath
     latency_s: float
-    waiting: deque[Send] = field(default_factory=deque)
-    started: int = 0
-    taken: int = 0
-    open: bool = False  # the receiver has asked for a first message
+    # How many may start: the receiver's posted receives, of which it has asked for none where this is None.
+    room: float | None = math.inf
+    # Bytes, seconds of latency, and who is told when they started and arrived.
+    waiting: deque[tuple[float, float, Callable[[float, float], None]]] = field(default_factory=deque)
     busy: bool = False
 
 
 @dataclass
 class Round:
-    """One all-reduce or all-gather of a stage.
-
-    Replicas join an all-gather after their update, and an all-reduce with the backward that completes their gradients,
-    or, without a backward in the round, when they come to the all-reduce itself.
-    """
-
     number: int
     joined: int = 0
     passed: int = 0
@@ -109,23 +96,20 @@ class Round:
 
 @dataclass
 class Collective:
-    """What the replicas of a stage do together once per round: an all-reduce or reduce-scatter, or an all-gather."""
+    """What the replicas of a stage do together once per round: an all-reduce or reduce-scatter, or an all-gather.
+
+    Replicas join an all-gather after their update, and an all-reduce with the backward that completes their gradients,
+    or, without a backward in the round, when they come to the all-reduce itself.
+    """
 
     stage: int
     gathers: bool
     joined: dict[int, int]  # how many rounds each rank has joined
-    path: LinkPath
-    latency_s: float
     moved_bytes: float
+    queue: _Queue
     rounds: dict[int, Round] = field(default_factory=dict)  # those in progress, by number
-    parts: deque[tuple[Round, float]] = field(default_factory=deque)  # that are ready, with their shares of the bytes
-    busy: bool = False
 
     def join(self, rank: int, start_s: float, backward_s: float, arrived_s: float) -> Round | None:
-        """Join the replica's next round, and return it if all replicas have joined it.
-
-        With the start and length of its backward; or, without one, 0 and when it came to the all-reduce.
-        """
         number = self.joined[rank]
         self.joined[rank] += 1
         joined = self.rounds.setdefault(number, Round(number))
@@ -136,18 +120,13 @@ class Collective:
         return joined if joined.joined == len(self.joined) else None
 
     def leave(self, number: int) -> None:
-        """Note that a replica has passed the round; the last one closes it."""
         self.rounds[number].passed += 1
         if self.rounds[number].passed == len(self.joined):
             del self.rounds[number]
 
 
 class Communication:
-    """The messages and all-reduces of one simulation.
-
-    `on_arrival` is told of a message: the sender's rank, the message, when it started and when it arrived; `on_round`
-    of a round that is over.
-    """
+    """The messages and all-reduces of one simulation, which is told of arrived messages and of rounds that are over."""
 
     def __init__(
         self,
@@ -159,19 +138,16 @@ class Communication:
         self._costs, self._on_arrival, self._on_round = costs, on_arrival, on_round
         self.posted = False  # whether all receives are open from the beginning, as in every minibatch but the first
         # By the sender's rank and stage, the receiver's rank and stage, and whether of shared weights.
-        self._connections: dict[tuple[int, int, int, int, bool], _Connection] = {}
+        self._queues: dict[tuple[int, int, int, int, bool], _Queue] = {}
         self._collectives: dict[tuple[int, bool], Collective] = {}
 
     def collective(self, stage: int, gathers: bool = False) -> Collective:
-        """Return the all-reduce of a stage, or its all-gather."""
         if (stage, gathers) not in self._collectives:
             ranks, costs = self._costs.shape.ranks[stage], self._costs.stages[stage]
             path, latency_s = self.links.ring(ranks)
-            reduced_bytes = costs.gathered_bytes if gathers else costs.reduced_bytes
-            moved_bytes = 2 * (len(ranks) - 1) / len(ranks) * reduced_bytes
-            latency_s = latency_s / 2 if costs.sharded else latency_s
-            joined = dict.fromkeys(ranks, 0)
-            self._collectives[stage, gathers] = Collective(stage, gathers, joined, path, latency_s, moved_bytes)
+            moved_bytes = 2 * (len(ranks) - 1) / len(ranks) * (costs.gathered_bytes if gathers else costs.reduced_bytes)
+            queue = _Queue(path, latency_s / (1 + costs.sharded))
+            self._collectives[stage, gathers] = Collective(stage, gathers, dict.fromkeys(ranks, 0), moved_bytes, queue)
         return self._collectives[stage, gathers]
 
     def gather_s(self, stage: int) -> float:
@@ -179,81 +155,65 @@ class Communication:
         if not self._costs.stages[stage].sharded:
             return 0.0
         gather = self.collective(stage, gathers=True)
-        return gather.moved_bytes / gather.path.bytes_per_s + gather.latency_s
+        return gather.moved_bytes / gather.queue.path.bytes_per_s + gather.queue.latency_s
 
     def send(self, rank: int, send: Send, now_s: float) -> None:
-        """Queue a message."""
-        shared = isinstance(send, SendShared)
-        connection = self._connection(rank, send.stage, send.peer_rank, send.peer_stage, shared)
-        connection.waiting.append(send)
-        self._start_message(connection, now_s)
-
-    def open(self, rank: int, receive: Receive, now_s: float) -> None:
-        """Post the receives of a connection, if they are not."""
-        connection = self._receiving(rank, receive)
-        if not connection.open:
-            connection.open = True
-            self._start_message(connection, now_s)
-
-    def take(self, rank: int, receive: Receive, now_s: float) -> None:
-        """Take an arrived message, which makes room for another one."""
-        connection = self._receiving(rank, receive)
-        connection.taken += 1
-        self._start_message(connection, now_s)
-
-    def start_part(self, collective: Collective, round_: Round, share: float, now_s: float) -> None:
-        """Queue a part of a round, of this share of its bytes, that is ready on all replicas."""
-        collective.parts.append((round_, share))
-        self._start_part(collective, now_s)
-
-    def _start_message(self, connection: _Connection, now_s: float) -> None:
-        room = connection.open and connection.started < connection.taken + POSTED
-        if connection.busy or not connection.waiting or not room:
-            return
-        send = connection.waiting.popleft()
-        connection.busy = True
-        connection.started += 1
-
-        def ended(end_s: float) -> None:
-            connection.busy = False
-            # Latency delays the arrival, but does not occupy the link: the next message can start at once.
-            self._on_arrival(connection.sender, send, now_s, end_s + connection.latency_s)
-            self._start_message(connection, end_s)
-
         if isinstance(send, SendShared):
             size_bytes = self._costs.shared_bytes[send.stage, send.peer_stage]
         elif isinstance(send, SendActivation):
             size_bytes = self._costs.transfer_bytes[send.stage, send.peer_stage][0]
         else:
             size_bytes = self._costs.transfer_bytes[send.peer_stage, send.stage][1]
-        self.network.start(now_s, connection.path, size_bytes, ended)
+        queue = self._queue(rank, send.stage, send.peer_rank, send.peer_stage, isinstance(send, SendShared))
+        queue.waiting.append((size_bytes, queue.latency_s, partial(self._on_arrival, rank, send)))
+        self._start(queue, now_s)
 
-    def _start_part(self, collective: Collective, now_s: float) -> None:
-        if collective.busy or not collective.parts:
-            return
-        round_, share = collective.parts.popleft()
-        size_bytes = share * collective.moved_bytes
-        collective.busy = True
+    def open(self, rank: int, receive: Receive, now_s: float) -> None:
+        queue = self._receiving(rank, receive)
+        if queue.room is None:
+            queue.room = POSTED
+            self._start(queue, now_s)
 
-        def ended(end_s: float) -> None:
-            collective.busy = False
-            arrived_s = end_s + (collective.latency_s if size_bytes > 0 else 0.0)
-            round_.start_s = now_s if round_.start_s is None else round_.start_s
-            round_.carried |= arrived_s > now_s
+    def take(self, rank: int, receive: Receive, now_s: float) -> None:
+        queue = self._receiving(rank, receive)
+        queue.room = (queue.room or 0) + 1
+        self._start(queue, now_s)
+
+    def start_part(self, collective: Collective, round_: Round, share: float, now_s: float) -> None:
+        """Queue a part of a round, of this share of its bytes, that is ready on all replicas."""
+
+        def arrived(start_s: float, end_s: float) -> None:
+            round_.start_s = start_s if round_.start_s is None else round_.start_s
+            round_.carried |= end_s > start_s
             round_.parts_left -= 1
             if round_.parts_left == 0:
-                round_.end_s = arrived_s
+                round_.end_s = end_s
                 self._on_round(collective, round_)
-            self._start_part(collective, end_s)
 
-        self.network.start(now_s, collective.path, size_bytes, ended)
+        size_bytes, queue = share * collective.moved_bytes, collective.queue
+        queue.waiting.append((size_bytes, queue.latency_s if size_bytes > 0 else 0.0, arrived))
+        self._start(queue, now_s)
 
-    def _receiving(self, rank: int, receive: Receive) -> _Connection:
+    def _start(self, queue: _Queue, now_s: float) -> None:
+        if queue.busy or not queue.waiting or not queue.room:
+            return
+        size_bytes, latency_s, arrived = queue.waiting.popleft()
+        queue.busy, queue.room = True, queue.room - 1
+
+        def ended(end_s: float) -> None:
+            queue.busy = False
+            # Latency delays the arrival, but does not occupy the link: the next one can start at once.
+            arrived(now_s, end_s + latency_s)
+            self._start(queue, end_s)
+
+        self.network.start(now_s, queue.path, size_bytes, ended)
+
+    def _receiving(self, rank: int, receive: Receive) -> _Queue:
         shared = isinstance(receive, ReceiveShared)
-        return self._connection(receive.peer_rank, receive.peer_stage, rank, receive.stage, shared)
+        return self._queue(receive.peer_rank, receive.peer_stage, rank, receive.stage, shared)
 
-    def _connection(self, rank: int, stage: int, peer_rank: int, peer_stage: int, shared: bool) -> _Connection:
+    def _queue(self, rank: int, stage: int, peer_rank: int, peer_stage: int, shared: bool) -> _Queue:
         key = rank, stage, peer_rank, peer_stage, shared
-        if key not in self._connections:
-            self._connections[key] = _Connection(rank, *self.links.message(rank, peer_rank), open=self.posted)
-        return self._connections[key]
+        if key not in self._queues:
+            self._queues[key] = _Queue(*self.links.message(rank, peer_rank), POSTED if self.posted else None)
+        return self._queues[key]

@@ -10,9 +10,10 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from itertools import count
 from operator import attrgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from planner.formats.timeline import LinkUse
 
@@ -22,29 +23,27 @@ NEAREST = 128
 
 
 class BusyPeriod(NamedTuple):
-    """A time in which a link carried something throughout, and the mean share of its bandwidth that was used."""
+    """A time in which a link carried something throughout."""
 
     start_s: float
     end_s: float
-    share: float
+    share: float  # of its bandwidth, on average
 
 
+@dataclass(eq=False, slots=True)
 class LinkDirection:
     """One direction of a link, the flows on it, and what it carried."""
 
-    __slots__ = ("_bytes", "_since_s", "busy", "bytes_per_s", "flows", "room", "unsettled")
-
-    def __init__(self, bytes_per_s: float) -> None:
-        self.bytes_per_s = bytes_per_s
-        self.busy: list[BusyPeriod] = []
-        self.flows: dict[_Flow, None] = {}  # in the order in which they started, so that results repeat
-        self._since_s = 0.0
-        self._bytes = 0.0
-        # Used by `_fair_rates`: the bandwidth that is left, and how many flows have no rate yet.
-        self.room, self.unsettled = 0.0, 0
+    bytes_per_s: float
+    busy: list[BusyPeriod] = field(default_factory=list)
+    flows: dict[_Flow, None] = field(default_factory=dict)  # in the order in which they started, so that results repeat
+    _since_s: float = 0.0
+    _bytes: float = 0.0
+    # Used by `_fair_rates`: the bandwidth that is left, and how many flows have no rate yet.
+    room: float = 0.0
+    unsettled: int = 0
 
     def enter(self, flow: _Flow, now_s: float) -> bool:
-        """Put a flow on the link, and return whether it shares the link with others."""
         if not self.flows:
             self._since_s, self._bytes = now_s, 0.0
         self._bytes += flow.left_bytes
@@ -52,20 +51,11 @@ class LinkDirection:
         return len(self.flows) > 1
 
     def use(self, name: str, rank: int | None, sends: bool) -> LinkUse:
-        """Return what the link carried, as timelines have it."""
-        starts_s, ends_s, shares = zip(*self.busy, strict=True) if self.busy else ((), (), ())
-        return LinkUse(
-            name=name,
-            rank=rank,
-            sends=sends,
-            bandwidth_bytes_per_s=self.bytes_per_s,
-            start_s=starts_s,
-            end_s=ends_s,
-            share=shares,
-        )
+        columns = zip(*self.busy, strict=True) if self.busy else ((), (), ())
+        busy: dict[str, Any] = dict(zip(BusyPeriod._fields, columns, strict=True))
+        return LinkUse(name=name, rank=rank, sends=sends, bandwidth_bytes_per_s=self.bytes_per_s, **busy)
 
     def leave(self, flow: _Flow, now_s: float) -> None:
-        """Remove a flow that has ended."""
         del self.flows[flow]
         if not self.flows and now_s > self._since_s:
             share = self._bytes / self.bytes_per_s / (now_s - self._since_s)
@@ -79,17 +69,15 @@ class LinkPath(NamedTuple):
     bytes_per_s: float  # of a flow that shares none of them: the smallest bandwidth, or a limit of the path's own
 
 
+@dataclass(eq=False, slots=True)
 class _Flow:
-    """Bytes on their way."""
-
-    __slots__ = ("bytes_per_s", "left_bytes", "limit_bytes_per_s", "links", "on_end", "since_s", "version")
-
-    def __init__(self, path: LinkPath, size_bytes: float, on_end: Callable[[float], None], now_s: float) -> None:
-        self.links, self.limit_bytes_per_s = path.links, path.bytes_per_s
-        self.left_bytes, self.on_end = size_bytes, on_end
-        self.bytes_per_s = 0.0  # since `since_s`, when `left_bytes` were left
-        self.since_s = now_s
-        self.version = 0  # of the rate
+    links: tuple[LinkDirection, ...]
+    limit_bytes_per_s: float
+    left_bytes: float
+    on_end: Callable[[float], None]
+    since_s: float  # when `left_bytes` were left
+    bytes_per_s: float = 0.0  # since then
+    version: int = 0  # of the rate
 
 
 class FairNetwork:
@@ -104,18 +92,12 @@ class FairNetwork:
         self._number = count()
 
     def start(self, now_s: float, path: LinkPath, size_bytes: float, on_end: Callable[[float], None]) -> None:
-        """Send `size_bytes` over the path, and call `on_end` with the time at which they are over.
-
-        `now_s`: no earlier than the last start or end, and no later than `next_s`.
-        """
+        """Send `size_bytes` over the path from `now_s`, no later than `next_s`; call `on_end` with when it ends."""
         if size_bytes <= 0:
             on_end(now_s)
             return
-        flow = _Flow(path, size_bytes, on_end, now_s)
-        crowded = False
-        for link in path.links:
-            crowded |= link.enter(flow, now_s)
-        if crowded:
+        flow = _Flow(*path, size_bytes, on_end, now_s)
+        if sum(link.enter(flow, now_s) for link in path.links):  # enters all of them
             self._share((flow,), now_s)
         else:
             self._set_rate(flow, path.bytes_per_s, now_s)
@@ -151,7 +133,6 @@ class FairNetwork:
         heapq.heappush(self._ends, (end_s, next(self._number), flow.version, flow))
 
     def _share(self, some: Iterable[_Flow], now_s: float) -> None:
-        """Give new rates to these flows and to those that share links with them."""
         near, crowded = _connected(some)
         for flow, bytes_per_s in _fair_rates(near, crowded):
             # A flow that keeps its rate keeps its entry, too: most changes reach few of the connected flows.
@@ -160,16 +141,16 @@ class FairNetwork:
 
 
 def _fair_rates(near: dict[_Flow, None], crowded: list[LinkDirection]) -> list[tuple[_Flow, float]]:
-    """Share the links `crowded` among the flows `near`; other flows on the links keep their rates.
-
-    Progressive filling: each step settles the flows of the tightest link, or one whose own limit is tighter still.
-    """
+    """Share the links `crowded` among the flows `near`: each step settles those of the tightest link, or a limit."""
     if not crowded:
         return [(flow, flow.limit_bytes_per_s) for flow in near]
     for link in crowded:
         link.room, link.unsettled = link.bytes_per_s, len(link.flows)
         if len(near) >= NEAREST:
-            _reserve_for_others(link, near)
+            # Take what others use out of the link's room, but leave an equal part to each flow of `near`.
+            others = [flow.bytes_per_s for flow in link.flows if flow not in near]
+            link.unsettled -= len(others)
+            link.room = max(link.bytes_per_s - sum(others), link.bytes_per_s * link.unsettled / len(link.flows))
     rates: list[tuple[_Flow, float]] = []
     left, by_limit, first = set(near), sorted(near, key=attrgetter("limit_bytes_per_s")), 0
     while left:
@@ -192,16 +173,7 @@ def _fair_rates(near: dict[_Flow, None], crowded: list[LinkDirection]) -> list[t
     return rates
 
 
-def _reserve_for_others(link: LinkDirection, near: dict[_Flow, None]) -> None:
-    """Take what flows beyond `near` use out of the link's room, but leave an equal part to each flow of `near`."""
-    others = [flow.bytes_per_s for flow in link.flows if flow not in near]
-    link.unsettled -= len(others)
-    equal = link.bytes_per_s * link.unsettled / len(link.flows)
-    link.room = max(link.bytes_per_s - sum(others), equal)
-
-
 def _connected(some: Iterable[_Flow]) -> tuple[dict[_Flow, None], list[LinkDirection]]:
-    """Find the nearest flows that share links with these, and the links that several flows are on."""
     near = dict.fromkeys(some)
     crowded: dict[LinkDirection, None] = {}
     queue = list(near)

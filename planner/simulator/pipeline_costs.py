@@ -55,12 +55,10 @@ class StageCosts:
 
     @property
     def backward_weight_s(self) -> float:
-        """Seconds of the part of a split backward that computes the gradients of weights."""
         return WEIGHT_SHARE * self.backward_s
 
     @property
     def compute_s(self) -> float:
-        """Seconds that the processor is busy with a microbatch and an update."""
         return self.forward_s + self.recompute_s + self.backward_s + self.update_s
 
 

@@ -1,17 +1,15 @@
 """Simulate a plan: every event of a run, worker by worker and link by link, and the memory of each worker over time.
 
-Memory follows from the plan's peaks. Weights, gradients, optimizer state, buffers and message buffers are held all the
-time. A unit's activations are held from the start of its forward to the end of its backward. Under weight stashing, a
-version of the weights is held while it is the newest or a unit in flight uses it. The plan states the activations of
-all units in flight together, so each unit counts for an equal part, which includes the working memory of the unit that
-is computed. Of a run that was recorded in part, `simulate_recorded` simulates that part.
+Memory follows from the plan's peaks. An equal part of the activations is held for each unit from the start of its
+forward to the end of its backward, and under weight stashing a version of the weights while it is the newest or a unit
+in flight uses it; the rest all the time.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import replace
 from itertools import pairwise
@@ -20,9 +18,10 @@ from planner.arguments import checked
 from planner.errors import InputError
 from planner.formats.plan import Plan
 from planner.formats.plan_parts import Stage
-from planner.formats.timeline import LANES, Event, Events, LinkUse, MemoryCurve, Timeline
+from planner.formats.timeline import LANES, Event, Events, MemoryCurve, Timeline
 from planner.plan.rank_groups import of_groups
 from planner.plan.shape import check_accumulate, deadlock, shape_of
+from planner.simulator.fair_network import BusyPeriod
 from planner.simulator.pipeline_costs import PipelineCosts, StageCosts
 from planner.simulator.simulation import Simulation
 from planner.simulator.steady_time import steady_minibatches, steady_s
@@ -32,28 +31,24 @@ TimedBytes = tuple[float, int]
 
 
 def memory_curves(plan: Plan, events: Iterable[Event]) -> tuple[MemoryCurve, ...]:
-    """Compute a curve for each worker; `events` by their start."""
-    computed: dict[tuple[int, int], list[Event]] = {
-        (rank, number): [] for number, stage in enumerate(plan.stages) for rank in stage.ranks
-    }
+    computed: defaultdict[tuple[int, int], list[Event]] = defaultdict(list)
     for event in events:
         if event.kind in ("forward", "backward", "backward_weight", "update"):
             computed[event.rank, event.stage].append(event)
-    held: dict[int, int] = {}
-    changes: dict[int, list[TimedBytes]] = {}
+    held, changes = Counter[int](), defaultdict[int, list[TimedBytes]](list)
     # Vertical sync holds the same number of versions all the time.
     stashing = plan.schedule.stashes and not plan.vertical_sync
-    for (rank, number), own in computed.items():
-        stage, memory = plan.stages[number], plan.stages[number].memory
-        version_bytes = memory.weights_bytes // plan.schedule.versions(stage.in_flight)
-        stashed = memory.weights_bytes - version_bytes if stashing else 0
-        held[rank] = held.get(rank, 0) + memory.total_bytes - memory.activations_bytes - stashed
-        changes.setdefault(rank, []).extend(_changes(stage, version_bytes if stashing else 0, own))
+    for number, stage in enumerate(plan.stages):
+        memory, versions = stage.memory, plan.schedule.versions(stage.in_flight) if stashing else 1
+        version_bytes = memory.weights_bytes // versions
+        older_bytes = memory.weights_bytes - version_bytes if stashing else 0
+        for rank in stage.ranks:
+            held[rank] += memory.total_bytes - memory.activations_bytes - older_bytes
+            changes[rank] += _changes(stage, version_bytes if stashing else 0, computed[rank, number])
     return tuple(_curve(plan, rank, held[rank], changes[rank]) for rank in sorted(held))
 
 
 def _changes(stage: Stage, version_bytes: int, events: Iterable[Event]) -> Iterable[TimedBytes]:
-    """Yield what one stage of a worker adds and frees, by its computations in order; versions of 0 bytes stay."""
     saved = stage.memory.activations_bytes // stage.in_flight
     newest, used = 0, Counter[int]()
     version_of: dict[tuple[int, int], int] = {}
@@ -70,12 +65,10 @@ def _changes(stage: Stage, version_bytes: int, events: Iterable[Event]) -> Itera
                 yield event.end_s, -saved
                 if version != newest and not used[version]:
                     yield event.end_s, -version_bytes
-            case "update":
+            case _:
                 if used[newest]:  # units in flight keep the old version beside the new one
                     yield event.end_s, version_bytes
                 newest += 1
-            case _:
-                raise AssertionError(event.kind)
 
 
 def _curve(plan: Plan, rank: int, held: int, changes: list[TimedBytes]) -> MemoryCurve:
@@ -101,7 +94,7 @@ def simulate(plan: Plan, minibatches: int | None = None, accumulate: int = 1) ->
     Args:
         plan: from `solve` or `load_plan`.
         minibatches: to simulate; None for enough to reach a steady state.
-        accumulate: minibatches per replica between two updates, under 1f1b, as in `TrainingOptions`.
+        accumulate: minibatches per replica between two updates, under 1f1b.
 
     Raises:
         InputError: for a number of minibatches below 1, and for a schedule that cannot accumulate over minibatches.
@@ -121,7 +114,7 @@ def simulate(plan: Plan, minibatches: int | None = None, accumulate: int = 1) ->
         raise InputError(f"`minibatches={count}` is no run", hint="give `minibatches` 1 or more")
     events: list[Event] = []
     simulation = Simulation(costs, count, events)
-    if not simulation.run():
+    if simulation.run() == "deadlock":
         raise deadlock(plan)
     rows = Events.of(events)
     memory = memory_curves(plan, rows.rows())
@@ -151,44 +144,29 @@ def costs_of(plan: Plan, accumulate: int = 1) -> PipelineCosts:
     """Return the plan's pipeline and its costs, as a simulation takes them."""
     degrees, plan = plan.degrees, of_groups(plan)
     shape = replace(shape_of(plan), accumulate=accumulate)
+    # Gradients of weights shared with earlier stages are in the stage's memory, but not in its all-reduce.
+    received_bytes, seen = Counter[int](), set[tuple[int, str]]()
+    for shared in plan.shared:
+        weights = {(shared.stages[1], name) for name in shared.weights}
+        received_bytes[shared.stages[1]] += 0 if weights <= seen else shared.gradient_bytes
+        seen |= weights
+    same = ("forward_s", "backward_s", "update_s", "accumulate_s", "ready_s", "ready_shares", "late_s", "sharded")
     stages = [
         StageCosts(
-            forward_s=stage.forward_s,
-            backward_s=stage.backward_s,
-            update_s=stage.update_s,
+            **{name: getattr(stage, name) for name in same},
             recompute_s=stage.again_s,
-            accumulate_s=stage.accumulate_s,
-            ready_s=stage.ready_s,
-            ready_shares=stage.ready_shares,
-            late_s=stage.late_s,
-            gradient_bytes=stage.memory.gradients_bytes - _received_bytes(plan, number),
-            sharded=stage.sharded,
+            gradient_bytes=stage.memory.gradients_bytes - received_bytes[number],
         )
         for number, stage in enumerate(plan.stages)
     ]
     return PipelineCosts.of(shape, plan.cluster, stages, plan.transfers, plan.shared, degrees)
 
 
-def _received_bytes(plan: Plan, stage: int) -> int:
-    """Sum the gradients that a stage receives of weights shared with earlier stages.
-
-    They are part of the stage's memory for gradients, but not of its all-reduce.
-    """
-    seen: set[str] = set()
-    received = 0
-    for shared in plan.shared:
-        if shared.stages[1] == stage and not seen.issuperset(shared.weights):
-            seen.update(shared.weights)
-            received += shared.gradient_bytes
-    return received
-
-
 def simulate_recorded(plan: Plan, measured: Timeline) -> Timeline:
-    """Simulate the minibatches of which `measured` has events.
+    """Simulate the minibatches of which `measured` has events, and as many before and after as fill the pipeline.
 
-    Minibatches keep their numbers in the run, and time counts from the start of the first of them. From a long run only
-    so many minibatches before and after are simulated as the pipeline takes to fill. Raise InputError for a run without
-    computations.
+    Minibatches keep their numbers in the run, and time counts from the start of the first of them. Raise InputError for
+    a run without computations.
     """
     recorded = {event.minibatch for event in measured.events.rows() if event.kind == "forward"}
     if not recorded:
@@ -200,7 +178,15 @@ def simulate_recorded(plan: Plan, measured: Timeline) -> Timeline:
     skipped = max(0, first - filling) // period * period
     after = min(max(measured.minibatches - end, 0), filling)
     simulated = simulate(plan, end - skipped + after, measured.accumulate)
-    return _renumbered(only_minibatches(simulated, range(first - skipped, end - skipped)), skipped)
+    found = only_minibatches(simulated, range(first - skipped, end - skipped))
+
+    def skips(event: Event) -> int:
+        if event.kind in ROUNDS and plan.microbatches == 1:  # a round under 1f1b has several minibatches
+            return skipped // (len(found.ranks[event.stage]) * measured.accumulate)
+        return skipped
+
+    rows = (event._replace(minibatch=event.minibatch + skips(event)) for event in found.events.rows())
+    return found.model_copy(update={"events": Events.of(rows)})
 
 
 def only_minibatches(timeline: Timeline, minibatches: range) -> Timeline:
@@ -211,41 +197,19 @@ def only_minibatches(timeline: Timeline, minibatches: range) -> Timeline:
     # Rounds have numbers of their own, so they are chosen by their time.
     kept = [e for e in rows if (start <= e.start_s < end if e.kind in ROUNDS else e.minibatch in minibatches)]
     moved = [e._replace(start_s=max(0.0, e.start_s - start), end_s=e.end_s - start) for e in kept if e.end_s >= start]
-    return timeline.model_copy(
-        update={
-            "minibatches": len(minibatches),
-            "events": Events.of(moved),
-            "memory": tuple(_part_of_curve(curve, start, end) for curve in timeline.memory),
-            "links": tuple(_part_of_link(link, start, end) for link in timeline.links),
-        }
-    )
-
-
-def _part_of_curve(curve: MemoryCurve, start: float, end: float) -> MemoryCurve:
-    kept = slice(max(bisect_right(curve.time_s, start) - 1, 0), bisect_right(curve.time_s, end))
-    times = tuple(max(0.0, time_s - start) for time_s in curve.time_s[kept])
-    return curve.model_copy(update={"time_s": times, "held_bytes": curve.held_bytes[kept]})
-
-
-def _part_of_link(link: LinkUse, start: float, end: float) -> LinkUse:
-    busy = [
-        (max(s, start) - start, min(e, end) - start, share)
-        for s, e, share in zip(link.start_s, link.end_s, link.share or [1.0] * len(link.start_s), strict=True)
-        if s < end and e > start
-    ]
-    starts, ends, shares = zip(*busy, strict=True) if busy else ((), (), ())
-    return link.model_copy(update={"start_s": starts, "end_s": ends, "share": shares})
-
-
-def _renumbered(timeline: Timeline, skipped: int) -> Timeline:
-    """Add the minibatches that were not simulated to all numbers; a round under 1f1b has several minibatches."""
-    if not skipped:
-        return timeline
-
-    def number(event: Event) -> int:
-        if event.kind in ROUNDS and timeline.microbatches == 1:
-            return event.minibatch + skipped // (len(timeline.ranks[event.stage]) * timeline.accumulate)
-        return event.minibatch + skipped
-
-    rows = (event._replace(minibatch=number(event)) for event in timeline.events.rows())
-    return timeline.model_copy(update={"events": Events.of(rows)})
+    curves = []
+    for curve in timeline.memory:
+        part = slice(max(bisect_right(curve.time_s, start) - 1, 0), bisect_right(curve.time_s, end))
+        times = tuple(max(0.0, time_s - start) for time_s in curve.time_s[part])
+        curves.append(curve.model_copy(update={"time_s": times, "held_bytes": curve.held_bytes[part]}))
+    links = []
+    for link in timeline.links:
+        busy = [
+            (max(s, start) - start, min(e, end) - start, share)
+            for s, e, share in zip(link.start_s, link.end_s, link.share or [1.0] * len(link.start_s), strict=True)
+            if s < end and e > start
+        ]
+        columns = zip(*busy, strict=True) if busy else ((), (), ())
+        links.append(link.model_copy(update=dict(zip(BusyPeriod._fields, columns, strict=True))))
+    changed = {"minibatches": len(minibatches), "events": Events.of(moved)}
+    return timeline.model_copy(update={**changed, "memory": tuple(curves), "links": tuple(links)})

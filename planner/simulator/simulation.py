@@ -1,58 +1,46 @@
 """Simulate the instruction streams that the executor runs, event by event.
 
-The worker that is furthest behind always moves next, so everything happens in the order of its time. A worker computes
-one thing at a time. Sends never make it wait; receives and all-reduces do. `Communication` moves messages and
-all-reduces over the links meanwhile.
-
-The parts of an all-reduce start while the backward that completes the gradients still runs. The worker waits for their
-end after it. Where the optimizer of a stage is sharded, they are those of a reduce-scatter, and after its update a
-worker waits until all replicas have theirs and the weights are gathered.
+The worker that is furthest behind always moves next, so everything happens in the order of its time. Sends never make
+a worker wait; receives and all-reduces do. The parts of an all-reduce start while the backward that completes the
+gradients still runs. Where the optimizer of a stage is sharded, a worker waits after its update until all replicas have
+theirs and the weights are gathered.
 """
-
-from __future__ import annotations
 
 import heapq
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, get_args
 
 from typing_extensions import assert_never
 
 from planner.formats.timeline import Event, EventKind
-from planner.schedule.instructions import (
-    AddShared,
-    AllReduce,
-    Backward,
-    BackwardInput,
-    BackwardWeight,
-    Forward,
-    Instruction,
-    Receive,
-    ReceiveActivation,
-    ReceiveGradient,
-    ReceiveShared,
-    Send,
-    SendActivation,
-    SendGradient,
-    SendShared,
-    Unit,
-    Update,
-)
-from planner.schedule.schedule import stream
+from planner.schedule import instructions as do
+from planner.schedule.instructions import Instruction, Receive, Send, Unit
+from planner.schedule.schedule import PipelineShape, stream
 from planner.simulator.communication import Collective, Communication, Round
 from planner.simulator.pipeline_costs import PipelineCosts
-from planner.simulator.steady import Completions
 from planner.units import SLACK
 
 # A message at its receiver: rank, kind, stage, minibatch, microbatch, and the sender's rank and stage.
 _Message = tuple[int, int, int, int, int, int, int]
-_MESSAGE_KIND: dict[type[Send | Receive], int] = {
-    SendActivation: 0,
-    ReceiveActivation: 0,
-    SendGradient: 1,
-    ReceiveGradient: 1,
-    SendShared: 2,
-    ReceiveShared: 2,
-}
+_MESSAGE_KIND = {kind: number for ends in (Send, Receive) for number, kind in enumerate(get_args(ends))}
+
+
+@dataclass(frozen=True)
+class Completions:
+    """When the stages of a run finished their units: microbatches, or minibatches that are not divided."""
+
+    shape: PipelineShape
+    ends_s: list[list[float]]  # per stage, the ends of its backwards
+    forwards_s: list[list[float]]  # per stage, the ends of its forwards: after the last one an asynchronous run drains
+
+    @cached_property
+    def period(self) -> int:
+        """Units after which every stage is at the same replica of the same round again."""
+        microbatches = self.shape.microbatches
+        return microbatches if microbatches > 1 else math.lcm(*self.shape.replicas) * self.shape.accumulate
 
 
 class Simulation:
@@ -61,15 +49,7 @@ class Simulation:
     def __init__(self, costs: PipelineCosts, minibatches: int, events: list[Event] | None = None) -> None:
         self.shape, self.stages, self.events, self._overlap = costs.shape, costs.stages, events, costs.cluster.overlap
         self.communication = Communication(costs, self._arrive, self._finish_round)
-        self.completed = Completions(
-            replicas=[len(ranks) for ranks in self.shape.ranks],
-            microbatches=self.shape.microbatches,
-            accumulate=self.shape.accumulate,
-            asynchronous=self.shape.asynchronous,
-            ends_s=[[] for _ in costs.stages],
-            last_forward_s=[0.0] * len(costs.stages),
-        )
-        self.forwards_s: list[list[float]] = [[] for _ in costs.stages]  # per stage, the ends of its forwards so far
+        self.completed = Completions(self.shape, [[] for _ in costs.stages], [[] for _ in costs.stages])
         self.executed = 0  # number of instructions so far
         self._streams: dict[int, Iterator[Instruction]] = {
             rank: stream(self.shape, stage, rank, minibatches) for rank, stage in self.shape.first_stages.items()
@@ -86,11 +66,8 @@ class Simulation:
         self._arrived: dict[_Message, float] = {}
         self._awaited: set[_Message] = set()
 
-    def run(self, enough: Callable[[], bool] | None = None) -> bool:
-        """Run to the end of all streams; return False if the workers wait for each other for ever.
-
-        `enough`: asked after each backward of the first stage whether the run may end there.
-        """
+    def run(self, enough: Callable[[], bool] | None = None) -> Literal["done", "ended", "deadlock"]:
+        """Run to the end, or until `enough` says so after a backward of the first stage, or all wait for ever."""
         network, ready = self.communication.network, self._ready
         backwards = 0
         while True:
@@ -100,79 +77,65 @@ class Simulation:
                 now_s, rank = heapq.heappop(ready)
                 if rank < 0:
                     self.communication.start_part(*self._parts[-rank - 1], now_s)
-                else:
-                    self._move(rank)
+                elif (instruction := self._next[rank]) is not None and self._execute(rank, instruction):
+                    self.executed += 1
+                    self._next[rank] = next(self._streams[rank], None)
+                    heapq.heappush(ready, (self._clock[rank], rank))
                 if enough is not None and len(self.completed.ends_s[0]) > backwards:
                     backwards = len(self.completed.ends_s[0])
                     if enough():
-                        return True
+                        return "ended"
             elif math.isinf(network_s):
-                return not any(self._next.values())
+                return "deadlock" if any(self._next.values()) else "done"
             else:
                 network.finish_next()
 
     @property
     def latest_s(self) -> float:
-        """When the last worker was done."""
         return max(self._clock.values())
 
     @property
     def again_s(self) -> float | None:
-        """When a run that ended could begin anew just as it began; None if what is left of it would be in the way.
-
-        All workers that begin without waiting begin at once, no link is in use any more, and every other worker is done
-        before its first work comes.
-        """
+        """When a run that ended could begin anew just as it began; None if what is left of it would be in the way."""
+        # All workers that begin without waiting begin at once, no link is in use any more, and every other worker is
+        # done before its first work comes.
         ends = {self._clock[rank] for rank, begun_s in self._begun.items() if begun_s == 0}
         end_s = max(ends)
         idle = self.communication.network.last_s <= end_s
         done = all(self._clock[rank] <= end_s + begun_s for rank, begun_s in self._begun.items())
         return end_s if len(ends) == 1 and idle and done and not any(self._next.values()) else None
 
-    def _move(self, rank: int) -> None:
-        instruction = self._next[rank]
-        if instruction is not None and self._execute(rank, instruction):
-            self.executed += 1
-            self._next[rank] = next(self._streams[rank], None)
-            heapq.heappush(self._ready, (self._clock[rank], rank))
-
     def _wake(self, rank: int, at_s: float) -> None:
-        """Let a waiting worker try its instruction again at this time."""
         self._clock[rank] = at_s = max(self._clock[rank], at_s)
         heapq.heappush(self._ready, (at_s, rank))
 
     def _execute(self, rank: int, instruction: Instruction) -> bool:
-        """Advance the worker's clock over `instruction`; return False if it must wait for another worker."""
         match instruction:
-            case Forward(stage=stage, unit=unit):
+            case do.Forward(stage=stage, unit=unit):
                 self._compute(rank, "forward", stage, unit, self.stages[stage].forward_s)
-                last_s = self.completed.last_forward_s
-                last_s[stage] = max(last_s[stage], self._clock[rank])
-                self.forwards_s[stage].append(self._clock[rank])
-            case Backward():
+                self.completed.forwards_s[stage].append(self._clock[rank])
+            case do.Backward() | do.BackwardWeight():
                 self._backward(rank, instruction)
-            case BackwardInput(stage=stage, unit=unit):
+            case do.BackwardInput(stage=stage, unit=unit):
                 self._recompute(rank, instruction)
                 costs = self.stages[stage]
                 self._compute(rank, "backward_input", stage, unit, costs.backward_s - costs.backward_weight_s)
-            case BackwardWeight():
-                self._backward_weight(rank, instruction)
-            case SendActivation() | SendGradient() | SendShared():
+            case do.SendActivation() | do.SendGradient() | do.SendShared():
                 if instruction.peer_rank == rank:  # to another stage of the same worker
                     self._deliver(rank, instruction, self._clock[rank])
                 else:
                     self.communication.send(rank, instruction, self._clock[rank])
-            case ReceiveActivation() | ReceiveGradient() | ReceiveShared():
+            case do.ReceiveActivation() | do.ReceiveGradient() | do.ReceiveShared():
                 return self._receive(rank, instruction)
-            case AllReduce(stage=stage, round=number):
+            case do.AllReduce(stage=stage, round=number):
                 reduce, now_s = self.communication.collective(stage), self._clock[rank]
                 self._begun.setdefault(rank, now_s)
                 if reduce.joined[rank] <= number:  # it had no backward in this round
                     self._join(rank, stage, 0.0, 0.0, now_s)
                 return self._wait_for(rank, reduce, number)
-            case Update():
+            case do.Update():
                 return self._update(rank, instruction)
-            case AddShared():
+            case do.AddShared():
                 pass  # its time is part of the update's
             case _:
                 assert_never(instruction)
@@ -185,50 +148,41 @@ class Simulation:
         if self.events is not None:
             self.events.append(Event(rank, kind, stage, unit.minibatch, unit.microbatch, start, end))
 
-    def _backward(self, rank: int, backward: Backward) -> None:
+    def _backward(self, rank: int, backward: do.Backward | do.BackwardWeight) -> None:
         stage, costs = backward.stage, self.stages[backward.stage]
         joins = backward.last_of_round and len(self.shape.ranks[stage]) > 1
+        # The first backward after an update does not accumulate.
+        accumulate_s = costs.accumulate_s if (rank, stage) in self._has_gradients else 0.0
+        self._has_gradients.add((rank, stage))
         # What recomputes between the backwards of other layers matters for the all-reduce alone.
-        late_s = costs.late_s if joins else 0.0
-        self._recompute(rank, backward, late_s)
-        seconds = costs.backward_s + late_s + self._accumulate_s(rank, stage)
-        if joins:
-            self._join(rank, stage, self._clock[rank], seconds)
-        self._compute(rank, "backward", stage, backward.unit, seconds)
-        self.completed.ends_s[stage].append(self._clock[rank])
-
-    def _backward_weight(self, rank: int, backward: BackwardWeight) -> None:
-        stage, costs = backward.stage, self.stages[backward.stage]
-        accumulate_s = self._accumulate_s(rank, stage)
-        if backward.last_of_round and len(self.shape.ranks[stage]) > 1:
-            # The parts are ready at times of a whole backward: count them as if one had run that ends with this part.
+        late_s = costs.late_s if joins and isinstance(backward, do.Backward) else 0.0
+        kind: EventKind
+        if isinstance(backward, do.Backward):
+            self._recompute(rank, backward, late_s)
+            start_s, kind, seconds = self._clock[rank], "backward", costs.backward_s + late_s
+        else:
+            # Parts are ready at times of a whole backward: count them as if one had run that ends with this part.
             start_s = self._clock[rank] + costs.backward_weight_s - costs.backward_s
-            self._join(rank, stage, start_s, costs.backward_s + accumulate_s)
-        self._compute(rank, "backward_weight", stage, backward.unit, costs.backward_weight_s + accumulate_s)
+            kind, seconds = "backward_weight", costs.backward_weight_s
+        if joins:
+            self._join(rank, stage, start_s, costs.backward_s + late_s + accumulate_s)
+        self._compute(rank, kind, stage, backward.unit, seconds + accumulate_s)
         self.completed.ends_s[stage].append(self._clock[rank])
 
-    def _recompute(self, rank: int, backward: Backward | BackwardInput, late_s: float = 0.0) -> None:
+    def _recompute(self, rank: int, backward: do.Backward | do.BackwardInput, late_s: float = 0.0) -> None:
         whole_s = self.stages[backward.stage].recompute_s
         if (seconds := whole_s - late_s) > SLACK * whole_s:
             self._compute(rank, "recompute", backward.stage, backward.unit, seconds)
 
-    def _accumulate_s(self, rank: int, stage: int) -> float:
-        """Return the seconds of accumulating gradients; 0 for the first backward after an update."""
-        if (rank, stage) in self._has_gradients:
-            return self.stages[stage].accumulate_s
-        self._has_gradients.add((rank, stage))
-        return 0.0
-
     def _arrive(self, rank: int, send: Send, start_s: float, end_s: float) -> None:
         # Gradients of shared weights belong to a round, not to a unit, so timelines do not draw them.
-        if self.events is not None and not isinstance(send, SendShared):
-            kinds: tuple[EventKind, EventKind] = ("send_gradient", "receive_gradient")
-            if isinstance(send, SendActivation):
-                kinds = "send_activation", "receive_activation"
-            unit = send.unit.minibatch, send.unit.microbatch, start_s, end_s
+        if self.events is not None and not isinstance(send, do.SendShared):
+            forward, when = isinstance(send, do.SendActivation), (*send.unit, start_s, end_s)
+            sends: EventKind = "send_activation" if forward else "send_gradient"
+            receives: EventKind = "receive_activation" if forward else "receive_gradient"
             self.events += [
-                Event(rank, kinds[0], send.stage, *unit, send.peer_rank, send.peer_stage),
-                Event(send.peer_rank, kinds[1], send.peer_stage, *unit, rank, send.stage),
+                Event(rank, sends, send.stage, *when, send.peer_rank, send.peer_stage),
+                Event(send.peer_rank, receives, send.peer_stage, *when, rank, send.stage),
             ]
         self._deliver(rank, send, end_s)
 
@@ -258,7 +212,6 @@ class Simulation:
         return True
 
     def _join(self, rank: int, stage: int, start_s: float, backward_s: float, arrived_s: float = 0.0) -> None:
-        """Join an all-reduce; when the last replica has joined, the times of its parts are known."""
         reduce = self.communication.collective(stage)
         if (joined := reduce.join(rank, start_s, backward_s, arrived_s)) is None:
             return
@@ -284,7 +237,7 @@ class Simulation:
         for rank in ended.waiting:
             self._wake(rank, end_s)
 
-    def _update(self, rank: int, update: Update) -> bool:
+    def _update(self, rank: int, update: do.Update) -> bool:
         stage, costs = update.stage, self.stages[update.stage]
         if (rank, stage) not in self._gathering:
             self._compute(rank, "update", stage, Unit(update.round), costs.update_s)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Literal
 
 import numpy as np
@@ -13,10 +12,11 @@ from planner.formats.files import Record
 from planner.formats.plan_parts import ScheduleField
 from planner.formats.shown import Shown
 from planner.formats.timeline import LANES, EventKind, Timeline
-from planner.simulator.steady import Completions, steady_state
+from planner.schedule.schedule import PipelineShape
+from planner.simulator.simulation import Completions
+from planner.simulator.steady_time import steady_state
 
 Floats = NDArray[np.float64]
-ENDS: tuple[EventKind, ...] = ("backward", "backward_weight")  # the last event of a unit on a worker
 LANE_NAMES = ("compute", "send", "receive", "all-reduce")
 
 
@@ -41,11 +41,7 @@ class LinkShare(Record):
 
 
 class Summary(Shown, Record):
-    """A run in numbers.
-
-    The steady state lies between two completions in the middle of the run; a run that is too short for one counts as a
-    whole.
-    """
+    """A run in numbers; one that is too short for a steady state counts as a whole."""
 
     source: Literal["simulated", "measured"]
     model: str
@@ -80,23 +76,33 @@ def summarize(timeline: Timeline) -> Summary:
         >>> summary.busiest
         'the computation of worker 2'
     """
-    table = _Table(timeline)
-    span = timeline.span_s
-    count = table.minibatches or timeline.minibatches  # a recording may have only some minibatches of a run
-    stages = range(len(timeline.ranks))
-    completed = Completions(
-        replicas=[len(ranks) for ranks in timeline.ranks],
-        microbatches=timeline.microbatches,
-        accumulate=timeline.accumulate,
-        asynchronous=timeline.schedule.asynchronous,
-        ends_s=[table.completions(stage) for stage in stages],
-        last_forward_s=[table.last_forward(stage) for stage in stages],
-    )
-    steady = steady_state(completed, table.minibatches)
+    events, ranks, span = timeline.events, timeline.workers, timeline.span_s
+    kinds, stage_of = np.array(events.kind, dtype=str), np.array(events.stage, dtype=np.int64)
+    starts_s, ends_s = np.array(events.start_s, dtype=np.float64), np.array(events.end_s, dtype=np.float64)
+    row = np.searchsorted(ranks, np.array(events.rank, dtype=np.int64))
+    lane = np.array([LANE_NAMES.index(LANES[kind]) for kind in events.kind], dtype=np.int64)
+    recorded = len(set(np.array(events.minibatch)[kinds == "forward"].tolist()))
+    count = recorded or timeline.minibatches  # a recording may have only some minibatches of a run
+
+    def ends_of(stage: int, *wanted: EventKind) -> list[float]:
+        found: list[float] = ends_s[np.isin(kinds, wanted) & (stage_of == stage)].tolist()
+        return found
+
+    def busy_s(start: float, end: float) -> Floats:
+        """Sum the busy seconds between two times, by lane and worker; overlapping events both count."""
+        inside = np.clip(np.minimum(ends_s, end) - np.maximum(starts_s, start), 0.0, None)
+        counted = np.bincount(lane * len(ranks) + row, inside, len(LANE_NAMES) * len(ranks))
+        return np.asarray(counted.reshape(len(LANE_NAMES), len(ranks)))
+
+    accumulate, stages = timeline.accumulate, range(len(timeline.ranks))
+    shape = PipelineShape(timeline.ranks, (), timeline.schedule, timeline.microbatches, accumulate=accumulate)
+    forwards_s = [ends_of(stage, "forward") or [0.0] for stage in stages]
+    completed = Completions(shape, [ends_of(stage, "backward", "backward_weight") for stage in stages], forwards_s)
+    steady = steady_state(completed, recorded)
     start, end, pace_s = 0.0, span, span / count
     if steady is not None:
         start, end, pace_s = steady.start_s, steady.end_s, steady.seconds_per_minibatch
-    busy = table.busy_s(start, end)
+    busy = busy_s(start, end)
     own, shared = _links(timeline, start, end)
     length = end - start
     curves = {curve.rank: curve for curve in timeline.memory}
@@ -104,16 +110,21 @@ def summarize(timeline: Timeline) -> Summary:
         WorkerUse(
             rank=rank,
             stages=stages_of(timeline, rank),
-            compute_share=_share(busy[0, row], length),
-            send_share=own.get((rank, True), _share(busy[1, row], length)),
-            receive_share=own.get((rank, False), _share(busy[2, row], length)),
+            compute_share=_share(busy[0, number], length),
+            send_share=own.get((rank, True), _share(busy[1, number], length)),
+            receive_share=own.get((rank, False), _share(busy[2, number], length)),
             peak_bytes=max(curves[rank].held_bytes, default=0) if rank in curves else None,
             limit_bytes=curves[rank].limit_bytes if rank in curves else None,
         )
-        for row, rank in enumerate(table.ranks)
+        for number, rank in enumerate(ranks)
     )
     samples = None if timeline.microbatch_size is None else timeline.microbatch_size * timeline.microbatches
-    busiest, busiest_share = _busiest(workers, shared)
+    # A tie goes to the first, and computations come first.
+    found = [(f"the computation of worker {worker.rank}", worker.compute_share) for worker in workers]
+    found += [(f"the link of worker {worker.rank}, sending", worker.send_share) for worker in workers]
+    found += [(f"the link of worker {worker.rank}, receiving", worker.receive_share) for worker in workers]
+    found += [(f"the link that {link.name}", link.busy_share) for link in shared]
+    busiest, busiest_share = max(found, key=lambda pair: round(pair[1], 6))
     return Summary(
         source=timeline.source,
         model=timeline.model,
@@ -122,7 +133,7 @@ def summarize(timeline: Timeline) -> Summary:
         minibatches=count,
         seconds=span,
         start_up_s=min(completed.ends_s[0], default=0.0),
-        drain_s=span - completed.last_forward_s[0],
+        drain_s=span - max(forwards_s[0]),
         steady=steady is not None,
         steady_from_s=start,
         steady_to_s=end,
@@ -130,7 +141,7 @@ def summarize(timeline: Timeline) -> Summary:
         samples_per_s=None if samples is None or pace_s <= 0 else samples / pace_s,
         samples_per_s_of_run=None if samples is None or span <= 0 else samples / (span / count),
         bubble_share=1 - _share(float(busy[0].mean()), length),
-        bubble_share_of_run=1 - _share(float(table.busy_s(0.0, span)[0].mean()), span),
+        bubble_share_of_run=1 - _share(float(busy_s(0.0, span)[0].mean()), span),
         busiest=busiest,
         busiest_share=busiest_share,
         workers=workers,
@@ -139,44 +150,10 @@ def summarize(timeline: Timeline) -> Summary:
 
 
 def stages_of(timeline: Timeline, rank: int) -> tuple[int, ...]:
-    """List the stages that a worker runs."""
     return tuple(number for number, ranks in enumerate(timeline.ranks) if rank in ranks)
 
 
-class _Table:
-    """The events as columns of numbers."""
-
-    def __init__(self, timeline: Timeline) -> None:
-        events = timeline.events
-        self.ranks = timeline.workers
-        row_of = {rank: row for row, rank in enumerate(self.ranks)}
-        lane_of = {kind: LANE_NAMES.index(lane) for kind, lane in LANES.items()}
-        self.row = np.array([row_of[rank] for rank in events.rank], dtype=np.int64)
-        self.lane = np.array([lane_of[kind] for kind in events.kind], dtype=np.int64)
-        self.stage = np.array(events.stage, dtype=np.int64)
-        self.ends = np.array([kind in ENDS for kind in events.kind], dtype=np.bool_)
-        self.minibatches = len({m for m, kind in zip(events.minibatch, events.kind, strict=True) if kind == "forward"})
-        self.forward = np.array([kind == "forward" for kind in events.kind], dtype=np.bool_)
-        self.start_s = np.array(events.start_s, dtype=np.float64)
-        self.end_s = np.array(events.end_s, dtype=np.float64)
-
-    def busy_s(self, start: float, end: float) -> Floats:
-        """Sum the busy seconds between two times, by lane and worker; overlapping events both count."""
-        inside = np.clip(np.minimum(self.end_s, end) - np.maximum(self.start_s, start), 0.0, None)
-        size = len(self.ranks)
-        counted = np.bincount(self.lane * size + self.row, inside, len(LANE_NAMES) * size)
-        return np.asarray(counted.reshape(len(LANE_NAMES), size))
-
-    def completions(self, stage: int) -> list[float]:
-        found: list[float] = self.end_s[self.ends & (self.stage == stage)].tolist()
-        return found
-
-    def last_forward(self, stage: int) -> float:
-        return float(self.end_s[self.forward & (self.stage == stage)].max(initial=0.0))
-
-
 def _links(timeline: Timeline, start: float, end: float) -> tuple[dict[tuple[int, bool], float], tuple[LinkShare, ...]]:
-    """Return busy shares of the workers' own links, by rank and whether it is outgoing, and of the shared links."""
     own: dict[tuple[int, bool], float] = {}
     shared = []
     for link in timeline.links:
@@ -189,15 +166,6 @@ def _links(timeline: Timeline, start: float, end: float) -> tuple[dict[tuple[int
         else:
             shared.append(LinkShare(name=link.name, bandwidth_bytes_per_s=link.bandwidth_bytes_per_s, busy_share=share))
     return own, tuple(shared)
-
-
-def _busiest(workers: Iterable[WorkerUse], shared: Iterable[LinkShare]) -> tuple[str, float]:
-    """Name the busiest resource and its share; a tie goes to the first, and computations come first."""
-    found = [(f"the computation of worker {worker.rank}", worker.compute_share) for worker in workers]
-    found += [(f"the link of worker {worker.rank}, sending", worker.send_share) for worker in workers]
-    found += [(f"the link of worker {worker.rank}, receiving", worker.receive_share) for worker in workers]
-    found += [(f"the link that {link.name}", link.busy_share) for link in shared]
-    return max(found, key=lambda pair: round(pair[1], 6))
 
 
 def _share(busy_s: float, length_s: float) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -31,8 +32,7 @@ GIVEN = SolverReport(name=GIVEN_NAME, cost_model="resource", status="feasible", 
 def complete(problem: Problem, best: Evaluation, report: SolverReport) -> Plan:
     """Return the plan of the chosen stages with what the searches leave out: copies of shared weights, vertical sync.
 
-    Raises:
-        InfeasibleError: when the copies do not fit the memory.
+    Raise InfeasibleError when the copies do not fit the memory.
     """
     price = price_with_copies(problem.layer_costs, best.stages, best.price, problem.setting)
     price = replace(price, memory=with_overheads(problem.layer_costs, best.stages, price.memory, price.workers))
@@ -70,7 +70,7 @@ def assemble(problem: Problem, best: Evaluation, report: SolverReport = GIVEN) -
         microbatch_size=profile.microbatch_size,
         loss=profile.loss,
         microbatches=problem.microbatches,
-        stages=_stages(layer_costs, best),
+        stages=tuple(_stages(layer_costs, best)),
         transfers=transfers(layer_costs, stages),
         shared=shared_between(layer_costs, stages),
         predicted=_predict(problem, best),
@@ -79,41 +79,35 @@ def assemble(problem: Problem, best: Evaluation, report: SolverReport = GIVEN) -
     )
 
 
-def _stages(layer_costs: LayerCosts, best: Evaluation) -> tuple[Stage, ...]:
-    made: list[Stage] = []
+def _stages(layer_costs: LayerCosts, best: Evaluation) -> Iterator[Stage]:
     names = [layer.name for layer in layer_costs.profile.layers]
     ranks = on_ranks(best.ranks, [stage.options.tensor for stage in best.stages])
     for number, (stage, costs) in enumerate(zip(best.stages, stage_costs(layer_costs, best.stages), strict=True)):
         groups = stage.options.recompute
         whole = groups in ((), whole_stage(stage.layers))
-        made.append(
-            Stage(
-                layers=tuple(names[index] for index in sorted(stage.layers)),
-                ranks=ranks[number],
-                tensor=stage.options.tensor,
-                in_flight=best.price.in_flight[number],
-                sharded=stage.options.sharded,
-                recompute=(
-                    bool(groups) if whole else tuple(tuple(names[index] for index in sorted(group)) for group in groups)
-                ),
-                recompute_s=None if whole else costs.recompute_s,
-                forward_s=costs.forward_s,
-                backward_s=costs.backward_s,
-                update_s=costs.update_s,
-                accumulate_s=costs.accumulate_s,
-                ready_s=costs.ready_s,
-                ready_shares=costs.ready_shares,
-                memory=best.price.memory[number],
-            )
+        named = tuple(tuple(names[index] for index in sorted(group)) for group in groups)
+        yield Stage(
+            layers=tuple(names[index] for index in sorted(stage.layers)),
+            ranks=ranks[number],
+            tensor=stage.options.tensor,
+            in_flight=best.price.in_flight[number],
+            sharded=stage.options.sharded,
+            recompute=bool(groups) if whole else named,
+            recompute_s=None if whole else costs.recompute_s,
+            forward_s=costs.forward_s,
+            backward_s=costs.backward_s,
+            update_s=costs.update_s,
+            accumulate_s=costs.accumulate_s,
+            ready_s=costs.ready_s,
+            ready_shares=costs.ready_shares,
+            memory=best.price.memory[number],
         )
-    return tuple(made)
 
 
 def _predict(problem: Problem, best: Evaluation) -> Prediction:
-    """Predict the plan's speed, and compare it with one GPU and with data parallelism under the same cost model.
+    """Predict the plan's speed, and compare it with one GPU of the fastest kind and with data parallelism.
 
-    One GPU trains the same minibatch in the same microbatches, with one update. Neither needs to fit the memory. Where
-    devices differ, the one GPU is of the fastest kind.
+    One GPU trains the same minibatch in the same microbatches, with one update. Neither needs to fit the memory.
     """
     price, seconds, microbatches = best.price, best.seconds, problem.microbatches
     profile = problem.layer_costs.profile
@@ -122,8 +116,9 @@ def _predict(problem: Problem, best: Evaluation) -> Prediction:
     work = problem.layer_costs.work(alone)
     adding_s = (microbatches - 1) * float(work.accumulate_s)
     one_gpu_s = microbatches * float(work.compute_s - work.update_s) + adding_s + float(work.update_s)
+    everywhere = everything_on(problem.layer_costs, problem.cluster, range(problem.cluster.gpus))
     compare = _data_parallel_divided if problem.schedule.divides else _data_parallel
-    parallel_s, parallel_bytes = compare(problem, best.simulated)
+    parallel_s, parallel_bytes = compare(problem, everywhere, best.simulated)
     samples = None if size is None else size * microbatches
     return Prediction(
         seconds_per_minibatch=seconds,
@@ -145,17 +140,13 @@ def _predict(problem: Problem, best: Evaluation) -> Prediction:
     )
 
 
-def _on_all_gpus(problem: Problem) -> Candidate:
-    return everything_on(problem.layer_costs, problem.cluster, range(problem.cluster.gpus))
-
-
-def _data_parallel(problem: Problem, simulates: bool) -> tuple[float, float]:
+def _data_parallel(problem: Problem, stage: Candidate, simulates: bool) -> tuple[float, float]:
     """Return seconds and bytes per minibatch of data parallelism on all GPUs, each with one minibatch per step.
 
     If its gradient buckets are ready as late as in a simulation, the formula equals its simulation: nothing else uses
     the links during its all-reduce. Where devices differ, it waits for the slowest.
     """
-    gpus, link, stage = problem.cluster.gpus, problem.link, _on_all_gpus(problem)
+    gpus, link = problem.cluster.gpus, problem.link
     everything = problem.layer_costs.work(stage)
     seconds = float(problem.asynchronous().stage_s(everything, np.float64(gpus)))
     if simulates and link.overlap and gpus > 1:
@@ -167,15 +158,12 @@ def _data_parallel(problem: Problem, simulates: bool) -> tuple[float, float]:
     return seconds, 2 * (gpus - 1) / gpus * float(everything.trainable_bytes)
 
 
-def _data_parallel_divided(problem: Problem, simulates: bool) -> tuple[float, float]:
-    """Return seconds and bytes per microbatch of data parallelism on all GPUs, with the plan's microbatches per step.
-
-    If a minibatch has fewer microbatches than there are GPUs, data parallelism has one per GPU: others would idle.
-    """
+def _data_parallel_divided(problem: Problem, stage: Candidate, simulates: bool) -> tuple[float, float]:
+    """Return seconds and bytes per microbatch of data parallelism on all GPUs, with at least a microbatch on each."""
     most = max(problem.microbatches, problem.cluster.gpus)
     # One stage has no chunks. Its simulation is not part of the search, so it does not count.
     alone = replace(problem.with_schedule(problem.schedule.unchunked, most), depth="auto", budget=Budget.unlimited())
-    parallel = priced(alone, [_on_all_gpus(problem)])
+    parallel = priced(alone, [stage])
     if simulates:
         parallel = simulated(alone, parallel)
     return parallel.seconds / most, parallel.price.communication_bytes / most

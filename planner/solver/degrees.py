@@ -1,8 +1,8 @@
 """Plans whose stages divide their layers over ranks (tensor parallelism), beside replicas, sharding and recomputation.
 
-With groups of one size in all stages, a plan is a plan for a cluster of groups: for each size there is the whole search
-(`planner.plan.rank_groups`). Stages with groups of several sizes are sought on clusters of one level, under
-asynchronous schedules (`planner.solver.search.chain.mixed_degrees`); elsewhere they only count for the bound.
+With groups of one size in all stages, a plan is a plan for a cluster of groups: for each size there is the whole
+search. Stages with groups of several sizes are sought on clusters of one level, under asynchronous schedules
+(`planner.solver.search.chain.mixed_degrees`); elsewhere they only count for the bound.
 """
 
 from __future__ import annotations
@@ -32,15 +32,7 @@ from planner.solver.search.pipeline_search import PipelineSearch
 
 
 def solve_degrees(problem: Problem, answer: Answer) -> Found:
-    """Find the best plan whose stages have the degrees that the rules allow.
-
-    Args:
-        problem: with the rules.
-        answer: the whole search for plans that divide no layers.
-
-    Raises:
-        InfeasibleError: if no plan fits the memory.
-    """
+    """Find the best plan whose stages have the degrees that the rules allow; `answer` divides no layers."""
     degrees, mixes = problem.rules.tensor, _mixes(problem)
     if degrees == (1,):
         return answer(problem)
@@ -86,13 +78,7 @@ def _mixes(problem: Problem) -> bool:
 
 
 def _mixed(problem: Problem, known: Sequence[Found]) -> Found:
-    """Find the best plan, or return the best one that is known, with the bound of all.
-
-    Models that can be trained are cut along the profile's order, imported ones anywhere if there are few cuts.
-
-    Raises:
-        InfeasibleError: if none fits the memory.
-    """
+    """Find the best plan, or return the best one that is known, with the bound of all."""
     layer_costs, below_s = problem.layer_costs, np.inf
     ends = frozenset[int]() if problem.rules.granularity == "layer" else block_ends(layer_costs.profile)
     within = cut_after(problem, ends) if ends else problem

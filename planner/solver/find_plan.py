@@ -32,7 +32,7 @@ from planner.plan.rank_groups import groups_of
 from planner.plan.shape import check_divided_loss
 from planner.solver.assemble import complete
 from planner.solver.degrees import solve_degrees
-from planner.solver.evaluate.depth import TOLERANCE
+from planner.solver.evaluate.evaluation import TOLERANCE
 from planner.solver.methods import solve_by_method
 from planner.solver.problem.budget import Budget, Patience
 from planner.solver.problem.infeasible import UnexplainedError
@@ -47,13 +47,11 @@ STEPS: tuple[Step, ...] = (solve_degrees, solve_with_room, solve_tied, solve_syn
 
 
 def find_plan(profile: Profile, cluster: Cluster, options: SolveOptions, patience: Patience | None = None) -> Plan:
-    """Find the fastest plan by the options.
-
-    `patience` is for several searches that share their time, and takes the place of the options' time limit.
+    """Find the fastest plan by the options; the `patience` of several searches takes the place of their time limit.
 
     Raises:
         InfeasibleError: if no plan fits the memory, with the smallest change that makes one fit.
-        InputError: for a cost model or number of microbatches that make no sense under the schedule.
+        InputError: for options that make no sense under the schedule.
     """
     started = time.perf_counter()
     patience = patience or Patience.of(options.time_limit_s, options.progress)
@@ -99,30 +97,7 @@ def answered(problem: Problem, steps: Sequence[Step] = STEPS) -> Found:
 
 @keywords_of(SolveOptions)
 def solve(profile: Profile, cluster: Cluster, options: SolveOptions) -> Plan:
-    """Find the fastest plan for training the profiled model on the cluster.
-
-    Args:
-        profile: costs per layer, for one microbatch.
-        cluster: devices, memory and links.
-
-    Returns:
-        A plan on as few GPUs as its speed needs. Under the resource model its time is that of its simulation, by which
-        it was chosen among the best plans by the cost model. `solver.status` is `optimal` if the time is within
-        `TOLERANCE` of `lower_bound_s`, which by the cost model no plan over any legal cut can beat. Plans for trainable
-        models cut along the profile's order. Imported profiles cannot be trained, so for them other orders of the
-        branches count as well. When the time limit ends, simulations end at once, searches after their current step,
-        which takes some seconds at most.
-
-    Raises:
-        InfeasibleError: if no plan fits the memory, with the smallest change that makes one fit.
-        InputError: for a cost model or number of microbatches that make no sense under the schedule.
-
-    Example:
-        >>> profile = planner.load_profile("profiles/vgg16/cpu.json")
-        >>> plan = planner.solve(profile, planner.flat_cluster(gpus=4, bandwidth_bytes_per_s=125e6))
-        >>> plan.config, plan.solver.status
-        ('2-1-1', 'optimal')
-    """
+    """Find the fastest plan, with nothing to read beside it: see `planner.solve`."""
     return find_plan(profile, cluster, options)
 
 
@@ -133,18 +108,11 @@ def setting_of(options: SolveOptions, profile: Profile, cluster: Cluster) -> Set
 
 
 def _check_rules(options: SolveOptions, profile: Profile, setting: Setting) -> None:
-    """Refuse what no plan keeps.
-
-    Raises:
-        InputError: naming the argument.
-        ProfileError, ClusterError: for degrees that the profile or the cluster's servers do not have.
-    """
+    """Refuse what no plan keeps."""
     rules, schedule = options.rules, setting.schedule
     if options.vertical_sync and not schedule.stashes:
-        raise InputError(
-            f"`vertical_sync` is for the schedule 1f1b, not for {schedule}",
-            hint="leave it out, or use `schedule=1f1b`",
-        )
+        wrong = f"`vertical_sync` is for the schedule 1f1b, not for {schedule}"
+        raise InputError(wrong, hint="leave it out, or use `schedule=1f1b`")
     if rules.shard_optimizer == "always" and not profile.may_shard_optimizer:
         raise InputError(
             f"`shard_optimizer=always` needs an optimizer that replicas can divide, and the profile of "
@@ -152,10 +120,8 @@ def _check_rules(options: SolveOptions, profile: Profile, setting: Setting) -> N
             hint="profile the model again if its optimizer is one, such as Adam; or use `shard_optimizer=never`",
         )
     if rules.shard_optimizer == "always" and setting.cost_model != "resource":
-        raise InputError(
-            f"the cost model '{setting.cost_model}' was published before optimizers were sharded",
-            hint="use `cost_model=resource`, or `shard_optimizer=never`",
-        )
+        before = f"the cost model '{setting.cost_model}' was published before optimizers were sharded"
+        raise InputError(before, hint="use `cost_model=resource`, or `shard_optimizer=never`")
     if not rules.tensor or min(rules.tensor) < 1 or list(rules.tensor) != sorted(set(rules.tensor)):
         given = ",".join(map(str, rules.tensor))
         raise InputError(f"`tensor={given}` are no ascending numbers of ranks", hint="write them as in 1,2,4,8")

@@ -1,13 +1,10 @@
-"""The methods that find a plan with one stage per worker, and the one that a problem needs.
+"""The methods that find a plan, and the one that a problem needs.
 
 search   exact; GPUs alike; layers pinned to stages; other constraints that are forbidden cuts. Also good plans for
          GPUs that differ, on any levels
 ilp      an integer program: all constraints, GPUs that differ; clusters of one level
 
-A model of repeated blocks is cut between its blocks first, and inside blocks where that pays: most cuts inside a block
-send more bytes than those between two, and a model of 80 blocks of 11 layers is a chain of 82 links then, not of 885.
-Inside blocks the plan is sought among all cuts if those are few, and otherwise among those in the blocks on either side
-of the cuts that were found.
+A model of repeated blocks is cut between its blocks first, and inside blocks where that pays.
 """
 
 from __future__ import annotations
@@ -19,13 +16,12 @@ from planner.cost.network.placement import places_matter
 from planner.errors import InfeasibleError, InputError, PlannerError
 from planner.options.solving import RecomputeRule
 from planner.plan.blocks import block_ends
-from planner.solver.choose.alternatives import fastest_simulated
 from planner.solver.choose.first_plans import FirstPlans
-from planner.solver.choose.improvement import improved
+from planner.solver.choose.improvement import fastest_simulated, improved
 from planner.solver.evaluate.evaluation import fastest, priced
 from planner.solver.mixed import solve_mixed
 from planner.solver.problem.budget import LATER, OutOfTimeError
-from planner.solver.problem.infeasible import Fits, UnexplainedError, explain, out_of_time
+from planner.solver.problem.infeasible import Fits, UnexplainedError, explain
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import Evaluation, Found, stages_along
 from planner.solver.problem.states import Chain
@@ -43,31 +39,28 @@ MOST_CUTS, MOST_LIMITED_CUTS = 400, 160
 def solve_blocks_first(problem: Problem, answer: Callable[[Problem], Found]) -> Found:
     """Find the best plan of the search `answer` that cuts at blocks' boundaries, or inside blocks where that pays.
 
-    Raises:
-        InfeasibleError: if no plan fits the memory.
-        InputError: for blocks of a model that has none.
+    Inside blocks it is sought among all cuts if those are few, and otherwise beside the cuts that were found. Raise
+    InputError for blocks of a model that has none.
     """
     profile = problem.layer_costs.profile
     ends = frozenset[int]() if problem.rules.granularity == "layer" else block_ends(profile)
     if not ends and problem.rules.granularity == "block":
-        raise InputError(
-            f"`granularity=block` is for models of repeated blocks, and '{profile.model}' has none",
-            hint="use `granularity=layer`",
-        )
+        without = f"`granularity=block` is for models of repeated blocks, and '{profile.model}' has none"
+        raise InputError(without, hint="use `granularity=layer`")
     if not ends:
         return answer(problem)
     blocks = cut_after(problem, ends)
     if problem.rules.granularity == "block":
         return answer(blocks)
+    layers, many = len(profile.layers), problem.schedule.asynchronous and problem.cluster.memory_bytes is None
+    most = MOST_CUTS if many else MOST_LIMITED_CUTS
     try:
-        found = answer(blocks)
+        best = found = answer(blocks)
     except InfeasibleError:
-        if len(profile.layers) > _most_cuts(problem):
+        if layers > most:
             raise
         return answer(problem)  # smaller stages may fit
-    # The bound is one over all cuts.
-    layers, most, bound_s = len(profile.layers), _most_cuts(problem), PipelineSearch(problem).relaxed_s()
-    best = found
+    bound_s = PipelineSearch(problem).relaxed_s()  # over all cuts
     if bound_s < found.best.seconds * (1 - PAYS) and not problem.deadline.passed:
         everywhere = layers <= most
         cuts = frozenset(range(layers - 1)) if everywhere else ends | _beside(problem, ends, found.best)
@@ -78,21 +71,12 @@ def solve_blocks_first(problem: Problem, answer: Callable[[Problem], Found]) -> 
     return replace(best, bound_s=min(bound_s, best.best.seconds))
 
 
-def _most_cuts(problem: Problem) -> int:
-    many = problem.schedule.asynchronous and problem.cluster.memory_bytes is None
-    return MOST_CUTS if many else MOST_LIMITED_CUTS
-
-
 def _beside(problem: Problem, ends: frozenset[int], plan: Evaluation) -> frozenset[int]:
     """Return the cuts inside the blocks on either side of each of the plan's cuts."""
     cuts = {len(stage.before) - 1 for stage in plan.stages[1:]}
-    last = len(problem.layer_costs.profile.layers) - 1
-    starts = sorted({-1, *ends, last})
-    found: set[int] = set()
-    for cut in cuts & ends:
-        place = starts.index(cut)
-        found.update(range(starts[place - 1] + 1, starts[place + 1]))
-    return frozenset(found)
+    starts = sorted({-1, *ends, len(problem.layer_costs.profile.layers) - 1})
+    places = [starts.index(cut) for cut in cuts & ends]
+    return frozenset(cut for place in places for cut in range(starts[place - 1] + 1, starts[place + 1]))
 
 
 def cut_after(problem: Problem, ends: frozenset[int]) -> Problem:
@@ -107,29 +91,22 @@ MOST_COLUMNS = 40_000  # about: of an integer program that is tried beside a sea
 
 
 def solve_by_method(problem: Problem) -> Found:
-    """Find the best plan by the method that the problem needs.
+    """Find the best plan by the method that the problem needs; raise InfeasibleError if no plan fits the memory.
 
-    Raises:
-        InfeasibleError: if no plan fits the memory.
-        PlannerError: if the deadline passes before any plan is found.
+    Raise PlannerError if the deadline passes before any plan is found.
     """
-    if _mixed(problem) and problem.solver in ("auto", "search"):
-        return _on_mixed_gpus(problem)
+    within = problem.with_cuts_forbidden()
+    unlike = problem.cluster.kinds and not problem.constraints.gpu_of and not problem.schedule.chunked
+    if unlike and within is not None and problem.solver in ("auto", "search"):
+        return _on_mixed_gpus(problem, within)
     if needs_program(problem, problem.solver):
         return solve_by_program(problem)
-    search = solve_interleaved if problem.schedule.chunked else searched
-    within = problem.with_cuts_forbidden()
     assert within is not None
-    return solve_blocks_first(within, search)
+    return solve_blocks_first(within, solve_interleaved if problem.schedule.chunked else searched)
 
 
 def searched(problem: Problem) -> Found:
-    """Find the best plan with one stage per worker, no slower than those that take no search.
-
-    Raises:
-        InfeasibleError: if no plan fits the memory.
-        PlannerError: if the deadline passes before any plan is found.
-    """
+    """Find the best plan with one stage per worker, no slower than those that take no search."""
     first = FirstPlans(problem)
     if problem.deadline.at_s is not None:
         first.evaluate()
@@ -140,7 +117,9 @@ def searched(problem: Problem) -> Found:
             first.evaluate()
         last_resort = first.last_resort()
         if last_resort is None:
-            raise out_of_time(problem, first.leanest()) from None
+            raise PlannerError(
+                "the time limit passed before any plan was found", hint="give a longer `time_limit_s`, or leave it out"
+            ) from None
         problem.budget.exhausted = False
         found = Found(last_resort, PipelineSearch(problem).relaxed_s())
     except InfeasibleError:
@@ -161,12 +140,7 @@ def least_late(problem: Problem, found: Found) -> Found:
 
 
 def _by_search(problem: Problem) -> Found:
-    """Search for the best plan: by the cost model first, then by simulation.
-
-    Raises:
-        InfeasibleError: if no plan fits the memory.
-        OutOfTimeError: if the deadline passes before any plan is found.
-    """
+    """Search for the best plan: by the cost model first, then by simulation."""
     search = PipelineSearch(problem)
     path = search.best()
     # Other cuts than those along the order may need less memory; only imported profiles may use them.
@@ -186,14 +160,9 @@ def _by_search(problem: Problem) -> Found:
     return Found(fastest_simulated(search, [best, *columned.plans], bound_s), bound_s)
 
 
-def _on_mixed_gpus(problem: Problem) -> Found:
-    """Find the best plan on GPUs of several kinds by the search, and by the integer program where that is quick.
-
-    Raises:
-        InfeasibleError: if neither finds a plan that fits the memory.
-    """
-    within, cluster = problem.with_cuts_forbidden(), problem.cluster
-    assert within is not None
+def _on_mixed_gpus(problem: Problem, within: Problem) -> Found:
+    """Find the best plan on GPUs of several kinds by the search, and by the integer program where that is quick."""
+    cluster = problem.cluster
     columns = len(problem.layer_costs.profile.layers) ** 2 * cluster.gpus * 2 ** len(cluster.kinds)
     exact = problem.solver == "auto" and len(cluster.joined) == 1 and columns <= MOST_COLUMNS
     try:
@@ -212,20 +181,8 @@ def _on_mixed_gpus(problem: Problem) -> Found:
     return replace(best, bound_s=max(found.bound_s, other.bound_s))
 
 
-def _mixed(problem: Problem) -> bool:
-    """Return whether the search for GPUs of several kinds can take the problem."""
-    constraints = problem.constraints
-    expressed = not constraints.gpu_of and problem.with_cuts_forbidden() is not None
-    return bool(problem.cluster.kinds) and expressed and not problem.schedule.chunked
-
-
 def solve_interleaved(problem: Problem) -> Found:
-    """Find the best interleaved plan along the profile's order.
-
-    Raises:
-        InputError: if there are too few GPUs, layers or microbatches to interleave anything.
-        InfeasibleError: if no plan fits the memory.
-    """
+    """Find the best interleaved plan along the profile's order."""
     space, setting, limits = Chain(problem.layer_costs), problem.setting, problem.limits
 
     def fitting(recompute: RecomputeRule) -> Fits:

@@ -1,9 +1,7 @@
 """Search for plans on GPUs of several kinds: for each order of the kinds, a search along their line (`line`).
 
-Nearly exact, on links that are all alike, for plans in which the GPUs of a kind follow each other. In small problems a
-kind may also be at both ends of the line. On several levels there is a search for the links of each; the price and the
-simulation know the places. Local search on simulated times then also lets kinds take turns. The bound is perfect
-balance, so the answer is `feasible` unless it meets that.
+Nearly exact, on links that are all alike, for plans in which the GPUs of a kind follow each other. Local search on
+simulated times then also lets kinds take turns. The bound is perfect balance.
 """
 
 from __future__ import annotations
@@ -31,21 +29,16 @@ from planner.solver.search.restricted import slowed
 
 MOST_KINDS = 4  # whose orders are tried
 MOST_STATES, MOST_ENTRIES = 160, 4_000_000  # beyond, cuts at some of them only: so many, or states² · GPUs
-TINY, SMALL = 2_000, 25_000  # entries up to which every step is fine, and up to which kinds may take turns
 MOST_STARTS = 6  # plans with which local search begins
 COARSE, FINE = 0.05, 0.004  # steps of the limit on the maximum, relative: over all of them, and around the best
 SLOWER_LINKS = (2.0, 4.0)  # factors by which links are slower in alternatives
 SLOWER = (1.02, 1.05, 1.1, 1.2)  # times the best time of an asynchronous plan, within which others are proposed
 
-Line = list[tuple[int, Sequence[int]]]  # numbers of kinds, and ranks of each
-
 
 def solve_mixed(problem: Problem) -> Found:
-    """Find a fast plan on GPUs of several kinds.
+    """Find a fast plan on GPUs of several kinds; raise InputError for more kinds than orders can be tried of.
 
-    Raises:
-        InputError: for more kinds than orders can be tried of.
-        InfeasibleError: if no plan of the form above fits the memory.
+    Raise InfeasibleError if no plan of the form above fits the memory.
     """
     alike: dict[object, tuple[int, ...]] = {}  # ranks: what the cluster lists in several places is one kind
     for kind, own in zip(problem.cluster.kinds, problem.cluster.kind_ranks, strict=True):
@@ -107,11 +100,9 @@ def _along_lines(problem: Problem, kinds: Sequence[tuple[int, ...]], known: Sequ
             ranks = [rank for number in numbers for rank in kinds[number]]
             kind = kind_on(problem.layer_costs, problem.cluster, everything, ranks)
             tables[frozenset(numbers)] = StagesOn(problem, link, kind, len(ranks), states)
-        entries = len(tables[frozenset({0})].space) ** 2 * problem.cluster.gpus
-        for line in _lines(kinds, in_turns=entries <= SMALL):
-            search = LineSearch(problem, tables, line)
-            step = FINE if entries <= TINY else COARSE
-            fast = _fastest(search, best_s) if problem.schedule.asynchronous else _traded(search, best_s, step)
+        for order in permutations(range(len(kinds))):
+            search = LineSearch(problem, tables, [(number, kinds[number]) for number in order])
+            fast = _fastest(search, best_s) if problem.schedule.asynchronous else _traded(search, best_s)
             for plan in fast:
                 found.append(priced(problem, plan.stages))
                 best_s = min(best_s, plan.seconds if link in slower else found[-1].seconds)
@@ -119,17 +110,6 @@ def _along_lines(problem: Problem, kinds: Sequence[tuple[int, ...]], known: Sequ
                 return found
         known_s = min(known_s, best_s)
     return found
-
-
-def _lines(kinds: Sequence[tuple[int, ...]], *, in_turns: bool) -> Iterator[Line]:
-    """Yield the lines in which the GPUs of a kind follow each other, and those that begin and end with one kind."""
-    orders = list(permutations(range(len(kinds))))
-    for order in orders:
-        yield [(number, kinds[number]) for number in order]
-    for first, *others in orders if in_turns else ():
-        own = kinds[first]
-        for count in sorted({1, len(own) // 2, len(own) - 1} - {0, len(own)}):
-            yield [(first, own[:count]), *((number, kinds[number]) for number in others), (first, own[count:])]
 
 
 def _fastest(search: LineSearch, best_s: float) -> Iterator[LinePlan]:
@@ -147,12 +127,9 @@ def _fastest(search: LineSearch, best_s: float) -> Iterator[LinePlan]:
     yield from filter(None, (search.within(best_s * times) for times in SLOWER))
 
 
-def _traded(search: LineSearch, best_s: float, step: float) -> Iterator[LinePlan]:
-    """Yield plans of a synchronous pipeline that trade the sum against the maximum, and some near the best of them.
-
-    A plan better than the seconds has a maximum below what the least sum leaves of them.
-    """
-    first, best = search.within(np.inf), None
+def _traded(search: LineSearch, best_s: float) -> Iterator[LinePlan]:
+    """Yield plans of a synchronous pipeline that trade the sum against the maximum, and some near the best of them."""
+    first, best, step = search.within(np.inf), None, COARSE
     limit_s, low_s = (0.0, 0.0) if first is None else (min(first.max_s, best_s - first.sum_s), 0.0)
     while True:
         while limit_s > low_s and (plan := search.within(limit_s)) is not None:

@@ -1,18 +1,11 @@
 """Steps that settle what no search along the cuts can know, by asking for something that it does know.
 
-Overheads: memory goes to more than tensors, to a CUDA context, communicators and fragmentation. How many communicators
-a worker has depends on the replicas of its neighbours, which a search that walks along the layers does not know. It
-knows those that a stage has in any plan: one each way for earlier and for later stages, and one for its replicas. So
-searches are asked for plans whose tensors fit, with these, what is left of the memory, and what they find must fit with
-the communicators that the plan really has. The first search is a relaxation, whose bound holds for all plans; its
-answer, if it fits, is the best. Otherwise room is kept for more communicators on every device until an answer fits, and
-it may not be the best: a plan whose stages need fewer might have done with less room. An answer that fits once its
-stages recompute a little more, and is hardly slower then, ends this, too.
+Overheads: how many communicators a worker has depends on the replicas of its neighbours. Searches count those that a
+stage has in any plan; room is kept for more on every device until an answer fits the memory. The first search is a
+relaxation, whose bound holds for all plans.
 
-Vertical sync: stages hold weight versions by the depth of the first stage, which a search from the last layer to the
-first does not know. It is asked for plans whose stages all hold the same number of versions, whatever is in flight, and
-what it finds must fit with the versions that the plan really has. With one version each, this is a relaxation, whose
-bound holds for all plans.
+Vertical sync: stages hold weight versions by the depth of the first stage. Searches are asked for plans whose stages
+all hold the same number of versions; with one version each, this is a relaxation.
 
 zb-h1: the cut that is best for 1f1b-flush, with the time of zb-h1's own streams.
 """
@@ -31,8 +24,7 @@ from planner.errors import InfeasibleError
 from planner.options.solving import UNLIMITED, DepthRule
 from planner.schedule.versions import Entry, versions_held
 from planner.solver.choose.first_plans import FirstPlans, Leaner
-from planner.solver.evaluate.depth import TOLERANCE
-from planner.solver.evaluate.evaluation import priced, simulated
+from planner.solver.evaluate.evaluation import TOLERANCE, priced, simulated
 from planner.solver.problem.bounds import balanced_s
 from planner.solver.problem.infeasible import explained
 from planner.solver.problem.problem import Answer, Problem
@@ -41,11 +33,7 @@ from planner.units import format_bytes
 
 
 def solve_zero_bubble(problem: Problem, answer: Answer) -> Found:
-    """Under zb-h1, evaluate the stages of the best plan for 1f1b-flush, and bound what no plan can beat.
-
-    How much of the bubble the weights' gradients fill depends on all stages together, which no walk along the layers
-    can add up. A good cut does the same under both schedules: no stage has more work than the others.
-    """
+    """Under zb-h1, evaluate the stages of the best plan for 1f1b-flush, and bound what no plan can beat."""
     if (other := problem.schedule.solved_as) is problem.schedule:
         return answer(problem)
     problem.budget.seen.clear()  # the same stages are other plans under another schedule
@@ -57,25 +45,21 @@ def solve_zero_bubble(problem: Problem, answer: Answer) -> Found:
 
 
 def solve_synced(problem: Problem, answer: Answer) -> Found:
-    """Find the best plan whose versions under vertical sync fit the memory, where it is asked for.
-
-    Raises:
-        InfeasibleError: if there is none.
-    """
+    """Find the best plan whose versions under vertical sync fit the memory, where it is asked for."""
     if not problem.vertical_sync:
         return answer(problem)
 
     def holding(versions: int, depth: DepthRule) -> Found:
         problem.budget.seen.clear()  # the same stages are other plans with other versions
-        layer_costs = problem.layer_costs.holding(versions)
+        layer_costs = replace(problem.layer_costs, versions=versions)
         found = answer(replace(problem, layer_costs=layer_costs, depth=depth))
         return replace(found, best=synced(problem.layer_costs, found.best))
 
     relaxed = holding(1, problem.depth)
     if relaxed.best.fits(problem.cluster):
         return relaxed
-    depths: list[DepthRule] = ["auto", "published"] if problem.depth == "auto" else [problem.depth]
     # Deeper pipelines hold more versions, so the published depths may fit where chosen ones do not.
+    depths: list[DepthRule] = ["auto", "published"] if problem.depth == "auto" else [problem.depth]
     for depth in depths:
         for versions in range(2, problem.cluster.gpus + 2):
             try:
@@ -104,11 +88,7 @@ _FEW = 5  # communicators beyond those that a search counts, up to which room is
 
 
 def solve_with_room(problem: Problem, answer: Answer) -> Found:
-    """Find the best plan of the search `answer` that fits the memory with the overheads of its devices.
-
-    Raises:
-        InfeasibleError: if there is none.
-    """
+    """Find the best plan of the search `answer` that fits the memory with the overheads of its devices."""
     overheads = problem.layer_costs.overheads
     if overheads is None:
         return answer(problem)
@@ -159,7 +139,6 @@ def solve_with_room(problem: Problem, answer: Answer) -> Found:
 
 
 def _fits(problem: Problem, plan: Evaluation) -> bool:
-    """Return whether the plan fits the memory with the copies of its tied weights."""
     return plan.fits(problem.cluster) and copies_fit(problem.layer_costs, plan.stages, plan.price, problem.setting)
 
 
@@ -175,7 +154,6 @@ def _leaner(problem: Problem, plan: Evaluation) -> Evaluation | None:
 
 
 def _charged(problem: Problem, plan: Evaluation) -> Evaluation:
-    """Return the plan with the memory of its overheads."""
     layer_costs, tensors = problem.layer_costs, []
     for stage, memory in zip(plan.stages, plan.price.memory, strict=True):
         # Searches count some communicators among a stage's buffers.

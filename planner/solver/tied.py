@@ -1,9 +1,7 @@
 """Plans for models with tied weights, whose copies need memory, and under 1f1b as many replicas in all their stages.
 
-The searches count a weight once, in the first layer that uses it, so their answer is a relaxation: its bound holds for
-all plans, and where its copies fit and can be trained, it is the best. Otherwise the best plan has all users of a tied
-weight in one stage, which needs no copies, or counts the weight in every layer that uses it. Under 1f1b, the latter is
-sought for each number of replicas of the stages with copies.
+The searches count a weight once, so their answer is a relaxation. Where its copies do not fit or cannot be trained, the
+best plan has all users of a tied weight in one stage, or counts the weight in every layer that uses it.
 """
 
 from __future__ import annotations
@@ -37,8 +35,7 @@ _TRIES = 4  # of a search, each with less memory
 def solve_tied(problem: Problem, answer: Answer) -> Found:
     """Find the best plan of the search `answer` whose copies of tied weights fit the memory and can be trained.
 
-    Raises:
-        InfeasibleError: if there is none.
+    Raise InfeasibleError if there is none.
     """
     found = answer(problem)
     if _trains(problem, found.best):
@@ -55,7 +52,6 @@ def solve_tied(problem: Problem, answer: Answer) -> Found:
 
 
 def _trains(problem: Problem, plan: Evaluation) -> bool:
-    """Return whether the plan's copies of tied weights fit the memory, and stay equal in training."""
     shared = shared_between(problem.layer_costs, plan.stages)
     if not shared:
         return True
@@ -67,11 +63,7 @@ def _trains(problem: Problem, plan: Evaluation) -> bool:
 
 
 def _refuse(problem: Problem, found: Found, answer: Answer) -> None:
-    """Say which schedule has room for the copies, where those of the plan found do not fit the memory.
-
-    Raises:
-        InfeasibleError: if there is such a schedule.
-    """
+    """Raise InfeasibleError with a schedule that has room for the copies, where the found plan's do not fit."""
     try:
         price_with_copies(problem.layer_costs, found.best.stages, found.best.price, problem.setting)
         return
@@ -88,7 +80,6 @@ def _refuse(problem: Problem, found: Found, answer: Answer) -> None:
 
 
 def _together(problem: Problem, answer: Answer) -> Iterator[Evaluation]:
-    """Yield the best plan with all users of each tied weight in one stage."""
     names = [layer.name for layer in problem.layer_costs.profile.layers]
     users = tuple(tuple(names[layer] for layer in group) for group in _users(problem))
     constraints = problem.constraints
@@ -98,7 +89,6 @@ def _together(problem: Problem, answer: Answer) -> Iterator[Evaluation]:
 
 
 def _counted(problem: Problem, answer: Answer) -> Iterator[Evaluation]:
-    """Yield the best plans where every user of a tied weight has a copy."""
     if not problem.schedule.stashes or problem.cluster.kinds or not problem.constraints.empty:
         with contextlib.suppress(PlannerError):
             yield from _evaluated(problem, answer(_with_copies(problem, 1)).best.stages)
@@ -136,7 +126,6 @@ def _even(problem: Problem, counted: Problem, search: _EvenSearch, below_s: floa
 
 
 def _uncounted_bytes(problem: Problem, counted: Problem, stages: Sequence[Candidate]) -> int:
-    """Return by how much a stage that does not fit holds more than was counted for it."""
     cluster = problem.cluster
     roomy = replace(problem.setting, cluster=cluster.model_copy(update={"memory_bytes": None}))
     held = price_with_copies(problem.layer_costs, stages, priced(problem, stages).price, roomy).gpu_bytes
@@ -186,12 +175,12 @@ class _EvenSearch(Search):
         self._holds = np.array([space.holds(layer) for layer in layers])
 
     def best(self, below_s: float | None = None, precision: float = _PRECISION) -> CutPath | None:
-        """Return a plan that takes less than `below_s`, and is the fastest up to `precision`; None without one."""
+        """Return the fastest plan up to `precision`; one on more replicas than the fewest may miss a target it met."""
         high_s = self.any_time_s() if below_s is None or np.isinf(below_s) else below_s
         low_s, best, target_s = float(self._before_s[-1]) / self.gpus, None, high_s
         while high_s - low_s > precision * high_s:
             if (path := self.within(target_s)) is not None:
-                high_s = target_s
+                high_s = min(target_s, path.seconds)
                 best = path if best is None or path.seconds < best.seconds else best
             elif target_s == high_s and best is None:
                 return None
@@ -203,7 +192,6 @@ class _EvenSearch(Search):
     def suffixes(
         self, state: int, others: Integers, target_s: float, after: Integers, room: int
     ) -> tuple[Integers, Integers, NDArray[np.bool_]]:
-        """Tabulate the stages that begin at a state, with the given replicas where a stage has one of the layers."""
         _, r, again = super().suffixes(state, others, target_s, after, room)
         holds = (self._holds[:, others] & ~self._holds[:, state, None]).any(axis=0)
         r = np.where(holds, np.where(r > self.replicas, IMPOSSIBLE, self.replicas), r)

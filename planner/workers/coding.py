@@ -23,15 +23,12 @@ class Cast:
     dtype: torch.dtype
 
     def place(self, buffer: Tensor, start: int, shape: tuple[int, ...]) -> Tensor:
-        """Return the place of a value of `shape` in the message `buffer`, from byte `start` on."""
         return buffer.view(self.dtype).as_strided(shape, _strides(shape), start // self.dtype.itemsize)
 
     def write(self, place: Tensor, value: Tensor) -> None:
-        """Write the value to its place."""
         place.copy_(value)
 
     def read(self, place: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-        """Return the value of `dtype` and `shape` in its place, which may be a view of it."""
         return place.to(dtype)  # itself, where it is that already
 
 
@@ -45,12 +42,10 @@ class Blocks:
     block: int
 
     def place(self, buffer: Tensor, start: int, shape: tuple[int, ...]) -> Tensor:
-        """Return the place of a value, as `Cast` does."""
         blocks = -(-math.prod(shape) // self.block)
         return buffer[start : start + blocks * (self.block + torch.float32.itemsize)]
 
     def write(self, place: Tensor, value: Tensor) -> None:
-        """Write the value to its place."""
         elements, scales = self._parts(place)
         flat = value.reshape(-1).float()
         missing = elements.numel() - len(flat)
@@ -62,12 +57,10 @@ class Blocks:
         scales.copy_(scale)
 
     def read(self, place: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-        """Return the value in its place."""
         elements, scales = self._parts(place)
         return (elements * scales).view(-1)[: math.prod(shape)].view(shape).to(dtype)
 
     def _parts(self, place: Tensor) -> tuple[Tensor, Tensor]:
-        """Return views of the elements, a row for each block, and of their scales."""
         blocks = len(place) // (self.block + torch.float32.itemsize)
         end = blocks * self.block
         return place[:end].view(torch.int8).view(blocks, self.block), place[end:].view(torch.float32).view(blocks, 1)
@@ -77,8 +70,7 @@ Coding = Cast | Blocks
 
 
 @cache  # for every message, a lookup
-def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return those of a contiguous tensor."""
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:  # of a contiguous tensor
     return tuple(math.prod(shape[dimension + 1 :]) for dimension in range(len(shape)))
 
 

@@ -1,7 +1,6 @@
 """End a worker after a failure: leave the reason first, then abort the process groups, and wait for nothing.
 
-Under NCCL most ways to end can block for ever. `destroy_process_group` waits for the kernels on the device, which wait
-for a peer that may be gone; so may an abort, and the interpreter's shutdown. So everything after the reason is bounded.
+Under NCCL most ways to end may wait for a peer that is gone. So everything after the reason is bounded.
 """
 
 from __future__ import annotations
@@ -32,10 +31,9 @@ EXIT_S = 5.0  # how long the interpreter may take to shut down after a failure
 END_S = 20.0  # how long a failed worker may take in all, with each of its steps bounded
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 # Each process group of NCCL reads these when it is made. By default its watchdog ends the process with SIGABRT when a
-# peer is lost or a kernel failed: that would hide the first cause behind another message, or a core dump.
+# peer is lost: that would hide the first cause behind another message, or a core dump.
 _NCCL_VARIABLES = {
-    # 0 leaves a lost peer to our own watch. An abort by the watchdog (1, 2) would let the kernels that wait go on with
-    # what the buffers hold, and the loss might be the first to show it.
+    # An abort by the watchdog (1, 2) would let the kernels that wait go on with what the buffers hold.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",  # the main thread meets the same error, and knows where
     "TORCH_NCCL_ENABLE_MONITORING": "0",  # or a second thread ends the process when the watchdog itself blocks
@@ -56,10 +54,7 @@ def keep_failures_ours() -> None:
 
 
 def within(seconds: float, *actions: Callable[[], T]) -> list[T]:
-    """Call all `actions` at the same time; return the results of those that end within `seconds` and do not raise.
-
-    Others are left behind, in threads that do not keep the process from ending.
-    """
+    """Call all `actions` at once, in threads; return the results of those that end in time and do not raise."""
     results: list[T] = []
 
     def run(action: Callable[[], T]) -> None:
@@ -76,10 +71,7 @@ def within(seconds: float, *actions: Callable[[], T]) -> list[T]:
 
 
 def abort_groups() -> None:
-    """Abort all process groups, and go on without them if that takes longer than `ABORT_S`.
-
-    Never `destroy_process_group` after an error: it waits for what is on the device.
-    """
+    """Abort all process groups, within `ABORT_S`; `destroy_process_group` would wait for what is on the device."""
     if not (dist.is_available() and dist.is_initialized()):
         return
     groups = list(distributed_c10d._world.pg_map)
@@ -97,10 +89,7 @@ def end_within(seconds: float) -> None:
 
 
 def bound_exit() -> None:
-    """End the process with exit code 1 when the interpreter, once it begins to, takes too long to shut down.
-
-    For processes that are not ours to end, which `os._exit` would do without the user's own clean-up.
-    """
+    """End the process with exit code 1 when the interpreter, once it begins to, takes too long to shut down."""
     atexit.register(end_within, EXIT_S)
 
 

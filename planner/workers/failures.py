@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import os
 import sys
 import traceback
@@ -15,10 +14,11 @@ import torch.distributed as dist
 
 from planner.errors import InputError, LayerError, PlannerError, WorkerError, first_line, reason_of
 from planner.model.spec import split_location
-from planner.workers.heartbeat import Beat, Heartbeat, State
+from planner.workers.heartbeat import Beat, Heartbeat
 from planner.workers.job import Failure, Job
 
 _LIBRARIES = (Path(torch.__file__).parent, Path(__file__).parents[1], Path(os.__file__).parent, Path(sys.prefix))
+_LOST = ("gloo", "Connection", "Socket", "NCCL")  # in errors of a lost connection
 Frame = tuple[str, int, str]  # file, line, function
 
 
@@ -31,11 +31,7 @@ class LossNotFiniteError(PlannerError):
 
 
 class WorkersFailedError(PlannerError):
-    """A worker failed, and why.
-
-    Attributes:
-        again: whether restarting the workers may help.
-    """
+    """A worker failed, and why; `again`: whether restarting the workers may help."""
 
     def __init__(self, message: str, *, hint: str, exit_code: int, again: bool) -> None:
         super().__init__(message, hint=hint)
@@ -64,18 +60,22 @@ def failure_of(job: Job, error: BaseException, heartbeat: Heartbeat | None = Non
     return Failure(
         rank=rank,
         stage=stage_of(job, rank, beat),
-        activity=None if beat is None or not beat.beats else beat.describe(),
+        activity=beat.doing if beat is not None and beat.beats else None,
         message=message,
         hint=hint,
         traceback="".join(traceback.format_exception(error)),
         exit_code=known.exit_code if known else WorkerError.exit_code,
         again=not isinstance(error, InputError | LossNotFiniteError),
-        consequence=memory is None and (isinstance(error, ConnectionLostError) or _is_connection_loss(error)),
+        # gloo raises a plain RuntimeError when it loses a peer.
+        consequence=memory is None
+        and (
+            isinstance(error, ConnectionLostError | dist.DistError)
+            or (isinstance(error, RuntimeError) and any(word in str(error) for word in _LOST))
+        ),
     )
 
 
 def error_of(failure: Failure) -> WorkersFailedError:
-    """Return `failure` as the error that the user reads."""
     message = failure.message
     # All workers meet a mistake in the input; only what happened to one of them names the worker.
     if failure.exit_code != InputError.exit_code:
@@ -94,30 +94,22 @@ def worker_name(rank: int, stage: int | None) -> str:
 
 def stage_of(job: Job, rank: int, beat: Beat | None) -> int | None:
     """Return the stage that worker `rank` is at, or else the first stage that it holds."""
-    if beat is not None and beat.state not in (State.PREPARING, State.MEETING):
+    if beat is not None and beat.stage is not None:
         return beat.stage
     return next((index for index, stage in enumerate(job.plan.stages) if rank in stage.ranks), None)
-
-
-def _is_connection_loss(error: BaseException) -> bool:
-    """Return whether torch.distributed lost a peer; gloo raises a plain RuntimeError for that."""
-    return isinstance(error, dist.DistError) or (
-        isinstance(error, RuntimeError) and any(word in str(error) for word in ("gloo", "Connection", "Socket", "NCCL"))
-    )
 
 
 def innermost(stacks: Sequence[Sequence[Frame]], job: Job) -> str | None:
     """Return the innermost frame that tells the user most: in the user's folder, or outside all libraries, or any.
 
-    Args:
-        stacks: of each thread, its frames, outermost first. Among equals the first thread's tells more: the others may
-            read the user's data ahead, while the first waits for them.
-        job: names the user's folder.
+    Of the `stacks`, outermost frame first, the first thread's tells most.
     """
     frames = [frame for stack in stacks for frame in reversed(stack)]
     folder = split_location(job.model)[0].resolve().parent
-    own = (frame for frame in frames if _is_in(folder, frame[0]))
-    others = (frame for frame in frames if not _in_libraries(frame[0]))
+    # "<frozen runpy>" is no file, though as a path it would be one in the current folder, which may be the user's.
+    files = [frame for frame in frames if not frame[0].startswith("<")]
+    own = (frame for frame in files if Path(frame[0]).resolve().parent == folder)
+    others = (frame for frame in files if not any(Path(frame[0]).is_relative_to(library) for library in _LIBRARIES))
     chosen = next(chain(own, others, frames), None)
     return None if chosen is None else _shorter(f"{chosen[0]}:{chosen[1]} in {chosen[2]}()")
 
@@ -127,28 +119,17 @@ def _at(place: str | None) -> str:
 
 
 def _shorter(place: str) -> str:
-    """Return `place` relative to the current folder, if it is inside."""
     return place.replace(f"{Path.cwd()}{os.sep}", "")
 
 
 def _resolve(place: str | None, job: Job) -> str | None:
-    """Add file and line to a function of the model file, such as "loss()"."""
     if place is None or not place.endswith("()"):
         return place
     path = split_location(job.model)[0]
-    for node in ast.parse(path.read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.FunctionDef) and node.name == place.removesuffix("()"):
-            return f"{place} at {path}:{node.lineno}"
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if line.startswith(f"def {place.removesuffix(')')}"):
+            return f"{place} at {path}:{number}"
     return f"{place} of {path}"
-
-
-def _is_in(folder: Path, filename: str) -> bool:
-    # "<frozen runpy>" is no file, though as a path it would be one in the current folder, which may be the user's.
-    return not filename.startswith("<") and Path(filename).resolve().parent == folder
-
-
-def _in_libraries(filename: str) -> bool:
-    return filename.startswith("<") or any(Path(filename).is_relative_to(library) for library in _LIBRARIES)
 
 
 MEMORY_HINT = (

@@ -1,10 +1,7 @@
 """Process groups for data: made by all workers in one order, and used once in that order before training.
 
 NCCL makes the communicator of a group at the group's first use, in a call that returns only when every member makes
-its own first call. Two workers whose first calls are on different groups would wait for each other for ever: stages
-that share a weight both begin with a send. So every group is used once, with nothing to say, before any worker posts
-what it has to say. The order is one list that all workers go through, each taking part where it is a member: the first
-entry that is not done yet always has all its members at it.
+its own first call. Two workers whose first calls are on different groups would wait for each other for ever.
 """
 
 from __future__ import annotations
@@ -27,33 +24,19 @@ _POSTED_FOR = timedelta(days=1)
 
 
 def wait_for_device(device: torch.device) -> None:
-    """Let the host wait until the device has done all that it was given."""
     runtime_of(device).synchronize(device)
 
 
 # NCCL gives an operation up to 32 thread blocks, and a receive that waits holds them: on a GPU they are taken from the
 # computation. Messages between two workers need few of them to fill a link.
 MESSAGE_BLOCKS = 4
-# PyTorch has a pool of 32 streams, and CUDA as many queues at most. One is for computation, and two are for receives.
+# PyTorch has a pool of 32 streams. One is for computation, and two are for receives.
 STREAMS = 32 - 3
 _log = logging.getLogger(__name__)
 
 
-def message_options(backend: str) -> dict[str, Any]:
-    """Return arguments of `new_group` for a group that carries messages between two workers."""
-    if backend != "nccl" or not dist.is_nccl_available():  # without it, making the group fails with NCCL's own words
-        return {}
-    options = dist.ProcessGroupNCCL.Options()  # type: ignore[attr-defined, unused-ignore]
-    options.config.max_ctas = MESSAGE_BLOCKS
-    return {"pg_options": options}
-
-
 class DataGroups:
-    """Makes a worker's process groups for data. All workers make the same, in the same order, members or not.
-
-    Args:
-        place: where the worker computes, and with which backend it sends.
-    """
+    """Makes a worker's process groups for data. All workers make the same, in the same order, members or not."""
 
     def __init__(self, place: Place, timeout: timedelta) -> None:
         self._place = place
@@ -72,8 +55,12 @@ class DataGroups:
         return group
 
     def for_messages(self, sender: int, receiver: int) -> dist.ProcessGroup:
-        """Make a group for messages from one worker to another."""
-        group = self._make([sender, receiver], **message_options(self._place.backend))
+        more: dict[str, Any] = {}
+        if self._place.backend == "nccl" and dist.is_nccl_available():  # or else NCCL says that it is not there
+            more["pg_options"] = dist.ProcessGroupNCCL.Options()  # type: ignore[attr-defined, unused-ignore]
+            more["pg_options"].config.max_ctas = MESSAGE_BLOCKS
+            more["pg_options"]._timeout = self._timeout  # new_group warns where it differs from its own argument
+        group = self._make([sender, receiver], **more)
         if dist.get_rank() == sender:
             self._unused.append(lambda token: dist.isend(token, receiver, group))
         elif dist.get_rank() == receiver:
@@ -91,12 +78,9 @@ class DataGroups:
             return  # gloo has connected all members when a group is made
         if self._own > STREAMS:
             _log.warning(
-                "rank %d has %d groups of %s. Each has a stream, and a device runs about %d streams beside each other: "
-                "with more, messages wait for others, perhaps for ever. Stages with fewer replicas need fewer groups.",
-                dist.get_rank(),
-                self._own,
-                self._place.backend,
-                STREAMS,
+                f"rank {dist.get_rank()} has {self._own} groups of {self._place.backend}, and a device runs {STREAMS} "
+                "streams of them beside each other: messages may wait for others, perhaps for ever. Stages with fewer "
+                "replicas need fewer groups."
             )
         for use in unused:
             work = use(torch.zeros(1, device=self._place.wire))
@@ -105,6 +89,6 @@ class DataGroups:
             wait_for_device(self._place.wire)
 
     def _make(self, members: list[int], **more: Any) -> dist.ProcessGroup:
-        group: dist.ProcessGroup = dist.new_group(members, timeout=self._timeout, backend=self._place.backend, **more)
         self._own += dist.get_rank() in members
+        group: dist.ProcessGroup = dist.new_group(members, timeout=self._timeout, backend=self._place.backend, **more)
         return group

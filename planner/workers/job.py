@@ -21,8 +21,7 @@ LAUNCHER_VARIABLE = "PLAN_LAUNCHER_PID"  # in the environment of the workers: th
 class Job(Record):
     """One training run, the same on every worker.
 
-    At most one of `steps` and `epochs` is set. `baseline` trains without the pipeline for comparison: "data-parallel"
-    with DistributedDataParallel on as many workers, see `planner.executor.data_parallel`.
+    At most one of `steps` and `epochs` is set. `baseline` trains without the pipeline for comparison.
     """
 
     model: str  # "model.py" or "model.py:builder"
@@ -40,10 +39,9 @@ class Job(Record):
     checkpoints: CheckpointOptions = CheckpointOptions()
     show_progress: bool = False
     predicted_samples_per_s: float | None = None  # set if an option makes it differ from the plan's
-    predicted_start_samples_per_s: float | None = None  # in a synchronous start
     run: str = ""  # identifies the run; the same for all its restarts
     started_again: bool = False  # after a failure
-    folder: str | None = None  # for the launching process: the result, why a worker failed, and what each one does
+    folder: str | None = None  # for the launching process: the result
 
     @property
     def scales_loss(self) -> bool:
@@ -52,8 +50,6 @@ class Job(Record):
 
 
 class WorkerReport(Record):
-    """What one worker measured."""
-
     rank: int
     stage: int
     busy_share: float  # of the steady state, spent in forward, backward and update
@@ -82,19 +78,17 @@ class Evaluation(Record):
     metrics: Mapping[str, float | None] = Field(default_factory=dict)  # from metrics(output, target)
 
     def __str__(self) -> str:
-        """Write the loss and the metrics, each with its name."""
         found = {"loss": self.loss, **self.metrics}
         return ", ".join(f"{name} {math.nan if value is None else value:.4f}" for name, value in found.items())
 
 
 class StartResult(Record):
-    """What a run measured in its synchronous start, and what was predicted."""
+    """What a run measured in its synchronous start."""
 
     minibatches: int
     schedule: str
     microbatches: int  # per minibatch
     samples_per_s: float  # with its first and its last minibatch, between which the pipeline fills and drains
-    predicted_samples_per_s: float | None
 
 
 class TrainResult(Shown, Record):
@@ -117,7 +111,6 @@ class TrainResult(Shown, Record):
     samples_per_s: float  # steady state
     predicted_samples_per_s: float | None
     synchronous_start: StartResult | None = None  # where this run trained minibatches of it
-    likely_cause: str | None = None  # where the run was much slower than predicted
     random_data: bool  # without dataset() batches are random, and losses mean nothing
     losses: tuple[Loss, ...]
     evaluations: tuple[Evaluation, ...] = ()
@@ -130,7 +123,7 @@ class TrainResult(Shown, Record):
 
 
 class Failure(Record):
-    """Why a worker failed; left in a file for the launching process."""
+    """Why a worker failed, as it tells the others and the launching process."""
 
     rank: int
     stage: int | None

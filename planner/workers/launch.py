@@ -1,7 +1,7 @@
 """Start the workers on this host through torchrun's launcher, and say why one failed.
 
-torchrun's own rendezvous opens a store that listens on all addresses of the host. Its launcher accepts other handlers,
-and torch's store accepts a socket that is already bound: here it listens on one address only.
+torchrun's own rendezvous would open a store that listens on all addresses of the host. Here one that listens on one
+address alone is there before, and torchrun takes it.
 """
 
 from __future__ import annotations
@@ -14,121 +14,53 @@ import sys
 import tempfile
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from pathlib import Path
+from typing import cast
+from unittest.mock import patch
 
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # exported by a star import
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]  # exported by a star import
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.rendezvous import (
-    RendezvousHandler,
-    RendezvousInfo,
-    RendezvousParameters,
-    RendezvousStoreInfo,
-    rendezvous_handler_registry,
-)
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from planner.errors import WorkerError
 from planner.formats.files import save_record
 from planner.formats.timeline import Timeline, load_timeline
+from planner.workers.failures import WorkersFailedError, error_of, stage_of, worker_name
 from planner.workers.interfaces import LOOPBACK, VARIABLES, address_of
-from planner.workers.job import LAUNCHER_VARIABLE, RESULT_FILE, TIMELINE_FILE, Job, TrainResult
-from planner.workers.local_watch import LocalWatch, explain
+from planner.workers.job import LAUNCHER_VARIABLE, RESULT_FILE, TIMELINE_FILE, Failure, Job, TrainResult
 from planner.workers.place import GPU_VARIABLES
+from planner.workers.watch import MEMORY_HINT, cause_in, last_beat, own_keys
 
-BACKEND = "plan-one-host"
 _TIMEOUT = timedelta(minutes=5)
 SHUTDOWN_S = "10"  # seconds from SIGTERM to SIGKILL, for the workers that are left when one has failed
 
 
-class OneHost(RendezvousHandler):
-    """Rendezvous of a single launcher, which holds the store that its workers use."""
-
-    def __init__(self, address: str, run_id: str) -> None:
-        self._run_id = run_id
-        self._address = address
-        self._store: TCPStore | None = None
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        """Open the store; nobody is waited for, because the caller is the only member."""
-        listening = socket.create_server((self._address, 0))
-        port = listening.getsockname()[1]
-        # Detached, because the store closes the socket.
-        descriptor = listening.detach()
-        # Without libuv: with it, the store of PyTorch 2.7 takes no socket that listens already.
-        self._store = TCPStore(
-            self._address, port, is_master=True, timeout=_TIMEOUT, master_listen_fd=descriptor, use_libuv=False
-        )
-        bootstrap = RendezvousStoreInfo(self._address, port)
-        return RendezvousInfo(PrefixStore(self._run_id, self._store), 0, 1, bootstrap)
-
-    @property
-    def use_agent_store(self) -> bool:
-        """Let the workers use the launcher's store instead of opening one."""
-        return True
-
-    def get_backend(self) -> str:
-        return BACKEND
-
-    def get_run_id(self) -> str:
-        return self._run_id
-
-    def is_closed(self) -> bool:
-        return False
-
-    def set_closed(self) -> None:
-        """Do nothing: nobody else could join."""
-
-    def num_nodes_waiting(self) -> int:
-        return 0
-
-    def shutdown(self) -> bool:
-        """Close the port."""
-        self._store = None
-        return True
-
-
-def _create(parameters: RendezvousParameters) -> RendezvousHandler:
-    return OneHost(parameters.endpoint, parameters.run_id)
-
-
-def register() -> None:
-    """Register `BACKEND` with torch's launcher."""
-    # Not a lambda: a launcher that restarts its workers registers again, and torch accepts only the same function.
-    rendezvous_handler_registry.register(BACKEND, _create)
-
-
-@contextmanager
-def environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set variables of the environment within this context."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+def environment(variables: Mapping[str, str]) -> AbstractContextManager[object]:
+    return cast("AbstractContextManager[object]", patch.dict(os.environ, variables))
 
 
 def run_workers(module: str, job: Job, on_timeline: Callable[[Timeline], None] | None = None) -> TrainResult:
-    """Start the workers of `job` on this host, one process each, and wait for their end.
+    """Start the workers of `job` on this host, one process each that runs `module`, and wait for their end.
 
-    Args:
-        module: what each process runs, with the path of the job as its argument.
-        job: the run; its `folder` is set here.
-        on_timeline: is given what all workers did, if the job asks for a trace.
-
-    Raises:
-        WorkersFailedError: why the first worker failed; all others have ended by then.
+    Raise WorkersFailedError with why the first worker failed; all others have ended by then.
     """
     interface = job.run_options.interface or os.environ.get("GLOO_SOCKET_IFNAME", LOOPBACK).split(",")[0]
-    address = address_of(interface)
-    register()
+    listening = socket.create_server((address_of(interface), 0))
+    address, port = listening.getsockname()
+    # Detached, because the store closes the socket. Without libuv: with it, the store of PyTorch 2.7 takes no socket
+    # that listens already. Multi-tenant: torchrun, which opens a store at this port, gets this one.
+    store = TCPStore(
+        address,
+        port,
+        is_master=True,
+        timeout=_TIMEOUT,
+        multi_tenant=True,
+        master_listen_fd=listening.detach(),
+        use_libuv=False,
+    )
     with tempfile.TemporaryDirectory(prefix="plan-train-") as folder:
         job = job.model_copy(update={"folder": folder})
         job_path, result_path = Path(folder) / "job.json", Path(folder) / RESULT_FILE
@@ -138,29 +70,30 @@ def run_workers(module: str, job: Job, on_timeline: Callable[[Timeline], None] |
             max_nodes=1,
             nproc_per_node=job.plan.workers,
             run_id=uuid.uuid4().hex,
-            rdzv_backend=BACKEND,
-            rdzv_endpoint=address,
+            rdzv_backend="static",
+            rdzv_endpoint=f"{address}:{port}",
+            rdzv_configs={"rank": 0},
             local_addr=address,
             logs_specs=DefaultLogsSpecs(log_dir=folder),
             max_restarts=0,
             monitor_interval=0.1,
         )
-        with _quiet_launcher(), environment(_worker_variables(interface)):
-            watch = LocalWatch(Path(folder), job)
-            watch.start()
+        # What workers inherit: one network interface, and one thread unless the environment says otherwise.
+        defaults = {"OMP_NUM_THREADS": "1", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": SHUTDOWN_S, **GPU_VARIABLES}
+        variables = {name: value for name, value in defaults.items() if name not in os.environ}
+        variables |= {**dict.fromkeys(VARIABLES, interface), LAUNCHER_VARIABLE: str(os.getpid())}
+        with _quiet_launcher(), environment(variables):
             try:
                 elastic_launch(config, sys.executable)("-m", module, str(job_path))
             except ChildFailedError as cause:
                 exit_codes = {rank: process.exitcode for rank, process in cause.failures.items()}
-                error = explain(exit_codes, Path(folder), job)
+                error = explain(exit_codes, own_keys(store), job)
                 raise error from error.__cause__
             except SignalException as cause:
                 # The launcher has ended the workers. Ctrl-C then ends this process as it would any other.
                 if cause.sigval == signal.SIGINT:
                     raise KeyboardInterrupt from None
                 raise WorkerError(f"training was ended by {cause.sigval.name}") from None
-            finally:
-                watch.stop()
         if not result_path.exists():
             raise WorkerError("the workers ended without an error and without a result")
         if on_timeline is not None and (timeline_path := Path(folder) / TIMELINE_FILE).exists():
@@ -168,27 +101,39 @@ def run_workers(module: str, job: Job, on_timeline: Callable[[Timeline], None] |
         return TrainResult.model_validate_json(result_path.read_text(encoding="utf-8"))
 
 
+def explain(exit_codes: Mapping[int, int], store: Store, job: Job) -> WorkersFailedError:
+    """Return the first cause of a failed run, from what the workers wrote and their exit codes by rank.
+
+    Candidates, in this order: the first worker's own error; a signal, except SIGTERM, with which the launcher itself
+    ends the remaining workers; a lost connection; an exit code alone.
+    """
+    if (cause := cause_in(store)) is not None:
+        return error_of(cause)
+    signals = [rank for rank, code in sorted(exit_codes.items()) if code < 0 and code != -signal.SIGTERM]
+    left = [key for rank in sorted(exit_codes) if store.check([key := f"failure/{rank}"])]
+    if left and not signals:
+        return error_of(Failure.model_validate_json(store.get(left[0])))
+    rank = min(signals or exit_codes)
+    beat = last_beat(store, rank)
+    hint = "look for the reason in its last messages"
+    ended = f"ended with exit code {exit_codes[rank]} and left no reason"
+    if signals:
+        name = signal.Signals(-exit_codes[rank]).name
+        ended = f"was killed by {name}, last heard of {'while starting' if beat is None else beat.doing}"
+        hint = MEMORY_HINT if name == "SIGKILL" else hint
+    message = f"{worker_name(rank, stage_of(job, rank, beat))} {ended}"
+    return WorkersFailedError(message, hint=hint, exit_code=WorkerError.exit_code, again=True)
+
+
 @contextmanager
 def _quiet_launcher() -> Iterator[None]:
-    """Silence torchrun's log: `launch` says in one sentence what happened."""
-    # Some of its loggers have a level of their own, which their parent's does not override.
-    loggers = [
-        logger
-        for name, logger in logging.root.manager.loggerDict.items()
-        if name.startswith("torch.distributed.elastic") and isinstance(logger, logging.Logger)
-    ]
-    before = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.CRITICAL)
+    # Each of its loggers, because some have a level of their own.
+    names = [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed.elastic")]
+    silenced = [logger for name in names if not (logger := logging.getLogger(name)).disabled]
+    for logger in silenced:
+        logger.disabled = True
     try:
         yield
     finally:
-        for logger, level in zip(loggers, before, strict=True):
-            logger.setLevel(level)
-
-
-def _worker_variables(interface: str) -> dict[str, str]:
-    """Return what the workers inherit: one network interface, and one thread unless the environment says otherwise."""
-    defaults = {"OMP_NUM_THREADS": "1", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": SHUTDOWN_S, **GPU_VARIABLES}
-    wanted = {name: value for name, value in defaults.items() if name not in os.environ}
-    return {**wanted, **dict.fromkeys(VARIABLES, interface), LAUNCHER_VARIABLE: str(os.getpid())}
+        for logger in silenced:
+            logger.disabled = False

@@ -1,8 +1,8 @@
 """How workers meet: through a store, before they choose a GPU, build a model on it, and make process groups.
 
-Under Slurm without torchrun (`srun plan train ...`) srun starts one process per task and numbers them as torchrun does.
-Its variables are translated to torchrun's (see the manual page srun(1), "OUTPUT ENVIRONMENT VARIABLES"). There, and
-where mpirun or an operator sets RANK, WORLD_SIZE and MASTER_*, the first worker holds the store that torchrun would.
+Under Slurm without torchrun srun numbers its tasks as torchrun does, and its variables are translated (see srun(1),
+"OUTPUT ENVIRONMENT VARIABLES"). There, and where mpirun or an operator sets RANK, WORLD_SIZE and MASTER_*, the first
+worker holds the store that torchrun would.
 """
 
 from __future__ import annotations
@@ -64,8 +64,7 @@ def first_node(nodes: str) -> str:
     return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first[0]) if first else nodes
 
 
-def _local_tasks(environment: Mapping[str, str], node: int, tasks: int) -> int:
-    """Return how many tasks run on this node, of a list such as "4(x2),1"."""
+def _local_tasks(environment: Mapping[str, str], node: int, tasks: int) -> int:  # of a list such as "4(x2),1"
     listed = _first(environment, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
     if listed is None:
         return int(environment.get("SLURM_NTASKS_PER_NODE", tasks))
@@ -74,29 +73,19 @@ def _local_tasks(environment: Mapping[str, str], node: int, tasks: int) -> int:
 
 
 def _first(environment: Mapping[str, str], *names: str) -> str | None:
-    """Return the first of these variables that is set: a step's come before the job's, which may be larger."""
+    # A step's variables come before the job's, which may be larger.
     return next((environment[name] for name in names if environment.get(name)), None)
 
 
 def started_as_worker() -> bool:
-    """Return whether this process is one of several workers, of torchrun, of Slurm or of whatever sets RANK.
-
-    Slurm's environment becomes torchrun's, which everything else reads, and all workers agree on the number of their
-    start.
-
-    Raises:
-        InputError: when RANK and WORLD_SIZE are set, and the address of worker 0 is not.
-        WorkerError: when the workers do not meet.
-    """
+    """Return whether this process is one of several workers; Slurm's environment then becomes torchrun's."""
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         os.environ.update(worker_variables(os.environ))
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         return False
     if (missing := {"MASTER_ADDR", "MASTER_PORT"} - os.environ.keys()) and not dist.is_initialized():
-        raise InputError(
-            f"the environment has RANK and WORLD_SIZE of a worker, and no {' and no '.join(sorted(missing))}",
-            hint="set the address of worker 0's host, and a free port of it, for all workers; or start with torchrun",
-        )
+        problem = f"the environment has RANK and WORLD_SIZE of a worker, and no {' and no '.join(sorted(missing))}"
+        raise InputError(problem, hint="set worker 0's host and a free port of it for all; or start with torchrun")
     if not missing:
         _open_store(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
     return True
@@ -107,20 +96,17 @@ _own_store: TCPStore | None = None  # which ends with this process, where no age
 
 @cache  # once for a store, however many pipelines are trained by it
 def _open_store(host: str, port: int) -> None:
-    """Connect to the workers' store, which worker 0 opens where torchrun has not, and agree on the start."""
     global _own_store
     rank = int(os.environ["RANK"])
     opens = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
     try:
-        # The others wait here until worker 0 has come. What else worker 0 opens at this address is the same store: its
-        # script's group, and what torch.distributed's rendezvous opens.
+        # Multi-tenant: what else worker 0 opens at this address is the same store.
         store = TCPStore(host, port, is_master=opens, wait_for_workers=False, timeout=_TIMEOUT, multi_tenant=opens)
         _agree_on_start(PrefixStore("planner", store), rank, int(os.environ["WORLD_SIZE"]))
     except RuntimeError as cause:
         done = "opened" if opens else "reached"
         raise WorkerError(
-            f"the store at {host}:{port}, by which worker {rank} meets the others, cannot be {done}: "
-            f"{first_line(cause)}",
+            f"the store at {host}:{port}, where worker {rank} meets others, cannot be {done}: {first_line(cause)}",
             hint="did worker 0 start? MASTER_ADDR and MASTER_PORT choose another address of its host, and another port",
         ) from cause
     if opens:
@@ -130,9 +116,8 @@ def _open_store(host: str, port: int) -> None:
 def _agree_on_start(store: Store, rank: int, world: int) -> None:
     """Set torchrun's number of restarts to one that all workers of this start have, and no earlier start had.
 
-    Each of torchrun's agents counts the failures of its own workers alone: after a worker of one host was killed, the
-    others come with another number. Worker 0 counts in the store, which keeps what earlier starts have written, and
-    tells its number to whoever arrives.
+    Each of torchrun's agents counts the failures of its own workers alone. So worker 0 counts in the store, which keeps
+    what earlier starts have written, and tells its number to whoever arrives.
     """
     if rank == 0:
         number = store.add("starts", 1) - 1
@@ -146,7 +131,6 @@ def _agree_on_start(store: Store, rank: int, world: int) -> None:
 
 
 def _answer(store: Store, number: int, world: int) -> None:
-    """Tell the number of this start to all that arrive, until every worker has it; those of earlier starts are gone."""
     answered, all_here = 0, False
     with suppress(RuntimeError):  # the store is gone: each worker finds that out
         while not all_here:
@@ -157,11 +141,7 @@ def _answer(store: Store, number: int, world: int) -> None:
 
 
 def hold_store(seconds: float) -> None:
-    """Let the others read why this worker ends, if it holds the store that tells them; torchrun outlives its workers.
-
-    Args:
-        seconds: for which workers that lost a peer look for the cause.
-    """
+    """Let the others read for so long why this worker ends, if it holds the store that tells them."""
     if _own_store is not None:
         time.sleep(seconds)
 
@@ -178,7 +158,7 @@ def worker_store(timeout: timedelta) -> Store:
 
 @lru_cache(maxsize=1)
 def _rendezvous(address: str) -> Store:
-    """Connect to the store that torchrun's environment describes, once per address: worker 0 may have to open it."""
+    # Once per address: worker 0 may have to open it.
     store, _, _ = next(rendezvous("env://", timeout=_TIMEOUT))
     # torchrun keeps its store when it restarts the workers, and in it the addresses of those that have ended. So each
     # start uses its own keys.
@@ -186,27 +166,23 @@ def _rendezvous(address: str) -> Store:
 
 
 def exchange(store: Store, mine: Seat) -> list[Seat]:
-    """Tell all workers about this one, and return what all say, by rank; waits for the last, up to the store's limit.
-
-    By that each chooses the network interface that it listens on.
-
-    Raises:
-        WorkerError: when a worker does not come.
-    """
-    prefix = f"seat/{nth_time(store, 'seat')}"
+    """Tell all workers about this one, choose a network interface by what all say, and return that by rank."""
+    prefix, seats = f"seat/{nth_time(store, 'seat')}", list[Seat]()
     store.set(f"{prefix}/{mine.rank}", mine.model_dump_json())
-    seats = [_seat(store, f"{prefix}/{rank}", rank) for rank in range(int(os.environ["WORLD_SIZE"]))]
+    try:
+        for rank in range(int(os.environ["WORLD_SIZE"])):
+            seats.append(Seat.model_validate_json(store.get(f"{prefix}/{rank}")))
+    except dist.DistStoreError as cause:  # a time-out; a store that is lost raises DistNetworkError
+        raise WorkerError(
+            f"worker {len(seats)} did not come in time", hint="is the command started on all hosts, with the same plan?"
+        ) from cause
     choose_interface([seat.address for seat in seats], mine.rank)
     return seats
 
 
 def nth_time(store: Store, what: str) -> int:
-    """Count how often this worker has done `what` by this store, now included, for keys that are not used again.
-
-    A script may train several pipelines, one after the other, and all workers do so in the same order.
-    """
-    count: int = store.add(f"{what}/times/{os.environ['RANK']}", 1)
-    return count
+    """Count how often this worker has done `what` by this store, now included, for keys that are not used again."""
+    return int(store.add(f"{what}/times/{os.environ['RANK']}", 1))
 
 
 def await_all(what: str) -> None:
@@ -218,13 +194,3 @@ def await_all(what: str) -> None:
         store.set(f"{key}/all", "")
     while not store.check([f"{key}/all"]):  # a wait in the store would have a limit
         time.sleep(0.002 * world)  # so many of them ask one store
-
-
-def _seat(store: Store, key: str, rank: int) -> Seat:
-    try:
-        return Seat.model_validate_json(store.get(key))
-    except dist.DistStoreError as cause:  # a time-out; a store that is lost raises DistNetworkError
-        raise WorkerError(
-            f"worker {rank} did not come in time",
-            hint="is the command started on all hosts, with the same plan?",
-        ) from cause

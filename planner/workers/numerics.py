@@ -1,7 +1,6 @@
 """How exactly numbers are computed, in the whole process: TF32 in products, and deterministic algorithms.
 
-Both belong to the profile, because both change its times, and training does what the profile was measured with. Without
-them PyTorch's own settings stay: since 1.12 products in full float32, and convolutions of cuDNN in TF32.
+Both change a profile's times, so training does what the profile was measured with.
 """
 
 from __future__ import annotations
@@ -28,25 +27,18 @@ _WORKSPACE = ("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 @dataclass(frozen=True)
 class Numerics:
-    """What is set, beside PyTorch's own settings.
+    """What is set, beside PyTorch's own settings."""
 
-    Attributes:
-        tf32: products of float32 matrices in TF32.
-        deterministic: only algorithms that give the same bits in every run; an operation without one raises.
-    """
-
-    tf32: bool = False
-    deterministic: bool = False
+    tf32: bool = False  # products of float32 matrices in TF32
+    deterministic: bool = False  # only algorithms that give the same bits in every run; others raise
 
     def check(self, device_type: str) -> None:
         """Raise InputError for TF32 elsewhere than on CUDA."""
         if self.tf32 and device_type != "cuda":
-            other = "a CPU" if device_type == "cpu" else device_type
             hint = "give `dtype=float32`, or `device=cuda`"
-            raise InputError(f"TF32 is a mode of CUDA's GPUs, not of {other}", hint=hint)
+            raise InputError(f"TF32 is a mode of CUDA's GPUs, and `device={device_type}` has none", hint=hint)
 
     def set(self) -> None:
-        """Set it for this process, from now on."""
         if self.tf32:
             torch.set_float32_matmul_precision("high")
         if self.deterministic:
@@ -57,14 +49,18 @@ class Numerics:
 
 
 def numerics_of(record: Profile | Plan) -> Numerics:
-    """Return what `record` was measured with, or is to be trained with."""
     return Numerics(record.tf32, bool(record.deterministic))
 
 
 @contextmanager
 def computing(numerics: Numerics) -> Iterator[None]:
-    """Set `numerics` within the context."""
-    restore = _precision_now()
+    try:
+        restore: Callable[[], object] = partial(
+            torch.set_float32_matmul_precision, torch.get_float32_matmul_precision()
+        )
+    except RuntimeError:  # a model file has set it by the names of PyTorch 2.9, which the older name does not read
+        matmul: Any = torch.backends.cuda.matmul
+        restore = partial(setattr, matmul, "fp32_precision", matmul.fp32_precision)
     strict, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     cudnn = torch.backends.cudnn
     before = cudnn.deterministic, cudnn.benchmark
@@ -75,12 +71,3 @@ def computing(numerics: Numerics) -> Iterator[None]:
         restore()
         torch.use_deterministic_algorithms(strict, warn_only=warns)
         cudnn.deterministic, cudnn.benchmark = before
-
-
-def _precision_now() -> Callable[[], object]:
-    """Return what sets the precision of matrix products to what it is now."""
-    try:
-        return partial(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
-    except RuntimeError:  # a model file has set it by the names of PyTorch 2.9, which the older name does not read
-        matmul: Any = torch.backends.cuda.matmul
-        return partial(setattr, matmul, "fp32_precision", matmul.fp32_precision)

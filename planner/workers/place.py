@@ -1,23 +1,8 @@
 """Where a worker computes and sends from: one rule, which every worker applies to what all of them said of themselves.
 
-NCCL sends from a GPU and needs one for each worker: ncclCommInitRank refuses two ranks on one device.
-gloo sends from the CPU, so that several workers may share a GPU; that is slower and never chosen unasked.
-
-CUDA and NCCL read environment variables at their start. A pipeline needs other values than their defaults:
-
-CUDA_DEVICE_MAX_CONNECTIONS: hardware queues of a GPU, 8 unless set, 32 at most. A worker has a stream for computation,
-one for each communicator and one for receives. Streams that share a queue wait for each other's launches: a send whose
-peer is not ready would hold back the receive behind it, and the peer may be waiting for that very worker.
-
-GPU_MAX_HW_QUEUES: the same for GPUs of ROCm, which do not know the former; 4 unless set.
-
-CUDA_MODULE_LOADING: with EAGER CUDA loads all kernels when it starts. Otherwise it loads each at its first use, which
-may wait for the whole device, and so for a message that waits for this worker. It takes some seconds and hundreds of
-megabytes, which a profile counts where it is measured with the same setting.
-
-NCCL_RUNTIME_CONNECT: with 0 NCCL makes all connections of a communicator when it is made. Otherwise it makes those of
-an algorithm (a ring, a tree) at the first all-reduce of a size for which it chooses that algorithm: in the middle of
-training, where it allocates memory and waits for the other members.
+NCCL sends from a GPU and needs one for each worker. gloo sends from the CPU, so that several workers may share a GPU;
+that is slower and never chosen unasked. Workers that share one over NCCL, to try on one GPU what runs on several, must
+look to it like hosts of their own.
 """
 
 from __future__ import annotations
@@ -27,7 +12,7 @@ import socket
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast, get_args
+from typing import cast, get_args
 from zlib import crc32
 
 import torch
@@ -40,11 +25,18 @@ from planner.formats.names import Backend, DeviceType
 from planner.runtime import kinds_here, runtime_of
 from planner.workers.interfaces import address_towards
 
+# What CUDA and NCCL read at their start, where a pipeline needs other values than their defaults.
 GPU_VARIABLES = {
+    # Hardware queues, 8 unless set. Streams that share one wait for each other's launches: a send whose peer is not
+    # ready would hold back the receive behind it, and the peer may be waiting for that very worker.
     "CUDA_DEVICE_MAX_CONNECTIONS": "32",
-    "GPU_MAX_HW_QUEUES": "32",
+    "GPU_MAX_HW_QUEUES": "32",  # the same for GPUs of ROCm
+    # All kernels are loaded at the start: at its first use one may wait for a message that waits for this worker.
     "CUDA_MODULE_LOADING": "EAGER",
+    # All connections of a communicator are made with it, and not in the middle of training.
     "NCCL_RUNTIME_CONNECT": "0",
+    # Otherwise PyTorch warns on each worker that messages get communicators of their own, which is what is wanted.
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
 }
 
 
@@ -55,11 +47,9 @@ def set_gpu_variables() -> None:
 
 
 class Gpu(Record):
-    """A GPU that a worker sees."""
-
     uuid: str  # the same in every process that sees this GPU
     name: str
-    board: str | None = None  # where it sits in its host, if PyTorch tells: slices of one GPU have one place
+    board: str | None = None  # its place on the PCI bus, if PyTorch tells: slices of one GPU (MIG) have one place
 
 
 class Seat(Record):
@@ -76,8 +66,7 @@ class Seat(Record):
 
 def own_seat(same: Mapping[str, str] | None = None, device: DeviceType | None = None) -> Seat:
     """Describe this worker, in the environment that torchrun sets, and the GPUs of the kind `device` that it sees."""
-    host = socket.gethostname()
-    kind = device if device not in (None, "cpu") else kind_here()
+    host, kind = socket.gethostname(), device if device not in (None, "cpu") else kind_here()
     return Seat(
         rank=int(os.environ["RANK"]),
         host=host,
@@ -93,64 +82,50 @@ def visible_gpus(kind: DeviceType) -> tuple[Gpu, ...]:
     """Return the devices of a kind that this process sees, none of the kind "cpu"; makes no context on them."""
     if kind == "cpu":
         return ()
-    seen = [torch.device(kind, index) for index in range(runtime_of(kind).count())]
-    return tuple(_described(runtime_of(kind).properties(device), device) for device in seen)
-
-
-def _described(properties: Any, device: torch.device) -> Gpu:
-    place = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
-    return Gpu(
+    found = []
+    for device in (torch.device(kind, index) for index in range(runtime_of(kind).count())):
+        properties = runtime_of(kind).properties(device)
         # Without one, a device is told apart by its index, which holds where all processes see the same devices.
-        uuid=str(getattr(properties, "uuid", f"{socket.gethostname()} {device}")),
-        name=properties.name,
-        board=None if None in place else ":".join(f"{part:02x}" for part in place),
-    )
+        uuid = str(getattr(properties, "uuid", f"{socket.gethostname()} {device}"))
+        bus = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
+        board = None if None in bus else ":".join(f"{part:02x}" for part in bus)
+        found.append(Gpu(uuid=uuid, name=properties.name, board=board))
+    return tuple(found)
 
 
 def names_of(seats: Sequence[Seat]) -> str:
     """Name workers and their hosts: "worker 2 (host b) and worker 3 (host b)"."""
     shown = [f"worker {seat.rank} ({seat.host})" for seat in seats[:4]]
-    if len(seats) > 4:
-        shown.append(f"{len(seats) - 4} more")
-    return " and ".join((", ".join(shown[:-1]), shown[-1])) if len(shown) > 1 else shown[0]
+    return " and ".join([*shown, f"{len(seats) - 4} more"] if len(seats) > 4 else shown)
 
 
 def available_cores() -> int:
-    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def cores_to_send(workers: int) -> bool:
-    """Return whether this host has a core to send with, beside the one that each of its workers computes on.
-
-    gloo's threads move the bytes. Without such cores they take those that compute, and nothing overlaps.
-    """
+    """Return whether this host has a core for gloo's threads beside the one that each worker computes on."""
     return available_cores() >= 2 * workers
 
 
 @dataclass(frozen=True)
 class Place:
-    """The device that a worker computes on, and the one that its messages are made on.
-
-    NCCL sends from the GPU, gloo from the CPU. Kinds of GPU for which PyTorch has neither NCCL nor its like use gloo.
-    """
+    """The device that a worker computes on, and the one that its messages are made on."""
 
     compute: torch.device
     wire: torch.device
+    nccl_host: str | None = None  # the host that NCCL takes this worker to be on; None for its own
 
     @property
     def kind(self) -> str:
-        """The kind of device that computes, as PyTorch calls it."""
         return self.compute.type
 
     @property
     def device_name(self) -> str | None:
-        """The name of the GPU, if there is one."""
-        return runtime_of(self.compute).name(self.compute)
+        return getattr(runtime_of(self.compute).properties(self.compute), "name", None)
 
     @property
     def backend(self) -> Backend:
-        """The backend of the groups that carry data."""
         return cast("Backend", runtime_of(self.wire).backend)
 
 
@@ -163,17 +138,11 @@ def kind_here() -> DeviceType:
 
 
 def gpus_here() -> int:
-    """Return how many GPUs PyTorch sees."""
     return 0 if (kind := kind_here()) == "cpu" else runtime_of(kind).count()
 
 
 def choose_place(seats: Sequence[Seat], rank: int, device: DeviceType | None, backend: Backend | None) -> Place:
     """Choose the place of worker `rank`; all workers choose alike, because they decide by the same seats.
-
-    Args:
-        seats: what all workers said, by rank.
-        device: the kind; None for GPUs where there are any.
-        backend: None for the kind's own between GPUs, such as NCCL, and gloo between CPUs.
 
     Raises:
         InputError: when some workers see no GPU, or when NCCL would have to serve several workers on one.
@@ -186,17 +155,30 @@ def choose_place(seats: Sequence[Seat], rank: int, device: DeviceType | None, ba
     without = [seat for seat in seats if not seat.gpus or seat.kind != device]
     if without:
         others = "" if len(without) == len(seats) else ", but others do"
-        raise InputError(
-            f"PyTorch sees no GPU in {names_of(without)}{others}",
-            hint=f"is PyTorch there built for {device}, and is CUDA_VISIBLE_DEVICES, or its like, right? On CPUs, "
-            "measure and train with `device=cpu`",
-        )
+        hint = f"is PyTorch there built for {device}, and is CUDA_VISIBLE_DEVICES, or its like, right?"
+        raise InputError(f"PyTorch sees no GPU in {names_of(without)}{others}", hint=f"{hint} Or use `device=cpu`")
     chosen = assign_gpus(seats)
     compute = torch.device(device, chosen[rank])
     own = runtime_of(device).backend
     if "gloo" in (backend, own) or own not in get_args(Backend):
         return Place(compute, torch.device("cpu"))
-    _check_own_gpus(seats, chosen, own)
+    name = own.upper()
+    if not dist.is_backend_available(own):
+        raise InputError(f"this PyTorch has no {name}", hint="send with `backend=gloo`")
+    gpus = [seat.gpus[index] for seat, index in zip(seats, chosen, strict=True)]
+    # NCCL tells GPUs apart by their place on the bus, which slices of one GPU have in common.
+    places = [
+        gpu.uuid if gpu.board is None else f"{seat.host} {gpu.board}" for seat, gpu in zip(seats, gpus, strict=True)
+    ]
+    if (shared := next((each for each in places if places.count(each) > 1), None)) is not None:
+        sharing = [seat for seat, each in zip(seats, places, strict=True) if each == shared]
+        slices = len({gpu.uuid for gpu, each in zip(gpus, places, strict=True) if each == shared}) > 1
+        what = "have slices of" if slices else "share"
+        if own != "nccl" or backend != "nccl":
+            hint = "start as many workers on each host as it has GPUs, or let them share with `backend=gloo`"
+            hint += "; `backend=nccl` shares, too, and is for trying NCCL on one GPU" if own == "nccl" else ""
+            raise InputError(f"{names_of(sharing)} would {what} one GPU, and {name} needs one for each", hint=hint)
+        return Place(compute, compute, nccl_host=f"{seats[rank].host} {rank}")
     return Place(compute, compute)
 
 
@@ -204,17 +186,14 @@ def check_backend(device: DeviceType, backend: Backend | None) -> None:
     """Raise InputError for a backend that does not send from this kind of device, as NCCL from CPUs."""
     if backend not in (None, "gloo", runtime_of(device).backend):
         where = "`device=cpu` computes on none" if device == "cpu" else f"`device={device}` on others"
-        raise InputError(
-            f"`backend={backend}` sends from GPUs, and {where}", hint="leave out `backend`, or train on GPUs"
-        )
+        raise InputError(f"`backend={backend}` sends from GPUs, and {where}", hint="leave out `backend`")
 
 
 def assign_gpus(seats: Sequence[Seat]) -> list[int]:
     """Return the index of each worker's GPU among those that it sees.
 
-    Each takes the GPU that the fewest have taken, the first of these. So the workers of a host that all see the same
-    GPUs have one each, in the order of their ranks, and a task that sees only its own GPU has that one. GPUs are told
-    apart by their UUIDs, because an index means another GPU in another process.
+    Each takes the GPU that the fewest have taken, the first of these. GPUs are told apart by their UUIDs, because an
+    index means another GPU in another process.
     """
     taken: Counter[str] = Counter()
     chosen = [0] * len(seats)
@@ -227,33 +206,7 @@ def assign_gpus(seats: Sequence[Seat]) -> list[int]:
 
 
 def take(place: Place) -> None:
-    """Make the GPU of `place` the current device of this process, before anything is done on a GPU.
-
-    Otherwise each process would make a context, some 500 MB, on GPU 0 as well: at a barrier, in a kernel of a library
-    that asks for the current device.
-    """
+    """Make the GPU of `place` the current device: otherwise each process would make a context on GPU 0 as well."""
+    if place.nccl_host is not None:
+        os.environ["NCCL_HOSTID"] = place.nccl_host
     runtime_of(place.compute).set_device(place.compute)
-
-
-def _check_own_gpus(seats: Sequence[Seat], chosen: Sequence[int], backend: str) -> None:
-    """Refuse NCCL, or its like, where it is not there, or where workers would share a GPU: whole, or in slices (MIG).
-
-    NCCL tells GPUs apart by the address on the PCI bus, which slices of a GPU have in common.
-    """
-    name = backend.upper()
-    if not dist.is_backend_available(backend):
-        raise InputError(
-            f"this PyTorch has no {name}", hint=f"send with `backend=gloo`, or install PyTorch with {name}"
-        )
-    on: dict[object, list[Seat]] = {}
-    for seat in seats:
-        gpu = seat.gpus[chosen[seat.rank]]
-        on.setdefault(gpu.uuid if gpu.board is None else (seat.host, gpu.board), []).append(seat)
-    sharing = next((users for users in on.values() if len(users) > 1), None)
-    if sharing is not None:
-        slices = len({seat.gpus[chosen[seat.rank]].uuid for seat in sharing}) > 1
-        raise InputError(
-            f"{names_of(sharing)} would {'have slices of' if slices else 'share'} one GPU, and {name} needs one for "
-            "each",
-            hint="start as many workers on each host as it has GPUs, or let them share with `backend=gloo`",
-        )

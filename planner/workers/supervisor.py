@@ -1,103 +1,233 @@
-"""One worker's side of a run's supervision: it says that it joined, that it failed and why, or that it leaves."""
+"""Watch over a run from within its workers: each says through a store what it does and why it fails.
+
+A thread of each worker writes the worker's page to the store of its launcher every second or two, over a connection of
+its own, because the training's may hang. The first and the last worker read the pages of all and judge them; two,
+because one of them may be what hangs. A worker that reads the cause of a failure ends from that thread, and each host
+reports it once: under NCCL the main thread waits in calls of CUDA that nothing can interrupt.
+
+Pages would tell only after a time-out that a process is gone. Where no launcher of ours sees all processes, each worker
+also watches the next one's.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
+import socket
 import sys
-from collections.abc import Callable
+import threading
+import time
+from contextlib import suppress
+from datetime import timedelta
+from functools import partial
+from itertools import count
 from pathlib import Path
+from traceback import extract_stack
 from typing import NoReturn
 
-from planner.errors import PlannerError
-from planner.workers.ending import END_S, bound_exit, end_within
-from planner.workers.failures import error_of, failure_of
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]  # exported by a star import
+
+from planner.errors import PlannerError, WorkerError, first_line
+from planner.workers.ending import ABORT_S, END_S, GRACE_S, bound_exit, end_process, end_within, within
+from planner.workers.failures import error_of, failure_of, innermost, stage_of, worker_name
 from planner.workers.heartbeat import Heartbeat
 from planner.workers.job import Failure, Job
-from planner.workers.local_watch import leave_failure
-from planner.workers.watch import StoreWatch
+from planner.workers.watch import MEMORY_HINT, Ending, HangDetector, NextWorker, Page, cause_in, last_beat, own_keys
 
+_CONNECT = timedelta(seconds=60)
+_FIRST_ENDS_S = ABORT_S + 1.0  # for a worker that failed to abort its groups and end
+_LAST_WORDS_S = 1.0  # until the report of a worker that failed can be read in the store
 _log = logging.getLogger(__name__)
 
 
 class Supervisor:
-    """Leaves the reason of a worker's failure where others look for it: the launcher in a folder, others in the store.
+    """Tells the others what this worker does and why it fails, and ends it when another one has failed.
 
     Args:
         own_process: whether the process is a worker's alone, and so may be ended after a failure.
-        script: whether the process runs a user's script with a loop of its own. How long it takes between two steps is
-            its own affair, so hangs are not looked for. But a failure must still end all workers: its cause is logged
-            before the script sees the error, and the interpreter's shutdown is bounded.
-
-    Attributes:
-        failure: why this worker fails; None until it does.
+        script: whether it runs a user's loop, whose hangs are not looked for. A failure must still end all workers: its
+            cause is logged before the script sees the error, and the interpreter's shutdown is bounded.
     """
 
     def __init__(self, job: Job, heartbeat: Heartbeat, *, own_process: bool = False, script: bool = False) -> None:
-        self.failure: Failure | None = None
-        self._job = job
-        self._heartbeat = heartbeat
-        self._own_process = own_process
-        self._script = script
-        self._watch: StoreWatch | None = None  # None where the launcher watches
+        self._job, self._heartbeat = job, heartbeat
+        self._own_process, self._script = own_process, script
+        self._rank = int(os.environ.get("RANK", "0"))
+        self._timeout_s = job.run_options.hang_timeout_s
+        # At least ten exchanges within a time-out: a worker counts as silent after half of it.
+        self._interval_s = min(2.0, self._timeout_s / 10)
+        self._detector: HangDetector | None = None  # of a worker that judges
+        self._known = [self._rank]  # ranks that have written a page
+        self._stopped = threading.Event()
+        self._ending = threading.Lock()  # held by the thread that ends this worker
+        self._thread = threading.Thread(target=self._exchange, name="hang watch", daemon=True)
+        self._next: NextWorker | None = None
+        self._failure: Failure | None = None
+        self._store: Store | None = None  # None where nobody watches
 
-    def watch(self, end_process: Callable[[PlannerError | None], NoReturn], *, hangs: bool = True) -> None:
-        """Watch all workers through torchrun's store from now on, as `StoreWatch` does."""
-        self._watch = StoreWatch(self._job, self._heartbeat, end_process, hangs=hangs)
+    def watch(self, end_process: Ending, *, hangs: bool = True) -> None:
+        """Watch all workers from now on.
+
+        Args:
+            end_process: reports the error, if there is one, and ends the process from a thread.
+            hangs: whether a worker that does nothing new for the time-out has failed.
+        """
+        self._end_process = end_process
+        if hangs and self._rank in (0, self._job.plan.workers - 1):
+            self._detector = HangDetector(self._job, self._timeout_s)
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        self._store = own_keys(TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=_CONNECT))
+        self._thread.start()
 
     def enter(self) -> None:
         """Begin to watch the next worker's process; all workers call it once they have joined."""
         if self._script and "TORCHELASTIC_RUN_ID" in os.environ:
             self.watch(_log_and_end, hangs=False)
-        if self._watch is not None:
-            self._watch.watch_next()
+        if self._store is not None and self._job.folder is None:  # or else the launcher sees every process
+            self._next = NextWorker(partial(self._gone, self._store))
 
     def fail(self, error: Exception) -> Failure:
-        """Leave the reason why this worker ends, unless that was done before; return it.
-
-        Called before anything that may block: after this the worker may be killed at any time.
-        """
-        if self.failure is None:
+        """Leave the reason why this worker ends, once, before anything that may block; return it."""
+        if self._failure is None:
             if self._own_process:
                 end_within(END_S)
-            self.failure = failure_of(self._job, error, self._heartbeat)
-            if self._job.folder is not None:
-                leave_failure(Path(self._job.folder), self.failure)
-            if self._watch is not None:
-                self._watch.post(self.failure)
+            self._failure = failure = failure_of(self._job, error, self._heartbeat)
+            if (store := self._store) is not None:
+                self._ending.acquire()  # waits for ever where another thread is ending this process
+                self._stopped.set()
+                within(GRACE_S, lambda: _post(store, failure))  # bounded: the store's host may be what failed
             if self._script:
                 bound_exit()
-                _log_error(self.error())
-        return self.failure
+                if (told := self.error()) is not None:
+                    _log.error("%s", told.message)
+        return self._failure
 
     def error(self) -> PlannerError | None:
-        """Return the error to end with after `fail`: that of the worker that failed first.
+        """Return the error of the worker that failed first, to end with; None where this host has told it already."""
+        failure, store = self._failure, self._store
+        assert failure is not None
+        if store is None:
+            return error_of(failure)
 
-        None where another worker of this host reports it already.
-        """
-        assert self.failure is not None
-        return error_of(self.failure) if self._watch is None else self._watch.explained(self.failure)
+        def agree() -> tuple[Failure, bool]:
+            cause, deadline = None if failure.consequence else failure, time.monotonic() + GRACE_S
+            while cause is None and time.monotonic() < deadline:
+                time.sleep(0.1)
+                cause = cause_in(store)
+            return cause or failure, _is_first_here(store)
+
+        # torchrun, which holds the store, may be gone as well.
+        agreed = within(2 * GRACE_S, agree)
+        cause, tells = agreed[0] if agreed else (failure, True)
+        return error_of(cause) if tells else None
 
     def leave(self) -> None:
         """Say that this worker ends as it should, before its connections close."""
-        if self._watch is not None:
-            self._watch.say_goodbye()
+        if self._next is not None:
+            self._next.say_goodbye()
         self.stop()
 
     def stop(self) -> None:
-        """Watch no longer, because this worker is about to end."""
-        if self._watch is not None:
-            self._watch.stop()
+        self._stopped.set()
+        if self._next is not None:
+            self._next.leave()
+        # It is in the store's calls for moments only, but must not be when Python ends.
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(ABORT_S)
+
+    def _exchange(self) -> None:
+        store = self._store
+        assert store is not None
+        for sequence in count(1):
+            if self._stopped.wait(self._interval_s):
+                return
+            # In yet another thread: a call to a store that cannot be reached may never return.
+            answers = within(self._timeout_s, partial(self._tell_and_ask, store, sequence))
+            if answers == [None]:
+                continue
+            if answers and isinstance(answers[0], Failure):
+                # The worker that failed ends first: torchrun ends all of a host with the first that does.
+                if not self._stopped.wait(_FIRST_ENDS_S) and self._ending.acquire(blocking=False):
+                    tells = within(GRACE_S, partial(_is_first_here, store))
+                    self._end_process(error_of(answers[0]) if tells != [False] else None)
+            # Unless the main thread ends with an error of its own first.
+            elif not self._stopped.wait(GRACE_S) and self._ending.acquire(blocking=False):
+                self._end_process(self._lost(str(answers[0]) if answers else f"no answer for {self._timeout_s:.0f} s"))
+            return
+
+    def _tell_and_ask(self, store: Store, sequence: int) -> Failure | str | None:
+        try:
+            store.set(f"page/{self._rank}", self._own(sequence).model_dump_json())
+            if self._detector is not None:
+                unknown = [rank for rank in range(self._job.plan.workers) if rank not in self._known]
+                self._known += [rank for rank in unknown if store.check([f"page/{rank}"])]
+                texts = store.multi_get([f"page/{rank}" for rank in self._known])
+                pages = dict(zip(self._known, map(Page.model_validate_json, texts), strict=True))
+                if (hang := self._detector.look(pages, time.monotonic())) is not None:
+                    _post(store, hang)
+            return cause_in(store)
+        except RuntimeError as error:
+            return first_line(error)
+
+    def _own(self, sequence: int) -> Page:
+        frames = sys._current_frames()
+        frames.pop(threading.get_ident())
+        threads = sorted(frames, key=lambda thread: thread != threading.main_thread().ident)
+        stacks = [[(f.filename, f.lineno or 0, f.name) for f in extract_stack(frames[thread])] for thread in threads]
+        starved_s = 0.0
+        with suppress(OSError, ValueError):  # the second number: for how long the main thread waited for a core
+            starved_s = int(Path("/proc/self/schedstat").read_text().split()[1]) / 1e9
+        return Page(
+            beat=self._heartbeat.read(device=True),
+            sequence=sequence,
+            place=innermost(stacks, self._job),
+            cpu_s=time.process_time(),
+            starved_s=starved_s,
+        )
+
+    def _gone(self, store: Store, rank: int) -> None:
+        with suppress(RuntimeError):  # the store is gone, too: then `_exchange` tells
+            # When a worker dies, torchrun ends the other workers of its host, and their connections break as well:
+            # the first one of which that was recorded counts.
+            rank = int(store.compare_set("gone", "", str(rank)))
+            time.sleep(_LAST_WORDS_S)
+            if cause_in(store) is not None:
+                return
+            beat = last_beat(store, rank)
+            heard = "while starting" if beat is None else beat.doing  # may be seconds old
+            failure = Failure(
+                rank=rank,
+                stage=stage_of(self._job, rank, beat),
+                message=f"its process is gone and left no reason; last heard of {heard}",
+                hint=f"it was killed, or its host went down; {MEMORY_HINT}",
+                exit_code=WorkerError.exit_code,
+                consequence=False,
+            )
+            _post(store, failure)
+
+    def _lost(self, reason: str) -> WorkerError:
+        place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        name = worker_name(self._rank, stage_of(self._job, self._rank, None))
+        return WorkerError(
+            f"{name}, {self._heartbeat.read().doing}: lost torchrun's store at {place}: {reason}",
+            hint="its host or the link to it is down, or another worker failed first: see the first host",
+        )
 
 
-def _log_error(error: PlannerError | None) -> None:
-    if error is not None:
-        _log.error("%s", error.message)
+def _post(store: Store, failure: Failure) -> None:
+    # The first report that is no consequence of others is the cause for all.
+    store.set(f"failure/{failure.rank}", failure.model_dump_json())
+    if not failure.consequence:
+        store.compare_set("cause", "", str(failure.rank))
+
+
+def _is_first_here(store: Store) -> bool:
+    # Each host reports an error once.
+    return bool(store.add(f"told/{os.environ.get('GROUP_RANK') or socket.gethostname()}", 1) == 1)
 
 
 def _log_and_end(error: PlannerError | None) -> NoReturn:
-    """End the process from a thread, because its main thread may wait for a worker that is gone."""
-    _log_error(error)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(1)
+    # From a thread, because the main thread may wait for a worker that is gone.
+    if error is not None:
+        _log.error("%s", error.message)
+    end_process(1)

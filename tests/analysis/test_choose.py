@@ -9,7 +9,7 @@ from planner.errors import InfeasibleError, InputError
 from planner.formats.cluster import flat_cluster
 from planner.formats.profile import Profile
 from planner.options.solving import SolveOptions
-from planner.reporting.tables.compare import choice_report
+from planner.reporting.tables.answers import choice_report
 from planner.schedule.one_stage import FLUSH, ONE_F_ONE_B
 from planner.solver import solve
 from tests.samples import layer, profile

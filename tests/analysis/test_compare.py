@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from planner.analysis.compare import Comparison, ComparisonRow, compare
+from planner.cost.candidate import candidates
 from planner.cost.layer_costs import LayerCosts
 from planner.cost.pricing import price
 from planner.cost.setting import Setting
@@ -14,10 +15,9 @@ from planner.errors import PlanError
 from planner.formats.cluster import flat_cluster, hierarchical_cluster
 from planner.formats.profile import Profile, load_profile
 from planner.options.solving import SolveOptions
-from planner.reporting.tables.compare import comparison_report
+from planner.reporting.tables.answers import comparison_report
 from planner.schedule.registry import find
 from planner.solver import solve
-from planner.solver.choose import baselines
 from tests.samples import layer, profile
 
 PROFILES = Path(__file__).resolve().parents[2] / "profiles"
@@ -91,7 +91,7 @@ def test_other_schedules(schedule: str, microbatches: int) -> None:
     chosen, parallel = comparison.rows[0], row(comparison, "data parallel")
     assert {chosen.schedule.name, parallel.schedule.name} == {schedule}
     assert ("gpipe, same cut" in [row.name for row in comparison.rows]) == (schedule != "gpipe")
-    stages = baselines.data_parallel(LayerCosts(MODEL), 2)
+    stages = candidates([range(len(MODEL.layers))], [2])
     cost = price(LayerCosts(MODEL), stages, Setting(flat_cluster(2, 10.0), find(schedule), microbatches))
     # So few gradients are one bucket, full after the backwards of c and b; the formula has six equal parts.
     late_s = (2 + 2) - 8 / 6

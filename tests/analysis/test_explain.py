@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
 import pytest
 
 from planner.analysis.explain import explain
 from planner.analysis.given_plan import GivenPlan
-from planner.formats.cluster import Cluster, flat_cluster, hierarchical_cluster
+from planner.formats.cluster import flat_cluster, hierarchical_cluster
 from planner.formats.plan import Plan
 from planner.formats.profile import load_profile
 from planner.options.solving import SolveOptions
-from planner.reporting.tables.explain import explanation_report, sentences
+from planner.reporting.tables.answers import explanation_report, sentences
 from planner.schedule.one_stage import GPIPE
 from planner.simulator.simulate_plan import simulate
 from planner.simulator.summary import summarize
@@ -48,8 +47,6 @@ def test_by_hand() -> None:
     assert [(move.layer, move.to_stage) for move in explained.moves] == [("c", 1), ("d", 0)]
     assert explained.moves[0].slower == pytest.approx(10 / 9 - 1, rel=0.02)
     assert explained.moves[1].slower == pytest.approx(12 / 9 - 1, rel=0.02)
-    assert explained.next_best is not None
-    assert explained.next_best.config in ("1", "2")
     text = explanation_report(explained)
     assert "limited by the computation of stage 0" in text
     assert "the search was exact" in text
@@ -80,8 +77,7 @@ def test_what_if_is_what_solving_again_gives_or_the_plan_itself() -> None:
         again_s = solve(model, cluster).predicted.seconds_per_minibatch
         seconds = alternative.seconds_per_minibatch
         assert seconds is not None
-        assert seconds <= again_s
-        assert seconds == pytest.approx(min(again_s, seconds_on(cluster, plan)), rel=1e-3)
+        assert seconds == pytest.approx(min(again_s, plan.predicted.seconds_per_minibatch), rel=1e-3)
         gain = plan.predicted.seconds_per_minibatch / seconds - 1
         assert alternative.gain == pytest.approx(gain, abs=1e-5)
     assert [alternative.what for alternative in coded] == ["activations sent as bfloat16", "activations sent as int8"]
@@ -90,31 +86,19 @@ def test_what_if_is_what_solving_again_gives_or_the_plan_itself() -> None:
         assert alternative.seconds_per_minibatch == pytest.approx(again, rel=0.01)
 
 
-def seconds_on(cluster: Cluster, plan: Plan) -> float:
-    """What the plan takes there; infinite where GPUs would be left over."""
-    if cluster.gpus != plan.cluster.gpus:
-        return math.inf
-    return summarize(simulate(plan.model_copy(update={"cluster": cluster}))).seconds_per_minibatch
-
-
 @pytest.mark.parametrize("name", ["vgg16", "gpt2", "lstm_lm", "resnet50"])
-def test_no_move_and_no_other_config_beats_an_optimal_plan(name: str) -> None:
+def test_no_move_beats_an_optimal_plan(name: str) -> None:
     model = load_profile(PROFILES / name / "cpu.json")
     plan = solve(model, flat_cluster(3, 1.25e8))
     explained = explain(model, plan)
     assert len(explained.moves) >= len(plan.stages) - 1
     assert all(move.slower >= -0.01 for move in explained.moves)
-    assert explained.next_best is not None
-    assert explained.next_best.gain is not None
-    assert explained.next_best.gain <= 0.01
-    assert explained.next_best.config != plan.config
     assert max(map(len, explanation_report(explained).splitlines())) <= 140
 
 
 def test_a_plan_on_one_gpu_has_no_boundary() -> None:
     explained = explain(MODEL, solve(MODEL, flat_cluster(1, 10.0)))
     assert explained.moves == ()
-    assert explained.next_best is None
     assert "With one more GPU the plan would be 1-1" in sentences(explained)
 
 

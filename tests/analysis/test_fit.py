@@ -8,7 +8,7 @@ from planner.analysis.fit import fit
 from planner.formats.cluster import Cluster, flat_cluster
 from planner.formats.profile import Profile
 from planner.options.solving import SolveOptions
-from planner.reporting.tables.fit import fit_report
+from planner.reporting.tables.answers import fit_report
 from planner.schedule.one_stage import FLUSH
 from planner.solver.find_plan import find_plan
 from tests.samples import layer, profile

@@ -13,7 +13,7 @@ from planner.errors import InfeasibleError, InputError
 from planner.formats.cluster import Cluster, flat_cluster
 from planner.formats.profile import load_profile
 from planner.reporting.svg import sweep_svg
-from planner.reporting.tables.compare import sweep_report
+from planner.reporting.tables.answers import sweep_report
 from planner.solver import solve
 from tests.samples import layer, profile
 

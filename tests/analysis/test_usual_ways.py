@@ -7,15 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from planner.analysis.compare import compare, with_rows
-from planner.analysis.usual_ways import with_baselines, with_synchronous
+from planner.analysis.compare import compare, with_baselines, with_synchronous
 from planner.formats.cluster import flat_cluster
 from planner.formats.plan import Plan, load_plan, save_plan
 from planner.options.solving import SolveOptions
-from planner.reporting.page.page import report_page
 from planner.reporting.tables.plan import plan_report
 from planner.schedule.one_stage import FLUSH
-from planner.simulator.simulate_plan import simulate
 from planner.solver import solve
 from planner.solver.find_plan import find_plan
 from planner.solver.problem.budget import Patience
@@ -45,8 +42,8 @@ def test_what_does_not_fit_is_no_measure() -> None:
     plan = with_baselines(MODEL, solve(MODEL, flat_cluster(4, 1e8, 7 * 10**8)), Patience())
     text = plan_report(plan)
     assert "one GPU does not fit (100 MB too many)" in text
-    assert "data parallel does not fit (100 MB too many)" in text
-    assert "over the fastest other way that fits, " in text
+    assert "data parallel on 4 GPUs does not fit (100 MB too many)" in text
+    assert "as the fastest other way that fits, " in text
     assert "x over data parallel" not in text
 
 
@@ -102,17 +99,6 @@ def test_what_cannot_stand_beside_a_plan_is_told() -> None:
     assert noted.synchronous is None
     assert noted.notes[0].startswith("there is no synchronous plan to compare it with: ")
     assert noted.notes[0] in plan_report(noted)
-
-
-def test_a_report_takes_baselines_from_its_comparison() -> None:
-    plan = solve(MODEL, flat_cluster(4, 1e8, 7 * 10**8))
-    comparison = compare(MODEL, plan=plan)
-    beside = with_rows(plan, comparison)
-    assert [way.name for way in beside.baselines] == [row.name for row in comparison.rows[1:-1]]
-    page = report_page(beside, simulate(plan, 20))
-    assert "data parallel does not fit (100 MB too many)" in page
-    assert "<td>baselines</td>" in page
-    assert with_rows(beside, comparison) is beside
 
 
 def test_replicas_have_a_microbatch_each() -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from statistics import median
 
 import pytest
 
-from benchmarks.gpu_truth import aceso, calculon, sailor, vtrain
+from benchmarks.gpu_truth import aceso, calculon, nanotron, own_h200, sailor, vtrain
 from benchmarks.gpu_truth.by_layers import in_sequence, parts_of
 from benchmarks.gpu_truth.calibrated import calibrated
 from benchmarks.gpu_truth.gpt import Gpt
+from benchmarks.gpu_truth.nanotron_model import Llama
 from benchmarks.gpu_truth.rows import ANCHORS, Prediction, Row, device, half_precision
 from benchmarks.gpu_truth.summary import scatter_svg, summary
 from planner.profiler.estimated.devices import DEVICES, DeviceSpec
@@ -113,3 +115,37 @@ def _records() -> list[dict[str, float]]:
     names = lines[0].split(",")
     records = [dict(zip(names, map(float, line.split(",")), strict=True)) for line in lines[1:]]
     return [record for record in records if record["tp"] > 1]
+
+
+def test_nanotron_balances_the_head_against_layers() -> None:
+    """The head of 1.34 billion parameters costs four layers, and a stage ends with the block that exceeds its share."""
+    llama = Llama(16, 2048, 32, 8192, 131072, 4096)
+    counts = [[stage.count(kind) for kind in nanotron.KINDS] for stage in nanotron.stages_of(llama, 2)]
+    assert counts == [[1, 11, 0, 0], [0, 5, 1, 1]]
+    assert nanotron.stages_of(llama, 8)[-2:] == [["head"], ["loss"]]
+
+
+def test_a_rank_of_nanotron_does_its_part() -> None:
+    llama = Llama(16, 256, 8, 1024, 4096, 128)
+    whole, part = (nanotron.block_of(replace(llama, tensor=tensor), "layer", 2) for tensor in (1, 4))
+    assert 4 * part.parameters == whole.parameters + 3 * 2 * llama.hidden  # norms are whole on every rank
+    assert part.saved_bytes == pytest.approx(whole.saved_bytes / 4, rel=0.01)
+    # The products of a column are three, of the rank's own tokens and of those before and after them.
+    assert part.forward.launches.sum() == whole.forward.launches.sum() + 2 * 2
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_estimates_for_the_h200_are_near_what_was_measured(number: int) -> None:
+    case = own_h200.load()["profiles"][number]
+    ours, theirs = own_h200.estimated(case)["all"], case["kinds"]["all"]
+    step_s = sum(ours[name] for name in ("forward_s", "backward_s", "update_s"))
+    assert step_s == pytest.approx(case["plain_step_s"], rel=0.25)
+    assert ours["saved_bytes"] == pytest.approx(theirs["saved_bytes"], rel=1e-3)
+
+
+def test_most_kernels_of_the_h200_are_estimated_within_a_fifth() -> None:
+    kernels = own_h200.load()["kernels"]
+    errors = [abs(own_h200.kernel_s(record) / record["us"] * 1e6 - 1) for record in kernels]
+    assert len(errors) > 90
+    assert median(errors) < 0.1
+    assert sum(error < 0.2 for error in errors) > 0.75 * len(errors)

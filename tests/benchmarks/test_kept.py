@@ -26,3 +26,9 @@ def test_results_come_back_and_newer_ones_take_the_place_of_older(tmp_path: Path
     assert third.records("none", Record) == {}
     assert "torch" in third.about("run")
     assert ";" not in third.about("run")
+
+
+def test_a_record_names_the_machine_that_it_is_told(tmp_path: Path) -> None:
+    results = Results(tmp_path, save=False, machine="a GPU")
+    results.add("run", "a", Record(1.0, None))
+    assert results.about("run").endswith(", a GPU")

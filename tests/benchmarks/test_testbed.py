@@ -18,7 +18,7 @@ from benchmarks.testbed.__main__ import main as run_command
 from benchmarks.testbed.bed import ROOT, testbed
 from benchmarks.testbed.emulate import Scale, as_chain, emulate, fitting_scale, joined
 from benchmarks.testbed.measure import data_parallel_run, described, run_plan
-from benchmarks.testbed.predict import balanced_stages, data_parallel_s, given_plan, simulated_s
+from benchmarks.testbed.predict import balanced_stages, given_plan, simulated_s
 from benchmarks.testbed.ranking import different_plans, kendall_tau, stages_of
 from planner.executor.stage.split_backward import input_gradients
 from planner.formats.cluster import flat_cluster, hierarchical_cluster
@@ -88,14 +88,6 @@ def test_an_all_reduce_slows_messages_on_its_links_without_stopping_them() -> No
     assert simulated_s(plan) >= plan.predicted.bottleneck.busy_s * 0.999
     assert plan.solver.cost_model_s is not None
     assert simulated_s(plan) < 1.5 * plan.solver.cost_model_s
-
-
-def test_data_parallel_buckets_overlap_with_the_backward() -> None:
-    links = flat_cluster(2, 8e5)  # 10 ms for each layer's weights
-    compute_s = total_s(CHAIN)
-    everything = data_parallel_s(CHAIN, links, bucket_bytes=10**9)
-    assert everything == pytest.approx(compute_s + 5 * 0.01)
-    assert data_parallel_s(CHAIN, links, bucket_bytes=1) == pytest.approx(compute_s + 0.01)
 
 
 def test_plans_to_rank_are_different_and_the_solvers_is_first() -> None:

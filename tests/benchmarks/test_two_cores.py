@@ -20,8 +20,8 @@ from benchmarks.two_cores.table import Sample, Spread, ratios
 from benchmarks.two_cores.turns import Contender, take_turns
 from benchmarks.two_cores.unstashed import OneVersion
 from planner.plan.shape import shape_of
-from planner.schedule.check import check_streams
 from tests.samples import layer, profile
+from tests.schedule.check import check_streams
 
 MODELS = ("transformer", "vgg_like")
 STEPPER = """

@@ -77,7 +77,10 @@ def test_a_device_of_ones_own_with_master_weights(folder: Path) -> None:
         (("model.py", "--estimate", "--device", "tpu"), "no estimate for device 'tpu'"),
         (("model.py", "--estimate", "--dtype", "int8"), "'int8' is not a data type"),
         (("model.py", "--estimate", "--device", "p100", "--dtype", "bf16"), "no bfloat16 arithmetic"),
-        (("model.py", "--estimate", "--threads", "2"), "--threads 2 cannot be estimated"),
+        (
+            ("model.py", "--estimate", "--threads", "2"),
+            "--deterministic are for measurements",
+        ),
         (("model.py", "--estimate", "--batch-size", "0"), "--batch-size 0"),
         (("model.py", "--estimate", "--calibrate", "none.json"), "none.json"),
         (("model.py", "--calibrate", "cpu.json"), "--calibrate is for estimates"),

@@ -56,21 +56,21 @@ def loss(output, target):
 def optimizer(parameters):
     return torch.optim.Adam(parameters)
 """
-TIGHT = ("--gpus", "4", "--bandwidth", "10Gbps", "--memory", "1600MB", "--batch-size", "16", "--minibatch", "64")
+TIGHT = ("--gpus", "4", "--bandwidth", "10Gbps", "--memory", "3063MB", "--batch-size", "16", "--minibatch", "64")
 QUESTIONS = {
     "recomputing": TIGHT,  # 1-1, of which both stages recompute some blocks
     "wide": ("--gpus", "2", "--minibatch", "128"),
-    "asynchronous": (*TIGHT, "--schedule", "2bw", "--memory", "2GB"),
+    "asynchronous": (*TIGHT, "--schedule", "2bw", "--memory", "3463MB"),
     "blocks": (*TIGHT, "--recompute", "blocks"),
     "whole": (*TIGHT, "--recompute", "always"),
     "coded": (*TIGHT, "--compress", "int8"),
     "stashing": ("--gpus", "4", "--bandwidth", "10Gbps", "--schedule", "1f1b", "--batch-size", "16"),
-    "layers": (*TIGHT, "--granularity", "layer", "--memory", "1550MB"),
-    "servers": ("--gpus", "8", "--servers", "2", "--bandwidth", "nvlink3,10Gbps", "--memory", "1400MB"),
-    "split": (*TIGHT, "--schedule", "zb-h1", "--memory", "2GB"),
+    "layers": (*TIGHT, "--granularity", "layer", "--memory", "3013MB"),
+    "servers": ("--gpus", "8", "--servers", "2", "--bandwidth", "nvlink3,10Gbps", "--memory", "2950MB"),
+    "split": (*TIGHT, "--schedule", "zb-h1", "--memory", "3463MB"),
     "gpipe": (*TIGHT, "--schedule", "gpipe", "--gpus", "3", "--minibatch", "48"),
     "sharded": ("--gpus", "4", "--shard-optimizer", "always", "--minibatch", "64", "--batch-size", "4"),
-    "half": ("--gpus", "6", "--gpu", "v100", "--dtype", "float16", "--bandwidth", "10Gbps", "--memory", "1500MB"),
+    "half": ("--gpus", "6", "--gpu", "v100", "--dtype", "float16", "--bandwidth", "10Gbps", "--memory", "2963MB"),
 }
 QUICK = ("recomputing", "wide")
 VERBS = (
@@ -83,7 +83,6 @@ VERBS = (
     ("compare",),
     ("compare", "--gpus", "8", "--bandwidth", "1Gbps"),
     ("report", "--points", "2"),
-    ("report", "-o", "timeline.svg"),
     ("price", "--gpus", "8", "--bandwidth", "10Gbps", "--given", "own.json", "-o", "priced.json"),
     ("sweep", "--gpus", "2", "--bandwidth", "1Gbps:10Gbps", "--points", "2"),
 )

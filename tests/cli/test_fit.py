@@ -47,7 +47,7 @@ def test_fewer_gpus_than_fill_the_servers_are_all_in_the_cluster(tmp_path: Path)
         (("absent.py", "--gpus", "2"), "absent.py"),
         (("model.py", "--gpus", "5", "--servers", "2"), "5 GPUs are not divided evenly over 2 servers"),
         (("model.py", "--gpus", "4", "--servers", "2", "--bandwidth", "1Gbps"), "the bandwidth has 1 rates"),
-        (("model.py", "--gpus", "0"), "0 is not 1 or more"),
+        (("model.py", "--gpus", "0"), "'0' is not a number of 1 or more"),
         (("model.py",), "--gpus"),
     ],
 )

@@ -219,15 +219,6 @@ def test_help_and_solve_do_not_import_what_is_slow(folder: Path) -> None:
     assert {"torch", "numpy", "pydantic"}.isdisjoint(done.stdout.split())
 
 
-def test_a_plan_for_another_profile_is_not_replaced_without_a_word(tmp_path: Path) -> None:
-    (tmp_path / "profile.json").write_text(MODEL.model_dump_json())
-    assert "note" not in plan(*SOLVE, cwd=tmp_path).stderr
-    assert "note" not in plan(*SOLVE, cwd=tmp_path).stderr
-    (tmp_path / "profile.json").write_text(MODEL.model_copy(update={"model": "another"}).model_dump_json())
-    told = f"note: 'plan.json' held a plan for the model '{MODEL.model}', "
-    assert told in plan(*SOLVE, cwd=tmp_path).stderr
-
-
 def test_failures_are_json_for_machines(tmp_path: Path) -> None:
     (tmp_path / "profile.json").write_text(MODEL.model_dump_json())
     done = plan(*SOLVE, "--memory", "1GB", "--json", cwd=tmp_path)

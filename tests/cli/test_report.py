@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 
@@ -37,7 +35,8 @@ def headings(path: Path) -> set[str]:
 def test_all_of_it_with_the_defaults(folder: Path) -> None:
     done = plan("report", "--points", "2", cwd=folder)
     assert done.returncode == 0, done.stderr
-    assert (done.stdout, done.stderr) == ("", "written to report.html\n")
+    assert done.stdout == ""
+    assert done.stderr.splitlines()[-1] == "written to report.html"  # a slow machine shows its progress before
     assert headings(folder / "report.html") == {
         "summary",
         "limits",
@@ -71,24 +70,6 @@ def test_without_the_profile_it_says_what_is_missing(folder: Path) -> None:
     assert "was made from another profile" in named.stderr
 
 
-@pytest.mark.parametrize("arguments", [("--format", "svg"), ("-o", "report.svg")])
-def test_the_timeline_alone(folder: Path, arguments: tuple[str, ...]) -> None:
-    done = plan("report", "--minibatches", "4", *arguments, cwd=folder)
-    assert done.returncode == 0, done.stderr
-    assert ElementTree.parse(folder / "report.svg").getroot().tag.endswith("svg")
-
-
-def test_the_picture_shows_six_steady_minibatches(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(folder)
-    save_trace(slower(simulate(load_plan(folder / "plan.json"), 60), 1.1), folder / "run.json")
-    for arguments in (("--minibatches", "60"), ("--run", "run.json")):
-        assert main(["report", "-o", "timeline.svg", *arguments]) == 0
-        drawn = "".join(ElementTree.parse(folder / "timeline.svg").getroot().itertext())
-        forwards = {int(number) for number in re.findall(r"F(\d+): forward", drawn)}
-        assert 5 <= len(forwards) <= 9
-        assert min(forwards) > 0
-
-
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
@@ -98,8 +79,7 @@ def test_the_picture_shows_six_steady_minibatches(folder: Path, monkeypatch: pyt
         (("--run", "plan.json"), "holds a plan, not a timeline"),
         (("--points", "1"), "1 points make no sweep"),
         (("--minibatches", "0"), "--minibatches 0 is no run"),
-        (("-o", "report.pdf"), "'report.pdf' is not a format of reports, which are html, svg"),
-        (("--format", "pdf"), "invalid choice: 'pdf'"),
+        (("-o", "report.pdf"), "'report.pdf' is no name of a report, which is HTML"),
     ],
 )
 def test_wrong_input(

@@ -82,10 +82,11 @@ def test_wrong_input(
     assert said.out == ""
 
 
-def test_many_workers_are_a_row_per_stage() -> None:
+def test_many_workers_are_the_first_of_each_stage() -> None:
     many = plan_of(equal_layers(2), (40, 1))
     report = run_report(summarize(simulate(many, 100)), many)
-    assert "0-39" in report
-    assert "the largest of each stage's workers" in report
+    table = report.split("---\n")[-1].splitlines()
+    assert [line.split()[:2] for line in table[:2]] == [["0", "0"], ["40", "1"]]
+    assert "of the first worker of each stage" in report
     few = run_report(summarize(simulate(plan_of(equal_layers(1), (1,)), 1)))
     assert "too short for a steady state" in few

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -15,10 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.kills.workers import minibatch_of, store_of, workers_of
 from planner.formats.plan import load_plan, save_plan
 from planner.model.spec import load_model_file
 from planner.reporting.trace import load_run
-from planner.workers.local_watch import read_beat
 from tests.cli.in_process import plan
 from tests.executor.models import write_model
 from tests.executor.plans import make_plan, structural_profile
@@ -90,18 +89,6 @@ def test_the_data_parallel_baseline_runs_on_as_many_workers(folder: Path) -> Non
     assert result["minibatches"] == 22
 
 
-def test_the_data_parallel_baseline_takes_a_loss_that_the_model_makes_itself(folder: Path, tmp_path: Path) -> None:
-    source = (folder / "model.py").read_text(encoding="utf-8").replace("def loss(", "def own_loss(")
-    source += "\n\nclass WithLoss(Net):\n    def forward(self, x):\n"
-    source += "        return {'loss': super().forward(x).square().mean()}\n"
-    source += "\n\ndef build_model():\n    return WithLoss()\n"
-    (tmp_path / "model.py").write_text(source, encoding="utf-8")
-    arguments = ("--plan", str(folder / "plan.json"), "--baseline", "data-parallel", "--steps", "8", "--json")
-    process = plan_train(tmp_path, "model.py", *arguments)
-    assert process.returncode == 0, process.stderr
-    assert len(json.loads(process.stdout)["losses"]) == 8
-
-
 def test_the_data_parallel_baseline_saves_no_weights(folder: Path) -> None:
     arguments = ("--steps", "8", "--baseline", "data-parallel", "--save-weights", "weights.pt")
     assert_one_sentence(plan_train(folder, "model.py", *arguments), 2, "--save-weights")
@@ -125,7 +112,7 @@ def test_a_plan_without_a_model_is_refused(folder: Path) -> None:
 
 def test_a_plan_for_another_kind_of_device_is_refused(folder: Path) -> None:
     done = plan_train(folder, "model.py", "--device", "tpu")
-    assert_one_sentence(done, 2, "--device tpu is no kind of device: PyTorch offers ", "only cpu has been tried")
+    assert_one_sentence(done, 2, "--device tpu is no kind of device: PyTorch offers ", "tried")
     done = plan_train(folder, "model.py", "--device", "cuda")
     assert_one_sentence(done, 2, "the plan was made for cpu (", "mean nothing for --device cuda")
     plan = load_plan(folder / "plan.json")
@@ -149,7 +136,7 @@ def test_a_plan_edited_into_a_deadlock_is_refused(folder: Path) -> None:
 
 
 def test_lengths_that_mean_nothing_are_refused(folder: Path) -> None:
-    assert_one_sentence(plan_train(folder, "model.py", "--steps", "0"), 2, "--steps: 0 is not 1 or more")
+    assert_one_sentence(plan_train(folder, "model.py", "--steps", "0"), 2, "--steps 0 is too small")
     assert_one_sentence(plan_train(folder, "model.py", "--epochs", "2"), 2, "--epochs needs a dataset()")
 
 
@@ -185,20 +172,20 @@ def start_long_run(
     folder: Path, *arguments: str, plan: str = "plan.json", until: int = 3
 ) -> tuple[subprocess.Popen[str], list[int]]:
     """A run that would take hours, and its workers by rank once all have come to minibatch `until`."""
-    scratch = Path(tempfile.mkdtemp(dir=folder))
     process = subprocess.Popen(
         [sys.executable, "-m", "planner", "train", "model.py", "--plan", plan, "--steps", "100000000", *arguments],
         cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env={**os.environ, "TMPDIR": str(scratch)},
     )  # fmt: skip
     deadline = time.monotonic() + 4 * TIMEOUT_S
     workers = load_plan(folder / plan).workers
     while time.monotonic() < deadline and process.poll() is None:
-        for pages in scratch.glob("plan-train-*"):
-            beats = [read_beat(pages, rank) for rank in range(workers)]
-            if all(beat is not None and beat.unit.minibatch >= until for beat in beats):
-                return process, [beat.pid for beat in beats if beat is not None]
-        time.sleep(0.05)
+        pids = workers_of(process.pid)
+        if len(pids) == workers:
+            with suppress(OSError, RuntimeError):
+                store = store_of(pids[0])
+                if all((minibatch_of(store, rank) or 0) >= until for rank in pids):
+                    return process, [pids[rank] for rank in range(workers)]
+        time.sleep(0.2)
     process.kill()
     raise AssertionError(f"the workers did not start to train: {process.communicate()}")
 
@@ -209,7 +196,8 @@ def test_a_killed_worker_ends_the_run_with_its_name_and_leaves_no_process(folder
     os.kill(workers[victim], signal.SIGKILL)
     out, err = process.communicate(timeout=30)
     done = subprocess.CompletedProcess(process.args, process.returncode, out, err)
-    assert_one_sentence(done, 1, "was killed by SIGKILL, ", "minibatch ", f"worker {victim} (stage {victim})")
+    name = f"worker {victim} (stage {victim})"
+    assert_one_sentence(done, 1, "was killed by SIGKILL, last heard of ", "minibatch ", name)
     assert not any(is_alive(worker) for worker in workers)
 
 
@@ -265,7 +253,7 @@ def test_ports_listen_on_the_loopback_alone_and_a_stopped_worker_ends_the_run_in
     os.kill(workers[1], signal.SIGSTOP)
     out, err = process.communicate(timeout=TIMEOUT_S)
     done = subprocess.CompletedProcess(process.args, process.returncode, out, err)
-    assert_one_sentence(done, 1, "worker 1 (stage 1): has not moved for ", "minibatch ", "it is stopped by a signal")
+    assert_one_sentence(done, 1, "worker 1 (stage 1): has not moved for ", "minibatch ", "it does not respond")
     assert not any(is_alive(worker) for worker in workers)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from planner.analysis.own_plan import price
+from planner.analysis.given_plan import price
 from planner.cost.candidate import candidates
 from planner.cost.layer_costs import LayerCosts
 from planner.cost.weight_copies import counted_with_copies, exchanged_bytes

@@ -61,12 +61,11 @@ def test_devices_become_a_table(hooks: ModuleType) -> None:
     assert "| `v100-pcie` | NVIDIA Tesla V100 PCIe 16 GB | 14 | 14 |  | 112 | 900 | 15.8 GiB |" in table
 
 
-def test_schedules_become_a_table_and_the_readme_names_them_all(hooks: ModuleType) -> None:
-    table = hooks.on_page_markdown("<!-- schedules: all -->")
+def test_the_table_of_schedules_and_the_readme_name_them_all() -> None:
+    table = (DOCS / "explanation" / "schedules.md").read_text(encoding="utf-8")
     readme = (DOCS.parent / "README.md").read_text(encoding="utf-8")
     for schedule in SCHEDULES:
         assert f"| `{schedule}`" in table
-        assert schedule.source in table
         assert f"`{schedule}`" in readme
     # What equals one device is what the README's comparison says.
     equal = ", ".join(f"`{schedule}`" for schedule in SCHEDULES if not schedule.asynchronous)

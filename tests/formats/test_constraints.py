@@ -55,7 +55,7 @@ def test_files_are_checked(tmp_path: Path) -> None:
     file.write_text('{"schema_version": 1, "contiguous": true}')
     assert load_constraints(file).empty
     file.write_text('{"schema_version": 1, "contiguous": false}')
-    with pytest.raises(InputError, match="benchmarks/dnn_partitioning"):
+    with pytest.raises(InputError, match="contiguous = False: Input should be True"):
         load_constraints(file)
     file.write_text('{"schema_version": 1, "pins": {}}')
     with pytest.raises(InputError, match="pins"):

@@ -75,10 +75,10 @@ def test_the_format_is_told_by_content(path: Path, tmp_path: Path) -> None:
         ("[6.0; 1.0; 1.0]", "[6.0; x]", "line 1: activation_size=[6.0; x] is not a number"),
         ("forward_compute_time=1.5", "time=1.5", "line 3: forward_compute_time is missing"),
         ("\tnode1 -- node2", "\tnode1 -- node9", "line 9: the edge names the unknown node 'node9'"),
-        ("\tnode1 -- node2", "\tnode1", "line 9: 'node1' is not an edge"),
+        ("\tnode1 -- node2", "\tnode1", "line 9: 'node1' is neither a node nor an edge"),
         ("\tnode1 -- node2", "\tnode6 -- node2", "the edges form a cycle"),
         ("node6 -- Lin", "node2 -- Lin", "line 6: node2 occurs twice"),
-        ("node6 -- Lin", "Lin", "is not a node"),
+        ("node6 -- Lin", "Lin", "is neither a node nor an edge"),
     ],
 )
 def test_a_bad_line_is_named(path: Path, old: str, new: str, complaint: str) -> None:

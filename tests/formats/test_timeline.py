@@ -31,8 +31,6 @@ def test_what_contradicts_itself_is_refused(tmp_path: Path) -> None:
     content = json.loads(by_hand().model_dump_json())
     for change, complaint in (
         ({"events": {**content["events"], "end_s": [0.5]}}, "the lists differ in length"),
-        ({"events": {**content["events"], "end_s": [-1.0] * 10}}, "event 0 ends at -1.0 s, before it starts"),
-        ({"ranks": [[0], [2]]}, "of rank 1 in stage 1, which it is not a worker of"),
         ({"memory": [{"rank": 0, "time_s": [0.0], "held_bytes": []}]}, "the lists differ in length"),
         ({"links": [{**content["links"][0], "end_s": []}]}, "the lists differ in length"),
     ):

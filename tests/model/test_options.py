@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from benchmarks.stages_alone import verify
 from planner.api.running import train
 from planner.errors import InputError
 from planner.formats.cluster import flat_cluster
@@ -21,7 +22,6 @@ from planner.model.options import ModuleOptions, autocast_dtype, autocast_name, 
 from planner.model.spec import load_model_file
 from planner.model.stage.stage import build_stage
 from planner.profiler.measured.profiling import ProfilingOptions, profile_model
-from planner.profiler.measured.verify import verify
 from planner.solver import solve
 from tests.executor.models import MODELS, write_model
 from tests.model.architectures import ARCHITECTURES
@@ -129,7 +129,12 @@ def test_stages_under_autocast(name: str, stages: int) -> None:
     torch.manual_seed(2)
     batch = case.batch(6)
     torch.manual_seed(4)
-    whole = run_model(graph, batch, case.loss)
+    try:
+        whole = run_model(graph, batch, case.loss)
+    except RuntimeError as error:
+        if "primitive descriptor for the LSTM" not in str(error):
+            raise
+        pytest.skip("this CPU has no LSTM in bfloat16")
     torch.manual_seed(4)
     assert_same(whole, run_split(graph, batch, cut_evenly(graph, stages), None))
 

@@ -8,8 +8,7 @@ from itertools import combinations
 import pytest
 
 from planner.formats.timeline import LANES
-from planner.reporting.svg import ink_on, luminance
-from planner.reporting.timeline import COLOURS
+from planner.reporting.timeline import COLOURS, ink_on, luminance
 
 Matrix = tuple[tuple[float, float, float], ...]
 # Machado, Oliveira & Fernandes 2009, severity 1, on linear RGB.

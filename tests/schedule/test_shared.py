@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.schedule.check import ScheduleError, check_streams
 from planner.schedule.instructions import AddShared, Instruction, ReceiveShared, SendShared, Unit, Update
 from planner.schedule.schedule import Channel, PipelineShape, stream, warm_up_depths
 from tests.examples import examples
+from tests.schedule.check import ScheduleError, check_streams
 from tests.schedule.test_streams import make_interleaved, make_shape
 
 
@@ -106,6 +106,6 @@ def test_the_checker_finds_an_update_without_the_gradients_of_others(monkeypatch
     def deaf(shape: PipelineShape, stage: int, rank: int, minibatches: int) -> list[Instruction]:
         return [i for i in stream(shape, stage, rank, minibatches) if not isinstance(i, AddShared)]
 
-    monkeypatch.setattr("planner.schedule.check.stream", lambda *args: iter(deaf(*args)))
+    monkeypatch.setattr("tests.schedule.check.stream", lambda *args: iter(deaf(*args)))
     with pytest.raises(ScheduleError, match="with shared gradients of round -1, not 0"):
         check_streams(replace(make_shape((1, 1), "gpipe", 2), shared=((0, 1),)), 2)

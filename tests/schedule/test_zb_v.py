@@ -8,13 +8,13 @@ from planner.analysis.choose import COMPARED, choose
 from planner.formats.cluster import flat_cluster
 from planner.options.solving import SolveOptions
 from planner.plan.shape import shape_of
-from planner.schedule.check import check_streams
 from planner.schedule.schedule import Channel, PipelineShape
 from planner.schedule.zb_v import ZB_V
 from planner.simulator.pipeline_costs import StageCosts
 from planner.simulator.simulate_plan import simulate
 from planner.solver import solve
 from tests.samples import layer, profile
+from tests.schedule.check import check_streams
 from tests.schedule.draw import draw_order
 from tests.simulator.pipelines import FREE, run
 

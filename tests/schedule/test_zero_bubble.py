@@ -9,13 +9,13 @@ import pytest
 
 from planner.formats.cluster import flat_cluster
 from planner.plan.shape import shape_of
-from planner.schedule.check import ScheduleError, check_streams
 from planner.schedule.instructions import BackwardWeight, Instruction
 from planner.schedule.one_stage import ZB_H1
 from planner.schedule.schedule import Channel, PipelineShape, stream
 from planner.simulator.pipeline_costs import StageCosts
 from planner.solver import solve
 from tests.samples import layer, profile
+from tests.schedule.check import ScheduleError, check_streams
 from tests.schedule.draw import draw_order
 from tests.schedule.test_streams import make_shape
 from tests.simulator.pipelines import FREE, run
@@ -75,7 +75,7 @@ def test_the_checker_finds_a_second_part_without_the_first(monkeypatch: pytest.M
         for instruction in stream(shape, stage, rank, minibatches):
             yield from [instruction] * (2 if isinstance(instruction, BackwardWeight) else 1)
 
-    monkeypatch.setattr("planner.schedule.check.stream", doubled)
+    monkeypatch.setattr("tests.schedule.check.stream", doubled)
     with pytest.raises(ScheduleError, match="without the first part"):
         check_streams(make_shape((1, 1), "zb-h1", 2), 1)
 

@@ -10,7 +10,7 @@ from planner.formats.cluster import flat_cluster
 from planner.schedule.schedule import PipelineShape
 from planner.simulator.pipeline_costs import PipelineCosts, StageCosts
 from planner.simulator.simulation import Simulation
-from planner.simulator.steady import steady_state
+from planner.simulator.steady_time import steady_state
 
 BYTES_PER_S = 10**12
 
@@ -63,7 +63,7 @@ class Outcome:
 def simulate_costs(costs: PipelineCosts, minibatches: int) -> Outcome:
     """Run so many minibatches; the pace is that of the steady state if there is one."""
     simulation = Simulation(costs, minibatches)
-    finished = simulation.run()
+    finished = simulation.run() == "done"
     ends_s = tuple(sorted(simulation.completed.ends_s[-1]))
     if not finished:
         return Outcome(True, ends_s, math.inf)

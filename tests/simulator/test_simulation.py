@@ -72,7 +72,7 @@ def test_gradients_are_added_in_the_part_of_a_backward_that_is_for_the_weights()
     shape, plain = make_shape((1, 1), "zb-h1", 4), StageCosts(1.0, 2.0, 0.0)
     events: list[Event] = []
     stages = (plain, replace(plain, accumulate_s=0.25))
-    assert Simulation(pipeline(shape, stages), 1, events).run()
+    assert Simulation(pipeline(shape, stages), 1, events).run() == "done"
     seconds: dict[str, list[float]] = {}
     for event in sorted(events, key=lambda event: event.start_s):
         if event.stage == 1:

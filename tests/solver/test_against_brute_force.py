@@ -143,7 +143,6 @@ def test_synchronous_search_finds_what_brute_force_finds(
     bandwidth=bandwidths,
     latency=latencies,
     memory=memories,
-    hint=st.floats(1.0, 2.0),
 )
 def test_search_over_downsets_finds_what_brute_force_finds_over_all_cuts(
     name: CostModelName,
@@ -152,7 +151,6 @@ def test_search_over_downsets_finds_what_brute_force_finds_over_all_cuts(
     bandwidth: float,
     latency: float,
     memory: int | None,
-    hint: float,
 ) -> None:
     cluster = flat_cluster(gpus, bandwidth, memory, latency)
     layer_costs, model = LayerCosts(profile), bounds_for(name, link_of(cluster))
@@ -168,9 +166,3 @@ def test_search_over_downsets_finds_what_brute_force_finds_over_all_cuts(
     assert found is not None
     assert found.seconds == pytest.approx(expected.price.seconds_per_minibatch, rel=1e-9)
     assert (found.gpus, len(found.replicas), sum(bool(each.recompute) for each in found.options)) == rank(expected)
-    # Among the cuts worth a look, given a plan that is not quite as good, the best one is still there.
-    known_s = found.seconds * hint
-    states = space.worth(model, gpus, known_s * (1 + 1e-9))
-    again = Search(space.only(states, complete=True), model, Limits(gpus, memory)).best(known_s * (1 + 1e-9))
-    assert again is not None
-    assert again.seconds == pytest.approx(found.seconds, rel=1e-9)

@@ -7,7 +7,7 @@ from itertools import combinations, permutations
 import numpy as np
 import pytest
 
-from planner.analysis import own_plan
+from planner.analysis import given_plan
 from planner.analysis.given_plan import GivenPlan
 from planner.api.running import check_trainable
 from planner.cost.pricing import price
@@ -201,7 +201,7 @@ def test_a_larger_group_is_sent_as_many_copies_as_it_takes_to_reach_all(
     model = divided(profile(layer("a", 1.0, 2.0, output_bytes=200), layer("b", 1.0, 2.0)), 2, 4)
     stages = tuple(OwnStage(layers=(name,), tensor=degree) for name, degree in zip("ab", degrees, strict=True))
     own = OwnPlan(stages=stages, schedule=find("naive"), microbatches=1)
-    plan = own_plan.price(model, flat_cluster(sum(degrees), 100.0), own)
+    plan = given_plan.price(model, flat_cluster(sum(degrees), 100.0), own)
     computed_s = sum(stage.forward_s + stage.backward_s + stage.update_s for stage in plan.stages)
     sent_s = sum(copies) * 200 / 100.0
     assert max(simulate(plan, 1).events.end_s) == pytest.approx(computed_s + sent_s)
@@ -227,7 +227,7 @@ def test_two_ranks_that_divide_a_layer_evenly_take_half_of_it_and_their_all_redu
         schedule=find("1f1b-flush"),
         microbatches=1,
     )
-    plan = own_plan.price(divided(CHAIN, 2), flat_cluster(2, 100.0), own)
+    plan = given_plan.price(divided(CHAIN, 2), flat_cluster(2, 100.0), own)
     # Eight layers, a forward of 0.5 s and a backward of 1 s each, and all-reduces of 2 bytes that move 2 bytes.
     assert plan.predicted.seconds_per_minibatch == pytest.approx(8 * (0.5 + 1.0 + 2 * 2 / 100.0))
     assert plan.config == "1x2"

@@ -8,7 +8,7 @@ from planner.analysis.choose import choose
 from planner.errors import InputError
 from planner.formats.cluster import flat_cluster
 from planner.options.solving import SolveOptions
-from planner.reporting.tables.compare import choice_report
+from planner.reporting.tables.answers import choice_report
 from planner.schedule.one_stage import FLUSH, GPIPE, ONE_F_ONE_B
 from planner.solver import solve
 from planner.solver.find_plan import find_plan

@@ -8,7 +8,7 @@ from itertools import pairwise, product
 import numpy as np
 import pytest
 
-from planner.analysis.own_plan import price
+from planner.analysis.given_plan import price
 from planner.errors import InfeasibleError, PlannerError
 from planner.formats.cluster import Cluster, flat_cluster
 from planner.formats.own_plan import OwnPlan, OwnStage

@@ -36,7 +36,9 @@ def test_nothing_asked_leaves_pytorchs_settings() -> None:
 
 def test_a_cpu_has_no_tf32() -> None:
     Numerics(tf32=True).check("cuda")
-    with pytest.raises(InputError, match=r"TF32 is a mode of CUDA's GPUs, not of a CPU\nhint: give `dtype=float32`"):
+    with pytest.raises(
+        InputError, match=r"TF32 is a mode of CUDA's GPUs, and `device=cpu` has none\nhint: give `dtype=float32`"
+    ):
         Numerics(tf32=True).check("cpu")
 
 

@@ -101,7 +101,7 @@ def test_places(
             None,
             r"^worker 0 \(a\) and worker 1 \(a\) would share one GPU, and NCCL needs one",
         ),
-        (("xy", "xy", "xy"), "cuda", "nccl", r"^worker 0 \(a\) and worker 2 \(a\) would share one GPU"),
+        (("xy", "xy", "xy"), "cuda", None, r"^worker 0 \(a\) and worker 2 \(a\) would share one GPU"),
         (("x", ""), None, None, r"^PyTorch sees no GPU in worker 1 \(a\), but others do"),
         (("", ""), "cuda", None, r"^PyTorch sees no GPU in worker 0 \(a\) and worker 1 \(a\)\n"),
         (("x", "y"), "cpu", "nccl", "`backend=nccl` sends from GPUs, and `device=cpu` computes on none"),
@@ -115,6 +115,20 @@ def test_what_is_not_there_is_refused_on_every_worker(
     for rank in range(len(seats)):
         with pytest.raises(InputError, match=message):
             choose_place(seats, rank, device, backend)
+
+
+def test_workers_that_are_to_share_a_gpu_over_nccl_are_on_hosts_of_their_own_to_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("NCCL_HOSTID", "of the user")  # and restores it afterwards
+    fake_gpus(monkeypatch, "x")
+    seats = make_seats("x", "x")
+    places = [choose_place(seats, rank, "cuda", "nccl") for rank in range(2)]
+    assert [place.wire for place in places] == [CUDA0, CUDA0]
+    take(places[0])
+    first = os.environ["NCCL_HOSTID"]
+    take(places[1])
+    assert first != os.environ["NCCL_HOSTID"]
 
 
 def test_a_torch_without_nccl_is_told_to_use_gloo(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,163 +1,307 @@
-"""Watching through the store: how much of it each worker asks for, and who judges when worker 0 does not."""
+"""Heartbeats, and who is named when everything stands still: pages written by hand, no processes."""
 
 from __future__ import annotations
 
-import threading
 import time
-from collections import Counter
-from collections.abc import Sequence
-from datetime import timedelta
-from typing import ClassVar, cast
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import pytest
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # exported by a star import
 
-from planner.errors import PlannerError
-from planner.formats.plan import Plan
-from planner.options.training import RunOptions
-from planner.schedule.instructions import Forward, ReceiveActivation, Unit
-from planner.workers import watch
-from planner.workers.heartbeat import Heartbeat
-from planner.workers.job import Job
-from planner.workers.watch import StoreWatch
+from planner.schedule.instructions import (
+    AllReduce,
+    Backward,
+    Forward,
+    Instruction,
+    ReceiveActivation,
+    ReceiveGradient,
+    ReceiveShared,
+    SendActivation,
+    SendGradient,
+    Unit,
+    Update,
+)
+from planner.workers.failures import innermost
+from planner.workers.heartbeat import Beat, Heartbeat
+from planner.workers.job import Failure, Job
+from planner.workers.watch import HangDetector, Page
 from tests.executor.models import write_model
 from tests.executor.plans import make_plan, structural_profile
 
-TIMEOUT_S = 60.0
-
-
-class Counted(PrefixStore):
-    """Counts the keys that are read and written."""
-
-    keys: ClassVar[Counter[str]] = Counter()
-
-    def set(self, key: str, value: str) -> None:
-        self.keys["set " + key.partition("/")[0]] += 1
-        super().set(key, value)
-
-    def get(self, key: str) -> bytes:
-        self.keys["read"] += 1
-        return super().get(key)
-
-    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        self.keys["read"] += 1
-        return super().compare_set(key, expected, desired)
-
-    def check(self, keys: list[str]) -> bool:
-        self.keys["read"] += len(keys)
-        return super().check(keys)
-
-    def multi_get(self, keys: list[str]) -> list[bytes]:
-        self.keys["read"] += len(keys)
-        return super().multi_get(keys)
-
-
-@pytest.fixture
-def store(monkeypatch: pytest.MonkeyPatch) -> TCPStore:
-    """The store that torchrun would hold."""
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=TIMEOUT_S))
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", str(store.port))
-    return store
+TIMEOUT_S = 10.0
+RECEIVE = ReceiveActivation(1, Unit(17), 0, 0)  # what stage 1 on rank 1 waits for, from rank 0
 
 
 @pytest.fixture(scope="module")
-def plans(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Plan]:
-    """Plans of one stage, by its replicas."""
-    path = write_model(tmp_path_factory.mktemp("model"), "blocks", "sgd")
-    profile = structural_profile(path, 4)
-    return {workers: make_plan(profile, (workers,)) for workers in (4, 16)}
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model file."""
+    return write_model(tmp_path_factory.mktemp("model"), "blocks", "sgd")
 
 
-class Watched:
-    """Workers that are threads of this process: each beats, and is watched."""
+@pytest.fixture(scope="module")
+def detector_of(model: Path) -> Callable[..., HangDetector]:
+    """Return a detector for a job with so many replicas of its stages."""
+    profile = structural_profile(model, 4)
 
-    def __init__(self, plan: Plan, timeout_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
-        job = Job(model=plan.model, plan=plan, run_options=RunOptions(hang_timeout_s=timeout_s))
-        self.heartbeats = [Heartbeat() for _ in range(plan.workers)]
-        self.told: dict[int, str | None] = {}
-        self._stop = threading.Event()
-        self.moving = set(range(plan.workers))
-        self.watches = []
-        for rank, heartbeat in enumerate(self.heartbeats):
-            monkeypatch.setenv("RANK", str(rank))
-            heartbeat.enter("starting")
-            self.watches.append(StoreWatch(job, heartbeat, self._ending(rank)))
-        self._thread = threading.Thread(target=self._beat, daemon=True)
-        self._thread.start()
+    def detector(*replicas: int) -> HangDetector:
+        return HangDetector(Job(model=str(model), plan=make_plan(profile, replicas)), TIMEOUT_S)
 
-    def _ending(self, rank: int) -> watch.Ending:
-        def end(error: PlannerError | None) -> None:  # the thread alone, which returns from here
-            self.told[rank] = None if error is None else error.message
-
-        return cast("watch.Ending", end)
-
-    def _beat(self) -> None:
-        number = 0
-        while not self._stop.wait(0.05):
-            number += 1
-            for rank in self.moving:
-                self.heartbeats[rank].begin(Forward(0, Unit(number)))
-
-    def close(self) -> None:
-        self._stop.set()
-        for each in self.watches:
-            each.stop()
-        self._thread.join()
+    return detector
 
 
-def await_told(watched: Watched, ranks: Sequence[int]) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while not watched.told.keys() >= set(ranks):
-        assert time.monotonic() < deadline, watched.told
-        time.sleep(0.05)
+def beat_of(*instructions: Instruction) -> Beat:
+    """What a worker does after it began the last of `instructions`."""
+    heartbeat = Heartbeat()
+    for instruction in instructions:
+        heartbeat.begin(instruction)
+    return heartbeat.read()
 
 
-@pytest.mark.parametrize("workers", [4, 16])
-def test_what_the_store_answers_grows_with_the_workers_and_not_with_their_square(
-    workers: int, plans: dict[int, Plan], store: TCPStore, monkeypatch: pytest.MonkeyPatch
+class Clock:
+    """Writes all workers' pages anew at each look; `silent` ones write nothing after the first."""
+
+    def __init__(self, detector: HangDetector, silent: Sequence[int] = ()) -> None:
+        self._detector, self._silent, self._sequence = detector, silent, 0
+
+    def look(self, beats: dict[int, Beat], now_s: float, cpu_s: float = 0.0, starved_s: float = 0.0) -> Failure | None:
+        self._sequence += 1
+        return self._detector.look(
+            {
+                rank: Page(
+                    beat=beat,
+                    sequence=1 if rank in self._silent else self._sequence,
+                    place=f"line {rank}",
+                    cpu_s=0.0 if rank else cpu_s,
+                    starved_s=0.0 if rank else starved_s,
+                )
+                for rank, beat in beats.items()
+            },
+            now_s,
+        )
+
+
+def judge(detector: HangDetector, beats: dict[int, Beat], *, silent: Sequence[int] = ()) -> Failure:
+    """The verdict when `beats` have not changed for longer than the time-out."""
+    clock = Clock(detector, silent)
+    assert clock.look(beats, 0.0) is None
+    assert clock.look(beats, TIMEOUT_S - 1) is None, "not yet"
+    hang = clock.look(beats, TIMEOUT_S + 1)
+    assert hang is not None
+    return hang
+
+
+@pytest.mark.parametrize(
+    ("instruction", "words"),
+    [
+        (Forward(0, Unit(3)), "in the forward of minibatch 3"),
+        (Backward(0, Unit(3, 2)), "in the backward of minibatch 3, microbatch 2"),
+        (AllReduce(0, 5, 2), "in the all-reduce of round 5"),
+        (RECEIVE, "waiting for the activations of minibatch 17 from worker 0"),
+        (SendGradient(1, Unit(4), 0, 0), "sending the gradients of minibatch 4 to worker 0"),
+        (ReceiveShared(1, Unit(4), 0, 0), "waiting for the shared weights' gradients of round 4 from worker 0"),
+    ],
+)
+def test_a_beat_says_what_its_worker_does(instruction: Instruction, words: str) -> None:
+    assert Heartbeat().read().beats == 0
+    beat = beat_of(instruction)
+    assert beat.doing == words
+    assert beat.stage == instruction.stage
+    assert Beat.model_validate_json(beat.model_dump_json()) == beat
+
+
+def test_an_update_is_told_by_the_workers_last_minibatch() -> None:
+    assert beat_of(Backward(0, Unit(11)), Update(0, 5)).doing == "in the update after minibatch 11"
+
+
+def test_a_phase_and_an_evaluation_are_told_apart_from_training() -> None:
+    heartbeat = Heartbeat()
+    heartbeat.begin(SendActivation(0, Unit(4), 1, 1))
+    heartbeat.enter("writing a checkpoint")
+    assert (heartbeat.read().doing, heartbeat.read().state) == ("while writing a checkpoint", "preparing")
+    heartbeat.begin(SendActivation(0, Unit(9), 1, 1), evaluating=True)
+    assert heartbeat.read().doing == "sending the activations of minibatch 9 of the evaluation to worker 1"
+    heartbeat.begin(Forward(0, Unit(2)), evaluating=True)
+    assert heartbeat.read().doing == "in the forward of minibatch 2 of the evaluation"
+
+
+def test_a_beat_has_the_slowest_instruction() -> None:
+    heartbeat = Heartbeat()
+    heartbeat.begin(SendActivation(0, Unit(4), 1, 1))
+    time.sleep(0.02)
+    heartbeat.begin(Forward(0, Unit(5)))
+    assert heartbeat.read().slowest_s >= 0.02
+
+
+Detectors = Callable[..., HangDetector]
+
+
+def test_a_worker_that_computes_without_end_is_named_and_not_the_one_that_waits_for_it(detector_of: Detectors) -> None:
+    hang = judge(detector_of(1, 1), {0: beat_of(Forward(0, Unit(17))), 1: beat_of(RECEIVE)})
+    assert (hang.rank, hang.stage) == (0, 0)
+    assert hang.message == "has not moved for 11 s, in the forward of minibatch 17, at line 0"
+
+
+def test_the_one_that_waits_is_not_named_though_it_began_to_wait_earlier(detector_of: Detectors) -> None:
+    clock, waiting = Clock(detector_of(1, 1)), beat_of(RECEIVE)
+    clock.look({0: beat_of(Update(0, 3)), 1: waiting}, 0.0)
+    both = {0: beat_of(Update(0, 3), Forward(0, Unit(17))), 1: waiting}
+    assert clock.look(both, 4.0) is None
+    assert clock.look(both, TIMEOUT_S + 1) is None, "rank 1 is late, but rank 0 may still send"
+    hang = clock.look(both, TIMEOUT_S + 5)
+    assert hang is not None
+    assert hang.rank == 0
+
+
+def test_a_stopped_worker_is_named_though_it_says_that_it_waits(detector_of: Detectors) -> None:
+    sender = beat_of(SendActivation(0, Unit(18), 1, 1), ReceiveGradient(0, Unit(17), 1, 1))
+    hang = judge(detector_of(1, 1), {0: sender, 1: beat_of(RECEIVE)}, silent=[1])
+    assert hang.rank == 1
+    assert "waiting for the activations of minibatch 17 from worker 0: it does not respond: it is " in hang.message
+
+
+def test_a_worker_that_never_wrote_anything_is_named(detector_of: Detectors) -> None:
+    hang = judge(detector_of(1, 1), {0: beat_of(ReceiveGradient(0, Unit(17), 1, 1))})
+    assert (hang.rank, hang.stage) == (1, 1)
+    assert hang.message.startswith("has not moved for 11 s, while starting: it does not respond")
+
+
+def with_device(host: Instruction, device: Instruction | None, passed: int = 7) -> Beat:
+    """What a worker does whose host is ahead of its device."""
+    heartbeat = Heartbeat()
+    heartbeat.begin(host)
+    heartbeat.follow(lambda: (passed, device))
+    return heartbeat.read(device=True)
+
+
+def test_a_host_that_its_device_holds_up_is_not_named_while_the_device_waits_for_another_worker(
+    detector_of: Detectors,
 ) -> None:
-    monkeypatch.setattr(watch, "PrefixStore", Counted)
-    Counted.keys.clear()
-    watched = Watched(plans[workers], 2.0, monkeypatch)
-    try:
-        deadline = time.monotonic() + TIMEOUT_S
-        while Counted.keys["set page"] < 20 * workers:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-    finally:
-        watched.close()
-    assert watched.told == {}
-    assert Counted.keys["read"] / Counted.keys["set page"] < 5
+    """Its host has come to the next forward, and waits there: in the allocator, or for a queue that is full."""
+    held_up = with_device(Forward(0, Unit(20)), ReceiveGradient(0, Unit(17), 1, 1))
+    endless = with_device(Backward(1, Unit(17)), Backward(1, Unit(17)))
+    hang = judge(detector_of(1, 1), {0: held_up, 1: endless})
+    assert hang.rank == 1
+    assert "in the backward of minibatch 17, its device in the backward of minibatch 17" in hang.message
+    hang = judge(detector_of(1, 1), {0: held_up, 1: with_device(ReceiveActivation(1, Unit(20), 0, 0), None)})
+    assert hang.message.endswith("and all others wait too: a link carries nothing, or lost a message")
 
 
-def test_a_worker_that_stands_still_is_the_cause_for_all(
-    plans: dict[int, Plan], store: TCPStore, monkeypatch: pytest.MonkeyPatch
+def test_a_device_that_computes_without_end_is_named_though_its_host_waits(detector_of: Detectors) -> None:
+    endless = with_device(ReceiveGradient(0, Unit(18), 1, 1), Forward(0, Unit(17)))
+    hang = judge(detector_of(1, 1), {1: beat_of(RECEIVE), 0: endless})
+    assert hang.rank == 0
+    assert "from worker 1, its device in the forward of minibatch 17" in hang.message
+
+
+def test_a_device_that_goes_on_is_progress_of_a_host_that_waits_for_it(detector_of: Detectors) -> None:
+    clock = Clock(detector_of(1))
+    for second in range(40):
+        beat = with_device(Forward(0, Unit(90)), Backward(0, Unit(second)), second)
+        assert clock.look({0: beat}, float(second)) is None
+
+
+def test_a_device_that_failed_is_not_asked_further() -> None:
+    def failed() -> tuple[int, Instruction | None]:
+        raise RuntimeError("CUDA error")
+
+    heartbeat = Heartbeat()
+    heartbeat.follow(failed)
+    assert heartbeat.read(device=True).device is None
+
+
+def test_a_message_that_does_not_arrive_is_the_links_fault(detector_of: Detectors) -> None:
+    clock, sender = Clock(detector_of(1, 1)), beat_of(SendActivation(0, Unit(18), 1, 1))
+    assert clock.look({0: sender, 1: beat_of(RECEIVE)}, 0.0) is None
+    waiting = beat_of(SendActivation(0, Unit(18), 1, 1), ReceiveGradient(0, Unit(17), 1, 1))
+    both = {0: waiting, 1: beat_of(RECEIVE)}
+    assert clock.look(both, 2.0) is None
+    assert clock.look(both, TIMEOUT_S + 1) is None, "rank 0 may still do its part"
+    hang = clock.look(both, TIMEOUT_S + 3)
+    assert hang is not None
+    assert hang.rank == 1
+    assert hang.message == (
+        "has waited for 13 s for the activations of minibatch 17 from worker 0, and all others wait too: "
+        "a link carries nothing, or lost a message"
+    )
+
+
+def test_nobody_is_named_while_the_one_waited_for_moves(detector_of: Detectors) -> None:
+    clock = Clock(detector_of(1, 1))
+    for second in range(40):
+        moving = beat_of(Forward(0, Unit(17))).model_copy(update={"beats": second + 1})
+        assert clock.look({0: moving, 1: beat_of(RECEIVE)}, float(second)) is None
+
+
+def test_the_slowest_instruction_so_far_is_allowed_for(detector_of: Detectors) -> None:
+    slow = beat_of(Forward(0, Unit(1))).model_copy(update={"slowest_s": 30.0})
+    clock, beats = Clock(detector_of(1, 1)), {0: slow, 1: beat_of(RECEIVE)}
+    assert clock.look(beats, 0.0) is None
+    assert clock.look(beats, 39.0) is None
+    assert clock.look(beats, 41.0) is not None
+
+
+def test_a_replica_that_does_not_come_to_the_all_reduce_is_named(detector_of: Detectors) -> None:
+    reducing = beat_of(AllReduce(0, 5, 2))
+    hang = judge(detector_of(2), {0: reducing, 1: beat_of(Backward(0, Unit(11)))})
+    assert (hang.rank, "at line 1" in hang.message) == (1, True)
+    assert "a link carries nothing" in judge(detector_of(2), {0: reducing, 1: reducing}).message
+
+
+def preparing(activity: str = "building its model", *, meeting: bool = False) -> Beat:
+    heartbeat = Heartbeat()
+    heartbeat.enter(activity, meeting=meeting)
+    return heartbeat.read()
+
+
+def test_a_worker_that_uses_its_processor_is_preparing_and_one_that_does_not_hangs(detector_of: Detectors) -> None:
+    clock = Clock(detector_of(1, 1))
+    beats = {0: preparing(), 1: preparing("joining the other workers", meeting=True)}
+    for second in range(60):
+        assert clock.look(beats, float(second), cpu_s=0.5 * second) is None
+    hang = clock.look(beats, 75.0, cpu_s=29.6)
+    assert hang is not None
+    assert hang.rank == 0
+    assert "while building its model" in hang.message
+
+
+@pytest.mark.parametrize(
+    ("ran", "starved", "hangs"),
+    [
+        (0.002, 0.998, False),  # others have its core: it uses all that it gets
+        (0.03, 0.0, True),  # a core is free, and it does next to nothing
+        (0.01, 0.4, True),  # it wakes up now and then, and waits for a core each time
+        (0.0, 0.0, True),
+    ],
+)
+def test_a_worker_that_waits_for_a_core_is_not_hung(
+    ran: float, starved: float, hangs: bool, detector_of: Detectors
 ) -> None:
-    watched = Watched(plans[4], 2.0, monkeypatch)
-    try:
-        watched.moving = {0, 1, 3}
-        watched.heartbeats[2].begin(Forward(0, Unit(17)))
-        await_told(watched, range(4))
-    finally:
-        watched.close()
-    (message,) = (text for text in watched.told.values() if text is not None)  # once for the host
-    assert message.startswith("worker 2 (stage 0): has not moved for ")
+    clock = Clock(detector_of(1))
+    times_s = [look / 2 for look in range(60)]
+    found = [clock.look({0: preparing()}, at_s, ran * at_s, starved * at_s) for at_s in times_s]
+    assert any(found) == hangs
 
 
-def test_the_next_worker_judges_when_worker_0_does_not_respond(
-    plans: dict[int, Plan], store: TCPStore, monkeypatch: pytest.MonkeyPatch
+def test_time_without_a_core_is_no_hang_in_any_instruction(detector_of: Detectors) -> None:
+    clock, beat = Clock(detector_of(1)), beat_of(Forward(0, Unit(3)))
+    found = [clock.look({0: beat}, float(at_s), starved_s=0.7 * at_s) for at_s in range(40)]
+    assert next(at_s for at_s, hang in enumerate(found) if hang) == 34  # 10 of 34 s with a core
+
+
+def test_when_all_wait_the_run_ends_all_the_same(detector_of: Detectors) -> None:
+    beats = {0: beat_of(ReceiveGradient(0, Unit(17), 1, 1)), 1: beat_of(RECEIVE)}
+    assert "all others wait too" in judge(detector_of(1, 1), beats).message
+
+
+def test_the_place_is_the_users_innermost_line_in_the_thread_that_runs_it(
+    model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    watched = Watched(plans[4], 2.0, monkeypatch)
-    try:
-        time.sleep(1.0)
-        watched.moving = set()
-        for rank in range(1, 4):  # they wait for it
-            watched.heartbeats[rank].begin(ReceiveActivation(0, Unit(17), 0, 0))
-        watched.watches[0].stop()  # neither writes its page nor judges
-        await_told(watched, range(1, 4))
-    finally:
-        watched.close()
-    (message,) = (text for text in watched.told.values() if text is not None)
-    assert message.startswith("worker 0 (stage 0): has not moved for ")
-    assert "does not respond" in message
+    job = Job(model=str(model), plan=make_plan(structural_profile(model, 4), (1, 1)))
+    monkeypatch.chdir(model.parent)
+    loop = ("/somewhere/planner/executor/run/worker.py", 3, "run")
+    main = [loop, (str(model), 40, "loss"), (str(model), 12, "forward"), ("/usr/lib/torch/functional.py", 7, "relu")]
+    assert innermost([main], job) == f"{model.name}:12 in forward()"
+    # The main thread waits for one that reads data ahead.
+    waits = [("<frozen runpy>", 88, "_run_code"), loop, ("/usr/lib/python3/threading.py", 327, "wait")]
+    reads = [("/usr/lib/python3/threading.py", 1, "_bootstrap"), (str(model), 12, "__getitem__")]
+    assert innermost([waits, reads], job) == f"{model.name}:12 in __getitem__()"

@@ -1,27 +1,15 @@
 """The time of pipelines that never drain, 1f1b and 2bw: every replica's processor and links in the steady state.
 
 Legend:  F forward, Bw backward, U update, R recomputation seconds;  W trainable bytes;  r replicas;  B bytes/s;
-a latency in s;  A seconds of accumulating gradients, which depend on W alone, not on how large a microbatch is.
-
-PipeDream-2BW (Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training", ICML 2021, section 3.1) accumulates
-gradients over a minibatch. Minibatch t, of m microbatches, runs at the version that minibatch t - 2 left,
-
-    w(t+1) = w(t) - lr·∇f(w(t-1)),
-
-so that a stage needs two versions however deep the pipeline is, provided that minibatch t - 2 is done when minibatch t
-begins. A replica that takes k = floor(m / r) of the microbatches or more, and has d in flight, has finished all but
-d - 1 of those before, hence the rule d - 1 <= k; the paper's m >= d is this without replicas.
+a latency in s;  A seconds of accumulating gradients.
 """
-
-from __future__ import annotations
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from planner.cost.models.cost_model import StageModel, ending_s, finish_s, reduce_s, transfer_s
-from planner.cost.network.link import Link, backward_and_reduce_s, link_of
+from planner.cost.network.link import Link, backward_and_reduce_s
 from planner.cost.network.placement import Busy, Placement
-from planner.cost.setting import Setting
 from planner.cost.work import Floats, Work
 
 
@@ -31,32 +19,19 @@ class AsynchronousModel(StageModel):
         compute        (F + R + U + max(Bw + AR/n, AR)) / r
         link, each way (activations + gradients) / (r·B) + 2(r-1)·W / (r²·B) + a·messages / r
 
-    All but the last of the n buckets of AR, the ring all-reduce, can overlap with the replica's own backward. Where the
-    processors themselves move the messages nothing overlaps, and the processor's time is
-    (F + R + U + Bw + AR + bytes received and sent / 2B) / r.
-
-    A stage whose optimizer is sharded has half of AR there, the reduce-scatter, and U/r + AR/2 in the place of U: its
-    part of the update, and the all-gather (`planner.cost.models.cost_model`).
-
-    A value that several later stages use travels along them, so each crosses every link at most once.
+    AR is the ring all-reduce in n buckets. Where the processors themselves move the messages nothing overlaps, and the
+    processor's time is (F + R + U + Bw + AR + bytes received and sent / 2B) / r.
     """
 
     def resources_s(self, work: Work, replicas: ArrayLike) -> Busy:
         r = np.asarray(replicas, dtype=np.float64)
         receive_s, send_s = transfer_s(work, self.link)
         ring_s = 2 * (r - 1) / (r * r) * work.trainable_bytes / self.link.ring_bytes_per_s
-        return {
-            "compute": (
-                self._processor_s(work, r)
-                + backward_and_reduce_s(work.backward_s, reduce_s(work, r, self.link), self.link)
-            )
-            / r,
-            "receive": receive_s / r + ring_s,
-            "send": send_s / r + ring_s,
-        }
+        backward_s = backward_and_reduce_s(work.backward_s, reduce_s(work, r, self.link), self.link)
+        compute_s = (self._processor_s(work, r) + backward_s) / r
+        return {"compute": compute_s, "receive": receive_s / r + ring_s, "send": send_s / r + ring_s}
 
     def _processor_s(self, work: Work, replicas: ArrayLike = 1.0) -> Floats:
-        """Compute the processor's seconds that cannot overlap with the backward's all-reduce or reduce-scatter."""
         handling_s = self.link.handling_s(work.received_bytes + work.sent_bytes)
         return work.forward_s + work.recompute_s + finish_s(work, replicas, self.link) + handling_s
 
@@ -80,32 +55,20 @@ class DoubleBufferedModel(AsynchronousModel):
         compute         n·(F + R + Bw) + (n-1)·A + U + max(AR/6, AR - Bw)
         link, each way  n·(activations + gradients) / B + 2(r-1)·W / (r·B) + a·n·messages
 
-    Every microbatch takes its forward and backward, and all but the first accumulate gradients, A; Bw in the maximum is
-    the last backward, with its A. The update and the all-reduce come once per minibatch; the all-reduce begins with the
-    last backward, and the update waits for it. If r divides m, this is (F + Bw) / r + (U + the rest of AR) / m per
-    microbatch. With m = r it is the time of a round of 1f1b. More replicas than microbatches would idle, so r <= m.
+    Bw in the maximum is the last backward, with its A. With m = r this is the time of a round of 1f1b.
     """
 
     def __init__(self, link: Link, microbatches: int) -> None:
         super().__init__(link)
         self.microbatches = microbatches
 
-    @classmethod
-    def of(cls, setting: Setting) -> DoubleBufferedModel:
-        return cls(link_of(setting.cluster), setting.microbatches)
-
     def resources_s(self, work: Work, replicas: ArrayLike) -> Busy:
         r = np.asarray(replicas, dtype=np.float64)
         share = np.ceil(self.microbatches / r)
         receive_s, send_s = transfer_s(work, self.link)
-        ring_s = self._ring_s(work, r)
-        return {
-            "compute": share * self._once_s(work)
-            + (share - 1) * work.accumulate_s
-            + ending_s(work, r, self.microbatches, self.link),
-            "receive": share * receive_s + ring_s,
-            "send": share * send_s + ring_s,
-        }
+        ring_s, end_s = self._ring_s(work, r), ending_s(work, r, self.microbatches, self.link)
+        compute_s = share * self._once_s(work) + (share - 1) * work.accumulate_s + end_s
+        return {"compute": compute_s, "receive": share * receive_s + ring_s, "send": share * send_s + ring_s}
 
     def _once_s(self, work: Work) -> Floats:
         return self._processor_s(work) - work.update_s + work.backward_s

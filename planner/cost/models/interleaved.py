@@ -1,18 +1,16 @@
 """Time and memory of the interleaved schedule: K workers with v chunks of the model each, m microbatches.
 
 Source: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters", SC 2021, section 2.2, whose
-chunks are equal: time (m·v + K - 1)·t for chunks of t = F + Bw, bubble (K - 1) / (m·v). For unequal chunks, worker p
-cannot begin before the first microbatch has passed the first p stages, must do the work of all its chunks for every
-microbatch, and what it returns last must pass those stages again:
+chunks are equal: time (m·v + K - 1)·t for chunks of t = F + Bw. For unequal chunks, worker p cannot begin before the
+first microbatch has passed the first p stages, must do the work of all its chunks for every microbatch, and what it
+returns last must pass those stages again:
 
     T >= sum over stages i < p of latency_i  +  m·(sum over its chunks of busy)  +  end_p          for every worker p
 
 and (m - 1) times the gradient accumulation of its chunks. latency_i, busy and end_p as in `SynchronousModel`.
-Under schedules that split the backward (zb-v) the gradients of weights fill the bubble, and only the second term and
-end_p are left; what passes between two stages of one worker counts, though it is not sent. The largest of these is the
-price; with equal chunks it is the published time, otherwise a bound that the simulated streams exceed by what workers
-wait for each other. Every stage has the same number of replicas r, each pipeline taking
-ceil(m / r) of the microbatches; all r of a stage reduce together.
+Under schedules that split the backward (zb-v) the gradients of weights fill the bubble, and the first term is left out.
+The largest of these is the price: a bound, which is the published time with equal chunks. Every stage has r replicas,
+each pipeline taking ceil(m / r) of the microbatches.
 """
 
 from __future__ import annotations
@@ -48,12 +46,12 @@ class StageSeconds(NamedTuple):
 
     @classmethod
     def of(cls, work: Work, model: InterleavedShape) -> StageSeconds:
-        """Compute the seconds of stages in a pipeline of this shape."""
         link = model.link
         receive_s, send_s = transfer_s(work, link)
         handling_s = link.handling_s(work.received_bytes + work.sent_bytes)
         return cls(
-            latency_s=model.waits * SynchronousModel(link, GPIPE, 1).sum_s(work),
+            # With a split backward, gradients of weights fill the time in which the pipeline fills.
+            latency_s=(not model.schedule.splits_backward) * SynchronousModel(link, GPIPE, 1).sum_s(work),
             compute_s=work.forward_s + work.recompute_s + work.backward_s + handling_s,
             receive_s=receive_s,
             send_s=send_s,
@@ -66,7 +64,7 @@ class StageSeconds(NamedTuple):
 
 @dataclass(frozen=True)
 class InterleavedShape:
-    """A pipeline of K workers times v chunks, in r copies, and what it takes."""
+    """A pipeline of K workers times v chunks, in r copies."""
 
     schedule: Schedule  # with chunks; it says which worker runs which stage
     link: Link  # of every device
@@ -77,64 +75,45 @@ class InterleavedShape:
 
     @property
     def units(self) -> int:
-        """Microbatches of the busiest copy."""
         return -(-self.microbatches // self.replicas)
 
     @cached_property
     def stages(self) -> Integers:
         """The stages by chunk and worker, [v, K]."""
-        numbers, workers = np.arange(self.workers * self.chunks), self.workers
-        position = np.array([self.schedule.worker_of(int(stage), workers) for stage in numbers])
-        return np.stack([numbers[position == worker] for worker in range(workers)], axis=1)
-
-    @property
-    def waits(self) -> bool:
-        """Whether workers wait while the pipeline fills; with a split backward, gradients of weights fill that time."""
-        return not self.schedule.splits_backward
+        position = [self.schedule.worker_of(stage, self.workers) for stage in range(self.workers * self.chunks)]
+        return np.asarray(np.argsort(position, kind="stable").reshape(self.workers, self.chunks).T)
 
     def worker_s(self, stages: StageSeconds) -> Busy:
-        """Return how many seconds per minibatch each worker's resources are busy.
-
-        The last axis of `stages` is the K·v stages, and that of the result the K workers; others are alternatives.
-        """
+        """Return the busy seconds of each worker's resources; the last axis of `stages`, here and below, is stages."""
         latency_s = stages.latency_s[..., self.stages][..., 0, :]
         fill_s = np.cumsum(latency_s, axis=-1) - latency_s
         backward_s = self.total(stages.backward_s + (stages.accumulate_s if self.units > 1 else 0.0))
         reduced_s = backward_and_reduce_s(backward_s, self.total(stages.reduce_s), self.link)
         end_s = fill_s + np.asarray(reduced_s - backward_s + self.total(stages.update_s))
-        return {
-            "compute": self.units * self.total(stages.compute_s)
-            + (self.units - 1) * self.total(stages.accumulate_s)
-            + end_s,
-            "receive": self.units * self.total(stages.receive_s) + end_s,
-            "send": self.units * self.total(stages.send_s) + end_s,
-        }
+        compute_s, receive_s, send_s = (
+            self.units * self.total(each) for each in (stages.compute_s, stages.receive_s, stages.send_s)
+        )
+        compute_s = compute_s + (self.units - 1) * self.total(stages.accumulate_s)
+        return {"compute": compute_s + end_s, "receive": receive_s + end_s, "send": send_s + end_s}
 
     def seconds(self, stages: StageSeconds) -> Floats:
-        """Return the seconds per minibatch; the last axis of `stages` is the K·v stages."""
         return np.asarray(np.max(np.stack(list(self.worker_s(stages).values())), axis=(0, -1)))
 
     def in_flight(self) -> tuple[int, ...]:
-        """Return how many microbatches one replica of each of the K·v stages holds at once."""
         return self.schedule.depths((self.replicas,) * (self.workers * self.chunks), self.microbatches, self.chunks)
 
     def total(self, stages: Floats) -> Floats:
-        """Return what each of the K workers holds or takes; the last axis of `stages` is the K·v stages."""
         return np.asarray(stages[..., self.stages].sum(axis=-2))
 
 
 class InterleavedModel(CostModel):
-    """The cost model of schedules with several chunks per worker; all stages have the same number of replicas."""
-
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
 
-    @classmethod
-    def of(cls, setting: Setting) -> InterleavedModel:
-        return cls(setting)
-
     def time(self, plan: UnpricedPlan) -> PlanTime:
-        shape, placement = self._shape(plan), plan.placement
+        setting, (r,), placement = self.setting, set(plan.replicas), plan.placement
+        link, workers = link_of(setting.cluster), len(plan.stages) // setting.chunks
+        shape = InterleavedShape(setting.schedule, link, workers, setting.chunks, r, setting.microbatches)
         if placement is None:
             return PlanTime(_busy(shape, [StageSeconds.of(work, shape) for work in plan.works]))
         loads, halves_s = placement.transfers()
@@ -147,7 +126,7 @@ class InterleavedModel(CostModel):
             each.append(
                 StageSeconds.of(work, placed)._replace(
                     latency_s=StageSeconds.of(work.without_transfers(), placed).latency_s
-                    + shape.waits * np.asarray(halves_s[number]),
+                    + (not shape.schedule.splits_backward) * np.asarray(halves_s[number]),
                     receive_s=np.asarray(times * receive_s),
                     send_s=np.asarray(times * send_s),
                 )
@@ -156,15 +135,7 @@ class InterleavedModel(CostModel):
         placement.add_shared(busy, loads, shape.microbatches)
         return PlanTime(busy)
 
-    def _shape(self, plan: UnpricedPlan) -> InterleavedShape:
-        setting, replicas = self.setting, set(plan.replicas)
-        assert len(replicas) == 1
-        assert len(plan.stages) % setting.chunks == 0
-        link, workers = link_of(setting.cluster), len(plan.stages) // setting.chunks
-        return InterleavedShape(setting.schedule, link, workers, setting.chunks, replicas.pop(), setting.microbatches)
-
 
 def _busy(shape: InterleavedShape, stages: Sequence[StageSeconds]) -> list[Busy]:
-    """Return the busy seconds of the workers' resources, in the order of the workers' first stages."""
     by_resource = shape.worker_s(StageSeconds(*map(np.array, zip(*stages, strict=True))))
     return [{name: seconds[worker] for name, seconds in by_resource.items()} for worker in range(shape.workers)]

@@ -1,9 +1,4 @@
-"""The published cost models, to compare against: PipeDream's paper and its optimizer.
-
-Both charge stages for their cuts, and know no places.
-"""
-
-from __future__ import annotations
+"""The published cost models, to compare against: PipeDream's paper and its optimizer. Both charge stages for cuts."""
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -31,27 +26,24 @@ class PublishedModel(StageModel):
         return super().time(plan)
 
     def placed_s(self, placement: Placement) -> list[Busy]:
-        return [self._placed_s(placement, stage) for stage in range(len(placement.works))]
+        topology, ranks, found = placement.topology, placement.ranks, list[Busy]()
+        for stage, own in enumerate(ranks):
 
-    def _placed_s(self, placement: Placement, stage: int) -> Busy:
-        topology, ranks = placement.topology, placement.ranks
+            def between(one: int, other: int, stage: int = stage) -> Busy:
+                model = type(self)(topology.link(int(topology.level(one, other))))
+                return model.resources_s(placement.works[stage], placement.replicas[stage])
 
-        def between(one: int, other: int) -> Busy:
-            model = type(self)(topology.link(int(topology.level(one, other))))
-            return model.resources_s(placement.works[stage], placement.replicas[stage])
-
-        own = ranks[stage]
-        within = between(min(own), max(own))
-        busy: Busy = {"compute": within["compute"]}
-        if stage > 0:
-            busy["cut_before"] = between(*_farthest(topology, own, ranks[stage - 1]))["cut_before"]
-        if stage < len(ranks) - 1 and "cut_after" in within:
-            busy["cut_after"] = between(*_farthest(topology, own, ranks[stage + 1]))["cut_after"]
-        return busy
+            within = between(min(own), max(own))
+            busy: Busy = {"compute": within["compute"]}
+            if stage > 0:
+                busy["cut_before"] = between(*_farthest(topology, own, ranks[stage - 1]))["cut_before"]
+            if stage < len(ranks) - 1 and "cut_after" in within:
+                busy["cut_after"] = between(*_farthest(topology, own, ranks[stage + 1]))["cut_after"]
+            found.append(busy)
+        return found
 
 
 def _farthest(topology: Topology, own: Ranks, others: Ranks) -> tuple[int, int]:
-    """Return the rank of a stage that is farthest from its nearest rank of another stage, and that one."""
     if isinstance(own, range) and isinstance(others, range):  # the ends say it all
         return (own[-1], others[-1]) if others[0] < own[0] else (own[0], others[0])
     levels = topology.level(np.asarray(own)[:, None], np.asarray(others)[None, :])

@@ -1,7 +1,5 @@
 """The time and memory of synchronous schedules, which drain the pipeline after every minibatch."""
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import ArrayLike
 
@@ -16,9 +14,8 @@ from planner.cost.models.cost_model import (
     reduce_s,
     transfer_s,
 )
-from planner.cost.network.link import Link, link_of
+from planner.cost.network.link import Link
 from planner.cost.network.placement import Busy, Placement
-from planner.cost.setting import Setting
 from planner.cost.work import WEIGHT_SHARE, Floats, Integers, Work, stacked
 from planner.schedule.schedule import Schedule
 
@@ -29,25 +26,19 @@ class SynchronousModel(CostModel):
         gpipe   Σ_s latency_s + max_s ( (ceil(m/r_s) - 1)·busy_s + max(0, AR_s - Bw_s) + U_s )
         naive   Σ_s (latency_s + U_s + AR_s)
 
-    latency_s: forward, recomputation, backward and the transfers into the stage, both ways, of one microbatch: the
-    first of a minibatch.
+    latency_s: forward, recomputation, backward and the transfers into the stage, both ways, of the first microbatch.
     busy_s: the busiest of a replica's processor and of its link each way, for one of the other microbatches, whose
-    gradients the processor accumulates (A).
+    gradients the processor accumulates.
 
     With one replica each this is the Σ + (m-1)·max of GPipe (Huang et al. 2019, section 2.3), plus the update and the
-    part of the all-reduce that does not overlap with the last backward. 1f1b-flush takes as long as gpipe and holds
-    less: it has no more in flight than 1f1b. Under zb-h1 the weights' part W of the backward fills the bubble, except
-    for one stage's at the end: 2W less in every latency and 2W more in the end give the published bubble
-    (K-1)·(F + Bw - 2W) (Qi et al. 2024, section 2).
+    rest of the all-reduce. Under zb-h1 the weights' part W of the backward fills the bubble, except for one stage's at
+    the end: 2W less in every latency and 2W more in the end give the published bubble (K-1)·(F + Bw - 2W) (Qi et al.
+    2024, section 2).
     """
 
     def __init__(self, link: Link, schedule: Schedule, microbatches: int) -> None:
         assert schedule.formula == "synchronous"
         self.link, self.schedule, self.microbatches = link, schedule, microbatches
-
-    @classmethod
-    def of(cls, setting: Setting) -> SynchronousModel:
-        return cls(link_of(setting.cluster), setting.schedule, setting.microbatches)
 
     def time(self, plan: UnpricedPlan) -> PlanTime:
         if plan.placement is not None:
@@ -57,7 +48,6 @@ class SynchronousModel(CostModel):
         return PlanTime([self.resources_s(work, r) for work, r in stages], latency_s)
 
     def _placed_time(self, placement: Placement) -> PlanTime:
-        """Compute the time where it matters which ranks the stages have."""
         loads, transfers_s = placement.transfers()
         latency_s, busy = np.array(transfers_s), list[Busy]([{}] * len(transfers_s))
         works, replicas = stacked(placement.works), np.array(placement.replicas)
@@ -81,12 +71,9 @@ class SynchronousModel(CostModel):
         return PlanTime(busy, latency_s.tolist())
 
     def held(self, plan: UnpricedPlan) -> Held:
-        """Count the microbatches that stages hold, with those whose weights' part of the backward waits (zb-h1).
-
-        As many wait as bring a stage to what the first stage has in flight, if memory allows it: each keeps its saved
-        activations and the gradients that have come for the weights, which are about as large.
-        """
         held = super().held(plan)
+        # Under zb-h1 the weights' part of as many backwards waits as bring a stage to what the first one has in flight,
+        # if memory allows it: each keeps its saved activations and gradients that are about as large.
         if not self.schedule.splits_backward:
             return held
         waiting = np.array([self._waiting(plan, stage, held.in_flight) for stage in range(len(plan.stages))])
@@ -94,7 +81,6 @@ class SynchronousModel(CostModel):
         return Held(tuple((flying + waiting).tolist()), tuple((flying + 2 * waiting).tolist()))
 
     def _waiting(self, plan: UnpricedPlan, number: int, in_flight: tuple[int, ...]) -> int:
-        """Count the microbatches of a stage whose weights' part of the backward comes later."""
         stage, traffic = plan.stages[number], plan.layer_costs.traffic
         arriving = (t for t in traffic if t.producer in stage.before and stage.layers.intersection(t.users))
         if not any(value.gradient_bytes for value in arriving):
@@ -109,7 +95,6 @@ class SynchronousModel(CostModel):
         return more
 
     def sum_s(self, work: Work, replicas: ArrayLike = 1) -> Floats:
-        """Compute each stage's part of the sum; for gpipe it does not depend on the replicas."""
         # A transfer counts half at each of its ends, once in the sum over the stages.
         moved_bytes, messages = work.received_bytes + work.sent_bytes, work.received_messages + work.sent_messages
         transfer_s = (moved_bytes / self.link.bandwidth_bytes_per_s + messages * self.link.latency_s) / 2
@@ -139,15 +124,12 @@ class SynchronousModel(CostModel):
         return ending_s(work, replicas, self.microbatches, self.link, self._filling_s(work))
 
     def _filling_s(self, work: Work) -> Floats:
-        """Compute the seconds by which a stage's weights' gradients shorten the bubble."""
         share = 2 * WEIGHT_SHARE if self.schedule.splits_backward else 0.0
         return np.asarray(share * work.backward_s)
 
     def max_s(self, work: Work, replicas: ArrayLike) -> Floats:
-        """Compute each stage's part of the maximum."""
         return np.asarray(np.max(np.stack(np.broadcast_arrays(*self.resources_s(work, replicas).values())), axis=0))
 
     def in_flight(self, replicas: ArrayLike, gpus_after: ArrayLike) -> Integers:
-        """Return the microbatches in flight on one replica."""
         r, after = np.asarray(replicas, dtype=np.int64), np.asarray(gpus_after, dtype=np.int64)
         return self.schedule.in_flight(r, after, self.microbatches)

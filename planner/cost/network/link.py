@@ -1,7 +1,4 @@
-"""Links between devices: the time of messages and all-reduces, and the buckets of gradients that are all-reduced.
-
-The executor, which fills buckets, and the simulation, which only knows layers, use the same rule.
-"""
+"""Links between devices: the time of messages and all-reduces, and the buckets of gradients that are all-reduced."""
 
 from __future__ import annotations
 
@@ -34,7 +31,6 @@ class Link:
 
     @property
     def ring_bytes_per_s(self) -> float:
-        """Bandwidth within an all-reduce."""
         return self.all_reduce_bandwidth_bytes_per_s or self.bandwidth_bytes_per_s
 
     @property
@@ -43,11 +39,8 @@ class Link:
         return replace(self, all_reduce_bandwidth_bytes_per_s=self.ring_bytes_per_s)
 
     def handling_s(self, moved_bytes: ArrayLike) -> Floats:
-        """Return the processor's seconds for messages of so many bytes, received and sent.
-
-        It codes them. If they do not overlap it also moves them: both directions have the bandwidth at once, so a byte
-        takes half of its time.
-        """
+        """Return the processor's seconds for messages of so many bytes, received and sent."""
+        # It codes them. If they do not overlap it also moves them: both directions have the bandwidth at once.
         cost = self.coding_s_per_byte + (0.0 if self.overlap else 0.5 / self.bandwidth_bytes_per_s)
         return np.asarray(np.asarray(moved_bytes, dtype=np.float64) * cost)
 
@@ -65,21 +58,14 @@ def link_of(cluster: Cluster) -> Link:
 
 
 def ring_all_reduce_s(trainable_bytes: ArrayLike, replicas: ArrayLike, link: Link) -> Floats:
-    """Return the seconds of a ring all-reduce; 0 without replicas or without gradients.
-
-    Each worker sends and receives 2(r-1)/r of the bytes in 2(r-1) steps (Patarasuk & Yuan 2009, section 3).
-    """
+    """Return the seconds of a ring all-reduce: 2(r-1) steps, 2(r-1)/r of the bytes (Patarasuk & Yuan 2009)."""
     size, r = np.asarray(trainable_bytes, dtype=np.float64), np.asarray(replicas, dtype=np.float64)
     steps = np.where(size > 0, 2 * (r - 1), 0.0)
     return np.asarray(steps / r * size / link.ring_bytes_per_s + steps * link.latency_s)
 
 
 def backward_and_reduce_s(backward_s: ArrayLike, reduce_s: ArrayLike, link: Link) -> Floats:
-    """Return the least seconds from the start of a backward to the end of its all-reduce in `BUCKETS` parts.
-
-    The last part waits for the end of the backward. The others are taken to be ready from its start: when they really
-    are depends on the stage's layers, which the simulation knows (`buckets_of`).
-    """
+    """Return the least seconds of a backward with its all-reduce, of whose `BUCKETS` parts only the last must wait."""
     backward, reduce = np.asarray(backward_s, dtype=np.float64), np.asarray(reduce_s, dtype=np.float64)
     if not link.overlap:
         return np.asarray(backward + reduce)
@@ -105,7 +91,6 @@ class Buckets(NamedTuple):
 
     @classmethod
     def even(cls, backward_s: float) -> Buckets:
-        """Return equal buckets, evenly spaced over a backward."""
         return cls(tuple(backward_s * (part + 1) / BUCKETS for part in range(BUCKETS)), (1 / BUCKETS,) * BUCKETS)
 
     def reduced_s(self, reduce_s: float) -> float:
@@ -119,19 +104,28 @@ class Buckets(NamedTuple):
 def buckets_of(
     layers: Sequence[Layer], copied: Sequence[Layer] = (), again_s: Mapping[int, float] | None = None
 ) -> Buckets:
-    """Return the buckets that the executor fills in a backward of these layers.
+    """Return the buckets that the executor fills in a backward of these layers, and of weights copied from others.
 
-    Args:
-        layers: of the stage, in their order.
-        copied: layers of other stages whose weights some of these layers use, too.
-        again_s: of the forwards that run again within the backward, by the number of the layer before whose backward.
-
-    A profile records the gradients of a layer as a whole. A layer of many parameters is taken to finish them in pairs,
-    a weight with its bias, of equal size and at equal distances over its backward.
+    `again_s`: of forwards that run again within the backward, by the number of the layer before whose backward.
     """
     again_s = again_s or {}
     backward_s = sum(layer.backward_s for layer in layers) + sum(again_s.values())
-    pieces = _pieces(layers, copied, again_s)
+    # The gradient of a duplicated weight is complete after the backward of the first layer that uses it.
+    extra_bytes = [0] * len(layers)
+    for other in copied:
+        names = set(other.parameters)
+        users = [number for number, layer in enumerate(layers) if names.intersection(layer.parameters)]
+        extra_bytes[users[0] if users else 0] += other.gradient_bytes
+    pieces, clock_s = list[tuple[float, float]](), 0.0  # bytes of gradients, and when they exist
+    for number in reversed(range(len(layers))):
+        layer = layers[number]
+        clock_s += again_s.get(number, 0.0)
+        # A layer is taken to finish its parameters in pairs, a weight with its bias, at equal distances.
+        count = max(1, len(layer.parameters) // 2)
+        size = (layer.gradient_bytes + extra_bytes[number]) / count
+        if size > 0:
+            pieces += [(size, clock_s + layer.backward_s * (n + 1) / count) for n in range(count)]
+        clock_s += layer.backward_s
     total_bytes = sum(size for size, _ in pieces)
     if total_bytes <= 0:
         return Buckets.even(backward_s)
@@ -154,25 +148,3 @@ def buckets_of(
     done = [0.0, *(end / total_bytes for end, _ in filled)]
     times = (*(at_s for _, at_s in filled[:-1]), backward_s)
     return Buckets(times, tuple(end - start for start, end in pairwise(done)))
-
-
-def _pieces(
-    layers: Sequence[Layer], copied: Sequence[Layer], again_s: Mapping[int, float]
-) -> list[tuple[float, float]]:
-    """Return the bytes of gradients and when in the backward they exist, from the last layer to the first."""
-    # The gradient of a duplicated weight is complete after the backward of the first layer that uses it.
-    extra_bytes = [0] * len(layers)
-    for other in copied:
-        names = set(other.parameters)
-        users = [number for number, layer in enumerate(layers) if names.intersection(layer.parameters)]
-        extra_bytes[users[0] if users else 0] += other.gradient_bytes
-    pieces, clock_s = [], 0.0
-    for number in reversed(range(len(layers))):
-        layer, extra = layers[number], extra_bytes[number]
-        clock_s += again_s.get(number, 0.0)
-        count = max(1, len(layer.parameters) // 2)
-        size = (layer.gradient_bytes + extra) / count
-        if size > 0:
-            pieces += [(size, clock_s + layer.backward_s * (n + 1) / count) for n in range(count)]
-        clock_s += layer.backward_s
-    return pieces

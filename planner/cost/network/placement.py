@@ -1,10 +1,4 @@
-"""The places of a plan's stages on a cluster of several levels, and how busy its transfers keep the links there.
-
-A stage's all-reduce goes at the speed of the lowest level that holds all its ranks; each transfer takes the time that
-its ends' places say (`topology`); and the links that the devices of a server share are resources of their own.
-"""
-
-from __future__ import annotations
+"""The places of a plan's stages on a cluster of several levels, and how busy its transfers keep the links there."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +17,6 @@ Exchanges = Mapping[tuple[int, int], Floats]  # by (source, target) stage, as `L
 
 
 def places_matter(cluster: Cluster) -> bool:
-    """Return whether a plan's price depends on which ranks its stages have."""
     return len(cluster.joined) > 1
 
 
@@ -45,7 +38,6 @@ class Placement:
 
     @property
     def replicas(self) -> list[int]:
-        """Of the stages."""
         return [len(ranks) for ranks in self.ranks]
 
     def transfers(self) -> tuple[Loads, list[float]]:

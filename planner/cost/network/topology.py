@@ -27,7 +27,6 @@ Ranks = Sequence[int]  # of a stage's replicas, in their order; a range where th
 
 
 def rank_ranges(replicas: Sequence[int]) -> list[range]:
-    """Return the consecutive ranks of each stage."""
     ends = np.cumsum(replicas)
     return [range(int(end) - r, int(end)) for end, r in zip(ends, replicas, strict=True)]
 
@@ -36,8 +35,7 @@ def column_ranks(replicas: Sequence[int], columns: int) -> list[Ranks]:
     """Return the ranks of each stage where the pipeline is laid out in columns, one after the other.
 
     A column has an equal part of every stage's replicas, which are multiples of the columns: those whose numbers are
-    equal modulo the columns, next to each other. Minibatch b runs on replica b mod r, so columns exchange gradients
-    only. One column is a stage after the other; as many columns as replicas is a pipeline after the other.
+    equal modulo the columns, next to each other, so that columns exchange gradients only.
     """
     parts = [r // columns for r in replicas]
     if columns == 1:
@@ -73,24 +71,16 @@ class Topology:
         return len(self.groups)
 
     def level(self, one: ArrayLike, other: ArrayLike) -> Integers:
-        """Return the lowest level whose group holds both ranks."""
         one, other = np.asarray(one)[..., None], np.asarray(other)[..., None]
         return np.asarray(np.sum(one // self.groups[:-1] != other // self.groups[:-1], axis=-1), dtype=np.int64)
 
     def link(self, level: int) -> Link:
-        """Return the link of a message or an all-reduce within a group of the level."""
-        return Link(
-            float(self.path_bytes_per_s[level]),
-            float(self.latency_s[level]),
-            float(self.ring_bytes_per_s[level]),
-            *self._handled,
-        )
+        path, ring = float(self.path_bytes_per_s[level]), float(self.ring_bytes_per_s[level])
+        return Link(path, float(self.latency_s[level]), ring, *self._handled)
 
     def stage_link(self, ranks: Ranks) -> Link:
         """Return the link of a stage's all-reduce; messages that do not overlap are priced at the slowest bandwidth."""
-        span = self.span(ranks)
-        slowest = float(self.path_bytes_per_s[-1])
-        return Link(slowest, float(self.latency_s[span]), float(self.ring_bytes_per_s[span]), *self._handled)
+        return replace(self.link(self.span(ranks)), bandwidth_bytes_per_s=float(self.path_bytes_per_s[-1]))
 
     def group_link(self, degree: int) -> Link:
         """Return the link of so many ranks, the first ones, that all-reduce between computations."""
@@ -102,14 +92,12 @@ class Topology:
         return replace(link, all_reduce_bandwidth_bytes_per_s=min(measured), latency_s=latency_s)
 
     def span(self, ranks: Ranks) -> int:
-        """Return the lowest level whose group holds all of these ranks."""
         return int(self.level(min(ranks), max(ranks)))
 
     def shares(self, ranks: Ranks, others: Ranks) -> Floats:
         """Return each rank's share of messages per level, to or from a stage: (levels, ranks); columns sum to 1.
 
-        Minibatch b runs on replica b mod r of both stages, so that replica i meets replica j where i = j modulo the
-        greatest common divisor of the two counts, each equally often.
+        Replica i meets replica j where i = j modulo the greatest common divisor of the counts, each equally often.
         """
         compute = _shares if self.gpus <= MOST_REMEMBERED else _shares.__wrapped__
         return compute(self._groups, ranks, others)
@@ -117,7 +105,6 @@ class Topology:
 
 @lru_cache(maxsize=4096)
 def _shares(groups: tuple[int, ...], ranks: Ranks, others: Ranks) -> Floats:
-    """Compute `Topology.shares`; searches ask for the same stages many times."""
     common = math.gcd(len(ranks), len(others))
     own, other = (np.arange(r.start, r.stop) if isinstance(r, range) else np.asarray(r) for r in (ranks, others))
     own_turn, other_turn = np.arange(len(own)) % common, np.arange(len(other)) % common
@@ -138,33 +125,20 @@ class Loads:
     def __init__(self, topology: Topology) -> None:
         self.topology = topology
         self.into, self.out = np.zeros((2, topology.gpus))  # each rank's own link
-        members = [topology.gpus // size for _, size, _, _ in topology.shared]  # for each shared level
-        self.shared_into = [np.zeros(count) for count in members]
-        self.shared_out = [np.zeros(count) for count in members]
-
-    def copy(self) -> Loads:
-        """Return an independent copy."""
-        return self.times(1)
+        self.shared = [np.zeros((2, topology.gpus // size)) for _, size, _, _ in topology.shared]  # of each level
 
     def times(self, count: int) -> Loads:
-        """Return the loads of so many microbatches."""
         many = Loads.__new__(Loads)
         many.topology, many.into, many.out = self.topology, self.into * count, self.out * count
-        many.shared_into = [each * count for each in self.shared_into]
-        many.shared_out = [each * count for each in self.shared_out]
+        many.shared = [each * count for each in self.shared]
         return many
 
     def busiest(self, ranks: Ranks) -> tuple[float, float]:
-        """Return the seconds of the busiest own link of these ranks, arriving and leaving."""
         own = _index(ranks)
         return float(self.into[own].max()), float(self.out[own].max())
 
     def add_transfer(self, source: Ranks, target: Ranks, exchange: Floats) -> float:
-        """Add the messages between two stages, `Traffic.amounts` for each microbatch.
-
-        Returns:
-            Seconds that one microbatch's messages take, on average over the pairs of ranks, both ways.
-        """
+        """Add the messages between two stages, `Traffic.amounts`; return their mean seconds over the pairs of ranks."""
         output_bytes, gradient_bytes, outputs, gradients = (float(amount) for amount in exchange[:4])
         # By the level at which their ends meet.
         path_bytes_per_s, latency_s = self.topology.path_bytes_per_s, self.topology.latency_s
@@ -182,9 +156,9 @@ class Loads:
                 (target, at_target, gradient_bytes, output_bytes),
             ):
                 crossing = shares[level:].sum(axis=0) / len(ranks) / bandwidth
-                members = np.asarray(ranks) // size
-                self.shared_out[number] += np.bincount(members, crossing * sent, len(self.shared_out[number]))
-                self.shared_into[number] += np.bincount(members, crossing * received, len(self.shared_into[number]))
+                for way, moved in enumerate((received, sent)):
+                    load = self.shared[number][way]
+                    load += np.bincount(np.asarray(ranks) // size, crossing * moved, len(load))
         return float((forward_s + back_s) @ from_source.mean(axis=1))
 
     def add_ring(self, ranks: Ranks, trainable_bytes: float) -> None:
@@ -194,17 +168,15 @@ class Loads:
         own_s = moved / self.topology.ring_bytes_per_s[span]
         self.into[own] += own_s
         self.out[own] += own_s
-        for number, (level, size, _, bandwidth) in enumerate(self.topology.shared):
+        for load, (level, size, _, bandwidth) in zip(self.shared, self.topology.shared, strict=True):
             if level <= span:
-                members = np.unique(np.asarray(ranks) // size)
-                self.shared_into[number][members] += moved / bandwidth
-                self.shared_out[number][members] += moved / bandwidth
+                load[:, np.unique(np.asarray(ranks) // size)] += moved / bandwidth
 
     def busiest_shared(self) -> tuple[float, int, int]:
         """Return the seconds of the busiest shared link, either way, its first rank, and the first rank after it."""
         busiest = (0.0, 0, 0)
-        for (_, size, _, _), into, out in zip(self.topology.shared, self.shared_into, self.shared_out, strict=True):
-            both = np.maximum(into, out)
+        for (_, size, _, _), load in zip(self.topology.shared, self.shared, strict=True):
+            both = load.max(axis=0)
             member = int(np.argmax(both))
             if both[member] > busiest[0]:
                 busiest = (float(both[member]), member * size, (member + 1) * size)
@@ -212,5 +184,4 @@ class Loads:
 
 
 def _index(ranks: Ranks) -> slice | Integers:
-    """Return what picks the ranks' own links from an array."""
     return slice(ranks.start, ranks.stop) if isinstance(ranks, range) else np.asarray(ranks)

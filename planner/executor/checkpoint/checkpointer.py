@@ -1,8 +1,6 @@
-"""Checkpoints of a run: every stage's first replica writes its part, and rank 0 makes the whole of it complete.
+"""Checkpoints of a run: each worker writes its part, and rank 0 makes the whole of it complete.
 
-All workers call `Checkpointer` at the same points of their streams, where the pipeline is empty. It adds no other stop:
-a worker writes as soon as its own stages are done, reports to rank 0, and continues; rank 0 waits for all reports,
-writes the index, and renames the folder.
+All workers call `Checkpointer` at the same points of their streams, where the pipeline is empty.
 """
 
 from __future__ import annotations
@@ -36,12 +34,7 @@ from planner.executor.checkpoint.folders import (
     sync_folder,
 )
 from planner.executor.checkpoint.stage_parts import Restorable, content_of, restore_stage, write_part
-from planner.executor.communication.control import (
-    broadcast_bytes,
-    gather_bytes,
-    merge_losses,
-    message_timeout,
-)
+from planner.executor.communication.control import broadcast_bytes, gather_bytes, merge_losses, message_timeout
 from planner.executor.observe.run_log import Past, RunLog
 from planner.formats.files import Record, save_record
 from planner.version import __version__
@@ -62,17 +55,13 @@ class DataPosition:
 
 
 class _WorkerPart(Record):
-    """What a worker wrote, or why it could not."""
-
-    parts: tuple[StagePart, ...]
+    parts: tuple[StagePart, ...] = ()
     losses: str  # since the last checkpoint; see `merge_losses`
     evaluations: tuple[Evaluation, ...]
     problem: str | None = None
 
 
 class Checkpointer:
-    """Restores and writes checkpoints of a job: all workers create one, and call it at the same points."""
-
     def __init__(self, job: Job, stages: list[Restorable], data: DataPosition, heartbeat: Heartbeat) -> None:
         self._job = job
         self._stages = stages
@@ -92,11 +81,7 @@ class Checkpointer:
         self._token, self.resumed_from = self._agree()
 
     def restore(self) -> int:
-        """Fill this worker's stages from the checkpoint to resume from, if there is one.
-
-        Returns:
-            The number of minibatches done before.
-        """
+        """Fill this worker's stages from the checkpoint to resume from; return the number of minibatches done."""
         first = 0
         if self.resumed_from is not None:
             self._heartbeat.enter("reading the checkpoint")
@@ -119,31 +104,23 @@ class Checkpointer:
     ) -> None:
         """Write a checkpoint after `minibatch` minibatches; if that fails, the older ones are kept.
 
-        Args:
-            losses: (minibatch, part of its loss), all that this worker has seen.
-
-        Raises:
-            InputError: when the model or optimizer has state that no checkpoint can hold.
+        Raise InputError when the model or optimizer has state that no checkpoint can hold.
         """
         began_s = time.perf_counter()
         folder = self.folder / partial_name(f"{minibatch:08}", self._token)
         self._heartbeat.enter("writing a checkpoint")
-        parts: tuple[StagePart, ...] = ()
         # Before anything can fail, because ranks that divide a stage's weights gather them together.
         contents = [(own, content_of(own)) for own in self._stages]
+        part = _WorkerPart(
+            losses=json.dumps(losses[self._reported[0] :]), evaluations=tuple(evaluations[self._reported[1] :])
+        )
         # A full disk is reported rather than raised: the others wait for this worker's part, and training can go on.
-        problem = None
         try:
             folder.mkdir(parents=True, exist_ok=True)
             parts = tuple(write_part(folder, own, content) for own, content in contents if content is not None)
+            part = part.model_copy(update={"parts": parts})
         except OSError as cause:
-            problem = f"worker {self._rank}: {cause.strerror or cause}"
-        part = _WorkerPart(
-            parts=parts,
-            losses=json.dumps(losses[self._reported[0] :]),
-            evaluations=tuple(evaluations[self._reported[1] :]),
-            problem=problem,
-        )
+            part = part.model_copy(update={"problem": f"worker {self._rank}: {cause.strerror or cause}"})
         self._reported = [len(losses), len(evaluations)]
         self._heartbeat.enter("waiting for the checkpoint's other parts", meeting=True)
         replies = gather_bytes(part.model_dump_json().encode(), self._group)
@@ -153,21 +130,13 @@ class Checkpointer:
         self.seconds += time.perf_counter() - began_s
 
     def check_last(self) -> None:
-        """Check, at the end of the run, that its last checkpoint was written.
-
-        Raises:
-            PlannerError: when it was not: no checkpoint has what was trained since the one before.
-        """
+        """Raise PlannerError, at the end of the run, when its last checkpoint was not written."""
         if self._problem is not None:
             kept = f"the newest is '{self.newest}'" if self.newest is not None else "there is none"
-            raise PlannerError(
-                f"the run ended, but its last checkpoint could not be written to '{self.folder}' ({self._problem}); "
-                f"{kept}",
-                hint="make room and continue from the newest with `resume`",
-            )
+            problem = f"the last checkpoint could not be written to '{self.folder}' ({self._problem}); {kept}"
+            raise PlannerError(problem, hint="make room and continue from the newest with `resume`")
 
     def _agree(self) -> tuple[str, Path | None]:
-        """Return what rank 0 chooses for all: a token for names, and the checkpoint to resume from."""
         self._heartbeat.enter("looking for checkpoints", meeting=True)
         options = self._job.checkpoints
         writes, chosen = options.every is not None, b""
@@ -180,32 +149,25 @@ class Checkpointer:
                     remove_leftovers(self.folder)
                     (self.folder / partial_name(PROBE, token)).mkdir()
                 except OSError as cause:
-                    raise PlannerError(
-                        f"checkpoints cannot be written to '{self.folder}': {cause.strerror}",
-                        hint="choose another `folder`",
-                    ) from None
+                    problem = f"checkpoints cannot be written to '{self.folder}': {cause.strerror}"
+                    raise PlannerError(problem, hint="choose another `folder`") from None
         token, resume = json.loads(broadcast_bytes(chosen, self._group))
         if writes:
             probe = self.folder / partial_name(PROBE, token)
             if not _appears(probe):
-                raise InputError(
-                    f"worker {self._rank} on '{os.uname().nodename}' does not see what worker 0 writes to "
-                    f"'{self.folder.absolute()}'",
-                    hint="choose a `folder` on a file system that all hosts share",
-                )
+                me = f"worker {self._rank} on '{os.uname().nodename}'"
+                problem = f"{me} does not see what worker 0 writes to '{self.folder.absolute()}'"
+                raise InputError(problem, hint="choose a `folder` on a file system that all hosts share")
             dist.barrier(self._group)  # all have looked before the probe goes
             if self._rank == 0:
                 probe.rmdir()
         return token, None if resume is None else Path(resume)
 
     def _complete(self, minibatch: int, folder: Path, replies: list[_WorkerPart]) -> None:
-        """Make the folder a checkpoint, or remove it if a part is missing."""
         self._problem = next((reply.problem for reply in replies if reply.problem is not None), None)
         assert self._log is not None
-        self._log.note(
-            merge_losses(reply.losses for reply in replies),
-            [evaluation for reply in replies for evaluation in reply.evaluations],
-        )
+        evaluations = [evaluation for reply in replies for evaluation in reply.evaluations]
+        self._log.note(merge_losses(reply.losses for reply in replies), evaluations)
         if self._problem is None:
             try:
                 self._log.append(minibatch)
@@ -218,21 +180,15 @@ class Checkpointer:
             prune(self.folder, self._job.checkpoints.keep)
         else:
             shutil.rmtree(folder, ignore_errors=True)
-            _log.warning(
-                "the checkpoint after minibatch %d could not be written to '%s' (%s); training continues, and older "
-                "checkpoints are kept",
-                minibatch,
-                self.folder,
-                self._problem,
+            what = (
+                f"the checkpoint after minibatch {minibatch} could not be written to '{self.folder}' ({self._problem})"
             )
+            _log.warning("%s; training continues, and older checkpoints are kept", what)
 
     def _publish(self, minibatch: int, folder: Path, parts: list[StagePart]) -> Path:
-        """Write the index and give `folder` the name of a complete checkpoint, which is returned.
-
-        The order matters. Workers synced their files before they reported; the index and the names in the folder are
-        synced before the rename, so that after a crash no complete name stands for missing content. The parent is
-        synced last: only then does the new name itself outlive a crash, and older checkpoints may be removed.
-        """
+        # The order matters. Workers synced their files before they reported; the index and the names in the folder are
+        # synced before the rename, so that after a crash no complete name stands for missing content. The parent is
+        # synced last: only then does the new name itself outlive a crash, and older checkpoints may be removed.
         plan = self._job.plan
         assert plan.graph_hash is not None
         index = Checkpoint(
@@ -257,30 +213,23 @@ class Checkpointer:
 
 
 def _appears(path: Path) -> bool:
-    """Return whether `path` exists, or comes to exist while NFS may remember that it, or its folder, did not."""
     deadline = time.monotonic() + NFS_REMEMBERS_S
-    while not path.exists() and time.monotonic() < deadline:
+    while not (there := path.exists()) and time.monotonic() < deadline:
         time.sleep(0.2)
-    return path.exists()
+    return there
 
 
 def position(saved: SavedCheckpoint, data: DataPosition) -> int:
-    """Return the minibatch that comes next, counted in minibatches of `data`.
+    """Return the minibatch that comes next, in minibatches of `data`; raise InputError when the data has changed.
 
-    If their size has changed, the run continues in the same epoch after the samples that it has seen, at the next whole
-    minibatch: no sample is seen twice.
-
-    Raises:
-        InputError: when the data has changed.
+    If their size has, the run continues in the same epoch at the next whole minibatch: no sample is seen twice.
     """
     index = saved.index
     if index.minibatch_size == data.minibatch_size:
         if index.minibatches_per_epoch != data.minibatches_per_epoch:
-            raise InputError(
-                f"dataset() has {data.minibatches_per_epoch or 'no'} minibatches, but had "
-                f"{index.minibatches_per_epoch or 'none'} in the run of the checkpoint '{saved.path}'",
-                hint="resume with the data that the run began with",
-            )
+            now, then = data.minibatches_per_epoch or "no", index.minibatches_per_epoch or "none"
+            problem = f"dataset() has {now} minibatches, but had {then} in the run of the checkpoint '{saved.path}'"
+            raise InputError(problem, hint="resume with the data that the run began with")
         return index.minibatch
     if index.minibatches_per_epoch is None or data.minibatches_per_epoch is None:
         return -(-index.minibatch * index.minibatch_size // data.minibatch_size)

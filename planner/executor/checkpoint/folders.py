@@ -8,8 +8,8 @@
             ...
         .step-00000300.f3a1.partial/      of a run that ended while it wrote
 
-A folder is renamed into place, so at any moment there is the whole checkpoint or none of it. Whatever chooses a
-checkpoint raises InputError when there is none, or when it is of another model or run.
+A folder is renamed into place, so at any moment there is the whole checkpoint or none of it. What chooses one raises
+InputError when there is none, or when it is of another model or run.
 """
 
 from __future__ import annotations
@@ -76,39 +76,28 @@ class Checkpoint(Record):
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """A complete checkpoint on disk: its folder and its index."""
-
     path: Path
     index: Checkpoint
 
     @property
     def first_replicas(self) -> list[StagePart]:
-        """The parts that hold the whole model between them."""
         return [part for part in self.index.parts if part.replica == 0]
 
     def check_fits(self, plan: Plan, seed: int | None) -> None:
-        """Check that the checkpoint is of the plan's model and, unless `seed` is None, of a run with that seed."""
         index = self.index
         if index.graph_hash != plan.graph_hash:
-            raise InputError(
-                f"the checkpoint '{self.path}' is of another model: graph {index.graph_hash[:12]}… of '{index.model}' "
-                f"in it, {(plan.graph_hash or 'none')[:12]}… of '{plan.model}' in the plan",
-                hint="resume with a plan for the same model; its cut and its schedule may differ",
-            )
+            problem = f"the checkpoint '{self.path}' is of another model than the plan: '{index.model}', '{plan.model}'"
+            raise InputError(problem, hint="resume with a plan for the same model; its cut and schedule may differ")
         if seed not in (None, index.seed):
-            raise InputError(
-                f"the checkpoint '{self.path}' is of a run with seed {index.seed}, not {seed}",
-                hint=f"resume with `seed={index.seed}` or without a seed: data order and dropout follow from it",
-            )
+            problem = f"the checkpoint '{self.path}' is of a run with seed {index.seed}, not {seed}"
+            raise InputError(problem, hint=f"resume with `seed={index.seed}` or without a seed")
 
 
 def load_checkpoint(path: Path) -> SavedCheckpoint:
-    """Read the index of the checkpoint at `path`; raise InputError when the index is missing or malformed."""
     return SavedCheckpoint(path, load_record(Checkpoint, path / INDEX, InputError, REMEDY))
 
 
 def folder_name(minibatch: int) -> str:
-    """Return the name of a complete checkpoint after `minibatch` minibatches."""
     return f"{_STEP}{minibatch:08}"
 
 
@@ -120,8 +109,7 @@ def partial_name(what: str, token: str) -> str:
 def complete(folder: Path) -> list[Path]:
     """Return the complete checkpoints in `folder`, oldest first."""
     found = [path for path in folder.glob(f"{_STEP}*") if path.name[len(_STEP) :].isdigit() and path.is_dir()]
-    # By number: names of more than eight digits would sort in front of shorter ones.
-    return sorted(found, key=_minibatch_of)
+    return sorted(found, key=_minibatch_of)  # by name those of more than eight digits would come first
 
 
 def _minibatch_of(path: Path) -> int:
@@ -151,44 +139,32 @@ def resolve(resume: str | None, folder: Path, *, writes: bool) -> Path | None:
     if not writes or not inside:
         return found
     if found is None or found.resolve() not in [path.resolve() for path in inside]:
-        raise InputError(
-            f"'{folder}' has checkpoints of an earlier run, the newest {inside[-1].name}",
-            hint="continue that run with `resume`, or choose another `folder`",
-        )
+        problem = f"'{folder}' has checkpoints of an earlier run, the newest {inside[-1].name}"
+        raise InputError(problem, hint="continue that run with `resume`, or choose another `folder`")
     if _minibatch_of(inside[-1]) > _minibatch_of(found):
-        raise InputError(
-            f"'{folder}' has a newer checkpoint than '{found}': {inside[-1].name}",
-            hint="remove it, or choose another `folder`: the run would overwrite it",
-        )
+        problem = f"'{folder}' has a newer checkpoint than '{found}': {inside[-1].name}"
+        raise InputError(problem, hint="remove it, or choose another `folder`: the run would overwrite it")
     return found
 
 
 def prune(folder: Path, keep: int) -> None:
-    """Remove all but the newest `keep` checkpoints in `folder`, as far as they let themselves be removed."""
     for path in complete(folder)[:-keep]:
         # Hidden first: a crash within rmtree must not leave half a checkpoint under the name of a complete one.
         with suppress(OSError):  # it is looked at again after the next checkpoint
             path.rename(path.with_name(f".{path.name}{_REMOVED}"))
-    _remove(folder, f".{_STEP}*{_REMOVED}")
+    remove_leftovers(folder, _REMOVED)
 
 
-def remove_leftovers(folder: Path) -> None:
+def remove_leftovers(folder: Path, *endings: str) -> None:
     """Remove what earlier runs did not finish writing or removing."""
-    _remove(folder, f".{_STEP}*{_PARTIAL}")
-    _remove(folder, f".{_STEP}*{_REMOVED}")
-
-
-def _remove(folder: Path, pattern: str) -> None:
-    for path in folder.glob(pattern):
-        # NFS keeps a file that another host has open, as .nfs*, and its folder with it: the next call tries again.
-        shutil.rmtree(path, ignore_errors=True)
+    for path in folder.glob(f".{_STEP}*"):
+        if path.name.endswith(endings or (_PARTIAL, _REMOVED)):
+            # NFS keeps a file that another host has open, as .nfs*, and its folder with it: the next call tries again.
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def sync_folder(path: Path) -> None:
-    """Wait until the names in a folder are on disk.
-
-    fsync of a file makes its content durable, not its name: that is an entry of the folder.
-    """
+    """Wait until the names in a folder are on disk: fsync of a file makes its content durable, not its name."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -203,10 +179,8 @@ def seed_of_run(
     if options.every is None and options.resume is None:
         return seed or 0
     if baseline is not None:
-        raise InputError(
-            f"checkpoints are of plans, and `baseline={baseline}` trains without one",
-            hint="leave out `every` and `resume`",
-        )
+        problem = f"checkpoints are of plans, and `baseline={baseline}` trains without one"
+        raise InputError(problem, hint="leave out `every` and `resume`")
     path = resolve(options.resume, Path(options.folder), writes=options.every is not None)
     if path is None:
         return seed or 0
@@ -226,8 +200,8 @@ def after_failure(job: Job) -> Job:
 def after_torchrun_restart(options: CheckpointOptions) -> CheckpointOptions | None:
     """Return the options of workers that torchrun restarted: resume from the newest checkpoint of their own run.
 
-    None for the first workers of a run, and for a run without a checkpoint: those begin as the first ones did, or are
-    refused for the same reason. Worker 0 decides, because it has the run's losses; the others follow what it finds.
+    None for the first workers of a run, and for a run without a checkpoint. Worker 0 decides, because it has the run's
+    losses; the others follow what it finds.
     """
     folder = Path(options.folder)
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0" or options.every is None or not complete(folder):
@@ -238,10 +212,7 @@ def after_torchrun_restart(options: CheckpointOptions) -> CheckpointOptions | No
 
 
 def torchrun_run_id() -> str:
-    """Return an id that all starts of a run share and no other run has: torchrun's id, where it was given one.
-
-    Otherwise the process of torchrun, this one's parent, identifies the run.
-    """
+    """Return an id that all starts of a run share and no other run has: torchrun's own, or that of its process."""
     run = os.environ.get("TORCHELASTIC_RUN_ID", _NO_RUN_ID)
     if run != _NO_RUN_ID:
         return run

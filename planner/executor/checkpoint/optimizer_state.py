@@ -1,15 +1,12 @@
 """Optimizer state by parameter name, so that it does not depend on which parameters share an optimizer.
 
-A stage's optimizer numbers its parameters, and another plan gives it other parameters. Its state for a parameter
-(momentum, step counts) belongs to that parameter alone, and so do the hyperparameters of the parameter's group.
+Replicas that divide the optimizer each write their part: consecutive elements in the order of the parameter's memory,
+which the part names. Another plan may lay the parameter out or divide it in another way: it reads whatever parts there
+are.
 
-Replicas that divide the optimizer each write their part: consecutive elements in the order of the parameter's memory.
-Which order that was, the part says: another plan may lay the parameter out in another way, or divide it at other
-elements, or not at all. Each reads whatever parts there are.
-
-What optimizers and schedulers keep beside tensors goes through JSON without loss. JSON has no tuples, no infinities and
-no keys but strings; each of these becomes an object with one key that names its type. All other types are refused:
-reading never makes an object of a class that a file names.
+What optimizers and schedulers keep beside tensors goes through JSON without loss. Tuples, infinities and keys that are
+no strings become objects with one key that names the type. All other types are refused: reading never makes an object
+of a class that a file names.
 """
 
 from __future__ import annotations
@@ -32,11 +29,7 @@ from planner.model.tensor.division import divided_weights
 
 
 def to_json(value: Any, place: str) -> Any:
-    """Return `value` in JSON's types: of numbers, strings, None, tuples, lists, dicts and one-element tensors, nested.
-
-    Raises:
-        InputError: for a value of another type; `place` says what it is.
-    """
+    """Return `value` in JSON's types; raise InputError for one of another type, which `place` names."""
     match value:
         case None | bool() | int() | str():
             return value
@@ -51,14 +44,10 @@ def to_json(value: Any, place: str) -> Any:
             return {kind: [[to_json(key, place), to_json(item, place)] for key, item in value.items()]}
         case Tensor() if value.numel() == 1:
             # Exact for every floating-point dtype: a Python float is a float64, and JSON keeps all its digits.
-            return {
-                "tensor": [str(value.dtype).removeprefix("torch."), list(value.shape), to_json(value.item(), place)]
-            }
-        case _:
-            raise InputError(
-                f"{place} is a {type(value).__name__}, which a checkpoint cannot hold",
-                hint="a state_dict() of numbers, strings, tuples, lists, dicts and tensors can be saved",
-            )
+            dtype = str(value.dtype).removeprefix("torch.")
+            return {"tensor": [dtype, list(value.shape), to_json(value.item(), place)]}
+    problem = f"{place} is a {type(value).__name__}, which a checkpoint cannot hold"
+    raise InputError(problem, hint="it holds numbers, strings, tuples, lists, dicts and tensors")
 
 
 def from_json(value: Any) -> Any:
@@ -78,8 +67,7 @@ def from_json(value: Any) -> Any:
             return Counter({from_json(key): from_json(item) for key, item in pairs})
         case {"tensor": [str(dtype), list(shape), item]} if isinstance(getattr(torch, dtype, None), torch.dtype):
             return torch.tensor(from_json(item), dtype=getattr(torch, dtype)).reshape(shape)
-        case _:
-            raise ValueError(f"{value!r} is not a value of a checkpoint")
+    raise ValueError(f"{value!r} is not a value of a checkpoint")
 
 
 SAME_OPTIMIZER = "give the model file the optimizer() that the run began with"
@@ -126,15 +114,11 @@ class ParameterState(GrownRecord):
 
 
 class ParameterGroup(Record):
-    """Parameters with the same hyperparameters."""
-
     parameters: tuple[str, ...]
     hyperparameters: dict[str, Any]  # see `to_json`
 
 
 class OptimizerState(Record):
-    """State of one stage's optimizer, without its tensors."""
-
     kind: str  # the optimizer's class
     learning_rate_factor: float = 1.0  # learning rates here relative to the user's
     groups: tuple[ParameterGroup, ...]
@@ -148,13 +132,6 @@ def take_state(
 
     Ranks that divide the module's weights all call it. The first of them has what they gather, and what they have
     alike; of an optimizer that replicas divide, too, each has its own part.
-
-    Args:
-        learning_rate_factor: learning rate relative to the user's.
-        sharding: how replicas divide the optimizer; None where this one has all of it.
-
-    Raises:
-        InputError: when the optimizer has state that no checkpoint can hold.
     """
     names = {parameter: name for name, parameter in module.named_parameters()}
     packed, division = optimizer.state_dict(), divided_weights(module)
@@ -200,18 +177,10 @@ def give_state(
     learning_rate_factor: float = 1.0,
     sharding: Sharding | None = None,
 ) -> None:
-    """Restore `module`'s optimizer from `saved`, the states of one or more stages.
+    """Restore `module`'s optimizer from `saved`, the states of one or more stages that have all of its parameters.
 
-    Each parameter's state is joined to a whole, of which this worker keeps its part: one at a time is in memory.
-
-    Args:
-        saved: states that together have all of the optimizer's parameters, under names in `module`.
-        read: returns a tensor by its name of `ParameterState.stored`; the optimizer may keep it without a copy.
-        learning_rate_factor: learning rate relative to the user's.
-        sharding: how replicas divide the optimizer; None where this one has all of it.
-
-    Raises:
-        InputError: when the optimizer is another than the one saved, or a part of its state is missing.
+    `read` returns a tensor by its name of `ParameterState.stored`; one parameter's are in memory at a time. Raise
+    InputError when the optimizer is another than the one saved, or a part of its state is missing.
     """
     names = {parameter: name for name, parameter in module.named_parameters()}
     # A tied parameter may have been saved under another of its names.
@@ -219,12 +188,9 @@ def give_state(
     hyperparameters: dict[str, dict[str, Any]] = {}
     states: dict[str, list[tuple[str, ParameterState]]] = {}
     for part in saved:
-        if part.kind != type(optimizer).__name__:
-            raise InputError(
-                f"the checkpoint has the state of {part.kind}, but the model file's optimizer is "
-                f"{type(optimizer).__name__}",
-                hint=SAME_OPTIMIZER,
-            )
+        if part.kind != (kind := type(optimizer).__name__):
+            problem = f"the checkpoint has the state of {part.kind}, but the model file's optimizer is {kind}"
+            raise InputError(problem, hint=SAME_OPTIMIZER)
         for group in part.groups:
             values = {key: from_json(value) for key, value in group.hyperparameters.items()}
             values = rescale_rates(values, learning_rate_factor / part.learning_rate_factor)
@@ -254,12 +220,7 @@ def give_state(
 def _joined(
     parts: Sequence[tuple[str, ParameterState]], read: Callable[[str], Tensor], shape: Sequence[int]
 ) -> dict[str, Any]:
-    """Return the state of a whole parameter from one that is whole, or from several parts.
-
-    Args:
-        parts: each with the parameter's name when it was saved; of elements that several have, the last one's count.
-        shape: of the parameter.
-    """
+    """Return the state of a whole parameter from parts, each with the name it was saved under; the last one counts."""
     name, last = parts[-1]
     of_part = () if last.part is None else last.part.tensors
     found = {key: read(stored) for key, stored in last.stored(name).items() if key not in of_part}
@@ -283,15 +244,12 @@ def _joined(
 
 
 def _whole(name: str, parts: Sequence[tuple[StatePart, Tensor]], shape: Sequence[int]) -> Tensor:
-    """Join parts, which have all elements in one order of the dimensions, into a tensor of the shape."""
     end, elements = 0, math.prod(shape)
     for part in sorted((part for part, _ in parts), key=lambda part: part.start):
         end = max(end, part.stop) if part.start <= end else end
     if end < elements:
-        raise InputError(
-            f"the checkpoint has the optimizer's state of only some elements of '{name}': element {end} is missing",
-            hint="resume from another checkpoint",
-        )
+        problem = f"the checkpoint has the optimizer's state of only some elements of '{name}': {end} is missing"
+        raise InputError(problem, hint="resume from another checkpoint")
     flat = torch.empty(elements, dtype=parts[0][1].dtype)
     for part, own in parts:
         flat[part.start : part.stop] = own
@@ -303,10 +261,6 @@ def _whole(name: str, parts: Sequence[tuple[StatePart, Tensor]], shape: Sequence
 def _groups(
     optimizer: Optimizer, packed: Mapping[str, Any], sharding: Sharding | None
 ) -> Iterator[tuple[Sequence[nn.Parameter], dict[int, tuple[nn.Parameter, Shard | None]], dict[str, Any]]]:
-    """Yield of each group the parameters on all replicas, what is stepped here by its number, and the packed group.
-
-    What is stepped is a parameter, or the shard of it that this replica has.
-    """
     shards = {} if sharding is None else {shard.stepped: shard for shard in sharding.shards.values()}
     for index, (group, packed_group) in enumerate(zip(optimizer.param_groups, packed["param_groups"], strict=True)):
         stepped = {}
@@ -332,18 +286,12 @@ def rescale_rates(state: dict[str, Any], ratio: float) -> dict[str, Any]:
 
 
 def _common(names: list[str], hyperparameters: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-    """Return the hyperparameters with which all of `names`, the parameters of one group, were trained."""
     for name in names:
         if name not in hyperparameters:
-            raise InputError(
-                f"the checkpoint's optimizer did not train '{name}', but the model file's does",
-                hint=SAME_OPTIMIZER,
-            )
+            problem = f"the checkpoint's optimizer did not train '{name}', but the model file's does"
+            raise InputError(problem, hint=SAME_OPTIMIZER)
         for key, value in hyperparameters[names[0]].items():
-            if hyperparameters[name].get(key) != value:
-                raise InputError(
-                    f"'{name}' was trained with {key} = {hyperparameters[name].get(key)}, '{names[0]}' with {value}, "
-                    "and now they share a group of the optimizer",
-                    hint="resume with a plan that cuts the model as the checkpoint's did, or with other groups",
-                )
+            if (other := hyperparameters[name].get(key)) != value:
+                problem = f"'{name}' was trained with {key} = {other}, '{names[0]}' with {value}; now they are a group"
+                raise InputError(problem, hint="resume with a plan that cuts the model as before, or with other groups")
     return hyperparameters[names[0]] if names else {}

@@ -27,9 +27,6 @@ class Pretrained:
     Args:
         name_in_file: of a name in the model: its name in the files, or None to keep the constructor's values; None for
             the same names, where the files must have all of the model's, and no others.
-
-    Raises:
-        InputError: when there are no such files; from the methods, when they cannot be read or are another model's.
     """
 
     def __init__(self, path: Path, name_in_file: NameInFile | None = None) -> None:
@@ -44,7 +41,6 @@ class Pretrained:
 
     @classmethod
     def named_by(cls, spec: TrainingSpec) -> Pretrained | None:
-        """Return what the model file names; None where it names nothing."""
         found = spec.pretrained()
         return None if found is None else cls(*found)
 
@@ -60,36 +56,26 @@ class Pretrained:
             wanted = tied if self._name_in_file is None else [n for name in tied if (n := self._name_in_file(name))]
             present = [name for name in wanted if name in self._shapes]
             if wanted and not present:
-                raise InputError(
-                    f"'{self.path}' has no '{wanted[0]}', which the model has as '{tied[0]}'",
-                    hint=f"its names are such as '{min(self._shapes, default='')}': return (path, function) from "
-                    "pretrained(), where the function gives the name in the files, or None to keep a first value",
-                )
+                hint = f"its names are such as '{min(self._shapes, default='')}': return (path, function), "
+                problem = f"'{self.path}' has no '{wanted[0]}', which the model has as '{tied[0]}'"
+                raise InputError(problem, hint=f"{hint}which gives the name in the files, or None, from pretrained()")
             for name in present:
-                if self._shapes[name] != tuple(tensor.shape):
-                    raise InputError(
-                        f"'{name}' has the shape {self._shapes[name]} in '{self._files[name]}' and "
-                        f"{tuple(tensor.shape)} in the model",
-                        hint="are these the weights of this model? for a part of another shape, such as a new head, "
-                        "let pretrained() return a function that gives None for its names",
-                    )
+                if (there := self._shapes[name]) != (here := tuple(tensor.shape)):
+                    problem = f"'{name}' has the shape {there} in '{self._files[name]}' and {here} in the model"
+                    hint = "for a new head, let pretrained() return a function that gives None for its names"
+                    raise InputError(problem, hint=f"are these the weights of this model? {hint}")
             if present:
                 # As load_state_dict does, which reads one name after the other, the last wins.
                 sources |= dict.fromkeys(tied, present[-1])
         unknown = next((name for name in self._shapes if name not in state), None)
         if self._name_in_file is None and unknown is not None:
-            raise InputError(
-                f"'{self._files[unknown]}' has '{unknown}', which the model does not have",
-                hint="are these the weights of this model? to take what it has and leave the rest, return "
-                "(path, lambda name: name) from pretrained()",
-            )
+            problem = f"'{self._files[unknown]}' has '{unknown}', which the model does not have"
+            hint = "to take what it has and leave the rest, return (path, lambda name: name) from pretrained()"
+            raise InputError(problem, hint=f"are these the weights of this model? {hint}")
         return sources
 
     def fill(self, model: nn.Module, names: Collection[str]) -> None:
-        """Overwrite the parameters and buffers of `model` called `names` with the files' values.
-
-        One tensor at a time is in memory beside them. Values of another dtype are converted.
-        """
+        """Overwrite the parameters and buffers of `model` called `names` with the files' values, one at a time."""
         state = model.state_dict(keep_vars=True)
         target = {source: state[name] for name, source in self.sources(model).items() if name in names}
         with torch.no_grad():
@@ -100,10 +86,8 @@ class Pretrained:
 
 
 def fill_pretrained(spec: TrainingSpec, model: nn.Module, seed: int) -> None:
-    """Overwrite all of `model` by what pretrained() names, if it names anything; then seed PyTorch's generator anew.
-
-    Workers that read the weights of some stages only do not draw what the constructor does, so all begin from a seed.
-    """
+    """Overwrite all of `model` by what pretrained() names, if it names anything; then seed PyTorch's generator anew."""
+    # Workers that read the weights of some stages only do not draw what the constructor does.
     if (pretrained := Pretrained.named_by(spec)) is None:
         return
     names = model.state_dict().keys()
@@ -112,24 +96,16 @@ def fill_pretrained(spec: TrainingSpec, model: nn.Module, seed: int) -> None:
     torch.manual_seed(seed)
 
 
-_CONVERT = "weights are read from safetensors files alone; write one with: safetensors.torch.save_file(state, path)"
-
-
 def _files(path: Path) -> list[Path]:
-    if path.is_dir() and not (path / INDEX).exists():
-        found = [path / SINGLE] if (path / SINGLE).exists() else sorted(path.glob(f"*{SUFFIX}"))
-        if not found:
-            raise InputError(f"the folder '{path}' has no {SINGLE} and no {INDEX}", hint=_CONVERT)
-        return found
-    if path.is_dir() or path.name.endswith(".index.json"):
-        index = path / INDEX if path.is_dir() else path
+    index = path / INDEX if path.is_dir() else path
+    if index.name.endswith(".index.json") and index.exists():
         try:
             listed = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
             return [index.parent / str(name) for name in dict.fromkeys(listed)]
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             raise InputError(f"'{index}' is no index of safetensors files", hint='it has a "weight_map"') from None
-    if not path.exists():
-        raise InputError(f"there are no pretrained weights '{path}'", hint="correct what pretrained() returns")
-    if path.suffix != SUFFIX:
-        raise InputError(f"'{path}' is no safetensors file", hint=_CONVERT)
-    return [path]
+    found = [path] if path.suffix == SUFFIX and path.is_file() else sorted(path.glob(f"*{SUFFIX}"))
+    if not found:
+        hint = "weights are read from safetensors files alone: safetensors.torch.save_file(state, path) writes one"
+        raise InputError(f"there are no pretrained weights in safetensors files at '{path}'", hint=hint)
+    return [path / SINGLE] if path / SINGLE in found else found

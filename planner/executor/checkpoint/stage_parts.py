@@ -1,7 +1,6 @@
 """Write each stage replica's part of a checkpoint, and restore stages from the parts that any plan wrote.
 
-What writes raises InputError for state that no checkpoint can hold; what reads, for a checkpoint that does not fit, or
-a file that is not the one that was written.
+What reads raises InputError for a checkpoint that does not fit, or a file that is not the one that was written.
 """
 
 from __future__ import annotations
@@ -45,13 +44,11 @@ class Restorable:
     module: nn.Module
     optimizer: Optimizer | None
     learning_rate_factor: float = 1.0  # learning rate relative to the user's
-    sharding: Sharding | None = None  # how replicas divide the optimizer
+    sharding: Sharding | None = None  # how replicas divide the optimizer; None where each has all of it
     extras: Mapping[str, LRScheduler | LossScaler] = field(default_factory=dict)
 
 
 class Content(NamedTuple):
-    """What is saved of one stage replica, with weights whole."""
-
     weights: Mapping[str, Tensor]
     optimizer: OptimizerState | None
     optimizer_tensors: Mapping[str, Tensor]
@@ -60,8 +57,7 @@ class Content(NamedTuple):
 def content_of(own: Restorable) -> Content | None:
     """Return what is saved of one stage replica, if anything; all ranks that divide its weights call it.
 
-    Replicas have equal parameters, which the first one saves, but each has buffers of its own, and may have its part of
-    the optimizer's state.
+    The first replica saves the parameters; each has its own buffers, and maybe its part of the optimizer's state.
     """
     first = own.replica == 0
     weights = whole_state(own.module) if first else own.module.state_dict()
@@ -78,12 +74,7 @@ def content_of(own: Restorable) -> Content | None:
 
 
 def write_part(folder: Path, own: Restorable, content: Content) -> StagePart:
-    """Write the files of one stage replica to `folder`, and return what is in them.
-
-    Raises:
-        InputError: when a scheduler has state that no checkpoint can hold.
-        OSError: when the disk is full or the folder cannot be written.
-    """
+    """Write the files of one stage replica to `folder`, and return what is in them; OSError when the disk is full."""
     division = divided_weights(own.module)
     stem = f"stage-{own.stage}" + (f"-replica-{own.replica}" if own.replica else "")
     if division.group is not None and not division.is_first_rank:
@@ -121,7 +112,6 @@ def distinct(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, 
 
 
 def restore_stage(own: Restorable, saved: SavedCheckpoint) -> None:
-    """Restore one stage replica."""
     fill_module(own, saved)
     if own.optimizer is None:
         return
@@ -134,10 +124,10 @@ def restore_stage(own: Restorable, saved: SavedCheckpoint) -> None:
 def fill_module(own: Restorable, saved: SavedCheckpoint) -> None:
     """Overwrite the parameters and buffers of a stage with the saved ones.
 
-    Several parts may have the same buffer: each replica has BatchNorm statistics of its own. The same replica's is
-    taken, or else the first replica's; among stages, the same stage's, or else the last one's.
+    Of a buffer that several parts have, the same replica's is taken, or else the first one's; among stages, the same
+    stage's, or else the last one's.
     """
-    # Later parts win, so the preferred ones come last.
+    # Later parts win.
     parts = sorted(
         saved.index.parts, key=lambda part: (part.replica == own.replica, part.replica == 0, part.stage == own.stage)
     )
@@ -148,25 +138,17 @@ def fill_module(own: Restorable, saved: SavedCheckpoint) -> None:
             tensor = state[name]
             shape = division.whole_shape(name, tensor.shape)
             if value.shape != shape or value.dtype != tensor.dtype:
-                raise InputError(
-                    f"'{name}' is {value.dtype} of shape {tuple(value.shape)} in the checkpoint '{saved.path}', and "
-                    f"{tensor.dtype} of shape {tuple(shape)} in the model",
-                    hint=SAME_MODEL,
-                )
+                there, here = f"{value.dtype} {tuple(value.shape)}", f"{tensor.dtype} {tuple(shape)}"
+                problem = f"'{name}' is {there} in the checkpoint '{saved.path}', and {here} in the model"
+                raise InputError(problem, hint=SAME_MODEL)
             tensor.copy_(division.part(name, value))
             missing.remove(name)
     if missing:
-        raise InputError(
-            f"the checkpoint '{saved.path}' has no '{min(missing)}', which the model has",
-            hint=SAME_MODEL,
-        )
+        raise InputError(f"the checkpoint '{saved.path}' has no '{min(missing)}', which the model has", hint=SAME_MODEL)
 
 
 def each_weight(path: Path, parts: Sequence[StagePart], names: set[str] | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Read those of the tensors `names` that `parts` have, or all, one at a time; later parts win.
-
-    Tied parameters come under each of their names, as one tensor.
-    """
+    """Read those of `names` that `parts` have, or all, tied ones under each name, one at a time; later parts win."""
     taken: set[str] = set()
     # File by file: each is hashed as a whole before anything is taken from it.
     for part in reversed(parts):
@@ -206,23 +188,14 @@ def fill_optimizer(own: Restorable, saved: SavedCheckpoint) -> None:
 
 
 def _extra_state(saved: SavedCheckpoint, name: str, stage: int, groups: int) -> tuple[dict[str, Any], float]:
-    """Return the saved state called `name`, and the factor by which its learning rates are larger than the user's.
-
-    That of the same stage is preferred, but any will do: all have done the same minibatches. `groups` is the number of
-    parameter groups that the optimizer has now.
-    """
+    # That of the same stage is preferred, but any will do: all have done the same minibatches.
     found = sorted((part for part in saved.index.parts if name in part.extras), key=lambda part: part.stage != stage)
     if not found:
-        raise InputError(
-            f"the checkpoint '{saved.path}' has no state of a {name}, which the model file has now",
-            hint="give the model file what the run began with",
-        )
+        problem = f"the checkpoint '{saved.path}' has no state of a {name}, which the model file has now"
+        raise InputError(problem, hint="give the model file what the run began with")
     state: dict[str, Any] = from_json(found[0].extras[name])
     rates = state.get("base_lrs")
     if rates is not None and len(rates) != groups:
-        raise InputError(
-            f"the {name} in the checkpoint '{saved.path}' has {len(rates)} groups of parameters, the optimizer has "
-            f"{groups}",
-            hint=SAME_OPTIMIZER,
-        )
+        problem = f"the {name} in the checkpoint '{saved.path}' has {len(rates)} groups, the optimizer {groups}"
+        raise InputError(problem, hint=SAME_OPTIMIZER)
     return state, 1.0 if found[0].optimizer is None else found[0].optimizer.learning_rate_factor

@@ -1,13 +1,11 @@
-"""Safetensors files with a checksum: written piece by piece from the device, read with the safetensors package.
+"""Safetensors files with a checksum: written tensor by tensor from the device, read with the safetensors package.
 
     8 bytes    length of the header, little-endian
     header     JSON: name -> dtype, shape, [first byte, last byte + 1]; padded with spaces
     data       the tensors, contiguous, one after the other
 
-The format: https://github.com/huggingface/safetensors. Its package does not write the files, because it would hold a
-second copy of a GPU's stage in memory, and would know no checksum. Reading the format cannot execute anything.
-
-What reads raises InputError when a file is missing, is not a safetensors file, or is not the `expected` one.
+The package does not write them, because it would hold a second copy of a stage in memory, and would know no checksum.
+Reading the format cannot execute anything. What reads raises InputError when a file is not the `expected` one.
 """
 
 from __future__ import annotations
@@ -30,7 +28,6 @@ from torch import Tensor
 
 from planner.errors import InputError
 from planner.formats.files import Record
-from planner.runtime import runtime_of
 
 # Largest elements first: tensors written in this order are all aligned, without padding between them.
 _NAMES = {
@@ -66,21 +63,13 @@ class TensorFile(Record):
 
 
 class Fact(NamedTuple):
-    """What a file's header says of a tensor."""
-
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of its elements."""
         return math.prod(self.shape) * self.dtype.itemsize
-
-    @property
-    def piece_sizes(self) -> Iterator[int]:
-        """Sizes of its `byte_pieces`."""
-        return (min(_PIECE_BYTES, self.size_bytes - start) for start in range(0, self.size_bytes, _PIECE_BYTES))
 
 
 def aligned(facts: Iterable[Fact]) -> list[Fact]:
@@ -89,67 +78,55 @@ def aligned(facts: Iterable[Fact]) -> list[Fact]:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> TensorFile:
-    """Write `tensors`, moving a piece at a time to the CPU, and wait until they are on disk.
+    """Write `tensors`, moving one at a time to the CPU, and wait until they are on disk.
 
-    Raises:
-        InputError: for a dtype that the format lacks.
-        OSError: when the disk is full or the folder cannot be written; the file is then incomplete.
+    Raise InputError for a dtype that the format lacks.
     """
     facts = aligned(Fact(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items())
-    pieces = (piece.numpy().data for fact in facts for piece in byte_pieces(tensors[fact.name]))
-    return write_pieces(path, facts, pieces).model_copy(update={"tensors": tuple(tensors)})
+    return write_each(path, facts, (tensors[fact.name] for fact in facts))
 
 
-def write_pieces(path: Path, facts: Sequence[Fact], pieces: Iterable[memoryview]) -> TensorFile:
-    """Write a file of the tensors that `facts` describe, in their order, whose bytes are `pieces`."""
+def write_each(path: Path, facts: Sequence[Fact], tensors: Iterable[Tensor]) -> TensorFile:
+    """Write a file of the tensors that `facts` describe, in their order, as `write_tensors` does."""
     assert sys.byteorder == "little"  # the byte order of the format, and of every platform of PyTorch
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for fact in facts:
         if fact.dtype not in _NAMES:
-            raise InputError(
-                f"'{fact.name}' is a tensor of {fact.dtype}, which safetensors files cannot hold",
-                hint="keep such a tensor out of the state, register_buffer(..., persistent=False)",
-            )
+            problem = f"'{fact.name}' is a tensor of {fact.dtype}, which safetensors files cannot hold"
+            raise InputError(problem, hint="keep it out of the state, register_buffer(..., persistent=False)")
         start, end = end, end + fact.size_bytes
-        header[fact.name] = {"dtype": _NAMES[fact.dtype], "shape": list(fact.shape), "data_offsets": [start, end]}
+        header[fact.name] = {"dtype": _NAMES[fact.dtype], "shape": fact.shape, "data_offsets": [start, end]}
     text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # so that the data, too, begins at a multiple of 8 bytes
+    text += b" " * (-len(text) % 8)  # the data, too, begins at a multiple of 8 bytes
     sha, size, synced = hashlib.sha256(), 0, 0
+    contents = (bytes_of(tensor).numpy().data for tensor in tensors)
     with path.open("wb") as file:
-        for piece in chain([memoryview(len(text).to_bytes(8, "little") + text)], pieces):
-            file.write(piece)
-            sha.update(piece)
-            size += len(piece)
-            # One fsync at the end would wait for the whole file: on a slow disk the worker would look hung.
-            if size - synced > _SYNC_BYTES:
-                file.flush()
-                os.fsync(file.fileno())
-                synced = size
+        for content in chain([memoryview(len(text).to_bytes(8, "little") + text)], contents):
+            for start in range(0, len(content), _PIECE_BYTES):
+                piece = content[start : start + _PIECE_BYTES]
+                file.write(piece)
+                sha.update(piece)
+                size += len(piece)
+                # One fsync at the end would wait for the whole file: on a slow disk the worker would look hung.
+                if size - synced > _SYNC_BYTES:
+                    file.flush()
+                    os.fsync(file.fileno())
+                    synced = size
         file.flush()
         os.fsync(file.fileno())
     names = tuple(fact.name for fact in facts)
     return TensorFile(name=path.name, size_bytes=size, sha256=sha.hexdigest(), tensors=names)
 
 
-def byte_pieces(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield the bytes of `tensor` in pieces on the CPU; each is good until the next one is taken."""
-    content = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    runtime = runtime_of(content.device)
-    if not runtime.asynchronous:
-        yield from (content[start : start + _PIECE_BYTES] for start in range(0, len(content), _PIECE_BYTES))
-        return
-    # Through one piece of pinned memory: a copy to other memory is slow, and would need as much as the tensor.
-    room = runtime.pinned(min(len(content), _PIECE_BYTES))
-    for start in range(0, len(content), _PIECE_BYTES):
-        piece = content[start : start + _PIECE_BYTES]
-        yield room[: len(piece)].copy_(piece)
+def bytes_of(tensor: Tensor) -> Tensor:
+    """Return the bytes of a tensor on the CPU, in one dimension."""
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
 
 
 def read_tensors(
     path: Path, names: Collection[str] | None = None, expected: TensorFile | None = None
 ) -> dict[str, Tensor]:
-    """Read the tensors `names`, or all of them."""
     return dict(each_tensor(path, names, expected))
 
 
@@ -178,8 +155,8 @@ def copy_of(file: Any, name: str) -> Tensor:
 def opened(path: Path, expected: TensorFile | None = None) -> Iterator[Any]:
     """Open a file with the package, whose methods are not annotated; give its errors the place and a hint."""
     try:
-        if expected is not None:
-            _check(path, expected)
+        if expected is not None and (problem := _difference(path, expected)) is not None:
+            raise InputError(f"'{path}' {problem}", hint="resume from another checkpoint with `resume=PATH`")
         with safe_open(path, framework="pt") as file:
             yield file
     except OSError as cause:
@@ -188,17 +165,14 @@ def opened(path: Path, expected: TensorFile | None = None) -> Iterator[Any]:
         raise InputError(f"'{path}' is not a complete safetensors file: {cause}", hint="is it all there?") from None
 
 
-def _check(path: Path, expected: TensorFile) -> None:
-    """Check that the file is the one that was written, before anything is read from it."""
+def _difference(path: Path, expected: TensorFile) -> str | None:
     sha, size = hashlib.sha256(), 0
     with path.open("rb", buffering=0) as file:
         while piece := file.read(_PIECE_BYTES):
             sha.update(piece)
             size += len(piece)
     if size != expected.size_bytes:
-        problem = f"has {size} bytes, but {expected.size_bytes} were written: it is truncated or not the same file"
-    elif sha.hexdigest() != expected.sha256:
-        problem = f"is corrupt: its SHA-256 is {sha.hexdigest()[:12]}…, but {expected.sha256[:12]}… was written"
-    else:
-        return
-    raise InputError(f"'{path}' {problem}", hint="resume from another checkpoint with `resume=PATH`")
+        return f"has {size} bytes, but {expected.size_bytes} were written: it is truncated or not the same file"
+    if sha.hexdigest() != expected.sha256:
+        return f"is corrupt: its SHA-256 is {sha.hexdigest()[:12]}…, but {expected.sha256[:12]}… was written"
+    return None

@@ -26,16 +26,13 @@ TIMEOUT = timedelta(minutes=10)  # for a message, at least: a dead peer shows at
 
 
 def control_group() -> dist.ProcessGroup:
-    """Return the group for control traffic: the default group, or one made at the first call, by all workers together.
-
-    `join_group` makes the default group with gloo. A script with a loop of its own may have made it with NCCL.
-    """
+    """Return the default group, or where a script made that with NCCL, one that all workers make at the first call."""
     world = dist.group.WORLD
     assert world is not None, "the workers have not joined"
     return world if dist.get_backend(world) == GLOO else _beside(world)
 
 
-@lru_cache(maxsize=1)  # all workers make it at the same point, and once
+@lru_cache(maxsize=1)
 def _beside(world: dist.ProcessGroup) -> dist.ProcessGroup:
     group: dist.ProcessGroup = dist.new_group(dist.get_process_group_ranks(world), backend=GLOO)
     return group
@@ -58,18 +55,12 @@ def join_group(timeout: timedelta = TIMEOUT) -> None:
 def gather_bytes(
     content: bytes, group: dist.ProcessGroup | None = None, ranks: Sequence[int] | None = None
 ) -> list[bytes]:
-    """Return the `content` of each of `ranks`, by default all, on the first of them; an empty list elsewhere.
-
-    Raw bytes, because torch's gather of objects unpickles what it receives.
-
-    Args:
-        group: a gloo group; by default that of control traffic.
-    """
+    """Return the `content` of each of `ranks`, by default all, on the first of them; an empty list elsewhere."""
+    # Raw bytes, because torch's gather of objects unpickles what it receives.
     group = group or control_group()
     root, *others = range(dist.get_world_size()) if ranks is None else ranks
-    # torch.frombuffer refuses an empty buffer, so at least one byte travels.
-    mine = torch.frombuffer(bytearray(content) or bytearray(1), dtype=torch.uint8)
-    size = torch.tensor([len(content)])
+    mine = torch.frombuffer(bytearray(content + b"."), dtype=torch.uint8)  # which refuses an empty buffer
+    size = torch.tensor([len(mine)])
     if dist.get_rank() != root:
         dist.send(size, root, group)
         dist.send(mine, root, group)
@@ -77,29 +68,25 @@ def gather_bytes(
     parts = [content]
     for rank in others:
         dist.recv(size, rank, group)
-        part = torch.empty(max(1, int(size)), dtype=torch.uint8)
+        part = torch.empty(int(size), dtype=torch.uint8)
         dist.recv(part, rank, group)
-        parts.append(part.numpy().tobytes()[: int(size)])
+        parts.append(part.numpy().tobytes()[:-1])
     return parts
 
 
 def broadcast_bytes(content: bytes, group: dist.ProcessGroup) -> bytes:
     """Return rank 0's `content` on all workers of a gloo group."""
-    size = torch.tensor([len(content)])
+    buffer = torch.frombuffer(bytearray(content + b"."), dtype=torch.uint8)
+    size = torch.tensor([len(buffer)])
     dist.broadcast(size, 0, group)
-    buffer = torch.empty(max(1, int(size)), dtype=torch.uint8)
-    if dist.get_rank() == 0 and content:
-        buffer.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+    if dist.get_rank() != 0:
+        buffer = torch.empty(int(size), dtype=torch.uint8)
     dist.broadcast(buffer, 0, group)
-    return buffer.numpy().tobytes()[: int(size)]
+    return buffer.numpy().tobytes()[:-1]
 
 
 def merge_losses(parts: Iterable[str | bytes]) -> tuple[Loss, ...]:
-    """Sum the parts of each minibatch's loss; the result is in order of the minibatches.
-
-    Args:
-        parts: of each worker, as JSON: a list of minibatches, each with a part of its loss.
-    """
+    """Sum all workers' parts of each minibatch's loss, which come as JSON: lists of (minibatch, part)."""
     total: defaultdict[int, float] = defaultdict(float)
     for part in parts:
         for minibatch, loss in json.loads(part):

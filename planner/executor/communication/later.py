@@ -1,9 +1,8 @@
 """Values that a device computes and the host looks at later: losses, headers of messages, flags.
 
-Reading a tensor of a GPU on the host (`.item()`, `float`, `bool`) waits until the GPU has come that far. Meanwhile
-nothing new is launched, so the GPU rests as soon as it has caught up. Here the value is copied to pinned memory
-behind the work that makes it, and an event tells when the copy has ended; the host asks the event, and does not wait.
-On a CPU a value is there at once, and so is its reader's turn.
+Reading a tensor of a GPU on the host waits until the GPU has come that far, while nothing new is launched. Here the
+value is copied to pinned memory behind the work that makes it, and an event tells when the copy has ended. On a CPU a
+value is there at once, and so is its reader's turn.
 """
 
 from __future__ import annotations
@@ -23,15 +22,12 @@ Reader = Callable[[Tensor], None]
 
 
 class _Slot:
-    """A little pinned memory, and the event of the copy to it."""
-
     def __init__(self, runtime: Runtime) -> None:
         self._memory = runtime.pinned(_SLOT_BYTES)
         self._places: dict[tuple[torch.dtype, torch.Size], Tensor] = {}
         self.done = runtime.event()
 
     def place(self, like: Tensor) -> Tensor:
-        """Return the memory as a tensor for the values of `like`."""
         key = like.dtype, like.shape
         place = self._places.get(key)
         if place is None:
@@ -40,11 +36,7 @@ class _Slot:
 
 
 class Later:
-    """Hands values to their readers on the host, in the order in which they were given.
-
-    Args:
-        most: values that may be on their way at once; for the next one the host waits for the oldest.
-    """
+    """Hands values to their readers on the host, in order; at most `most` are on their way at once."""
 
     def __init__(self, device: torch.device, most: int = MOST) -> None:
         runtime = runtime_of(device)
@@ -54,12 +46,7 @@ class Later:
         self._free = [_Slot(runtime) for _ in range(most + 1)] if runtime.asynchronous else []
 
     def read(self, value: Tensor, reader: Reader) -> None:
-        """Give `reader` the value when it is known: on a CPU now, on a GPU in a later call of any of these methods.
-
-        Args:
-            value: a tensor of at most 64 bytes; it may be overwritten by work that is launched afterwards.
-            reader: gets it on the CPU, and may not keep it.
-        """
+        """Give `reader` a value of at most 64 bytes: on a CPU now, on a GPU in a later call of any of these methods."""
         if not self._asynchronous:
             reader(value)
             return

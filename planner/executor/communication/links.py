@@ -1,9 +1,7 @@
 """Point-to-point messages between workers: lanes and their process groups, and gloo's way to post receives.
 
-Source, order and size of every message follow from the plan: nothing is negotiated.
-
-Over gloo receives are posted ahead, so that a message travels while the worker computes: a posted receive costs nothing
-but its buffer. Over NCCL it is a kernel on the device: see `nccl_links`.
+Source, order and size of every message follow from the plan: nothing is negotiated. Over gloo receives are posted
+ahead: a posted receive costs nothing but its buffer. Over NCCL it is a kernel on the device: see `nccl_links`.
 """
 
 from __future__ import annotations
@@ -56,7 +54,6 @@ class Lane(NamedTuple):
 
 
 def lane_of(message: Receive | Send, rank: int) -> Lane:
-    """Return the lane of a message that worker `rank` sends or receives."""
     shared = isinstance(message, (ReceiveShared, SendShared))
     if isinstance(message, Send):
         return _lane(rank, message.peer_rank, message.stage, message.peer_stage, shared)
@@ -72,8 +69,8 @@ def _lane(sender: int, receiver: int, from_stage: int, to_stage: int, shared: bo
 def lanes_of(streams: Mapping[int, Iterable[Instruction]]) -> list[Lane]:
     """Return the lanes that the streams of all workers, by rank, send on; in an order that is the same everywhere.
 
-    Lanes of disjoint pairs of workers stand side by side in the order (a greedy edge colouring), so that workers that
-    go through it together do not wait for each other in one long chain.
+    Lanes of disjoint pairs of workers stand side by side (a greedy edge colouring), so that workers that go through
+    them together do not wait for each other in one long chain.
     """
     found = {
         lane_of(each, rank)
@@ -94,17 +91,13 @@ def lanes_of(streams: Mapping[int, Iterable[Instruction]]) -> list[Lane]:
 class LinkGroups:
     """Process groups for messages; all workers make them together.
 
-    gloo matches messages by their tags, so two groups of all workers do: one per direction, because activations and
-    gradients must not queue behind each other.
-
-    NCCL has no tags. Operations on one communicator run in the order of their calls, and match by that order alone;
-    two workers agree on it for one lane only. So each lane has a group of its own, of two workers. That also keeps one
-    worker's messages from queueing behind another's.
+    gloo matches messages by their tags, so one group of all workers per direction will do. Over NCCL operations on one
+    communicator match by the order of their calls alone. So each lane has a group of its own.
 
     Args:
         streams: of all workers by rank, long enough that every pair that ever exchanges messages does.
-        receivers: of each message; those whom the streams name, if nothing else is said.
-        made: training's groups. Over NCCL their lanes are used again; over gloo receives are posted ahead on them.
+        receivers: of each message.
+        made: training's groups, whose lanes are used again over NCCL.
     """
 
     def __init__(
@@ -143,7 +136,6 @@ class LinkGroups:
         return [lane for lane in self._by_lane if lane.receiver == rank]
 
     def of(self, lane: Lane) -> dist.ProcessGroup:
-        """Return the group of a lane's messages."""
         return self._by_direction.get(lane.forward) or self._by_lane[lane]
 
 
@@ -161,7 +153,6 @@ class Posted:
     work: dist.Work
 
     def wait(self) -> None:
-        """Wait for the message."""
         wait_for(self.work, self.receive.peer_rank)
 
     def later_check(self) -> Reader:
@@ -173,12 +164,9 @@ class Posted:
 class Links(ABC):
     """All messages of this worker.
 
-    Both ends have the messages of one lane in the same order. Messages between other stages of the same two workers
-    may be in another order at each end; they have another tag, or another group.
-
     Args:
-        most: sends on a lane that may be unfinished at once; for the next, a worker waits for the oldest. With as many
-            as there can be units in flight, the wait never blocks: the oldest unit has come back.
+        most: sends on a lane that may be unfinished at once. With as many as there can be units in flight, the wait for
+            the oldest never blocks.
         place: the device that messages are made on, and the device that computes with their values.
         stream: the worker's instructions, as far as they are known in advance.
         rounds: as `most`, of gradients of shared weights, by stage: rounds that it can be ahead of the slowest sharer.
@@ -197,7 +185,6 @@ class Links(ABC):
     ) -> None:
         self._groups, self._layout_of, self._place = groups, layout_of, place
         self._most, self._rounds = most, rounds
-        self._moves = place.wire != place.compute
         self._rank = dist.get_rank()
         self._sent: defaultdict[Lane, deque[tuple[dist.Work, Outgoing]]] = defaultdict(deque)
         self._left: dict[Lane, Outgoing] = {}  # the newest that has left, to be filled again
@@ -205,17 +192,11 @@ class Links(ABC):
         self.follow(stream)
 
     def receive(self, receive: Receive) -> dict[str, Tensor]:
-        """Return the values of `receive`, in tensors that computations may use at once.
-
-        Raises:
-            WorkerError: when another message came in its place; on a GPU in one of the next calls.
-            ConnectionLostError: when the connection breaks.
-        """
+        """Return the values of `receive`; raise WorkerError when another came, on a GPU in one of the next calls."""
         if receive.peer_rank == self._rank:
             return self._within.pop(receive)
         posted = self._take(receive)
-        buffer = posted.buffer.to(self._place.compute) if self._moves else posted.buffer
-        return unpack(posted.layout, buffer)
+        return unpack(posted.layout, posted.buffer.to(self._place.compute))
 
     def send(self, send: Send, values: dict[str, Tensor]) -> None:
         """Start sending `values`, without waiting for the receiver."""
@@ -231,7 +212,6 @@ class Links(ABC):
             self._start(each, lane, self._packed(each, lane, values))
 
     def drain(self) -> None:
-        """Wait until everything sent has left."""
         for lane in self._sent:
             self._finish(lane, 0)
         self.settle()
@@ -254,12 +234,10 @@ class Links(ABC):
         self._left.clear()
 
     @abstractmethod
-    def _take(self, receive: Receive) -> Posted:
-        """Wait for the message of `receive`."""
+    def _take(self, receive: Receive) -> Posted: ...
 
     @abstractmethod
-    def _start(self, send: Send, lane: Lane, message: Outgoing) -> None:
-        """Begin to send `message`."""
+    def _start(self, send: Send, lane: Lane, message: Outgoing) -> None: ...
 
     def _packed(self, send: Send, lane: Lane, values: dict[str, Tensor]) -> Outgoing:
         layout = self._layout_of(send)
@@ -272,7 +250,6 @@ class Links(ABC):
     def _post_send(self, lane: Lane, message: Outgoing) -> None:
         work = dist.isend(message.buffer, lane.receiver, self._groups.of(lane), tag=lane.tag)
         assert work is not None
-        # Over NCCL the transfer begins when this stream has filled the buffer: isend records that in an event.
         # The buffer must live until the transfer ends, and gloo reports the end only to a caller that waits for it.
         self._sent[lane].append((work, message))
 
@@ -293,11 +270,7 @@ class Links(ABC):
 
 
 def wait_for(work: dist.Work, peer: int) -> None:
-    """Wait for `work`: gloo lets the host wait, NCCL the current stream of the device.
-
-    Raises:
-        ConnectionLostError: when the connection to rank `peer` broke.
-    """
+    """Wait for `work`: gloo lets the host wait, NCCL the current stream; raise ConnectionLostError where it broke."""
     try:
         work.wait()
     except RuntimeError as cause:

@@ -3,11 +3,8 @@
     header:       an int64 of layout checksum, minibatch and microbatch      (64 bytes, the rest anything)
     payload:      the values in the plan's order, each in its own memory order and coded, at a multiple of 64 bytes
 
-gloo accepts a message of the wrong size, and NCCL matches messages by order alone: both would deliver garbage without
-an error. The header makes a mismatch an error. It is written by a fill and never copied from the host, because such a
-copy would let the host wait for the device.
-
-Every operation here costs the host a microsecond or two per message, so there are few of them.
+gloo accepts a message of the wrong size, and NCCL matches messages by order alone: the header makes that an error. It
+is written by a fill and never copied from the host, because such a copy would let the host wait for the device.
 """
 
 from __future__ import annotations
@@ -43,21 +40,16 @@ _CHECKSUM, _MINIBATCH, _MICROBATCH = 0x7FFF, 0xFFFFFFFF, 0xFFFF  # what fits int
 
 @dataclass(frozen=True)
 class Slot:
-    """The place of one value in the buffer; `wire_shape` is its shape in memory order."""
+    """The place of one value in the buffer."""
 
     spec: ValueSpec
     shape: tuple[int, ...]
-    wire_shape: tuple[int, ...]
+    wire_shape: tuple[int, ...]  # in memory order
     start: int  # in bytes
     coding: Coding
 
     def place(self, buffer: Tensor) -> Tensor:
-        """Return the value's place in `buffer`, for its coding."""
         return self.coding.place(buffer, self.start, self.wire_shape)
-
-    def read(self, buffer: Tensor) -> Tensor:
-        """Return the value in `buffer`, in memory order."""
-        return self.coding.read(self.place(buffer), self.spec.dtype, self.wire_shape)
 
 
 @dataclass(frozen=True)
@@ -85,10 +77,7 @@ def layout_of(specs: Sequence[ValueSpec], batch_size: int, codec: Codec = CODECS
 
 
 class Outgoing:
-    """The buffer of a message to send, with views of its header and its values.
-
-    Making them takes longer than to fill them, so a message that has left is filled again with the next of its layout.
-    """
+    """The buffer of a message to send, with views, which take longer to make than to fill again for the next one."""
 
     __slots__ = ("_header", "_places", "buffer", "layout")
 
@@ -99,11 +88,7 @@ class Outgoing:
         self._places = [(slot, slot.spec.name, slot.place(self.buffer)) for slot in layout.slots]
 
     def fill(self, unit: Unit, values: Mapping[str, Tensor]) -> None:
-        """Copy `values` into the buffer.
-
-        Raises:
-            WorkerError: when a value has another shape or dtype than the captured graph says.
-        """
+        """Copy `values` into the buffer; raise WorkerError when one is not what the captured graph says."""
         self._header.fill_(_word(self.layout, unit))
         for slot, name, place in self._places:
             value = values[name]
@@ -117,16 +102,12 @@ class Outgoing:
 
 
 def header(buffer: Tensor) -> Tensor:
-    """Return the header of the message in `buffer`, as a view."""
     return buffer.view(torch.int64)[0]
 
 
 def header_here(buffer: Tensor) -> int:
-    """Return the header of the message in `buffer`, which is in the CPU's memory.
-
-    It is read at its address, because to make views of the buffer and read those takes as long as all else that a
-    receiver does.
-    """
+    """Return the header of the message in `buffer`, which is in the CPU's memory."""
+    # At its address: to make views and read those takes as long as all else that a receiver does.
     return ctypes.c_int64.from_address(buffer.data_ptr()).value
 
 
@@ -144,7 +125,11 @@ def check(layout: Layout, unit: Unit, word: int, sender: str) -> None:
 
 def unpack(layout: Layout, buffer: Tensor) -> dict[str, Tensor]:
     """Return the values in `buffer`, as views of it where they are not coded."""
-    return {slot.spec.name: slot.spec.from_wire(slot.read(buffer), layout.batch_size) for slot in layout.slots}
+    values = {}
+    for slot in layout.slots:
+        decoded = slot.coding.read(slot.place(buffer), slot.spec.dtype, slot.wire_shape)
+        values[slot.spec.name] = slot.spec.from_wire(decoded, layout.batch_size)
+    return values
 
 
 def _word(layout: Layout, unit: Unit) -> int:
@@ -152,13 +137,12 @@ def _word(layout: Layout, unit: Unit) -> int:
 
 
 class Layouts:
-    """Layouts by message; they follow from the plan and the size of a microbatch, so both ends know them.
+    """Layouts by message.
 
     Args:
         transfers: by (source, target) stage, the values that travel to and from this worker's stages.
         shared: by stage, gradients of the weights that it shares with other stages.
         with_scale: whether each message of gradients carries the loss scale that they were computed with.
-        codec: of the activations and their gradients.
     """
 
     def __init__(
@@ -175,7 +159,7 @@ class Layouts:
         self._made: dict[tuple[type[Receive | Send], int, int, int], Layout] = {}
 
     def layout(self, message: Receive | Send) -> Layout:
-        """Return the layout of `message`."""
+        """Return the layout of `message`, which both ends compute alike."""
         key = (type(message), message.stage, message.peer_stage, self._size_of(message.unit))
         layout = self._made.get(key)
         if layout is None:

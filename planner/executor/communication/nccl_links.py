@@ -4,19 +4,10 @@ A posted receive is a kernel that stays on the device until its message comes, a
 posts. Whatever waits for the whole device waits for them: the allocator where memory is short, a kernel that is loaded
 at its first use. The host that waits posts nothing that its peers wait for, and two such workers wait for each other.
 
-So nothing is posted before the worker needs it. Consecutive messages of a worker's stream are a *run*: first sends,
-then receives. All memory of a run is allocated before any of it is posted, and then it is posted without a pause. A
-wait between two runs therefore never has a send behind it whose peer waits for the receive after it: with 1F1B, where a
-stage sends an activation and takes a gradient while its neighbour sends that gradient and takes the activation, both
-have posted both.
-
-Posted by the host is not begun by the device. The host is ahead of the device, and a receive may start as soon as its
-buffer is free: it is allocated one message ahead, and the transfer waits for what the device had to do until then, not
-for the computation in between. So transfers overlap computation, as they do with receives posted ahead, with as much
-memory.
-
-The host reads no header while it trains: they are checked by event, soon after. That all workers have the same plan,
-and so lay out their messages alike, has been checked at the start.
+So consecutive messages of a worker's stream are a *run*: first sends, then receives. All memory of a run is allocated
+before any of it is posted, and then it is posted without a pause. A wait between two runs therefore never has a send
+behind it whose peer waits for the receive after it. A buffer is allocated one message ahead, and its transfer waits for
+what the device had to do until then, not for the computation in between. Headers are checked by event.
 """
 
 from __future__ import annotations
@@ -120,7 +111,6 @@ class NCCLLinks(Links):
         return posted
 
     def _reach(self, message: Message) -> None:
-        """Go on to `message`, the worker's next."""
         # Messages on a communicator match by the order of the calls alone, so a worker may not leave its stream.
         if not self._run:
             self._run = deque(next(self._runs, (message,)))
@@ -146,7 +136,7 @@ class NCCLLinks(Links):
             return self._post_receive(receive, self._layout_of(receive), buffer.memory)
 
     def _prepared(self, receive: Receive) -> tuple[_Buffer, _Buffer | None]:
-        """Return the buffer for a message, and one for the next of its lane, if that is worth its memory."""
+        # The buffer for a message, and one for the next of its lane.
         lane, size = lane_of(receive, self._rank), self._layout_of(receive).size_bytes
         kept = self._spare.pop(lane, None)
         buffer = kept if kept is not None and len(kept.memory) == size else self._fresh(size)
@@ -159,7 +149,7 @@ class NCCLLinks(Links):
         return _Buffer(memory, self._runtime.current_stream(memory.device).record_event())
 
     def _fresh(self, size_bytes: int) -> _Buffer:
-        """Allocate memory of the side stream, which nothing else has used: no computation needs to be waited for."""
+        # Memory of the side stream, which nothing else has used: no computation needs to be waited for.
         with self._runtime.on(self._side):
             memory = torch.empty(size_bytes, dtype=torch.uint8, device=self._place.wire)
         # Freed, it goes back to the side stream, but not before the computation with it has ended.
@@ -167,7 +157,6 @@ class NCCLLinks(Links):
         return _Buffer(memory, None)
 
     def _on_side_stream(self, buffer: _Buffer) -> AbstractContextManager[object]:
-        """Return a context in which an operation waits for the buffer, and for nothing else on this device."""
         # An operation waits for all that its stream was given. On a stream of its own that is this event alone.
         if buffer.free is not None:
             self._side.wait_event(buffer.free)

@@ -4,17 +4,15 @@ Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
 the last backward of a round, gradients are added up where they are needed alone (a reduce-scatter); each replica steps
 its own part; then all get the others' weights (an all-gather). Together that is what an all-reduce sends.
 
-A bucket's elements are divided into as many rows as there are replicas, each with elements of consecutive parameters.
-An optimizer that treats every element alone steps slices of parameters as it would step the parameters; what another
-one must see whole has one owner: see `planner.model.elementwise`. PyTorch's ZeroRedundancyOptimizer deals out whole
-parameters after an all-reduce, and its sharded tensors (DTensor, fully_shard) are one copy of the weights with one
-backward for each forward; both leave no room for several weight versions or for units in flight.
+What the optimizer must see whole has one owner: see `planner.model.elementwise`. PyTorch's ZeroRedundancyOptimizer and
+fully_shard leave no room for several weight versions or for units in flight.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from itertools import pairwise, zip_longest
 from typing import Any, NamedTuple
 
@@ -24,15 +22,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from planner.errors import ModelFileError
-from planner.executor.communication.gradients import (
-    Bucket,
-    Exchange,
-    RowSum,
-    chunks,
-    copy_all,
-    exchange_over,
-    whole_buckets,
-)
+from planner.executor.communication.gradients import Bucket, WholeBucket, chunks, copy_all
+from planner.workers.groups import GLOO
 
 # Slices begin at multiples of so many elements. PyTorch computes the last few elements of a tensor one by one on a CPU,
 # and others as vectors, with other roundings: with aligned slices each element is computed as in the whole tensor.
@@ -50,7 +41,6 @@ class Piece(NamedTuple):
 
     @property
     def in_row(self) -> slice:
-        """Where its elements are in the owner's row."""
         return slice(self.row_start, self.row_start + self.stop - self.start)
 
 
@@ -58,8 +48,7 @@ def divide(sizes: Sequence[int], replicas: int, whole: Collection[int] = ()) -> 
     """Divide parameters of `sizes` elements into rows of equal length; those of `whole`, by index, have one owner each.
 
     Returns:
-        The pieces, and the elements of a row: those of pieces, with gaps between them that align each parameter, and at
-        the end of a row with fewer than the others.
+        The pieces, and the elements of a row, with gaps that align each parameter and fill a row up.
     """
     starts, total = [], 0
     for size in sizes:
@@ -81,10 +70,7 @@ def divide(sizes: Sequence[int], replicas: int, whole: Collection[int] = ()) -> 
 
 
 def elements(tensor: Tensor, like: Tensor) -> Tensor:
-    """Return the elements of `tensor` as one dimension, in the order in which `like` has its own in memory.
-
-    A view, if `tensor` has that order, too.
-    """
+    """Return `tensor` as one dimension, in the order of memory of `like`; a view, if `tensor` has that order, too."""
     if tensor.stride() != like.stride():
         tensor = torch.empty_like(like, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
     return tensor.as_strided((tensor.numel(),), (1,))
@@ -105,12 +91,11 @@ class Shard:
 
     @property
     def order(self) -> tuple[int, ...]:
-        """The parameter's dimensions from the outermost in memory to the innermost: 0, 1, ... if it is contiguous."""
+        """The parameter's dimensions from the outermost in memory to the innermost."""
         strides = self.parameter.stride()
         return tuple(sorted(range(len(strides)), key=lambda dimension: -strides[dimension]))
 
     def cut_from(self, whole: Tensor) -> Tensor:
-        """Return this part of a tensor of the parameter's shape."""
         return self.laid_out(elements(whole, self.parameter)[self.start : self.stop])
 
     def laid_out(self, part: Tensor) -> Tensor:
@@ -119,13 +104,7 @@ class Shard:
 
 
 def divided(state: Mapping[str, Any], shard: Shard) -> dict[str, Any]:
-    """Return an optimizer's state of a whole parameter for a shard of it: tensors of its shape are divided.
-
-    Nothing is, where the shard is the whole parameter.
-
-    Raises:
-        ModelFileError: when a tensor is neither of the parameter's shape nor a number.
-    """
+    """Return an optimizer's state of a whole parameter for a shard; raise ModelFileError where it is indivisible."""
     found = dict(state)
     if shard.whole:
         return found
@@ -141,11 +120,74 @@ def divided(state: Mapping[str, Any], shard: Shard) -> dict[str, Any]:
     return found
 
 
+class Exchange:
+    """Exchanges a tensor of equal rows, one for each member of `group`, with NCCL's own operations, in place.
+
+    Each method moves (r-1)/r of the bytes, as half a ring all-reduce. It begins at once, and returns what waits: on a
+    GPU the stream, and not the host. All members call the same methods in the same order.
+
+    Attributes:
+        own: this member's number.
+        places: by member, where its row lies in the tensor.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self.own, self._members = dist.get_rank(group), dist.get_world_size(group)
+        self.places: Sequence[int] = range(self._members)
+
+    def reduce_scatter(self, rows: Tensor) -> Callable[[], object]:
+        """Add up all members' rows, each at its owner, which has the sum in place of its own row."""
+        # PyTorch 2.13 renamed both operations.
+        post: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        work = post(rows[self.own], rows.view(-1), group=self._group, async_op=True)
+        return lambda: work.wait()
+
+    def all_gather(self, rows: Tensor) -> Callable[[], object]:
+        """Give every member all owners' rows."""
+        post: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        work = post(rows.view(-1), rows[self.own], group=self._group, async_op=True)
+        return lambda: work.wait()
+
+
+class _Direct(Exchange):
+    """Sends every row straight to its owner, over gloo, whose reduce_scatter is slower than its all-reduce.
+
+    The own row is the last one: the others then lie together, in the order of the members, as all_to_all takes them.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__(group)
+        last = self._members - 1
+        self.places = [last if owner == self.own else owner - (owner > self.own) for owner in range(self._members)]
+
+    def reduce_scatter(self, rows: Tensor) -> Callable[[], object]:
+        sizes = [0 if member == self.own else rows.shape[1] for member in range(self._members)]
+        received = torch.empty_like(rows[:-1])
+        work = dist.all_to_all_single(received.view(-1), rows[:-1].view(-1), sizes, sizes, self._group, async_op=True)
+        assert work is not None
+
+        def add_up() -> None:
+            work.wait()
+            # In the order of the members, so that a sum does not depend on which of them has it.
+            rows[-1] = reduce(torch.add, (*received[: self.own], rows[-1], *received[self.own :]))
+
+        return add_up
+
+    def all_gather(self, rows: Tensor) -> Callable[[], object]:
+        works: list[dist.Work | None] = []  # PyTorch's annotations do not know that these are never None
+        for owner, place in enumerate(self.places):
+            if owner != self.own:
+                peer = dist.get_global_rank(self._group, owner)
+                works.append(dist.isend(rows[-1], peer, self._group))
+                works.append(dist.irecv(rows[place], peer, self._group))
+        return lambda: [work.wait() for work in works if work is not None]
+
+
 class DividedBucket(Bucket):
     """A bucket of which each replica has the averages of its own row alone, as gradients of its shards.
 
-    A row ends with a number per parameter: how many replicas had a gradient of it. The tensor that adds up gradients
-    serves again to hand the weights on.
+    A row ends with how many replicas had a gradient of each parameter. The rows then take the weights.
     """
 
     def __init__(
@@ -167,11 +209,7 @@ class DividedBucket(Bucket):
         self._wire = wire
         self.exchange: Exchange  # with the other replicas; set when they have connected
         self._rows: Tensor | None = None  # from the first gradients to the end of the update
-        self._summing: RowSum | None = None
-
-    def poll(self) -> None:
-        if self._summing is not None:
-            self._summing.poll()
+        self._wait: Callable[[], object]  # for the sums of the rows
 
     def _reduce(self, gradients: Mapping[int, Tensor], group: dist.ProcessGroup) -> None:
         # Gaps and missing gradients must be numbers like others.
@@ -182,13 +220,12 @@ class DividedBucket(Bucket):
         self._rows[:, self._elements :] = 1
         for index in self._missing:
             self._rows[:, self._elements + index] = 0
-        self._summing = self.exchange.reduce_scatter(self._rows)
+        self._wait = self.exchange.reduce_scatter(self._rows)
 
     def _sums(self) -> tuple[Tensor, Tensor]:
-        assert self._summing is not None
         assert self._rows is not None
-        self._summing.wait()
-        self._summing = None
+        self._wait()
+        del self._wait  # with what has come
         own = self._rows[self.exchange.places[self.exchange.own]]
         return own[: self._elements], own[self._elements :]
 
@@ -198,10 +235,7 @@ class DividedBucket(Bucket):
                 shard.stepped.grad = shard.laid_out(sums[piece.in_row].to(shard.stepped.device))
 
     def post_weights(self) -> Callable[[], object]:
-        """Begin to give all replicas this one's new weights, and return what waits for theirs.
-
-        The shards' gradients are lost: the rows that had them take the weights.
-        """
+        """Begin to give all replicas this one's new weights, and return what waits for theirs; gradients are lost."""
         if self._rows is None:  # the gradients were summed elsewhere
             self._rows = torch.empty(self._shape, dtype=self.parameters[0].dtype, device=self._wire)
         stepped = [shard.stepped.data for shard in self.shards.values()]
@@ -224,7 +258,7 @@ class Sharding:
     """One replica's share of its stage's optimizer.
 
     Args:
-        replica: this one's number, of so many `replicas`.
+        replica: this one's number, and how many there are.
         shared: parameters that other stages hold, too: replicas need the whole gradients, to add them to the others'.
     """
 
@@ -235,8 +269,9 @@ class Sharding:
         shared: Collection[nn.Parameter],
         wire: torch.device,
     ) -> None:
-        for parameter in parameters:
-            _make_dense(parameter)
+        for parameter in parameters:  # one that has gaps in memory, or uses some twice, gets memory of its own
+            if parameter.stride() != torch.empty_like(parameter, device="meta").stride():
+                parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
         self._shared = list(shared)
         self._alone = [parameter for parameter in parameters if parameter not in set(self._shared)]
         self._replica, self._wire = replica, wire
@@ -249,15 +284,7 @@ class Sharding:
         self.note: Callable[[str, bool], object] = lambda activity, waits: None
 
     def divide(self, optimizer: Optimizer, whole: Collection[nn.Parameter] = ()) -> None:
-        """Let `optimizer`, which has not stepped yet, step this replica's shards alone.
-
-        Args:
-            optimizer: of the parameters.
-            whole: parameters of which one replica steps all elements.
-
-        Raises:
-            ModelFileError: when it has state that cannot be divided.
-        """
+        """Let `optimizer`, which has not stepped yet, step this replica's shards alone: of `whole` all or nothing."""
         apart, of_shared = (
             [
                 DividedBucket(chunk, self._replica, self._wire, whole)
@@ -266,7 +293,7 @@ class Sharding:
             for parameters in (self._alone, self._shared)
         )
         self._divided = apart + of_shared
-        self.buckets = [*apart, *whole_buckets(self._shared)]
+        self.buckets = [*apart, *map(WholeBucket, chunks(self._shared))]
         self.shards = {shard.parameter: shard for bucket in self._divided for shard in bucket.shards.values()}
         for group in optimizer.param_groups:
             self.groups.append(list(group["params"]))
@@ -281,9 +308,8 @@ class Sharding:
                 optimizer.state[self.shards[parameter].stepped] = divided(state, self.shards[parameter])
 
     def connect(self, group: dist.ProcessGroup) -> None:
-        """Exchange with the other replicas over `group`."""
         self._group = group
-        exchange = exchange_over(group)
+        exchange = (_Direct if dist.get_backend(group) == GLOO else Exchange)(group)
         for bucket in self._divided:
             bucket.exchange = exchange
 
@@ -296,7 +322,7 @@ class Sharding:
         return total
 
     def take_gradients(self) -> None:
-        """Give shards their part of gradients that are whole: those of shared weights, after they were added up."""
+        """Give shards their part of gradients that are whole: those of shared weights."""
         for shard in self.shards.values():
             if shard.parameter.grad is not None:
                 shard.stepped.grad, shard.parameter.grad = shard.cut_from(shard.parameter.grad), None
@@ -307,8 +333,7 @@ class Sharding:
             shard.stepped.data = shard.cut_from(shard.parameter.data)
         step()
         self.note("waiting for its replicas' weights", True)
-        # All are posted before any is waited for, and in one order on all replicas: the next bucket is on its way while
-        # this one is copied.
+        # All are posted before any is waited for: the next bucket is on its way while this one is copied.
         under_way = [(bucket, bucket.post_weights()) for bucket in self._divided]
         for bucket, wait in under_way:
             wait()
@@ -340,13 +365,3 @@ def _filled(
         if not (long and whole and following and following[0].dtype == chunk[0].dtype):
             yield together
             together = []
-
-
-def _make_dense(parameter: nn.Parameter) -> None:
-    """Give a parameter that has gaps in memory, or uses some twice, memory of its own."""
-    expected = 1
-    for size, stride in sorted(zip(parameter.shape, parameter.stride(), strict=True), key=lambda each: each[1]):
-        if size != 1 and stride != expected:
-            parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
-            return
-        expected *= size

@@ -44,26 +44,17 @@ class SharedGradients:
         ]
 
     def take(self, round_: int, peer: int) -> dict[str, Tensor]:
-        """Return the stage's own gradients of a round, for the weights that it shares with `peer`.
-
-        They are moved out of `.grad`, because only the sum may reach the optimizer. A missing gradient becomes zeros:
-        another stage may have one.
-        """
+        """Take the stage's own gradients of a round from `.grad`, for the weights that it shares with `peer`."""
         own = self._own(round_)
         return {name: own[name] for name, stages in self._stages.items() if peer in stages}
 
     def accept(self, round_: int, peer: int, gradients: dict[str, Tensor]) -> None:
-        """Store the gradients of stage `peer`."""
         # A replica that sends to no peer has not set its own gradients aside yet.
         self._own(round_)
         self._rounds[round_][peer] = gradients
 
     def add(self, round_: int) -> None:
-        """Set every `.grad` to the sum over the stages.
-
-        All stages add in the same order, so that their copies of a weight stay equal to the bit. The sum overwrites the
-        first term: what was sent is a copy, and what was received belongs to this stage.
-        """
+        """Set every `.grad` to the sum over the stages, which all add in one order, so that copies stay equal."""
         held = self._rounds.pop(round_)
         for name, parameter in self.parameters.items():
             total, *others = (held[stage].pop(name) for stage in self._stages[name])
@@ -77,14 +68,14 @@ class SharedGradients:
             own = held[self._stage] = {}
             for name, parameter in self.parameters.items():
                 gradient, parameter.grad = parameter.grad, None
-                own[name] = torch.zeros_like(parameter) if gradient is None else _compact(gradient.detach())
+                if gradient is None:
+                    own[name] = torch.zeros_like(parameter)
+                    continue
+                check_dense(gradient)
+                # A view of a bucket that is kept for later rounds would keep the whole bucket.
+                is_view = gradient.untyped_storage().nbytes() > gradient.nbytes
+                own[name] = gradient.detach().clone() if is_view else gradient.detach()
         return held[self._stage]
-
-
-def _compact(gradient: Tensor) -> Tensor:
-    """Return `gradient`, cloned if it is a view of a bucket: kept for later rounds, it would keep the whole bucket."""
-    check_dense(gradient)
-    return gradient if gradient.untyped_storage().nbytes() == gradient.nbytes else gradient.clone()
 
 
 def separate_copies(modules: Sequence[nn.Module]) -> None:

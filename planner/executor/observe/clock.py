@@ -1,9 +1,7 @@
 """Time what a worker does by events, which are marks in the order of what its device is given.
 
-A host that launches work on a GPU is back long before the work is done. To wait for it after each instruction would
-change what is measured, and would keep the host from posting what other workers wait for. So events are recorded before
-and after, and read once the device has passed them: the time between them has no waiting for messages in it, and
-reading it waits for nothing. A CPU has passed them when they are recorded.
+A host that launches work on a GPU is back long before the work is done, and must not wait for it. So events are
+recorded before and after, and read once the device has passed them. A CPU has passed them when they are recorded.
 """
 
 from __future__ import annotations
@@ -57,10 +55,7 @@ class BusyTime:
             self._read()
 
     def at(self) -> tuple[int, Instruction | None]:
-        """Return how many computations the device has passed, and what it computes or waits for; of any thread.
-
-        None where it has passed all that it was given, or is at what the host launches now.
-        """
+        """Return how many computations the device has passed, and what it is at, if it has work; of any thread."""
         passed, spans, start = self._read_spans, self._coming.copy(), self._start
         for span in spans:
             if not span.ended.query():
@@ -94,11 +89,7 @@ class BusyTime:
 
 
 class Clock:
-    """Marks moments, and tells their times later.
-
-    Args:
-        device: that computes; it has nothing to do when the clock is made.
-    """
+    """Marks moments, and tells their times later; the device has nothing to do when the clock is made."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._runtime = device, runtime_of(device)

@@ -14,16 +14,12 @@ from planner.profiler.this_machine import return_free_pages
 from planner.runtime import runtime_of
 
 _STATUS = Path("/proc/self/status")
-_STATM = Path("/proc/self/statm")  # a tenth of the time that the status takes
-_CLEAR_REFS = Path("/proc/self/clear_refs")
 
 
 class PeakMemory:
-    """Peak bytes in use since construction, plus the `already_bytes` of them that were allocated before.
+    """Peak bytes in use since construction, or `forget`, plus the `already_bytes` of them that were allocated before.
 
-    On a device whose allocator counts memory it is the allocator's peak. On a CPU it is the growth of the resident
-    set's high-water mark, less pages of files: these are code of libraries, loaded at its first use. Workspaces of
-    libraries count.
+    On a CPU it is the growth of the resident set's high-water mark, less pages of files: code of libraries.
     """
 
     def __init__(self, device: torch.device, already_bytes: int) -> None:
@@ -37,13 +33,17 @@ class PeakMemory:
             # malloc keeps freed pages: reusing them would not show as growth.
             return_free_pages()
             with suppress(OSError):  # not Linux, or not permitted: the mark of the whole process is an upper bound
-                _CLEAR_REFS.write_text("5")
+                Path("/proc/self/clear_refs").write_text("5")
             self._before_bytes = _status_bytes("VmRSS")
             self._code_bytes = _status_bytes("RssFile")
-            self._before_own_bytes = _own_bytes()
+            self._before_own_bytes = _status_bytes("RssAnon")
+
+    def forget(self) -> None:
+        """Forget a device's peak so far, which may be of memory that the allocator was only to take from the device."""
+        if self._runtime.counts_memory:
+            self._runtime.reset_peak(self._device)
 
     def bytes(self) -> int:
-        """Return the peak so far."""
         if self._runtime.counts_memory:
             peak = self._runtime.peak_bytes(self._device)
         else:
@@ -51,14 +51,11 @@ class PeakMemory:
         return max(0, peak - self._before_bytes) + self._already_bytes
 
     def now_bytes(self) -> int:
-        """Return what is in use now, counted as the peak is; on a GPU what is allocated for operations issued so far.
-
-        On a CPU freed pages that malloc keeps count as used.
-        """
+        """Return what is in use now, counted as the peak is; on a CPU with freed pages that malloc keeps."""
         if self._runtime.counts_memory:
             grown = self._runtime.allocated_bytes(self._device) - self._before_bytes
         else:
-            grown = _own_bytes() - self._before_own_bytes
+            grown = _status_bytes("RssAnon") - self._before_own_bytes
         return max(0, grown) + self._already_bytes
 
     def fields(self) -> dict[str, Any]:
@@ -70,14 +67,6 @@ class PeakMemory:
         # The allocator gives nothing back before the end: fragments are in what it reserved.
         reserved_bytes = self._runtime.reserved_bytes(self._device, peak=True)
         return peak | {"reserved_memory_bytes": reserved_bytes, "used_memory_bytes": total_bytes - free_bytes}
-
-
-def _own_bytes() -> int:
-    """Return the resident pages that are of no file; 0 where the system does not tell."""
-    if not _STATM.exists():
-        return 0
-    _, resident, shared, *_ = _STATM.read_text().split()
-    return (int(resident) - int(shared)) * resource.getpagesize()
 
 
 def _status_bytes(field: str) -> int:

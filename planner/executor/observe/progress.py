@@ -20,22 +20,11 @@ def hook(spec: TrainingSpec) -> ProgressCallback | None:
     """Return a callback for the model file's on_update(minibatch, loss, metrics), if it has one."""
     if not spec.defines("on_update"):
         return None
-
-    def call(progress: Progress) -> None:
-        spec.on_update(progress.minibatch, progress.loss, progress.metrics)
-
-    return call
+    return lambda progress: spec.on_update(progress.minibatch, progress.loss, progress.metrics)
 
 
 def tensorboard(folder: str, first: int = 0) -> ProgressCallback:
-    """Return a callback that writes losses, throughput and evaluations for TensorBoard.
-
-    Args:
-        first: minibatch that the run resumes from; what the folder has of later minibatches is no longer shown.
-
-    Raises:
-        InputError: when TensorBoard is not installed.
-    """
+    """Return a callback that writes for TensorBoard, and hides what the folder has after minibatch `first`."""
     writer = check_tensorboard()(folder, purge_step=first + 1 if first else None)
     newest = -EVERY_MINIBATCHES
 
@@ -55,19 +44,6 @@ def tensorboard(folder: str, first: int = 0) -> ProgressCallback:
                 writer.flush()
 
     return write
-
-
-def all_of(*callbacks: ProgressCallback | None) -> ProgressCallback | None:
-    """Return one callback that calls all of `callbacks`; None if there are none."""
-    found = [callback for callback in callbacks if callback is not None]
-    if not found:
-        return None
-
-    def call(progress: Progress) -> None:
-        for callback in found:
-            callback(progress)
-
-    return call
 
 
 def check_tensorboard() -> Callable[..., Any]:
@@ -127,13 +103,9 @@ class SteadyState(NamedTuple):
 
 
 def steady_state(completions: Sequence[Completion], start_up: int, drain: int, per_round: int) -> SteadyState:
-    """Return throughput and busy share in the middle of a run.
+    """Return throughput and busy share in a run without the units of its `start_up` and `drain`.
 
-    Args:
-        completions: of all backwards, in order.
-        start_up: units at the start that do not count.
-        drain: units at the end that do not count.
-        per_round: backwards between two updates; the window holds whole rounds, because they come in bursts.
+    The window holds whole rounds, of `per_round` backwards between two updates, because these come in bursts.
     """
     if per_round == 0 or len(completions) < 2 * per_round + 1:
         return SteadyState(0.0, 0.0)
@@ -147,36 +119,34 @@ def steady_state(completions: Sequence[Completion], start_up: int, drain: int, p
     return SteadyState(rounds * per_round / elapsed, (end.busy_s - begin.busy_s) / elapsed)
 
 
-def progress_reporter(
-    on_progress: ProgressCallback, minibatches: int, minibatches_per_update: int, minibatch_size: int
-) -> Callable[[WorkerLog], None]:
-    """Return a callback for `Worker` that reports after each update, with the throughput over the last 20 updates."""
-    recent: deque[float] = deque(maxlen=20)
+class Reporter:
+    """Tells callbacks of a run's progress, with the throughput over the last 20 updates."""
 
-    def report(log: WorkerLog) -> None:
-        recent.append(time.perf_counter())
+    def __init__(
+        self, callbacks: Sequence[ProgressCallback], minibatches: int, minibatches_per_update: int, minibatch_size: int
+    ) -> None:
+        self._callbacks = callbacks
+        self._minibatches, self._per_update, self._size = minibatches, minibatches_per_update, minibatch_size
+        self._recent: deque[float] = deque(maxlen=20)
+
+    def updated(self, log: WorkerLog) -> None:
+        self._recent.append(time.perf_counter())
         # The other replicas have done their minibatches of the round by about now, too.
         newest = log.losses[-1][0] if log.losses else 0
-        done = min(minibatches, newest + minibatches_per_update)
-        rate = None
-        if len(recent) > 1:
-            rate = (len(recent) - 1) * minibatches_per_update / (recent[-1] - recent[0])
-        on_progress(
-            Progress(
-                minibatch=done,
-                minibatches=minibatches,
-                loss=latest_loss(log),
-                samples_per_s=None if rate is None else rate * minibatch_size,
-                seconds_left=None if rate is None else (minibatches - done) / rate,
-            )
-        )
+        done = min(self._minibatches, newest + self._per_update)
+        rate = None  # minibatches per second
+        if len(self._recent) > 1:
+            rate = (len(self._recent) - 1) * self._per_update / (self._recent[-1] - self._recent[0])
+        samples_per_s = None if rate is None else rate * self._size
+        left_s = None if rate is None else (self._minibatches - done) / rate
+        self._tell(Progress(done, self._minibatches, latest_loss(log), samples_per_s, left_s))
 
-    return report
+    def evaluated(self, evaluation: Evaluation, log: WorkerLog) -> None:
+        self._tell(Progress(evaluation.minibatch, self._minibatches, latest_loss(log), None, None, evaluation))
 
-
-def evaluated(evaluation: Evaluation, log: WorkerLog, minibatches: int) -> Progress:
-    """Return the progress to report after an evaluation."""
-    return Progress(evaluation.minibatch, minibatches, latest_loss(log), None, None, evaluation)
+    def _tell(self, progress: Progress) -> None:
+        for callback in self._callbacks:
+            callback(progress)
 
 
 def latest_loss(log: WorkerLog) -> float:

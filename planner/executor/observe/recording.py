@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -16,20 +14,19 @@ import torch.distributed as dist
 from planner.executor.communication.control import control_group, gather_bytes
 from planner.executor.observe.clock import Clock
 from planner.formats.plan import Plan
-from planner.formats.timeline import LANES, Event, EventKind, Events, MemoryCurve, Timeline
+from planner.formats.timeline import LANES, Event, Events, MemoryCurve, Timeline
 from planner.runtime import Event as Mark
 from planner.schedule.instructions import Instruction, Message, Receive, ReceiveShared, Send, SendShared, Unit
 
 _ROUNDS = 8  # round trips per worker to compare clocks; the fastest of them counts
+# By instruction; gradients of shared weights are not drawn.
+_KINDS = {"".join(word.title() for word in kind.split("_")): kind for kind in LANES}
 
 
 class TraceRecorder:
-    """Records instructions in bounded memory, in a few microseconds each.
+    """Records instructions, and after each computation the memory in use.
 
-    Args:
-        window: minibatches to record, from the first to before the second; or so many at the end of the run.
-        device: that computes. On a GPU an instruction's time is that of its operations there, by events.
-        held_bytes: returns the memory in use, which is recorded after each computation.
+    The `window` is of minibatches, from the first to before the second; or so many at the end of the run.
     """
 
     def __init__(
@@ -52,12 +49,11 @@ class TraceRecorder:
         return self._clock.now() if self._first <= self._minibatch(instruction) < self._end else None
 
     def record(self, instruction: Instruction, start: Mark | None, end: Mark | None) -> None:
-        """Record that `instruction` ran from `start` to `end`."""
         minibatch = self._minibatch(instruction)
         self._newest = max(self._newest, minibatch)
         if start is None or end is None:
             return
-        kind = _kind_of(type(instruction).__name__)
+        kind = _KINDS.get(type(instruction).__name__)
         computes = kind is not None and LANES[kind] == "compute"
         held = self._held_bytes() if computes and self._held_bytes is not None else None
         self._notes.append((minibatch, instruction, start, end, held))
@@ -69,13 +65,11 @@ class TraceRecorder:
         """Yield what was recorded, on this worker's clock; after the run."""
         self._clock.settle()
         for minibatch, each, start, end, _ in self._notes:
-            kind = _kind_of(type(each).__name__)
+            kind = _KINDS.get(type(each).__name__)
             own = isinstance(each, Message) and each.peer_rank == self._rank  # within one worker nothing is sent
             if kind is None or minibatch < first or own:
                 continue
-            unit = getattr(each, "unit", None)
-            if not isinstance(unit, Unit):
-                unit = Unit(getattr(each, "round"))  # noqa: B009 - an attribute of those that have no unit
+            unit: Unit = getattr(each, "unit", None) or Unit(getattr(each, "round"))  # noqa: B009
             peer = (each.peer_rank, each.peer_stage) if isinstance(each, Send | Receive) else (None, None)
             times = self._clock.seconds(start), self._clock.seconds(end)
             yield Event(self._rank, kind, each.stage, unit.minibatch, unit.microbatch, *times, *peer)
@@ -94,11 +88,7 @@ class TraceRecorder:
 
 
 def gather_timeline(recorder: TraceRecorder, plan: Plan, minibatches: int, accumulate: int = 1) -> Timeline | None:
-    """Return the timeline of all workers on rank 0; None elsewhere. All workers call it at the same point.
-
-    Args:
-        accumulate: minibatches per replica between two updates, under 1f1b.
-    """
+    """Return the timeline of all workers on rank 0; None elsewhere. All workers call it at the same point."""
     offsets = _clock_offsets()
     # A worker's newest minibatch may be before the run's last, so it may have kept earlier ones than the run's last.
     first = 0 if recorder.last is None else max(0, minibatches - recorder.last)
@@ -106,17 +96,13 @@ def gather_timeline(recorder: TraceRecorder, plan: Plan, minibatches: int, accum
     parts = [json.loads(part) for part in gather_bytes(json.dumps(own).encode())]
     if not parts:
         return None
-    events = [
-        event._replace(start_s=event.start_s + offset, end_s=event.end_s + offset)
-        for part, offset in zip(parts, offsets, strict=True)
-        for event in (Event(*row) for row in part["events"])
-    ]
+    events = [(Event(*row), offset) for part, offset in zip(parts, offsets, strict=True) for row in part["events"]]
     # Time counts from the first computation: what a worker waited for before it is not of interest.
-    start = min((event.start_s for event in events if event.lane == "compute"), default=0.0)
+    start = min((event.start_s + offset for event, offset in events if event.lane == "compute"), default=0.0)
     moved = [
-        event._replace(start_s=max(0.0, event.start_s - start), end_s=event.end_s - start)
-        for event in events
-        if event.end_s > start
+        event._replace(start_s=max(0.0, event.start_s + offset - start), end_s=event.end_s + offset - start)
+        for event, offset in events
+        if event.end_s + offset > start
     ]
     memory = tuple(
         MemoryCurve(
@@ -133,9 +119,8 @@ def gather_timeline(recorder: TraceRecorder, plan: Plan, minibatches: int, accum
 def _clock_offsets() -> Sequence[float]:
     """Return by rank what to add to that worker's clock to get rank 0's; an empty list elsewhere.
 
-    Cristian (1989), "Probabilistic clock synchronization": the reply is assumed to be sent in the middle of the round
-    trip. The fastest round trip is taken, because the error is at most half its length. An offset within that error
-    counts as none: the processes of one host share a clock, and a busy host answers late, not from another clock.
+    Cristian (1989), "Probabilistic clock synchronization": the error is at most half the fastest round trip. An offset
+    within it counts as none: the processes of one host share a clock.
     """
     group = control_group()
     here = torch.zeros(1, dtype=torch.float64)
@@ -156,10 +141,3 @@ def _clock_offsets() -> Sequence[float]:
         trip, offset = min(trips)
         offsets.append(offset if abs(offset) > trip / 2 else 0.0)
     return offsets
-
-
-@cache
-def _kind_of(name: str) -> EventKind | None:
-    """Return the kind of event of an instruction's class; None for gradients of shared weights, which are not drawn."""
-    words = re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
-    return next((kind for kind in LANES if kind == words), None)

@@ -2,8 +2,7 @@
 
     losses.jsonl     a `_Header`, then for every checkpoint a `_LogLine` with what came since the one before
 
-Each loss is written once, however long the run is, and is on disk before the checkpoint is complete: no minibatch
-before a checkpoint is missing.
+Each loss is written once, and is on disk before the checkpoint is complete.
 """
 
 from __future__ import annotations
@@ -55,11 +54,7 @@ def is_of(folder: Path, run: str) -> bool:
 
 
 class RunLog:
-    """The file of losses in the folder of the checkpoints; only rank 0 has one.
-
-    Args:
-        run: identifies the run; the same for all its restarts.
-    """
+    """The file of losses in the folder of the checkpoints, of a run with its restarts; only rank 0 has one."""
 
     def __init__(self, folder: Path, run: str) -> None:
         self._path = folder / FILE
@@ -70,7 +65,15 @@ class RunLog:
 
     def begin(self, first: int, *, again: bool) -> Past:
         """Start the file anew, and return what the same run did before minibatch `first` if it is started `again`."""
-        entries = self._read(first) if again else []
+        entries: list[_LogLine] = []
+        if again and is_of(self._path.parent, self._run):
+            try:
+                # A crash can leave half a line at the end.
+                whole, _, _ = self._path.read_text(encoding="utf-8").rpartition("\n")
+                entries = [_LogLine.model_validate_json(line) for line in whole.splitlines()[1:]]
+            except (OSError, ValueError) as cause:
+                _log.warning("the losses before the restart cannot be read from '%s': %s", self._path, cause)
+        entries = [entry for entry in entries if entry.minibatch <= first]  # later checkpoints were never completed
         for leftover in self._path.parent.glob(f".{FILE}.*"):  # of a process that ended while it wrote
             leftover.unlink()
         text = "".join(line.model_dump_json() + "\n" for line in (_Header(run=self._run), *entries))
@@ -87,8 +90,7 @@ class RunLog:
     def append(self, minibatch: int) -> None:
         """Write what was noted until `minibatch` minibatches were done, and wait until it is on disk.
 
-        Raises:
-            OSError: when the disk is full; the lines before stay, and what was noted is written the next time.
+        Where that fails, the lines before stay, and what was noted is written the next time.
         """
         entry = _LogLine(minibatch=minibatch, losses=tuple(self._losses), evaluations=tuple(self._evaluations))
         with self._path.open("r+b") as file:
@@ -100,16 +102,3 @@ class RunLog:
             self._size = file.tell()
         self._losses.clear()
         self._evaluations.clear()
-
-    def _read(self, first: int) -> list[_LogLine]:
-        """Return the lines up to the checkpoint after `first` minibatches; none if the file is of another run."""
-        if not is_of(self._path.parent, self._run):
-            return []
-        try:
-            # A crash can leave half a line at the end.
-            whole, _, _ = self._path.read_text(encoding="utf-8").rpartition("\n")
-            entries = [_LogLine.model_validate_json(line) for line in whole.splitlines()[1:]]
-        except (OSError, ValueError) as cause:
-            _log.warning("the losses before the restart cannot be read from '%s': %s", self._path, cause)
-            return []
-        return [entry for entry in entries if entry.minibatch <= first]  # later checkpoints were never completed

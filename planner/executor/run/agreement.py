@@ -1,4 +1,4 @@
-"""What all workers agree on before they build anything: one job, on hosts and devices that its plan was made for.
+"""How workers begin and end together: one job, on hosts and devices that its plan was made for.
 
 Every worker tells the others what it began with and what it sees, and all decide alike by that.
 """
@@ -9,54 +9,92 @@ import hashlib
 import logging
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import accumulate
 from operator import mul
 
 import torch
+import torch.distributed as dist
 
 from planner.errors import InputError, PlanError
-from planner.executor.communication.control import message_timeout
+from planner.executor.communication.control import join_group, message_timeout
 from planner.formats.names import DeviceType
 from planner.formats.plan import Plan
 from planner.options.training import TrainingOptions
-from planner.plan.rank_groups import of_groups
-from planner.plan.shape import check_divided_loss, check_versions, deadlock, shape_of, synchronous_part
+from planner.plan.shape import check_divided_loss, check_versions, deadlock, synchronous_part
 from planner.runtime import check_kind, known_kinds
-from planner.schedule.check import ScheduleError, check_streams
+from planner.simulator.simulate_plan import costs_of
+from planner.simulator.simulation import Simulation
 from planner.version import __version__
+from planner.workers.ending import abort_groups, keep_failures_ours
 from planner.workers.heartbeat import Heartbeat
 from planner.workers.job import Job
 from planner.workers.meeting import exchange, worker_store
 from planner.workers.numerics import numerics_of
-from planner.workers.place import Place, Seat, assign_gpus, choose_place, names_of, own_seat, take
+from planner.workers.place import Place, Seat, assign_gpus, choose_place, names_of, own_seat, set_gpu_variables, take
+from planner.workers.supervisor import Supervisor
 
 _log = logging.getLogger(__name__)
 
 
-def check_schedule(plan: Plan) -> None:
-    """Check that the plan's streams run to their end: those of a plan edited by hand may not.
+def start_worker(job: Job, heartbeat: Heartbeat | None = None) -> Heartbeat:
+    """Set up this process, return its heartbeat; raise PlanError when the plan needs another number of workers."""
+    world, needed = int(os.environ["WORLD_SIZE"]), job.plan.workers
+    if world != needed:
+        raise PlanError(
+            f"plan '{job.plan.config}' needs {needed} workers, but {world} were started",
+            hint=f"start {needed}: --nnodes times --nproc-per-node of torchrun, or the tasks of srun",
+        )
+    torch.set_num_threads(job.plan.device.threads or 1)
+    keep_failures_ours()
+    set_gpu_variables()
+    heartbeat = heartbeat or Heartbeat()
+    heartbeat.enter("starting")
+    return heartbeat
 
-    Raises:
-        PlanError: when they do not.
+
+@contextmanager
+def joined(job: Job, heartbeat: Heartbeat, supervisor: Supervisor) -> Iterator[None]:
+    """Join the other workers, unless that was done before, and leave them at the end.
+
+    Models are built within: no worker waits with a time-out, and one that is gone is missed at once. At an error the
+    supervisor leaves the reason before anything that may block; then what was joined here is aborted.
     """
+    heartbeat.enter("joining the other workers", meeting=True)
+    joins = not dist.is_initialized()
+    if joins:
+        join_group(message_timeout(job.run_options.hang_timeout_s))
+    try:
+        supervisor.enter()
+        heartbeat.enter("building its model")
+        yield
+        supervisor.leave()
+    except BaseException as error:
+        if isinstance(error, Exception):
+            supervisor.fail(error)
+        if joins:
+            abort_groups()
+        raise
+    if joins:
+        dist.destroy_process_group()
+
+
+def check_schedule(plan: Plan) -> None:
+    """Raise PlanError when the plan's streams do not run to their end: those of a plan edited by hand may not."""
     depths = [stage.in_flight for stage in plan.stages]
     check_versions(plan.schedule, plan.microbatches, plan.replicas, depths)
-    try:
-        check_streams(shape_of(of_groups(plan)), minibatches=4 * max(plan.replicas) * max(depths))
-    except ScheduleError:
-        raise deadlock(plan) from None
+    minibatches = max(2, 4 * max(plan.replicas) * max(depths) // plan.microbatches)
+    if Simulation(costs_of(plan), minibatches).run() == "deadlock":
+        raise deadlock(plan)
 
 
 def take_place(job: Job, heartbeat: Heartbeat) -> Place:
-    """Meet the other workers, agree with them on where to compute, and take this worker's place.
+    """Meet the other workers, agree with them on where to compute, and take this worker's place, before anything else.
 
-    This comes before anything is done on a GPU and before the model file is run, which may do so.
-
-    Raises:
-        PlanError: when hosts were given different jobs, or are not what the plan was made for.
-        InputError: when the devices or the backend that the job asks for are not there.
+    Raise PlanError when hosts were given different jobs, or are not what the plan was made for; InputError when the
+    devices or the backend that the job asks for are not there.
     """
     heartbeat.enter("meeting the other workers", meeting=True)
     store = worker_store(message_timeout(job.run_options.hang_timeout_s))
@@ -73,27 +111,18 @@ def take_place(job: Job, heartbeat: Heartbeat) -> Place:
     place = choose_place(seats, int(os.environ["RANK"]), device, job.backend)
     if place.kind != "cpu":
         check_gpus(job.plan, seats)
-    compare_backends(job.plan, place)
+    measured = job.plan.cluster.backend
+    if measured not in (None, place.backend) and os.environ["RANK"] == "0":
+        text = "the links were measured over %s, and messages go over %s: predictions may not hold"
+        _log.warning(text, measured, place.backend)
     take(place)
     planned = numerics_of(job.plan)
     replace(planned, deterministic=planned.deterministic or job.options.deterministic).set()
     return place
 
 
-def compare_backends(plan: Plan, place: Place) -> None:
-    """Warn, on worker 0, if the plan's links are those of another backend."""
-    measured, text = plan.cluster.backend, "the links were measured over %s, and messages go over %s: "
-    if measured not in (None, place.backend) and os.environ["RANK"] == "0":
-        _log.warning(text + "predictions may not hold", measured, place.backend)
-
-
 def device_kind(job: Job) -> DeviceType | None:
-    """Return the kind of device to train on: the one that the plan was made for, if it says so.
-
-    Raises:
-        InputError: when there is no such kind.
-        PlanError: when the job asks for another kind.
-    """
+    """Return the kind of device that the plan was made for, if it says so; raise PlanError if the job has another."""
     if job.device is not None:
         check_kind(job.device)
     planned = job.plan.device.kind
@@ -109,11 +138,7 @@ def device_kind(job: Job) -> DeviceType | None:
 
 
 def check_same_job(seats: Sequence[Seat]) -> None:
-    """Check that all workers run the same job: messages carry no headers, and match by their order alone.
-
-    Raises:
-        PlanError: when hosts were given different plans, options or versions.
-    """
+    """Check that all workers run the same job; raise PlanError when hosts were given different ones."""
     for what, expected in seats[0].same.items():
         others = [seat for seat in seats if seat.same.get(what) != expected]
         if others:
@@ -124,13 +149,7 @@ def check_same_job(seats: Sequence[Seat]) -> None:
 
 
 def check_servers(plan: Plan, seats: Sequence[Seat]) -> None:
-    """Check that the hosts have as many workers as the plan's servers: it puts neighbours where links are fast.
-
-    A host may also be a group of servers, up to the whole cluster: a plan for two servers can be tried on one.
-
-    Raises:
-        PlanError: when workers that the plan joins by an inner link are on several hosts, or the other way round.
-    """
+    """Raise PlanError unless hosts have as many workers as the plan's servers, or as several of these together."""
     sizes = [level.size for level in plan.cluster.levels]
     if len(sizes) == 1:  # all links are alike
         return
@@ -139,32 +158,17 @@ def check_servers(plan: Plan, seats: Sequence[Seat]) -> None:
         groups = [seat.rank // size for seat in seats]
         if len(set(groups)) == len(set(hosts)) == len(set(zip(groups, hosts, strict=True))):
             return
-    servers = [seat.rank // sizes[0] for seat in seats]
     started = Counter(hosts)
     raise PlanError(
-        f"the plan is for {'x'.join(map(str, sizes))} GPUs, with workers {_grouped(servers)} on a server each, and the "
-        f"hosts run workers {_grouped(hosts)}",
+        f"the plan is for {'x'.join(map(str, sizes))} GPUs, with {sizes[0]} consecutive workers on each server, and "
+        f"the hosts of the first workers are {', '.join(map(str, hosts[:8]))}",
         hint=f"start {sizes[0]} workers on each host, with consecutive ranks, or solve for these hosts: "
         f"`sizes={started[hosts[0]]}x{len(started)}`",
     )
 
 
-def _grouped(keys: Sequence[int]) -> str:
-    """Write the ranks with the same key: "0-3, 4-7", or "0+2, 1+3" if they are not consecutive."""
-    groups = [[rank for rank, key in enumerate(keys) if key == group] for group in dict.fromkeys(keys)]
-    shown = []
-    for ranks in groups:
-        consecutive = len(ranks) > 1 and ranks[-1] - ranks[0] == len(ranks) - 1
-        shown.append(f"{ranks[0]}-{ranks[-1]}" if consecutive else "+".join(map(str, ranks)))
-    return ", ".join(shown[:4] + ["..."] * (len(shown) > 4))
-
-
 def check_gpus(plan: Plan, seats: Sequence[Seat]) -> None:
-    """Check that workers have GPUs of one kind; in a plan for several kinds, those of each kind, as it was measured.
-
-    Raises:
-        PlanError: when they have not.
-    """
+    """Check that workers have GPUs of one kind, or of the plan's kinds; raise PlanError when they have not."""
     names = [seat.gpus[index].name for seat, index in zip(seats, assign_gpus(seats), strict=True)]
     for kind, ranks in zip(plan.cluster.kinds or (None,), plan.cluster.kind_ranks or (range(len(seats)),), strict=True):
         own = [seat for seat in seats if seat.rank in ranks]
@@ -174,18 +178,14 @@ def check_gpus(plan: Plan, seats: Sequence[Seat]) -> None:
         others = [seat for seat in own if names[seat.rank] != expected]
         if not others:
             continue
-        found = f"{names_of(others)} would compute on {names[others[0].rank]}, and "
-        if kind is None:
-            raise PlanError(
-                f"{found}{names_of(own[:1])} on {expected}, but the plan takes all GPUs as equal",
-                hint="name the kinds of GPUs with `kinds=NAME=N,NAME=N` and solve again, or choose equal ones with "
-                "CUDA_VISIBLE_DEVICES",
-            )
-        raise PlanError(
-            f"{found}the plan was made for {expected} there: workers {ranks.start} to {ranks.stop - 1} are "
-            f"{kind.title}",
-            hint="start the hosts in the order of the cluster's `kinds`, or solve again for the GPUs as they are",
-        )
+        reason = f"the plan takes all GPUs as equal, and {names_of(own[:1])} has {expected}"
+        hint = "name the kinds of GPUs with `kinds=NAME=N,NAME=N` and solve again, or choose equal ones with "
+        hint += "CUDA_VISIBLE_DEVICES"
+        if kind is not None:
+            reason = f"the plan was made for {expected} there: workers {ranks.start} to {ranks.stop - 1} are "
+            reason += kind.title
+            hint = "start the hosts in the order of the cluster's `kinds`, or solve again for the GPUs as they are"
+        raise PlanError(f"{names_of(others)} would compute on {names[others[0].rank]}, and {reason}", hint=hint)
 
 
 def same_for_all(job: Job) -> dict[str, str]:
@@ -205,10 +205,7 @@ def same_for_all(job: Job) -> dict[str, str]:
 
 
 def check_loss(plan: Plan, options: TrainingOptions) -> None:
-    """Check that the plan trains on the loss that the model file defines; raise InputError with what to do instead.
-
-    Worker 0 and the process that starts workers warn where nobody has found out what the loss is a mean over.
-    """
+    """Check that the plan trains on the loss that the model file defines; raise InputError with what to do instead."""
     accepted = options.accept_divided_loss
     parts = (plan, synchronous_part(plan)) if options.synchronous_start else (plan,)
     for part in parts:
@@ -239,7 +236,7 @@ def check_synchronous_start(plan: Plan, options: TrainingOptions) -> None:
             hint="leave `synchronous_start` out",
         )
     apart = {"accumulate": options.accumulate > 1, "scale_lr": options.scale_lr, "vertical_sync": plan.vertical_sync}
-    for name in (name for name, given in apart.items() if given):
+    if name := next((name for name, given in apart.items() if given), None):
         raise InputError(
             f"`synchronous_start={start}` trains minibatches one by one at first, and with `{name}` an update later "
             "has others",

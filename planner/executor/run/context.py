@@ -1,12 +1,13 @@
-"""Build what a worker needs before it joins the others: one frozen record that every later builder takes whole."""
+"""Build what a worker needs before it trains: one frozen record that every later builder takes whole."""
 
 from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import product
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,7 +16,7 @@ from torch import nn
 from planner.executor.communication.control import message_timeout
 from planner.executor.communication.sharding import Sharding
 from planner.executor.communication.shared_gradients import SharedGradients
-from planner.executor.run.data import BatchSource, DividedStart, make_batches, weighted
+from planner.executor.run.data import BatchSource, make_batches, weighted
 from planner.executor.run.reading_ahead import AHEAD, ReadAhead
 from planner.executor.run.stages import build_modules, check_sizes, tensor_group, transferred
 from planner.executor.stage.optimizer import StageOptimizer
@@ -36,51 +37,13 @@ from planner.schedule.schedule import PipelineShape
 from planner.workers.groups import DataGroups
 from planner.workers.heartbeat import Heartbeat
 from planner.workers.job import Job
+from planner.workers.meeting import await_all
 from planner.workers.place import Place
 
 if TYPE_CHECKING:
     from planner.model.tensor.group import TensorGroup
 
 _RESERVED = 1.1  # times what the plan predicts for tensors: the rest is for gaps between them
-
-
-@dataclass(frozen=True, kw_only=True)
-class Context:
-    """One worker's view of a job, with a pipeline or without."""
-
-    job: Job  # the same on all workers
-    spec: TrainingSpec  # the model that `job.model` names
-    place: Place  # where this worker computes
-    rank: int
-    heartbeat: Heartbeat
-    data: BatchSource
-    minibatches: int  # of the whole run
-    groups: DataGroups
-    tensor: TensorGroup | None = None  # the ranks that divide this worker's layers with it
-
-    @cached_property
-    def plan(self) -> Plan:
-        """The plan of the job, as this rank sees it in its tensor-parallel group: see `plan_of_tensor_rank`."""
-        return plan_of_tensor_rank(self.job.plan, 0 if self.tensor is None else self.tensor.place)
-
-    def prepare(self) -> None:
-        """Do and take what would hold up the host later, while messages are under way; all workers call it together."""
-
-    @property
-    def leads_tensor_group(self) -> bool:
-        """Whether this worker reports and saves what all ranks of its group have alike."""
-        return self.tensor is None or self.tensor.place == 0
-
-    @property
-    def microbatch_size(self) -> int:
-        """Samples of a whole microbatch."""
-        assert self.plan.microbatch_size is not None  # or making the context had failed
-        return self.plan.microbatch_size
-
-    @property
-    def minibatch_size(self) -> int:
-        """Samples of a whole minibatch."""
-        return self.microbatch_size * self.data.microbatches
 
 
 @dataclass(frozen=True)
@@ -102,35 +65,89 @@ class SynchronousStart:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PipelineContext(Context):
-    """One worker's view of a job that trains a plan."""
+class PipelineContext:
+    """One worker's view of a job."""
 
+    job: Job  # the same on all workers
+    spec: TrainingSpec  # the model that `job.model` names
+    place: Place  # where this worker computes
+    rank: int
+    heartbeat: Heartbeat
+    data: BatchSource
+    minibatches: int  # of the whole run
+    groups: DataGroups
     shape: PipelineShape
+    tensor: TensorGroup | None = None  # the ranks that divide this worker's layers with it
+    start: SynchronousStart | None = None  # of the run
     stages: Mapping[int, HeldStage]  # of this worker, by number: one, or several chunks
     transfers: Mapping[tuple[int, int], Sequence[ValueSpec]]  # by (source, target) stage, to and from this worker's
     evaluation: EvaluationStages | None  # the same stages of the evaluation graph, if the job evaluates
-    start: SynchronousStart | None = None  # of the run
     deferred: bool = False  # whether the weights of other stages were never made
 
-    def prepare(self) -> None:
-        # A device's memory that the allocator does not have yet, pinned memory, and kernels at their first use may wait
-        # for the whole device, and so for messages that other workers' hosts have yet to post.
+    @cached_property
+    def plan(self) -> Plan:
+        """The plan of the job, as this rank sees it in its tensor-parallel group: see `plan_of_tensor_rank`."""
+        return plan_of_tensor_rank(self.job.plan, 0 if self.tensor is None else self.tensor.place)
+
+    @property
+    def leads_tensor_group(self) -> bool:
+        """Whether this worker reports and saves what all ranks of its group have alike."""
+        return self.tensor is None or self.tensor.place == 0
+
+    @property
+    def microbatch_size(self) -> int:
+        assert self.plan.microbatch_size is not None  # or making the context had failed
+        return self.plan.microbatch_size
+
+    @property
+    def minibatch_size(self) -> int:
+        return self.microbatch_size * self.data.microbatches
+
+    @property
+    def sizes(self) -> set[int]:
+        """Sizes of all microbatches that have samples."""
+        return {self.microbatch_size, *filter(None, (*self.data.last_sizes, *self.data.start_sizes))}
+
+    def await_models(self) -> None:
+        """Wait until all workers have built their models, before the first operation that has a time-out."""
+        self.heartbeat.enter("waiting for the others to build their models", meeting=True)
+        await_all("models")
+
+    def connect(self) -> None:
+        """Use every process group once, and take memory; all workers call it, with nothing under way.
+
+        A device's memory that the allocator does not have yet, pinned memory, and kernels at their first use may wait
+        for the whole device, and so for messages that other workers' hosts have yet to post.
+        """
+        self.heartbeat.enter("waiting for the others to be ready", meeting=True)
+        await_all("ready")  # one may have read a large checkpoint
+        self.heartbeat.enter("connecting to the other workers", meeting=True)
+        self.groups.use_once()
+        self.heartbeat.enter("taking memory", meeting=True)
         compute, runtime = self.place.compute, runtime_of(self.place.compute)
         if not runtime.asynchronous:
             return
         tensors_bytes = int(self.plan.tensor_bytes(min(self.stages)) * _RESERVED)
-        runtime.reserve(compute, max(0, tensors_bytes - runtime.allocated_bytes(compute)))
+        # The allocator still has what the stages took when they ran once.
+        runtime.reserve(compute, max(0, tensors_bytes - runtime.peak_bytes(compute)))
         copies = LEAD + AHEAD + max(shape.in_flight(stage) for shape in self.shapes for stage in self.stages)
-        for size in _sizes(self):
+        for size in self.sizes:
             batch = self.spec.example_batch(size)
             held = [batch.pinned(compute) for _ in range(copies)]  # the allocator of pinned memory keeps it, too
             del held
         if self.tensor is not None:  # others were run before; ranks of a group can only run together
-            _run_once(self, [stage.module for stage in self.stages.values()], _sizes(self))
+            self.run_once((stage.module for stage in self.stages.values()), self.sizes)
         if self.evaluation is not None:
             with torch.no_grad():
-                size = self.evaluation.batch_size or self.microbatch_size
-                _run_once(self, self.evaluation.modules.values(), [size])
+                self.run_once(self.evaluation.modules.values(), [self.evaluation.batch_size or self.microbatch_size])
+
+    def run_once(self, modules: Iterable[StageModule], sizes: Iterable[int]) -> None:
+        """Run stages on batches of `sizes` samples, and leave no trace of it."""
+        compute = self.place.compute
+        with runtime_of(compute).random_state_kept(compute):
+            batches = [self.spec.example_batch(size).to(compute) for size in sizes]
+            for module, batch in product(modules, batches):
+                warm_up(module, batch)
 
     def stream(self, first: int, last: int) -> Iterator[Instruction]:
         """Yield this worker's instructions for minibatches `first` to `last` (exclusive), from an empty pipeline."""
@@ -153,14 +170,10 @@ class PipelineContext(Context):
 
     @property
     def shapes(self) -> tuple[PipelineShape, ...]:
-        """The shapes of all segments."""
         return (self.shape,) if self.start is None else (self.start.shape, self.shape)
 
     def segments(self, first: int) -> Iterator[tuple[int, int]]:
-        """Yield the parts of the run from minibatch `first` on, between which the pipeline runs empty.
-
-        They end before each checkpoint, and with the synchronous start.
-        """
+        """Yield the parts of the run from minibatch `first` on, between which the pipeline runs empty."""
         start = 0 if self.start is None else self.start.minibatches
         for part in ((first, min(start, self.minibatches)), (max(first, start), self.minibatches)):
             yield from segments(*part, self.job.checkpoints.every)
@@ -169,29 +182,18 @@ class PipelineContext(Context):
         """Return whether this worker, or its tensor-parallel group, is the first replica of `stage`."""
         return self.rank == self.plan.stages[stage].ranks[0]
 
-    def reports_for(self, stage: int) -> bool:
-        """Return whether this worker alone reports what all replicas of `stage` have alike."""
-        return self.is_first_replica(stage) and self.leads_tensor_group
-
 
 def pipeline_context(
     job: Job, spec: TrainingSpec, place: Place, heartbeat: Heartbeat | None = None, data: BatchSource | None = None
 ) -> PipelineContext:
-    """Build this worker's stages, with their optimizers and data.
-
-    Args:
-        spec: the model that `job.model` names.
-        data: replaces the model file's dataset.
-
-    Raises:
-        PlannerError: when the model, the plan and the options do not fit together.
-    """
+    """Build this worker's stages, with their optimizers and data; `data` replaces the model file's dataset."""
     rank, options = int(os.environ["RANK"]), job.options
     numbers = [number for number, stage in enumerate(job.plan.stages) if rank in stage.ranks]
     tensor = tensor_group(job.plan, rank)
     built = build_modules(job, numbers, spec, place.compute.type, tensor)
     plan = plan_of_tensor_rank(job.plan, 0 if tensor is None else tensor.place)
-    spec = spec.without_model()
+    # Without build_model(), which keeps a model in memory alive.
+    spec = replace(spec, functions={name: f for name, f in spec.functions.items() if name != "build_model"})
     # The graphs are full of cycles; with them go the weights of other stages, if they were made.
     gc.collect()
     modules = built.training
@@ -200,22 +202,19 @@ def pipeline_context(
         module.to(place.compute)
     return_free_pages()  # of the model: workers keep what they free for the next step otherwise
 
-    def make(part: Plan) -> BatchSource:
-        assert part.microbatch_size is not None  # or building the modules had failed
-        made = make_batches(spec, part.microbatch_size, part.microbatches, job.seed, drop_last=options.drop_last)
-        return weighted(made, part.loss, spec, whole=any(module.has_loss for module in modules.values()))
-
     start = None
     shape = replace(shape_of(plan), accumulate=options.accumulate, shared=tuple(sorted(built.shared)))
     if data is None:
+        assert plan.microbatch_size is not None  # or building the modules had failed
         # After the model: dataset() may draw random numbers, which must not change the initial weights.
-        made = make(plan)
+        made = make_batches(spec, plan.microbatch_size, plan.microbatches, job.seed, drop_last=options.drop_last)
         if options.synchronous_start:
             first = synchronous_part(plan)
             length = synchronous_minibatches(options.synchronous_start, made.minibatches(job.steps, job.epochs))
             start = SynchronousStart(length, replace(shape_of(first), shared=shape.shared))
-            made = DividedStart(make(first), made, length)
-        data = ReadAhead(made, place.compute)
+            made.start = length, first.microbatches
+        whole = any(module.has_loss for module in modules.values())
+        data = ReadAhead(weighted(made, plan.loss, spec, whole=whole), place.compute)
     check_sizes(modules.values(), data.last_sizes)
     check_sizes(modules.values(), data.start_sizes, of_start=True)
     held = {}
@@ -231,6 +230,9 @@ def pipeline_context(
             sharding=sharding_of(plan.stages[number], module, shared, rank, place.wire),
         )
         held[number] = HeldStage(number, module, optimizer, shared)
+    minibatches = data.minibatches(job.steps, job.epochs)
+    if job.baseline is not None and not shape.schedule.divides:
+        minibatches = -(-minibatches // plan.workers) * plan.workers  # DistributedDataParallel waits for every worker
     context = PipelineContext(
         job=job,
         spec=spec,
@@ -238,7 +240,7 @@ def pipeline_context(
         rank=rank,
         heartbeat=heartbeat or Heartbeat(),
         data=data,
-        minibatches=data.minibatches(job.steps, job.epochs),
+        minibatches=minibatches,
         groups=DataGroups(place, message_timeout(job.run_options.hang_timeout_s)),
         shape=shape,
         tensor=tensor,
@@ -249,7 +251,12 @@ def pipeline_context(
         deferred=built.deferred,
     )
     if (plan.compiled or runtime_of(place.compute).asynchronous) and tensor is None:  # ranks of a group run together
-        _warm_up(context)
+        # A worker that compiles in the middle of a run looks as if it hung. On a GPU kernels and the handles of
+        # libraries are loaded at their first use, which may wait for the whole device.
+        context.heartbeat.enter("compiling its stages" if plan.compiled else "warming its stages up")
+        if plan.compiled:
+            check_compiler(place.compute.type)
+        context.run_once(modules.values(), context.sizes)
     return context
 
 
@@ -263,30 +270,3 @@ def sharding_of(
     # In the order of the process group, which torch sorts by rank: the plan's may be another.
     member = sorted(stage.ranks).index(rank), stage.replicas
     return Sharding(trained, member, shared.parameters.values(), wire)
-
-
-def _warm_up(context: PipelineContext) -> None:
-    """Run the stages once for all sizes of microbatches.
-
-    Compilation happens before the run, because a worker that compiles in the middle of it looks as if it hung. On a GPU
-    kernels and the handles of libraries are loaded at their first use, which may wait for the whole device: the more of
-    it is done before messages are under way, the better.
-    """
-    context.heartbeat.enter("compiling its stages" if context.plan.compiled else "warming its stages up")
-    if context.plan.compiled:
-        check_compiler(context.place.compute.type)
-    _run_once(context, [stage.module for stage in context.stages.values()], _sizes(context))
-
-
-def _run_once(context: PipelineContext, modules: Collection[StageModule], sizes: Iterable[int]) -> None:
-    """Run stages on batches of `sizes` samples, and leave no trace of it."""
-    compute = context.place.compute
-    with runtime_of(compute).random_state_kept(compute):
-        for size in sizes:
-            batch = context.spec.example_batch(size).to(compute)
-            for module in modules:
-                warm_up(module, batch)
-
-
-def _sizes(context: PipelineContext) -> set[int]:
-    return {context.microbatch_size, *filter(None, (*context.data.last_sizes, *context.data.start_sizes))}

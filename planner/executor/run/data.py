@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch.utils.data import Dataset
 
-from planner.errors import ModelFileError
+from planner.errors import InputError, ModelFileError
 from planner.formats.profile import LossMean
-from planner.model.batch import Batch, collate
-from planner.model.loss import Shares, shares_function
+from planner.model.batch import Batch, collate, make_batch
+from planner.model.loss import Shares, shares_by_samples, shares_function
 from planner.model.spec import TrainingSpec
 from planner.options.training import STEPS
 from planner.schedule.instructions import Unit
@@ -31,19 +32,18 @@ class BatchSource(ABC):
 
     random = False  # whether it is made up, so that losses mean nothing
     device = torch.device("cpu")  # that the batches are copied to, from pinned memory
-    last_sizes: tuple[int, ...] = ()  # microbatch sizes of an epoch's last minibatch, if it is smaller
-    start_sizes: tuple[int, ...] = ()  # microbatch sizes of a synchronous start, if there is one
+    last_size = 0  # samples of an epoch's last minibatch, if it is smaller
+    start: tuple[int, int] | None = None  # minibatches of a synchronous start, and the microbatches of each
 
     def __init__(self, microbatches: int) -> None:
-        self.microbatches = microbatches  # per minibatch
+        self.microbatches = microbatches  # per minibatch, after a synchronous start
 
     @abstractmethod
     def batch(self, unit: Unit) -> Batch:
         """Return the samples of one microbatch, which has at least one."""
 
     @abstractmethod
-    def minibatch_size(self, minibatch: int) -> int:
-        """Return the number of samples of a minibatch."""
+    def minibatch_size(self, minibatch: int) -> int: ...
 
     @abstractmethod
     def minibatches(self, steps: int | None, epochs: int | None) -> int:
@@ -51,7 +51,26 @@ class BatchSource(ABC):
 
     def size(self, unit: Unit) -> int:
         """Return the number of samples of one microbatch; 0 if a last minibatch has fewer samples than microbatches."""
-        return even_size(self.minibatch_size(unit.minibatch), self.microbatches, unit.microbatch)
+        samples, parts = self.minibatch_size(unit.minibatch), self.parts(unit.minibatch)
+        return samples // parts + (unit.microbatch < samples % parts)
+
+    def parts(self, minibatch: int) -> int:
+        return self.start[1] if self.start is not None and minibatch < self.start[0] else self.microbatches
+
+    @property
+    def last_sizes(self) -> tuple[int, ...]:
+        """Microbatch sizes of an epoch's last minibatch, if it is smaller."""
+        ways = (self.microbatches, *(() if self.start is None else self.start[1:]))
+        return tuple(size for parts in ways for size in even_sizes(self.last_size, parts)) if self.last_size else ()
+
+    @property
+    def start_sizes(self) -> tuple[int, ...]:
+        """Microbatch sizes of a synchronous start, if there is one."""
+        return () if self.start is None else tuple(even_sizes(self.minibatch_size(0), self.start[1]))
+
+    def reading(self, units: Iterable[Unit]) -> AbstractContextManager[object]:
+        """Return a context in which the source may read `units` ahead."""
+        return nullcontext()
 
     def share(self, unit: Unit) -> float:
         """Return how much the microbatch's loss counts in its minibatch's: here, its share of the samples."""
@@ -60,12 +79,7 @@ class BatchSource(ABC):
 
 def even_sizes(samples: int, parts: int) -> list[int]:
     """Divide `samples` into sizes that differ by one at most, larger ones first: (5, 3) -> [2, 2, 1]."""
-    return [even_size(samples, parts, part) for part in range(parts)]
-
-
-def even_size(samples: int, parts: int, part: int) -> int:
-    """Return the size of one of the parts of `even_sizes`."""
-    return samples // parts + (part < samples % parts)
+    return [samples // parts + (part < samples % parts) for part in range(parts)]
 
 
 def make_batches(
@@ -81,12 +95,7 @@ def make_batches(
 class DatasetBatches(BatchSource):
     """Minibatches of a map-style dataset, shuffled in each epoch by a generator seeded with seed and epoch.
 
-    The last minibatch of an epoch has the remaining samples. The sizes of its microbatches differ by one at most,
-    larger ones first; with fewer samples than microbatches, some are empty.
-
-    Args:
-        dataset: items are (args, target) or (args, kwargs, target), without batch dimension.
-        drop_last: leave out a last, smaller minibatch.
+    The last minibatch of an epoch has the remaining samples, unless `drop_last` leaves it out.
     """
 
     def __init__(
@@ -98,36 +107,33 @@ class DatasetBatches(BatchSource):
         self._seed = seed
         self._samples = len(dataset)  # type: ignore[arg-type]  # map-style datasets have a length, their base does not
         whole, rest = divmod(self._samples, self._size)
-        self._last_size = 0 if drop_last else rest  # 0 if all minibatches have the same size
-        self.minibatches_per_epoch = whole + (self._last_size > 0)
+        self.last_size = 0 if drop_last else rest
+        self.minibatches_per_epoch = whole + (self.last_size > 0)
         if self.minibatches_per_epoch == 0:
             raise ModelFileError(
                 f"dataset() has {self._samples} samples, fewer than one minibatch of {self._size}",
                 hint="profile with a smaller `batch_size`" + (", or train without `drop_last`" if drop_last else ""),
             )
-        self.last_sizes = tuple(even_sizes(self._last_size, microbatches)) if self._last_size else ()
         self._epoch = -1
         self._order: list[int] = []
 
     def batch(self, unit: Unit) -> Batch:
-        with _ONE_READER:
-            batch = self._batch(unit)
-        return batch.pinned(self.device)
-
-    def _batch(self, unit: Unit) -> Batch:
         epoch, position = divmod(unit.minibatch, self.minibatches_per_epoch)
-        if epoch != self._epoch:
-            # A generator of its own: the order must not depend on what else draws random numbers.
-            generator = torch.Generator().manual_seed(self._seed * 1_000_003 + epoch)
-            self._order = torch.randperm(self._samples, generator=generator).tolist()
-            self._epoch = epoch
-        sizes = even_sizes(self.minibatch_size(unit.minibatch), self.microbatches)
+        sizes = even_sizes(self.minibatch_size(unit.minibatch), self.parts(unit.minibatch))
         start = position * self._size + sum(sizes[: unit.microbatch])
-        return collate([self._dataset[index] for index in self._order[start : start + sizes[unit.microbatch]]])
+        with _ONE_READER:
+            if epoch != self._epoch:
+                # A generator of its own: the order must not depend on what else draws random numbers.
+                generator = torch.Generator().manual_seed(self._seed * 1_000_003 + epoch)
+                self._order = torch.randperm(self._samples, generator=generator).tolist()
+                self._epoch = epoch
+            samples = [self._dataset[index] for index in self._order[start : start + sizes[unit.microbatch]]]
+            batch = collate(samples)
+        return batch.pinned(self.device)
 
     def minibatch_size(self, minibatch: int) -> int:
         last = minibatch % self.minibatches_per_epoch == self.minibatches_per_epoch - 1
-        return self._last_size if last and self._last_size else self._size
+        return self.last_size if last and self.last_size else self._size
 
     def minibatches(self, steps: int | None, epochs: int | None) -> int:
         return steps if steps is not None else (epochs or 1) * self.minibatches_per_epoch
@@ -145,17 +151,18 @@ class RandomBatches(BatchSource):
         self._example_batch = example_batch
         self._microbatch_size = microbatch_size
         self._seed = seed
-        self._made: dict[int, Batch] = {}
+        self._made: dict[tuple[int, int], Batch] = {}
 
     def batch(self, unit: Unit) -> Batch:
-        which = unit.minibatch % RANDOM_BATCHES * self.microbatches + unit.microbatch
-        if which not in self._made:
+        parts = self.parts(unit.minibatch)
+        which = unit.minibatch % RANDOM_BATCHES * parts + unit.microbatch
+        if (parts, which) not in self._made:
             # A seed of its own, so that workers agree on a batch whatever else they have made before.
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(self._seed * 1_000_003 + which)
-                made = self._example_batch(self._microbatch_size)
-            self._made[which] = made.pinned(self.device)
-        return self._made[which]
+                made = self._example_batch(self.size(unit))
+            self._made[parts, which] = made.pinned(self.device)
+        return self._made[parts, which]
 
     def minibatch_size(self, minibatch: int) -> int:
         return self._microbatch_size * self.microbatches
@@ -166,26 +173,21 @@ class RandomBatches(BatchSource):
         return steps if steps is not None else STEPS
 
 
-class EvaluationData(ABC):
+class EvaluationData:
     """The batches of an evaluation; the minibatch of a unit is the number of its batch."""
 
     sizes: Sequence[int]  # samples of each batch
+    batches: Sequence[Batch]
 
-    @abstractmethod
     def batch(self, unit: Unit) -> Batch:
-        """Return the samples of one batch."""
+        return self.batches[unit.minibatch]
 
     def size(self, unit: Unit) -> int:
-        """Return the number of samples of one batch."""
         return self.sizes[unit.minibatch]
 
 
 class EvaluationBatches(EvaluationData):
-    """A map-style dataset in its own order, in batches of `size` samples; the last one has the remaining samples.
-
-    Args:
-        drop_last: leave out a last, smaller batch, for models that accept one batch size only.
-    """
+    """A map-style dataset in its own order, in batches of `size` samples; the last one may be smaller."""
 
     def __init__(self, dataset: Dataset[Any], size: int, *, drop_last: bool = False) -> None:
         self._dataset = dataset
@@ -209,7 +211,7 @@ class ChangedBatches(BatchSource):
 
     def __init__(self, source: BatchSource) -> None:
         super().__init__(source.microbatches)
-        self.random, self.last_sizes, self.start_sizes = source.random, source.last_sizes, source.start_sizes
+        self.random, self.last_size, self.start = source.random, source.last_size, source.start
         self._source = source
 
     def batch(self, unit: Unit) -> Batch:
@@ -221,27 +223,21 @@ class ChangedBatches(BatchSource):
     def minibatches(self, steps: int | None, epochs: int | None) -> int:
         return self._source.minibatches(steps, epochs)
 
-    def size(self, unit: Unit) -> int:
-        return self._source.size(unit)
-
     def share(self, unit: Unit) -> float:
         return self._source.share(unit)
 
 
 def weighted(source: BatchSource, mean: LossMean | None, spec: TrainingSpec, *, whole: bool = True) -> BatchSource:
-    """Return the batches with the shares that the plan's loss asks for; as they are where these follow the samples."""
+    """Return the batches with the shares that the plan's loss asks for."""
     shares = shares_function(mean, spec)
-    return source if shares is None or source.microbatches == 1 else WeightedBatches(source, shares, whole=whole)
+    undivided = source.microbatches == 1 and source.start is None
+    return source if shares is None or undivided else WeightedBatches(source, shares, whole=whole)
 
 
 class WeightedBatches(ChangedBatches):
     """Batches whose shares of the loss depend on what is in them, such as labels that are not padded.
 
-    A worker that computes the loss reads whole minibatches, also where replicas of its stage divide them: what a
-    microbatch counts depends on all others of its minibatch.
-
-    Args:
-        shares: of the parts of a minibatch.
+    A worker that computes the loss reads `whole` minibatches, also where replicas of its stage divide them.
     """
 
     def __init__(self, source: BatchSource, shares: Shares, *, whole: bool) -> None:
@@ -258,11 +254,10 @@ class WeightedBatches(ChangedBatches):
         return self._minibatch(unit.minibatch)[1][unit.microbatch] if self.size(unit) else 0.0
 
     def _minibatch(self, number: int) -> tuple[list[Batch], list[float]]:
-        """Return the microbatches of a minibatch that have samples, and their shares."""
         with self._lock:
             if number not in self._read:
                 # Larger microbatches come first, so that empty ones are the last.
-                units = [Unit(number, microbatch) for microbatch in range(self.microbatches)]
+                units = [Unit(number, microbatch) for microbatch in range(self.parts(number))]
                 parts = [self._source.batch(unit) for unit in units if self.size(unit)]
                 while len(self._read) >= KEPT:
                     del self._read[min(self._read)]
@@ -270,27 +265,55 @@ class WeightedBatches(ChangedBatches):
             return self._read[number]
 
 
-class DividedStart(ChangedBatches):
-    """The same minibatches, of which the first are divided as in `first`, and all others as in `later`."""
+class FedBatches(BatchSource):
+    """Minibatches that were handed in, the newest `kept` of them; their `shares` follow the samples by default."""
 
-    def __init__(self, first: BatchSource, later: BatchSource, start: int) -> None:
-        super().__init__(later)
-        self.last_sizes = (*first.last_sizes, *later.last_sizes)
-        self.start_sizes = tuple(first.size(Unit(0, number)) for number in range(first.microbatches))
-        self._first, self._start = first, start
+    def __init__(self, microbatches: int, kept: int, shares: Shares | None = None) -> None:
+        super().__init__(microbatches)
+        self._kept = kept
+        self._shares_of = shares or shares_by_samples
+        self._fed: dict[int, tuple[int, list[Batch], list[float]]] = {}  # samples, microbatches and their shares
+        self.count = 0  # minibatches handed in, those before a checkpoint included
+
+    def feed(self, batch: Batch) -> None:
+        parts = batch.split(min(self.microbatches, batch.size))
+        self._fed[self.count] = batch.size, parts, self._shares_of(parts)
+        self._fed.pop(self.count - self._kept, None)
+        self.count += 1
 
     def batch(self, unit: Unit) -> Batch:
-        batch = self._of(unit.minibatch).batch(unit)
-        return batch.pinned(self.device)
-
-    def minibatch_size(self, minibatch: int) -> int:
-        return self._of(minibatch).minibatch_size(minibatch)
-
-    def size(self, unit: Unit) -> int:
-        return self._of(unit.minibatch).size(unit)
+        return self._fed[unit.minibatch][1][unit.microbatch]
 
     def share(self, unit: Unit) -> float:
-        return self._of(unit.minibatch).share(unit)
+        return self._fed[unit.minibatch][2][unit.microbatch] if self.size(unit) else 0.0
 
-    def _of(self, minibatch: int) -> BatchSource:
-        return self._first if minibatch < self._start else self._source
+    def parts_of(self, minibatch: int) -> int:
+        """Count the parts of a minibatch's loss: its microbatches that have samples."""
+        return len(self._fed[minibatch][1])
+
+    def minibatch_size(self, minibatch: int) -> int:
+        return self._fed[minibatch][0]
+
+    def minibatches(self, steps: int | None, epochs: int | None) -> int:
+        return ENDLESS
+
+
+class FedEvaluation(EvaluationData):
+    """The batches of one evaluation."""
+
+    def __init__(self, size: int, *, fixed: bool) -> None:
+        self._size, self._fixed = size, fixed
+
+    def feed(self, batches: Iterable[object]) -> None:
+        """Take the batches of the next evaluation; raise InputError for none, or of a size that stages do not take."""
+        taken = [make_batch(batch, "a batch given to evaluate()") for batch in batches]
+        if not taken:
+            raise InputError("evaluate() was given no batches", hint="give an iterable of batches")
+        for batch in taken:
+            if batch.size > self._size or (self._fixed and batch.size < self._size):
+                most = "exactly" if self._fixed else "at most"
+                raise InputError(
+                    f"a batch of {batch.size} samples was given to evaluate(), and stages take {most} {self._size}",
+                    hint="make the batches of the evaluation as large as the plan's microbatches",
+                )
+        self.batches, self.sizes = taken, [batch.size for batch in taken]

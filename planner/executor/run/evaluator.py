@@ -1,14 +1,9 @@
 """Evaluate between updates: the evaluation data passes forward through the pipeline, with the newest weights.
 
-Every stage stops after its update of the same minibatch, so the weights of all stages have seen the same data. Training
-then continues where it stopped: units in flight stay in flight, and every minibatch uses the weights that it would have
-used without evaluation. Over gloo messages have process groups of their own, because training has already posted
-receives on its groups; over NCCL they share training's communicators.
-
-Under asynchronous schedules a stage is ahead of the next one when both evaluate: it has sent what the other takes only
-after the evaluation. Over NCCL such a send may stay on the sender's device until the receiver posts. If the sender's
-host then waits for its device, which it may at the first kernels of an evaluation, it sends no evaluation data, and the
-receiver waits for these. So the receiver posts what is under way before it evaluates: see `MessagesUnderWay`.
+Every stage stops after its update of the same minibatch, and units in flight stay in flight. So under asynchronous
+schedules a stage has sent what the next one takes only after the evaluation. Over NCCL such a send may stay on the
+sender's device until the receiver posts. If the sender's host then waits for its device, it sends no evaluation data,
+and the receiver waits for these. So the receiver posts what is under way before it evaluates: see `MessagesUnderWay`.
 """
 
 from __future__ import annotations
@@ -18,6 +13,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,6 +28,7 @@ from planner.executor.run.context import PipelineContext
 from planner.executor.run.data import EvaluationBatches, EvaluationData
 from planner.formats.profile import LossMean
 from planner.model.batch import Batch
+from planner.model.capture.graph import LOSS
 from planner.model.loss import weight_function
 from planner.model.options import autocasting
 from planner.model.stage.evaluation import separate_buffers, share_buffers
@@ -83,11 +80,8 @@ class Evaluator:
     """One worker's part of the evaluations of a run; all workers make one together, because it makes process groups.
 
     Args:
-        context: of this worker; `evaluation` has its stages.
         replicas: by stage, the process group of this worker's replicated stages.
-        links: of training. Over NCCL evaluation sends on its lanes, too: what was sent on them before an evaluation has
-            been posted by both workers by then, so the order of a lane's messages is the same for both.
-        data: to evaluate on; None for the model file's evaluation_dataset().
+        links: of training. Over NCCL evaluation sends on its lanes, too: all before has been posted by both workers.
     """
 
     def __init__(
@@ -116,7 +110,10 @@ class Evaluator:
         channels = tuple(Channel(source, target, gradient=False) for source, target in sorted(self._stages.transfers))
         self._shape = replace(context.shape, channels=channels)
         layouts = Layouts(self._stages.transfers, {}, self._data.size, with_scale=False)
-        groups = LinkGroups(context.groups, self._all_streams(), context.receivers, links)
+        # Long enough that each replica exchanges messages with all that it ever does.
+        batches, shapes = math.lcm(*self._shape.replicas), reversed(context.shapes_of_tensor_ranks(self._shape))
+        streams = {rank: evaluation_stream(shape, rank, batches) for shape in shapes for rank in shape.first_stages}
+        groups = LinkGroups(context.groups, streams, context.receivers, links)
         most = 2 * group_size(self._shape)
         self._links = links_over(context.place)(groups, layouts.layout, most, context.place, ())
         self._links.reserve(layouts, fixed or context.microbatch_size)
@@ -125,67 +122,42 @@ class Evaluator:
         """Evaluate after `minibatch` minibatches; return the result on the first replica of the last stage."""
         totals: Counter[str] = Counter()
         self._context.heartbeat.enter("preparing to evaluate", meeting=True)
-        self._fetch_buffers()
-        # Random numbers that the evaluation draws must not change those of training.
-        with torch.no_grad(), runtime_of(self._context.place.compute).random_state_kept(self._context.place.compute):
-            for unit, batch, results, known in self._forwards():
-                if "loss" in results:
-                    totals.update(self._sums(unit, batch, results["loss"], known))
-        return self._merge(minibatch, totals)
-
-    def _fetch_buffers(self) -> None:
-        """Copy the first replica's buffers, such as BatchNorm's statistics, which differ between replicas.
-
-        The first replica's are those that are saved, so the saved model has the results of this evaluation.
-        """
+        # The first replica's buffers, such as BatchNorm's statistics, are those that are saved.
         for number, module in self._stages.modules.items():
             for _, buffer in sorted(module.named_buffers()) if number in self._replicas else ():
                 dist.broadcast(buffer, self._shape.ranks[number][0], self._replicas[number])
-
-    def _forwards(self) -> Iterator[tuple[Unit, Batch | None, Mapping[str, Tensor], Mapping[str, Tensor]]]:
-        """Run this worker's stream.
-
-        Yields, for each forward: its unit, its batch if the stage reads one, its results, and all values that its stage
-        has received or made.
-        """
-        links = self._links
-        links.follow([evaluation_stream(self._shape, self._context.rank, len(self._data.sizes))])
-        known: dict[tuple[int, Unit], dict[str, Tensor]] = {}
-        for instruction in evaluation_stream(self._shape, self._context.rank, len(self._data.sizes)):
-            assert isinstance(instruction, (ReceiveActivation, Forward, SendActivation))
-            self._context.heartbeat.begin(instruction, evaluating=True)
-            values = known.setdefault((instruction.stage, instruction.unit), {})
-            match instruction:
-                case ReceiveActivation():
-                    values.update(links.receive(instruction))
-                case Forward(stage=stage, unit=unit):
-                    # The values of the unit before have been sent: free them.
-                    for key in [key for key in known if key != (stage, unit) and key[0] == stage]:
-                        del known[key]
-                    batch, module = self._batch(stage, unit), self._stages.modules.get(stage)
-                    # None: all of the stage's layers are for training only.
-                    results: dict[str, Tensor] = {} if module is None else module(batch, values)
-                    values.update(results)
-                    yield unit, batch, results, values
-                case SendActivation(stage=stage, peer_stage=target):
-                    names = [spec.name for spec in self._stages.transfers[stage, target]]
-                    links.send(instruction, {name: values[name] for name in names})
+        links, compute = self._links, self._context.place.compute
+        stream = partial(evaluation_stream, self._shape, self._context.rank, len(self._data.sizes))
+        links.follow([stream()])
+        known: dict[tuple[int, Unit], dict[str, Tensor]] = {}  # that a stage has received or made
+        # Random numbers that the evaluation draws must not change those of training.
+        with torch.no_grad(), runtime_of(compute).random_state_kept(compute):
+            for instruction in stream():
+                assert isinstance(instruction, (ReceiveActivation, Forward, SendActivation))
+                self._context.heartbeat.begin(instruction, evaluating=True)
+                values = known.setdefault((instruction.stage, instruction.unit), {})
+                match instruction:
+                    case ReceiveActivation():
+                        values.update(links.receive(instruction))
+                    case Forward(stage=stage, unit=unit):
+                        # The values of the unit before have been sent: free them.
+                        for key in [key for key in known if key != (stage, unit) and key[0] == stage]:
+                            del known[key]
+                        layers = self._stages.modules.get(stage)
+                        measures = stage == self._stages.last and self._context.spec.defines("metrics")
+                        reads = measures or (layers is not None and layers.needs_batch)
+                        batch = self._data.batch(unit).to(compute) if reads else None
+                        if layers is not None:  # or all of the stage's layers are for training only
+                            results = layers(batch, values)
+                            values.update(results)
+                            if LOSS in results:
+                                totals.update(self._sums(unit, batch, results[LOSS], values))
+                    case SendActivation(stage=stage, peer_stage=target):
+                        names = [spec.name for spec in self._stages.transfers[stage, target]]
+                        links.send(instruction, {name: values[name] for name in names})
         links.drain()
         links.follow(())  # training needs the memory of the buffers that are left
-
-    def _all_streams(self) -> Mapping[int, Iterator[Instruction]]:
-        """Return all workers' streams, long enough that each replica exchanges messages with all that it ever does."""
-        batches = math.lcm(*self._shape.replicas)
-        shapes = reversed(self._context.shapes_of_tensor_ranks(self._shape))
-        return {rank: evaluation_stream(shape, rank, batches) for shape in shapes for rank in shape.first_stages}
-
-    def _batch(self, stage: int, unit: Unit) -> Batch | None:
-        """Return the samples, if the stage's layers or metrics(output, target) read them."""
-        module = self._stages.modules.get(stage)
-        needed = (module is not None and module.needs_batch) or (
-            stage == self._stages.last and self._context.spec.defines("metrics")
-        )
-        return self._data.batch(unit).to(self._context.place.compute) if needed else None
+        return self._merge(minibatch, totals)
 
     def _sums(self, unit: Unit, batch: Batch | None, loss: Tensor, known: Mapping[str, Tensor]) -> dict[str, Any]:
         """Return the loss of a batch and the metrics, each times what it is a mean over, and the loss' weight."""
@@ -201,7 +173,7 @@ class Evaluator:
         return found
 
     def _merge(self, minibatch: int, totals: Mapping[str, float]) -> Evaluation | None:
-        """Gather the sums of the last stage's replicas on the first of them, which returns the means."""
+        # On the first replica of the last stage.
         ranks = self._shape.ranks[self._stages.last]
         parts = gather_bytes(json.dumps(totals).encode(), ranks=ranks) if self._context.rank in ranks else []
         if not parts or not self._context.leads_tensor_group:
@@ -216,15 +188,15 @@ class Evaluator:
         return Evaluation(minibatch=minibatch, samples=samples, loss=loss, metrics=means)
 
 
-def evaluation_points(shape: PipelineShape, first: int, last: int, every: int) -> list[int]:
+def evaluation_points(shape: PipelineShape, first: int, last: int, every: int, *, at_end: bool = False) -> list[int]:
     """Return the minibatches after which to evaluate, between `first` (exclusive) and `last`.
 
-    They are the multiples of `every` in the run, each moved on to where all stages end a round, or to `last`, where the
-    pipeline drains.
+    They are the multiples of `every`, moved on to where all stages end a round; `at_end`, `last` as well.
     """
     period = math.lcm(*(shape.minibatches_per_update(stage) for stage in range(len(shape.ranks))))
     due = range((first // every + 1) * every, last + 1, every)
-    return sorted({min(last, first + -(-(minibatch - first) // period) * period) for minibatch in due})
+    points = {min(last, first + -(-(minibatch - first) // period) * period) for minibatch in due}
+    return sorted(points | {last} if at_end else points)
 
 
 def updates_between(shape: PipelineShape, stages: Iterable[int], first: int, start: int, end: int) -> dict[int, int]:

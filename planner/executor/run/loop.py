@@ -1,8 +1,4 @@
-"""The loop of one worker in the joined group, which `planner.train` and a user's own loop drive alike.
-
-A client says how far the worker's stream of instructions goes: as far as the minibatches that are known allow, to an
-evaluation, or to its end.
-"""
+"""The loop of one worker in the joined group, which `planner.train` and a user's own loop drive alike."""
 
 from __future__ import annotations
 
@@ -63,10 +59,7 @@ class Groups:
 
 
 def all_streams(*shapes: PipelineShape) -> Mapping[int, Iterable[Instruction]]:
-    """Return all workers' streams, long enough that each replica exchanges messages with all that it ever does.
-
-    Streams of several shapes, which have the same stages, follow one another.
-    """
+    """Return all workers' streams, long enough that each replica exchanges messages with all that it ever does."""
     minibatches = math.lcm(*shapes[0].replicas)
     return {
         # A list, because streams that were made later would all be of the last rank.
@@ -76,11 +69,7 @@ def all_streams(*shapes: PipelineShape) -> Mapping[int, Iterable[Instruction]]:
 
 
 def make_worker(context: PipelineContext, groups: Groups, observers: Observers, upcoming: Segments) -> PipelineWorker:
-    """Connect this worker's stages with their replicas and neighbours.
-
-    Args:
-        upcoming: a copy of the worker's stream by segments, as far as it is known: links look ahead in it.
-    """
+    """Connect this worker's stages with their replicas and neighbours; `upcoming` is as for `Loop`."""
     job, held = context.job, context.stages
     layouts = Layouts(
         context.transfers,
@@ -110,12 +99,7 @@ def make_worker(context: PipelineContext, groups: Groups, observers: Observers, 
 class Loop:
     """One worker's part of the training of a plan; all workers make theirs together, because it makes process groups.
 
-    Args:
-        upcoming: a copy of the worker's stream by segments, as far as it is known: links look ahead in it.
-        evaluation_data: to evaluate on; None for the model file's evaluation_dataset().
-
-    Attributes:
-        first: the minibatch that the stream began with, in an empty pipeline.
+    `upcoming` is a copy of the worker's stream by segments, as far as it is known: links look ahead in it.
     """
 
     def __init__(
@@ -146,15 +130,11 @@ class Loop:
             stage.versions.restart()  # each segment of a stream counts versions of the weights from 0
 
     def run_allowed(self, count: int, unread: int = 0) -> None:
-        """Execute the next instructions that the first `count` minibatches of the run allow; see `Worker.run`."""
+        """Execute what the first `count` minibatches of the run allow, but wait for no `unread` newest losses."""
         self.worker.run(self._allowed(count), unread)
 
     def drain(self, count: int | None = None) -> None:
-        """Finish all minibatches in flight.
-
-        Args:
-            count: minibatches of the run so far, where the stream was begun without its end.
-        """
+        """Finish all minibatches in flight, of `count` so far where the stream was begun without its end."""
         rest = self._stream
         if count is not None:
             # A stream that ends there begins with what was executed of the endless one: they differ at the end only.
@@ -181,11 +161,10 @@ class Loop:
         return evaluation
 
     def _then_pause(self, point: int, updates: Mapping[int, int]) -> Iterator[Instruction]:
-        """Yield instructions until so many updates, then prepare for a pause before the worker waits for its losses."""
         yield from until_updated(self._stream, updates)
         messages = self._messages
         assert messages is not None
-        self.worker.expect(lambda: messages.before(point))
+        self.worker.links.expect(lambda: messages.before(point))
 
     def _allowed(self, count: int) -> Iterator[Instruction]:
         while True:
@@ -210,11 +189,7 @@ class Loop:
 
 
 def make_checkpointer(context: PipelineContext, options: CheckpointOptions, per_epoch: int | None) -> Checkpointer:
-    """Return what writes and reads checkpoints of this worker's stages; all workers call it.
-
-    Args:
-        per_epoch: minibatches; None without a dataset.
-    """
+    """Return what writes and reads checkpoints of this worker's stages; all workers call it."""
     own = [
         Restorable(
             number,

@@ -10,7 +10,8 @@ the newest minibatches stay in flight until more come, or until `drain`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -19,16 +20,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.optim import Optimizer
 
 from planner.arguments import checked
 from planner.errors import InputError
 from planner.executor.checkpoint.checkpointer import Checkpointer
 from planner.executor.communication.control import broadcast_bytes, control_group, gather_bytes
-from planner.executor.run.agreement import check_loss, check_schedule, take_place
+from planner.executor.run.agreement import check_loss, check_schedule, joined, start_worker, take_place
 from planner.executor.run.context import pipeline_context
-from planner.executor.run.feeding import FedBatches, FedEvaluation, SharedLosses
-from planner.executor.run.lifecycle import await_models, connect_all, joined, start_worker
+from planner.executor.run.data import FedBatches, FedEvaluation
 from planner.executor.run.loop import Groups, Loop, make_checkpointer, save_weights
 from planner.executor.run.worker import Observers
 from planner.formats.names import Backend, DeviceType
@@ -42,13 +43,57 @@ from planner.workers.meeting import started_as_worker
 from planner.workers.supervisor import Supervisor
 
 
-class Pipeline:
-    """One worker's part of a pipeline that a custom loop feeds; made by `planner.pipeline`.
+class SharedLosses:
+    """Sums the parts of each minibatch's loss over all workers, so that all know it.
 
     Args:
-        job: with the plan for this model.
-        spec: the model with its loss and optimizer.
+        lag: steps until a step's sums are waited for, because the last stage is as many behind the first.
+        width: the most minibatches whose losses may be incomplete.
+        parts_of: how many parts the loss of a minibatch has, over all workers.
     """
+
+    def __init__(self, group: dist.ProcessGroup, lag: int, width: int, parts_of: Callable[[int], int]) -> None:
+        self._group, self._lag, self._width, self._parts_of = group, lag, width, parts_of
+        self._pending: deque[tuple[int, Tensor, dist.Work]] = deque()
+        self._sums: dict[int, tuple[float, float]] = {}  # loss so far, and parts that are missing
+        self.known: dict[int, float] = {}  # by minibatch
+
+    def exchange(self, count: int, parts: Sequence[tuple[int, float]]) -> None:
+        """Add this worker's new parts, of the last `width` of `count` minibatches; all workers call it together."""
+        if count and count - 1 not in self.known:
+            self._sums.setdefault(count - 1, (0.0, self._parts_of(count - 1)))
+        sums = torch.zeros(self._width, 2, dtype=torch.float64)
+        for minibatch, part in parts:
+            sums[minibatch % self._width] += torch.tensor([part, 1.0], dtype=torch.float64)
+        work = dist.all_reduce(sums, group=self._group, async_op=True)
+        assert work is not None
+        self._pending.append((count, sums, work))
+        while len(self._pending) > self._lag:
+            self._merge()
+
+    def settle(self) -> None:
+        while self._pending:
+            self._merge()
+
+    @property
+    def newest(self) -> float | None:
+        return self.known[max(self.known)] if self.known else None
+
+    def _merge(self) -> None:
+        count, sums, work = self._pending.popleft()
+        work.wait()
+        for minibatch in range(max(0, count - self._width), count):
+            loss, parts = sums[minibatch % self._width].tolist()
+            if parts:
+                total, missing = self._sums.pop(minibatch)
+                if parts == missing:
+                    self.known[minibatch] = total + loss
+                else:
+                    self._sums[minibatch] = total + loss, missing - parts
+
+
+class Pipeline:
+    """One worker's part of a pipeline that a custom loop feeds; made by `planner.pipeline`."""
 
     def __init__(self, job: Job, spec: TrainingSpec) -> None:
         plan, options = job.plan, job.options
@@ -78,7 +123,7 @@ class Pipeline:
         with ExitStack() as entering:  # an error in here leaves the others as one in the loop does
             entering.enter_context(joined(job, heartbeat, Supervisor(job, heartbeat, script=True)))
             self._context = pipeline_context(job, self._spec, place, heartbeat, self._data)
-            await_models(self._context)
+            self._context.await_models()
             groups, observers = Groups.create(self._context), Observers(self._context.heartbeat)
             if (evaluation := self._context.evaluation) is not None:
                 fixed = evaluation.batch_size
@@ -89,7 +134,7 @@ class Pipeline:
             lag = self._depth if self.plan.schedule.asynchronous else 0
             self._unread = lag * self.plan.microbatches
             self._losses = SharedLosses(control_group(), lag, self._kept + lag, self._data.parts_of)
-            connect_all(self._context)
+            self._context.connect()
             dist.barrier(control_group())
             self._group = entering.pop_all()
         return self
@@ -138,7 +183,7 @@ class Pipeline:
             self._loop.begin(self._data.count)
         return self._losses.newest
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
+    def state_dict(self) -> dict[str, Tensor]:
         """Return the newest weights of this worker's stages, by their names in the unsplit model; drain first."""
         modules = (stage.module for stage in self._context.stages.values())
         return {name: tensor for module in modules for name, tensor in module.state_dict().items()}
@@ -164,8 +209,7 @@ class Pipeline:
     @property
     def optimizers(self) -> list[Optimizer]:
         """The optimizers of this worker's stages, for schedulers of the script's own; none without trained weights."""
-        held = (stage.optimizer.optimizer for stage in self._context.stages.values())
-        return [optimizer for optimizer in held if optimizer is not None]
+        return [optimizer for optimizer, _ in self._rates()]
 
     @property
     def learning_rate(self) -> float | None:
@@ -174,26 +218,24 @@ class Pipeline:
         Setting it, on all workers alike, changes all groups from the next update of each stage on. Under asynchronous
         schedules stages are at different minibatches then; `drain` first if that matters.
         """
-        for stage in self._context.stages.values():
-            if stage.optimizer.optimizer is not None:
-                rate = stage.optimizer.optimizer.param_groups[0]["lr"]
-                return float(rate) / stage.optimizer.learning_rate_factor
-        return None
+        return next((float(each.param_groups[0]["lr"]) / factor for each, factor in self._rates()), None)
 
     @learning_rate.setter
     def learning_rate(self, value: float) -> None:
-        for stage in self._context.stages.values():
-            for group in () if stage.optimizer.optimizer is None else stage.optimizer.optimizer.param_groups:
-                group["lr"] = value * stage.optimizer.learning_rate_factor
+        for optimizer, factor in self._rates():
+            for group in optimizer.param_groups:
+                group["lr"] = value * factor
+
+    def _rates(self) -> list[tuple[Optimizer, float]]:
+        """Return the optimizers, and by what each stage multiplies the learning rate."""
+        held = [stage.optimizer for stage in self._context.stages.values()]
+        return [(each.optimizer, each.learning_rate_factor) for each in held if each.optimizer is not None]
 
     def evaluate(self, batches: Iterable[Any]) -> Evaluation:
         """Drain, and evaluate the newest weights; all workers call it with the same batches.
 
         Args:
             batches: as for `step`, each of as many samples as a microbatch at most.
-
-        Returns:
-            The mean loss, and the means of what metrics(output, target) of the model file gives; on all workers.
 
         Raises:
             InputError: where the pipeline was made without `evaluates`.
@@ -216,16 +258,14 @@ class Pipeline:
     def save_checkpoint(self, folder: str | Path, *, keep: int = 2) -> None:
         """Drain, and write a checkpoint of weights, optimizers and schedulers; all workers call it.
 
-        It is named by the minibatches done, and can be loaded under any other plan for the same model,
-        also by `plan train`.
+        It can be loaded under any other plan for the same model, also by `plan train`.
 
         Args:
             folder: for the checkpoints of this run, which all hosts see.
             keep: how many checkpoints to keep in it, the newest.
 
         Raises:
-            InputError: when the folder has checkpoints of another run, or cannot be written.
-            PlannerError: when the checkpoint could not be written; older ones are kept.
+            PlannerError: when the folder has checkpoints of another run, or cannot be written.
         """
         self.drain()
         if self._checkpoints is None or self._checkpoints.folder != Path(folder):
@@ -237,10 +277,7 @@ class Pipeline:
         self._checkpoints.check_last()
 
     def load_checkpoint(self, path: str | Path) -> int:
-        """Continue from a checkpoint: weights, optimizers, schedulers; all workers call it before the first step.
-
-        Args:
-            path: of a checkpoint, or of a folder of which the newest is taken.
+        """Continue from a checkpoint, or the newest of a folder; all workers call it before the first step.
 
         Returns:
             The minibatches done before, which the script must not hand in again.
@@ -268,7 +305,6 @@ class Pipeline:
         dist.barrier(control_group())
 
     def _share_losses(self) -> None:
-        """Tell all workers what this one has seen of the losses."""
         self._context.heartbeat.enter("sharing the losses", meeting=True)
         seen = list(self._loop.worker.log.losses)
         self._loop.worker.log.losses.clear()

@@ -1,12 +1,9 @@
 """Read batches ahead in a thread of their own, so that training does not wait for slow datasets.
 
-What is trained stays what it is without the thread. The order is that of the worker's instructions. A dataset that
-draws random numbers from a global generator is read by the training thread, which draws from it as well. So is one that
-fails in the thread: the training thread meets the error where it always did, or goes on without the thread.
+What is trained stays what it is without the thread. A dataset that draws random numbers from a global generator is read
+by the training thread, which draws from it as well. So is one that fails in the thread.
 
-A DataLoader's worker processes cannot promise that. They draw from generators of their own, so that the data would
-depend on their number and change after a restart; an error of the dataset arrives as text without its frames; and a
-model file's dataset can be neither forked beside the threads of gloo and NCCL nor always be pickled.
+A DataLoader's worker processes draw from generators of their own, and cannot always have a model file's dataset.
 """
 
 from __future__ import annotations
@@ -18,11 +15,13 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from statistics import median
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from planner.executor.run.data import BatchSource, ChangedBatches
 from planner.model.batch import Batch
@@ -34,12 +33,7 @@ WORTH_S = 0.5e-3  # for what is read faster, handing it from thread to thread ta
 
 
 class ReadAhead(ChangedBatches):
-    """Batches of `source`, which a thread reads ahead between `begin` and `end` if that helps and changes nothing.
-
-    Args:
-        device: that the batches go to.
-        worth_s: seconds per batch from which on the thread is worth it.
-    """
+    """Batches of `source` for `device`, which a thread reads ahead within `reading` if each takes `worth_s` or more."""
 
     def __init__(self, source: BatchSource, device: torch.device | None = None, *, worth_s: float = WORTH_S) -> None:
         super().__init__(source)
@@ -48,44 +42,29 @@ class ReadAhead(ChangedBatches):
         self._upcoming: Iterator[Unit] = iter(())  # none any more, where the thread is of no use
         self._times_s: list[float] = []  # of the trials
         self._thread: threading.Thread | None = None
-        self._ready: queue.Queue[tuple[Unit, Batch] | None] = queue.Queue(AHEAD)
-        self._stop = threading.Event()
 
-    def begin(self, units: Iterable[Unit]) -> None:
-        """Expect `units` to be asked for, in this order."""
+    @contextmanager
+    def reading(self, units: Iterable[Unit]) -> Iterator[None]:
         self._upcoming, self._times_s = iter(units), []
-
-    def end(self, *, wait: bool = True) -> None:
-        """Read nothing ahead from now on; `wait` until the thread has ended."""
-        self._upcoming = iter(())
-        if self._thread is None:
-            return
-        self._stop.set()
-        while not self._ready.empty():  # a thread that waits for room sees only then that it is to stop
-            self._ready.get_nowait()
-        if wait:
-            self._thread.join()
-        self._thread = None
+        try:
+            yield
+        except BaseException:
+            self._end(wait=False)  # the reason of the failure must not wait for a dataset
+            raise
+        self._end()
 
     def batch(self, unit: Unit) -> Batch:
         if self._thread is not None:
             found = self._ready.get()
             if found is not None and found[0] == unit:
                 return found[1]
-            self.end()
+            self._end()
         elif next(self._upcoming, None) == unit:
             return self._try(unit)
-        else:
-            self._upcoming = iter(())
+        self._upcoming = iter(())
         return self._source.batch(unit)
 
-    @property
-    def reading(self) -> bool:
-        """Whether a thread reads ahead."""
-        return self._thread is not None
-
     def _try(self, unit: Unit) -> Batch:
-        """Read a batch, and start the thread for those after it when enough have shown that it is worth it."""
         before, start_s = _global_generators(), time.perf_counter()
         batch = self._source.batch(unit)
         self._times_s.append(time.perf_counter() - start_s)
@@ -95,17 +74,16 @@ class ReadAhead(ChangedBatches):
             return batch
         units, self._upcoming = self._upcoming, iter(())
         if alone and median(self._times_s) >= self._worth_s:
-            self._stop, self._ready = threading.Event(), queue.Queue(AHEAD)
+            self._stop, self._ready = threading.Event(), queue.Queue[tuple[Unit, Batch] | None](AHEAD)
             # A daemon: a dataset that hangs must not keep a worker that has failed from ending.
-            self._thread = threading.Thread(
-                target=self._run, args=(units, self._ready, self._stop), name="reading ahead", daemon=True
-            )
+            arguments = units, self._ready, self._stop
+            self._thread = threading.Thread(target=self._run, args=arguments, name="reading ahead", daemon=True)
             self._thread.start()
         return batch
 
     def _run(self, units: Iterator[Unit], ready: queue.Queue[tuple[Unit, Batch] | None], stop: threading.Event) -> None:
         try:
-            with _RefusesDraws():  # type: ignore[no-untyped-call]
+            with _RefusesDraws():
                 for unit in units:
                     ready.put((unit, self._source.batch(unit)))
                     if stop.is_set():
@@ -114,37 +92,50 @@ class ReadAhead(ChangedBatches):
             pass
         ready.put(None)
 
-
-@contextmanager
-def reading_ahead(data: BatchSource, units: Iterable[Unit]) -> Iterator[None]:
-    """Let `data` read `units` ahead within, if it can."""
-    if not isinstance(data, ReadAhead):
-        yield
-        return
-    data.begin(units)
-    try:
-        yield
-    except BaseException:
-        data.end(wait=False)  # the reason of the failure must not wait for a dataset
-        raise
-    data.end()
+    def _end(self, *, wait: bool = True) -> None:
+        if self._thread is None:
+            return
+        self._stop.set()
+        while not self._ready.empty():  # a thread that waits for room sees only then that it is to stop
+            self._ready.get_nowait()
+        if wait:
+            self._thread.join()
+        self._thread = None
 
 
 class _DrawError(BaseException):
     """Raised where a dataset draws in the thread; no `except Exception` of a user holds it up."""
 
 
-class _RefusesDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Mode, of one thread, that refuses to draw from PyTorch's global generator, before anything is drawn."""
+class _RefusesDraws(TorchFunctionMode):
+    """Mode, of one thread, that refuses to draw from PyTorch's global generator, before anything is drawn.
 
-    def __torch_dispatch__(
+    It looks at calls from Python alone. A mode for all operations would multiply the time of small datasets by five,
+    most of which a host that launches a GPU's kernels would wait for, because threads of Python take turns.
+    """
+
+    def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         globally = kwargs.get("generator") in (None, torch.default_generator)
-        if globally and torch.Tag.nondeterministic_seeded in func.tags:
+        if globally and getattr(func, "__name__", None) in _drawing():
             raise _DrawError
         return func(*args, **kwargs)
+
+
+@cache
+def _drawing() -> frozenset[str]:
+    """Return the names of functions that draw: PyTorch's operations that say so, and what Python makes of these."""
+    packets = {name: getattr(torch.ops.aten, name) for name in dir(torch.ops.aten)}
+    found = {
+        name
+        for name, packet in packets.items()
+        if isinstance(packet, torch._ops.OpOverloadPacket)
+        and any(torch.Tag.nondeterministic_seeded in getattr(packet, each).tags for each in packet.overloads())  # type: ignore[no-untyped-call]
+    }
+    composed = {name for name in dir(F) if "dropout" in name or name in ("gumbel_softmax", "rrelu")}
+    return frozenset(found | composed | {"random_", "scaled_dot_product_attention"})
 
 
 def _global_generators() -> tuple[object, ...]:

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
-from planner.executor.communication.gradients import GradientAverager, whole_buckets
+from planner.executor.communication.gradients import GradientAverager, WholeBucket, chunks
 from planner.executor.communication.messages import SCALE
 from planner.executor.run.context import HeldStage, PipelineContext
 from planner.executor.stage.minibatch_statistics import MinibatchStatistics
 from planner.executor.stage.split_backward import WeightGradients, input_gradients
 from planner.executor.stage.versions import WeightVersions
 from planner.model.capture.graph import LOSS
+from planner.model.stage.stage import StageModule
 from planner.schedule.instructions import Unit
 
 
@@ -32,11 +37,7 @@ class _InFlight:
 
 
 class StageReplica:
-    """Computes one stage for the units that come to this worker.
-
-    Args:
-        replicas: process group of the stage's replicas; None for a single one.
-    """
+    """Computes one stage for the units that come to this worker; `replicas` is the group of several."""
 
     def __init__(self, stage: HeldStage, context: PipelineContext, replicas: dist.ProcessGroup | None) -> None:
         parameters, sharding = list(stage.module.parameters()), stage.optimizer.sharding
@@ -45,57 +46,56 @@ class StageReplica:
         self.optimizer = stage.optimizer
         self.versions = WeightVersions(parameters, stage.module.arrange)
         self.shared = stage.shared
-        self._transfers = context.transfers
+        self._context, self._data, self._transfers = context, context.data, context.transfers
         self._averager = None
-        if replicas is not None:
-            buckets = whole_buckets(parameters) if sharding is None else sharding.buckets
-            self._averager = GradientAverager(buckets, replicas)
+        self._ddp: DistributedDataParallel | None = None
+        if replicas is not None and context.job.baseline is not None:
+            # What a loss does not depend on gets no gradient, and DistributedDataParallel must know of it.
+            unused = context.spec.defines("blocks") or leaves_out_weights(context, stage.module)
+            self._ddp = DistributedDataParallel(stage.module, process_group=replicas, find_unused_parameters=unused)
+        elif replicas is not None:
+            whole = [WholeBucket(chunk) for chunk in chunks(parameters)]
+            self._averager = GradientAverager(whole if sharding is None else sharding.buckets, replicas)
             if sharding is not None:
                 sharding.connect(replicas)
-        self._data = context.data
-        self._device = context.place.compute
-        self._seed = context.job.seed
         self._recomputes = context.plan.stages[stage.number].recomputes
         # Replicas have equal gradients, or each a part of them.
         self._counts_in_norm = context.is_first_replica(stage.number) or sharding is not None
-        self._tells_loss = context.leads_tensor_group
         self._statistics = MinibatchStatistics(stage.module, replicas)
-        self._units: dict[Unit, _InFlight] = {}
+        self._units: defaultdict[Unit, _InFlight] = defaultdict(_InFlight)  # from their first message on
         self._averaged = 1  # minibatches whose gradients the next update averages
         self._rests: dict[Unit, WeightGradients] = {}  # second parts of backwards in two parts
 
     def accept_activation(self, unit: Unit, source: int, values: dict[str, Tensor]) -> None:
-        """Store the inputs of `unit` that stage `source` sent."""
         for name in self._with_gradient(source, self.index):
             values[name].requires_grad_()
-        self._record(unit).received.update(values)
+        self._units[unit].received.update(values)
 
     def forward(self, unit: Unit, version: int | None = None) -> None:
-        """Run the layers on `unit` and keep what its backward needs.
-
-        Args:
-            version: of the weights, by the number of updates it has had; None for the newest.
-        """
-        record = self._record(unit)
-        if self._data.size(unit) == 0:
-            record.outputs = {
-                spec.name: torch.zeros(spec.shape(0), dtype=spec.dtype, device=self._device)
-                for spec in self.module.sent
-            }
+        """Run the layers on `unit`, with a `version` of the weights or the newest, and keep what its backward needs."""
+        record, device, run = self._units[unit], self._context.place.compute, self._ddp or self.module
+        if self._ddp is not None:
+            # As no_sync() does: the forward says whether its backward all-reduces. That needs one of every replica, so
+            # one without samples runs the first microbatch, which then counts for nothing.
+            own = self._context.shape.units_of(self.index, self._context.rank, unit.minibatch)
+            self._ddp.require_backward_grad_sync = unit == own[-1]
+        elif self._data.size(unit) == 0:
+            for spec in self.module.sent:
+                record.outputs[spec.name] = torch.zeros(spec.shape(0), dtype=spec.dtype, device=device)
             return
-        batch = self._data.batch(unit).to(self._device) if self.module.needs_batch else None
+        taken = unit if self._data.size(unit) else Unit(unit.minibatch)
+        batch = self._data.batch(taken).to(device) if self.module.needs_batch else None
         self._statistics.begin(unit.minibatch)
         # Updates of a stage without trained parameters make no versions.
         self.versions.stash(unit, version if self.optimizer.parameters else None)
-        self.module.set_random_key(self._seed, unit.minibatch, unit.microbatch)
+        self.module.set_random_key(self._context.job.seed, unit.minibatch, unit.microbatch)
         with self.versions.stashed(unit):
-            record.outputs = self.module(batch, record.received)
+            record.outputs = run(batch, record.received)
         record.loss = record.outputs.pop(LOSS, None)
         # Once an output is sent, only its place in the graph is needed: its memory is freed, unless a layer saved it.
         record.ends = {name: get_gradient_edge(v) for name, v in record.outputs.items() if v.requires_grad}
 
     def activation(self, unit: Unit, target: int) -> dict[str, Tensor]:
-        """Return the outputs of `unit` that stage `target` needs."""
         outputs = self._units[unit].outputs
         return {spec.name: outputs.pop(spec.name) for spec in self._transfers[self.index, target]}  # each is sent once
 
@@ -107,23 +107,28 @@ class StageReplica:
         self._units[unit].gradients.update(values)
 
     def backward(self, unit: Unit, *, last_of_round: bool, split: bool = False) -> Tensor | None:
-        """Run the backward of `unit` with the weights that its forward saw.
+        """Run the backward of `unit`; return its part of the minibatch's loss, on the stage that has it.
 
         Args:
             last_of_round: whether it completes the gradients, which may then be all-reduced as they come.
             split: leave the gradients of the weights to `backward_weight`.
-
-        Returns:
-            The unit's part of the minibatch's loss, on the device, on the stage that has it; None elsewhere.
         """
         record = self._units[unit]
-        if self._data.size(unit) == 0:
+        if self._data.size(unit) == 0 and self._ddp is None:
             self._forget_if_done(unit, record)
             return None
         with self.versions.restored(unit):
+            # Where the backward starts in the graph, and the gradients there; None for the loss.
+            reached = [name for name in record.gradients if name in record.ends]
+            roots = [record.ends[name] for name in reached]
+            gradients: list[Tensor | None] = [record.gradients[name] for name in reached]
             loss = None if record.loss is None else self._weighted(unit, record.loss)
-            scaled = loss if loss is None or self.optimizer.scaler is None else loss * self.optimizer.scaler.scale
-            roots, gradients = _roots(scaled, record)
+            if loss is not None and loss.requires_grad:
+                scaled = loss if self.optimizer.scaler is None else loss * self.optimizer.scaler.scale
+                if self._ddp is not None and self._context.shape.schedule.divides:
+                    scaled = scaled * self._ddp.process_group.size()  # it averages, and microbatches' gradients add up
+                roots.insert(0, get_gradient_edge(scaled))
+                gradients.insert(0, None)
             if self._averager is not None and last_of_round:
                 self._averager.begin()
             wanted = [value for value in record.received.values() if value.requires_grad]
@@ -136,7 +141,7 @@ class StageReplica:
         record.gradients.clear()
         record.loss = None
         self._forget_if_done(unit, record)
-        return None if loss is None or not self._tells_loss else loss.detach()
+        return None if loss is None or not self._context.leads_tensor_group else loss.detach()
 
     def backward_weight(self, unit: Unit, *, last_of_round: bool) -> None:
         """Run the part of a backward that `split` left."""
@@ -155,7 +160,7 @@ class StageReplica:
         self._forget_if_done(unit, record)
         self.optimizer.note_sent(values.values())
         if self.optimizer.scaler is not None:
-            values[SCALE] = torch.full((), self.optimizer.scaler.scale, device=self._device)
+            values[SCALE] = torch.full((), self.optimizer.scaler.scale, device=self._context.place.compute)
         return values
 
     def average(self, divisor: int) -> None:
@@ -163,7 +168,7 @@ class StageReplica:
         self._averaged = divisor
         if self._averager is not None:
             self._averager.finish(divisor)
-        elif divisor > 1:
+        elif divisor > 1 and self._ddp is None:
             gradients = [parameter.grad for parameter in self.optimizer.parameters if parameter.grad is not None]
             torch._foreach_div_(gradients, divisor)
 
@@ -172,13 +177,7 @@ class StageReplica:
         return self.optimizer.squared_norm(self.shared.counted_elsewhere) if self._counts_in_norm else 0.0
 
     def update(self, round_: int, kept: Collection[int] = (), squared_norm: float | None = None) -> None:
-        """Step the optimizer, which makes a new weight version.
-
-        Args:
-            round_: whose gradients it steps with; a minibatch's number, if minibatches are divided.
-            kept: older versions that forwards yet to come use, by the number of updates they have had.
-            squared_norm: of all gradients that are clipped together; None if the stage clips by itself.
-        """
+        """Step the optimizer with the gradients of a round, which makes a new weight version beside those `kept`."""
         if self.optimizer.parameters:
             self.versions.update(lambda: self.optimizer.step(squared_norm), kept)
             self.optimizer.forget_gradients()
@@ -188,41 +187,30 @@ class StageReplica:
         self._averaged = 1
         self._statistics.commit(round_)
 
-    def _record(self, unit: Unit) -> _InFlight:
-        """Return what is kept for `unit`, from its first message on."""
-        if (record := self._units.get(unit)) is None:
-            record = self._units[unit] = _InFlight()
-        return record
-
     def _weighted(self, unit: Unit, loss: Tensor) -> Tensor:
-        """Weight a loss by the unit's share of the minibatch's.
-
-        A unit in which nothing counts has a loss of zero and no backward: a mean over nothing is not a number.
-        """
-        share = self._data.share(unit)
-        if not share:
+        share = self._data.share(unit) if self._data.size(unit) else 0.0
+        # Nothing counts in it: a mean over nothing is not a number, and has no backward.
+        if not share and self._ddp is None:
             return torch.zeros_like(loss.detach())
         return loss if share == 1.0 else loss * share
 
     def _with_gradient(self, source: int, target: int) -> list[str]:
-        """Return the values from stage `source` to `target` whose gradients go back."""
         return [spec.name for spec in self._transfers[source, target] if spec.requires_grad]
 
     def _forget_if_done(self, unit: Unit, record: _InFlight) -> None:
-        """Drop the unit after its backward, unless gradients of received values have yet to be sent."""
         if not any(value.requires_grad for value in record.received.values()):
             del self._units[unit]
 
 
-def _roots(loss: Tensor | None, record: _InFlight) -> tuple[list[GradientEdge], list[Tensor | None]]:
-    """Return where a backward starts in the graph, and the gradients there; None for the loss."""
-    roots: list[GradientEdge] = []
-    gradients: list[Tensor | None] = []
-    if loss is not None and loss.requires_grad:
-        roots.append(get_gradient_edge(loss))
-        gradients.append(None)
-    for name, gradient in record.gradients.items():
-        if name in record.ends:
-            roots.append(record.ends[name])
-            gradients.append(gradient)
-    return roots, gradients
+def leaves_out_weights(context: PipelineContext, module: StageModule) -> bool:
+    """Return whether some weight gets no gradient in a step of the module, which is run once to see."""
+    found: set[int] = set()
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    hooks: list[RemovableHandle] = []
+    for weight in trained:
+        note = partial(lambda number, _: found.add(number), id(weight))
+        hooks.append(weight.register_hook(note))  # type: ignore[no-untyped-call]
+    context.run_once([module], [context.microbatch_size])
+    for hook in hooks:
+        hook.remove()
+    return len(found) < len(trained)

@@ -1,8 +1,7 @@
 """Build the modules of a worker's stages from the plan and the model, and the group of ranks that divides them.
 
-The model has initial values for a worker's own weights: all others may have no memory. The values are the same however
-they are made: by the whole constructor, by the part of it that makes the worker's weights, or from the files that
-pretrained() names. So hosts of different memory need not agree on a way.
+A worker's own weights have the same initial values however they are made: by the whole constructor, by the part of it
+that makes the worker's weights, or from the files that pretrained() names. So hosts need not agree on a way.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,7 +32,7 @@ from planner.model.stage.parts import Variant
 from planner.model.stage.stage import StageModule, build_stage
 from planner.model.tensor.division import UNDIVIDED, division_of, keep_parts
 from planner.model.tensor.parallel_plan import tensor_parallel_plan
-from planner.plan.shared_weights import SharedWeight, obstacle, shared_weights
+from planner.plan.shared_weights import obstacle, shared_weights
 from planner.workers.job import Job
 
 if TYPE_CHECKING:
@@ -43,15 +43,6 @@ if TYPE_CHECKING:
 # its data and checkpoints do.
 _WHOLE_MODELS = 0.5
 _LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
-
-
-@dataclass(frozen=True)
-class InitialModel:
-    """A captured model that has values for a worker's own weights."""
-
-    graph: LayerGraph
-    evaluation: LayerGraph | None  # of the same model, if the job evaluates
-    deferred: bool  # whether the weights of other stages were never made
 
 
 def defers(job: Job) -> bool:
@@ -73,43 +64,34 @@ def host_memory_bytes() -> int:
 
 
 class _Making:
-    """Builds the model of `job`, captures it, and gives the weights of `stages` their initial values.
+    """Builds the model of `job`, captures it, and gives the weights of `stages` their initial values."""
 
-    Args:
-        kind: of the device that trains.
-    """
+    graph: LayerGraph  # of the captured model
+    evaluation: LayerGraph | None = None  # the same in evaluation mode, if the job evaluates
 
     def __init__(self, job: Job, stages: Sequence[int], spec: TrainingSpec, kind: str) -> None:
         self.job, self.stages, self.spec, self.kind = job, stages, spec, kind
         self.pretrained = Pretrained.named_by(spec)
+        # Whether the weights of other stages are never made; a model in memory is there already.
+        self.defers = spec.path is not None and defers(job)
 
-    def made(self) -> InitialModel:
-        """Make the weights of other stages only as the job says, or if the host has room for them.
+    def make(self) -> None:
+        """Make the weights; a model that cannot be built without those of other stages is built whole."""
+        if self.defers:
+            try:
+                with generators_kept(on_success=False):
+                    self._make_own()
+            except PlannerError:
+                if self.job.defer_weights:
+                    raise
+                self.defers = False
+        if not self.defers:
+            self._make_all()
 
-        A model that cannot be built without them is then built whole.
-
-        Raises:
-            PlanError: when the captured model is not the one that was profiled.
-            ModelFileError, CaptureError: when the model cannot be built or captured.
-            InputError: when the files that pretrained() names are not this model's.
-        """
-        # A model in memory is there already, whole or on the meta device.
-        if self.spec.path is None or not defers(self.job):
-            return self.whole()
-        try:
-            with generators_kept(on_success=False):
-                return self.deferred()
-        except PlannerError:
-            if self.job.defer_weights:
-                raise
-            return self.whole()
-
-    def whole(self) -> InitialModel:
-        """Build all weights, then overwrite this worker's by pretrained ones."""
+    def _make_all(self) -> None:
         self._seed()
         model = self.spec.build_model()
-        made = self._captured(model, deferred=False)
-        names = self._own(made.graph)
+        names = self._captured(model)
         self._read(model, names)
         bare = next((name for name in names if model.get_parameter(name).is_meta), None)
         if bare is not None:
@@ -117,20 +99,16 @@ class _Making:
                 f"parameter '{bare}' is on the meta device, and has no values",
                 hint="build the model in memory, or let pretrained() name the files that have them",
             )
-        return made
 
-    def deferred(self) -> InitialModel:
-        """Build this worker's weights alone."""
+    def _make_own(self) -> None:
         deferred = self._built_from_files()
         if deferred is None:
             self._seed()
             deferred = DeferredModel(self.spec.build_model)
-        made = self._captured(deferred.model, deferred=True)
-        names = self._own(made.graph)
+        names = self._captured(deferred.model)
         read = set() if self.pretrained is None else self.pretrained.sources(deferred.model).keys()
         deferred.materialize(names - read)
         self._read(deferred.model, names)
-        return made
 
     def _built_from_files(self) -> DeferredModel | None:
         """Return the model without random numbers; None unless files have all that the constructor would draw."""
@@ -149,25 +127,21 @@ class _Making:
         # All workers build from the same seed, so replicas of a stage begin with equal weights.
         torch.manual_seed(self.job.seed)
 
-    def _captured(self, model: nn.Module, *, deferred: bool) -> InitialModel:
+    def _captured(self, model: nn.Module) -> set[str]:
+        """Capture the model; return all names of the parameters of this worker's stages."""
         plan, spec = self.job.plan, self.spec
         assert plan.microbatch_size is not None  # or the plan is not trainable
         options, example = replace(module_options(plan), device=self.kind), spec.example_batch(plan.microbatch_size)
-        graph = capture_file(spec, example, model, options=options)
+        graph = self.graph = capture_file(spec, example, model, options=options)
         if graph.hash != plan.graph_hash:
             raise PlanError(
                 f"the plan was made for another model than '{spec.origin}': graph {plan.graph_hash} in the plan, "
                 f"{graph.hash} captured",
                 hint="profile and solve again: plan profile, plan solve",
             )
-        evaluation = None
         if self.job.options.evaluate_every is not None:
-            evaluation = capture_file(spec, example, model, training=False, options=options)
-        return InitialModel(graph, evaluation, deferred)
-
-    def _own(self, graph: LayerGraph) -> set[str]:
-        """Return all names of the parameters of this worker's stages."""
-        layers = {name for stage in self.stages for name in self.job.plan.stages[stage].layers}
+            self.evaluation = capture_file(spec, example, model, training=False, options=options)
+        layers = {name for stage in self.stages for name in plan.stages[stage].layers}
         own = [name for layer in graph.layers if layer.name in layers for name in layer.parameters]
         return set(graph.names_of(own))
 
@@ -184,11 +158,7 @@ class _Making:
 
 
 def tensor_group(plan: Plan, rank: int) -> TensorGroup | None:
-    """Return the group of ranks that divides a worker's layers; None where each is whole on a rank.
-
-    Raises:
-        PlanError: for divided layers that the executor does not run.
-    """
+    """Return the group of ranks that divides a worker's layers; None where each is whole on a rank."""
     check_divided(plan)
     own = next(stage for stage in plan.stages if rank in stage.ranks)
     if own.tensor == 1:
@@ -232,18 +202,10 @@ class Modules:
 def build_modules(
     job: Job, stages: Sequence[int], spec: TrainingSpec, kind: str, tensor: TensorGroup | None = None
 ) -> Modules:
-    """Build the model, capture it, and keep the layers of `stages`.
+    """Build the model for a `kind` of device, capture it, and keep the layers of `stages`, without the rest.
 
-    The modules have no reference to the model or its graph, so the weights of other stages are freed with these.
-
-    Args:
-        job: with the plan, whose model it must be.
-        kind: of the device that trains.
-        tensor: the ranks that divide the stages' layers; None where each is whole on a rank.
-
-    Raises:
-        PlanError: when the plan has no model, when the captured model is not the one that was profiled, or when
-            stages share a weight whose copies the schedule cannot keep equal.
+    Raise PlannerError when the plan has no model, when the captured model is not the one that was profiled, or when
+    stages share a weight whose copies the schedule cannot keep equal.
     """
     plan = job.plan
     if not plan.trainable or plan.microbatch_size is None:
@@ -251,7 +213,8 @@ def build_modules(
             f"the plan for '{plan.model}' comes from an imported profile, which holds no model to train",
             hint="profile your model file with: plan profile model.py",
         )
-    initial = _Making(job, stages, spec, kind).made()
+    initial = _Making(job, stages, spec, kind)
+    initial.make()
     graph = initial.graph
     shared = _shared(job, graph, spec)
     division = UNDIVIDED
@@ -274,14 +237,27 @@ def build_modules(
         evaluated = build_evaluation(graph, cut, initial.evaluation, stages, output=output, division=division)
         for number, module in evaluated.modules.items():
             use_parameters(module, modules[number])
-    return Modules(modules, evaluated, shared, initial.deferred)
+    return Modules(modules, evaluated, shared, initial.defers)
 
 
 def _shared(job: Job, graph: LayerGraph, spec: TrainingSpec) -> SharedNames:
+    """Return the trained weights that stages share; raise PlanError when their copies would not stay equal."""
     trained = {name for name, parameter in graph.model.named_parameters() if parameter.requires_grad}
     layers = [stage.layers for stage in job.plan.stages]
     weights = list(shared_weights(layers, {each.name: trained.intersection(each.parameters) for each in graph.layers}))
-    if problem := obstacle(job.plan, weights) or _different_steps(job, weights, spec):
+    problem = obstacle(job.plan, weights)
+    schedule, options = job.plan.schedule, job.options
+    apart = {
+        "have learning rates of their own with `late_lr`": options.late_lr,
+        "clip their gradients each by its own norm": options.clip_grad_norm is not None,
+        "scale float16 losses each by its own factor": job.scales_loss,
+        "are at different steps of scheduler() when they update it": schedule.stashes and spec.defines("scheduler"),
+    }
+    if problem is None and weights and schedule.asynchronous and any(apart.values()):
+        why = next(why for why, given in apart.items() if given)
+        hint = f"{weights[0].together}; or take a schedule that drains, such as 1f1b-flush"
+        problem = weights[0].sentence(f" under {schedule}, whose stages {why}"), hint
+    if problem is not None:
         raise PlanError(problem[0], hint=problem[1])
     found: dict[tuple[int, int], set[str]] = {}
     for weight in weights:
@@ -289,63 +265,30 @@ def _shared(job: Job, graph: LayerGraph, spec: TrainingSpec) -> SharedNames:
     return found
 
 
-def _different_steps(job: Job, shared: Sequence[SharedWeight], spec: TrainingSpec) -> tuple[str, str] | None:
-    """Say why the copies of a shared weight would not all take the same steps, and a hint; None if they do."""
-    schedule = job.plan.schedule
-    if not shared or not schedule.asynchronous:
-        return None
-    if job.options.late_lr:
-        why = "whose stages have learning rates of their own with `late_lr`"
-    elif job.options.clip_grad_norm is not None:
-        why = "whose stages clip their gradients each by its own norm"
-    elif job.scales_loss:
-        why = "whose stages scale float16 losses each by its own factor"
-    elif schedule.stashes and spec.defines("scheduler"):
-        why = "whose stages are at different steps of scheduler() when they update it"
-    else:
-        return None
-    return (
-        shared[0].sentence(f" under {schedule}, {why}"),
-        f"{shared[0].together}; or take a schedule that drains, such as 1f1b-flush",
-    )
-
-
 def check_sizes(modules: Iterable[StageModule], sizes: Iterable[int], *, of_start: bool = False) -> None:
-    """Check that the stages accept microbatches of `sizes` samples: of an epoch's end, or of a synchronous start.
-
-    Raises:
-        ModelFileError: when they do not.
-    """
-    for module in modules:
-        for size in sorted(set(sizes) - {0}):
-            problem = None
-            if module.fixed_batch_size not in (None, size):
-                problem = f"and the model takes microbatches of {module.fixed_batch_size} samples only"
-            elif size < module.least_batch_size:
-                problem = "of which BatchNorm cannot take the variance"
-            if problem is not None:
-                whose = "a minibatch of the synchronous start" if of_start else "the last minibatch of an epoch"
-                raise ModelFileError(
-                    f"{whose} has microbatches of {size} sample{'s' * (size > 1)}, {problem}",
-                    hint="leave out `synchronous_start`" if of_start else "leave it out with `drop_last`",
-                )
+    """Raise ModelFileError for `sizes` of microbatches, at an epoch's end or of a start, that stages do not accept."""
+    whose, hint = "the last minibatch of an epoch", "leave it out with `drop_last`"
+    if of_start:
+        whose, hint = "a minibatch of the synchronous start", "leave out `synchronous_start`"
+    for module, size in product(modules, sorted(set(sizes) - {0})):
+        problem = None
+        if module.fixed_batch_size not in (None, size):
+            problem = f"and the model takes microbatches of {module.fixed_batch_size} samples only"
+        elif size < module.least_batch_size:
+            problem = "of which BatchNorm cannot take the variance"
+        if problem is not None:
+            raise ModelFileError(f"{whose} has microbatches of {size} sample{'s' * (size > 1)}, {problem}", hint=hint)
 
 
 def transferred(plan: Plan, modules: Mapping[int, StageModule]) -> dict[tuple[int, int], list[ValueSpec]]:
-    """Return, by (source, target) stage, the values that travel to and from the stages in `modules`.
-
-    Raises:
-        PlanError: when the plan sends a value that the stages do not exchange.
-    """
+    """Return, by (source, target) stage, the values that travel to and from the stages in `modules`."""
     found = {}
     for t in plan.transfers:
         ends = [modules[stage] for stage in (t.source, t.target) if stage in modules]
         specs = {spec.name: spec for end in ends for spec in (*end.received, *end.sent)}
-        missing = next((name for name in t.values if name not in specs), None)
-        if ends and missing is not None:
+        if ends and (missing := [name for name in t.values if name not in specs]):
             raise PlanError(
-                f"the plan sends value '{missing}' from stage {t.source} to {t.target}, but the stages do not "
-                "exchange it",
+                f"the plan sends value '{missing[0]}' from stage {t.source} to {t.target}, which do not exchange it",
                 hint="make the plan again with: plan solve",
             )
         if ends:

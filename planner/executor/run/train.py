@@ -2,54 +2,43 @@
 
 from __future__ import annotations
 
-import logging
+import json
+import os
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from itertools import chain
 from pathlib import Path
 
-from torch.optim import Optimizer
+import torch.distributed as dist
 
 from planner.errors import InputError
 from planner.executor.checkpoint.checkpointer import Checkpointer
-from planner.executor.observe.progress import (
-    ProgressCallback,
-    WorkerLog,
-    all_of,
-    evaluated,
-    hook,
-    progress_reporter,
-    tensorboard,
-)
+from planner.executor.communication.control import control_group, gather_bytes, merge_losses
+from planner.executor.observe.memory import PeakMemory
+from planner.executor.observe.progress import ProgressCallback, Reporter, WorkerLog, hook, steady_state, tensorboard
 from planner.executor.observe.recording import TraceRecorder, gather_timeline
-from planner.executor.run.agreement import check_schedule, take_place
+from planner.executor.observe.run_log import Past
+from planner.executor.run.agreement import check_schedule, joined, start_worker, take_place
 from planner.executor.run.context import PipelineContext, pipeline_context
 from planner.executor.run.data import RANDOM_BATCHES
 from planner.executor.run.evaluator import evaluation_points
-from planner.executor.run.lifecycle import (
-    await_models,
-    gather_result,
-    joined,
-    make_random_batches,
-    peak_memory,
-    report_of,
-    start_worker,
-    train_together,
-)
 from planner.executor.run.loop import Groups, Loop, make_checkpointer, save_weights
-from planner.executor.run.reading_ahead import reading_ahead
 from planner.executor.run.worker import Observers
+from planner.formats.plan_parts import Stage, StageMemory
 from planner.formats.timeline import Timeline
 from planner.model.spec import TrainingSpec
-from planner.schedule.instructions import MOMENTUM_UPDATES, Forward, Instruction, Unit, Update
+from planner.schedule.instructions import Forward, Instruction, Unit, Update
+from planner.schedule.one_stage import FLUSH, ONE_F_ONE_B
 from planner.workers.heartbeat import Heartbeat
-from planner.workers.job import Job, StartResult, TrainResult
+from planner.workers.job import Evaluation, Job, StartResult, TrainResult, WorkerReport
 from planner.workers.supervisor import Supervisor
 
 TimelineCallback = Callable[[Timeline], None]
 
-_LARGE_MOMENTUM = 0.8
-_log = logging.getLogger(__name__)
+_NICER = 5  # the thread that computes than those that move messages
 
 
 def train_worker(
@@ -59,19 +48,13 @@ def train_worker(
     on_timeline: TimelineCallback | None = None,
     supervisor: Supervisor | None = None,
 ) -> TrainResult | None:
-    """Run this process's part of `job`; the environment is torchrun's.
+    """Run this process's part of `job`, and return the result on rank 0.
 
-    Args:
-        on_progress: is told of every update, on the last stage.
-        on_timeline: is given what all workers did, on rank 0, if the job asks for a trace.
-
-    Returns:
-        The result on rank 0, None elsewhere.
-
-    Raises:
-        PlannerError: for anything wrong with the model, the plan or the other workers.
+    The last stage tells `on_progress` of every update, and rank 0 `on_timeline` of a trace, if the job asks for one.
     """
     heartbeat = start_worker(job, heartbeat)
+    if job.baseline is not None:
+        job = data_parallel(job)
     check_schedule(job.plan)
     place = take_place(job, heartbeat)
     with joined(job, heartbeat, supervisor or Supervisor(job, heartbeat)):
@@ -79,43 +62,87 @@ def train_worker(
         return train(context, on_progress, on_timeline)
 
 
+def data_parallel(job: Job) -> Job:
+    """Return the baseline of a job: all layers in one stage, replicated by DistributedDataParallel on all workers.
+
+    If the plan divides minibatches, the workers share the microbatches of each, which is larger than the plan's where
+    that has fewer microbatches than workers. If not, an update averages over whole minibatches, one of each worker.
+    """
+    plan, workers = job.plan, job.plan.workers
+    microbatches = max(plan.microbatches, workers) if plan.microbatches > 1 else 1
+    unknown = StageMemory(**dict.fromkeys((name for name in StageMemory.model_fields if name.endswith("_bytes")), 0))
+    stage = Stage(
+        layers=tuple(layer for each in plan.stages for layer in each.layers),
+        ranks=tuple(sorted({rank for each in plan.stages for rank in each.ranks})),
+        in_flight=1,
+        forward_s=0.0,
+        backward_s=0.0,
+        update_s=0.0,
+        memory=unknown,
+    )
+    one_stage = {
+        "config": str(workers),
+        "schedule": ONE_F_ONE_B if microbatches == 1 else FLUSH,
+        "microbatches": microbatches,
+        "vertical_sync": False,
+        "stages": (stage,),
+        "transfers": (),
+        "shared": (),
+    }
+    steps = None if job.steps is None else -(-job.steps * plan.microbatches // microbatches)
+    return job.model_copy(update={"plan": plan.model_copy(update=one_stage), "steps": steps})
+
+
 def train(
     context: PipelineContext, on_progress: ProgressCallback | None = None, on_timeline: TimelineCallback | None = None
 ) -> TrainResult | None:
     """Train in the joined group, and gather on rank 0 what all workers measured."""
     options, place = context.job.run_options, context.place
-    await_models(context)
+    context.await_models()
     # Every worker makes the same process groups, in this order: links, replicas, checkpoints, norm, evaluation.
     groups = Groups.create(context)
     checkpointer, first = restore(context)
-    _advise(context)
-    if context.reports_for(len(context.plan.stages) - 1):
+    reporter = None
+    last_stage = len(context.plan.stages) - 1
+    if context.is_first_replica(last_stage) and context.leads_tensor_group:  # one worker reports
         folder = context.job.options.tensorboard
         own = tensorboard(folder, first) if folder is not None else None
-        on_progress = all_of(on_progress, hook(context.spec), own)
-    peak = peak_memory(context, (stage.module for stage in context.stages.values()))
+        callbacks = [each for each in (on_progress, hook(context.spec), own) if each is not None]
+        per_update = context.shape.minibatches_per_update(last_stage)
+        if callbacks:
+            reporter = Reporter(callbacks, context.minibatches, per_update, context.minibatch_size)
+
+    def on_update(update: Update, log: WorkerLog) -> None:
+        if reporter is not None and update.stage == last_stage:
+            reporter.updated(log)
+
+    modules = [stage.module for stage in context.stages.values()]
+    # A weight with two names is one tensor.
+    held = {each.data_ptr(): each.nbytes for module in modules for each in module.state_dict().values()}
+    peak = PeakMemory(place.compute, sum(held.values()))
     recorder = None
     if options.trace is not None:
         recorder = TraceRecorder(context.rank, options.trace_minibatches, place.compute, peak.now_bytes)
-    observers = Observers(context.heartbeat, _update_callback(context, on_progress), recorder)
+    # Who is told of updates has them read from the device, so only where somebody is.
+    observers = Observers(context.heartbeat, None if reporter is None else on_update, recorder)
     loop = Loop(context, groups, observers, _whole_stream(context, first))
-    soon = context.stream(first, min(first + RANDOM_BATCHES, context.minibatches))
-    make_random_batches(context, _units(context, soon))
-    with reading_ahead(context.data, _units(context, chain.from_iterable(_whole_stream(context, first)))):
-        seconds, start = train_together(
-            context, lambda: _train_segments(context, loop, checkpointer, first, on_progress)
-        )
-    report = report_of(context, loop.worker, peak)
-    result = gather_result(
-        context,
-        report,
-        loop.worker.log,
-        seconds,
-        first=first,
-        evaluations=loop.evaluations,
-        checkpointer=checkpointer,
-        start=start,
-    )
+    if context.data.random:  # made at first use, random batches would count as training time
+        context.heartbeat.enter("making random data")
+        for unit in _units(context, context.stream(first, min(first + RANDOM_BATCHES, context.minibatches))):
+            context.data.batch(unit)
+    context.connect()
+    peak.forget()
+    if place.kind == "cpu" and sys.platform == "linux":
+        _let_messages_interrupt(threading.get_native_id())
+    with context.data.reading(_units(context, chain.from_iterable(_whole_stream(context, first)))):
+        context.heartbeat.enter("waiting for the others to start", meeting=True)
+        dist.barrier(control_group())
+        began_s = time.perf_counter()
+        start = _train_segments(context, loop, checkpointer, first, reporter)
+        context.heartbeat.enter("waiting for the last worker", meeting=True)
+        dist.barrier(control_group())
+        seconds = time.perf_counter() - began_s
+    result = gather_result(context, loop, peak, checkpointer, first, seconds, start)
     if context.job.save_weights is not None:
         save_weights(context, Path(context.job.save_weights))
     if checkpointer is not None:
@@ -133,23 +160,22 @@ def _train_segments(
     loop: Loop,
     checkpointer: Checkpointer | None,
     first: int,
-    on_progress: ProgressCallback | None,
+    reporter: Reporter | None,
 ) -> StartResult | None:
-    """Train from minibatch `first` to the end, with evaluations in the segments and checkpoints between them.
-
-    Returns:
-        What was measured of the synchronous start, if there is one.
-    """
+    """Train from minibatch `first` to the end; return what was measured of the synchronous start, if there is one."""
     began_s = time.perf_counter()
     worker = loop.worker
     result = None
+    every = context.job.options.evaluate_every
     for start, end in context.segments(first):
         loop.begin(start, end)
-        for point in _evaluation_points(context, start, end):
+        at_end = end == context.minibatches
+        shape = context.shape_at(start)
+        for point in () if every is None else evaluation_points(shape, start, end, every, at_end=at_end):
             loop.run_to_evaluation(point)
             evaluation = loop.evaluate(point)
-            if evaluation is not None and on_progress is not None:
-                on_progress(evaluated(evaluation, worker.log, context.minibatches))
+            if evaluation is not None and reporter is not None:
+                reporter.evaluated(evaluation, worker.log)
         loop.drain()
         worker.settle()
         if context.start is not None and end == context.start.minibatches:
@@ -159,7 +185,6 @@ def _train_segments(
                 schedule=context.start.shape.schedule.name,
                 microbatches=context.start.shape.microbatches,
                 samples_per_s=sum(map(context.data.minibatch_size, range(first, end))) / seconds,
-                predicted_samples_per_s=context.job.predicted_start_samples_per_s,
             )
             worker.log.completions.clear()  # the plan's speed is measured from here on
         if checkpointer is not None and context.job.checkpoints.every is not None:
@@ -169,24 +194,8 @@ def _train_segments(
     return result
 
 
-def _evaluation_points(context: PipelineContext, first: int, last: int) -> list[int]:
-    every = context.job.options.evaluate_every
-    if every is None:
-        return []
-    points = evaluation_points(context.shape_at(first), first, last, every)
-    at_end = last == context.minibatches and last not in points
-    return [*points, last] if at_end else points
-
-
 def restore(context: PipelineContext) -> tuple[Checkpointer | None, int]:
-    """Resume from the job's checkpoint, if there is one.
-
-    Returns:
-        The checkpointer, None for a job without checkpoints; and the number of minibatches done before.
-
-    Raises:
-        InputError: when the checkpoint does not fit the run.
-    """
+    """Return the checkpointer, if the job has checkpoints, and the minibatches done before the one to resume from."""
     job, data = context.job, context.data
     if job.checkpoints.every is None and job.checkpoints.resume is None:
         return None, 0
@@ -201,32 +210,77 @@ def restore(context: PipelineContext) -> tuple[Checkpointer | None, int]:
     return checkpointer, first
 
 
-def _advise(context: PipelineContext) -> None:
-    """Warn, on one worker of the stage whose gradients are latest, where the optimizer suits late ones badly."""
-    stage = context.stages.get(0)
-    optimizer = None if stage is None else stage.optimizer.optimizer
-    if optimizer is not None and context.reports_for(0) and (advice := late_momentum(context.shape.late(0), optimizer)):
-        _log.warning("%s", advice)
-
-
-def late_momentum(late: int, optimizer: Optimizer) -> str | None:
-    """Return advice on gradients that are `late` updates late; None for few, or for an optimizer of little momentum."""
-    momentum = 0.0  # the share of older gradients in each update: SGD's momentum, or Adam's first beta
-    for group in optimizer.param_groups:
-        share = group["betas"][0] if isinstance(group.get("betas"), tuple) else group.get("momentum", 0.0)
-        momentum = max(momentum, share if isinstance(share, float) else 0.0)
-    if late < MOMENTUM_UPDATES or momentum < _LARGE_MOMENTUM:
+def gather_result(
+    context: PipelineContext,
+    loop: Loop,
+    peak: PeakMemory,
+    checkpointer: Checkpointer | None,
+    first: int,
+    seconds: float,
+    start: StartResult | None,
+) -> TrainResult | None:
+    """Gather what all workers measured on rank 0, which returns the result; None elsewhere. All workers call it."""
+    job, plan, shape, data, place = context.job, context.plan, context.shape, context.data, context.place
+    log, stages, depth = loop.worker.log, loop.worker.stages, context.shape.in_flight(0)
+    units = shape.accumulate  # between two updates, on all its stages
+    if not shape.schedule.stashes:
+        units = sum(len(shape.units_of(stage, context.rank, 0)) for stage in stages)
+    steady = steady_state(
+        log.completions,
+        start_up=2 * depth * len(stages),
+        drain=depth * len(stages) if shape.asynchronous else 0,
+        per_round=units,
+    )
+    own = WorkerReport(
+        rank=context.rank,
+        stage=min(stages),
+        busy_share=steady.busy_share,
+        # Backwards of all the worker's stages are counted, and each unit has one in every stage.
+        samples_per_s=steady.units_per_s * context.microbatch_size / len(stages),
+        predicted_memory_bytes=plan.tensor_bytes(min(stages)),
+        **peak.fields(),
+        weight_versions=max(replica.versions.most_versions for replica in stages.values()),
+        deferred_weights=context.deferred,
+    )
+    reports = [WorkerReport.model_validate_json(text) for text in gather_bytes(own.model_dump_json().encode())]
+    losses = merge_losses(gather_bytes(json.dumps(log.losses).encode()))
+    lines = "\n".join(evaluation.model_dump_json() for evaluation in loop.evaluations)
+    evaluations = [line for part in gather_bytes(lines.encode()) for line in part.splitlines()]
+    if context.rank != 0:
         return None
-    return (
-        f"gradients of the first stage are {late} updates late, and {type(optimizer).__name__}'s momentum of "
-        f"{momentum:g} makes them later: such runs have ended 10 to 25% above the loss of synchronous ones. "
-        "planner.optim.NewestMuon is made for late gradients; with another optimizer, train without momentum, at a "
-        "lower learning rate, or begin with a synchronous start (see 'Late gradients' in the docs)."
+    past = Past() if checkpointer is None else checkpointer.past
+    resumed = None if checkpointer is None else checkpointer.resumed_from
+    newest = None if checkpointer is None else checkpointer.newest
+    return TrainResult(
+        config=plan.config,
+        device=place.kind,
+        device_name=place.device_name,
+        backend=place.backend,
+        schedule=job.baseline or plan.schedule.name,
+        workers=len(reports),
+        minibatches=context.minibatches - first,
+        first_minibatch=first,
+        minibatch_size=context.minibatch_size,
+        samples=sum(data.minibatch_size(minibatch) for minibatch in range(first, context.minibatches)),
+        seconds=seconds,
+        # Every sample passes the last stage once.
+        samples_per_s=sum(reports[rank].samples_per_s for rank in plan.stages[-1].ranks),
+        predicted_samples_per_s=None
+        if job.baseline is not None
+        else job.predicted_samples_per_s or plan.predicted.samples_per_s,
+        synchronous_start=start,
+        random_data=data.random,
+        losses=(*past.losses, *losses),
+        evaluations=(*past.evaluations, *map(Evaluation.model_validate_json, evaluations)),
+        reports=tuple(reports),
+        saved_weights=job.save_weights,
+        resumed_from=None if resumed is None else str(resumed),
+        checkpoint=None if newest is None else str(newest),
+        checkpoint_s=0.0 if checkpointer is None else checkpointer.seconds,
     )
 
 
 def _whole_stream(context: PipelineContext, first: int) -> Iterator[Iterator[Instruction]]:
-    """Yield the instructions of all segments."""
     for start, end in context.segments(first):
         yield context.stream(start, end)
 
@@ -238,13 +292,9 @@ def _units(context: PipelineContext, instructions: Iterable[Instruction]) -> Ite
             yield each.unit
 
 
-def _update_callback(
-    context: PipelineContext, on_progress: ProgressCallback | None
-) -> Callable[[Update, WorkerLog], None] | None:
-    """Report the updates of the last stage, on its first replica."""
-    last = len(context.plan.stages) - 1
-    if on_progress is None or not context.reports_for(last):
-        return None
-    per_update = context.shape.minibatches_per_update(last)
-    report = progress_reporter(on_progress, context.minibatches, per_update, context.minibatch_size)
-    return lambda update, log: report(log) if update.stage == last else None
+@cache  # once per thread, however many runs it trains
+def _let_messages_interrupt(_thread: int) -> None:
+    # Nicer than the threads of gloo, which move what a full socket has not taken at once. On a shared core, Linux lets
+    # a woken thread wait until the running one has had its slice, unless that one is nicer: a message then arrives
+    # milliseconds late. On Linux `nice` is of the calling thread alone.
+    os.nice(_NICER)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import get_args
@@ -21,31 +20,14 @@ from planner.executor.observe.progress import WorkerLog
 from planner.executor.observe.recording import TraceRecorder
 from planner.executor.run.replica import StageReplica
 from planner.runtime import runtime_of
-from planner.schedule.instructions import (
-    AddShared,
-    AllReduce,
-    Backward,
-    BackwardInput,
-    BackwardWeight,
-    Compute,
-    Forward,
-    Instruction,
-    Receive,
-    ReceiveActivation,
-    ReceiveGradient,
-    ReceiveShared,
-    SendActivation,
-    SendGradient,
-    SendShared,
-    Unit,
-    Update,
-)
+from planner.schedule import instructions as do
+from planner.schedule.instructions import AllReduce, Instruction, Unit, Update
 from planner.workers.failures import LossNotFiniteError
 from planner.workers.heartbeat import Heartbeat
 
-_COMPUTE = frozenset(get_args(Compute))
-_WAITS = frozenset((*get_args(Receive), AllReduce))
-_COMPLETES = frozenset((Backward, BackwardWeight))  # the end of a unit at a stage
+_COMPUTE = frozenset(get_args(do.Compute))
+_WAITS = frozenset((*get_args(do.Receive), AllReduce))
+_COMPLETES = frozenset((do.Backward, do.BackwardWeight))  # the end of a unit at a stage
 
 
 @dataclass(frozen=True)
@@ -57,15 +39,25 @@ class Observers:
     recorder: TraceRecorder | None = None  # of all instructions and their times
 
 
-class Worker(ABC):
-    """Executes a stream of instructions; subclasses say what each of them does.
+class PipelineWorker:
+    """Executes the stream of one rank's stages: one, or several chunks.
 
-    Args:
-        stop_on_nan: raise when a loss is not finite.
+    With `joint_norm` all stages clip or skip an update together, by the norm of all their gradients.
     """
 
-    def __init__(self, observers: Observers, device: torch.device, *, stop_on_nan: bool = False) -> None:
+    def __init__(
+        self,
+        stages: Mapping[int, StageReplica],
+        links: Links,
+        observers: Observers,
+        device: torch.device,
+        *,
+        stop_on_nan: bool = False,
+        joint_norm: bool = False,
+    ) -> None:
+        self.stages, self.links = stages, links
         self.log = WorkerLog()
+        self.gradient_norm: float | None = None  # of the newest update, where the stages clip or scale together
         self._observers = observers
         self._stop_on_nan = stop_on_nan
         self._busy = BusyTime(device, self.log)
@@ -73,16 +65,14 @@ class Worker(ABC):
         if runtime_of(device).asynchronous:
             observers.heartbeat.follow(self._busy.at)
         self._newest_loss: Tensor | None = None
+        self._joint_group = control_group() if joint_norm else None
+        for stage in stages.values():
+            if stage.optimizer.sharding is not None:
+                stage.optimizer.sharding.note = self._note_wait
+        self._due: list[Update] = []  # updates of this worker's stages that wait for those of its other stages
 
     def run(self, instructions: Iterable[Instruction], unread: int = 0) -> None:
-        """Execute `instructions` in order, and wait for their losses.
-
-        Args:
-            unread: losses, the newest ones, that are not waited for.
-
-        Raises:
-            LossNotFiniteError: when a loss is not finite, with `stop_on_nan`.
-        """
+        """Execute `instructions` in order, and wait for all losses but the `unread` newest."""
         beat, recorder = self._observers.heartbeat.begin, self._observers.recorder
         busy, execute = self._busy, self._execute
         for instruction in instructions:
@@ -102,101 +92,39 @@ class Worker(ABC):
         self._later.flush(unread)
 
     def settle(self) -> None:
-        """Wait until all computations have ended, so that their times are in the log."""
-        self._busy.flush()
-
-    @abstractmethod
-    def _execute(self, instruction: Instruction) -> None: ...
-
-    def _log_loss(self, unit: Unit, loss: Tensor | None) -> None:
-        """Log the part of a minibatch's loss that a backward returned, once it is known; None on other stages."""
-        if loss is None:
-            return
-        self._newest_loss = loss
-        self._later.read(loss, lambda value: self._note_loss(unit, float(value)))
-
-    def _note_loss(self, unit: Unit, loss: float) -> None:
-        if self._stop_on_nan and not math.isfinite(loss):
-            raise LossNotFiniteError(
-                f"the loss of minibatch {unit.minibatch} is {loss}",
-                hint="lower the learning rate, or continue from an earlier checkpoint with `resume`",
-            )
-        self.log.losses.append((unit.minibatch, loss))
-
-    def _note_update(self, update: Update) -> None:
-        on_update = self._observers.on_update
-        if on_update is not None and self._newest_loss is not None:
-            # Behind the losses of its minibatches, so that they are in the log.
-            self._later.read(self._newest_loss, lambda _: on_update(update, self.log))
-        elif on_update is not None:
-            on_update(update, self.log)
-
-
-class PipelineWorker(Worker):
-    """Runs the stages of one rank: one, or several chunks.
-
-    Args:
-        joint_norm: whether all stages clip or skip an update together, by the norm of all their gradients.
-    """
-
-    def __init__(
-        self,
-        stages: Mapping[int, StageReplica],
-        links: Links,
-        observers: Observers,
-        device: torch.device,
-        *,
-        stop_on_nan: bool = False,
-        joint_norm: bool = False,
-    ) -> None:
-        super().__init__(observers, device, stop_on_nan=stop_on_nan)
-        self.stages = stages
-        self._links = links
-        self._joint_group = control_group() if joint_norm else None
-        self.gradient_norm: float | None = None  # of the newest update, where the stages clip or scale together
-        for stage in stages.values():
-            if stage.optimizer.sharding is not None:
-                stage.optimizer.sharding.note = self._note_wait
-        self._due: list[Update] = []  # updates of this worker's stages that wait for those of its other stages
-
-    def expect(self, under_way: Callable[[], Iterable[Receive]]) -> None:
-        """Prepare for a pause, in which these messages are under way to this worker."""
-        self._links.expect(under_way)
-
-    def settle(self) -> None:
         """Wait for the checks of all messages received so far, and for all computations; the pipeline must be empty."""
-        self._links.settle()
-        super().settle()
+        self.links.settle()
+        self._busy.flush()
 
     def drain(self) -> None:
         """Wait until all messages have left, too."""
-        self._links.drain()
+        self.links.drain()
         self.settle()
 
     def _execute(self, instruction: Instruction) -> None:
         stage = self.stages[instruction.stage]
         match instruction:
-            case ReceiveActivation(unit=unit, peer_stage=source):
-                stage.accept_activation(unit, source, self._links.receive(instruction))
-            case Forward(unit=unit, version=version):
+            case do.ReceiveActivation(unit=unit, peer_stage=source):
+                stage.accept_activation(unit, source, self.links.receive(instruction))
+            case do.Forward(unit=unit, version=version):
                 stage.forward(unit, version)
-            case SendActivation(unit=unit, peer_stage=target):
-                self._links.send(instruction, stage.activation(unit, target))
-            case ReceiveGradient(unit=unit):
-                stage.accept_gradient(unit, self._links.receive(instruction))
-            case Backward(unit=unit):
+            case do.SendActivation(unit=unit, peer_stage=target):
+                self.links.send(instruction, stage.activation(unit, target))
+            case do.ReceiveGradient(unit=unit):
+                stage.accept_gradient(unit, self.links.receive(instruction))
+            case do.Backward(unit=unit):
                 self._log_loss(unit, stage.backward(unit, last_of_round=instruction.last_of_round))
-            case BackwardInput(unit=unit):
+            case do.BackwardInput(unit=unit):
                 self._log_loss(unit, stage.backward(unit, last_of_round=False, split=True))
-            case BackwardWeight(unit=unit):
+            case do.BackwardWeight(unit=unit):
                 stage.backward_weight(unit, last_of_round=instruction.last_of_round)
-            case SendGradient(unit=unit, peer_stage=source):
-                self._links.send(instruction, stage.gradient(unit, source))
-            case SendShared(unit=unit, peer_stage=peer):
-                self._links.send(instruction, stage.shared.take(unit.minibatch, peer))
-            case ReceiveShared(unit=unit, peer_stage=peer):
-                stage.shared.accept(unit.minibatch, peer, self._links.receive(instruction))
-            case AddShared(round=round_):
+            case do.SendGradient(unit=unit, peer_stage=source):
+                self.links.send(instruction, stage.gradient(unit, source))
+            case do.SendShared(unit=unit, peer_stage=peer):
+                self.links.send(instruction, stage.shared.take(unit.minibatch, peer))
+            case do.ReceiveShared(unit=unit, peer_stage=peer):
+                stage.shared.accept(unit.minibatch, peer, self.links.receive(instruction))
+            case do.AddShared(round=round_):
                 stage.shared.add(round_)
             case AllReduce():
                 stage.average(instruction.divisor)
@@ -206,10 +134,7 @@ class PipelineWorker(Worker):
                 assert_never(instruction)
 
     def _note_wait(self, activity: str, waits: bool) -> None:
-        """Take note that an update waits for other replicas, or does no more: a wait is no hang of this worker's own.
-
-        Nor is it computing time. On a GPU the stream waits, between the same calls.
-        """
+        """Note that an update waits for other replicas, or no more: no hang of its own, and no computing time."""
         self._observers.heartbeat.enter(activity, meeting=waits)
         if waits:
             self._busy.end(completes=False)
@@ -236,3 +161,25 @@ class PipelineWorker(Worker):
             self.stages[each.stage].update(each.round, each.kept, norm)
             self._note_update(each)
         self._due.clear()
+
+    def _log_loss(self, unit: Unit, loss: Tensor | None) -> None:
+        if loss is None:
+            return
+        self._newest_loss = loss
+        self._later.read(loss, lambda value: self._note_loss(unit, float(value)))
+
+    def _note_loss(self, unit: Unit, loss: float) -> None:
+        if self._stop_on_nan and not math.isfinite(loss):
+            raise LossNotFiniteError(
+                f"the loss of minibatch {unit.minibatch} is {loss}",
+                hint="lower the learning rate, or continue from an earlier checkpoint with `resume`",
+            )
+        self.log.losses.append((unit.minibatch, loss))
+
+    def _note_update(self, update: Update) -> None:
+        on_update = self._observers.on_update
+        if on_update is not None and self._newest_loss is not None:
+            # Behind the losses of its minibatches, so that they are in the log.
+            self._later.read(self._newest_loss, lambda _: on_update(update, self.log))
+        elif on_update is not None:
+            on_update(update, self.log)

@@ -1,8 +1,6 @@
 """Update the running statistics of deferred BatchNorms once per minibatch, with the update of its weights.
 
-Forwards of a stage come minibatch by minibatch, but under 2bw those of the next minibatch begin before the update for
-this one. So the statistics gathered so far are put aside when another minibatch begins. Each replica of a stage gathers
-them from its own microbatches; with the update all replicas combine theirs, and have equal running statistics again.
+Under 2bw forwards of the next minibatch begin before the update for this one, so statistics are put aside by then.
 """
 
 from __future__ import annotations
@@ -19,12 +17,7 @@ from planner.model.stage.stage import StageModule
 
 
 class MinibatchStatistics:
-    """The statistics that one stage replica gathers; does nothing if the stage has no deferred BatchNorm.
-
-    Args:
-        stage: the layers, on their device.
-        replicas: process group of the stage's replicas; None for a single one.
-    """
+    """The statistics that one stage replica gathers; does nothing if the stage has no deferred BatchNorm."""
 
     def __init__(self, stage: StageModule, replicas: dist.ProcessGroup | None) -> None:
         self._stage = stage
@@ -34,7 +27,6 @@ class MinibatchStatistics:
         self._gathered: dict[int, Tensor] = {}  # by minibatch: `_packed` statistics
 
     def begin(self, minibatch: int) -> None:
-        """Prepare for a forward of `minibatch`."""
         if self._norms and minibatch != self._current:
             self._put_aside()
             self._current = minibatch

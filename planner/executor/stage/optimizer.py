@@ -1,7 +1,5 @@
 """Update the parameters of a stage: unscale and clip the gradients of a round, and step the user's optimizer.
 
-With `sharding` the optimizer steps this replica's part of each parameter, and replicas exchange the weights.
-
 Gradients that are small underflow in float16, so backward starts from a loss times a large factor, the loss scale
 (Micikevicius et al., "Mixed Precision Training", ICLR 2018; the constants are those of torch.amp.GradScaler).
 """
@@ -34,8 +32,7 @@ GROWTH_INTERVAL = 2000  # updates without an overflow before a larger scale is t
 class LossScaler:
     """The loss scale of one stage: a power of two, so that unscaling is exact.
 
-    Every stage has its own, equal on all its replicas. Gradients from a later stage are rescaled to it when they
-    arrive.
+    Every stage has its own. Gradients from a later stage are rescaled to it when they arrive.
     """
 
     def __init__(self, scale: float = FIRST_SCALE, growth_interval: int = GROWTH_INTERVAL) -> None:
@@ -44,7 +41,7 @@ class LossScaler:
         self._clean = 0  # updates since the last change
 
     def update(self, finite: bool) -> None:
-        """Adapt the scale after an update, whose gradients were all `finite`, or which was skipped."""
+        """Adapt the scale after an update, which was skipped unless all gradients were `finite`."""
         self._clean = self._clean + 1 if finite else 0
         if not finite:
             self.scale *= BACKOFF
@@ -53,24 +50,17 @@ class LossScaler:
             self._clean = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps."""
         return {"scale": self.scale, "clean": self._clean}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from what `state_dict` returned."""
         self.scale, self._clean = float(state_dict["scale"]), int(state_dict["clean"])
 
 
 class StageOptimizer:
     """The user's optimizer for one stage's trained parameters, with its scheduler, loss scaler and clipping.
 
-    Args:
-        learning_rate_factor: multiplies the learning rate of every group, before the scheduler sees it.
-        clip_grad_norm: the largest norm of the gradients.
-        sharding: divides the optimizer over the stage's replicas; None to step everything here.
-
-    Raises:
-        PlanError: when the optimizer is to be divided, and does not treat each element of a parameter alone.
+    With `sharding` it steps this replica's part of each parameter, and replicas exchange the weights. Raises a
+    PlanError when the optimizer is to be divided, and does not treat each element of a parameter alone.
     """
 
     def __init__(
@@ -119,17 +109,14 @@ class StageOptimizer:
         return {name: each for name, each in both.items() if each is not None}
 
     def note_sent(self, gradients: Iterable[Tensor]) -> None:
-        """Look for an overflow in `gradients`: a stage without parameters has no other gradients to find it in."""
+        """Look for an overflow in `gradients`, on a stage without parameters: it has no others to find it in."""
         if self.scaler is not None and not self.parameters:
             for gradient in gradients:
                 overflow = torch.isfinite(gradient).all().logical_not()
                 self._overflow = overflow if self._overflow is None else self._overflow | overflow
 
     def squared_norm(self, leave_out: Iterable[nn.Parameter] = ()) -> float:
-        """Unscale all gradients and return their squared norm; inf or nan after an overflow.
-
-        It is this replica's part where replicas divide the optimizer, and this rank's where ranks divide the weights.
-        """
+        """Unscale all gradients and return the squared norm of this worker's part; inf or nan after an overflow."""
         self._prepare()
         if self._overflow is not None and bool(self._overflow):
             return math.inf
@@ -138,19 +125,14 @@ class StageOptimizer:
         return float(get_total_norm(gradients)) ** 2 if gradients else 0.0
 
     def step(self, squared_norm: float | None) -> None:
-        """Unscale and clip the gradients, and step; after an overflow, skip the step.
-
-        Whether there was an overflow, the host must know: it waits for the device, once per update under float16. To
-        clip by the stage's own norm it need not know it.
-
-        Args:
-            squared_norm: of all gradients that are clipped together; None for this stage's own.
-        """
+        """Unscale and clip the gradients, by this stage's own norm or that of all, and step unless one overflowed."""
         self._prepare()
+        # Whether there was an overflow, the host must know: it waits for the device, once per update under float16.
         if self.scaler is not None:
             if squared_norm is None:
-                own = self.squared_norm()
-                squared_norm = own if self._is_whole else float(self._sum(self._number(own)))
+                squared_norm = self.squared_norm()
+                if not self._is_whole:
+                    squared_norm = float(self._sum(self.parameters[0].new_tensor(squared_norm, dtype=torch.float64)))
             finite = math.isfinite(squared_norm)
             self._unscaled, self._overflow = False, None
             self.scaler.update(finite)
@@ -167,12 +149,10 @@ class StageOptimizer:
             self.sharding.update(partial(self._spec.step, self.optimizer))
 
     def forget_gradients(self) -> None:
-        """Drop all gradients, after a step."""
         for parameter in (*self.parameters, *self._stepped.values()):
             parameter.grad = None
 
     def advance(self, minibatches: int) -> None:
-        """Step the scheduler once for each of `minibatches`."""
         if self.scheduler is not None:
             for _ in range(minibatches):
                 with warnings.catch_warnings():
@@ -181,13 +161,13 @@ class StageOptimizer:
                     self.scheduler.step()
 
     def _norm(self, squared: float | None) -> Tensor:
-        """Return the root of a squared norm; for None this stage's own norm, which stays on the device."""
+        # The stage's own norm stays on the device.
         if squared is not None:
             return torch.tensor(math.sqrt(squared))
         gradients = self._counted_gradients()
         if self._is_whole:
             return get_total_norm(gradients)
-        own = get_total_norm(gradients) if gradients else self._number(0.0)
+        own = get_total_norm(gradients) if gradients else self.parameters[0].new_zeros((), dtype=torch.float64)
         return self._sum(own.double().square()).sqrt().to(own.dtype)
 
     @property
@@ -196,21 +176,16 @@ class StageOptimizer:
         return not self.parameters or (self.sharding is None and self._division.group is None)
 
     def _counted_gradients(self, leave_out: Iterable[nn.Parameter] = ()) -> list[Tensor]:
-        """Return the gradients that this rank counts in a norm: those that several ranks have, the first one counts."""
+        # Those that several ranks have, the first one counts.
         elsewhere = {*leave_out, *(() if self._division.is_first_rank else self._alike)}
         counted = (stepped for whole, stepped in self._stepped.items() if whole not in elsewhere)
         return [stepped.grad for stepped in counted if stepped.grad is not None]
 
     def _sum(self, value: Tensor) -> Tensor:
-        """Add up a number of which each replica, or each rank that divides the weights, has a part."""
         total = value if self.sharding is None else self.sharding.sum(value)
         return total if self._division.group is None else self._division.group.sum(total)
 
-    def _number(self, value: float) -> Tensor:
-        return torch.tensor(value, dtype=torch.float64, device=self.parameters[0].device)
-
     def _prepare(self) -> None:
-        """Make the gradients ready to step with: this replica's part of them, divided by the loss scale once."""
         if self.sharding is not None:
             self.sharding.take_gradients()
         gradients = [stepped.grad for stepped in self._stepped.values() if stepped.grad is not None]

@@ -1,17 +1,16 @@
 """Split a backward in two parts: first the gradients that earlier stages wait for, later those of the weights.
 
-Source: Qi, Wan, Huang and Lin, "Zero Bubble Pipeline Parallelism", ICLR 2024, section 2. Calling autograd twice would
-compute much of the first part twice. Instead the first part notes the gradients that reach each operation where a
-weight joins the path from the stage's outputs back to what it received, and the second part starts from there:
+Source: Qi, Wan, Huang and Lin, "Zero Bubble Pipeline Parallelism", ICLR 2024, section 2. The first part notes the
+gradients that reach each operation where a weight joins the path from the stage's outputs back to what it received, and
+the second part starts from there:
 
     received <- ... <- operation <- operation <- ... <- output        first part, along this path
                           |              |
                         weight         weight                         second part, from each operation to its weights
 
 PyTorch's operations compute only the input gradients that are asked for, so nothing is computed twice, except in a
-user's `torch.autograd.Function`, which computes all of them each time. The gradient of a weight that joins the path at
-several operations, or not on the path at all, is computed in the first part: started at one operation, autograd would
-also reach the weight through the others.
+user's `torch.autograd.Function`. The gradient of a weight that joins the path at several operations, or not on the path
+at all, is computed in the first part: started at one operation, autograd would also reach it through the others.
 """
 
 from __future__ import annotations
@@ -64,16 +63,7 @@ def input_gradients(
     received: Sequence[Tensor],
     weights: Iterable[Tensor],
 ) -> WeightGradients:
-    """Run the first part: accumulate the gradients of `received`, and of some weights, in `.grad`.
-
-    Args:
-        gradients: of `roots`; None for a loss.
-        received: leaves of the graph of `roots`, all of which require gradients.
-        weights: parameters in that graph, and perhaps others.
-
-    Returns:
-        The second part, which needs the graph of `roots` until it has run.
-    """
+    """Accumulate the gradients of `received`, leaves of the graph of `roots`, in `.grad`; return the second part."""
     joints, others = _joints([root.node for root in roots], received, weights)
     handles = [joint.node.register_prehook(joint.note) for joint in joints]
     try:
@@ -87,7 +77,7 @@ def input_gradients(
 def _joints(
     roots: Sequence[Node], received: Sequence[Tensor], weights: Iterable[Tensor]
 ) -> tuple[list[_Joint], list[Tensor]]:
-    """Return the operations to continue from, each with weights that join there only, and all other weights."""
+    # The operations to continue from, each with weights that join there only, and all other weights.
     wanted = {id(weight) for weight in weights if weight.requires_grad}
     ends = {id(tensor) for tensor in received}
     order = _topological(roots)
@@ -119,7 +109,7 @@ def _joints(
 
 
 def _topological(roots: Sequence[Node]) -> list[Node]:
-    """Return all nodes of the graph, each before those that its gradients flow to."""
+    # Each node before those that its gradients flow to.
     done: list[Node] = []
     seen: set[Node] = set()
     stack: list[tuple[Node, bool]] = [(root, False) for root in roots]

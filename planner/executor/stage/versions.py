@@ -1,14 +1,11 @@
 """Weight stashing: a backward sees the weights that its forward saw (PipeDream, SOSP'19, section 3.3).
 
-Each version has its own storage. A forward notes the version that it uses, the newest or an older one; its backward
-points the parameters' `data` at that version while it runs. An update writes in place if nothing else needs the newest
-version, otherwise into other storage, recycled from a version that nothing needs any more. So there are never more
-versions than the newest, plus those that units in flight and forwards yet to come use.
+Each version has its own storage. An update writes in place if nothing else needs the newest version, otherwise into
+other storage, recycled from a version that nothing needs any more.
 
-Autograd checks at a backward, by a counter per tensor, that no tensor saved by its forward has been written since.
-An update bumps the parameters' counters whichever storage they point at, and would fail every unit in flight. So it
-runs inside `_unsafe_preserve_version_counter`. What the check guards against cannot happen here, because storage that
-a unit in flight uses is never written.
+Autograd checks at a backward, by a counter per tensor, that no tensor saved by its forward has been written since. An
+update bumps the parameters' counters whichever storage they point at, so it runs inside
+`_unsafe_preserve_version_counter`: storage that a unit in flight uses is never written.
 """
 
 from __future__ import annotations
@@ -33,11 +30,7 @@ class _Version:
 class WeightVersions:
     """The versions of a stage's weights that units in flight, or forwards yet to come, still need.
 
-    A version's number is the number of updates it has had.
-
-    Args:
-        parameters: of the stage, each once.
-        arrange: lays out a new version's tensors, given the parameters and them.
+    A version's number is the number of updates it has had. `arrange` lays out a new version's tensors.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], arrange: Arrange = lambda parameters, tensors: None) -> None:
@@ -53,7 +46,6 @@ class WeightVersions:
     def restart(self) -> None:
         """Number the versions from 0 again; no unit may be in flight."""
         assert not self._used, self._used
-        self._kept = frozenset()
         self._drop_unneeded()
         self._versions = {0: self._versions[self._newest]}
         self._newest = 0
@@ -65,7 +57,7 @@ class WeightVersions:
         self._used[unit] = number
 
     def stashed(self, unit: object) -> AbstractContextManager[None]:
-        """Let the parameters hold the version stashed for `unit`, while its forward or backward runs."""
+        """Let the parameters hold the version stashed for `unit` within."""
         return _Pointed(self, self._used[unit])
 
     def restored(self, unit: object) -> AbstractContextManager[None]:
@@ -73,13 +65,8 @@ class WeightVersions:
         return _Pointed(self, self._used.pop(unit), last_use=True)
 
     def update(self, step: Callable[[], object], kept: Collection[int] = ()) -> None:
-        """Run `step`, which writes the parameters in place, on storage that nothing else needs.
-
-        Args:
-            kept: older versions that forwards yet to come use.
-        """
-        self._kept = frozenset(kept)
-        self._drop_unneeded()
+        """Run `step`, which writes the parameters in place, on storage that no unit and no forward to come needs."""
+        self._drop_unneeded(frozenset(kept))
         current = self._versions[self._newest]
         self._newest += 1
         # Copy only if someone still needs the weights from before the step: the copy costs a pass over all weights.
@@ -98,7 +85,8 @@ class WeightVersions:
         with _unsafe_preserve_version_counter(tuple(self._parameters)):
             step()
 
-    def _drop_unneeded(self) -> None:
+    def _drop_unneeded(self, kept: frozenset[int] = frozenset()) -> None:
+        self._kept = kept
         for number in list(self._versions):
             self._drop_if_unneeded(number)
 
@@ -112,14 +100,10 @@ class WeightVersions:
 
 
 class _Pointed:
-    """Points the parameters at version `number` inside; a class, because a generator takes longer for every unit."""
-
-    __slots__ = ("_last_use", "_number", "_versions")
+    """Points the parameters at a version within; a generator would take longer for every unit."""
 
     def __init__(self, versions: WeightVersions, number: int, *, last_use: bool = False) -> None:
-        self._versions = versions
-        self._number = number
-        self._last_use = last_use
+        self._versions, self._number, self._last_use = versions, number, last_use
 
     def __enter__(self) -> None:
         if self._number != self._versions._newest:

@@ -1,8 +1,6 @@
 """Capture a model as a sequence of modules that its file names: for what no tracer captures, such as `if` on a tensor.
 
-The blocks run as they are, so they may do anything. Running them on the example batch shows what crosses from one to
-the next, and which must share a layer. The resulting graph has one opaque operation per block, so cuts, stages, plans
-and schedules work as on a traced graph.
+The blocks run as they are. The graph has one opaque operation per block, so all else works as on a traced one.
 """
 
 from __future__ import annotations
@@ -21,24 +19,22 @@ from torch.utils._pytree import tree_flatten
 
 from planner.errors import CaptureError, ModelFileError, PlannerError, first_line, reason_of
 from planner.model.batch import Batch
-from planner.model.capture.failure import decides_by_values, refuse_untrainable
-from planner.model.capture.fake import fake_batch, fake_device, fake_modules, pretended
+from planner.model.capture.failure import decides_by_values, refuse_loss, refuse_untrainable
+from planner.model.capture.fake import CPU, fake_batch, fake_device, fake_modules, pretended
 from planner.model.capture.graph import (
+    LOSS,
     BlockChain,
     BlockLayer,
     GraphLayer,
-    Input,
     LayerGraph,
     ValueSpec,
-    expanded_dimensions,
     graph_digest,
-    memory_order,
     structure_of,
     tensors_of,
 )
 from planner.model.capture.layers import adopt_unused
 from planner.model.capture.operations import Names
-from planner.model.capture.size import BATCH, Size, SizeReader
+from planner.model.capture.size import BATCH, SizeReader
 from planner.model.loss import loss_of
 from planner.model.options import PLAIN, ModuleOptions, autocasting, lay_out
 from planner.model.randomness import keep_state
@@ -72,19 +68,10 @@ def capture_blocks(
 
     The blocks are run on `batch`, and on twice as many samples to see which sizes depend on the batch; weights, buffers
     and random state are left as they were. A block that changes its input in place shares a layer with the block that
-    made it, and so do blocks that share a buffer.
-
-    Args:
-        model: with the blocks as parts, in training or evaluation mode; it must compute the same loss as they do.
-        blocks: the first takes the batch's arguments, each other one takes what the one before it returned, and the
-            last returns the model's output.
-        batch: example.
-        values: whether the weights have values. Without, the blocks run on tensors without data: nothing is computed,
-            and that the loss is the model's is not checked.
-
-    Raises:
-        CaptureError: when the blocks fail, compute something else than the model, or exchange what cannot travel.
-        ModelFileError: without values, when a block decides by them.
+    made it, and so do blocks that share a buffer. Without `values`, the weights have none: the blocks run on tensors
+    without data, and that the loss is the model's is not checked. Raise CaptureError when the blocks fail, compute
+    something else than the model, or exchange what cannot travel; ModelFileError when one decides by values that are
+    not there.
     """
     refuse_untrainable(model)
     example = batch.doubled() if batch.size == 1 else batch
@@ -97,7 +84,17 @@ def capture_blocks(
         with autocasting(example.device_type, options.autocast):
             if values:
                 results = _run(named, example, loss)
-                _check_loss(model, example, loss, results.small[-1])
+                found = results.small[-1]
+                refuse_loss(found.dim(), found.requires_grad)
+                torch.manual_seed(0)
+                # With gradients, which a forward may itself ask for, as of its input.
+                expected = loss_of(model(*example.args, **example.kwargs), example.target, loss).detach()
+                if not torch.allclose(found.detach(), expected, rtol=1e-3, atol=1e-6, equal_nan=True):
+                    raise CaptureError(
+                        "the blocks compute another loss than the model on example_batch(): "
+                        f"{found.item():.6g} instead of {expected.item():.6g}",
+                        hint=_CONTRACT,
+                    )
             else:
                 results = _run_without_values(named, example, loss)
         graph = build(results)
@@ -142,35 +139,9 @@ def _storage(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def _check_loss(model: nn.Module, batch: Batch, loss: LossFunction | None, found: Tensor) -> None:
-    """Check that the blocks' loss is a number that can be trained, and equals the model's.
-
-    Raises:
-        CaptureError: otherwise.
-    """
-    if found.dim() or not found.requires_grad:
-        what = "does not depend on the model's parameters" if not found.dim() else "is not a single number"
-        raise CaptureError(
-            f"the loss {what}", hint="loss(output, target) must return a 0-dimensional tensor made from the output"
-        )
-    torch.manual_seed(0)
-    # With gradients, which a forward may itself ask for, as of its input.
-    expected = loss_of(model(*batch.args, **batch.kwargs), batch.target, loss).detach()
-    if not torch.allclose(found.detach(), expected, rtol=1e-3, atol=1e-6, equal_nan=True):
-        raise CaptureError(
-            f"the blocks compute another loss than the model on example_batch(): {found.item():.6g} instead of "
-            f"{expected.item():.6g}",
-            hint=_CONTRACT,
-        )
-
-
 def _run_without_values(
-    named: _Named,
-    example: Batch,
-    loss: LossFunction | None,
-    device: torch.device = torch.device("cpu"),  # noqa: B008  # immutable
+    named: _Named, example: Batch, loss: LossFunction | None, device: torch.device = CPU
 ) -> _Results:
-    """Run copies of the blocks on tensors without data."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     try:
         fakes = fake_modules([block for _, block in named], mode, device)
@@ -180,10 +151,10 @@ def _run_without_values(
     except (PlannerError, RuntimeError) as error:
         if not decides_by_values(error):
             raise
-        cause = error.__cause__ or error
         raise ModelFileError(
-            f"blocks(model) decide by values, and so need their weights to be captured: {first_line(cause)}",
-            hint="train without `defer_weights`",
+            "blocks(model) decide by values, and so need weights and the device to be captured: "
+            f"{first_line(error.__cause__ or error)}",
+            hint="train without `defer_weights`; profile in float32, or on a machine with a GPU",
         ) from error
 
 
@@ -193,13 +164,9 @@ def _run_on_gpu(named: _Named, example: Batch, loss: LossFunction | None, kind: 
     try:
         with pretended(kind), autocasting(kind, autocast):
             return _run_without_values(named, example, loss, device)
-    except ModelFileError as error:
+    except ModelFileError:
         if not runtime_of(kind).available():
-            raise CaptureError(
-                f"blocks(model) decide by values, so their dtypes under autocast on {kind} cannot be told without a "
-                "GPU",
-                hint="profile in float32, or on a machine with a GPU",
-            ) from error
+            raise
     copies = copy.deepcopy([block for _, block in named])  # together, so that what they share stays shared
     moved = [(name, block.to(device)) for (name, _), block in zip(named, copies, strict=True)]
     with autocasting(kind, autocast):
@@ -207,42 +174,32 @@ def _run_on_gpu(named: _Named, example: Batch, loss: LossFunction | None, kind: 
 
 
 def _named(model: nn.Module, blocks: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
-    if not isinstance(blocks, (list, tuple, nn.ModuleList, nn.Sequential)) or not len(blocks):
+    """Return the blocks with unique names: their paths in the model, where they have one."""
+    is_list = isinstance(blocks, (list, tuple, nn.ModuleList, nn.Sequential)) and len(blocks)
+    if not is_list or not all(isinstance(block, nn.Module) for block in blocks):
         raise CaptureError(
-            f"blocks(model) returned a {type(blocks).__name__}, not a list of modules", hint="return a list of modules"
+            f"blocks(model) returned a {type(blocks).__name__} that is not a list of modules",
+            hint="return a list of modules; write one that does in its forward what happens between two modules",
         )
-    paths = {module: path for path, module in model.named_modules() if path}
-    named: list[tuple[str, nn.Module]] = []
-    for index, block in enumerate(blocks):
-        if not isinstance(block, nn.Module):
-            raise CaptureError(
-                f"block {index} of blocks(model) is a {type(block).__name__}, not a module",
-                hint="write an nn.Module that does in its forward what happens between two modules",
-            )
-        _check_owned(index, block, model)
-        name = base = paths.get(block, f"blocks.{index}")
-        number = 2
-        while any(name == other for other, _ in named):
-            name, number = f"{base}_{number}", number + 1
-        named.append((name, block))
-    return named
-
-
-def _check_owned(index: int, block: nn.Module, model: nn.Module) -> None:
-    modules = set(model.modules())
+    paths = {module: path for path, module in model.named_modules()}
     parameters = {id(parameter) for parameter in model.parameters()}
-    for path, part in block.named_modules():
-        if part in modules:
-            continue
-        foreign = [name for name, p in part._parameters.items() if p is not None and id(p) not in parameters]
-        # Refused even if the model has it too: moving the stage to a device would leave this module's buffer behind.
-        foreign += [name for name, buffer in part._buffers.items() if buffer is not None]
-        if foreign:
-            name = f"{path}.{foreign[0]}" if path else foreign[0]
-            raise CaptureError(
-                f"block {index} of blocks(model) has a parameter or buffer of its own, '{name}'",
-                hint="make all parameters and buffers in build_model(); blocks() only groups the modules",
-            )
+    named: dict[str, nn.Module] = {}
+    for index, block in enumerate(blocks):
+        for part in (each for each in block.modules() if each not in paths):
+            # A buffer is refused even if the model has it too: moving the stage would leave this module's behind.
+            foreign = [name for name, p in part._parameters.items() if p is not None and id(p) not in parameters]
+            foreign += [name for name, buffer in part._buffers.items() if buffer is not None]
+            if foreign:
+                raise CaptureError(
+                    f"block {index} of blocks(model) has a parameter or buffer of its own, '{foreign[0]}'",
+                    hint="make all parameters and buffers in build_model(); blocks() only groups the modules",
+                )
+        name = base = paths.get(block) or f"blocks.{index}"
+        number = 2
+        while name in named:
+            name, number = f"{base}_{number}", number + 1
+        named[name] = block
+    return list(named.items())
 
 
 def block(*_: Any) -> Any:
@@ -253,11 +210,6 @@ def block(*_: Any) -> Any:
 def _graph(
     model: nn.Module, named: _Named, batch: Batch, loss: LossFunction | None, options: ModuleOptions, run: _Results
 ) -> LayerGraph:
-    """Return the graph of the blocks, one opaque operation per layer.
-
-    Raises:
-        CaptureError: where something that crosses a cut cannot be sent.
-    """
     code = fx.Graph()
     specs: dict[fx.Node, ValueSpec] = {}
 
@@ -278,11 +230,17 @@ def _graph(
     graph_layers: list[GraphLayer] = []
     layers: list[BlockLayer] = []
     takes, taken = None, inputs[:arguments]
+    outputs, output_spec = tree_flatten([])  # of the model, unless its last block shares a layer with the loss
     for start, after in zip(starts, [*starts[1:], end + 1], strict=True):
         blocks = tuple(named[start:after])
         has_loss = after > end
         taken = [*taken, *(inputs[arguments:] if has_loss else ())]
-        node = code.call_function(block, (_description(blocks), *taken))
+        # The classes within the blocks, so that graphs of different models differ.
+        description = "; ".join(
+            f"{name}: " + ", ".join(f"{path} {type(part).__name__}" for path, part in module.named_modules())
+            for name, module in blocks
+        )
+        node = code.call_function(block, (description, *taken))
         small, large = run.small[after - 1], run.large[after - 1]
         gives, made = None, list[fx.Node]()
         if has_loss:
@@ -294,11 +252,19 @@ def _graph(
                     f"block '{blocks[-1][0]}' returns something that cannot be sent to another stage",
                     hint="return tensors, within tuples, lists and dicts, beside numbers and strings",
                 )
-            tensors = zip(tensors_of(small), gives.tensors(large, blocks[-1][0]), strict=True)
-            for index, pair in enumerate(tensors):
+            both = zip(tensors_of(small), gives.tensors(large, blocks[-1][0]), strict=True)
+            for index, pair in enumerate(both):
                 made.append(value(code.call_function(operator.getitem, (node, index)), *pair))
-        layers.append(BlockLayer(blocks, takes, gives, tuple(each.name for each in made)))
-        graph_layers.append(_layer(model, blocks, (node, *made)))
+            if after == end:
+                outputs, output_spec = tree_flatten(gives.value(made))
+        layers.append(BlockLayer(blocks, takes, gives))
+        tensors = {id(t) for _, module in blocks for t in (*module.parameters(), *module.buffers())}
+        parameters = tuple(n for n, p in model.named_parameters() if id(p) in tensors)
+        buffers = tuple(n for n, b in model.named_buffers() if id(b) in tensors)
+        kinds = [type(module).__name__ for _, module in blocks] or ["loss"]
+        op = "+".join(kinds if len(kinds) <= 3 else [*kinds[:3], "..."])
+        name = blocks[0][0] if blocks else LOSS
+        graph_layers.append(GraphLayer(name, op, (node, *made), parameters, buffers))
         takes, taken = gives, made
     code.output(node)
     names = Names(model, fx.GraphModule(nn.Module(), fx.Graph()))
@@ -309,10 +275,10 @@ def _graph(
         reader=SizeReader([]),
         layers=adopt_unused(graph_layers, names),
         specs=specs,
-        inputs=tuple(Input(node, specs.get(node)) for node in inputs),
+        inputs=tuple(inputs),
         batch_spec=batch_spec,
-        outputs=(),  # the output's values are those that the layer before the loss gives: see `blocks`
-        output_spec=tree_flatten([])[1],
+        outputs=tuple(outputs),
+        output_spec=output_spec,
         loss=node,
         tied_parameters=names.tied,
         batch_size=None,
@@ -323,44 +289,20 @@ def _graph(
     return replace(graph, hash=graph_digest(graph, specs))
 
 
-def _layer(model: nn.Module, blocks: _Named, nodes: tuple[fx.Node, ...]) -> GraphLayer:
-    tensors = {id(t) for _, module in blocks for t in (*module.parameters(), *module.buffers())}
-    parameters = tuple(n for n, p in model.named_parameters() if id(p) in tensors)
-    buffers = tuple(n for n, b in model.named_buffers() if id(b) in tensors)
-    kinds = [type(module).__name__ for _, module in blocks] or ["loss"]
-    op = "+".join(kinds if len(kinds) <= 3 else [*kinds[:3], "..."])
-    return GraphLayer(blocks[0][0] if blocks else "loss", op, nodes, parameters, buffers)
-
-
-def _description(blocks: _Named) -> str:
-    """Describe blocks by the classes within them, so that graphs of different models differ."""
-    return "; ".join(
-        f"{name}: " + ", ".join(f"{path} {type(part).__name__}" for path, part in module.named_modules())
-        for name, module in blocks
-    )
-
-
 def _spec(name: str, small: Tensor, large: Tensor, samples: int) -> ValueSpec:
     """Return the spec of a value, given the value for `samples` samples and for twice as many."""
-    if small.dim() != large.dim() or small.dtype != large.dtype or small.requires_grad != large.requires_grad:
+    sizes = []
+    alike = small.dim() == large.dim() and small.dtype == large.dtype and small.requires_grad == large.requires_grad
+    for one, two in zip(small.shape, large.shape, strict=False):
+        per_sample, rest = divmod(two - one, samples)
+        alike = alike and not rest
+        # The linear function of the batch size that gives both sizes.
+        sizes.append(one if one == two else per_sample * BATCH + (one - per_sample * samples))
+    if not alike:
         raise CaptureError(
-            f"value '{name}' is {small.dtype} of {small.dim()} dimensions for {samples} samples, but {large.dtype} of "
-            f"{large.dim()} for {2 * samples}",
-            hint="what crosses from block to block must have the same type for every batch",
+            f"value '{name}' is {small.dtype} of shape {tuple(small.shape)} for {samples} samples, but {large.dtype} "
+            f"of {tuple(large.shape)} for {2 * samples}",
+            hint="what crosses from block to block must have the same type for every batch, and no size that depends "
+            "on the data",
         )
-    sizes = tuple(_size(*pair, samples) for pair in zip(small.shape, large.shape, strict=True))
-    order, expanded = memory_order(small), expanded_dimensions(small)
-    return ValueSpec(name, small.dtype, small.requires_grad, sizes, order, expanded)
-
-
-def _size(small: int, large: int, samples: int) -> Size:
-    """Return the linear function of the batch size that gives both sizes."""
-    if small == large:
-        return small
-    per_sample, rest = divmod(large - small, samples)
-    if rest:
-        raise CaptureError(
-            f"a block returns {small} elements along a dimension for {samples} samples, and {large} for {2 * samples}",
-            hint="a size that depends on the data cannot cross from block to block",
-        )
-    return per_sample * BATCH + (small - per_sample * samples)
+    return ValueSpec.of(name, small, sizes)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import Dim, export
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map
 
@@ -19,22 +19,20 @@ from planner.model.batch import Batch
 from planner.model.capture.blocks import capture_blocks
 from planner.model.capture.failure import (
     capture_failure,
-    is_of_tracer,
     refuse_assignments,
     refuse_custom_autograd,
-    refuse_kept_tensors,
+    refuse_loss,
     refuse_untrainable,
     silent_tracer,
 )
 from planner.model.capture.fake import TensorFacts, fake_run
-from planner.model.capture.graph import LOSS, Input, LayerGraph, ValueSpec, graph_digest
+from planner.model.capture.graph import LOSS, LayerGraph, ValueSpec, graph_digest
 from planner.model.capture.layers import group_layers
 from planner.model.capture.operations import MODEL, Names, is_check
 from planner.model.capture.size import SizeReader, is_symbolic
 from planner.model.deferred_weights import allocate_buffers, is_deferred, without_storage
-from planner.model.loss import loss_of, uncaptured_loss
+from planner.model.loss import loss_of
 from planner.model.options import PLAIN, ModuleOptions, lay_out
-from planner.model.randomness import keep_state
 from planner.model.spec import LossFunction, TrainingSpec
 from planner.runtime import runtime_of
 
@@ -47,16 +45,9 @@ def capture_file(
     training: bool = True,
     options: ModuleOptions = PLAIN,
 ) -> LayerGraph:
-    """Return the graph of a model with its loss.
+    """Return the graph of a model with its loss, as `capture` or, where the user names blocks, `capture_blocks` does.
 
-    Args:
-        spec: with the loss, and the blocks if the user names them.
-        batch: example.
-        model: built from `spec`, its weights perhaps without memory; None builds a new one.
-        training: whether the model is captured in training mode or in evaluation mode; it is left in that mode.
-
-    Raises:
-        ModelFileError, CaptureError: when the model file or the model cannot be used.
+    The model was built from `spec`, its weights perhaps without memory; it is left in the mode that `training` says.
     """
     model = (spec.build_model() if model is None else model).train(training)
     deferred = is_deferred(model)
@@ -64,13 +55,6 @@ def capture_file(
         allocate_buffers(model)
     if spec.defines("blocks"):
         return capture_blocks(model, spec.blocks(model), batch, spec.loss, options=options, values=not deferred)
-    if not deferred:
-        try:
-            return capture(model, batch, spec.loss, options=options)
-        except CaptureError as failure:
-            if not is_of_tracer(failure) or not _has_values(model):
-                raise
-            raise _with_blocks(failure, model, batch, spec.loss) from failure
     if options.channels_last:
         lay_out(model)  # now, because without storage nothing can be copied
     with without_storage(model):
@@ -80,13 +64,8 @@ def capture_file(
 def capture(model: nn.Module, batch: Batch, loss: LossFunction | None, *, options: ModuleOptions = PLAIN) -> LayerGraph:
     """Return the graph of `model` on batches like `batch`, up to the loss.
 
-    Args:
-        model: in training or evaluation mode, which is fixed in the graph. Its parameters become the stages' own, they
-            are not copied: the training and the evaluation graph of one model share them.
-        batch: example; the graph is valid for other numbers of samples too, unless the model pins it.
-        loss: (output, target) -> 0-dimensional loss; None where the model's output has a `.loss` or ["loss"].
-        options: of the stages. Under autocast, values between layers have the dtypes that they will have on its kind of
-            device; for channels-last, the model's weights are laid out so, in place.
+    The mode of the model is fixed in the graph; its parameters become the stages' own. Values between layers have the
+    dtypes that they will have under autocast on the device of `options`; channels-last weights are laid out in place.
 
     Raises:
         CaptureError: when the model depends on values of tensors, changes its weights in forward, or makes no loss.
@@ -98,10 +77,10 @@ def capture(model: nn.Module, batch: Batch, loss: LossFunction | None, *, option
 class Trace:
     """What the tracer made of a model and its loss, before anything is known of the device that will train."""
 
-    model: nn.Module  # the user's
+    model: nn.Module
     module: fx.GraphModule  # the flat graph
-    example: Batch  # the batch that it was traced with
-    output: _Output  # the model's
+    example: Batch
+    output: _Output
 
 
 def traced(model: nn.Module, batch: Batch, loss: LossFunction | None, *, channels_last: bool = False) -> Trace:
@@ -112,91 +91,26 @@ def traced(model: nn.Module, batch: Batch, loss: LossFunction | None, *, channel
     if channels_last:
         lay_out(model)
         example = example.channels_last()
-    forward = _ForwardToLoss(model, lambda output, target: loss_of(output, target, loss))
-    try:
-        module = _export(forward, example)
-    except CaptureError as failure:
-        if loss is None or not is_of_tracer(failure):
-            raise
-        forward, module = _export_without_loss(model, example, loss, failure)
-    _clean(module)
-    return Trace(model, module, example, forward.output)
-
-
-def _export_without_loss(
-    model: nn.Module, example: Batch, loss: LossFunction, failure: CaptureError
-) -> tuple[_ForwardToLoss, fx.GraphModule]:
-    """Trace the model alone, and let its graph call the loss as it is; raise `failure` where the loss is not at fault.
-
-    CTC losses look at lengths, for instance. The call is one operation, which the last stage runs.
-    """
-    forward = _ForwardToLoss(model, None)
-    try:
-        module = _export(forward, example)
-        if _has_values(model):
-            with keep_state(model):
-                found = loss_of(model(*example.args, **example.kwargs), example.target, loss)
-            if found.dim() or not found.requires_grad:
-                raise failure
-    except Exception as cause:  # whatever the tracer, or the user's loss, raises
-        raise failure from cause
-    graph, spec = module.graph, example.flatten()[1].children()[-1]
-    returned = graph.output_node().args[0]
-    assert isinstance(returned, (tuple, list))
-    rest = iter(returned)
-    leaves = [next(rest) if isinstance(leaf, Tensor) else leaf for leaf in forward.output.leaves]
-    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
-    targets = placeholders[len(placeholders) - spec.num_leaves :]
-    with graph.inserting_before(graph.output_node()):
-        node = graph.call_function(uncaptured_loss(loss, forward.output.spec, spec), (*leaves, *targets))
-    node.meta["val"] = torch.empty((), device="meta")
-    graph.output_node().args = ((node, *returned),)
-    return forward, module
-
-
-def _has_values(model: nn.Module) -> bool:
-    """Return whether the weights are in memory: those of deferred and of estimated models are not."""
-    return not any(
-        isinstance(p, FakeTensor) or p.is_meta or p.untyped_storage().nbytes() < p.nbytes for p in model.parameters()
-    )
-
-
-def _with_blocks(failure: CaptureError, model: nn.Module, batch: Batch, loss: LossFunction | None) -> CaptureError:
-    """Return the failure with a hint that names blocks as which the model can be captured; itself if there are none."""
-    for modules, names in ((_called(model, batch)), ([model], "model")):
+    forward = _ForwardToLoss(model, loss)
+    leaves, spec = example.flatten()
+    tree = spec.unflatten(leaves)
+    # AUTO, because a model may pin its batch size, which a dimension declared dynamic would refuse.
+    dynamic = tree_map(lambda leaf: {0: Dim.AUTO} if isinstance(leaf, Tensor) and leaf.dim() else None, tree)
+    with silent_tracer(), refuse_custom_autograd():
         try:
-            capture_blocks(model, modules, batch, loss)
-        except Exception:  # whatever the user's forward raises on what it is not made for
-            continue
-        whole = " (all of it in one stage; write modules for its parts to have several)" if names == "model" else ""
-        way = f"or let the model file name parts that run as they are{whole}: def blocks(model): return [{names}]"
-        return CaptureError(failure.message, hint=f"{failure.hint}; {way}")
-    return failure
-
-
-def _called(model: nn.Module, batch: Batch) -> tuple[list[nn.Module], str]:
-    """Return the model's children, those of lists in place of these, in the order of their calls; and Python for it."""
-    expressions: dict[nn.Module, str] = {}
-    lists: dict[str, str] = {}
-    for name, child in model.named_children():
-        expression = f"model.{name}" if name.isidentifier() else f"model[{name}]"  # numbers name a sequence's parts
-        if isinstance(child, (nn.ModuleList, nn.Sequential)):
-            expressions |= {part: f"{expression}[{index}]" for index, part in enumerate(child)}
-            lists[", ".join(f"{expression}[{index}]" for index in range(len(child)))] = f"*{expression}"
-        else:
-            expressions[child] = expression
-    order: dict[nn.Module, None] = {}
-    hooks = [part.register_forward_hook(lambda part, *_: order.setdefault(part)) for part in expressions]
-    try:
-        with keep_state(model), contextlib.suppress(Exception):
-            model(*batch.args, **batch.kwargs)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    names = ", ".join(expressions[part] for part in order)
-    for parts, short in lists.items():
-        names = names.replace(parts, short) if parts else names
-    return list(order), names
+            # Not strict: the user's Python runs as it is. The contexts around find what this silently loses.
+            module = export(forward, tree, dynamic_shapes=dynamic, strict=False).module()
+        except Exception as cause:  # whatever the user's forward or the tracer raises
+            raise capture_failure(cause, model) from cause
+    assert isinstance(module, fx.GraphModule)
+    # Without the tracer's checks and unused attributes. Backwards, so that the arguments of a removed check have no
+    # users when it is their turn.
+    for node in reversed(list(module.graph.nodes)):
+        if is_check(node) or (node.op == "get_attr" and not node.users):
+            module.graph.erase_node(node)
+        elif node.name == LOSS:
+            node._rename("loss_value")  # "loss" is the stage's result
+    return Trace(model, module, example, forward.output)
 
 
 def observed(trace: Trace, options: ModuleOptions) -> LayerGraph:
@@ -206,7 +120,10 @@ def observed(trace: Trace, options: ModuleOptions) -> LayerGraph:
     names = Names(model, module)
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
     reader = SizeReader(placeholders)
-    operations = [node for node in module.graph.nodes if node.op == "call_function" and not _is_number(node, reader)]
+    calls = [node for node in module.graph.nodes if node.op == "call_function"]
+    symbolic = {node: value for node in calls if is_symbolic(value := node.meta.get("val"))}
+    # Every stage computes itself the numbers that depend on the batch size alone.
+    operations = [node for node in calls if node not in symbolic or reader.expression(symbolic[node]) is None]
     values = [*placeholders, *operations]
     specs = _specs(values, reader, facts)
     loss, outputs = _outputs(trace, specs)
@@ -217,7 +134,7 @@ def observed(trace: Trace, options: ModuleOptions) -> LayerGraph:
         reader=reader,
         layers=group_layers(model, module, names, facts, operations, specs, loss),
         specs=specs,
-        inputs=tuple(Input(node, specs.get(node)) for node in placeholders),
+        inputs=tuple(placeholders),
         batch_spec=trace.example.flatten()[1],
         outputs=tuple(outputs),
         output_spec=trace.output.spec,
@@ -231,31 +148,39 @@ def observed(trace: Trace, options: ModuleOptions) -> LayerGraph:
     return dataclasses.replace(graph, hash=graph_digest(graph, _specs(values, reader, on_cpu)))
 
 
+def _layouts_kept() -> AbstractContextManager[object]:
+    """Let the tracer record `contiguous()` also where it copies nothing.
+
+    The kernels of another device may lay values out otherwise. nn.MultiheadAttention is such a case: on a CPU its
+    attention leaves nothing to copy, on CUDA it does. Tensor.contiguous by itself asks before it calls an operation.
+    """
+    return mock.patch.object(Tensor, "contiguous", lambda self, **layout: torch.ops.aten.contiguous(self, **layout))
+
+
 class _ForwardToLoss(nn.Module):
     """The model followed by the loss, so that both are captured together."""
 
     def __init__(self, model: nn.Module, loss: LossFunction | None) -> None:
-        """Take a loss of output and target; with None, the output alone is returned."""
         super().__init__()
         self.add_module(MODEL, model)
-        self._loss = loss
+        self._loss = partial(loss_of, loss=loss)  # it may be a module, which is not the model's
         self.output = _Output()
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> tuple[Any, ...]:
         model = self.get_submodule(MODEL)
-        with refuse_assignments(model):
-            output = model(*args, **kwargs)
-        losses = [] if self._loss is None else [self._loss(output, target)]
+        with _layouts_kept():
+            with refuse_assignments(model):
+                output = model(*args, **kwargs)
+            loss = self._loss(output, target)
         self.output.leaves, self.output.spec = tree_flatten(as_tree(output))
-        return (*losses, *(leaf for leaf in self.output.leaves if isinstance(leaf, Tensor)))
+        return (loss, *(leaf for leaf in self.output.leaves if isinstance(leaf, Tensor)))
 
 
 class _Output:
     """The model's output while it was traced: outside the module, whose attributes the tracer restores."""
 
-    def __init__(self) -> None:
-        self.leaves: list[Any] = []
-        self.spec: TreeSpec = tree_flatten(None)[1]
+    leaves: list[Any]
+    spec: TreeSpec
 
 
 def as_tree(output: Any) -> Any:
@@ -266,23 +191,6 @@ def as_tree(output: Any) -> Any:
     if dataclasses.is_dataclass(output) and not isinstance(output, type):
         return {field.name: as_tree(getattr(output, field.name)) for field in dataclasses.fields(output)}
     return output
-
-
-def _export(forward: _ForwardToLoss, batch: Batch) -> fx.GraphModule:
-    leaves, spec = batch.flatten()
-    tree = spec.unflatten(leaves)
-    # AUTO, because a model may pin its batch size, which a dimension declared dynamic would refuse.
-    dynamic = tree_map(lambda leaf: {0: Dim.AUTO} if isinstance(leaf, Tensor) and leaf.dim() else None, tree)
-    with silent_tracer(), refuse_custom_autograd():
-        try:
-            with refuse_kept_tensors():
-                # Not strict: the user's Python runs as it is. The contexts around find what this silently loses.
-                program = export(forward, tree, dynamic_shapes=dynamic, strict=False)
-            module = program.module()
-        except Exception as cause:  # whatever the user's forward or the tracer raises
-            raise capture_failure(cause, forward.get_submodule(MODEL)) from cause
-    assert isinstance(module, fx.GraphModule)
-    return module
 
 
 def _facts(trace: Trace, options: ModuleOptions) -> tuple[TensorFacts, TensorFacts]:
@@ -306,34 +214,15 @@ def _facts(trace: Trace, options: ModuleOptions) -> tuple[TensorFacts, TensorFac
     return facts.sharing_as(on_cpu), on_cpu
 
 
-def _clean(module: fx.GraphModule) -> None:
-    """Remove the tracer's checks and unused attributes, and keep the name "loss" for the stage's result."""
-    graph = module.graph
-    # Backwards, so that the arguments of a removed check have no users when it is their turn.
-    for node in reversed(list(graph.nodes)):
-        if is_check(node) or (node.op == "get_attr" and not node.users):
-            graph.erase_node(node)
-    for node in graph.nodes:
-        if node.name == LOSS:
-            node._rename("loss_value")
-
-
-def _is_number(node: fx.Node, reader: SizeReader) -> bool:
-    """Return whether `node` computes a number from the batch size alone, which every stage can do itself."""
-    value = node.meta.get("val")
-    return is_symbolic(value) and reader.expression(value) is not None
-
-
 def _specs(nodes: Sequence[fx.Node], reader: SizeReader, facts: TensorFacts) -> dict[fx.Node, ValueSpec]:
     specs = {}
     for node in nodes:
-        value = node.meta.get("val")
-        if isinstance(value, Tensor) and value.layout == torch.strided and node in facts.orders:
-            sizes = reader.sizes(value)
+        traced_as, value = node.meta.get("val"), facts.values.get(node)
+        if value is not None and isinstance(traced_as, Tensor) and traced_as.layout == torch.strided:
+            sizes = reader.sizes(traced_as)
             if sizes is not None:
-                dtype, requires_grad = facts.dtypes[node], facts.requires_grad[node]
-                order, expanded = facts.orders[node], facts.expanded[node]
-                specs[node] = ValueSpec(node.name, dtype, requires_grad, sizes, order, expanded)
+                # An in-place operation can make a value made before it need a gradient: the value knows by now.
+                specs[node] = ValueSpec.of(node.name, value, sizes)
     return specs
 
 
@@ -343,21 +232,14 @@ def _outputs(trace: Trace, specs: dict[fx.Node, ValueSpec]) -> tuple[fx.Node, li
     assert isinstance(returned, (tuple, list))
     loss, *tensors = returned
     spec = specs.get(loss) if isinstance(loss, fx.Node) else None
-    if not isinstance(loss, fx.Node) or spec is None or spec.sizes or not spec.requires_grad:
-        found = "does not depend on the model's parameters" if spec and not spec.sizes else "is not a single number"
-        raise CaptureError(
-            f"the loss {found}", hint="loss(output, target) must return a 0-dimensional tensor made from the output"
-        )
+    refuse_loss(1 if spec is None else len(spec.sizes), spec is not None and spec.requires_grad)
+    assert isinstance(loss, fx.Node)
     rest = iter(tensors)
     return loss, [next(rest) if isinstance(leaf, Tensor) else leaf for leaf in trace.output.leaves]
 
 
 def _written(module: fx.GraphModule, names: Names, facts: TensorFacts) -> frozenset[fx.Node]:
-    """Return the nodes that read buffers and constants which the forward writes.
-
-    Raises:
-        CaptureError: when it writes a parameter.
-    """
+    """Return the nodes that read buffers and constants which the forward writes; refuse to write parameters."""
     # By storage, because an operation may write a tensor through a view of it.
     writers = {storage: node for node in module.graph.nodes for storage in facts.writes[node]}
     found: set[fx.Node] = set()

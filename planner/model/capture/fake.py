@@ -1,27 +1,17 @@
 """Run models and graphs on tensors without data, among others to find what torch.export does not record.
 
-Export traces under no_grad, so the graph does not tell which values need a gradient. Nor does it tell which values
-share memory, without which a cut could separate an in-place operation from the value that it changes. And it was traced
-without autocast, whose rules differ between devices.
-
-PyTorch has two kinds of tensors without data. Models are built on the meta device. They run as fake tensors that
-pretend to be on a CPU, or on CUDA, because PyTorch chooses operations by device: on the meta device some are others.
-
-Where PyTorch was built without CUDA, `pretended` lets fake tensors be on it, so that PyTorch's own rules for autocast
-are observed instead of a copy of its tables. Three things are in the way: autograd and some operations ask for the
-device's guard and end the process if there is none, torch.autocast refuses, and a few kernels of CUDA have no fake
-implementation.
+Export traces under no_grad and without autocast, so the graph does not tell which values need a gradient, share memory,
+or have another dtype on another device. Fake tensors pretend to be on a device, which decides on the operations.
 """
 
 from __future__ import annotations
 
 import copy
 import ctypes
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
-from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 from unittest import mock
@@ -35,15 +25,13 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from planner.errors import CaptureError, ModelFileError
 from planner.model.batch import Batch
-from planner.model.capture.graph import expanded_dimensions, memory_order
 from planner.model.capture.operations import enters_region, movable, moved, place_nested
-from planner.model.loss import is_uncaptured_loss
 from planner.model.options import autocasting
 from planner.runtime import runtime_of
 
 T = TypeVar("T")
 
-_CPU = torch.device("cpu")
+CPU = torch.device("cpu")
 
 
 def on_meta(build: Callable[[], T]) -> T:
@@ -56,7 +44,7 @@ def on_meta(build: Callable[[], T]) -> T:
 
 
 def fake_modules(
-    modules: Sequence[nn.Module], mode: FakeTensorMode, device: torch.device = _CPU
+    modules: Sequence[nn.Module], mode: FakeTensorMode, device: torch.device = CPU
 ) -> tuple[nn.Module, ...]:
     """Return copies of the modules with fake weights on `device`; what they share stays shared."""
     tensors = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
@@ -65,7 +53,7 @@ def fake_modules(
     return copy.deepcopy(tuple(modules), memo)
 
 
-def make_fake(module: nn.Module, device: torch.device = _CPU) -> None:
+def make_fake(module: nn.Module, device: torch.device = CPU) -> None:
     """Replace the weights in `module` by fake ones of the active mode on `device`."""
     fakes: dict[int, Tensor] = {}
     for owner in module.modules():
@@ -76,7 +64,7 @@ def make_fake(module: nn.Module, device: torch.device = _CPU) -> None:
                     registry[name] = fakes.setdefault(id(tensor), _fake_weight(tensor, device))
 
 
-def fake_batch(batch: Batch, device: torch.device = _CPU) -> Batch:
+def fake_batch(batch: Batch, device: torch.device = CPU) -> Batch:
     """Return a batch of fake tensors of the active mode on `device`."""
     leaves = (batch.args, batch.kwargs, batch.target)
     return Batch(*tree_map_only(Tensor, lambda leaf: _without_data(leaf, device), leaves))
@@ -107,29 +95,24 @@ def fake_device(kind: str) -> torch.device:
 def pretended(kind: str) -> Iterator[None]:
     """Let fake tensors within run on CUDA devices, if that is the kind and none is there; other kinds must be there.
 
-    Raises:
-        CaptureError: where this build of PyTorch cannot.
+    So PyTorch's own rules for autocast are observed instead of a copy of its tables.
     """
     if kind != "cuda" or runtime_of(kind).available():
         yield
         return
-    with ExitStack() as stack:
-        stack.enter_context(_guard())
-        stack.enter_context(mock.patch("torch.cuda.amp.common.amp_definitely_not_available", return_value=False))
-        stack.enter_context(mock.patch("torch.cuda.is_bf16_supported", return_value=True))
-        library = stack.enter_context(torch.library._scoped_library("aten", "IMPL"))
-        library.impl("_thnn_fused_gru_cell", _gru_cell, "Meta")
-        yield
-
-
-@contextmanager
-def _guard() -> Iterator[None]:
-    # A guard that does nothing, as the meta device's. FakeTensorMode sets one by itself only where PyTorch has CUDA and
-    # the machine has no GPU, and only in newer versions.
+    # Autograd and some operations end the process without a guard of the device. This one does nothing, as the meta
+    # device's. FakeTensorMode sets one only where PyTorch has CUDA and the machine has no GPU, and in newer versions.
     guards = _guards()
     before, guards[_CUDA] = guards[_CUDA], guards[_META]
     try:
-        yield
+        with (
+            mock.patch("torch.cuda.amp.common.amp_definitely_not_available", return_value=False),
+            mock.patch("torch.cuda.is_bf16_supported", return_value=True),
+            torch.library._scoped_library("aten", "IMPL") as library,
+        ):
+            # A kernel of CUDA that has no fake implementation.
+            library.impl("_thnn_fused_gru_cell", _gru_cell, "Meta")
+            yield
     finally:
         guards[_CUDA] = before
 
@@ -158,58 +141,32 @@ _RUNNING = ("running_mean", "running_var")
 
 @dataclass
 class TensorFacts:
-    """What the values of a graph are like, by node.
+    """What the values of a graph are like, by node."""
 
-    Attributes:
-        requires_grad: whether the value needs a gradient.
-        dtypes: element type; like `orders` and `expanded`, only of values that another stage could receive.
-        orders: dimensions from the outermost in memory to the innermost.
-        expanded: dimensions along which the memory holds one element for all.
-        storages: the memory that the value lies in.
-        writes: the memory that the operation writes in place.
-    """
-
-    requires_grad: Mapping[fx.Node, bool] = field(default_factory=dict)
-    dtypes: dict[fx.Node, torch.dtype] = field(default_factory=dict)
-    orders: dict[fx.Node, tuple[int, ...]] = field(default_factory=dict)
-    expanded: dict[fx.Node, tuple[int, ...]] = field(default_factory=dict)
-    storages: dict[fx.Node, frozenset[int]] = field(default_factory=dict)
-    writes: dict[fx.Node, frozenset[int]] = field(default_factory=dict)
+    values: dict[fx.Node, Tensor] = field(default_factory=dict)  # those that another stage could receive
+    storages: dict[fx.Node, frozenset[int]] = field(default_factory=dict)  # that a value lies in
+    writes: dict[fx.Node, frozenset[int]] = field(default_factory=dict)  # that an operation writes
 
     def sharing_as(self, other: TensorFacts) -> TensorFacts:
         """Return these facts, with memory counted as shared or written also where it is so in `other`."""
-
-        def joined(mine: dict[fx.Node, frozenset[int]], others: dict[fx.Node, frozenset[int]]) -> Any:
-            # Complements are negative: the numbers of one run stay apart from those of the other.
-            return {node: mine[node] | {~storage for storage in others[node]} for node in mine}
-
-        storages, writes = joined(self.storages, other.storages), joined(self.writes, other.writes)
+        # Complements are negative: the numbers of one run stay apart from those of the other.
+        storages = {node: own | {~each for each in other.storages[node]} for node, own in self.storages.items()}
+        writes = {node: own | {~each for each in other.writes[node]} for node, own in self.writes.items()}
         return replace(self, storages=storages, writes=writes)
 
 
 def fake_run(module: fx.GraphModule, leaves: list[Any], kind: str, autocast: torch.dtype | None) -> TensorFacts:
     """Run `module` on `leaves` (as `Batch.flatten` gives them) without data, weights or side effects.
 
-    Args:
-        module: its weights may be FakeTensors already, those of a model that is never built.
-        leaves: on any device.
-        kind: of the device to run on: "cpu", "cuda", which need not be there, or another that is there.
-        autocast: the dtype to run under torch.autocast with; None for none.
+    The kind is "cpu", "cuda", which need not be there, or another that is there. Weights may be FakeTensors already.
     """
     device = fake_device(kind)
-    with (
-        pretended(kind),
-        FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True) as mode,
-    ):
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True)
+    with pretended(kind), mode:
         run = _FakeRun(module, mode, device)
-        fake = tree_map_only(Tensor, lambda leaf: _fake(leaf, mode, device), leaves)
+        fake = tree_map_only(Tensor, run.faked, leaves)
         with torch.enable_grad(), torch.random.fork_rng(devices=[]), autocasting(kind, autocast):
             run.run(*fake, enable_io_processing=False)
-    # Read at the end: an in-place operation can make a value made before it need a gradient.
-    run.facts.requires_grad = {
-        node: any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(value))
-        for node, value in run.env.items()
-    }
     return run.facts
 
 
@@ -222,10 +179,14 @@ class _FakeRun(fx.Interpreter):
         self.facts = TensorFacts()
         self._writes = _Writes()
 
+    def faked(self, tensor: Tensor) -> Tensor:
+        """Return a tensor like this one in this run's mode and on its device."""
+        if not isinstance(tensor, FakeTensor) and tensor.device == self._device:
+            return self._mode.from_tensor(tensor, static_shapes=True)
+        # A FakeTensor of another mode cannot be converted, so an equal one is made in this mode.
+        return _without_data(tensor, self._device).requires_grad_(tensor.requires_grad)
+
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        if is_uncaptured_loss(target):  # it may need values; all that matters here is what its result is like
-            floating = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-            return sum(leaf.to(torch.promote_types(leaf.dtype, torch.float32)).sum() for leaf in floating)
         args, kwargs = moved(target, args, kwargs, self._device, self._device.type)
         if isinstance(target, torch._ops.HigherOrderOperator) and not enters_region(target):
             return super().call_function(target, args, kwargs)  # a branch or a loop, in which export permits no writes
@@ -238,12 +199,10 @@ class _FakeRun(fx.Interpreter):
         facts = self.facts
         if (
             isinstance(value, Tensor)
-            and not _is_wrapped(value)
+            and _unwrapped(value) is value
             and not any(isinstance(size, torch.SymInt) for size in value.shape)  # which would depend on data
         ):
-            facts.dtypes[n] = value.dtype
-            facts.orders[n] = memory_order(value)
-            facts.expanded[n] = expanded_dimensions(value)
+            facts.values[n] = value
         facts.storages[n] = _storages(value)
         # Of its arguments: what it wrote besides has been freed, and its number may be another value's later.
         facts.writes[n] = _storages([self.env[each] for each in n.all_input_nodes]) & self._writes.storages
@@ -257,7 +216,7 @@ class _FakeRun(fx.Interpreter):
                 placed = movable(value)
                 place_nested(placed, torch.empty((), device=self._device))
             elif isinstance(value, Tensor):
-                placed = _fake(value, self._mode, self._device)
+                placed = self.faked(value)
             self._attributes[id(value)] = placed
         return self._attributes[id(value)]
 
@@ -272,31 +231,20 @@ class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         declared = func._schema.arguments
-        named = ((each, kwargs.get(each.name)) for each in declared[len(args) :])
-        for argument, value in chain(zip(declared, args, strict=False), named):
+        given = dict(zip((argument.name for argument in declared), args, strict=False)) | kwargs
+        for argument in declared:
             if (argument.alias_info is not None and argument.alias_info.is_write) or argument.name in _RUNNING:
-                self.storages |= _storages(value)
+                self.storages |= _storages(given.get(argument.name))
         return func(*args, **kwargs)
 
 
-def _fake(tensor: Tensor, mode: FakeTensorMode, device: torch.device) -> Tensor:
-    if not isinstance(tensor, FakeTensor) and tensor.device == device:
-        return mode.from_tensor(tensor, static_shapes=True)
-    # A FakeTensor of another mode cannot be converted, so an equal one is made in this mode.
-    return _without_data(tensor, device).requires_grad_(tensor.requires_grad)
-
-
 def _storages(value: Any) -> frozenset[int]:
-    tensors = (_unwrapped(leaf) for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
-    return frozenset(int(tensor.untyped_storage()._cdata) for tensor in tensors)
-
-
-def _is_wrapped(tensor: Tensor) -> bool:
-    """Return whether a tensor exists inside torch.vmap or torch.func only."""
-    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+    tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+    return frozenset(int(_unwrapped(tensor).untyped_storage()._cdata) for tensor in tensors)
 
 
 def _unwrapped(tensor: Tensor) -> Tensor:
-    while _is_wrapped(tensor):
+    """Return the tensor within one that exists inside torch.vmap or torch.func only; itself if it is none."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         tensor = torch._C._functorch.get_unwrapped(tensor)
     return tensor

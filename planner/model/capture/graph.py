@@ -1,7 +1,4 @@
-"""LayerGraph: a captured training forward with its loss, as a chain of layers and the values between them.
-
-Its hash says whether a plan was made for this model.
-"""
+"""LayerGraph: a captured training forward with its loss, as a chain of layers and the values between them."""
 
 from __future__ import annotations
 
@@ -17,6 +14,7 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map
 
 from planner.errors import CaptureError
+from planner.formats.profile import Edge
 from planner.model.capture.operations import Names
 from planner.model.capture.size import Size, SizeReader, evaluate, is_symbolic
 from planner.model.options import ModuleOptions
@@ -29,23 +27,22 @@ LOSS = "loss"  # the key under which a stage returns the loss
 class ValueSpec:
     """A tensor that one layer makes and later layers use.
 
-    Attributes:
-        name: in the graph.
-        dtype: element type.
-        requires_grad: whether a gradient returns.
-        sizes: of the dimensions.
-        order: dimensions from the outermost in memory to the innermost; (0, 1, ...) where it is contiguous. Kernels
-            sum in another order for other layouts, so a copy in another order changes the last digits downstream.
-        expanded: dimensions along which the memory holds one element for all (a mask, key-value heads that several
-            heads share). Such an element is sent once, and the receiver expands it.
+    Kernels sum in another order for other layouts, so a copy in another order changes the last digits downstream. An
+    expanded element (of a mask, of key-value heads that several heads share) is sent once, and the receiver expands it.
     """
 
-    name: str
+    name: str  # in the graph
     dtype: torch.dtype
     requires_grad: bool
     sizes: tuple[Size, ...]
-    order: tuple[int, ...]
-    expanded: tuple[int, ...] = ()
+    order: tuple[int, ...]  # dimensions from the outermost in memory to the innermost; (0, 1, ...) where contiguous
+    expanded: tuple[int, ...] = ()  # dimensions along which the memory holds one element for all
+
+    @classmethod
+    def of(cls, name: str, value: Tensor, sizes: Sequence[Size]) -> ValueSpec:
+        """Return the spec of a value like this one."""
+        order, expanded = memory_order(value), expanded_dimensions(value)
+        return cls(name, value.dtype, value.requires_grad, tuple(sizes), order, expanded)
 
     @property
     def of_gradient(self) -> ValueSpec:
@@ -95,14 +92,6 @@ def expanded_dimensions(tensor: Tensor) -> tuple[int, ...]:
     return tuple(d for d, size in enumerate(tensor.shape) if size > 1 and tensor.stride(d) == 0)
 
 
-@dataclass(frozen=True)
-class Input:
-    """A leaf of the batch; `spec` is None where it is no tensor."""
-
-    node: fx.Node
-    spec: ValueSpec | None
-
-
 @dataclass(frozen=True, eq=False)
 class GraphLayer:
     """Consecutive operations that share a stage."""
@@ -112,15 +101,6 @@ class GraphLayer:
     nodes: tuple[fx.Node, ...]
     parameters: tuple[str, ...]  # fully qualified names; the first one of a tied parameter
     buffers: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class ValueEdge:
-    """The use of a value of layer `source` by layer `target`."""
-
-    source: str
-    value: str
-    target: str
 
 
 _PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
@@ -135,7 +115,7 @@ class Structure:
     leaves: tuple[Any, ...]
 
     def tensors(self, value: Any, block: str) -> list[Tensor]:
-        """Return the tensors in `value`; raise CaptureError when it has another structure than this one."""
+        """Return the tensors in `value`, which must have this structure."""
         found = structure_of(value)
         if found is None or found.spec != self.spec or found.leaves != self.leaves:
             raise CaptureError(
@@ -144,7 +124,7 @@ class Structure:
             )
         return tensors_of(value)
 
-    def value(self, tensors: Sequence[Tensor]) -> Any:
+    def value(self, tensors: Sequence[Any]) -> Any:
         """Return what the next block takes, given the tensors in it."""
         rest = iter(tensors)
         return self.spec.unflatten([next(rest) if leaf is _TENSOR else leaf for leaf in self.leaves])
@@ -160,19 +140,11 @@ def structure_of(value: Any) -> Structure | None:
 
 @dataclass(frozen=True, eq=False)
 class BlockLayer:
-    """Blocks that share a layer; the last layer computes the loss, perhaps without any block.
+    """Blocks that share a layer; the last layer computes the loss, perhaps without any block."""
 
-    Attributes:
-        blocks: modules with their names.
-        takes: structure of what the layer before returns; None for the first layer, which takes the batch.
-        gives: structure of what the layer after takes; None for the last layer.
-        values: names of the tensors in `gives`.
-    """
-
-    blocks: tuple[tuple[str, nn.Module], ...]
-    takes: Structure | None
-    gives: Structure | None
-    values: tuple[str, ...]
+    blocks: tuple[tuple[str, nn.Module], ...]  # with their names
+    takes: Structure | None  # of what the layer before returns; None for the first layer, which takes the batch
+    gives: Structure | None  # of what the layer after takes; None for the last layer
 
     @property
     def has_loss(self) -> bool:
@@ -196,45 +168,25 @@ def tensors_of(value: Any) -> list[Tensor]:
 
 @dataclass(frozen=True, eq=False)
 class LayerGraph:
-    """A model's training step up to the loss.
+    """A model's training step up to the loss."""
 
-    Attributes:
-        model: the user's; its parameters are the stages' parameters.
-        module: the flat graph, with the constants and nested graphs it uses.
-        names: of parameters and buffers, by the nodes that read them.
-        reader: of the graph's symbolic numbers.
-        layers: in execution order.
-        specs: of every node whose value is a tensor that can be sent.
-        inputs: leaves of the batch, in the order of `Batch.flatten`.
-        batch_spec: structure of the batch.
-        outputs: leaves of the model's output, nodes in place of tensors.
-        output_spec: structure of the output.
-        loss: the node that computes the loss.
-        tied_parameters: groups of names of one and the same parameter.
-        batch_size: the only one that the graph is valid for; None when it is valid for any.
-        options: how its stages run.
-        written: nodes that read buffers and constants whose memory the forward writes.
-        hash: of operations, arguments, shapes and parameter names; the same in every process and for every batch size.
-        blocks: modules to run instead of the graph's operations, for a model whose file names its blocks.
-    """
-
-    model: nn.Module
-    module: fx.GraphModule
-    names: Names
-    reader: SizeReader
-    layers: tuple[GraphLayer, ...]
-    specs: dict[fx.Node, ValueSpec]
-    inputs: tuple[Input, ...]
+    model: nn.Module  # the user's; its parameters are the stages' parameters
+    module: fx.GraphModule  # the flat graph, with the constants and nested graphs it uses
+    names: Names  # of parameters and buffers, by the nodes that read them
+    reader: SizeReader  # of the graph's symbolic numbers
+    layers: tuple[GraphLayer, ...]  # in execution order
+    specs: dict[fx.Node, ValueSpec]  # of every node whose value is a tensor that can be sent
+    inputs: tuple[fx.Node, ...]  # leaves of the batch, in the order of `Batch.flatten`
     batch_spec: TreeSpec
-    outputs: tuple[Any, ...]
+    outputs: tuple[Any, ...]  # leaves of the model's output, nodes in place of tensors
     output_spec: TreeSpec
     loss: fx.Node
-    tied_parameters: tuple[tuple[str, ...], ...]
-    batch_size: int | None
+    tied_parameters: tuple[tuple[str, ...], ...]  # groups of names of one and the same parameter
+    batch_size: int | None  # the only one that the graph is valid for; None when it is valid for any
     options: ModuleOptions
-    written: frozenset[fx.Node]
-    hash: str = ""
-    blocks: BlockChain | None = None
+    written: frozenset[fx.Node]  # nodes that read buffers and constants whose memory the forward writes
+    hash: str = ""  # see `graph_digest`
+    blocks: BlockChain | None = None  # to run instead of the graph's operations
 
     @cached_property
     def values(self) -> dict[str, ValueSpec]:
@@ -243,7 +195,6 @@ class LayerGraph:
 
     @cached_property
     def position(self) -> dict[str, int]:
-        """Index of each layer by name."""
         return {layer.name: index for index, layer in enumerate(self.layers)}
 
     @cached_property
@@ -261,16 +212,17 @@ class LayerGraph:
         return tuple(node for node, index in self.owner.items() if self.last_use(node) > index)
 
     @cached_property
-    def edges(self) -> tuple[ValueEdge, ...]:
+    def edges(self) -> tuple[Edge, ...]:
         """The uses of values by later layers, each once, ordered by the source."""
         names = [layer.name for layer in self.layers]
-        edges = dict.fromkeys(
-            ValueEdge(names[self.owner[node]], node.name, names[self.owner[user]])
+        found = dict.fromkeys(
+            (self.owner[node], node.name, self.owner[user])
             for node in self.crossing
             for user in node.users
             if self.owner.get(user, self.owner[node]) != self.owner[node]
         )
-        return tuple(sorted(edges, key=lambda edge: self.position[edge.source]))
+        ordered = sorted(found, key=lambda edge: edge[0])
+        return tuple(Edge(source=names[i], value=value, target=names[j]) for i, value, j in ordered)
 
     @cached_property
     def loss_path(self) -> frozenset[fx.Node]:
@@ -288,17 +240,11 @@ class LayerGraph:
 
 
 def graph_digest(graph: LayerGraph, specs: Mapping[fx.Node, ValueSpec]) -> str:
-    """Return the SHA-256 of operations, arguments, shapes, dtypes, parameter names and layers.
+    """Return the SHA-256 of operations, arguments, shapes, dtypes (of `specs`, on a CPU), parameter names and layers.
 
-    It does not depend on the process, the device or, unless the model pins it, the batch size.
-
-    Args:
-        graph: captured for any device.
+    It says whether a plan was made for this model. It does not depend on the process, the device or, unless the model
+    pins it, the batch size.
     """
-    return hashlib.sha256("".join(line + "\n" for line in _lines(graph, specs)).encode()).hexdigest()
-
-
-def _lines(graph: LayerGraph, specs: Mapping[fx.Node, ValueSpec]) -> list[str]:
     lines = []
     for name, parameter in graph.model.named_parameters(remove_duplicate=False):
         lines.append(f"parameter {name} {tuple(parameter.shape)} {parameter.dtype} {parameter.requires_grad}")
@@ -314,7 +260,7 @@ def _lines(graph: LayerGraph, specs: Mapping[fx.Node, ValueSpec]) -> list[str]:
         value = f" {spec.dtype} {spec.requires_grad} {[str(size) for size in spec.sizes]} {spec.order}" if spec else ""
         value += f" {spec.expanded}" if spec and spec.expanded else ""
         lines.append(f"{node.op} {node.name} {_target(graph, node)} {_arguments(graph, node)}{value}")
-    return lines
+    return hashlib.sha256("".join(line + "\n" for line in lines).encode()).hexdigest()
 
 
 def _target(graph: LayerGraph, node: fx.Node) -> str:

@@ -1,9 +1,8 @@
 """Group the operations of a flat graph into layers.
 
-A layer is what one call of a leaf module computes. An operation that a larger module calls itself starts a layer of
-its own when it is heavy (a matrix product, attention, a pooling); a light one (an activation, an addition, a reshape)
-joins the layer before it, because a cut after it is rarely worse than one before. Layers that must not be cut apart are
-then joined: around values that cannot be sent, around in-place writes, and behind the loss.
+A layer is what one call of a leaf module computes. An operation that a larger module calls itself starts a layer when
+it is heavy (a matrix product, attention, a pooling); a light one joins the layer before it. Layers are then joined
+around values that cannot be sent, around in-place writes, and behind the loss.
 """
 
 from __future__ import annotations
@@ -31,8 +30,6 @@ _LIGHT = (
 
 @dataclass
 class _Run:
-    """Consecutive operations that will make a layer."""
-
     scope: str | None
     call: str  # a module that is called twice makes two layers
     name: str
@@ -49,24 +46,29 @@ def group_layers(
     specs: Mapping[fx.Node, ValueSpec],
     loss: fx.Node,
 ) -> tuple[GraphLayer, ...]:
-    """Return the layers of an exported forward, in execution order; each operation is in one.
+    """Return the layers of an exported forward, in execution order; each of `operations` is in one.
 
-    Args:
-        model: the user's.
-        module: the flat graph.
-        facts: which operations share memory.
-        operations: those that must be in a layer; the others are numbers that each stage computes itself.
-        specs: of the values that can be sent to another stage.
-        loss: the operation that computes the loss; no cut is possible after it.
+    No cut is possible after `loss`. `specs` are of the values that can be sent to another stage.
     """
     runs = _runs(operations, model)
     owner = {node: index for index, run in enumerate(runs) for node in run.nodes}
-    spans = [
-        *_spans_of_uncrossable(owner, specs),
-        *_spans_of_writes(module, owner, facts),
-        (owner[loss], len(runs) - 1),
-    ]
-    layers = [_layer(run, names) for run in _unique_names(_merge(runs, spans))]
+    spans = [*_spans_of_writes(module, owner, facts), (owner[loss], len(runs) - 1)]
+    # From each operation whose result cannot be sent to the last operation that uses it.
+    unsent = {node: index for node, index in owner.items() if node not in specs}
+    spans += [(i, max((owner[user] for user in node.users if user in owner), default=i)) for node, i in unsent.items()]
+    merged = _merge(runs, spans)
+    taken, seen = {run.name for run in merged}, set[str]()
+    layers = []
+    for run in merged:
+        name = run.name
+        if name in seen:
+            name = next(other for number in count(2) if (other := f"{run.name}_{number}") not in taken)
+            taken.add(name)
+        seen.add(name)
+        reads = [argument for node in run.nodes for argument in node.all_input_nodes]
+        parameters = dict.fromkeys(n for node in reads if (n := names.parameter(node)) is not None)
+        buffers = dict.fromkeys(n for node in reads if (n := names.buffer(node)) is not None)
+        layers.append(GraphLayer(name, run.op, tuple(run.nodes), tuple(parameters), tuple(buffers)))
     # In evaluation the stages have the weights that training gave them, whether an operation reads them or not.
     return adopt_unused(layers, names) if model.training else tuple(layers)
 
@@ -90,7 +92,9 @@ def _runs(operations: Sequence[fx.Node], model: nn.Module) -> list[_Run]:
             new = _Run(scope, call, scope, type(model.get_submodule(scope)).__name__, [])
         else:
             place = scope or ""
-            joins = _is_light(node) and last is not None and _encloses(place, last.scope)
+            other = None if last is None else last.scope
+            inside = other is not None and (place in ("", other) or other.startswith(place + "."))
+            joins = _is_light(node) and inside
             new = _Run(place, call, f"{place}.{name}".removeprefix("."), "aten." + name, [])
             if _is_light(node) and not joins:
                 pending.append(node)
@@ -111,10 +115,6 @@ def _runs(operations: Sequence[fx.Node], model: nn.Module) -> list[_Run]:
 def _call(node: fx.Node) -> str:
     """Return which call of which module ran `node`: the tracer numbers the calls."""
     return str(next(reversed(node.meta.get("nn_module_stack", {"": None}))))
-
-
-def _encloses(scope: str, other: str | None) -> bool:
-    return other is not None and (scope == "" or other == scope or other.startswith(scope + "."))
 
 
 def _op_name(node: fx.Node) -> str:
@@ -138,14 +138,6 @@ def _is_light(node: fx.Node) -> bool:
         or not any("Tensor" in str(argument.type) for argument in schema.arguments)
         or _op_name(node).rstrip("_") in _LIGHT.split()
     )
-
-
-def _spans_of_uncrossable(owner: dict[fx.Node, int], specs: Mapping[fx.Node, ValueSpec]) -> Iterable[tuple[int, int]]:
-    """Yield the span from each operation whose result cannot be sent to the last operation that uses it."""
-    for node, index in owner.items():
-        last = max((owner[user] for user in node.users if user in owner), default=index)
-        if last > index and node not in specs:
-            yield index, last
 
 
 def _spans_of_writes(
@@ -181,45 +173,17 @@ def _merge(runs: list[_Run], spans: Iterable[tuple[int, int]]) -> list[_Run]:
     return [first for first, *_ in groups]
 
 
-def _unique_names(runs: list[_Run]) -> list[_Run]:
-    taken = {run.name for run in runs}
-    seen: set[str] = set()
-    for run in runs:
-        if run.name in seen:
-            base = run.name
-            run.name = next(name for number in count(2) if (name := f"{base}_{number}") not in taken)
-            taken.add(run.name)
-        seen.add(run.name)
-    return runs
-
-
-def _layer(run: _Run, names: Names) -> GraphLayer:
-    reads = [argument for node in run.nodes for argument in node.all_input_nodes]
-    return GraphLayer(
-        name=run.name,
-        op=run.op,
-        nodes=tuple(run.nodes),
-        parameters=tuple(dict.fromkeys(n for node in reads if (n := names.parameter(node)) is not None)),
-        buffers=tuple(dict.fromkeys(n for node in reads if (n := names.buffer(node)) is not None)),
-    )
-
-
 def adopt_unused(layers: Sequence[GraphLayer], names: Names) -> tuple[GraphLayer, ...]:
-    """Give each weight that no operation reads to the layer of the closest name.
-
-    Then the stages' states together are the model's.
-    """
+    """Give each weight that no operation reads to the layer of the closest name: all stages have the model's state."""
     used = {name for layer in layers for name in (*layer.parameters, *layer.buffers)}
+    paths = [layer.name.split(".") for layer in layers]
     adopted = list(layers)
     for kind, group in zip(("parameters", "buffers"), names.all(), strict=True):
-        for name in group:
-            if name not in used:
-                closest = max(range(len(layers)), key=lambda i: (_shared_parts(layers[i].name, name), -i))
-                more: dict[str, Any] = {kind: (*getattr(adopted[closest], kind), name)}
-                adopted[closest] = replace(adopted[closest], **more)
+        for name in (each for each in group if each not in used):
+            parts = name.split(".")
+            pairs = ([one == other for one, other in zip(path, parts, strict=False)] for path in paths)
+            shared = [sum(takewhile(bool, same)) for same in pairs]
+            closest = shared.index(max(shared))
+            more: dict[str, Any] = {kind: (*getattr(adopted[closest], kind), name)}
+            adopted[closest] = replace(adopted[closest], **more)
     return tuple(adopted)
-
-
-def _shared_parts(one: str, other: str) -> int:
-    pairs = zip(one.split("."), other.split("."), strict=False)
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))

@@ -1,19 +1,13 @@
 """The operations of a captured graph: weights they read, modules that ran them, their random numbers and device.
 
-The tracer wrote the device that it ran on into the graph:
-
-    aten.arange.default(8, device=device(type='cpu'))           positions, masks
-    aten.to.dtype_layout(x, ..., device=device(type='cpu'))     moves
-    wrap_with_autocast('cpu', None, False, None, region, x)     rotary embeddings stay in float32 so
-
-The exported graph stays as it is, and with it the graph's hash. Who runs its operations rewrites each with `moved`. The
-graphs nested in it, of regions under no_grad or autocast and of branches, are called by operators that hand them
-tensors, but no device. `movable` makes copies of them that hold a buffer: it goes where their stage goes, and its
-device is the one that their operations need.
+The tracer wrote the device that it ran on into the graph. That stays as it is, and so does its hash: who runs its
+operations rewrites each with `moved`. `movable` makes copies of nested graphs, of regions under no_grad or autocast and
+of branches, that hold a buffer: it goes where their stage goes, and its device is the one that their operations need.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from operator import attrgetter
 from typing import Any
@@ -21,8 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves, tree_map
-
-from planner.model.loss import is_uncaptured_loss
 
 MODEL = "model"  # attribute of the exported wrapper that holds the user's model
 _PREFIX = MODEL + "."
@@ -32,10 +24,7 @@ _SHARES = ("p", "dropout", "dropout_p")
 
 
 class Names:
-    """Parameters and buffers by the first name that each has in the model.
-
-    Args:
-        module: the flat graph of a wrapper around it.
+    """Parameters and buffers, read in a flat graph, by the first name that each has in the model.
 
     Attributes:
         tied: groups of names of one and the same parameter or buffer; the first one stands for all.
@@ -97,12 +86,7 @@ def is_check(node: fx.Node) -> bool:
 
 
 def moved(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], device: Any, kind: Any) -> tuple[Any, Any]:
-    """Return the arguments of an operation on another device than the one it was traced on.
-
-    Args:
-        device: to put in place of any device among them.
-        kind: of the device, to put in place of the one whose autocast a nested graph runs under.
-    """
+    """Return the arguments of an operation on another device than the one it was traced on, and of another kind."""
     if enters_autocast(target):
         args = (kind, *args[1:])
     placed: tuple[Any, Any] = tree_map(
@@ -123,32 +107,23 @@ def enters_region(target: torch._ops.HigherOrderOperator) -> bool:
 
 def movable(graph: fx.GraphModule) -> fx.GraphModule:
     """Return a copy of a nested graph that runs on the device of its buffers, without the tracer's checks."""
-    root = nn.Module()
-    for name, child in graph.named_children():
-        root.add_module(name, movable(child) if isinstance(child, fx.GraphModule) else child)
-    for name, buffer in graph.named_buffers(recurse=False):
-        root.register_buffer(name, buffer)
-    root.register_buffer(_PLACE, torch.zeros(()))
-    copy = fx.GraphModule(root, _movable_code(graph.graph))
-    copy._non_persistent_buffers_set.update(copy._buffers)  # no part of the model's state
-    return copy
-
-
-def _movable_code(code: fx.Graph) -> fx.Graph:
-    new = fx.Graph()
-    new.set_codegen(code._codegen)  # it says how arguments and results are nested
-    copies: dict[fx.Node, fx.Node] = {}
-    for node in code.nodes:
+    new = fx.GraphModule(graph, copy.deepcopy(graph.graph))
+    new.register_buffer(_PLACE, torch.zeros(()))
+    new._non_persistent_buffers_set.update(new._buffers)  # no part of the model's state
+    for name, child in list(new.named_children()):
+        if isinstance(child, fx.GraphModule):
+            new.add_module(name, movable(child))
+    code = new.graph
+    for node in reversed(list(code.nodes)):
+        has_kind = enters_autocast(node.target)
         if is_check(node):
-            continue
-        device = kind = None
-        leaves = tree_leaves((node.args, dict(node.kwargs)))
-        if enters_autocast(node.target) or any(isinstance(leaf, torch.device) for leaf in leaves):
-            device = new.call_function(getattr, (new.get_attr(_PLACE), "device"))
-        if enters_autocast(node.target):
-            kind = new.call_function(getattr, (device, "type"))
-        copy = copies[node] = new.node_copy(node, copies.__getitem__)
-        copy.args, copy.kwargs = moved(copy.target, copy.args, copy.kwargs, device, kind)
+            code.erase_node(node)
+        elif has_kind or any(isinstance(leaf, torch.device) for leaf in tree_leaves((node.args, dict(node.kwargs)))):
+            with code.inserting_before(node):
+                device = code.call_function(getattr, (code.get_attr(_PLACE), "device"))
+                kind = code.call_function(getattr, (device, "type")) if has_kind else None
+            node.args, node.kwargs = moved(node.target, node.args, node.kwargs, device, kind)
+    new.recompile()
     return new
 
 
@@ -162,15 +137,10 @@ def place_nested(graph: nn.Module, place: Tensor) -> None:
 def is_random(node: fx.Node, module: nn.Module) -> bool:
     """Return whether an operation draws random numbers; dropout of probability 0 does not."""
     if isinstance(node.target, torch._ops.OpOverload):
-        return torch.Tag.nondeterministic_seeded in node.target.tags and not _draws_nothing(node, node.target)
-    if is_uncaptured_loss(node.target):
-        return True  # from outside, one cannot see whether it does
+        given = {argument.name: argument.default_value for argument in node.target._schema.arguments}
+        given |= dict(zip(given, node.args, strict=False)) | node.kwargs
+        draws_nothing = any(given.get(name) == 0 for name in _SHARES) or given.get("train") is False
+        return torch.Tag.nondeterministic_seeded in node.target.tags and not draws_nothing
     read = [getattr(module, str(each.target), None) for each in node.all_input_nodes if each.op == "get_attr"]
     nested = [graph for graph in read if isinstance(graph, fx.GraphModule)]
     return any(is_random(inner, graph) for graph in nested for inner in graph.graph.nodes)
-
-
-def _draws_nothing(node: fx.Node, target: torch._ops.OpOverload) -> bool:
-    given = {argument.name: argument.default_value for argument in target._schema.arguments}
-    given |= dict(zip(given, node.args, strict=False)) | node.kwargs
-    return any(given.get(name) == 0 for name in _SHARES) or given.get("train") is False

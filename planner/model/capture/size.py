@@ -45,11 +45,7 @@ def is_symbolic(value: object) -> bool:
 
 
 class SizeReader:
-    """Rewrite the tracer's symbols in terms of the batch size.
-
-    The symbols of the inputs' first dimensions are the batch size; any other symbol stands for a size that depends on
-    data.
-    """
+    """Rewrite the tracer's symbols in terms of the batch size; other symbols stand for sizes that depend on data."""
 
     def __init__(self, placeholders: list[fx.Node]) -> None:
         values = [node.meta.get("val") for node in placeholders]

@@ -1,25 +1,22 @@
 """BatchNorm that gathers the statistics of microbatches, for running statistics of whole minibatches.
 
-A microbatch is normalised by its own mean and variance, as always. But the running statistics are updated once per
-minibatch, by the minibatch's mean and variance, as if the layer had been given all of it. This is the DeferredBatchNorm
-of torchgpipe (Kim et al. 2020, arXiv 2004.09910, and its documentation), but with an unbiased running variance, as in
-PyTorch's BatchNorm.
+This is the DeferredBatchNorm of torchgpipe (Kim et al. 2020, arXiv 2004.09910, and its documentation), but with an
+unbiased running variance, as in PyTorch's BatchNorm. A microbatch is normalised by its own mean and variance.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, fx, nn
-from torch.fx.node import Argument
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from planner.model.capture.operations import Names
 
 _BATCH_NORM = torch.ops.aten.batch_norm.default
-_MEAN, _VAR, TRAINING, _MOMENTUM, _EPS, _CUDNN = 3, 4, 5, 6, 7, 8  # its arguments
+MEAN, TRAINING, _MOMENTUM, EPS, CUDNN = 3, 5, 6, 7, 8  # its arguments; the variance follows the mean
 _COUNTER = "num_batches_tracked"
 
 
@@ -32,16 +29,19 @@ class RunningStatistics:
     count: str | None  # of minibatches; None where the model does not count them
     momentum: float | None  # None: the running statistics are means over all minibatches
 
+    @property
+    def module(self) -> str:
+        """Name, within a stage, of the DeferredNorm that gathers them."""
+        return f"_deferred_{self.mean.replace('.', '_')}"
+
 
 Statistics = tuple[Tensor, Tensor, Tensor]  # count of values; per channel their mean and sum of squared deviations
 
 
 class DeferredNorm(nn.Module):
-    """BatchNorm that accumulates the statistics of microbatches until `restart`.
+    """BatchNorm that accumulates the statistics of microbatches until `restart`, of all its calls in a forward as one.
 
-    It accumulates in buffers, so that a recomputed forward finds them as the first forward did (see
-    `planner.model.stage.segments`); no state dict contains them. Applied several times in a forward, it counts
-    all its inputs as one.
+    It accumulates in buffers, so that a recomputed forward finds them as the first one did; no state dict has them.
     """
 
     count: Tensor
@@ -58,11 +58,7 @@ class DeferredNorm(nn.Module):
         self.register_buffer("deviations", zeros.clone(), persistent=False)  # sum of squares, per channel
 
     def forward(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, cudnn: bool) -> Tensor:
-        """Return `x` (N, C, ...) normalised per channel by its own statistics, then scaled and shifted.
-
-        Raises:
-            ValueError: when there is one value per channel only, as PyTorch's BatchNorm does.
-        """
+        """Return `x` (N, C, ...) normalised per channel by its own statistics, then scaled and shifted."""
         values = x.numel() // x.shape[1]
         if values == 1:
             raise ValueError(f"Expected more than 1 value per channel when training, got input size {tuple(x.shape)}")
@@ -77,11 +73,9 @@ class DeferredNorm(nn.Module):
 
     @property
     def statistics(self) -> Statistics:
-        """The accumulated statistics."""
         return self.count, self.mean, self.deviations
 
     def restart(self) -> None:
-        """Accumulate from zero again."""
         for value in self.statistics:
             value.zero_()
 
@@ -98,47 +92,30 @@ def running_statistics(node: fx.Node, names: Names) -> RunningStatistics | None:
     """Return the buffers that `node` updates, if it is a BatchNorm in training; else None."""
     if node.target is not _BATCH_NORM or not node.args[TRAINING]:
         return None
-    buffers = [names.buffer(source) if isinstance(source, fx.Node) else None for source in node.args[_MEAN : _VAR + 1]]
-    mean, var = buffers
+    mean, var = (names.buffer(source) if isinstance(source, fx.Node) else None for source in node.args[MEAN:TRAINING])
     momentum = node.args[_MOMENTUM]
     if mean is None or var is None or not isinstance(momentum, (int, float)):
         return None
     counter = f"{mean.rpartition('.')[0]}.{_COUNTER}".removeprefix(".")
-    counted = any(_counts(other, names) == counter for other in node.graph.nodes)
+    counted = any(_counted(other, names) == counter for other in node.graph.nodes)
     return RunningStatistics(mean, var, counter if counted else None, momentum)
 
 
-def deferred_name(place: str) -> str:
-    """Return the name, within a stage, of the DeferredNorm for the module or buffer at `place` in the model."""
-    return f"_deferred_{place.replace('.', '_')}"
-
-
-def counts_minibatches(node: fx.Node, names: Names, deferred: Collection[RunningStatistics]) -> bool:
+def counts_minibatches(node: fx.Node, names: Names, deferred: Iterable[RunningStatistics]) -> bool:
     """Return whether `node` counts the minibatches of one of `deferred`, which are counted elsewhere."""
-    name = _counts(node, names)
-    return name is not None and name in {running.count for running in deferred}
+    return _counted(node, names) in {running.count for running in deferred if running.count is not None}
 
 
-def _counts(node: fx.Node, names: Names) -> str | None:
-    """Return the counter that `node` adds 1 to, if that is all it does."""
+def _counted(node: fx.Node, names: Names) -> str | None:
+    """Return the buffer that `node` adds 1 to, if that is all it does."""
     if node.target is not torch.ops.aten.add_.Tensor or node.args[1:] != (1,) or node.users:
         return None
     source = node.args[0]
-    name = names.buffer(source) if isinstance(source, fx.Node) else None
-    return name if name is not None and name.rpartition(".")[2] == _COUNTER else None
-
-
-def deferred_arguments(node: fx.Node) -> tuple[Argument, ...]:
-    """Return the arguments of the BatchNorm `node` that `DeferredNorm.forward` takes."""
-    return (*node.args[:_MEAN], node.args[_EPS], node.args[_CUDNN])
+    return names.buffer(source) if isinstance(source, fx.Node) else None
 
 
 def defer_module(path: str, module: nn.Module) -> DeferredNorm | None:
-    """Make a user's BatchNorm gather its statistics in training, by the DeferredNorm that is returned.
-
-    Args:
-        module: any; None is returned for all but PyTorch's own BatchNorms with running statistics.
-    """
+    """Let a BatchNorm of PyTorch's gather its statistics in training, in what is returned; None for others."""
     if not isinstance(module, _BatchNorm) or type(module).forward is not _BatchNorm.forward:
         return None
     if module.running_mean is None or module.running_var is None:

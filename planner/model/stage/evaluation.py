@@ -1,8 +1,4 @@
-"""Carry the cut of a training graph over to the evaluation graph of the same model.
-
-Dropout and BatchNorm behave differently in evaluation, and a model may run other layers; the mode is fixed in a graph.
-So evaluation needs a graph of its own, whose stages use the weights of the stages in training.
-"""
+"""Carry the cut of a training graph over to the graph of the same model in evaluation mode, with the same weights."""
 
 from __future__ import annotations
 
@@ -22,37 +18,25 @@ from planner.model.stage.parts import Variant
 from planner.model.stage.stage import StageModule, build_stage
 from planner.model.tensor.division import UNDIVIDED, DividedWeights
 
-_ELSEWHERE = "cut the model elsewhere, or evaluate the unsplit model with the saved weights"
-
 
 def matching_cut(training: LayerGraph, cut: Sequence[Sequence[str]], evaluation: LayerGraph) -> list[list[str]]:
     """Return the layers of `evaluation` for each stage of `cut`; a stage may get none.
 
     A layer goes to the stage that holds its weights; without weights, to the stage of the layer of the same name; and
     without such a layer, to the stage of the layer before it.
-
-    Args:
-        evaluation: the graph of the same model in evaluation mode.
-
-    Raises:
-        CaptureError: when the weights of a layer are in an earlier stage than the layers before it.
     """
     stage_of = {name: stage for stage, names in enumerate(cut) for name in names}
     holders: dict[str, set[int]] = {}
     for layer in training.layers:
         for name in (*layer.parameters, *layer.buffers):
             holders.setdefault(name, set()).add(stage_of[layer.name])
-    fixed = []  # a stage that holds all weights of a layer, preferably that of its name; None without weights
+    fixed: list[int | None] = []  # a stage that holds all weights of a layer, preferably that of its name
     for layer in evaluation.layers:
         possible = [holders[name] for name in (*layer.parameters, *layer.buffers) if name in holders]
         common = set[int]().union(*possible).intersection(*possible)  # tied weights may be in several stages
-        if possible and not common:
-            raise CaptureError(
-                f"in evaluation layer '{layer.name}' needs weights that training holds in several stages",
-                hint=_ELSEWHERE,
-            )
         named = stage_of.get(layer.name)
-        fixed.append(named if named in common else min(common, default=None))
+        # No stage is -1, which is behind all others, where several hold the weights.
+        fixed.append(named if named in common else min(common, default=-1 if possible else None))
     stages: list[list[str]] = [[] for _ in cut]
     # Values travel forward only, so a layer's stage is never before that of the layer before it.
     current = 0
@@ -62,39 +46,28 @@ def matching_cut(training: LayerGraph, cut: Sequence[Sequence[str]], evaluation:
         ahead = next((stage for stage in fixed[index:] if stage is not None), len(cut) - 1)
         if ahead < current:
             raise CaptureError(
-                f"in evaluation layer '{layer.name}' runs after layers of stage {current}, but stage {ahead} holds "
-                "the weights",
-                hint=_ELSEWHERE,
+                f"in evaluation layer '{layer.name}' runs after layers of stage {current}, but an earlier stage or "
+                "several hold the weights",
+                hint="cut the model elsewhere, or evaluate the unsplit model with the saved weights",
             )
         current = min(max(current, stage_of.get(layer.name, current)), ahead)
         stages[current].append(layer.name)
     return stages
 
 
-# The model's output of the values at the last stage, by name, and the batch.
-ModelOutput = Callable[[Mapping[str, Tensor], Batch], Any]
+ModelOutput = Callable[[Mapping[str, Tensor], Batch], Any]  # of the values at the last stage, by name
 
 
 @dataclass(frozen=True, eq=False)
 class EvaluationStages:
-    """The stages of an evaluation graph, and the values that they exchange.
+    """The stages of an evaluation graph, and the values that they exchange."""
 
-    Attributes:
-        modules: the wanted stages that have layers.
-        transfers: by (source, target) stage, the values sent; each is passed from user to user.
-        last: the stage that has the loss, and receives the model's output.
-        output: assembles the model's output from the batch and the values that the last stage made or received, by
-            name; it returns None where nobody asked for the output.
-        batch_size: the only one that the stages accept; None where they accept any.
-        autocast: the dtype that they run under, if any.
-    """
-
-    modules: Mapping[int, StageModule]
-    transfers: Mapping[tuple[int, int], Sequence[ValueSpec]]
-    last: int
-    output: ModelOutput
-    batch_size: int | None
-    autocast: torch.dtype | None
+    modules: Mapping[int, StageModule]  # the wanted stages that have layers
+    transfers: Mapping[tuple[int, int], Sequence[ValueSpec]]  # by (source, target); each is passed from user to user
+    last: int  # the stage that has the loss, and receives the model's output
+    output: ModelOutput  # returns None where nobody asked for the output
+    batch_size: int | None  # the only one that the stages accept; None where they accept any
+    autocast: torch.dtype | None  # that they run under
 
 
 def build_evaluation(
@@ -106,16 +79,7 @@ def build_evaluation(
     output: bool,
     division: DividedWeights = UNDIVIDED,
 ) -> EvaluationStages:
-    """Return the stages of `evaluation` that match the stages of `cut`.
-
-    Args:
-        evaluation: the graph of the same model in evaluation mode.
-        output: whether the last stage receives the model's output.
-        division: the weights that a group of ranks divides.
-
-    Raises:
-        CaptureError: when the evaluation graph cannot be divided so, or its output cannot be sent.
-    """
+    """Return the stages of `evaluation` that match those of `cut`; `output`: whether the last receives the model's."""
     stages = matching_cut(training, cut, evaluation)
     stage_of = {evaluation.position[name]: stage for stage, names in enumerate(stages) for name in names}
     last = stage_of[evaluation.owner[evaluation.loss]]
@@ -140,12 +104,7 @@ def build_evaluation(
 
 def _model_output(graph: LayerGraph) -> ModelOutput:
     """Return how the output is assembled: by names, because a node leads to the whole model's weights."""
-    if graph.blocks is not None:
-        before = graph.blocks.layers[-2]
-        assert before.gives is not None
-        gives, names = before.gives, before.values
-        return lambda known, _: gives.value([known[name] for name in names])
-    spec, inputs = graph.output_spec, [leaf.node.name for leaf in graph.inputs]
+    spec, inputs = graph.output_spec, [leaf.name for leaf in graph.inputs]
     # Tensors by name; what is no tensor, in a tuple, as it is.
     leaves = [leaf.name if isinstance(leaf, fx.Node) else (leaf,) for leaf in graph.outputs]
 
@@ -157,14 +116,11 @@ def _model_output(graph: LayerGraph) -> ModelOutput:
 
 
 def _outputs(graph: LayerGraph, stage_of: Mapping[int, int], last: int) -> list[fx.Node]:
-    """Return the operations that make the tensors of the model's output."""
-    if graph.blocks is not None:
-        if graph.blocks.layers[-1].blocks:
-            raise CaptureError(
-                "the last block shares a layer with the loss, so metrics(output, target) cannot have its output",
-                hint="let the last of blocks(model) return tensors, within tuples, lists and dicts",
-            )
-        return [node for node in graph.owner if node.name in graph.blocks.layers[-2].values]
+    if graph.blocks is not None and graph.blocks.layers[-1].blocks:
+        raise CaptureError(
+            "the last block shares a layer with the loss, so metrics(output, target) cannot have its output",
+            hint="let the last of blocks(model) return tensors, within tuples, lists and dicts",
+        )
     nodes = [leaf for leaf in graph.outputs if isinstance(leaf, fx.Node) and leaf.op != "placeholder"]
     for node in nodes:
         if node not in graph.owner or (stage_of[graph.owner[node]] != last and node not in graph.specs):
@@ -176,7 +132,7 @@ def _outputs(graph: LayerGraph, stage_of: Mapping[int, int], last: int) -> list[
 
 
 def separate_buffers(evaluation: StageModule) -> None:
-    """Give a stage in evaluation copies of its buffers, which may then differ from those of the stage in training."""
+    """Give a stage in evaluation buffers of its own, which may then differ from those of the stage in training."""
     for module in evaluation.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:

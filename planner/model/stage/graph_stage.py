@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 
 from planner.model.capture.failure import user_place
@@ -14,26 +14,21 @@ from planner.model.capture.operations import enters_autocast, is_random, movable
 from planner.model.capture.size import is_symbolic
 from planner.model.loss import loss_of
 from planner.model.randomness import reseed
-from planner.model.stage.code import FUNCTIONS, Registries, compiled, uncompiled
-from planner.model.stage.deferred_norm import (
-    DeferredNorm,
-    RunningStatistics,
-    counts_minibatches,
-    defer_module,
-    deferred_arguments,
-    deferred_name,
-    running_statistics,
-)
+from planner.model.stage import deferred_norm
+from planner.model.stage.code import FUNCTIONS, compiled
+from planner.model.stage.deferred_norm import DeferredNorm, RunningStatistics
 from planner.model.stage.parts import Boundary, LayerObserver, Segment, Variant
-from planner.model.stage.weights import add_missing, holder_of, weights_of
+from planner.model.stage.weights import holder_of, place_of, weights_of
 from planner.model.tensor.division import Regions
+
+CONSTANT = "_constant_"  # begins the names of constants and nested graphs, which are of this graph alone
 
 
 class StageBlocks:
     """The blocks within `boundary` of a graph of blocks.
 
-    Attributes:
-        weights: a tree of bare modules under the model's names that share the registries of the blocks' modules.
+    Its `weights` are bare modules under the model's names, with the registries of the blocks' modules, because blocks
+    must see when a stage that is moved replaces buffers.
     """
 
     def __init__(self, graph: LayerGraph, boundary: Boundary, variant: Variant) -> None:
@@ -42,19 +37,26 @@ class StageBlocks:
         layers = self._chain.layers[boundary.first : boundary.last + 1]
         blocks = dict.fromkeys(block for layer in layers for _, block in layer.blocks)
         inside = {module for block in blocks for module in block.modules()}
-        self.weights = _weights(graph, boundary, inside)
+        self.weights = nn.Module()
+        for path, module in graph.model.named_modules(remove_duplicate=False):
+            if module in inside:
+                holder = holder_of(self.weights, path)
+                for registry in ("_parameters", "_buffers", "_non_persistent_buffers_set"):
+                    holder.__dict__[registry] = getattr(module, registry)
+        # Then the names that no module inside has: other names of tied weights, and weights that no block uses.
+        weights_of(graph, boundary.layers, self.weights)
         self._calls = {block: compiled(block) if variant.compiled else block for block in blocks}
-        self._gathered: dict[str, str] = {}  # by the name of each DeferredNorm, the mean that it gathers
+        self._gathered: list[RunningStatistics] = []
         for path, module in graph.model.named_modules() if variant.defer_batch_norm else ():
-            norm = defer_module(path, module) if module in inside else None
+            norm = deferred_norm.defer_module(path, module) if module in inside else None
             if norm is not None:
-                self.weights.add_module(deferred_name(path), norm)
-                self._gathered[deferred_name(path)] = norm.running.mean
+                self.weights.add_module(norm.running.module, norm)
+                self._gathered.append(norm.running)
 
-    def deferred_in(self, layers: Sequence[GraphLayer]) -> set[str]:
-        """Return the names of the DeferredNorms that the blocks of `layers` call."""
+    def written_in(self, layers: Iterable[GraphLayer]) -> set[str]:
+        """Return the names of the buffers of `layers`, any of which blocks may write, and of their DeferredNorms."""
         buffers = {name for layer in layers for name in layer.buffers}
-        return {norm for norm, mean in self._gathered.items() if mean in buffers}
+        return buffers | {running.module for running in self._gathered if running.mean in buffers}
 
     def code_of(self, index: int) -> Callable[..., Any]:
         """Return what runs the blocks of a layer: from the tensors that it takes to those that it makes, or the loss.
@@ -73,14 +75,13 @@ class StageBlocks:
             for module, _ in blocks:
                 if module.training != training:
                     module.train(training)
+            rest = [block for _, block in blocks]
             if layer.takes is None:
                 args, kwargs, _ = spec.unflatten([*values[:end], *[None] * target_spec.num_leaves])
-                value = blocks[0][1](*args, **kwargs)
-                rest = blocks[1:]
+                value = rest.pop(0)(*args, **kwargs)
             else:
                 value = layer.takes.value(values[:end])
-                rest = blocks
-            for _, block in rest:
+            for block in rest:
                 value = block(value)
             if layer.gives is None:
                 return loss_of(value, target_spec.unflatten(values[end:]), loss)
@@ -95,64 +96,29 @@ def made_last(tensors: Sequence[Tensor]) -> Tensor | None:
     return max(with_gradient, key=lambda tensor: tensor.grad_fn._sequence_nr(), default=None)  # type: ignore[union-attr]
 
 
-def _weights(graph: LayerGraph, boundary: Boundary, inside: set[nn.Module]) -> nn.Module:
-    """Return the tree: it shares registries because blocks must see when a stage that is moved replaces buffers."""
-    root = nn.Module()
-    for path, module in graph.model.named_modules(remove_duplicate=False):
-        if module in inside:
-            holder = holder_of(root, path)
-            for registry in ("_parameters", "_buffers", "_non_persistent_buffers_set"):
-                holder.__dict__[registry] = getattr(module, registry)
-    # Then the names that no module inside has: other names of tied weights, and weights that no block uses.
-    add_missing(root, graph, [name for layer in boundary.layers for name in (*layer.parameters, *layer.buffers)])
-    return root
-
-
-CONSTANT = "_constant_"  # begins the names of constants and nested graphs, which are of this graph alone
-
-
 def _notify(observer: LayerObserver | None, index: int, values: Sequence[Tensor]) -> None:
     if observer is not None:
         observer.after_layer(index, made_last(values))
 
 
-class StageCode:
-    """The code of the stage within `boundary`, in segments.
+def numbers_of(graph: LayerGraph, part: Boundary) -> dict[fx.Node, Any]:
+    """Return the numbers that layers use and that depend on the batch size alone, as expressions of it."""
+    values = {node: node.meta.get("val") for node in part.used}
+    found = {node: graph.reader.expression(value) for node, value in values.items() if is_symbolic(value)}
+    return {node: expression for node, expression in found.items() if expression is not None}
 
-    Attributes:
-        weights: bare modules with the stage's parameters and buffers; segments add their constants.
-        numbers: that the layers use and that depend on the batch size alone, as expressions of it.
-        places: where the user's file makes each value of the code, by the value's name; empty for blocks.
+
+class SegmentBuilder:
+    """Builder of a segment's code: the operations of its layers, or the blocks, copied into a graph of their own.
+
+    Its `places` say where the user's file makes each value of the code, by the value's name; none of blocks.
     """
 
-    def __init__(self, graph: LayerGraph, boundary: Boundary, variant: Variant) -> None:
-        self._graph, self._variant = graph, variant
-        self._blocks = None if graph.blocks is None else StageBlocks(graph, boundary, variant)
-        self.weights = weights_of(graph, boundary.layers) if self._blocks is None else self._blocks.weights
-        self.numbers = self._numbers(boundary)
-        self.places: dict[str, str] = {}
-
-    def segment(self, part: Boundary) -> tuple[Segment, set[str]]:
-        """Return the segment within `part`, and the names of buffers that it writes, or of modules that have them."""
-        builder = _Builder(self._graph, part, self._variant, self, self._blocks)
-        segment = builder.build([*part.takes, *self._numbers(part)])
-        self.places |= builder.places
-        return segment, builder.written()
-
-    def _numbers(self, part: Boundary) -> dict[fx.Node, Any]:
-        values = {node: node.meta.get("val") for node in part.used}
-        found = {node: self._graph.reader.expression(value) for node, value in values.items() if is_symbolic(value)}
-        return {node: expression for node, expression in found.items() if expression is not None}
-
-
-class _Builder:
-    """Builder of a segment's code: the operations of its layers, copied into a graph of their own."""
-
     def __init__(
-        self, graph: LayerGraph, part: Boundary, variant: Variant, stage: StageCode, blocks: StageBlocks | None
+        self, graph: LayerGraph, part: Boundary, variant: Variant, weights: nn.Module, blocks: StageBlocks | None
     ) -> None:
         self._graph, self._part, self._variant, self._blocks = graph, part, variant, blocks
-        self._weights = stage.weights
+        self._weights = weights
         self._compiled = variant.compiled and blocks is None  # each block is compiled by itself
         self.places: dict[str, str] = {}
         self._new = fx.Graph()
@@ -162,68 +128,78 @@ class _Builder:
         self._regions = Regions(graph, variant.division, self._new)
         self._deferred: dict[fx.Node, RunningStatistics] = {}
         if variant.defer_batch_norm and blocks is None:
-            found = {node: running_statistics(node, graph.names) for layer in part.layers for node in layer.nodes}
+            nodes = (node for layer in part.layers for node in layer.nodes)
+            found = {node: deferred_norm.running_statistics(node, graph.names) for node in nodes}
             self._deferred = {node: running for node, running in found.items() if running is not None}
 
     def written(self) -> set[str]:
-        """Return the names of the buffers that the segment writes, and of the DeferredNorms that it calls."""
-        if self._blocks is not None:  # which may write any
-            buffers = {name for layer in self._part.layers for name in layer.buffers}
-            return buffers | self._blocks.deferred_in(self._part.layers)
+        """Return the names of the buffers that the built segment writes, and of the DeferredNorms that it calls."""
+        if self._blocks is not None:
+            return self._blocks.written_in(self._part.layers)
         written = {name for node, name in self._attributes.items() if node in self._graph.written}
-        return written | {deferred_name(running.mean) for running in self._deferred.values()}
+        return written | {running.module for running in self._deferred.values()}
 
-    def build(self, taken: Sequence[fx.Node]) -> Segment:
-        """Return the segment, whose code takes the values `taken`."""
-        registries = self._declare(taken)
-        reseeding = uncompiled(reseed) if self._compiled else reseed
-        for index, layer in enumerate(self._part.layers, start=self._part.first):
-            # Each random layer is seeded anew, so that its numbers do not depend on what the process ran before. From
-            # outside, one cannot see whether a block draws random numbers.
-            if self._blocks is not None or any(is_random(node, self._graph.module) for node in layer.nodes):
-                self._new.call_function(reseeding, (self._key, self._device, index))
-            if self._blocks is not None:
-                call, *_ = layer.nodes
-                values = tuple(self._copies[value] for value in call.args[1:])  # type: ignore[index]
-                self._copies[call] = self._new.call_function(self._blocks.code_of(index), values)
-            for node in layer.nodes:
-                if node not in self._copies:
-                    self._copy(node)
-            if self._variant.observable:
-                self._new.call_function(_notify, (self._observer, index, self._on_gradient_path(layer)))
+    def build(self) -> Segment:
+        taken = [*self._part.takes, *numbers_of(self._graph, self._part)]
         makes = self._part.makes
-        self._new.output(tuple(self._regions.whole(node, self._copies) for node in makes))
-        # Only the generated function is kept; the module around it, with the graph, is dropped.
-        run = type(fx.GraphModule(self._weights, self._new)).forward
-        self.places = {copy.name: place for node, copy in self._copies.items() if (place := user_place(node))}
-        run = compiled(run) if self._compiled else run
-        run = partial(run, self._weights, *registries.values)
-        return Segment(run, tuple(node.name for node in taken), tuple(node.name for node in makes))
-
-    def _declare(self, taken: Sequence[fx.Node]) -> Registries:
-        """Make the arguments of the code, in the order of `Segment.run`."""
         sources = (source for layer in self._part.layers for node in layer.nodes for source in node.all_input_nodes)
         self._attributes = {source: self._attribute(source) for source in sources if source.op == "get_attr"}
-        is_module = dict(self._weights.named_modules())
-        # Fast calls and look-ups save Python's time, which compiled code does not take.
-        tensors = () if self._compiled else (n for n in self._attributes.values() if n not in is_module)
-        self._registries = Registries(self._weights, tensors, self._new)
-        self._device = self._new.placeholder("device")
-        self._key = self._new.placeholder("random_key")
-        self._observer = self._new.placeholder("observer")
-        self._copies = {node: self._new.placeholder(node.name) for node in taken}
-        return self._registries
+        # Weights are looked up before the code runs, because `nn.Module.__getattr__` searches at every dot of
+        # `self.block.qkv.weight`. That saves Python's time, which compiled code does not take.
+        modules = dict(self._weights.named_modules())
+        names = [] if self._compiled else dict.fromkeys(n for n in self._attributes.values() if n not in modules)
+        arguments = {name: self._new.placeholder(f"weight_{number}") for number, name in enumerate(names)}
+        self._copies = {node: arguments[name] for node, name in self._attributes.items() if name in arguments}
+        self._device, self._key, self._observer = map(self._new.placeholder, ("device", "random_key", "observer"))
+        self._copies |= {node: self._new.placeholder(node.name) for node in taken}
+        for index, layer in enumerate(self._part.layers, start=self._part.first):
+            self._copy_layer(index, layer)
+        self._new.output(tuple(self._regions.whole(node, self._copies) for node in makes))
+        # Only the generated function is kept; the module around it, with the graph, is dropped.
+        code = type(fx.GraphModule(self._weights, self._new)).forward
+        self.places = {copy.name: place for node, copy in self._copies.items() if (place := user_place(node))}
+        code = compiled(code) if self._compiled else code
+        weights, looked_up = self._weights, [place_of(self._weights, name) for name in names]
+
+        def forward(*values: Any) -> Any:
+            return code(weights, *[registry[name] for registry, name in looked_up], *values)
+
+        return Segment(forward, tuple(node.name for node in taken), tuple(node.name for node in makes))
+
+    def _copy_layer(self, index: int, layer: GraphLayer) -> None:
+        # Each random layer is seeded anew, so that its numbers do not depend on what the process ran before. From
+        # outside, one cannot see whether a block draws random numbers.
+        if self._blocks is not None or any(is_random(node, self._graph.module) for node in layer.nodes):
+            reseeding: Any = torch.compiler.disable(reseed) if self._compiled else reseed  # type: ignore[no-untyped-call]
+            self._new.call_function(reseeding, (self._key, self._device, index))
+        if self._blocks is not None:
+            call, *_ = layer.nodes
+            values = tuple(self._copies[value] for value in call.args[1:])  # type: ignore[index]
+            self._copies[call] = self._new.call_function(self._blocks.code_of(index), values)
+        for node in layer.nodes:
+            if node not in self._copies:
+                self._copy(node)
+        if self._variant.observable:
+            # Of a layer's values the one whose backward runs first; of operations, that is the last.
+            specs, path = self._graph.specs, self._graph.loss_path
+            nodes = [node for node in layer.nodes if node in specs and specs[node].requires_grad and node in path]
+            last = [self._copies[node] for node in (nodes if self._blocks is not None else nodes[-1:])]
+            self._new.call_function(_notify, (self._observer, index, last))
 
     def _copy(self, node: fx.Node) -> None:
-        if self._deferred and counts_minibatches(node, self._graph.names, self._deferred.values()):
+        if self._deferred and deferred_norm.counts_minibatches(node, self._graph.names, self._deferred.values()):
             return  # the executor counts whole minibatches instead
         for source in node.all_input_nodes:
             if source.op == "get_attr" and source not in self._copies:
-                name = self._attributes[source]
-                known = name in self._registries
-                self._copies[source] = self._registries.read(name) if known else self._new.get_attr(name)
+                self._copies[source] = self._new.get_attr(self._attributes[source])
         if node in self._deferred:
-            self._copies[node] = self._deferred_norm(node)
+            running = self._deferred[node]
+            if running.module not in self._weights._modules:
+                norm = DeferredNorm(running, self._weights.get_buffer(running.mean))
+                self._weights.add_module(running.module, norm)
+            given = (*node.args[: deferred_norm.MEAN], node.args[deferred_norm.EPS], node.args[deferred_norm.CUDNN])
+            taken = [self._regions.whole(a, self._copies) if isinstance(a, fx.Node) else a for a in given]
+            self._copies[node] = self._new.call_module(running.module, tuple(taken))
             return
         if enters_autocast(node.target) and self._kind is None:
             self._kind = self._new.call_function(getattr, (self._device, "type"))
@@ -233,22 +209,6 @@ class _Builder:
         if not self._compiled:
             copy.target = FUNCTIONS.get(copy.target, copy.target)
         self._copies[node] = self._regions.result(node, copy)
-
-    def _deferred_norm(self, node: fx.Node) -> fx.Node:
-        running = self._deferred[node]
-        place = deferred_name(running.mean)
-        if place not in self._weights._modules:
-            self._weights.add_module(place, DeferredNorm(running, self._weights.get_buffer(running.mean)))
-        given = deferred_arguments(node)
-        return self._new.call_module(
-            place, tuple(self._regions.whole(a, self._copies) if isinstance(a, fx.Node) else a for a in given)
-        )
-
-    def _on_gradient_path(self, layer: GraphLayer) -> list[fx.Node]:
-        """Return the values of a layer among which is the one whose backward runs first; of operations, the last."""
-        specs, path = self._graph.specs, self._graph.loss_path
-        nodes = [node for node in layer.nodes if node in specs and specs[node].requires_grad and node in path]
-        return [self._copies[node] for node in (nodes if self._blocks is not None else nodes[-1:])]
 
     def _attribute(self, node: fx.Node) -> str:
         names = self._graph.names

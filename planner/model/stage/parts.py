@@ -1,24 +1,28 @@
-"""The parts of a stage, whether its layers are generated code or the user's own modules."""
+"""What a stage is made of: how its code departs from the graph, what it exchanges with others, and its segments.
+
+A segment that recomputes keeps the values that enter it, and runs its forward again right before its own backward (Chen
+et al. 2016, arXiv 1604.06174, section 3). The second forward reads the buffers that the first one read, such as
+BatchNorm's statistics, and does not undo what later ones wrote.
+"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils._pytree import TreeSpec
+from torch.utils.checkpoint import checkpoint
 
-from planner.errors import ModelFileError
-from planner.model.batch import Batch
-from planner.model.capture.graph import LOSS, GraphLayer, Input, LayerGraph, ValueSpec
-from planner.model.capture.size import evaluate_number, samples_in
-from planner.model.options import channels_last
-from planner.model.stage.deferred_norm import TRAINING
-from planner.model.stage.weights import RecurrentWeights
+from planner.errors import CaptureError
+from planner.model.capture.failure import failures_placed
+from planner.model.capture.graph import GraphLayer, LayerGraph
+from planner.model.capture.size import samples_in
+from planner.model.randomness import RandomKey
+from planner.model.stage.weights import Place
 from planner.model.tensor.division import UNDIVIDED, DividedWeights
 
 
@@ -32,28 +36,16 @@ class LayerObserver(Protocol):
 
 @dataclass(frozen=True)
 class Variant:
-    """How a stage's code departs from the operations as captured.
+    """How a stage's code departs from the operations as captured."""
 
-    Attributes:
-        observable: whether the stage tells its observer of every layer.
-        compiled: whether torch.compile makes one piece of code of the layers, or of each block where the file names
-            blocks. It excludes `observable`, which would cut the code into pieces.
-        defer_batch_norm: whether BatchNorms in training gather the statistics of their inputs in `deferred_norms`,
-            instead of updating their running statistics.
-        recompute: groups of layers, by name, that keep only the values that enter them, and run their forward again
-            right before their own backward. It excludes `observable`: layers would be told of twice.
-        division: the weights that a group of ranks divides.
-    """
-
-    observable: bool = False
-    compiled: bool = False
-    defer_batch_norm: bool = False
-    recompute: tuple[tuple[str, ...], ...] = ()
-    division: DividedWeights = UNDIVIDED
+    observable: bool = False  # tell an observer of every layer: what is compiled or recomputes cannot
+    compiled: bool = False  # torch.compile makes one piece of code of the layers, or of each block
+    defer_batch_norm: bool = False  # BatchNorms in training gather statistics, see `DeferredNorm`
+    recompute: tuple[tuple[str, ...], ...] = ()  # groups of layers, by name
+    division: DividedWeights = UNDIVIDED  # the weights that a group of ranks divides
 
     def __post_init__(self) -> None:
-        assert not (self.observable and self.compiled), "what is compiled has no layers"
-        assert not (self.observable and self.recompute), "a second forward would be observed, too"
+        assert not (self.observable and (self.compiled or self.recompute))
 
 
 AS_CAPTURED = Variant()
@@ -69,7 +61,7 @@ class Boundary:
     last: int
     layers: tuple[GraphLayer, ...]  # first..last
     used: tuple[fx.Node, ...]  # every node that they read
-    inputs: tuple[tuple[int, Input], ...]  # leaves of the batch, with their index there
+    inputs: tuple[tuple[int, fx.Node], ...]  # leaves of the batch, with their index there
     received: tuple[fx.Node, ...]  # from earlier stages
     sent: tuple[fx.Node, ...]  # to later stages, made here or received
     loss: fx.Node | None  # the node that makes it, if it is here
@@ -77,7 +69,7 @@ class Boundary:
     @property
     def takes(self) -> tuple[fx.Node, ...]:
         """The values that the layers' code takes, besides numbers."""
-        return (*(leaf.node for _, leaf in self.inputs), *self.received)
+        return (*(leaf for _, leaf in self.inputs), *self.received)
 
     @property
     def makes(self) -> tuple[fx.Node, ...]:
@@ -89,7 +81,7 @@ def boundary_of(graph: LayerGraph, first: int, last: int, keep: Sequence[str] = 
     """Return the boundary of layers first..last; `keep` names further values made here that count as sent."""
     layers = graph.layers[first : last + 1]
     used = dict.fromkeys(source for layer in layers for node in layer.nodes for source in node.all_input_nodes)
-    inputs = [(i, leaf) for i, leaf in enumerate(graph.inputs) if leaf.node in used]
+    inputs = [(i, leaf) for i, leaf in enumerate(graph.inputs) if leaf in used]
     received = [node for node in graph.crossing if node in used and graph.owner[node] < first]
     made = [node for layer in layers for node in layer.nodes]
     sent = [node for node in (*received, *made) if graph.last_use(node) > last or node.name in keep]
@@ -107,7 +99,7 @@ def stage_boundary(graph: LayerGraph, first: int, last: int, keep: Sequence[str]
     if any(tells_batch_size(node) for node in boundary.takes):
         return boundary
     # Layers that use no input may still depend on the size of the batch.
-    telling = [(i, leaf) for i, leaf in enumerate(graph.inputs) if tells_batch_size(leaf.node)]
+    telling = [(i, leaf) for i, leaf in enumerate(graph.inputs) if tells_batch_size(leaf)]
     return replace(boundary, inputs=(*boundary.inputs, *telling[:1]))
 
 
@@ -120,104 +112,111 @@ class Segment:
     makes: tuple[str, ...]  # names of the values that `run` returns
 
 
-@dataclass(frozen=True)
-class StageParts:
-    """What a stage consists of. It keeps no graph and no node: these lead to the whole model's weights."""
-
-    layer_names: tuple[str, ...]
-    least_batch_size: int  # the fewest samples that it can be trained on
-    weights: nn.Module
-    code: Segment  # it takes the inputs, the received values and the numbers; it makes the sent values, then the loss
-    expressions: tuple[Any, ...]  # in the batch size, of the numbers that the code takes
-    places: Mapping[str, str]  # where the user's file makes each value of the code, by the value's name
-    batch_spec: TreeSpec
-    inputs: tuple[tuple[int, ValueSpec | None], ...]  # index among the batch's leaves
-    received: tuple[ValueSpec, ...]
-    sent: tuple[ValueSpec, ...]
-    has_loss: bool
-    fixed_batch_size: int | None  # the only number of samples that it takes; None when it takes any
-    autocast: torch.dtype | None
-    channels_last: bool
-    recurrent: tuple[RecurrentWeights, ...]
-    _numbers: dict[tuple[tuple[torch.Size, torch.dtype], ...], list[Any]] = field(default_factory=dict)
-
-    @cached_property
-    def results(self) -> tuple[str, ...]:
-        """Names of what the code returns."""
-        return (*(spec.name for spec in self.sent), *([LOSS] if self.has_loss else []))
-
-    def read_batch(self, batch: Batch | None) -> list[Any]:
-        """Return the leaves of the batch that the stage reads.
-
-        Raises:
-            ModelFileError: when there is no batch, or its structure is not that of the example batch.
-        """
-        if batch is None:
-            raise ModelFileError("this stage reads the batch, but got none", hint="pass the batch to every stage")
-        leaves, spec = batch.flatten()
-        if spec != self.batch_spec and _structure(spec) != _structure(self.batch_spec):
-            raise ModelFileError(
-                f"a batch's (args, kwargs, target) are {_outline(spec)}, but those of example_batch() were "
-                f"{_outline(self.batch_spec)}",
-                hint="dataset() and example_batch() must give the model the same arguments",
+def divided(graph: LayerGraph, boundary: Boundary, groups: Sequence[Sequence[str]]) -> list[tuple[Boundary, bool]]:
+    """Divide the layers of a stage into segments, given the groups that recompute; for each whether it recomputes."""
+    segments = []
+    start = boundary.first
+    for positions, names in sorted((sorted(graph.position.get(name, -1) for name in names), names) for names in groups):
+        first, last = positions[0], positions[-1]
+        if first < start or last > boundary.last or positions != list(range(first, last + 1)):
+            raise CaptureError(
+                f"the layers {list(names)}, which are to recompute together, do not follow one another in their stage, "
+                "or some are in two groups",
+                hint="make the plan again with: plan solve",
             )
-        if not self.channels_last:
-            return [leaves[index] for index, _ in self.inputs]
-        arguments = len(leaves) - spec.children()[-1].num_leaves  # targets keep their layout
-        return [
-            channels_last(leaf) if index < arguments and isinstance(leaf := leaves[index], Tensor) else leaves[index]
-            for index, _ in self.inputs
-        ]
-
-    def numbers(self, inputs: Sequence[Any], received: Sequence[Tensor]) -> Sequence[Any]:
-        """Return the numbers that the code takes with these values, whose dtypes and shapes are checked.
-
-        What values of some shapes and dtypes give is kept: a run has one or two sizes of microbatches.
-
-        Raises:
-            ModelFileError: when an input is not like that of the example batch.
-        """
-        given = [*zip(self.received, received, strict=True)]
-        given += [(spec, leaf) for (_, spec), leaf in zip(self.inputs, inputs, strict=True) if spec is not None]
-        seen = tuple([(tensor.shape, tensor.dtype) for _, tensor in given])
-        found = self._numbers.get(seen)
-        if found is None:
-            size = self._batch_size(given)
-            for spec, tensor in given:
-                if tensor.dtype != spec.dtype or tensor.shape != spec.shape(size):
-                    raise ModelFileError(
-                        f"batch input '{spec.name}' is {tensor.dtype} of shape {tuple(tensor.shape)}, the model was "
-                        f"captured with {spec.dtype} of shape {spec.shape(size)}",
-                        hint="dataset() and example_batch() must give tensors of the same shape and dtype",
-                    )
-            found = self._numbers[seen] = [evaluate_number(expression, size) for expression in self.expressions]
-        return found
-
-    def _batch_size(self, given: Iterable[tuple[ValueSpec, Tensor]]) -> int:
-        """Return the number of samples, as the values tell; 0 where nothing in the stage depends on it."""
-        if self.fixed_batch_size is not None:
-            return self.fixed_batch_size
-        sizes = ((size, value) for spec, tensor in given for size, value in zip(spec.sizes, tensor.shape, strict=False))
-        found = (samples_in(size, value) for size, value in sizes)
-        return next((samples for samples in found if samples is not None), 0)
+        segments += [(start, first - 1, False), (first, last, True)]
+        start = last + 1
+    segments = [each for each in [*segments, (start, boundary.last, False)] if each[0] <= each[1]]
+    if len(segments) == 1:
+        return [(boundary, segments[0][2])]
+    kept = [node.name for node in boundary.sent]
+    return [(boundary_of(graph, first, last, kept), again) for first, last, again in segments]
 
 
-def _structure(spec: TreeSpec) -> object:
-    """Return the structure with lists as tuples, because a DataLoader makes lists of a dataset's tuples."""
-    kind = tuple if spec.type is list else spec.type
-    return kind, spec.context, [_structure(child) for child in spec.children()]
+def joined(segments: Sequence[Segment], takes: Sequence[str], results: Sequence[str]) -> Segment:
+    """Return one segment that runs `segments` one after the other; it takes what the stage reads."""
+    if len(segments) == 1:
+        return segments[0]
+    needed = set(results)
+    steps: list[tuple[Segment, list[str]]] = []
+    for segment in reversed(segments):
+        # What only this segment still needs must not outlive it: activations would take memory until the stage's end.
+        steps.append((segment, [name for name in segment.takes if name not in needed]))
+        needed.update(segment.takes)
+    steps.reverse()
+
+    def run(device: torch.device, key: RandomKey, observer: Any, *values: Any) -> tuple[Tensor, ...]:
+        known = dict(zip(takes, values, strict=True))
+        for segment, last_used in steps:
+            taken = [known[name] for name in segment.takes]
+            for name in last_used:
+                del known[name]
+            known.update(zip(segment.makes, segment.run(device, key, observer, *taken), strict=True))
+        return tuple(known[name] for name in results)
+
+    return Segment(run, tuple(takes), tuple(results))
 
 
-def _outline(spec: TreeSpec) -> str:
-    """Return the structure with a star for each leaf: ((*, *), {'mask': *}, *)."""
-    return repr(spec.unflatten(["*"] * spec.num_leaves)).replace("'*'", "*")
+def recomputing(segment: Segment, buffers: Sequence[Place], places: Mapping[str, str]) -> Segment:
+    """Return a segment that keeps only what it takes, and runs again before its backward; it writes `buffers`."""
+
+    def run(device: torch.device, key: RandomKey, observer: Any, *values: Any) -> tuple[Tensor, ...]:
+        # The stage's key will have been set for other units when the forward runs again.
+        forward = partial(segment.run, device, key.copy(), observer)
+        if not torch.is_grad_enabled():
+            return forward(*values)
+        before: Buffers = []  # of the first forward, once it runs
+        has_run = False
+
+        def forward_twice(*values: Any) -> tuple[Tensor, ...]:
+            nonlocal before, has_run
+            if not has_run:
+                before, has_run = _copies(buffers), True
+                return forward(*values)
+            with _replaced(before), failures_placed(places):
+                return forward(*values)
+
+        made: tuple[Tensor, ...] = checkpoint(
+            forward_twice,
+            *values,
+            use_reentrant=False,
+            preserve_rng_state=False,  # each layer that draws random numbers seeds the generator by the key first
+            early_stop=False,  # predictions count a whole forward
+        )
+        return made
+
+    return replace(segment, run=run)
 
 
-def least_batch_size(layers: Iterable[GraphLayer]) -> int:
-    """Return 2 where a BatchNorm has one value per channel and sample, of which there is no variance; else 1."""
-    for node in (node for layer in layers for node in layer.nodes):
-        if node.target is torch.ops.aten.batch_norm.default and node.args[TRAINING]:
-            positions = node.args[0].meta["val"].shape[2:]  # type: ignore[union-attr]
-            if all(isinstance(size, int) for size in positions) and math.prod(positions) == 1:
-                return 2
-    return 1
+Buffers = Sequence[tuple[Place, Tensor]]
+
+
+def places_of(weights: nn.Module, names: Set[str]) -> list[Place]:
+    """Return where the tree has the buffers called `names`, and those of modules called so, under all names."""
+    found = [
+        (path, f"{path}.{name}".removeprefix("."), Place(module._buffers, name), buffer)
+        for path, module in weights.named_modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+    wanted = {id(buffer) for path, name, _, buffer in found if path in names or name in names}
+    return [place for _, _, place, buffer in found if id(buffer) in wanted]
+
+
+def _copies(places: Sequence[Place]) -> Buffers:
+    held = [place.registry[place.name] for place in places]
+    # One copy of a buffer that has several names.
+    made = {id(buffer): buffer.detach().clone() for buffer in held if buffer is not None}
+    return [(place, made[id(buffer)]) for place, buffer in zip(places, held, strict=True)]
+
+
+@contextmanager
+def _replaced(before: Buffers) -> Iterator[None]:
+    now = [(place, place.registry[place.name]) for place, _ in before]
+    for (registry, name), value in before:
+        registry[name] = value
+    try:
+        yield
+    finally:
+        for (registry, name), current in now:
+            registry[name] = current

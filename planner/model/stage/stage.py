@@ -2,68 +2,75 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec
 
-from planner.errors import CaptureError
+from planner.errors import CaptureError, ModelFileError
 from planner.model.batch import Batch
-from planner.model.capture.failure import operation_failure
-from planner.model.capture.graph import LayerGraph, ValueSpec
-from planner.model.options import autocasting, lay_out
+from planner.model.capture.failure import failures_placed
+from planner.model.capture.graph import LOSS, GraphLayer, LayerGraph, ValueSpec
+from planner.model.capture.size import evaluate_number, samples_in
+from planner.model.options import autocasting, channels_last, lay_out
 from planner.model.randomness import RandomKey, keep_state
-from planner.model.stage.deferred_norm import DeferredNorm
-from planner.model.stage.graph_stage import StageCode
-from planner.model.stage.parts import AS_CAPTURED, LayerObserver, StageParts, Variant, least_batch_size, stage_boundary
-from planner.model.stage.segments import FAILURES, divided, joined, places_of, recomputing
-from planner.model.stage.weights import recurrent_weights
-from planner.model.tensor.division import UNDIVIDED, DividedWeights
+from planner.model.stage import parts
+from planner.model.stage.deferred_norm import TRAINING, DeferredNorm
+from planner.model.stage.graph_stage import SegmentBuilder, StageBlocks, numbers_of
+from planner.model.stage.parts import AS_CAPTURED, Boundary, LayerObserver, Segment, Variant
+from planner.model.stage.weights import join_weights, recurrent_modules, weights_of
+from planner.model.tensor.division import DividedWeights
 
 
 class StageModule(nn.Module):
-    """Consecutive layers of a model.
+    """Consecutive layers of a model, made by `build_stage`.
 
     Its parameters and buffers are those of the original model: the same objects under the same names, each tied
-    parameter under all its names. Made by `build_stage`.
-
-    Attributes:
-        layer_names: the layers.
-        received: values that come from earlier stages, in the order in which they are made.
-        sent: values that later stages use, made here or received and used here, and those that were to be kept.
-        has_loss: whether `forward` returns the loss.
-        fixed_batch_size: the only number of samples that the stage takes; None when it takes any.
-        least_batch_size: the fewest samples that the stage can be trained on.
-        division: which of its weights are parts.
+    parameter under all its names. It keeps no graph and no node: these lead to the whole model's weights.
     """
 
-    layer_names: tuple[str, ...]
-    received: tuple[ValueSpec, ...]
-    sent: tuple[ValueSpec, ...]
-    has_loss: bool
-    fixed_batch_size: int | None
-    least_batch_size: int
-    division: DividedWeights
-    _parts: StageParts
-    _key: RandomKey
-    _observer: LayerObserver | None
-
-    def __init__(self, parts: StageParts, division: DividedWeights = UNDIVIDED) -> None:
+    def __init__(
+        self,
+        graph: LayerGraph,
+        boundary: Boundary,
+        weights: nn.Module,
+        code: Segment,
+        places: Mapping[str, str],
+        division: DividedWeights,
+    ) -> None:
         super().__init__()
+        self.layer_names = tuple(layer.name for layer in boundary.layers)
+        # Values that come from earlier stages, and that later ones use or that were to be kept, as they are made.
+        self.received = tuple(graph.specs[node] for node in boundary.received)
+        self.sent = tuple(graph.specs[node] for node in boundary.sent)
+        self.has_loss = boundary.loss is not None  # whether `forward` returns the loss
+        self.fixed_batch_size = graph.batch_size  # the only number of samples that the stage takes, if any
+        self.least_batch_size = _least_batch_size(boundary.layers)  # that the stage can be trained on
+        self.division = division  # which of its weights are parts
+        self._code = code  # of the inputs, the received values and the numbers: the sent values, then the loss
+        self._places = places  # where the user's file makes each value of the code, by the value's name
+        self._inputs = tuple((index, graph.specs.get(leaf)) for index, leaf in boundary.inputs)
+        self._batch_spec = graph.batch_spec
+        self._expressions = tuple(numbers_of(graph, boundary).values())  # in the batch size
+        self._numbers: dict[tuple[tuple[torch.Size, torch.dtype], ...], list[Any]] = {}  # by the shapes they are for
+        self._results = (*(spec.name for spec in self.sent), *([LOSS] if self.has_loss else []))
+        self._autocast, self._channels_last = graph.options.autocast, graph.options.channels_last
+        self._recurrent = recurrent_modules(graph, boundary.layers)
+        self._key = RandomKey()
+        self._observer: LayerObserver | None = None
         # The generated code looks the weights up in a module of their own. The stage shares that module's registries,
-        # so that .to(), state_dict() and the like see the weights.
+        # so that .to(), state_dict() and the like see the weights. From here on nn.Module's assignment would write to
+        # them where the model has the same names.
         for registry in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
-            self.__dict__[registry] = getattr(parts.weights, registry)
-        # Not by nn.Module's assignment, which would write to the model's registries where it has the same names.
-        self.__dict__.update(_parts=parts, _key=RandomKey(), _observer=None, division=division)
-        public = ("layer_names", "received", "sent", "has_loss", "fixed_batch_size", "least_batch_size")
-        self.__dict__.update({name: getattr(parts, name) for name in public})
+            self.__dict__[registry] = getattr(weights, registry)
 
     @property
     def needs_batch(self) -> bool:
         """Whether `forward` reads model inputs or targets."""
-        return bool(self._parts.inputs)
+        return bool(self._inputs)
 
     @property
     def deferred_norms(self) -> tuple[DeferredNorm, ...]:
@@ -71,20 +78,17 @@ class StageModule(nn.Module):
         return tuple(module for module in self._modules.values() if isinstance(module, DeferredNorm))
 
     def set_random_key(self, seed: int, minibatch: int, microbatch: int) -> None:
-        """Make random numbers a function of these and of the layer, so that they are equal in any split of the model.
-
-        Each layer that draws random numbers then seeds the default generator of its device first.
-        """
+        """Make each layer that draws random numbers seed its device's generator first, by these and its number."""
         self._key.set(seed, minibatch, microbatch)
 
     def arrange(self, parameters: Sequence[nn.Parameter], tensors: Sequence[Tensor]) -> None:
         """Lay out `tensors`, which stand for some of the stage's `parameters` one for one, as their kernels need it."""
         standing_for = {id(parameter): tensor for parameter, tensor in zip(parameters, tensors, strict=True)}
-        for recurrent in self._parts.recurrent:
-            weights = [standing_for.get(id(self.get_parameter(name))) for name in recurrent.names]
+        for module, names in self._recurrent:
+            weights = [standing_for.get(id(self.get_parameter(name))) for name in names]
             known = [weight for weight in weights if weight is not None]
             if len(known) == len(weights):
-                recurrent.join(known)
+                join_weights(module, known)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> StageModule:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -97,86 +101,92 @@ class StageModule(nn.Module):
         self.__dict__["_observer"] = observer
 
     def forward(self, batch: Batch | None, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Run the layers.
+        """Run the layers; return the values in `self.sent` by name, and "loss" where the stage has it.
 
-        Args:
-            batch: on the stage's device; may be None when `needs_batch` is False.
-            received: the values named in `self.received`, of the shapes given there.
-
-        Returns:
-            The values named in `self.sent`, and "loss" (0-dimensional) where the stage has it.
+        The batch may be None when `needs_batch` is False.
 
         Raises:
             ModelFileError: when the batch is not like the example batch.
             LayerError: when a captured operation fails, with its place in the user's file.
         """
-        parts, code = self._parts, self._parts.code
-        inputs = parts.read_batch(batch) if parts.inputs else []
-        values = [received[spec.name] for spec in parts.received]
-        numbers = parts.numbers(inputs, values)
-        context = (self._device(inputs, values), self._key, self._observer)
-        with autocasting(context[0].type, parts.autocast):
-            try:
-                results = code.run(*context, *inputs, *values, *numbers)
-            except FAILURES as cause:
-                failure = operation_failure(cause, parts.places)
-                if failure is None:
-                    raise
-                raise failure from cause
-        return dict(zip(parts.results, results, strict=True))
+        inputs = self._read(batch) if self._inputs else []
+        values = [received[spec.name] for spec in self.received]
+        numbers = self._numbers_for(inputs, values)
+        device = next((tensor.device for tensor in (*values, *inputs) if isinstance(tensor, Tensor)), None)
+        if device is None:
+            device = next((tensor.device for tensor in self.parameters()), torch.device("cpu"))
+        with autocasting(device.type, self._autocast), failures_placed(self._places):
+            results = self._code.run(device, self._key, self._observer, *inputs, *values, *numbers)
+        return dict(zip(self._results, results, strict=True))
 
-    def _device(self, inputs: list[Any], values: list[Tensor]) -> torch.device:
-        for tensor in (*values, *inputs):
-            if isinstance(tensor, Tensor):
-                return tensor.device
-        return next((tensor.device for tensor in self.parameters()), torch.device("cpu"))
+    def _read(self, batch: Batch | None) -> list[Any]:
+        if batch is None:
+            raise ModelFileError("this stage reads the batch, but got none", hint="pass the batch to every stage")
+        leaves, spec = batch.flatten()
+        if spec != self._batch_spec and _structure(spec) != _structure(self._batch_spec):
+            raise ModelFileError(
+                f"a batch's (args, kwargs, target) are {_outline(spec)}, but those of example_batch() were "
+                f"{_outline(self._batch_spec)}",
+                hint="dataset() and example_batch() must give the model the same arguments",
+            )
+        arguments = len(leaves) - spec.children()[-1].num_leaves if self._channels_last else 0  # no targets
+        return [
+            channels_last(leaf) if index < arguments and isinstance(leaf := leaves[index], Tensor) else leaves[index]
+            for index, _ in self._inputs
+        ]
+
+    def _numbers_for(self, inputs: Sequence[Any], received: Sequence[Tensor]) -> Sequence[Any]:
+        """Return the numbers that the code takes with these values, whose dtypes and shapes are checked."""
+        given = [*zip(self.received, received, strict=True)]
+        given += [(spec, leaf) for (_, spec), leaf in zip(self._inputs, inputs, strict=True) if spec is not None]
+        seen = tuple([(tensor.shape, tensor.dtype) for _, tensor in given])
+        found = self._numbers.get(seen)
+        if found is None:
+            size = self.fixed_batch_size
+            if size is None:  # what some value tells; 0 where nothing in the stage depends on it
+                pairs = (pair for spec, tensor in given for pair in zip(spec.sizes, tensor.shape, strict=False))
+                told = (samples_in(*pair) for pair in pairs)
+                size = next((samples for samples in told if samples is not None), 0)
+            for spec, tensor in given:
+                if tensor.dtype != spec.dtype or tensor.shape != spec.shape(size):
+                    raise ModelFileError(
+                        f"batch input '{spec.name}' is {tensor.dtype} of shape {tuple(tensor.shape)}, the model was "
+                        f"captured with {spec.dtype} of shape {spec.shape(size)}",
+                        hint="dataset() and example_batch() must give tensors of the same shape and dtype",
+                    )
+            found = self._numbers[seen] = [evaluate_number(expression, size) for expression in self._expressions]
+        return found
+
+
+def _structure(spec: TreeSpec) -> object:
+    """Return the structure with lists as tuples, because a DataLoader makes lists of a dataset's tuples."""
+    kind = tuple if spec.type is list else spec.type
+    return kind, spec.context, [_structure(child) for child in spec.children()]
+
+
+def _outline(spec: TreeSpec) -> str:
+    """Return the structure with a star for each leaf: ((*, *), {'mask': *}, *)."""
+    return repr(spec.unflatten(["*"] * spec.num_leaves)).replace("'*'", "*")
+
+
+def _least_batch_size(layers: Iterable[GraphLayer]) -> int:
+    """Return 2 where a BatchNorm has one value per channel and sample, of which there is no variance; else 1."""
+    for node in (node for layer in layers for node in layer.nodes):
+        if node.target is torch.ops.aten.batch_norm.default and node.args[TRAINING]:
+            positions = node.args[0].meta["val"].shape[2:]  # type: ignore[union-attr]
+            if all(isinstance(size, int) for size in positions) and math.prod(positions) == 1:
+                return 2
+    return 1
 
 
 def build_stage(
     graph: LayerGraph, layer_names: Sequence[str], keep: Sequence[str] = (), variant: Variant = AS_CAPTURED
 ) -> StageModule:
-    """Return the stage of `graph` that computes the layers named.
+    """Return the stage of `graph` that computes the layers named; stages share the graph's parameters.
 
     Args:
-        graph: stays usable; stages share its parameters.
         keep: further values made here that `forward` returns, for instance the model's outputs.
-        variant: how its code departs from the operations as captured.
-
-    Raises:
-        CaptureError: when a layer is unknown, or the layers are not consecutive.
     """
-    boundary = stage_boundary(graph, *_range(graph, layer_names), keep)
-    code = StageCode(graph, boundary, variant)
-    segments = []
-    for part, again in divided(graph, boundary, variant.recompute):
-        segment, buffers = code.segment(part)
-        if again:
-            segment = recomputing(segment, places_of(code.weights, buffers), code.places)
-        segments.append(segment)
-    takes = [node.name for node in (*boundary.takes, *code.numbers)]
-    parts = StageParts(
-        layer_names=tuple(layer.name for layer in boundary.layers),
-        least_batch_size=least_batch_size(boundary.layers),
-        weights=code.weights,
-        code=joined(segments, takes, [node.name for node in boundary.makes]),
-        expressions=tuple(code.numbers.values()),
-        places=code.places,
-        batch_spec=graph.batch_spec,
-        inputs=tuple((index, leaf.spec) for index, leaf in boundary.inputs),
-        received=tuple(graph.specs[node] for node in boundary.received),
-        sent=tuple(graph.specs[node] for node in boundary.sent),
-        has_loss=boundary.loss is not None,
-        fixed_batch_size=graph.batch_size,
-        autocast=graph.options.autocast,
-        channels_last=graph.options.channels_last,
-        recurrent=recurrent_weights(graph, boundary.layers),
-    )
-    if graph.options.channels_last:
-        lay_out(parts.weights)  # again, for deferred weights: they were made after the capture
-    return StageModule(parts, variant.division)
-
-
-def _range(graph: LayerGraph, layer_names: Sequence[str]) -> tuple[int, int]:
     for name in layer_names:
         if name not in graph.position:
             raise CaptureError(f"the model has no layer '{name}'", hint="was the plan made for this model?")
@@ -186,19 +196,38 @@ def _range(graph: LayerGraph, layer_names: Sequence[str]) -> tuple[int, int]:
             f"the layers {list(layer_names)} do not follow one another in the model",
             hint="a stage is a run of consecutive layers",
         )
-    return positions[0], positions[-1]
+    boundary = parts.stage_boundary(graph, positions[0], positions[-1], keep)
+    blocks = None if graph.blocks is None else StageBlocks(graph, boundary, variant)
+    weights = weights_of(graph, boundary.layers) if blocks is None else blocks.weights
+    places: dict[str, str] = {}
+    segments = []
+    for part, again in parts.divided(graph, boundary, variant.recompute):
+        builder = SegmentBuilder(graph, part, variant, weights, blocks)
+        segment = builder.build()
+        places |= builder.places
+        if again:
+            segment = parts.recomputing(segment, parts.places_of(weights, builder.written()), places)
+        segments.append(segment)
+    takes = [node.name for node in (*boundary.takes, *numbers_of(graph, boundary))]
+    code = parts.joined(segments, takes, [node.name for node in boundary.makes])
+    if graph.options.channels_last:
+        lay_out(weights)  # again, for deferred weights: they were made after the capture
+    return StageModule(graph, boundary, weights, code, places, variant.division)
 
 
 def warm_up(stage: StageModule, batch: Batch) -> None:
     """Run `stage` on zeros instead of what earlier stages send, then restore buffers and random state.
 
-    Args:
-        stage: on its device, without gradients.
-        batch: any of the size to come, on the same device.
+    The batch is any of the size to come, on the same device.
     """
+
+    def zeros(spec: ValueSpec) -> Tensor:
+        # Through the wire, because compiled code depends on the strides that a received value has.
+        wire = torch.zeros(spec.wire_shape(batch.size), dtype=spec.dtype, device=device)
+        return spec.from_wire(wire, batch.size).requires_grad_(spec.requires_grad)
+
     with keep_state(stage) as device:
-        received = {spec.name: _zeros(spec, batch.size, device) for spec in stage.received}
-        results = stage(batch if stage.needs_batch else None, received)
+        results = stage(batch if stage.needs_batch else None, {spec.name: zeros(spec) for spec in stage.received})
         roots = [value for value in results.values() if value.requires_grad and value.grad_fn is not None]
         if roots:
             torch.autograd.backward(roots, [torch.zeros_like(root) for root in roots])
@@ -206,21 +235,11 @@ def warm_up(stage: StageModule, batch: Batch) -> None:
         parameter.grad = None
 
 
-def _zeros(spec: ValueSpec, batch_size: int, device: torch.device) -> Tensor:
-    # Through the wire, because compiled code depends on the strides that a received value has.
-    wire = torch.zeros(spec.wire_shape(batch_size), dtype=spec.dtype, device=device)
-    return spec.from_wire(wire, batch_size).requires_grad_(spec.requires_grad)
-
-
 class ChainedStage(nn.Module):
     """Consecutive layers that take all values crossing the cut before them, and return those crossing the cut after.
 
     Values that only later stages use are passed on. Tensors have the form of messages: contiguous, expanded dimensions
     once. The last stage returns the loss alone, of shape (1,). Model inputs and targets are not passed: see `begin`.
-
-    Args:
-        graph: of the model; it says whether the layers go through torch.compile.
-        recompute: groups of layers that keep only what enters them for the backward.
     """
 
     def __init__(
@@ -237,21 +256,17 @@ class ChainedStage(nn.Module):
         self.stage = build_stage(graph, layers, variant=variant)
         first, last = graph.position[layers[0]], graph.position[layers[-1]]
         self.received, self.sent = cut_values(graph, first), cut_values(graph, last + 1)
-        self._size = microbatch_size
-        self._seed = seed
+        self._size, self._seed = microbatch_size, seed
         self._upcoming: list[tuple[int, int, Batch]] = []
 
-    @property
-    def input_args(self) -> tuple[Tensor, ...]:
-        """Examples, on the meta device, of the tensors that `forward` takes."""
-        return tuple(self._example(spec) for spec in self.received)
+        def examples(specs: Sequence[ValueSpec]) -> tuple[Tensor, ...]:
+            empty = [torch.empty(spec.wire_shape(self._size), dtype=spec.dtype, device="meta") for spec in specs]
+            return tuple(each.requires_grad_(spec.requires_grad) for each, spec in zip(empty, specs, strict=True))
 
-    @property
-    def output_args(self) -> tuple[Tensor, ...]:
-        """Examples, on the meta device, of the tensors that `forward` returns."""
-        if self.stage.has_loss:
-            return (torch.empty(1, device="meta").requires_grad_(),)
-        return tuple(self._example(spec) for spec in self.sent)
+        # Examples of the tensors that `forward` takes and returns.
+        loss = (torch.empty(1, device="meta").requires_grad_(),)
+        self.input_args = examples(self.received)
+        self.output_args = loss if self.stage.has_loss else examples(self.sent)
 
     def begin(self, minibatch: int, batches: Mapping[int, Batch]) -> None:
         """Set the microbatches of `minibatch`, by number, that the next calls of `forward` run in order."""
@@ -271,10 +286,6 @@ class ChainedStage(nn.Module):
             spec.to_wire(results[spec.name]).contiguous() if spec.name in results else wires[spec.name]
             for spec in self.sent
         )
-
-    def _example(self, spec: ValueSpec) -> Tensor:
-        example = torch.empty(spec.wire_shape(self._size), dtype=spec.dtype, device="meta")
-        return example.requires_grad_(spec.requires_grad)
 
 
 def cut_values(graph: LayerGraph, position: int) -> tuple[ValueSpec, ...]:

@@ -1,8 +1,6 @@
 """The dimension along which ranks divide a value: where operations move it, and what its blocks are.
 
-Some products make several values at once, such as query, key and value. The weight of such a product is one parameter,
-whose blocks are the weights of the values. A part of the whole would be query for one rank and value for another; a
-rank needs its heads of each. What the blocks are is found in the graph: where the product's result is taken apart.
+Of several values that one product makes, such as query, key and value, a rank needs its heads of each.
 """
 
 from __future__ import annotations
@@ -23,17 +21,11 @@ _MOVES = (_aten.permute, _aten.transpose, _aten.contiguous, _aten.clone)
 
 @dataclass(frozen=True)
 class Packing:
-    """The blocks of a product's outputs.
+    """The blocks of a product's outputs."""
 
-    Attributes:
-        blocks: their sizes.
-        packed: the values that hold them one after the other, the product's own first; by each, the dimension.
-        opened: the operations that take them apart; by each, the dimension of its results that ranks divide.
-    """
-
-    blocks: tuple[int, ...]
-    packed: Mapping[fx.Node, int]
-    opened: Mapping[fx.Node, int]
+    blocks: tuple[int, ...]  # their sizes
+    packed: Mapping[fx.Node, int]  # values that hold them one after the other, the product's first; the dimension
+    opened: Mapping[fx.Node, int]  # operations that take them apart; the dimension of their results that ranks divide
 
 
 def packing(product: fx.Node) -> Packing | None:
@@ -132,15 +124,10 @@ def weight_of(node: fx.Node) -> Any:
 
 @dataclass(frozen=True)
 class Cut:
-    """Along which dimension a tensor is divided, and the blocks of it that are divided each.
-
-    Attributes:
-        dimension: its number.
-        blocks: their sizes in the whole, such as those of query, key and value; none where the dimension is one block.
-    """
+    """Along which dimension a tensor is divided, and the blocks of it that are divided each."""
 
     dimension: int
-    blocks: tuple[int, ...] = ()
+    blocks: tuple[int, ...] = ()  # their sizes in the whole; none where the dimension is one block
 
     def part(self, whole: Tensor, place: int, of: int) -> Tensor:
         """Return one of so many ranks' part."""
@@ -160,30 +147,13 @@ class Cut:
 
 VIEWS = (_aten.view, _aten.reshape, _aten.unflatten)
 _RESHAPES = (*VIEWS, _aten.flatten, _aten._unsafe_view, _aten.unsqueeze, _aten.squeeze)
-_SAME = (
-    _aten.clone,
-    _aten.contiguous,
-    _aten.to,
-    _aten._to_copy,
-    _aten.alias,
-    _aten.detach,
-    _aten.dropout,
-    _aten.expand,
-)
+_COPIES = (_aten.clone, _aten.contiguous, _aten.to, _aten._to_copy, _aten.alias, _aten.detach)
+_SAME = (*_COPIES, _aten.dropout, _aten.expand)
 # These compute, cut or join along a dimension, which is the argument in that place, or else the first one.
-_ALONG = {
-    _aten.softmax: 1,
-    _aten._softmax: 1,
-    _aten.cat: 1,
-    _aten.slice: 1,
-    _aten.narrow: 1,
-    _aten.select: 1,
-    _aten.unbind: 1,
-    _aten.split: 2,
-    _aten.split_with_sizes: 2,
-    _aten.chunk: 2,
-}
 PARTS = (_aten.split, _aten.split_with_sizes, _aten.chunk)  # of their input, along a dimension
+_ALONG = dict.fromkeys(PARTS, 2) | dict.fromkeys(
+    (_aten.softmax, _aten._softmax, _aten.cat, _aten.slice, _aten.narrow, _aten.select, _aten.unbind), 1
+)
 ONES = (_aten.select, _aten.unbind)  # parts of a single element, without the dimension
 
 
@@ -209,11 +179,7 @@ def along(node: fx.Node) -> int | None:
 
 
 def dimension_of(node: fx.Node, divided: Mapping[fx.Node, int]) -> int | None:
-    """Return the dimension along which an operation's result is divided; None where it does not work on parts alone.
-
-    Args:
-        divided: those of the values that it reads.
-    """
+    """Return the dimension along which an operation's result is divided; None where it does not work on parts alone."""
     if node.target is getitem:
         return divided[node.all_input_nodes[0]]
     operation, first = packet_of(node), node.args[0] if node.args else None
@@ -247,7 +213,6 @@ def dimension_of(node: fx.Node, divided: Mapping[fx.Node, int]) -> int | None:
 
 
 def _pointwise(node: fx.Node, divided: Mapping[fx.Node, int]) -> int | None:
-    """Return the dimension of a result whose elements come from elements in the same place."""
     shape = shape_of(node)
     found = {dimension - len(shape_of(source)) for source, dimension in divided.items()}
     if len(found) > 1:
@@ -274,7 +239,6 @@ def _viewed(before: Sequence[Any], after: Sequence[Any], dimension: int) -> int 
 
 
 def _moved(node: fx.Node, rank: int, dimension: int) -> int:
-    """Return where transpose or permute moves a dimension."""
     order, given = list(range(rank)), node.args[1:]
     if node.target is _aten.permute.default:
         order = [int(each) % rank for each in given[0]]  # type: ignore[arg-type,union-attr]

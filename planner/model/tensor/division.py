@@ -2,34 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from operator import getitem
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx, nn
 
 from planner.errors import PlanError
 from planner.model.capture.graph import LayerGraph
-from planner.model.tensor.dimensions import PRODUCTS, VIEWS, Cut, dimension_of, packet_of, packing, shape_of, weight_of
+from planner.model.capture.operations import is_random
+from planner.model.tensor.dimensions import (
+    PARTS,
+    PRODUCTS,
+    VIEWS,
+    Cut,
+    Packing,
+    dimension_of,
+    packet_of,
+    packing,
+    shape_of,
+    start_of,
+    weight_of,
+)
 from planner.model.tensor.parallel_plan import COLUMNS, ROWS, Plan, style_of
 
 if TYPE_CHECKING:  # importing DTensor takes a second, which only plans with groups are worth
     from planner.model.tensor.group import TensorGroup
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
-
-from planner.model.capture.operations import is_random
-from planner.model.tensor.dimensions import (
-    PARTS,
-    Packing,
-    start_of,
-)
-
-if TYPE_CHECKING:
-    from planner.model.tensor.group import TensorGroup
-
 
 _aten = torch.ops.aten
 
@@ -39,14 +39,10 @@ class Regions:
 
     They begin with products whose weights are divided, and end with those whose results the ranks sum up; what leaves
     the piece is whole, too. Operations that DTensor cannot divide run whole on every rank.
-
-    Args:
-        graph: that the code is a part of.
-        code: gets further nodes.
     """
 
     def __init__(self, graph: LayerGraph, division: DividedWeights, code: fx.Graph) -> None:
-        self._graph, self._division, self._code = graph, division, code
+        self._graph, self._code = graph, code
         self._weights: dict[fx.Node, Cut] = {}
         self._packed: dict[fx.Node, Cut] = {}
         self._opened: dict[fx.Node, Packing] = {}
@@ -55,6 +51,7 @@ class Regions:
         self._entered: dict[fx.Node, fx.Node] = {}
         self._left: dict[fx.Node, fx.Node] = {}
         if division.group is not None:
+            self._group = division.group
             names = {node: graph.names.parameter(node) or "" for node in graph.module.graph.nodes}
             self._weights = {node: division.cuts[name] for node, name in names.items() if name in division.cuts}
             for node in graph.module.graph.nodes:
@@ -69,11 +66,7 @@ class Regions:
             }
 
     def reader(self, node: fx.Node, copies: dict[fx.Node, fx.Node]) -> Callable[[fx.Node], fx.Node]:
-        """Return what an operation reads in place of the values that it read in the graph.
-
-        Args:
-            copies: of these values in the code.
-        """
+        """Return what an operation reads in place of the values that it read in the graph."""
         if not self._touches(node):
             return copies.__getitem__
         return lambda source: (self.whole if self._runs_whole(node) else self._within)(source, copies)
@@ -85,7 +78,9 @@ class Regions:
         copy.target = self._replaced.get(node.target, copy.target)
         if node in self._opened:
             self._take_apart(node, copy)
-        if sums_up(node, self._weights):
+        cut = self._weights.get(weight_of(node))
+        # The result is the sum of what the ranks compute with their parts of a weight.
+        if cut is not None and cut.dimension == (PRODUCTS[node.target].inputs if node.target in PRODUCTS else 0):
             return self._code.call_function(self._group.leave, (copy,))
         if _is_tensor(node) or isinstance(node.meta.get("val"), (tuple, list)):
             self._inside.add(node)
@@ -118,13 +113,7 @@ class Regions:
             start, length = start_of(node) % shape_of(source)[dimension], shape_of(node)[dimension]
             copy.target, copy.args, copy.kwargs = self._group.narrow, (value, start, length, dimension), {}
 
-    @property
-    def _group(self) -> TensorGroup:
-        assert self._division.group is not None  # or nothing is divided
-        return self._division.group
-
     def _touches(self, node: fx.Node) -> bool:
-        """Return whether an operation reads a weight, or a value, of which each rank has a part."""
         return any(source in self._weights or source in self._inside for source in node.all_input_nodes)
 
     def _runs_whole(self, node: fx.Node) -> bool:
@@ -212,11 +201,7 @@ def whole_state(module: nn.Module) -> dict[str, Tensor]:
 
 
 def division_of(graph: LayerGraph, plan: Plan, group: TensorGroup) -> DividedWeights:
-    """Return how the ranks divide the weights of a captured model.
-
-    Raises:
-        PlanError: where they cannot divide what the plan says they do.
-    """
+    """Return how the ranks divide the weights of a captured model; raise PlanError where they cannot."""
     if graph.blocks is not None:
         raise PlanError(
             "ranks divide the products of a captured graph, and the model file names blocks, which run as they are",
@@ -275,13 +260,3 @@ def _heads(view: fx.Node, value: fx.Node) -> int:
     last = len(shape_of(value)) - 1
     place = dimension_of(view, {value: last}) if packet_of(view) in VIEWS else None
     return 0 if place is None or place == len(shape_of(view)) - 1 else int(shape_of(view)[place])
-
-
-def sums_up(node: fx.Node, cuts: Mapping[fx.Node, Cut]) -> bool:
-    """Return whether an operation's result is the sum of what the ranks compute with their parts of a weight.
-
-    Args:
-        cuts: how weights are divided, by the nodes that read them.
-    """
-    cut = cuts.get(weight_of(node))
-    return cut is not None and cut.dimension == (PRODUCTS[node.target].inputs if node.target in PRODUCTS else 0)

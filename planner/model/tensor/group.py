@@ -1,8 +1,7 @@
 """The DTensors of a stage's code: what a group of ranks computes each with its part of the weights.
 
 Values are whole on every rank, as ordinary tensors, up to the first product that the ranks divide, and behind the one
-whose results they sum up. Between the two they are DTensors, which know which part each rank has, and what collectives
-an operation needs. So all that surrounds a stage, its messages, weight versions and gradients, sees ordinary tensors.
+whose results they sum up. Between the two they are DTensors. So all that surrounds a stage sees ordinary tensors.
 """
 
 from __future__ import annotations
@@ -21,12 +20,7 @@ from planner.model.tensor.dimensions import Cut
 
 
 class TensorGroup:
-    """The ranks that divide a worker's stages between them; the code of stages calls its methods.
-
-    Args:
-        degree: number of ranks.
-        place: of this rank among them.
-    """
+    """The ranks that divide a worker's stages between them; the code of stages calls its methods."""
 
     def __init__(self, degree: int, place: int) -> None:
         self.degree, self.place = degree, place
@@ -51,11 +45,7 @@ class TensorGroup:
         return DTensor.from_local(value, self.mesh, [Shard(dimension)], run_check=False)
 
     def leave(self, value: Tensor, dimension: int = 0, blocks: tuple[int, ...] = ()) -> Tensor:
-        """Return a divided value as a tensor that is whole on every rank.
-
-        Args:
-            dimension, blocks: where each of several blocks is divided; see `Cut`.
-        """
+        """Return a divided value as a tensor that is whole on every rank; `Cut` explains dimension and blocks."""
         assert isinstance(value, DTensor)
         whole: Tensor = value.redistribute(placements=[Replicate()]).to_local()
         return Cut(dimension, blocks).whole(whole.chunk(self.degree, dimension)) if blocks else whole
@@ -78,20 +68,15 @@ class TensorGroup:
         return self.part(own.reshape(*own.shape[:dimension], blocks, size, *own.shape[dimension + 1 :]), dimension + 1)
 
     def _own(self, value: Tensor, dimension: int) -> Tensor:
-        """Return this rank's part of a value that is divided along `dimension`."""
         assert isinstance(value, DTensor)
         own: Tensor = value.redistribute(placements=[Shard(dimension)]).to_local()
         return own
 
     def sum(self, value: Tensor) -> Tensor:
-        """Return the sum of all ranks' values."""
         return DTensor.from_local(value, self.mesh, [Partial()], run_check=False).full_tensor()
 
     def dropout(self, value: Tensor, p: float, train: bool) -> Tensor:
-        """Drop what dropout of the whole value drops: every rank draws all of it, and takes its part.
-
-        A rank that drew for its part alone would draw other numbers than a run without tensor parallelism.
-        """
+        """Drop what dropout of the whole value drops: every rank draws all of it, and takes its part."""
         if not train or p == 0:
             return value
         noise = F.dropout(torch.ones(value.shape, dtype=value.dtype, device=value.device), p)
@@ -111,8 +96,7 @@ class TensorGroup:
     ) -> Tensor:
         """Attend with each rank's heads: `scaled_dot_product_attention`, of which DTensor lacks the CPU's kernels.
 
-        Where the ranks do not divide the heads, all of them compute the whole. Key-value heads that they do not divide
-        are copied, one for each head of the query.
+        Where they do not divide the heads, all compute the whole; key-value heads are copied for the query's.
         """
         dimension = query.dim() - 3
         heads = query.shape[dimension]
@@ -129,45 +113,27 @@ class TensorGroup:
             placement = Shard(attn_mask.dim() - 3) if by_heads else Replicate()
             gradient = placement if by_heads or not divides else Partial()
             mask = attn_mask.redistribute(placements=[placement]).to_local(grad_placements=[gradient])
+        q, k, v = tensors
         if dropout_p == 0:
-            q, k, v = tensors
             made = F.scaled_dot_product_attention(
                 q, k, v, mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
             )
-        else:
-            shape = (*query.shape[:-1], key.shape[-2])
-            noise = F.dropout(torch.ones(shape, dtype=query.dtype, device=query.device), dropout_p)
-            noise = noise.chunk(self.degree, dimension)[self.place] if divides else noise
-            made = _attention(tensors, mask, noise, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
-        return DTensor.from_local(made, self.mesh, [own], run_check=False)
+            return DTensor.from_local(made, self.mesh, [own], run_check=False)
+        # By its formula: the kernels draw the numbers themselves, those of a part others than those of the whole.
+        shape = (*query.shape[:-1], key.shape[-2])
+        noise = F.dropout(torch.ones(shape, dtype=query.dtype, device=query.device), dropout_p)
+        noise = noise.chunk(self.degree, dimension)[self.place] if divides else noise
+        if enable_gqa:
+            k, v = (_expanded(each, q.shape[-3]) for each in (k, v))
+        root = math.sqrt(1 / math.sqrt(q.shape[-1]) if scale is None else scale)
+        scores = (q * root) @ (k.transpose(-2, -1) * root)
+        if is_causal:
+            mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+        if mask is not None:
+            scores = scores.masked_fill(mask.logical_not(), -math.inf) if mask.dtype == torch.bool else scores + mask
+        return DTensor.from_local((scores.softmax(-1) * noise) @ v, self.mesh, [own], run_check=False)
 
 
 def _expanded(value: Tensor, heads: int) -> Tensor:
-    """Return keys or values with a copy for each of so many heads."""
     times = heads // value.shape[-3]
     return value.unsqueeze(-3).expand(*value.shape[:-2], times, *value.shape[-2:]).flatten(-4, -3)
-
-
-def _attention(
-    tensors: Sequence[Tensor],
-    mask: Tensor | None,
-    noise: Tensor,
-    *,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-) -> Tensor:
-    """Attend with weights that are multiplied by `noise`: the formula of `scaled_dot_product_attention`.
-
-    Its kernels draw the numbers of their dropout themselves, and those of a part are others than those of the whole.
-    """
-    query, key, value = tensors
-    if enable_gqa:
-        key, value = (_expanded(each, query.shape[-3]) for each in (key, value))
-    root = math.sqrt(1 / math.sqrt(query.shape[-1]) if scale is None else scale)
-    scores = (query * root) @ (key.transpose(-2, -1) * root)
-    if is_causal:
-        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-    if mask is not None:
-        scores = scores.masked_fill(mask.logical_not(), -math.inf) if mask.dtype == torch.bool else scores + mask
-    return (scores.softmax(-1) * noise) @ value

@@ -7,7 +7,9 @@ the logarithms of the factors, the fit minimises
 
     sum((log(e(x) / t) / 0.05)²) + sum((x / 0.16)²)
 
-that is: a step's estimate is right to 5% once the factors are, and the table's shares are right to 16%.
+that is: a step's estimate is right to 5% once the factors are, and the table's shares are right to 16%. Several steps
+must predict each other: unless a fit to the others is closer to each than the table is, by a fifth on average, it is
+declined.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ Floats = NDArray[np.float64]
 _REMEDY = "see `KnownStep` in planner/profiler/estimated/calibrate.py for its fields"
 _STEP_ERROR = 0.05  # of an estimate with the right factors
 _SHARE_ERROR = 0.16  # of the table's shares
+_WORTH = 0.8  # of the table's error: a smaller gain, of few steps, is chance
 _Seconds = Annotated[float, Field(gt=0)]
 # Weight of the table, where a profile has weight 1: shares that no profile depends on stay as they are.
 _TRUST_IN_TABLE = 1e-5
@@ -158,12 +161,14 @@ def calibrated(spec: DeviceSpec, calibrations: Sequence[Calibration], dtype: DTy
         if isinstance(each.measured, Profile):
             samples.append((_trace_of(each.measured, each.training_spec, spec, dtype), each.measured))
         else:
-            timed += _timed(each.measured, each.training_spec, spec.kind)
+            timed.append(_timed(each.measured, each.training_spec, spec.kind))
     if samples:
         device = samples[0][1].device
         fitted = replace(fit(spec, samples), name=device.name, memory_bytes=device.memory_bytes)
-    if timed:
-        fitted = fit_times(fitted, timed)
+    if timed and (better := fit_times(fitted, timed)) is not None:
+        fitted = better
+    elif timed:
+        return replace(fitted, name=f"{fitted.name}, not calibrated: the known steps predict each other worse than it")
     models = [profile.model for _, profile in samples]
     models += [each.training_spec.name for each in calibrations if isinstance(each.measured, KnownStep)]
     if not models:
@@ -212,8 +217,23 @@ def _trace_of(profile: Profile, training_spec: TrainingSpec, spec: DeviceSpec, d
     return trace
 
 
-def fit_times(spec: DeviceSpec, timed: Sequence[Timed]) -> DeviceSpec:
-    """Return the device with both factors fitted."""
+def fit_times(spec: DeviceSpec, steps: Sequence[Sequence[Timed]]) -> DeviceSpec | None:
+    """Return the device with both factors fitted; None where that predicts steps that were left out no better."""
+    everything = [each for step in steps for each in step]
+    if len(steps) > 1:
+        others = [[each for other in steps if other is not step for each in other] for step in steps]
+        fits = [_fit_factors(spec, rest) for rest in others]
+        left_out = [_error(fit, each) for fit, step in zip(fits, steps, strict=True) for each in step]
+        if sum(left_out) > _WORTH * sum(_error(spec, each) for each in everything):
+            return None
+    return _fit_factors(spec, everything)
+
+
+def _error(spec: DeviceSpec, timed: Timed) -> float:
+    return abs(float(np.log(timed.estimated_s(spec) / timed.measured_s)))
+
+
+def _fit_factors(spec: DeviceSpec, timed: Sequence[Timed]) -> DeviceSpec:
     measured = np.log([each.measured_s for each in timed])
 
     def residuals(logs: Floats) -> Floats:

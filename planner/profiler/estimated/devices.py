@@ -9,10 +9,11 @@ MI300X (2023), B200 (2024, one of HGX B200); and of NVIDIA's white papers on GA1
 (2025), whose products in half precision are summed in single. The Titan X has 3072 cores x 2 x 1.089 GHz (Maxwell) or
 3584 x 2 x 1.531 GHz (Pascal); the CPU is a core with two AVX-512 multiply-add units: 2 x 2 x 16 x 4 GHz = 256 GFLOP/s.
 
-"Achieved" is the share of the peak that PyTorch's kernels reach on large operations, by class. The GPUs' shares are the
-same for all of them, and were set so that the V100 meets the times of PipeDream's published profiles
-(benchmarks/estimate says how well). The CPU's were fitted to profiles measured on an AMD EPYC (Zen 5) core. Calibration
-(`calibrate`) fits them to another device.
+"Achieved" is the share of the peak that PyTorch's kernels reach on large operations, by class. Products, fused
+attention and pointwise kernels have those that were measured on an architecture. The GPUs' others are the same for all,
+and were set so that the V100 meets the times of PipeDream's published profiles (benchmarks/estimate says how well). The
+CPU's were fitted to profiles measured on an AMD EPYC (Zen 5) core. Calibration (`calibrate`) fits them to another
+device.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-from planner.errors import InputError, did_you_mean
+from planner.errors import InputError, UnitError, did_you_mean
+from planner.units import parse_seconds
 
 DType = Literal["float32", "tf32", "bfloat16", "float16"]
 DTYPES: tuple[DType, ...] = get_args(DType)
@@ -53,7 +55,7 @@ class DeviceSpec:
             definition does: Winograd's needs 2.25 times fewer multiplications for 3x3 (Lavin & Gray 2016).
         achieved_bandwidth: share of the bandwidth, by class. Above 1 where tensors stay in caches.
         launch_s: fixed time of one operation: dispatch on a CPU, start and end of a kernel on a GPU.
-        dispatch_s: of a GPU's host, to launch one kernel; it runs ahead of the device while that is busy.
+        dispatch_s: of a GPU's host, to launch one kernel (`HOSTS`); it runs ahead of the device while that is busy.
         processors: streaming multiprocessors or compute units, over which a GPU spreads the tiles of a product; None
             for a CPU.
         reported: pattern of the names that PyTorch gives it, without the maker. Boards of other power or fewer units
@@ -87,7 +89,7 @@ _ARITHMETIC: Mapping[ComputeClass, tuple[float, float]] = {
     "conv": (0.71, 0.55),
     "winograd": (1.4, 0.9),
     "recurrent": (0.55, 1.0),
-    "attention": (0.5, 0.4),
+    "attention": (0.58, 0.4),
 }
 _BANDWIDTH: Mapping[OpClass, tuple[float, float]] = {
     "gemm": (0.85, 0.35),
@@ -105,10 +107,29 @@ _BANDWIDTH: Mapping[OpClass, tuple[float, float]] = {
 }
 
 
+# Those that were measured on an architecture, of the arithmetic and of the bandwidth. Long products of H100, B200 and
+# L40S lower the clock, which takes their share below the others'. The H200's are PyTorch 2.11's own, the H100's
+# attention is FlashAttention-2. Sources: benchmarks/gpu_truth/README.md.
+_Shares = tuple[ComputeShares, Mapping[OpClass, float]]
+_A100: _Shares = ({"gemm": 0.89}, {"pointwise": 0.87})
+_HOPPER: _Shares = ({"gemm": 0.77, "attention": 0.35}, {"pointwise": 0.93})
+_H200: _Shares = ({"gemm": 0.77, "attention": 0.6, "winograd": 0.37}, {"pointwise": 0.84, "norm": 0.56})
+_L40S: _Shares = ({"gemm": 0.75, "attention": 0.61}, {})
+_B200: _Shares = ({"gemm": 0.70, "attention": 0.19}, {})
+
 # Of the nominal memory a process sees this share. PyTorch reports 39.4 to 39.6 of an A100's 40 GiB, 79.1 to 79.3 of 80,
 # 23.7 of an RTX 4090's 24. The error correction of data centres' cards with GDDR6 takes a sixteenth besides: a T4 has
 # 14.75 of 16 GiB, an L40S 44.4 to 44.5 of 48, and the driver shows 22.5 of an A10G's 24.
 _USABLE, _CORRECTED = 0.985, 15 / 16
+
+
+# Seconds of a host per launch of a kernel, by kind of program.
+# eager: PyTorch's operations one by one, from Python. Training a small transformer on an H200's server takes 38 µs per
+#   launch in float32 and under autocast, 44 all in bfloat16; decoding Llama-7B on an A100, without gradients, 25 (Team
+#   PyTorch, "Accelerating Generative AI II", 2023: 25.5 tokens per second, in 1,580 launches as traced).
+# fused, compiled: kernels that one call from C++ or from generated code launches: PyTorch's dispatch, a lower bound.
+# graphs: forward and backward are captured once as CUDA graphs.
+HOSTS: Mapping[str, float] = {"eager": 38e-6, "compiled": 6e-6, "fused": 6e-6, "graphs": 0.0}
 
 
 def _gpu(
@@ -119,6 +140,7 @@ def _gpu(
     bandwidth: float,
     *,
     corrected: bool = False,
+    shares: _Shares = ({}, {}),
     **peaks_tflops: float,
 ) -> DeviceSpec:
     """Return a GPU, given its bandwidth in GB/s and its peaks in TFLOP/s; half stands for both types of 16 bits."""
@@ -132,10 +154,10 @@ def _gpu(
         peak_flops_per_s={dtype: peaks[dtype] * 1e12 for dtype in DTYPES if dtype in peaks},
         bandwidth_bytes_per_s=bandwidth * 1e9,
         memory_bytes=int(memory_gib * 1024 * _USABLE * (_CORRECTED if corrected else 1)) * 2**20,
-        achieved_arithmetic={name: of_gpu for name, (of_gpu, _) in _ARITHMETIC.items()},
-        achieved_bandwidth={name: of_gpu for name, (of_gpu, _) in _BANDWIDTH.items()},
+        achieved_arithmetic={name: of_gpu for name, (of_gpu, _) in _ARITHMETIC.items()} | dict(shares[0]),
+        achieved_bandwidth={name: of_gpu for name, (of_gpu, _) in _BANDWIDTH.items()} | dict(shares[1]),
         launch_s=5e-6,
-        dispatch_s=6e-6,
+        dispatch_s=HOSTS["eager"],
         processors=processors,
         reported=reported,
     )
@@ -162,7 +184,9 @@ DEVICES: Mapping[str, DeviceSpec] = {
         "NVIDIA Tesla V100 PCIe 16 GB", "Tesla V100-PCIE-(16|32)GB", 80, 16, 900, single=14.0, float16=112
     ),
     "t4": _gpu("NVIDIA T4 16 GB", "(Tesla )?T4", 40, 16, 320, single=8.1, float16=65, corrected=True),
-    "a100": _gpu("NVIDIA A100 SXM 40 GB", "A100-(SXM4|PCIE)-40GB", 108, 40, 1555, single=19.5, tf32=156, half=312),
+    "a100": _gpu(
+        "NVIDIA A100 SXM 40 GB", "A100-(SXM4|PCIE)-40GB", 108, 40, 1555, single=19.5, tf32=156, half=312, shares=_A100
+    ),
     "a100-80gb": _gpu(
         "NVIDIA A100 SXM 80 GB", "A100-SXM4-80GB|A100 80GB PCIe", 108, 80, 2039, single=19.5, tf32=156, half=312
     ),
@@ -171,18 +195,39 @@ DEVICES: Mapping[str, DeviceSpec] = {
     "a40": _gpu("NVIDIA A40 48 GB", "A40", 84, 48, 696, single=37.4, tf32=74.8, half=149.7, corrected=True),
     "a6000": _gpu("NVIDIA RTX A6000 48 GB", "RTX A6000", 84, 48, 768, single=38.7, tf32=77.4, half=154.8),
     "l4": _gpu("NVIDIA L4 24 GB", "L4", 58, 24, 300, single=30.3, tf32=60, half=121, corrected=True),
-    "l40s": _gpu("NVIDIA L40S 48 GB", "L40S", 142, 48, 864, single=91.6, tf32=183, half=362, corrected=True),
+    "l40s": _gpu(
+        "NVIDIA L40S 48 GB", "L40S", 142, 48, 864, single=91.6, tf32=183, half=362, corrected=True, shares=_L40S
+    ),
     "rtx-3090": _gpu("NVIDIA GeForce RTX 3090 24 GB", "GeForce RTX 3090", 82, 24, 936, single=35.6, half=71),
     "rtx-4090": _gpu("NVIDIA GeForce RTX 4090 24 GB", "GeForce RTX 4090", 128, 24, 1008, single=82.6, half=165.2),
     "rtx-5090": _gpu("NVIDIA GeForce RTX 5090 32 GB", "GeForce RTX 5090", 170, 32, 1792, single=104.8, half=209.5),
-    "h100": _gpu("NVIDIA H100 SXM 80 GB", "H100 80GB HBM3", 132, 80, 3350, single=67, tf32=494.7, half=989.4),
-    "h200": _gpu("NVIDIA H200 SXM 141 GB", "H200", 132, 141, 4800, single=67, tf32=494.7, half=989.4),
-    "gh200": _gpu("NVIDIA GH200 96 GB", "GH200 (96|120|480)GB", 132, 96, 4000, single=67, tf32=494.7, half=989.4),
-    "b200": _gpu("NVIDIA B200 180 GB", "B200", 148, 180, 7700, single=75, tf32=1125, half=2250),
+    "h100": _gpu(
+        "NVIDIA H100 SXM 80 GB", "H100 80GB HBM3", 132, 80, 3350, single=67, tf32=494.7, half=989.4, shares=_HOPPER
+    ),
+    "h200": _gpu("NVIDIA H200 SXM 141 GB", "H200", 132, 141, 4800, single=67, tf32=494.7, half=989.4, shares=_H200),
+    "gh200": _gpu(
+        "NVIDIA GH200 96 GB", "GH200 (96|120|480)GB", 132, 96, 4000, single=67, tf32=494.7, half=989.4, shares=_HOPPER
+    ),
+    "b200": _gpu("NVIDIA B200 180 GB", "B200", 148, 180, 7700, single=75, tf32=1125, half=2250, shares=_B200),
     "mi300x": _gpu(
         "AMD Instinct MI300X 192 GB", "(AMD )?Instinct MI300X.*", 304, 192, 5300, single=163.4, tf32=653.7, half=1307.4
     ),
 }
+
+
+def launch_of(host: str) -> float:
+    """Return the seconds of a kind of host program per launch, or those that are given, as in 35us.
+
+    Raises:
+        InputError: for anything else.
+    """
+    if host in HOSTS:
+        return HOSTS[host]
+    try:
+        return parse_seconds(host)
+    except UnitError:
+        message, hint = f"'{host}' is no kind of host program", f"give one of {', '.join(HOSTS)}, or a time, as 35us"
+        raise InputError(message, hint=did_you_mean(host, HOSTS) + hint) from None
 
 
 def device_spec(name: str, dtype: DType) -> DeviceSpec:

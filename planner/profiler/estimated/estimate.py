@@ -22,15 +22,17 @@ from planner.profiler.estimated.devices import (
     DType,
     OpClass,
     device_spec,
+    launch_of,
     supporting,
 )
-from planner.profiler.estimated.execution import Execution, Fusion
+from planner.profiler.estimated.execution import Execution, Fusion, compiler
 from planner.profiler.estimated.roofline import Costs
 from planner.profiler.estimated.trace import StepTrace, trace_step
 from planner.profiler.make_profile import make_profile
 from planner.profiler.step.counters import degree_costs
 
 _REMEDY = "see `DeviceFile` in planner/profiler/estimated/estimate.py for its fields"
+_SUMMED = 10 / 6  # a sum in float32 reads and writes 4 bytes, and reads 2; three times 2 bytes in half precision
 _Positive = Annotated[float, Field(gt=0)]
 
 
@@ -89,8 +91,9 @@ class EstimateOptions:
         calibration: what was measured on such a device, to fit the achieved shares to first.
         fusion: which operations are fused into one kernel, as by `compiler`; None as PyTorch runs them.
         master_weights: weights and gradients are in `dtype`, and the optimizer updates copies in float32.
-        cuda_graph: forward and backward are captured once as graphs, which the host launches whole: kernels do not wait
-            for it.
+        float32_gradients: with them, gradients are summed and all-reduced in float32, beside those in `dtype`.
+        host: kind of program that launches the kernels, of `HOSTS`, or its time per launch; None for "compiled" where
+            the compiler fuses, and for what the device says otherwise, which is "eager" in the table.
         tensor: numbers of ranks, for each of which the costs of divided layers are estimated, too.
     """
 
@@ -100,7 +103,8 @@ class EstimateOptions:
     calibration: Sequence[Calibration] = ()
     fusion: Fusion | None = None
     master_weights: bool = False
-    cuda_graph: bool = False
+    float32_gradients: bool = False
+    host: str | None = None
     tensor: Sequence[int] = ()
 
 
@@ -119,8 +123,8 @@ def estimate_profile(training_spec: TrainingSpec, batch_size: int, options: Esti
     device = options.device if isinstance(options.device, DeviceSpec) else device_spec(options.device, dtype)
     _check_kind(device, options)
     spec = calibrated(device, options.calibration, dtype)
-    if options.cuda_graph:
-        spec = replace(spec, dispatch_s=0.0)
+    host = options.host or ("compiled" if options.fusion is compiler else None)
+    spec = spec if host is None or device.kind == "cpu" else replace(spec, dispatch_s=launch_of(host))
     execution = Execution(spec.kind, options.fusion, options.master_weights)
     trace = trace_step(training_spec, batch_size, dtype, options.memory_format, execution)
     profile = profile_of_trace(trace, spec)
@@ -131,11 +135,40 @@ def estimate_profile(training_spec: TrainingSpec, batch_size: int, options: Esti
             part = trace_step(training_spec, batch_size, dtype, options.memory_format, execution, degree)
             costs.append(degree_costs(profile_of_trace(part, spec), degree, part.weights, part.counts))
         known["tensor"] = tuple(costs)
-    return profile.model_copy(update=known)
+    profile = profile.model_copy(update=known)
+    return _summed_in_float32(profile) if options.float32_gradients else profile
+
+
+def _summed_in_float32(profile: Profile) -> Profile:
+    """Return the profile with gradients in float32, to which those in half precision are added."""
+    layers = tuple(
+        layer.model_copy(
+            update={
+                "gradient_bytes": 2 * layer.gradient_bytes,
+                "buffer_bytes": layer.buffer_bytes + layer.gradient_bytes,
+                "accumulate_s": layer.accumulate_s * _SUMMED,
+            }
+        )
+        for layer in profile.layers
+    )
+    degrees = tuple(
+        costs.model_copy(
+            update={
+                "gradient_bytes": tuple(2 * size for size in costs.gradient_bytes),
+                "buffer_bytes": tuple(map(sum, zip(costs.buffer_bytes, costs.gradient_bytes, strict=True))),
+                "accumulate_s": tuple(seconds * _SUMMED for seconds in costs.accumulate_s),
+            }
+        )
+        for costs in profile.tensor or ()
+    )
+    return profile.model_copy(update={"layers": layers, "tensor": degrees or None})
 
 
 def _check_kind(device: DeviceSpec, options: EstimateOptions) -> None:
-    of_gpus = {"compiled": options.fusion, "master_weights": options.master_weights, "cuda_graph": options.cuda_graph}
+    if options.float32_gradients and not options.master_weights:
+        message = "gradients in float32 beside others belong to master weights"
+        raise InputError(message, hint="give `master_weights`, too")
+    of_gpus = {"compiled": options.fusion, "master_weights": options.master_weights, "host": options.host}
     for name, given in of_gpus.items():
         if given and device.kind == "cpu":
             raise InputError(

@@ -134,7 +134,7 @@ _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 _HALVES = (torch.float16, torch.bfloat16)
 _FLASH_HEAD = 256  # largest head of the flash kernels
 # Operations that autocast runs in float32 on CUDA and not on a CPU (torch/aten/src/ATen/autocast_mode.h), as far as
-# models use them. Losses are in float32 on both.
+# models use them. Losses are in float32 on both, but for the softmax of the cross-entropy, which CUDA leaves in half.
 _SINGLE = (
     "exp",
     "expm1",
@@ -181,6 +181,7 @@ def _substitutes() -> Iterator[tuple[str, str, Callable[..., Any]]]:
     for name, kernel in (("softmax.int", aten._softmax.default), ("log_softmax.int", aten._log_softmax.default)):
         yield name, "AutogradCPU", _normalised(kernel, autocast=False)
         yield name, "AutocastCPU", _normalised(kernel, autocast=True)
+    yield "cross_entropy_loss", "AutocastCPU", torch.library.fallthrough_kernel
     for name in _SINGLE:
         yield name, "AutocastCPU", _in_single(_overload(name))
     for name in ("sum", "sum.dim_IntList"):
@@ -198,7 +199,8 @@ def _dropout(x: Tensor, p: float, train: bool) -> Tensor:
 
 
 def _rms_norm(x: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
-    result: Tensor = aten._fused_rms_norm.default(x, shape, weight, eps)[0]
+    """Run CUDA's layer norm, whose kernels are those of the RMS norm without means (`layer_norm_kernel.cu`)."""
+    result: Tensor = aten.native_layer_norm.default(x, shape, weight, None, eps or 1e-6)[0]
     return result
 
 

@@ -20,6 +20,14 @@ from planner.profiler.step.counters import COLLECTIVES, GROUPED, Counter, Totals
 aten = torch.ops.aten
 
 _HALF: dict[torch.dtype, DType] = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
+# Fused attention reaches its share of the peak with heads of this size, and less by this power of theirs with smaller
+# ones. With a causal mask, so many keys more are computed than are needed (devices.py says of what measurements).
+_HEAD, _NARROW_HEADS, _DIAGONAL_KEYS = 128, 0.17, 400
+_LEAST_KEYS = 512  # fewer take a GPU as long: each tile of queries is filled and written once
+# Wide copies to tensor cores want rows that begin at multiples of 16 bytes. FLOP/s of a processor without them: where
+# the result has other rows, and where only an operand has.
+_RESULT_UNALIGNED, _OPERAND_UNALIGNED = 0.71e12, 1.11e12
+_LONG_ROW = 1024  # of a softmax: longer ones are read three times (`SoftMax.cu`)
 _STATES_KEPT = 11.3  # hidden states that oneDNN saves per step and sample besides the gates, as measured
 
 # Class by the start of the operation's name; the first that fits.
@@ -37,9 +45,10 @@ _CLASSES: tuple[tuple[OpClass, tuple[str, ...]], ...] = (
 )
 # These read as much as they write, however large the table is that they read from.
 _LOOKUPS = ("embedding", "index", "index_select", "gather", "nll_loss_forward", "take")
-# A GPU reads their inputs twice: with one kernel for the gradient of the input and one for those of the weights, or to
-# copy them and to change the copy.
-_TWICE = ("native_layer_norm_backward", "native_group_norm_backward", "masked_fill")
+# How often a GPU reads their inputs again: with one kernel for the gradient of the input and one for those of the
+# weights; to copy them and to change the copy; to write gradient times result first. The last fills with zeros instead.
+_READ_AGAIN = {"native_layer_norm_backward": 1.0, "native_group_norm_backward": 1.0, "masked_fill": 1.0}
+_READ_AGAIN |= {"_softmax_backward_data": 1.5, "nll_loss_backward": -1.0}
 _NO_WORK = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_local_scalar_dense", "device")
 
 
@@ -54,6 +63,7 @@ class Operation:
     launches: int = 1
     name: str = ""  # without namespace and overload
     product: tuple[int, int, int, int] | None = None  # or convolution: how many of equal size, m, n and k
+    limit: float = math.inf  # FLOP/s of a GPU's processor
     # Values by number, with their bytes. An operation that changes a value writes a new one.
     reads: tuple[tuple[int, int], ...] = ()
     writes: tuple[tuple[int, int], ...] = ()
@@ -95,19 +105,21 @@ class OperationRecorder(Counter):  # type: ignore[no-untyped-call]  # of a base 
             return
         op_class = _class_of(name, args, dtype)
         moved = 2 * _bytes(written) if name in _LOOKUPS else _bytes(read) + _bytes(written)
-        if self._gpu and name.removesuffix("_") in _TWICE:
-            moved += _bytes(read)
+        if self._gpu:
+            long = name in ("_softmax", "_log_softmax") and args[0].shape[args[1]] > _LONG_ROW
+            moved += round(_bytes(read) * (2 if long else _READ_AGAIN.get(name.removesuffix("_"), 0)))
         # Values have numbers instead of storages, whose memory is used again.
         reads = tuple((self._values.get(storage, -1 - storage), size) for storage, size in map(_sized, read))
         self._values.update({address_of(tensor): next(self._numbers) for tensor in written})
         self.operations.append(
             Operation(
                 self._op_class or op_class,
-                _flops(func, args, kwargs, out) if op_class in COMPUTE_CLASSES else 0.0,
+                _flops(self._gpu, func, args, kwargs, out) if op_class in COMPUTE_CLASSES else 0.0,
                 moved,
                 dtype,
                 name=name.removesuffix("_"),
                 product=_product(name, args, written),
+                limit=_limit(read, written) if op_class == "gemm" and dtype in _HALF.values() else math.inf,
                 reads=reads,
                 writes=tuple((self._values[storage], size) for storage, size in map(_sized, written)),
             )
@@ -168,6 +180,16 @@ def _product(name: str, args: tuple[Any, ...], written: Sequence[Tensor]) -> tup
     return count, left.shape[-2], right.shape[-1], left.shape[-1]
 
 
+def _limit(read: Sequence[Tensor], written: Sequence[Tensor]) -> float:
+    """Return the FLOP/s of a processor that the beginnings of rows allow."""
+    for limit, matrices in ((_RESULT_UNALIGNED, written), (_OPERAND_UNALIGNED, read)):
+        for each in matrices:
+            steps = [step * each.itemsize for n, step in zip(each.shape, each.stride(), strict=True) if n > 1 < step]
+            if each.dim() > 1 and any(step % 16 for step in steps):
+                return limit
+    return math.inf
+
+
 def _implicit_product(weight: Tensor, pixels: Tensor, groups: int) -> tuple[int, int, int, int] | None:
     """Return the sizes of a convolution: pixels by channels, summed over what one of them sees.
 
@@ -216,16 +238,19 @@ def _suits_winograd(name: str, args: tuple[Any, ...]) -> bool:
     )
 
 
-def _flops(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> float:
+def _flops(gpu: bool, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> float:
     """Return the number of multiplications and additions that the kernel does, counted separately."""
     flops, name = float(model_flops(func, args, kwargs, out)), func._schema.name.partition("::")[2]
     if not name.startswith("_scaled_dot_product"):
         return flops
-    # The fused kernels leave out the tiles above the diagonal. In the backward they compute the scores again, a fifth
-    # product beside the four of the gradients.
-    names = [argument.name for argument in func._schema.arguments]
-    causal = dict(zip(names, args, strict=False)).get("is_causal", False)
-    return flops * (0.5 if causal else 1.0) * (1.25 if name.endswith("backward") else 1.0)
+    # The fused kernels leave out the tiles above the diagonal, but for those that it crosses. In the backward they
+    # compute the scores again, a fifth product beside the four of the gradients.
+    given = dict(zip([argument.name for argument in func._schema.arguments], args, strict=False))
+    query, key = given["query"], given["key"]
+    causal = 0.5 * (1 + _DIAGONAL_KEYS / key.shape[-2]) if given.get("is_causal", False) else 1.0
+    narrow = (_HEAD / query.shape[-1]) ** _NARROW_HEADS
+    short = max(1.0, _LEAST_KEYS / key.shape[-2]) if gpu else 1.0
+    return float(flops * min(1.0, causal) * short * narrow * (1.25 if name.endswith("backward") else 1.0))
 
 
 def _recurrent(name: str, args: tuple[Any, ...], dtype: DType) -> Iterator[Operation]:

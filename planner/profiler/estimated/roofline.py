@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.profiler.estimated.devices import COMPUTE_CLASSES, MEMORY_CLASSES, OP_CLASSES, DeviceSpec, OpClass
+from planner.profiler.estimated.devices import COMPUTE_CLASSES, HOSTS, MEMORY_CLASSES, OP_CLASSES, DeviceSpec, OpClass
 from planner.profiler.estimated.operations import Operation
 
 Floats = NDArray[np.float64]
@@ -26,15 +26,19 @@ Floats = NDArray[np.float64]
 # figure of the guide's section 4.1, where 64x64 reaches about two thirds of 256x128.
 _TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.95), (128, 64, 0.8), (64, 128, 0.8), (64, 64, 0.65))
 _DIVISIONS = (1, 2, 4, 8, 16)  # of k
-_DEPTH = 64  # k0: multiplications per element of a tile that filling and writing it cost
+# k0: multiplications per element of a tile that filling and writing it cost, by the speed of a processor in TFLOP/s:
+# filling takes its time, however fast the products are. The limits are those of single precision, and of A100 and H100.
+_DEPTH_PER_TFLOPS, _DEPTHS = 55, (64, 160)
 
 
-def shares_of_peak(sizes: NDArray[np.int64], processors: int) -> Floats:
+def shares_of_peak(sizes: NDArray[np.int64], processors: int, depth: Floats | int = _DEPTHS[0]) -> Floats:
     """Return the share of the peak of each product, before the share that the device reaches at all.
 
     Args:
         sizes: (products, 4): how many of equal size, m, n and k. Rows with a 0 compute nothing, as those
             of an expert that no token chose, and give 1.
+        processors: over which the tiles are spread.
+        depth: k0, of each product or of all.
     """
     count, m, n, k = (sizes[:, column].astype(np.float64) for column in range(4))
     useful = count * m * n * k
@@ -43,7 +47,7 @@ def shares_of_peak(sizes: NDArray[np.int64], processors: int) -> Floats:
         tiles = count * np.ceil(m / rows) * np.ceil(n / columns)
         for division in _DIVISIONS:
             waves = np.ceil(tiles * division / processors)
-            spent = waves * processors * rows * columns * (k / division + _DEPTH) / rate
+            spent = waves * processors * rows * columns * (k / division + depth) / rate
             best = np.minimum(best, spent)
     return np.where(useful > 0, useful / np.maximum(best, 1.0), 1.0)
 
@@ -60,12 +64,13 @@ class Costs:
         self._bytes = np.array([op.bytes for op in operations], dtype=np.float64)
         self.launches = np.array([op.launches for op in operations], dtype=np.float64)
         self._dtypes = [op.dtype for op in operations]
+        self._limits = np.array([op.limit for op in operations], dtype=np.float64)
         self._products = np.array([op.product or (0, 0, 0, 0) for op in operations], dtype=np.int64).reshape(-1, 4)
 
     def seconds(self, spec: DeviceSpec) -> Floats:
         """Return each operation's roofline time (Williams et al. 2009): the slower of compute and memory, plus launch.
 
-        t = max(flops / (peak · achieved), bytes / (bandwidth · achieved)) + launches · launch_s
+        t = max(flops / min(peak · achieved, processors · limit), bytes / (bandwidth · achieved)) + launches · launch_s
         """
         peaks = {dtype: spec.peak(dtype) for dtype in set(self._dtypes)}
         peak = np.array([peaks[dtype] for dtype in self._dtypes], dtype=np.float64)
@@ -74,14 +79,16 @@ class Costs:
         arithmetic = np.array(shares)[self._class]
         bandwidth = np.array([spec.achieved_bandwidth[name] for name in OP_CLASSES])[self._class]
         if spec.processors is not None:
-            arithmetic = arithmetic * shares_of_peak(self._products, spec.processors)
-        compute_s = self._flops / (peak * arithmetic)
+            depth = np.clip(_DEPTH_PER_TFLOPS * peak / 1e12 / spec.processors, *_DEPTHS)
+            arithmetic = arithmetic * shares_of_peak(self._products, spec.processors, depth)
+        compute_s = self._flops / np.minimum(peak * arithmetic, self._limits * (spec.processors or 1))
         memory_s = self._bytes / (spec.bandwidth_bytes_per_s * bandwidth)
         return np.asarray(np.maximum(compute_s, memory_s) + self.launches * spec.launch_s)
 
     def host_seconds(self, spec: DeviceSpec) -> Floats:
-        """Return how long a GPU's host takes to launch each operation."""
-        return np.asarray(self.launches * spec.dispatch_s)
+        """Return how long a GPU's host takes to launch each operation: one call launches all of a recurrent layer."""
+        recurrent, inside = self._class == OP_CLASSES.index("recurrent"), min(spec.dispatch_s, HOSTS["fused"])
+        return np.asarray(self.launches * np.where(recurrent, inside, spec.dispatch_s))
 
     def classes(self) -> set[OpClass]:
         """Return the classes that occur."""

@@ -70,10 +70,12 @@ class StepTrace:
     def layer_seconds(self, spec: DeviceSpec) -> tuple[list[float], list[float], list[float]]:
         """Return the forward, backward and update seconds of each layer on such a device."""
         forward, backward = self._by_layer(self.costs.seconds(spec))
+        updates = [update.seconds(spec) for update in self.updates]
         if spec.dispatch_s:
             host = self._by_layer(self.costs.host_seconds(spec))
             forward, backward = _at_hosts_pace(forward, host[0]), _at_hosts_pace(backward, host[1])
-        return forward, backward, [update.seconds(spec) for update in self.updates]
+            updates = _at_hosts_pace(updates, [update.host_launches * spec.dispatch_s for update in self.updates])
+        return forward, backward, updates
 
     def _by_layer(self, seconds: NDArray[np.float64]) -> tuple[list[float], list[float]]:
         """Sum the operations of each layer's forward and backward."""
@@ -82,9 +84,9 @@ class StepTrace:
 
     def estimate(self, spec: DeviceSpec) -> Measurement:
         """Return what the layers cost on such a device."""
-        forward, backward, _ = self.layer_seconds(spec)
+        forward, backward, update = self.layer_seconds(spec)
         times = [StepTimes([forward_s], [backward_s]) for forward_s, backward_s in zip(forward, backward, strict=True)]
-        updates = [update.estimate(spec) for update in self.updates]
+        updates = [replace(each.estimate(spec), update_s=s) for each, s in zip(self.updates, update, strict=True)]
         columns = zip(times, updates, self.saved_bytes, self.workspace_bytes, self.counts.flops, strict=True)
         return Measurement([LayerMeasurement(*column) for column in columns])
 

@@ -81,16 +81,7 @@ def measure_cluster(
 
 
 def measure_host(workers: int, device: DeviceType, backend: Backend | None = None) -> Cluster:
-    """Return the cluster that so many workers of this host are.
-
-    Args:
-        workers: at least two.
-        backend: that they send with; None for what suits the device.
-
-    Raises:
-        InputError: when the device or the backend is not there.
-        WorkerError: when the links cannot be measured.
-    """
+    """Return the cluster that so many workers of this host are, at least two."""
     with tempfile.TemporaryDirectory(prefix="plan-links-") as folder:
         torchrun = ["torch.distributed.run", f"--nproc-per-node={workers}", "--rdzv-backend=c10d"]
         torchrun += ["--rdzv-endpoint=127.0.0.1:0", "--max-restarts=0", "-m", __name__]  # of torchrun

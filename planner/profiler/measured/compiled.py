@@ -48,11 +48,7 @@ class CompiledTimes:
 def measure_compiled(graph: LayerGraph, batch: Batch, plain: Measurement, steps: Steps, effort: Effort) -> Measurement:
     """Time runs of layers and the whole model, compiled, in turn, and scale the uncompiled layers to that.
 
-    Args:
-        graph: its model is on the device.
-        batch: on the model's device.
-        plain: measured uncompiled.
-        effort: how long; it also reports the compilation, which takes up to minutes.
+    The graph's model and the batch are on the device; `plain` was measured uncompiled.
     """
     assert plain.whole is not None
     layers = [layer.times for layer in plain.layers]

@@ -30,17 +30,10 @@ _ROUNDING = 3e-5  # relative difference of losses in float32 whose sums have ano
 
 
 def check_captured(spec: TrainingSpec, graph: LayerGraph, batch: Batch, options: ModuleOptions) -> None:
-    """Compare losses of the model and of its captured layers, on one batch and with equal random numbers of torch.
+    """Raise CaptureError where losses of the model and of its captured layers differ, on one batch and one seed.
 
     The capture records one call. What the model takes from elsewhere (a count of its calls, random numbers of Python or
     numpy) became a constant there, and training would go on with it in silence.
-
-    Args:
-        batch: on the model's device.
-        options: compilation is left out.
-
-    Raises:
-        CaptureError: when the losses differ.
     """
     options = replace(options, compiled=False)
     stage = build_stage(graph, [layer.name for layer in graph.layers])
@@ -80,13 +73,8 @@ def find_loss_mean(spec: TrainingSpec, graph: LayerGraph, batch: Batch, options:
     """Return what the loss is a mean over; None where the model cannot tell: it draws noise, or takes one batch size.
 
     The model runs in evaluation mode, so that neither dropout nor BatchNorm's statistics tell a batch from its parts.
-    Labels that its cross entropies ignore are put into one half, because an example batch may have none.
-
-    Args:
-        batch: of any size, on the model's device.
-
-    Raises:
-        ModelFileError: when the model file's loss_weight() does not count what the loss is a mean over.
+    Labels that its cross entropies ignore are put into one half, because an example batch may have none. Raise
+    ModelFileError when the model file's loss_weight() does not count what the loss is a mean over.
     """
     if any(parameter.is_meta for parameter in graph.model.parameters()):
         return None  # nothing can be run

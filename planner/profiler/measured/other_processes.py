@@ -31,12 +31,7 @@ _READY = "ready"
 
 
 def disturbance(whole: Sequence[StepTimes], threads: int) -> Disturbance:
-    """Say what disturbed the measurement of the whole step.
-
-    Args:
-        whole: times of a first measurement, and of a second one if there was one.
-        threads: of this one. The first of several waits for the others, too.
-    """
+    """Say what disturbed the measurement of the whole step: a first one, and a second one if there was one."""
     wall_s = sum(sum(times.forward_s) + sum(times.backward_s) for times in whole)
     thread_s = sum(sum(times.forward_thread_s) + sum(times.backward_thread_s) for times in whole)
     drift = whole[1].median_s() / whole[0].median_s() - 1 if len(whole) > 1 else None
@@ -45,11 +40,7 @@ def disturbance(whole: Sequence[StepTimes], threads: int) -> Disturbance:
 
 
 def check_processes(processes: int, threads: int, device: torch.device, spec: TrainingSpec) -> None:
-    """Refuse a number of workers that cannot train side by side on this machine.
-
-    Raises:
-        InputError: for too few cores, for a GPU, and for a model that no other process can load.
-    """
+    """Raise InputError for a number of workers that cannot train side by side on this machine."""
     check_positive("processes", processes)
     if processes == 1:
         return
@@ -77,10 +68,8 @@ def contention(
 ) -> Iterator[None]:
     """Let `others` more processes train the model within the context, each on cores of its own.
 
-    They run the model uncompiled. They end with the context, or with this process.
-
-    Raises:
-        WorkerError: when a process cannot be started, or ends before the context does.
+    They run the model uncompiled. They end with the context, or with this process. Raise WorkerError when one cannot be
+    started, or ends before the context does.
     """
     if not others:
         yield

@@ -36,10 +36,8 @@ def measure_in_parts(
 ) -> Measurement:
     """Measure the layers of `graph`, whose weights stay on the host but for those of the part that is measured.
 
-    On a CPU each layer is a part of its own.
-
-    Raises:
-        ModelFileError: when a step fails, also for want of memory for a single layer.
+    On a CPU each layer is a part of its own. Raise ModelFileError when a step fails, also for want of memory for a
+    single layer.
     """
     runtime = runtime_of(device)
     free = runtime.free_and_total_bytes(device)[0] if runtime.counts_memory else 0

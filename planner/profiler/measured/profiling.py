@@ -88,19 +88,10 @@ def profile_model(
     options: ProfilingOptions | None = None,
     progress: ProgressCallback | None = None,
 ) -> Profile:
-    """Measure what each layer of a model costs in training.
+    """Measure what each layer of a model costs in training, with (micro)batches of `batch_size` samples.
 
     Times are medians over whole training steps with marks between the layers. In between, the model runs as the user
     wrote it, for `whole_step`. Weights are not trained: the optimizer steps with a learning rate of zero.
-
-    Args:
-        batch_size: samples of the (micro)batch to measure with.
-        options: how; None for the defaults.
-        progress: told the phase and how much of it is done, 0 to 1.
-
-    Raises:
-        ModelFileError, CaptureError: when the model file or the model cannot be used.
-        InputError: when there is no such device, or a number makes no sense.
     """
     options = options or ProfilingOptions()
     set_gpu_variables()  # as in the workers, whose contexts take as much memory

@@ -45,14 +45,7 @@ _FASTER = 0.97  # it counts where its steps take this much of the first's: what 
 
 
 class StepMeasurement:
-    """Measures training steps of one model on one batch.
-
-    Args:
-        graph: the captured model, which moves to the device.
-        batch: on any device.
-        span: layers to measure; None for all, for which the whole model moves to the device.
-        division: of the weights, of which this process has its parts.
-    """
+    """Measures training steps of the layers of `span` on one batch; None is all, and moves the model to the device."""
 
     counts: LayerCounts  # once measured
 
@@ -82,9 +75,7 @@ class StepMeasurement:
     def measure(self, effort: Effort, *, compiled: bool = False) -> Measurement:
         """Measure the model uncompiled; with `compiled`, spend half of the time on it through torch.compile.
 
-        Raises:
-            ModelFileError: when a step fails.
-            torch.OutOfMemoryError: when the device has no room for a step.
+        Raise ModelFileError when a step fails, and torch.OutOfMemoryError when the device has no room for it.
         """
         try:
             if not compiled:
@@ -212,12 +203,7 @@ class StepMeasurement:
 def measure_degrees(
     spec: TrainingSpec, graph: LayerGraph, batch: Batch, effort: Effort, degrees: Sequence[int]
 ) -> tuple[DegreeCosts, ...]:
-    """Measure the layers as ranks of groups of these sizes compute them, on the device where the model is.
-
-    Raises:
-        InputError: if the model does not say how it is divided, or this process has joined others.
-        PlanError: where so many ranks cannot divide it.
-    """
+    """Measure the layers as ranks of groups of these sizes compute them, on the device where the model is."""
     device = next(graph.model.parameters()).device
     found = []
     for degree in degrees:

@@ -34,16 +34,15 @@ def saved_bytes(
 ) -> list[int]:
     """Return the bytes of the distinct storages that autograd saves, by the piece of the forward that saves them first.
 
-    Weights and buffers do not count, because they exist anyway. Tensors of the batch that are saved do.
+    Weights and buffers do not count, because they exist anyway. Tensors of the batch that are saved do. Storages at
+    `known` addresses do not count, and those that are saved are added to them.
 
     Args:
         forward: runs the modules, tells an observer where each piece ends, and returns all that holds saved tensors.
         pieces: how many; None for one per module.
-        known: addresses of storages that do not count; those that are saved are added.
-        most_bytes: that may be saved.
 
     Raises:
-        torch.OutOfMemoryError: for more than these.
+        torch.OutOfMemoryError: for more than `most_bytes`.
     """
     weights = {address_of(tensor) for module in modules for tensor in (*module.parameters(), *module.buffers())}
     seen = set[int]() if known is None else known
@@ -99,9 +98,8 @@ def workspace_bytes(
     ones, and all weights. It runs once, so warm up before: what libraries allocate once and keep would count.
 
     Args:
-        forward: its weights must have no gradients.
         saved: bytes by layer, as `saved_bytes` counts them.
-        gradients: bytes of the weights', by layer.
+        gradients: bytes of the weights', by layer; there must be none yet.
         before: bytes that a training step would allocate in its forward and in its backward, but were there before.
     """
     meter = meter_for(device)

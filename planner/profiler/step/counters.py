@@ -136,11 +136,7 @@ def model_flops(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict
 
 @contextmanager
 def first_rank(degree: int, device: torch.device) -> Iterator[TensorGroup]:
-    """Make a group of which this process is the only rank that is there.
-
-    Raises:
-        InputError: if this process has joined others.
-    """
+    """Make a group of which only this process is there; raise InputError if it has joined others."""
     if dist.is_initialized():
         raise InputError(
             "what ranks divide is profiled by one process alone, and this one has joined others",

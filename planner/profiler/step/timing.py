@@ -102,11 +102,7 @@ class LayerMarks(Generic[MarkT]):
         self._backward: list[tuple[int, MarkT]] = []
 
     def run(self, forward: Forward) -> None:
-        """Run a forward and its backward.
-
-        Raises:
-            ModelFileError: when the backward fails, unless the device has no room for it.
-        """
+        """Run a forward and its backward; raise ModelFileError if the backward fails, but not for want of memory."""
         self._start = self._mark()
         loss = forward(self)
         # Until the first hook, while autograd prepares, the backward counts for the last layer.
@@ -132,7 +128,6 @@ class LayerMarks(Generic[MarkT]):
 
     @property
     def backward_start(self) -> MarkT:
-        """The mark where the backward begins."""
         return self._backward[0][1]
 
     def spans(self) -> Iterator[tuple[int, bool, MarkT, MarkT]]:

@@ -1,7 +1,7 @@
 """The report: one HTML file that needs nothing else, not even a network.
 
-Puts together the parts in `html/`. All text goes through `escape`; the charts' data is JSON in a script element of its
-own, and the page's content security policy forbids it to load anything.
+Puts together the parts in `html/`. Whatever comes from files goes through `escape`; the charts' data is JSON in a
+script element of its own, and the page's content security policy forbids it to load anything.
 """
 
 from __future__ import annotations
@@ -16,30 +16,33 @@ from itertools import pairwise
 from typing import Any
 
 from planner.analysis.compare import Comparison
-from planner.analysis.compare_runs import compare_runs
+from planner.analysis.compare_runs import RunComparison, compare_runs
 from planner.analysis.explain import Explanation
 from planner.analysis.sweep import Sweep
 from planner.formats.plan import Plan
 from planner.formats.plan_parts import short_config
 from planner.formats.timeline import LANES, LETTERS, Timeline
-from planner.reporting.page.sections import (
-    comparison_section,
-    figures,
-    limits_section,
-    measured_section,
-    memory_section,
-    paragraph,
-    stages_section,
-    sweep_section,
-    timeline_section,
+from planner.reporting.svg import sweep_svg
+from planner.reporting.tables import plan as words
+from planner.reporting.tables import runs as run_tables
+from planner.reporting.tables.answers import (
+    comparison_legend,
+    comparison_table,
+    explanation_tables,
+    sentences,
+    sweep_table,
 )
-from planner.reporting.svg import ink_on
-from planner.reporting.tables.plan import cluster_line, gpus, schedule_line
-from planner.reporting.timeline import COLOURS, TEXTS, Row, opening, rows_of, shown_workers
-from planner.simulator.simulate_plan import ROUNDS
+from planner.reporting.tables.plan import memory_table, stage_table
+from planner.reporting.tables.table import Table
+from planner.reporting.timeline import COLOURS, TEXTS, Row, colour_legend, ink_on, opening, rows_of, shown_workers
+from planner.simulator.simulate_plan import ROUNDS, simulate
 from planner.simulator.summary import Summary, summarize
+from planner.units import format_bytes, format_memory, format_rate, format_seconds
 from planner.version import __version__
 
+MOST_STAGES = 12  # whose table is open from the start
+_IN_FLIGHT = "In flight: microbatches, or undivided minibatches, whose activations a worker holds at once."
+_LATE = " Late: updates between the weights that a gradient was computed with and those that it changes."
 KINDS = tuple(LANES)
 SCRIPTS = ("axis.js", "timeline.js", "memory.js", "page.js")
 _DIGITS = 7  # of a time, relative to the run: finer than a pixel at the largest zoom
@@ -56,27 +59,13 @@ def report_page(
     why_not: str = "",
     source: str = "",
 ) -> str:
-    """Write the page, which leaves out what is None.
+    """Write the page; raise InputError if the measured run is of another plan.
 
-    Args:
-        plan: that the report is about.
-        simulated: its simulation.
-        measured: a run of it.
-        comparison: with other plans.
-        sweep: over the bandwidth.
-        explanation: of what limits it.
-        why_not: why there is no comparison, explanation and sweep.
-        source: of the profile's times, "estimated" or so.
-
-    Raises:
-        InputError: if the measured run is of another plan.
+    What is None is left out; `why_not` says why, and `source` what the profile's times come from.
     """
-    runs, summary = [simulated], summarize(simulated)
-    run = ran = None
-    if measured is not None:
-        runs.append(measured)
-        run = compare_runs(plan, simulated, measured)
-        ran = run.measured
+    runs = [simulated] if measured is None else [simulated, measured]
+    summary, run = summarize(simulated), None if measured is None else compare_runs(plan, simulated, measured)
+    ran = None if run is None else run.measured
     timeline = fill("timeline.html", timeline_section(runs, shown_workers(simulated)))
     # Each has an anchor, a title and HTML.
     sections = [
@@ -85,7 +74,7 @@ def report_page(
         ("limits", "Bottleneck", limits_section(plan, summary, explanation)),
         ("stages", "Stages", stages_section(plan, source)),
         ("timeline", "Timeline", timeline),
-        ("memory", "Memory", memory_section(plan, summary, ran)),
+        ("memory", "Memory", memory_section(summary, ran)),
         ("comparison", "Compared with other plans", comparison and comparison_section(comparison)),
         ("sweep", "At other bandwidths", sweep and sweep_section(sweep)),
         ("missing", "Not in this report", why_not and paragraph(why_not, "note")),
@@ -96,8 +85,8 @@ def report_page(
         "page.html",
         {
             "title": escape(f"{plan.model}: {short_config(plan.config)}"),
-            "heading": escape(f"{plan.model}: {short_config(plan.config)} on {gpus(plan.workers)}"),
-            "lead": escape(f"{schedule_line(plan)} · {cluster_line(plan.cluster)}"),
+            "heading": escape(f"{plan.model}: {short_config(plan.config)} on {words.gpus(plan.workers)}"),
+            "lead": escape(f"{words.schedule_line(plan)} · {words.cluster_line(plan.cluster)}"),
             "contents": " ".join(f'<a href="#{name}">{title}</a>' for name, title, _ in shown),
             "sections": "\n".join(
                 f'<section id="{name}" aria-labelledby="{name}-title">\n<h2 id="{name}-title">{title}</h2>\n{body}\n'
@@ -113,6 +102,12 @@ def report_page(
             "data": script_json(_chart_data(runs, summary)),
         },
     )
+
+
+def plan_frame(plan: Plan) -> str:
+    """Write the page of a plan as a frame, for notebooks."""
+    style = "width: 100%; height: 640px; border: 0"
+    return f'<iframe srcdoc="{escape(report_page(plan, simulate(plan)))}" style="{style}"></iframe>'
 
 
 def fill(name: str, values: dict[str, str]) -> str:
@@ -131,11 +126,7 @@ def script_json(content: object) -> str:
 
 
 def _chart_data(runs: Sequence[Timeline], summary: Summary) -> dict[str, Any]:
-    """Return what the scripts draw.
-
-    Times are whole numbers of `tick_s`, and each start is told by its distance from the one before: that is a third of
-    the size.
-    """
+    """Return what the scripts draw, with times as whole numbers of ticks and starts as steps: a third of the size."""
     first = runs[0]
     workers = shown_workers(first)
     stages = {worker.rank: ", ".join(map(str, worker.stages)) for worker in summary.workers}
@@ -168,7 +159,7 @@ def _chart_data(runs: Sequence[Timeline], summary: Summary) -> dict[str, Any]:
             }
             for rank in workers
         ],
-        "memory": list(filter(None, (_memory(runs, rank, digits) for rank in workers))),
+        "memory": [drawn for rank in workers if (drawn := _memory(runs, rank, digits))],
     }
 
 
@@ -197,8 +188,158 @@ def _column(values: Iterable[int]) -> list[int] | int:
 
 def _memory(runs: Sequence[Timeline], rank: int, digits: int) -> dict[str, Any] | None:
     curves = [(run.source, curve) for run in runs for curve in run.memory if curve.rank == rank]
+    if not curves:
+        return None
     drawn = [
         {"source": source, "time_s": [round(s, digits) for s in curve.time_s], "held_bytes": list(curve.held_bytes)}
         for source, curve in curves
     ]
-    return {"rank": rank, "limit_bytes": curves[0][1].limit_bytes, "curves": drawn} if drawn else None
+    return {"rank": rank, "limit_bytes": curves[0][1].limit_bytes, "curves": drawn}
+
+
+def paragraph(text: str, css: str = "") -> str:
+    """Write a paragraph, with a class if there is one."""
+    return f'<p class="{css}">{escape(text)}</p>' if css else f"<p>{escape(text)}</p>"
+
+
+def _swatch(text: str, look: str) -> str:
+    """Write a legend's item; `look`: the attribute that colours it."""
+    return f"<li><i {look}></i>{escape(text)}</li>"
+
+
+def _folded(title: str, content: str, is_open: bool = False) -> str:
+    return f"<details{' open' if is_open else ''}><summary>{escape(title)}</summary>{content}</details>"
+
+
+def _table(label: str, table: Table) -> str:
+    """Draw a table, which scrolls sideways if it is too wide."""
+    css = [' class="number"' if letter == "r" else "" for letter in table.align or "l" * len(table.headers)]
+    head = "".join(f'<th scope="col"{look}>{escape(name)}</th>' for name, look in zip(table.headers, css, strict=True))
+    body = "".join(
+        f"<tr>{''.join(f'<td{look}>{escape(str(cell))}</td>' for cell, look in zip(row, css, strict=True))}</tr>"
+        for row in table.rows
+    )
+    region = f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(label)}">'
+    return f"{region}<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+
+
+def figures(plan: Plan, summary: Summary, measured: Summary | None) -> str:
+    """Show the numbers that matter most, those of a run first, and what else is predicted."""
+    predicted = plan.predicted
+    runs = {"measured": measured, f"predicted by {predicted.by}": predicted, "simulated": summary}
+    tiles = []
+    for name, run in runs.items():
+        if run is not None:
+            seconds = f"{format_seconds(run.seconds_per_minibatch)} per minibatch"
+            rate = "" if run.samples_per_s is None else f"{format_rate(run.samples_per_s)} samples/s"
+            tiles.append((name, rate or seconds, seconds if rate else ""))
+    if tiles[-1][1:] == tiles[-2][1:]:
+        tiles.pop()
+    tiles += [(f"over {way}", text, "") for way, text in words.speed_ups(plan).items() if text.endswith("x")]
+    with_ends = f"{summary.bubble_share_of_run:.1%} with start-up and drain"
+    tiles.append(("bubble, simulated", f"{summary.bubble_share:.1%}", with_ends))
+    fullest = max(summary.workers, key=lambda worker: worker.peak_bytes or 0)
+    if fullest.peak_bytes is not None:
+        limit = "no limit" if fullest.limit_bytes is None else f"of {format_memory(fullest.limit_bytes)}"
+        tiles.append(("fullest worker, predicted", format_bytes(fullest.peak_bytes), limit))
+    items = "".join(
+        f"<div><dt>{escape(name)}</dt><dd>{escape(value)}<small>{escape(more)}</small></dd></div>"
+        for name, value, more in tiles
+    )
+    lines = [("gradients", words.staleness_line(plan)), *words.prediction_lines(plan)[1:]]
+    prediction = Table(["", "predicted"], [line for line in lines if line[1] is not None])
+    notes = "".join(paragraph(f"{note[:1].upper()}{note[1:].removesuffix('.')}.", "note") for note in plan.notes)
+    return f'<dl class="figures">{items}</dl>{_table("Prediction", prediction)}{notes}'
+
+
+def limits_section(plan: Plan, summary: Summary, explanation: Explanation | None) -> str:
+    """Show the busiest resources, predicted and simulated, and what `plan explain` says of them."""
+    limit, seconds = plan.predicted.bottleneck, format_seconds(plan.predicted.seconds_per_minibatch)
+    text = (
+        f"<p>By the cost model: <strong>{escape(words.bottleneck_place(limit))}</strong>, "
+        f"{format_seconds(limit.busy_s)} of {seconds} per minibatch. "
+        f"Simulated: <strong>{escape(summary.busiest)}</strong>, busy {summary.busiest_share:.1%} of the time.</p>"
+    )
+    if explanation is None:
+        return text
+    # The first sentence names the bottleneck, which stands above.
+    said = "".join(map(paragraph, sentences(explanation).splitlines()[1:]))
+    tables = "".join(_folded(title, _table(title, table)) for title, table in explanation_tables(explanation).items())
+    return f"{text}{said}{tables}"
+
+
+def stages_section(plan: Plan, source: str) -> str:
+    """Tabulate the stages and their memory, and list their layers; `source`: of the profile's times, if known."""
+    layers = "".join(
+        f"<li>stage {number}<ol>{''.join(f'<li>{escape(name)}</li>' for name in stage.layers)}</ol></li>"
+        for number, stage in enumerate(plan.stages)
+    )
+    few = len(plan.stages) <= MOST_STAGES
+    text = f"Times are sums of the profile's {source} times of layers. ".replace("  ", " ")
+    note = paragraph(text + _IN_FLIGHT + (_LATE if plan.staleness else ""), "note")
+    return (
+        _folded("Stages, per microbatch", _table("Stages", stage_table(plan)) + note, few)
+        + _folded("Predicted memory per GPU", _table("Predicted memory per GPU", memory_table(plan)), few)
+        + _folded("All layers", f'<ul class="layers">{layers}</ul>')
+    )
+
+
+def timeline_section(runs: Sequence[Timeline], shown: Sequence[int]) -> dict[str, str]:
+    """Describe the timeline's chart, and list its colours; the script draws the rest."""
+    simulated = runs[0]
+    text = (
+        f"{simulated.minibatches} minibatches, {' and '.join(run.source for run in runs)}. Each worker has a thick row "
+        "for its computations and thin rows for what it sends, receives and all-reduces; where a thick row is blank, "
+        "the worker waits. The shaded part is the simulation's steady state."
+    )
+    colours = colour_legend(kind for run in runs for kind in run.events.kind)
+    swatches = [_swatch(name, f'style="background:{colour}"') for colour, name in colours]
+    if len(runs) > 1:
+        text += " “Align by minibatch” moves the measured rows so that both runs begin the first minibatch together."
+        swatches += [_swatch(f"mark of {run.source} rows", f'class="{run.source}"') for run in runs]
+    if len(shown) < (workers := len(simulated.workers)):
+        text += f" {len(shown)} of {workers} workers are shown."
+    return {"what": escape(text), "legend": "".join(swatches)}
+
+
+def memory_section(summary: Summary, measured: Summary | None) -> str:
+    """Frame the chart of memory over time, and tabulate the peaks."""
+    text = "Memory that each worker holds over time, simulated"
+    if measured is not None:
+        recorded = any(worker.peak_bytes is not None for worker in measured.workers)
+        text += " (filled) and measured (a line)" if recorded else "; the run did not record its memory"
+    text += ". The limit is dashed if it is near."
+    over = [w.rank for w in summary.workers if w.peak_bytes and w.limit_bytes and w.peak_bytes > w.limit_bytes]
+    too_full = f"Worker{'s' * (len(over) > 1)} {', '.join(map(str, over))} would need more memory than there is."
+    table = run_tables.worker_table(summary.workers, measured.workers if measured is not None else ())
+    note = paragraph(f"Of computing, sending and receiving: {run_tables.legend(summary)}.", "note")
+    return (
+        f"{paragraph(text)}{paragraph(too_full, 'warn') if over else ''}"
+        '<div class="chart" id="memory-chart" role="img" aria-label="Memory of each worker over time">'
+        "<canvas></canvas></div>"
+        + _folded("Simulated use of each worker", _table("Workers", table) + note, len(table.rows) <= MOST_STAGES)
+    )
+
+
+def measured_section(plan: Plan, comparison: RunComparison) -> str:
+    """Compare the run with the prediction: pace, timing errors of events, and stage times."""
+    return (
+        _table("Predicted and measured", run_tables.pace_table(comparison, plan))
+        + paragraph(run_tables.timing_note(comparison))
+        + _table("Timing errors", run_tables.timing_table(comparison))
+        + paragraph("Mean times of the stages, simulated and measured:")
+        + _table("Stage times", run_tables.stage_times_table(comparison))
+    )
+
+
+def comparison_section(comparison: Comparison) -> str:
+    """Show the table of `plan compare`."""
+    notes = (paragraph(line, "note") for line in comparison_legend(comparison).splitlines())
+    return _table("Ways to train", comparison_table(comparison)) + "".join(notes)
+
+
+def sweep_section(sweep: Sweep) -> str:
+    """Show the picture and the table of `plan sweep`."""
+    table = _folded("As a table", _table("Plans by bandwidth", sweep_table(sweep)))
+    label = "Speed of the plans by bandwidth"
+    return f'<figure class="scroll" tabindex="0" role="img" aria-label="{label}">{sweep_svg(sweep)}</figure>{table}'

@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from itertools import groupby
 from typing import Literal
 
 from planner.formats.plan import Plan
 from planner.formats.profile import Layer, LossMean, Profile
-from planner.plan.blocks import FEWEST_REPEATS, kind_of, repeated_blocks
+from planner.plan.blocks import BLOCK, FEWEST_REPEATS, kind_of, repeated_blocks
 from planner.reporting.tables.plan import options_words
-from planner.reporting.tables.stages import block_of
 from planner.reporting.tables.table import Table, named_values, table_of
 from planner.units import format_bytes, format_flops, format_memory, format_seconds
 
-CORES_NOT_MODELLED = (
-    "the workers compute on all cores of their host, which also move the messages: the prediction counts the time of "
-    "the messages, and not what else this may cost, such as waiting for a core, which takes up to a fifth of the speed "
-    "where microbatches compute for a few milliseconds only"
-)
-
 
 def shared_host_notes(plan: Plan, profile: Profile) -> Iterator[tuple[str, str]]:
-    """Yield why workers may be slower or faster than a plan says, each with a hint, or ""."""
+    """Yield why workers may be slower or faster than a plan says, each with a hint."""
     if words := disturbance_words(profile):
         hint = "profile again while nothing else runs"
         yield f"the profile was taken on a busy machine ({words}): its times may be too long", hint
@@ -35,14 +28,6 @@ def shared_host_notes(plan: Plan, profile: Profile) -> Iterator[tuple[str, str]]
             f"memory, all {plan.workers} are slower than the plan says",
             f"for workers on one host, profile with: plan profile MODEL `processes={plan.workers}`",
         )
-    elif plan.cluster.overlap:
-        yield (
-            f"the profile is of {device.processes} workers that share a host, and the plan takes messages to need "
-            "none of its cores",
-            "where workers compute on all of them, give `overlap=False`, or measure the links: plan profile `links`",
-        )
-    else:
-        yield CORES_NOT_MODELLED, ""
 
 
 Order = Literal["order", "time", "output", "weights", "saved"]
@@ -52,12 +37,7 @@ _DISTURBED, _OTHERS_CORES = 0.1, 0.5
 
 
 def profile_report(profile: Profile, *, by: Order = "order", top: int | None = None) -> str:
-    """Report the layers' costs, their sums, and the whole step as it was measured.
-
-    Args:
-        by: "order" for execution order, or what to sort by, largest first.
-        top: number of layers to show; None for all. All in execution order show equal adjacent blocks once.
-    """
+    """Report the layers' costs, equal blocks once where all are in order, their sums, and the step as measured."""
     rows = [(1, layer) for layer in profile.layers]
     if by != "order":
         rows.sort(key=lambda row: _SIZES[by](row[1]), reverse=True)
@@ -71,7 +51,6 @@ def profile_report(profile: Profile, *, by: Order = "order", top: int | None = N
 
 
 def _loss_words(loss: LossMean) -> str:
-    """Say what a loss is a mean over."""
     if loss.over == "labels":
         first = ", each sample's first one left out" if loss.shifted else ""
         return f"mean over the labels that are not {loss.ignored}{first}"
@@ -117,7 +96,7 @@ _SIZES: dict[str, Callable[[Layer], float]] = {
 
 
 def _head(profile: Profile) -> list[tuple[str, str | None]]:
-    device, whole, compiled, layers = profile.device, profile.whole_step, profile.compiled, profile.layers
+    device, whole, layers = profile.device, profile.whole_step, profile.layers
     accumulate_s = sum(layer.accumulate_s for layer in layers)
     own = f", {device.threads} thread{'s' * (device.threads > 1)}" if device.threads else ""
     if device.processes is not None:
@@ -129,12 +108,7 @@ def _head(profile: Profile) -> list[tuple[str, str | None]]:
     tokens = "" if profile.tokens_per_sample is None else f", {profile.tokens_per_sample} tokens per sample"
     flops = f"{format_flops(profile.flops)} per microbatch, forward and backward{tokens}" if profile.flops else None
     sums = [sum(getattr(layer, name) for layer in layers) for name in ("forward_s", "backward_s", "update_s")]
-    step = uncompiled = parts = None
-    if whole is not None:
-        step = _step(whole.forward_s, whole.backward_s, whole.update_s)
-    if compiled is not None:  # the separately compiled runs of layers, before scaling to the whole step
-        parts = f"{len(compiled.runs)}, {_step(compiled.runs_forward_s, compiled.runs_backward_s)}"
-        uncompiled = _step(compiled.uncompiled_forward_s, compiled.uncompiled_backward_s)
+    step = None if whole is None else _step(whole.forward_s, whole.backward_s, whole.update_s)
     accumulation = f"{format_seconds(accumulate_s)} more per microbatch that accumulates gradients"
     return [
         ("model", profile.model),
@@ -147,8 +121,6 @@ def _head(profile: Profile) -> list[tuple[str, str | None]]:
         ("model FLOPs", flops),
         ("measured whole", step),
         ("accumulation", accumulation if accumulate_s else None),
-        ("compiled parts", parts),
-        ("uncompiled", uncompiled),
         ("disturbed", disturbance_words(profile)),
     ]
 
@@ -184,37 +156,29 @@ SUMMED = ("forward_s", "backward_s", "update_s", "accumulate_s", "weight_bytes",
 
 
 def collapsed(profile: Profile) -> list[tuple[int, Layer]]:
-    """Return the layers in order, those of adjacent equal blocks once, with how often each occurs.
-
-    Costs of a layer that stands for several are their means.
-    """
-    layers = profile.layers
-    blocks = [block for block in repeated_blocks(profile) if block_of(layers[block.start].name)]
-    rows: list[tuple[int, Layer]] = []
-    end = 0
-
-    def alike(numbered: tuple[int, range]) -> tuple[int, object]:
-        """Return what adjacent equal blocks share: where the run begins as far as each tells, and their layers."""
-        number, block = numbered
-        return block.start - number * len(block), tuple(map(kind_of, layers[block.start : block.stop]))
-
-    for _, numbered in groupby(enumerate(blocks), alike):
-        run = [block for _, block in numbered]
-        if len(run) < FEWEST_REPEATS:
-            continue
-        rows += [(1, layer) for layer in layers[end : run[0].start]]
-        rows += [
-            (len(run), _mean_layer([layers[block.start + place] for block in run])) for place in range(len(run[0]))
-        ]
-        end = run[-1].stop
-    return rows + [(1, layer) for layer in layers[end:]]
+    """Return the layers in order, equal ones of repeated blocks once, with how often each occurs; costs are means."""
+    keys: list[object] = []
+    repeated = {place for block in repeated_blocks(profile) for place in block}
+    for place, layer in enumerate(profile.layers):
+        block = block_of(layer.name) if place in repeated else ""
+        starred = block.rpartition(".")[0] + ".*" + layer.name[len(block) :]
+        keys.append((starred.removeprefix("."), kind_of(layer)) if block else place)
+    often = Counter(keys)
+    groups: dict[object, list[Layer]] = {}
+    for place, (key, layer) in enumerate(zip(keys, profile.layers, strict=True)):
+        groups.setdefault(key if often[key] >= FEWEST_REPEATS else place, []).append(layer)
+    rows = []
+    for key, group in groups.items():
+        mean = group[0]
+        if isinstance(key, tuple):
+            means = {each: sum(getattr(layer, each) for layer in group) / len(group) for each in SUMMED}
+            whole = {each: round(value) if each.endswith("_bytes") else value for each, value in means.items()}
+            mean = mean.model_copy(update={"name": key[0], **whole})
+        rows.append((len(group), mean))
+    return rows
 
 
-def _mean_layer(layers: Sequence[Layer]) -> Layer:
-    """Return a layer that stands for equal ones: its name has a star for the block's number, its costs are means."""
-    first, last = block_of(layers[0].name), block_of(layers[-1].name)
-    stem = first[: len(first) - len(first.rsplit(".", 1)[-1])]
-    name = f"{stem}*{layers[0].name[len(first) :]}" if last.startswith(stem) else layers[0].name
-    means = {each: sum(getattr(layer, each) for layer in layers) / len(layers) for each in SUMMED}
-    whole = {each: round(value) if each.endswith("_bytes") else value for each, value in means.items()}
-    return layers[0].model_copy(update={"name": name, **whole})
+def block_of(name: str) -> str:
+    """Return the block of a layer by its name; empty for none."""
+    found = BLOCK.match(name)
+    return found[0] if found else ""

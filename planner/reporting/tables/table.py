@@ -22,11 +22,7 @@ class Table:
     align: str = ""
 
     def text(self, width: int | None = None) -> str:
-        """Draw the table for a terminal of this width, by default that of this process; in full elsewhere.
-
-        The longest cells of the widest column lose their middle where the table does not fit, as far as they are
-        legible then.
-        """
+        """Draw the table for a terminal of this width: the longest cells of the widest column may lose their middle."""
         width = shutil.get_terminal_size((UNLIMITED, 0)).columns if width is None else width
         rows = [[str(cell) for cell in row] for row in self.rows]
         widths = [
@@ -52,7 +48,6 @@ def table_of(records: Sequence[Mapping[str, object]], align: str = "") -> Table:
 
 
 def _shortened(text: str, most: int) -> str:
-    """Replace the middle of a text that is too long by dots."""
     if len(text) <= most:
         return text
     head = (most - 3) // 2

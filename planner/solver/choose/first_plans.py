@@ -1,25 +1,22 @@
 """Plans that take no search: the answer where time runs out, and what no answer may be slower than.
 
 They are what people use without a planner: data parallelism, and pipelines of equal blocks or equal times with the same
-number of replicas for every stage, with the optimizer's state whole or divided over the replicas: pipelines on all GPUs
-and on a half, a quarter and so on of them, data parallelism on other numbers of them, too. A stage that does not fit
-the memory recomputes as little as makes it fit. Under 1f1b the first of equal stages may hold too many versions of its
-weights all the same. Where none of these plans fits, one walk over some of the cuts finds a plan that does, of stages
-that are as large as their memory allows.
+number of replicas for every stage, with the optimizer's state whole or divided over the replicas, on all GPUs and on a
+half, a quarter and so on of them. A stage that does not fit the memory recomputes as little as makes it fit. Where none
+of these plans fits, one walk over some of the cuts finds a plan that does, of stages as large as their memory allows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from heapq import heapify, heappop, heappush
 from itertools import islice, takewhile
 
 import numpy as np
 
-from planner.cost.candidate import Candidate, Groups, StageOptions
-from planner.cost.recomputation import Choices, Recomputation
-from planner.cost.work import Floats
+from planner.cost.candidate import Candidate, StageOptions
+from planner.cost.recomputation import Recomputation
 from planner.solver.choose.baselines import equal_blocks, equal_times
 from planner.solver.evaluate.evaluation import priced, simulated
 from planner.solver.problem.budget import Budget
@@ -49,16 +46,17 @@ class FirstPlans:
 
     def last_resort(self) -> Evaluation | None:
         """Return the best of them; where none fits the memory, any plan that does, or None if no such plan is found."""
-        if self.best is None and (found := _plan_of_large_stages(self._problem)) is not None:
-            plan = Leaner(self._problem).lean_enough(found.stages) or found
-            self._consider(self._hurried(), [plan] if self._problem.allows(plan) else [])
+        problem, cluster = self._problem, self._problem.cluster
+        if self.best is None and cluster.memory_bytes is not None:
+            # This is what is left to do when the time is over, so it must not end with it, and has no time for choices.
+            rules = replace(problem.rules, recompute="blocks") if problem.recompute == "auto" else problem.rules
+            unhurried = replace(problem, budget=Budget(progress=problem.budget.progress), rules=rules)
+            chain = Chain(problem.layer_costs)
+            search = PipelineSearch(unhurried, chain.only(chain.spread(MOST_CUTS)))
+            if (found := search.fits(cluster.gpus, cluster.memory_bytes)) is not None:
+                plan = Leaner(problem).lean_enough(found.stages) or found
+                self._consider(self._hurried(), [plan] if problem.allows(plan) else [])
         return self.best
-
-    def leanest(self) -> Evaluation | None:
-        """Return the plan that needs least memory, whether it fits or not."""
-        leaner = Leaner(self._problem)
-        plans = (leaner.leanest(usual.stages) for usual in _usual_plans(self._problem))
-        return min(plans, key=lambda plan: max(plan.price.gpu_bytes), default=None)
 
     def at_least(self, found: Found) -> Found:
         """Return what a search has found, or one of these plans if that is faster."""
@@ -85,8 +83,6 @@ class FirstPlans:
         for plan in plans:
             if self.best is not None and plan.seconds >= self.best.counted_s:
                 break  # simulating only adds waiting
-            if self.best is not None and plan.stages == self.best.stages:
-                continue
             evaluation = simulated(problem, plan) if problem.simulates else plan
             if self.best is None or evaluation.saves(self.best):
                 self.best = evaluation
@@ -100,44 +96,27 @@ def fitting_plans(problem: Problem) -> Iterator[Evaluation]:
     Pricing a plan of many stages takes time, and so does finding what recomputes, which adds to its time. So both are
     done for those plans only that may be the next by what is known of their time.
     """
-    leaner, priced_once = Leaner(problem), set[int]()
-    plans: list[tuple[float, int, _Usual, Evaluation | None]] = [
-        (usual.least_s(problem), number, usual, None) for number, usual in enumerate(_usual_plans(problem))
-    ]
+    leaner, usual, priced_once = Leaner(problem), list(_usual_plans(problem)), set[int]()
+    plans: list[tuple[float, int, Evaluation | None]] = [(least_s, n, None) for n, (least_s, _, _) in enumerate(usual)]
     heapify(plans)
     while plans:
-        _, number, usual, plan = heappop(plans)
+        _, number, plan = heappop(plans)
         if plan is not None:
             yield plan
-        elif number not in priced_once:
+            continue
+        stages = [replace(stage, options=usual[number][2]) for stage in usual[number][1]]
+        if number not in priced_once:
             priced_once.add(number)
-            heappush(plans, (priced(problem, usual.stages).seconds, number, usual, None))
-        elif (plan := leaner.lean_enough(usual.stages)) is not None:
-            heappush(plans, (plan.seconds, number, usual, plan))
+            heappush(plans, (priced(problem, stages).seconds, number, None))
+        elif (plan := leaner.lean_enough(stages)) is not None:
+            heappush(plans, (plan.seconds, number, plan))
 
 
-@dataclass(frozen=True)
-class _Usual:
-    """A plan that takes no search: the stages of a cut, which all run alike, and seconds that the slowest computes."""
+def _usual_plans(problem: Problem) -> Iterator[tuple[float, Sequence[Candidate], StageOptions]]:
+    """Yield each plan's least seconds per minibatch, its cut and the options of all its stages.
 
-    cut: Sequence[Candidate]
-    options: StageOptions
-    slowest_s: float
-
-    @property
-    def stages(self) -> list[Candidate]:
-        """The stages with their options."""
-        return [replace(stage, options=self.options) for stage in self.cut]
-
-    def least_s(self, problem: Problem) -> float:
-        """Return seconds per minibatch that the plan is not below."""
-        if problem.cluster.kinds:
-            return 0.0  # the devices may be faster than the profiled one
-        return self.slowest_s * problem.microbatches / self.options.replicas * (1 - SLACK)
-
-
-def _usual_plans(problem: Problem) -> Iterator[_Usual]:
-    """Yield each plan, which may not fit the memory, with a whole and with a sharded optimizer."""
+    Plans may not fit the memory, and have a whole and a sharded optimizer.
+    """
     gpus, rule = problem.cluster.gpus, problem.rules.shard_optimizer
     # The published cost models know no sharded optimizers.
     may_shard = rule != "never" and problem.layer_costs.profile.may_shard_optimizer and problem.simulates
@@ -148,28 +127,17 @@ def _usual_plans(problem: Problem) -> Iterator[_Usual]:
     for stages, equal in zip(counts, equal_times(problem.layer_costs, counts, problem.budget.deadline), strict=False):
         if len(equal) < stages:
             return  # there are fewer cuts
-        cuts = [equal]
-        if (blocks := equal_blocks(problem.layer_costs, stages)) not in cuts:
-            cuts.append(blocks)
-        for cut in (each for each in cuts if len(each) == stages):
+        blocks = equal_blocks(problem.layer_costs, stages)
+        for cut in [equal, blocks] if len(blocks) == stages and blocks != equal else [equal]:
             slowest_s = max(float(layers_s[list(stage.layers)].sum()) for stage in cut)
+            if problem.cluster.kinds:
+                slowest_s = 0.0  # the devices may be faster than the profiled one
             for used in counts_to_try(gpus) if stages == 1 else (gpus >> power for power in range(gpus.bit_length())):
                 replicas = used // stages
-                if not 1 <= replicas <= most_replicas:
-                    continue
-                for sharded in {rule == "always" and replicas > 1, may_shard and replicas > 1}:
-                    yield _Usual(cut, StageOptions(replicas, sharded=sharded), slowest_s)
-
-
-def _plan_of_large_stages(problem: Problem) -> Evaluation | None:
-    """Return a plan on few GPUs that about fits the memory, whatever its time, with cuts spread over the model."""
-    cluster, chain = problem.cluster, Chain(problem.layer_costs)
-    if cluster.memory_bytes is None:
-        return None
-    # This is what is left to do when the time is over, so it must not end with it, and has no time for choices.
-    rules = replace(problem.rules, recompute="blocks") if problem.recompute == "auto" else problem.rules
-    unhurried = replace(problem, budget=Budget(progress=problem.budget.progress), rules=rules)
-    return PipelineSearch(unhurried, chain.only(chain.spread(MOST_CUTS))).fits(cluster.gpus, cluster.memory_bytes)
+                if 1 <= replicas <= most_replicas:
+                    least_s = slowest_s * problem.microbatches / replicas * (1 - SLACK)
+                    for sharded in {rule == "always" and replicas > 1, may_shard and replicas > 1}:
+                        yield least_s, cut, StageOptions(replicas, sharded=sharded)
 
 
 class Leaner:
@@ -183,10 +151,9 @@ class Leaner:
         problem, choices = self._problem, [self._recomputation.choices(stage.layers) for stage in stages]
         rows = [0] * len(stages)
         while True:
-            recomputing = [
-                _with(stage, each.groups(row)) for stage, each, row in zip(stages, choices, rows, strict=True)
-            ]
-            plan = priced(problem, recomputing)
+            again = [each.groups(row) for each, row in zip(choices, rows, strict=True)]
+            ways = [replace(stage.options, recompute=groups) for stage, groups in zip(stages, again, strict=True)]
+            plan = priced(problem, [replace(stage, options=way) for stage, way in zip(stages, ways, strict=True)])
             if plan.fits(problem.cluster):
                 return plan if problem.allows(plan) else None
             for number, (each, row, held) in enumerate(zip(choices, rows, plan.price.gpu_bytes, strict=True)):
@@ -194,25 +161,8 @@ class Leaner:
                 if limit is not None and held > limit:
                     # The quickest choice after this one that should save these bytes. The bytes at work depend on the
                     # microbatches, too, so that a choice that seems too large may just do.
-                    holds = _held(each, plan.price.in_flight[number])
+                    holds = plan.price.in_flight[number] * each.saved_bytes + each.working_bytes
                     enough = np.flatnonzero(holds[row + 1 :] <= holds[row] - (held - limit))
                     rows[number] = row + 1 + int(enough[0]) if len(enough) else max(row + 1, len(each) - 1)
             if any(row == len(each) for row, each in zip(rows, choices, strict=True)):
                 return None
-
-    def leanest(self, stages: Sequence[Candidate]) -> Evaluation:
-        """Return the priced plan with stages that recompute so that they need least."""
-        stages_and_counts = zip(stages, priced(self._problem, stages).price.in_flight, strict=True)
-        recomputing = []
-        for stage, in_flight in stages_and_counts:
-            choices = self._recomputation.choices(stage.layers)
-            recomputing.append(_with(stage, choices.groups(int(np.argmin(_held(choices, in_flight))))))
-        return priced(self._problem, recomputing)
-
-
-def _held(choices: Choices, in_flight: int) -> Floats:
-    return np.asarray(in_flight * choices.saved_bytes + choices.working_bytes)
-
-
-def _with(stage: Candidate, groups: Groups) -> Candidate:
-    return replace(stage, options=replace(stage.options, recompute=groups))

@@ -1,11 +1,11 @@
-"""Local search from the best plans, by simulation where plans are not too large: what waits less is often near.
+"""Choose the fastest plan by simulation: alternatives to the best one by the cost model, then local search.
 
-The searches minimise busy time, and only what they propose is simulated. A plan with a cut a block further on, or with
-a replica elsewhere, may be busier by a little and wait less by more. No change of one thing leads from nine replicas to
-a short pipeline, so the search begins at the fastest plan, and at the fastest of each of a few other numbers of stages.
+Under asynchronous schedules the alternatives are the kinds of plans of `planner.solver.search.restricted`, found for
+links that are all alike. Under synchronous schedules they are the plans that the search meets on its way to the best.
 
-Where GPUs are of several kinds, the search changes how many replicas each stage has, and `allotted` says which GPUs
-they are.
+No change of one thing leads from nine replicas to a short pipeline, so local search begins at the fastest plan, and at
+the fastest of each of a few other numbers of stages. Where GPUs are of several kinds, it changes how many replicas each
+stage has, and `allotted` says which GPUs they are.
 """
 
 from __future__ import annotations
@@ -17,14 +17,124 @@ from itertools import chain, islice, permutations, product
 import numpy as np
 
 from planner.cost.candidate import Candidate
+from planner.cost.weight_copies import counted_with_copies
 from planner.solver.choose.first_plans import Leaner
-from planner.solver.evaluate.evaluation import SETTLED, in_every_order, priced, priced_path, simulated
+from planner.solver.evaluate.evaluation import SETTLED, fastest, in_every_order, priced, priced_path, simulated
+from planner.solver.evaluate.pipelines import MOST_WORKERS
+from planner.solver.problem.budget import LATER, OutOfTimeError
 from planner.solver.problem.problem import Problem
-from planner.solver.problem.result import CutPath, Evaluation, Found, stages_along
-from planner.solver.problem.states import Chain
+from planner.solver.problem.result import RESOLUTION, CutPath, Evaluation, Found, stages_along
+from planner.solver.problem.states import Chain, StateSpace
+from planner.solver.search.chain.fewest import FEW_STATES
+from planner.solver.search.chain.search import Search
+from planner.solver.search.chain.synchronous import SynchronousSearch
 from planner.solver.search.chain.ways import BestWays
+from planner.solver.search.levels.levels import MOST_PLACED, PathPrices, local_search_for
 from planner.solver.search.levels.local_search import LocalSearch
+from planner.solver.search.pipeline_search import MOST_SYNCHRONOUS_STATES, PipelineSearch
+from planner.solver.search.restricted import (
+    KINDS,
+    Kind,
+    StraightSearch,
+    counts_to_try,
+    families,
+    kinds_of_plans,
+    slowed,
+    steps_below,
+)
 from planner.units import SLACK
+
+SLOWER_LINKS = (1.0, 2.0)  # factors by which links are slower in the alternatives of synchronous schedules
+# Alternatives for faster links, on clusters of several levels: the factor between them, and how many.
+FASTER, FASTER_STEPS = 2.0, 4
+SLOWED = 1.15  # how much worse than the best a plan's bound may be on a slower link, to be proposed
+
+
+def fastest_simulated(search: PipelineSearch, plans: Sequence[Evaluation], bound_s: float) -> Evaluation:
+    """Return the fastest plan by simulation: one of `plans`, the best by the cost model, or an alternative.
+
+    No plan takes less than `bound_s`: what is as fast needs no alternative.
+    """
+    problem, budget, best = search.problem, search.problem.budget, fastest(search.problem, plans)
+    if not best.simulated:
+        return best
+    if problem.schedule.asynchronous:
+        return _fastest_kind(search, best, bound_s)
+    least_s = min(plan.seconds for plan in plans)
+    if len(search.space) > MOST_SYNCHRONOUS_STATES:
+        return best
+    for slower in SLOWER_LINKS:
+        if best.seconds <= least_s * (1 + SETTLED):
+            break
+        if budget.over:
+            budget.exhausted = False
+            break
+        # Slower links make the search weigh messages more, so it meets plans with fewer of them.
+        again = SynchronousSearch(search.space, problem.synchronous(slowed(problem.link, slower)), problem.limits)
+        try:
+            again.best(max(problem.precision, RESOLUTION))
+        except OutOfTimeError:
+            break
+        best = fastest(problem, [*plans, *map(search.priced, again.found)], best)
+    return best
+
+
+def _fastest_kind(search: PipelineSearch, best: Evaluation, bound_s: float) -> Evaluation:
+    """Return the best plan so far, or the best of a kind on some number of GPUs if that is faster by simulation."""
+    problem, budget = search.problem, search.problem.budget
+    if problem.schedule.stashes:
+        # Without replicas gradients may be less late, and what is nearly as fast counts among the plans simulated.
+        most = replace(problem.limits, gpus=min(problem.limits.gpus, MOST_WORKERS))
+        straight = StraightSearch(search.space, problem.asynchronous(), most).best(best.seconds * LATER)
+        straight_plan = None if straight is None else simulated(problem, search.priced(straight), best.seconds * LATER)
+        if straight_plan is not None and straight_plan.simulated and straight_plan.saves(best):
+            best = straight_plan
+    # On several levels a plan is found for links that are all alike, and local search adapts it to the cluster's.
+    nearby = None
+    if problem.placed and problem.cluster.gpus <= MOST_PLACED:
+        nearby = local_search_for(problem, search.space, PathPrices(problem, search.space).strain)
+    # From many GPUs to few: plans on fewer GPUs wait less, until their busiest resource alone is too slow.
+    for space, (search_type, link, limits) in _kinds(search):
+        model, used = problem.asynchronous(link), limits.gpus + 1
+        # On a slower link a plan looks slower than it is, so its limit is more generous.
+        generous = SLOWED if link.bandwidth_bytes_per_s < problem.link.bandwidth_bytes_per_s else 1
+        for count in counts_to_try(limits.gpus):
+            if best.seconds <= bound_s * (1 + SETTLED):
+                return best
+            if count >= used:
+                continue  # the best plan on more GPUs left some unused
+            if budget.over:
+                budget.exhausted = False
+                return best
+            path = search_type(space, model, replace(limits, gpus=count)).best(best.seconds * generous)
+            if path is None:
+                break
+            used, proposal = path.gpus, search.priced(path)
+            if nearby is not None and proposal.seconds >= best.seconds and (adapted := nearby.from_(path)) is not None:
+                proposal = search.priced(adapted)
+            best = fastest(problem, [proposal], best)
+    return best
+
+
+def _kinds(search: PipelineSearch) -> Iterator[tuple[StateSpace, Kind]]:
+    problem, space = search.problem, search.space
+    everything = problem.layer_costs.footprint(problem.layer_costs.single_stage)
+    link_unit = (int(everything.weight_bytes + everything.saved_bytes) or 1) / float(space.compute_s[-1])
+    # The search over the profile itself does not know what the copies of a shared weight cost a stage, as the
+    # simulation does: here are the cuts at which every copy costs that, if there are any.
+    counted = counted_with_copies(problem.layer_costs.profile) if isinstance(space, Chain) else None
+    # Over many states all searches choose between the whole of a stage and nothing, so the families are alike.
+    for limits in families(problem.limits)[-1 if len(space) > FEW_STATES else 0 :]:
+        kinds = [*kinds_of_plans(problem.link, limits, link_unit)]
+        if problem.placed:  # some messages cross faster links than the slowest
+            own, most = problem.link.bandwidth_bytes_per_s, replace(limits, gpus=min(limits.gpus, MOST_WORKERS))
+            faster = steps_below(own * FASTER**FASTER_STEPS, link_unit, FASTER, FASTER_STEPS)
+            kinds += [(Search, slowed(problem.link, own / bandwidth), most) for bandwidth in faster]
+        if counted is not None:
+            copies = Chain(problem.with_profile(counted).layer_costs)
+            yield from ((copies, kind) for kind in kinds[: len(KINDS)])
+        yield from ((space, kind) for kind in kinds)
+
 
 MOST_ALLOTMENTS = 24  # ways to share out the GPUs that are priced for one plan
 STARTS = 4  # of the search, each at another number of stages
@@ -38,11 +148,8 @@ MOST_INSTRUCTIONS = 2**16  # of the simulations from each start: a part of a sec
 def improved(problem: Problem, found: Found, others: Sequence[Evaluation] = ()) -> Found:
     """Return the answer with the fastest plan that single changes lead to, one after the other.
 
-    Args:
-        problem: whose budget is spent.
-        found: the answer, with which the search begins.
-        others: plans with which it begins again, as far as the effort for one start allows. By default they are plans
-            that were simulated before, each with an effort of its own.
+    The search begins again with `others`, as far as the effort for one start allows; by default with plans that were
+    simulated before, each with an effort of its own.
     """
     best = found.best
     if best.seconds <= found.bound_s * (1 + SETTLED) or problem.budget.over:
@@ -63,8 +170,7 @@ def improved(problem: Problem, found: Found, others: Sequence[Evaluation] = ()) 
     ways = [BestWays(problem, space, deeper).options for deeper in (DEEPER if limited else (1.0,))]
     gpus, deadline = problem.cluster.gpus, budget.deadline
     local_search = LocalSearch(space, gpus, trials.seconds, ways, most, deadline, trials.least_s)
-    starts = (_path(problem, space, plan) for plan in again)
-    for start in (path, *filter(None, starts)):
+    for start in (path, *filter(None, (_path(problem, space, plan) for plan in again))):
         local_search.from_(start)
         if not others:
             local_search.allow(most)

@@ -1,45 +1,189 @@
 """Evaluate candidate plans: price them, choose their depths, and simulate them.
 
-The cost model knows how long each resource is busy, and the search is exact for it. Only the simulation of the schedule
-knows what workers wait for messages and for each other, and what links do when several messages cross them at once. A
-simulated time is never less than the cost model's. So candidates are simulated in the order of their cost-model times,
-and once the next one would be no faster even without waiting, none of the rest can be.
+Only the simulation of the schedule knows what workers wait for messages and for each other. A simulated time is never
+less than the cost model's. So candidates are simulated in the order of their cost-model times, and once the next one
+would be no faster even without waiting, none of the rest can be.
 
-A plan's workers may take a cluster's ranks in several orders. Stage by stage, the replicas of a stage are neighbours:
-its gradients cross few slow links, and its activations may cross many. Pipeline by pipeline, what exchanges activations
-is together, and gradients cross the slow links. Between the two lies every number of columns
-(`planner.cost.network.topology.column_ranks`) that divides the replicas of all stages.
+A plan's workers may take a cluster's ranks in several orders: stage by stage, pipeline by pipeline, or in any number of
+columns between (`planner.cost.network.topology.column_ranks`) that divides the replicas of all stages.
+
+Depths are how many units each stage has in flight. The published ones, d_s = ceil(sum_{t>=s} r_t / r_s) (NOAM,
+SOSP'19), keep all workers busy when messages take no time and replicas never wait for each other. Simulated with equal
+work per worker and free links, 2-1-1 takes 1.5 times and 4-3-1 2.2 times as long as its busiest worker. A few more
+minibatches in flight at the first stages cure that, at the price of as many weight versions and updates of delay. In a
+steady state without idle workers, the r_s * d_s minibatches that a stage has outstanding are those of the next stage,
+one per replica, those that wait for the round to end, and those on the wire:
+
+    r_s * d_s  >=  r_{s+1} * d_{s+1}  +  r_s  +  (r_s - 1)  +  transfers / T
+
+Simulating the streams decides among the depths that this inequality gives, those one deeper, and the published ones.
+Then, under 1f1b, each update that gradients are later has to make the pipeline `LATER` times as fast. 1f1b-flush has
+the same published depths, and waits for every message of every microbatch: there, depth costs memory alone.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+
+import numpy as np
 
 from planner.cost.candidate import Candidate
 from planner.cost.communicators import reserves_of, with_overheads
 from planner.cost.kinds import with_kinds
 from planner.cost.network.link import backward_and_reduce_s, ring_all_reduce_s
 from planner.cost.network.placement import places_matter
-from planner.cost.network.topology import column_ranks
+from planner.cost.network.topology import Topology, column_ranks
 from planner.cost.overheads import stage_memory
 from planner.formats.cluster import Level
 from planner.options.solving import UNLIMITED
+from planner.schedule.schedule import warm_up_depths
 from planner.simulator.pipeline_costs import PipelineCosts
-from planner.solver.evaluate.depth import (
-    FAR,
-    Depths,
-    PipelineTimes,
-    choose_depths,
-    hiding_depths,
-    price_depths,
-)
 from planner.solver.evaluate.pipelines import pipeline_for, too_large
+from planner.solver.problem.budget import LATER, Budget
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import RESOLUTION, CutPath, Evaluation, stages_along
 from planner.solver.problem.states import StateSpace
 from planner.units import SLACK
+
+Depths = tuple[int, ...]
+
+TOLERANCE = 0.01  # a plan this close to the bound counts as optimal: timings are no better
+HOPELESS = 1.25  # ratio of times that deepening beyond the inequality above does not gain
+FAR = 1.5  # likewise under synchronous schedules
+NEAR = 1.1  # ratio of times that less depth does not gain
+RESERVED = 0.5  # share of the budget that is kept for other pipelines than the one that is being deepened
+
+
+@dataclass(frozen=True)
+class PipelineTimes:
+    """What the choice of depths depends on."""
+
+    pipeline: PipelineCosts  # at any depths
+    busiest_s: float  # busy seconds per unit of the busiest resource: no depth is faster
+    deepest: Depths  # per stage, the most units in flight that memory and schedule allow
+    budget: Budget = field(default_factory=Budget.unlimited)
+
+
+@dataclass(frozen=True)
+class DepthChoice:
+    """Depths per stage, and the simulated seconds per unit."""
+
+    depths: Depths
+    seconds_per_unit: float
+
+
+def hiding_depths(pipeline: PipelineCosts, published: Depths, unit_s: float) -> Depths:
+    """Return depths at which the stages before a boundary compute while a microbatch's messages cross it, both ways.
+
+    Forwards and backwards take turns, so each boundary of a synchronous pipeline needs whole microbatches more. The
+    busiest resource takes `unit_s` per microbatch.
+    """
+    if unit_s <= 0:
+        return published
+    crossing_s, more, depths = _crossing_s(pipeline), 0, list(published)
+    for stage in reversed(range(len(depths) - 1)):
+        more += math.ceil(crossing_s[stage] / unit_s)
+        depths[stage] += math.ceil(more / len(pipeline.shape.ranks[stage]))
+    return tuple(depths)
+
+
+def _crossing_s(pipeline: PipelineCosts) -> list[float]:
+    """Return the mean seconds of a unit's messages, both ways, over the boundary behind each stage."""
+    topology, found = Topology(pipeline.cluster), [0.0] * len(pipeline.shape.ranks)
+    for (source, target), sizes in pipeline.transfer_bytes.items():
+        ranks, others = pipeline.shape.ranks[source], pipeline.shape.ranks[target]
+        many = math.lcm(len(ranks), len(others))  # minibatch b is on replica b mod r of each stage
+        levels = topology.level(np.resize(ranks, many), np.resize(others, many))
+        # A message takes its latency even if it is small, but no message is sent for no bytes.
+        seconds = sum(size / topology.path_bytes_per_s[levels] + topology.latency_s[levels] for size in sizes if size)
+        for stage in range(source, target):
+            found[stage] += float(np.mean(seconds))
+    return found
+
+
+def price_depths(
+    times: PipelineTimes, depths: Depths, *, needed: bool = False, hopeless_s: float = math.inf
+) -> DepthChoice | None:
+    """Simulate given depths, or return None if the budget does not allow it.
+
+    `needed`, `hopeless_s`, here per unit: see `Budget.steady_s`.
+    """
+    shape = replace(times.pipeline.shape, depths=depths)
+    hopeless_s *= shape.microbatches
+    minibatch_s = times.budget.steady_s(replace(times.pipeline, shape=shape), needed=needed, hopeless_s=hopeless_s)
+    if minibatch_s is None:
+        return None
+    # A pipeline that does not repeat itself within the run can seem a little faster than its busiest resource allows.
+    return DepthChoice(depths, max(times.busiest_s, minibatch_s / shape.microbatches))
+
+
+def choose_depths(times: PipelineTimes, below_s: float = math.inf) -> DepthChoice | None:
+    """Choose the published depths, or deeper ones: those of least time, as far as each update of lateness earns it.
+
+    Of a pipeline that is `HOPELESS` from the seconds per unit that it has to reach, no other depths are tried. Return
+    None if the budget does not even allow to simulate the published depths.
+    """
+    published, counted = warm_up_depths(times.pipeline.shape.replicas), _counted_depths(times)
+    # The inequality is usually enough, and what is far from `below_s` with it needs no other simulation.
+    begin = published if math.isinf(below_s) else counted
+    best = price_depths(times, begin, needed=math.isinf(below_s), hopeless_s=below_s * HOPELESS)
+    if best is None or best.seconds_per_unit > below_s * HOPELESS:
+        return best
+    tried = {begin}
+    # One pipeline with many depths to try must not use up what other candidates need.
+    reserved = times.budget.left * RESERVED
+    deeper = [tuple(map(min, (*(depth + more for depth in counted[:-1]), 1), times.deepest)) for more in (1, 2)]
+    for depths in (counted, _counted_depths(times, more=1), *deeper, published):
+        if best.seconds_per_unit <= times.busiest_s * (1 + SLACK):
+            break  # no depth is faster
+        if depths in tried or (depths == published and best.seconds_per_unit > below_s * NEAR):
+            continue
+        if times.budget.left < reserved:
+            times.budget.exhausted = False
+            break
+        tried.add(depths)
+        if (choice := price_depths(times, depths)) is None:
+            continue
+        # Equals within rounding go to the one with fewer units in flight.
+        alike = abs(choice.seconds_per_unit - best.seconds_per_unit) <= SLACK * best.seconds_per_unit
+        if sum(depths) < sum(best.depths) if alike else choice.seconds_per_unit < best.seconds_per_unit:
+            best = choice
+    return best if best.seconds_per_unit > below_s else _earned(times, published, best)
+
+
+def _earned(times: PipelineTimes, published: Depths, fastest: DepthChoice) -> DepthChoice:
+    """Return the depths between the published and the fastest ones whose lateness is earned by their speed."""
+
+    def counted_s(seconds: float, depths: Depths) -> float:
+        return seconds * float(LATER ** times.pipeline.shape.schedule.staleness(max(depths)))
+
+    best, least_s = fastest, counted_s(fastest.seconds_per_unit, fastest.depths)
+    for most in range(max(published), max(fastest.depths)):
+        depths = tuple(max(least, min(depth, most)) for least, depth in zip(published, fastest.depths, strict=True))
+        if best is not fastest and least_s <= counted_s(fastest.seconds_per_unit, depths) * (1 + SLACK):
+            break  # these and all that are deeper count more even if they are the fastest
+        # Of those that count alike the first is the shallowest.
+        enough_s = least_s * (1 + SLACK if best is fastest else 1 - SLACK)
+        choice = price_depths(times, depths)
+        if choice is not None and (seconds := counted_s(choice.seconds_per_unit, depths)) <= enough_s:
+            best, least_s = choice, seconds
+    return best
+
+
+def _counted_depths(times: PipelineTimes, more: int = 0) -> Depths:
+    """Solve the inequality at the top of this file from the last stage to the first; `more` for all but the last."""
+    replicas, crossing_s = times.pipeline.shape.replicas, _crossing_s(times.pipeline)
+    published, depths = warm_up_depths(replicas), [1]
+    outstanding = 2.0 * replicas[-1] - 1
+    for stage in reversed(range(len(replicas) - 1)):
+        own_s, wire_s = times.pipeline.stages[stage].compute_s, crossing_s[stage]
+        outstanding += min(own_s / times.busiest_s, replicas[stage]) + replicas[stage] - 1 + wire_s / times.busiest_s
+        depth = math.ceil(outstanding / replicas[stage] * (1 - TOLERANCE))
+        depths.append(max(depth, published[stage]) + more)
+        outstanding = float(depths[-1] * replicas[stage])
+    return tuple(map(min, reversed(depths), times.deepest))
 
 
 def priced(problem: Problem, stages: Sequence[Candidate]) -> Evaluation:
@@ -58,9 +202,8 @@ def priced_path(problem: Problem, space: StateSpace, path: CutPath) -> Evaluatio
             latency_s=link.latency_s,
             all_reduce_bandwidth_bytes_per_s=link.all_reduce_bandwidth_bytes_per_s,
         )
-        problem = problem.with_cluster(
-            problem.cluster.model_copy(update={"levels": (level,), "memory_bytes": None, "kinds": ()})
-        )
+        larger = {"levels": (level,), "memory_bytes": None, "kinds": ()}
+        problem = problem.with_cluster(problem.cluster.model_copy(update=larger))
     return priced(problem, stages_along(space, path))
 
 
@@ -74,24 +217,30 @@ def evaluate(problem: Problem, stages: Sequence[Candidate]) -> Evaluation:
 
 
 def simulated(problem: Problem, candidate: Evaluation, below_s: float = math.inf) -> Evaluation:
-    """Simulate a priced candidate, at the depths that this chooses where the schedule allows deeper ones.
+    """Simulate a candidate that is priced at the published depths, and choose deeper ones where they help.
 
     Args:
         problem: whose budget is spent.
-        candidate: priced by the cost model, at the published depths.
+        candidate: returned as it is if it is too large, or if the budget is spent before the simulation ends.
         below_s: it only matters whether the plan is this fast: a plan that is far from it is not deepened. Where
             infinite, a time is needed, and only the deadline ends the simulation.
-
-    Returns:
-        The candidate as it is if it is too large to simulate, or if the budget is spent before the simulation ends.
     """
     if too_large(problem, candidate.stages):
         return candidate
     choose = _at_chosen_depths if problem.schedule.asynchronous else _hiding_messages
     if (choice := choose(problem, candidate, below_s)) is None:
         return candidate
-    evaluation = _at(problem, candidate, *choice)
-    problem.budget.progress.meet(candidate.config, evaluation.seconds)
+    depths, seconds = choice
+    price, layer_costs, microbatches = candidate.price.simulated(seconds), problem.layer_costs, problem.microbatches
+    if depths is not None:
+        memory = tuple(
+            stage_memory(layer_costs.footprint(stage).divided(microbatches), depth, problem.schedule.versions(depth))
+            for stage, depth in zip(candidate.stages, depths, strict=True)
+        )
+        memory = with_overheads(layer_costs, candidate.stages, memory, price.workers)
+        price = replace(price, in_flight=depths, memory=memory)
+    evaluation = replace(candidate, price=price)
+    problem.budget.progress.meet(candidate.config, seconds)
     problem.budget.count += 1
     problem.budget.seen[candidate.stages] = evaluation
     return evaluation
@@ -100,8 +249,7 @@ def simulated(problem: Problem, candidate: Evaluation, below_s: float = math.inf
 def in_every_order(problem: Problem, plans: Iterable[Evaluation]) -> list[Evaluation]:
     """Return the plans, each in the orders of its workers that differ in price, by increasing price.
 
-    Of equal prices, stage by stage comes first, then fewer columns. Only clusters of several levels tell orders apart,
-    and the published cost models know no places.
+    Only clusters of several levels tell orders apart, and the published cost models know no places.
     """
     found: list[Evaluation] = []
     several = places_matter(problem.cluster) and problem.simulates
@@ -139,14 +287,16 @@ def _replicas(plan: Evaluation) -> list[int]:
     return [replicas[worker] for worker in sorted(replicas)]
 
 
-# Stages up to which a pipeline is deepened where memory does not allow all of them what hides their messages. Of longer
-# ones, none got faster, and many took twice as long, because the stages cut off keep the others waiting.
+# Stages up to which a pipeline is deepened where memory does not allow all of them what hides their messages: the
+# stages that are cut off keep the others waiting, so that many longer ones took twice as long.
 SHORT = 8
 SETTLED = 1e-3  # a plan this close to the lower bound needs no alternative
 
 
 def fastest(problem: Problem, candidates: Iterable[Evaluation], best: Evaluation | None = None) -> Evaluation:
     """Simulate priced candidates in every order of their workers, the most promising first, and return the fastest.
+
+    The published cost models' prices stand as they are.
 
     Args:
         problem: whose budget is spent.
@@ -156,6 +306,8 @@ def fastest(problem: Problem, candidates: Iterable[Evaluation], best: Evaluation
     budget = problem.budget
     ordered = in_every_order(problem, candidates)
     least_s = ordered[0].seconds
+    if not problem.simulates:
+        return ordered[0]
     for candidate in ordered:
         if best is None:
             best = simulated(problem, candidate)
@@ -176,8 +328,7 @@ def fastest(problem: Problem, candidates: Iterable[Evaluation], best: Evaluation
     return best
 
 
-# Depths, or None where the schedule fixes them, and simulated seconds per minibatch.
-_Choice = tuple[Depths | None, float]
+_Choice = tuple[Depths | None, float]  # None where the schedule fixes the depths; simulated seconds per minibatch
 
 
 def _at_chosen_depths(problem: Problem, candidate: Evaluation, below_s: float) -> _Choice | None:
@@ -212,11 +363,7 @@ def _hiding_messages(problem: Problem, candidate: Evaluation, below_s: float) ->
 
 
 def _busiest_s(problem: Problem, candidate: Evaluation, pipeline: PipelineCosts) -> float:
-    """Return the busy seconds per minibatch of the busiest resource.
-
-    The cost model does not know a stage's buckets. It takes a sixth of an all-reduce to follow the backward, and the
-    last bucket may be less.
-    """
+    """Return the busy seconds per minibatch of the busiest resource, with the buckets that the cost model ignores."""
     bottleneck = candidate.price.bottleneck
     costs, replicas = pipeline.stages[bottleneck.stage], candidate.stages[bottleneck.stage].replicas
     if bottleneck.resource != "compute" or not costs.ready_s:
@@ -229,25 +376,8 @@ def _busiest_s(problem: Problem, candidate: Evaluation, pipeline: PipelineCosts)
     return bottleneck.busy_s - (less_s if problem.schedule.divides else less_s / replicas)
 
 
-def _at(problem: Problem, candidate: Evaluation, depths: Depths | None, seconds: float) -> Evaluation:
-    """Return the candidate with simulated seconds, and with the memory of these depths where they are chosen."""
-    price, schedule = candidate.price.simulated(seconds), problem.schedule
-    if depths is not None:
-        footprint, microbatches = problem.layer_costs.footprint, problem.microbatches
-        memory = tuple(
-            stage_memory(footprint(stage).divided(microbatches), depth, schedule.versions(depth))
-            for stage, depth in zip(candidate.stages, depths, strict=True)
-        )
-        memory = with_overheads(problem.layer_costs, candidate.stages, memory, price.workers)
-        price = replace(price, in_flight=depths, memory=memory)
-    return replace(candidate, price=price)
-
-
 def _deepest(problem: Problem, candidate: Evaluation) -> Depths:
-    """Return, for each stage, the most units in flight that memory, weight versions and minibatch allow.
-
-    The published depths are always allowed.
-    """
+    """Return the most units in flight of each stage that are allowed; the published ones always are."""
     schedule, microbatches, deepest = problem.schedule, problem.microbatches, []
     reserves = reserves_of(problem.layer_costs, candidate.stages)
     for stage, published, reserve in zip(candidate.stages, candidate.price.in_flight, reserves, strict=True):

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-
-import numpy as np
 
 from planner.cost.candidate import Candidate
 from planner.cost.layer_costs import LayerCosts, messages
-from planner.cost.network.topology import Topology
 from planner.cost.weight_copies import buckets_in, copied_in, shared_in
 from planner.formats.plan_parts import Shared, Transfer
 from planner.plan.shape import trainable_pairs
@@ -24,7 +20,7 @@ MOST_COMPUTATIONS = 2**12  # forwards of a minibatch on all workers, likewise
 
 
 def too_large(problem: Problem, stages: Sequence[Candidate]) -> bool:
-    """Return whether simulating these stages takes longer than a search should; the cost model's time counts then."""
+    """Return whether simulating these stages takes longer than a search should."""
     workers, microbatches = sum(stage.replicas for stage in stages), problem.microbatches
     if problem.schedule.asynchronous:
         return workers > MOST_WORKERS or workers * microbatches > MOST_COMPUTATIONS
@@ -32,10 +28,7 @@ def too_large(problem: Problem, stages: Sequence[Candidate]) -> bool:
 
 
 def pipeline_for(problem: Problem, candidate: Evaluation) -> PipelineCosts:
-    """Return the pipeline of a candidate, with as many units in flight as its price says.
-
-    It equals what `planner.simulator.simulate_plan.costs_of` makes of the candidate's plan.
-    """
+    """Return what `planner.simulator.simulate_plan.costs_of` makes of the candidate's plan."""
     layer_costs, stages = problem.layer_costs, candidate.stages
     moved, shared = transfers(layer_costs, stages), shared_between(layer_costs, stages)
     shape = PipelineShape(
@@ -99,21 +92,3 @@ def shared_between(layer_costs: LayerCosts, stages: Sequence[Candidate]) -> tupl
         )
         for ends, weights in sorted(found.items())
     )
-
-
-def wires_s(pipeline: PipelineCosts) -> dict[tuple[int, int], float]:
-    """Return the mean seconds of a unit's messages between two stages, both ways, over their pairs of replicas."""
-    topology, found = Topology(pipeline.cluster), {}
-    for (source, target), sizes in pipeline.transfer_bytes.items():
-        pairs = _pairs(pipeline.shape.ranks[source], pipeline.shape.ranks[target])
-        # A message takes its latency even if it is small, but no message is sent for no bytes.
-        levels = topology.level(pairs[:, 0], pairs[:, 1])
-        seconds = sum(size / topology.path_bytes_per_s[levels] + topology.latency_s[levels] for size in sizes if size)
-        found[source, target] = float(np.mean(seconds))
-    return found
-
-
-def _pairs(ranks: Sequence[int], others: Sequence[int]) -> np.typing.NDArray[np.int64]:
-    """Return the ranks of two stages that exchange messages: minibatch b is on replica b mod r of each stage."""
-    many = math.lcm(len(ranks), len(others))
-    return np.array([[ranks[b % len(ranks)], others[b % len(others)]] for b in range(many)])

@@ -1,9 +1,4 @@
-"""Bounds of the cost models of asynchronous pipelines, and the bound of perfect balance.
-
-Beside the price of a stage, a search needs its inverse: how many replicas meet a target time. Each cost model has a
-class for it here, which `bounds_for` finds by the name and the schedule's formula. `balanced_s` is what no plan beats,
-whatever its cuts.
-"""
+"""The inverse of each asynchronous cost model, how many replicas meet a target time; the bound of perfect balance."""
 
 from __future__ import annotations
 
@@ -19,15 +14,12 @@ from planner.cost.models.cost_model import StageModel, ending_s, transfer_s
 from planner.cost.models.published import PaperModel, PipedreamModel
 from planner.cost.network.link import BUCKETS, Link, link_of
 from planner.cost.setting import Setting
-from planner.cost.work import IMPOSSIBLE, Floats, Footprint, Integers, Work, fewest_to_hold
-from planner.formats.cluster import Cluster
+from planner.cost.work import IMPOSSIBLE, Floats, Footprint, Integers, Work
 from planner.formats.names import CostModelName
 from planner.formats.profile import KIND_COLUMNS, Profile
 from planner.schedule.one_stage import ONE_F_ONE_B, TWO_BW
 from planner.schedule.schedule import Schedule
 from planner.units import SLACK
-
-Least = Callable[[Work], Work]
 
 
 class Bounds(StageModel):
@@ -38,7 +30,6 @@ class Bounds(StageModel):
     most_replicas = IMPOSSIBLE  # of a stage
     prices_shards = False  # whether it knows stages whose replicas divide the optimizer's state
     more_is_faster = False  # whether from two replicas on more never make a stage slower
-    counts_gpus_after = False  # whether a stage's replicas depend on how many GPUs follow it, memory apart
 
     def may_have(self, replicas: Integers) -> NDArray[np.bool_]:
         """Return whether stages may have so many replicas."""
@@ -72,12 +63,6 @@ class Bounds(StageModel):
         """Return the versions of its weights that a stage holds with so many microbatches in flight."""
         return self.schedule.versions(in_flight)
 
-    def fewest_for_memory(self, footprint: Footprint, gpus_after: ArrayLike, memory_bytes: float | None) -> ArrayLike:
-        """Return the fewest replicas with which a stage fits the memory; `IMPOSSIBLE` if there are none."""
-        if memory_bytes is None:
-            return 1
-        return fewest_to_hold(self.most_in_flight(footprint, memory_bytes), gpus_after)
-
     def held_bytes(self, footprint: Footprint, in_flight: Integers) -> Floats:
         """Return the peak bytes of stages with so many microbatches in flight."""
         return footprint.divided(self.microbatches).total_bytes(in_flight, self.versions(in_flight))
@@ -90,10 +75,8 @@ class Bounds(StageModel):
     def fewest_replicas(self, work: Work, target_s: float, at_least: ArrayLike = 1, after: ArrayLike = 0) -> Integers:
         """Return the fewest replicas >= `at_least` with which each stage meets the target; else `IMPOSSIBLE`.
 
-        The GPUs `after` a stage matter under 2bw only.
-
-        A closed form proposes, and the cost model itself decides, so that the answer is exact to the last bit. One
-        replica is a special case, because the all-reduce begins with the second.
+        The GPUs `after` a stage matter under 2bw only. A closed form proposes, and the cost model itself decides, so
+        that the answer is exact to the last bit. The all-reduce begins with the second replica.
         """
         floor = np.minimum(np.asarray(at_least, dtype=np.float64), IMPOSSIBLE)
         answer = np.full(np.broadcast_shapes(work.compute_s.shape, floor.shape), float(IMPOSSIBLE))
@@ -139,7 +122,7 @@ def larger_root(a: ArrayLike, b: Floats, c: Floats) -> Floats:
 
 
 class AsynchronousBounds(AsynchronousModel, Bounds):
-    """See `AsynchronousModel` for the formulas."""
+    """The inverse of `AsynchronousModel`."""
 
     prices_shards = True
 
@@ -170,7 +153,7 @@ class AsynchronousBounds(AsynchronousModel, Bounds):
         return [simple, both] if latency > 0 else [both]  # without latency more replicas never hurt
 
     def additive_s(self, work: Work, replicas: int) -> list[Floats]:
-        """Return the processor's seconds without latency and messages: with Bw and the last part of AR, and with AR."""
+        # The processor's, without latency and messages: with Bw and the last part of AR, and with AR.
         ring_s = 2 * (replicas - 1) / replicas * work.trainable_bytes / self.link.ring_bytes_per_s
         part = 1 / BUCKETS if self.link.overlap else 1.0
         base_s = work.forward_s + work.recompute_s + work.update_s
@@ -180,7 +163,7 @@ class AsynchronousBounds(AsynchronousModel, Bounds):
         return sums
 
     def fewest_around_cut(self, output_bytes: Floats, gradient_bytes: Floats, target_s: float) -> tuple[Floats, Floats]:
-        """Return the fewest GPUs that have time to send all values over the cut, and to receive them."""
+        # They have time to send all values over the cut, and to receive them.
         each_s = target_s / self.microbatches
         busier = np.maximum(output_bytes, gradient_bytes) / (self.link.bandwidth_bytes_per_s * each_s)
         fewest = np.ceil(busier * (1 - SLACK))
@@ -188,10 +171,9 @@ class AsynchronousBounds(AsynchronousModel, Bounds):
 
 
 class DoubleBufferedBounds(DoubleBufferedModel, AsynchronousBounds):
-    """See `DoubleBufferedModel` for the formulas. More replicas than microbatches would idle."""
+    """The inverse of `DoubleBufferedModel`. More replicas than microbatches would idle."""
 
     schedule = TWO_BW
-    counts_gpus_after = True
 
     def __init__(self, link: Link, microbatches: int) -> None:
         super().__init__(link, microbatches)
@@ -199,18 +181,15 @@ class DoubleBufferedBounds(DoubleBufferedModel, AsynchronousBounds):
         self.more_is_faster = False  # with one more, the busiest may have as many microbatches
 
     def least_s(self, work: Work) -> Floats:
-        """Return m·(F + R + Bw) + U: r replicas with n >= m / r microbatches each take at least the r-th part.
-
-        The all-reduce only adds to that. A does not count: no replica accumulates if each runs one microbatch.
-        """
+        # m·(F + R + Bw) + U: r replicas with n >= m / r microbatches each take at least the r-th part. The all-reduce
+        # only adds to that. A does not count: no replica accumulates if each runs one microbatch.
         return self.microbatches * (work.compute_s - work.update_s) + work.update_s
 
     def fewest_replicas(self, work: Work, target_s: float, at_least: ArrayLike = 1, after: ArrayLike = 0) -> Integers:
-        """Return the fewest replicas >= `at_least` that meet the target with `after` GPUs behind; else `IMPOSSIBLE`.
+        """Return the least fixed point of a monotone map, iterated from below.
 
         The seconds that r replicas spend once per minibatch grow with r. So they are a lower bound for more replicas,
-        which limits the microbatches that each has time for, and thereby gives a lower bound of the replicas. Iterated
-        from below, this ends at the fewest replicas that meet it: the least fixed point of a monotone map.
+        which limits the microbatches that each has time for, and thereby gives a lower bound of the replicas.
         """
         most, behind = self.microbatches, np.asarray(after, dtype=np.int64)
         shape = np.broadcast_shapes(work.compute_s.shape, np.shape(at_least), behind.shape)
@@ -240,7 +219,7 @@ class DoubleBufferedBounds(DoubleBufferedModel, AsynchronousBounds):
         return (after <= self.microbatches) & (-(-after // replicas) <= self.microbatches // replicas)
 
     def additive_s(self, work: Work, replicas: int) -> list[Floats]:
-        """Return r times the processor's seconds per minibatch, without latency and messages."""
+        # r times the processor's seconds per minibatch, without latency and messages.
         share, r = -(-self.microbatches // replicas), float(replicas)
         ring_s = self._ring_s(work, np.float64(r))
         part = 1 / BUCKETS if self.link.overlap else 1.0
@@ -261,7 +240,7 @@ class DoubleBufferedBounds(DoubleBufferedModel, AsynchronousBounds):
 
 
 class PipedreamBounds(PipedreamModel, Bounds):
-    """See `PipedreamModel` for the formulas."""
+    """The inverse of `PipedreamModel`."""
 
     def _lower_bounds(self, work: Work, target_s: float) -> list[Floats]:
         bandwidth = self.link.bandwidth_bytes_per_s
@@ -271,68 +250,62 @@ class PipedreamBounds(PipedreamModel, Bounds):
         return [np.maximum(np.maximum(stage, cuts / target_s), work.compute_s / target_s)]
 
     def additive_s(self, work: Work, replicas: int) -> list[Floats]:
-        """Return all of the stage's term."""
         bandwidth = self.link.bandwidth_bytes_per_s
         return [work.compute_s + 4 * (replicas - 1) * work.trainable_bytes / (bandwidth * replicas)]
 
     def cut_within(self, output_bytes: Floats, replicas: int, target_s: float) -> NDArray[np.bool_]:
-        """Return whether the boundary's term is within the target."""
         return 2 * output_bytes / (self.link.bandwidth_bytes_per_s * replicas) * (1 - SLACK) <= target_s
 
     def fewest_around_cut(self, output_bytes: Floats, gradient_bytes: Floats, target_s: float) -> tuple[Floats, Floats]:
-        """Return the replicas of the stage after the cut; the one before may be the first, which is not charged."""
+        # The replicas of the stage after the cut; the one before may be the first, which is not charged.
         after = np.ceil(2 * output_bytes / (self.link.bandwidth_bytes_per_s * target_s) * (1 - SLACK))
         return np.ones_like(after), after
 
 
 class PaperBounds(PaperModel, Bounds):
-    """See `PaperModel` for the formulas."""
+    """The inverse of `PaperModel`."""
 
     def _lower_bounds(self, work: Work, target_s: float) -> list[Floats]:
         # The all-reduce's share grows with r here, so the fewest replicas that compute in time are the only hope.
         return [np.asarray(work.compute_s / target_s)]
 
     def additive_s(self, work: Work, replicas: int) -> list[Floats]:
-        """Return both sides of the stage's maximum."""
         if replicas == 1:
             return [work.compute_s]
         return [work.compute_s, 2 * (replicas - 1) * work.trainable_bytes / self.link.bandwidth_bytes_per_s]
 
     def fewest_around_cut(self, output_bytes: Floats, gradient_bytes: Floats, target_s: float) -> tuple[Floats, Floats]:
-        """Return 1 GPU or `IMPOSSIBLE` after the cut: replicas do not help."""
+        # Replicas do not help.
         within = 2 * output_bytes / self.link.bandwidth_bytes_per_s <= target_s
         return np.ones_like(output_bytes), np.where(within, 1.0, float(IMPOSSIBLE))
-
-
-ASYNCHRONOUS: dict[CostModelName, type[Bounds]] = {
-    "resource": AsynchronousBounds,
-    "pipedream": PipedreamBounds,
-    "paper": PaperBounds,
-}
 
 
 def bounds_for(name: CostModelName, link: Link, schedule: Schedule = ONE_F_ONE_B, microbatches: int = 1) -> Bounds:
     """Return the bounds of a cost model for an asynchronous schedule on devices with this link."""
     if schedule.formula == "double-buffered":
         return DoubleBufferedBounds(link, microbatches)
-    return ASYNCHRONOUS[name](link)
+    models: dict[CostModelName, type[Bounds]]
+    models = {"resource": AsynchronousBounds, "pipedream": PipedreamBounds, "paper": PaperBounds}
+    return models[name](link)
 
 
-def balanced_s(layer_costs: LayerCosts, setting: Setting, least: Least = lambda work: work) -> float:
+def balanced_s(layer_costs: LayerCosts, setting: Setting, least: Callable[[Work], Work] = lambda w: w) -> float:
     """Return a time per minibatch that no plan is below: all GPUs equally busy, and no communication.
+
+    `least` turns the work of all layers, for one microbatch, into what no way to run them is below.
 
     Where GPUs are of several kinds, each has a speed relative to the slowest for the whole model. A layer then takes at
     least the least over the kinds of its time on one, times the speed: with these times T · Σ speeds is enough for all
-    layers in every plan, whichever kind runs which layer. (For any speeds: it is the dual of the linear program that
-    divides layers freely.)
-
-    Args:
-        layer_costs: of the model.
-        setting: what plans are priced for.
-        least: turns the work of all layers, for one microbatch, into what no way to run them is below.
+    layers in every plan. (For any speeds: it is the dual of the linear program that divides layers freely.)
     """
     schedule, microbatches, cluster = setting.schedule, setting.microbatches, setting.cluster
-    costs, speeds = _relaxed(layer_costs, cluster)
+    costs, speeds = layer_costs, [1.0] * cluster.gpus
+    if cluster.kinds:
+        on = [layer_costs.on_kind(kind) for kind in cluster.kinds]
+        seconds = [float(each.everything.compute_s) for each in on]
+        of_kinds = [max(seconds) / own if own > 0 else 1.0 for own in seconds]
+        speeds = [speed for kind, speed in zip(cluster.kinds, of_kinds, strict=True) for _ in range(kind.count)]
+        costs = layer_costs.with_profile(least_times(on, of_kinds))
     everything = least(costs.everything)
     gpus, total, fastest = len(speeds), sum(speeds), max(speeds)
     once_s, update_s = (everything.forward_s + everything.backward_s).item(), everything.update_s.item()
@@ -348,17 +321,6 @@ def balanced_s(layer_costs: LayerCosts, setting: Setting, least: Least = lambda 
     if not schedule.pipelined:
         return (once_s + update_s) / fastest
     return once_s * max(1 / fastest, microbatches / total) + accumulating_s
-
-
-def _relaxed(layer_costs: LayerCosts, cluster: Cluster) -> tuple[LayerCosts, list[float]]:
-    """Return the least times of layers over the kinds of devices, at speed 1, and the speed of each device."""
-    if not cluster.kinds:
-        return layer_costs, [1.0] * cluster.gpus
-    on = [layer_costs.on_kind(kind) for kind in cluster.kinds]
-    seconds = [float(each.everything.compute_s) for each in on]
-    speeds = [max(seconds) / own if own > 0 else 1.0 for own in seconds]
-    each_gpu = [speed for kind, speed in zip(cluster.kinds, speeds, strict=True) for _ in range(kind.count)]
-    return layer_costs.with_profile(least_times(on, speeds)), each_gpu
 
 
 def least_times(every: Sequence[LayerCosts], weights: Sequence[float]) -> Profile:

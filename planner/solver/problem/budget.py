@@ -1,8 +1,4 @@
-"""How long searches may take, and what they know so far, for those who wait for the answer.
-
-A deadline limits the seconds, and a number of instructions the simulations, so that the same problem has the same
-answer on every machine.
-"""
+"""How long searches may take, and what they know so far."""
 
 from __future__ import annotations
 
@@ -48,7 +44,6 @@ class Deadline:
 
     @property
     def passed(self) -> bool:
-        """Whether no time is left."""
         return self.left_s == 0.0
 
     def at_least(self, seconds: float) -> Deadline:
@@ -75,10 +70,7 @@ NO_HURRY = Deadline(None)
 
 @dataclass(frozen=True)
 class Patience:
-    """When all that one question needs must be answered, however many searches that takes, and what is told meanwhile.
-
-    The clock runs from the moment at which this is made.
-    """
+    """When all that one question needs must be answered, counted from when this is made, and what is told meanwhile."""
 
     deadline: Deadline = NO_HURRY
     progress: Progress | None = None
@@ -104,26 +96,16 @@ class Budget:
     """What one search may spend, and what it has spent.
 
     Instructions are counted rather than seconds, so that the same problem has the same answer on any machine.
-
-    Attributes:
-        deadline: when it passes, the simulation in progress ends without an answer.
-        left: instructions that may still be simulated.
-        count: candidate plans that were simulated, at one depth or several.
-        exhausted: whether every candidate was looked at; False if instructions or time ran out.
-        seen: the candidates that were simulated, and what came of it.
-        known: seconds of the pipelines that were simulated, by `PipelineCosts.key`.
-        progress: what is known so far.
-        searching: when searches end, so that some time is left to simulate what they found.
     """
 
-    deadline: Deadline = NO_HURRY
-    left: float = field(default_factory=lambda: MOST_INSTRUCTIONS)
-    count: int = 0
-    exhausted: bool = True
-    seen: dict[tuple[Candidate, ...], Evaluation] = field(default_factory=dict)
-    known: dict[Hashable, float] = field(default_factory=dict)
+    deadline: Deadline = NO_HURRY  # when it passes, the simulation in progress ends without an answer
+    left: float = field(default_factory=lambda: MOST_INSTRUCTIONS)  # instructions that may still be simulated
+    count: int = 0  # candidate plans that were simulated, at one depth or several
+    exhausted: bool = True  # whether every candidate was looked at; False if instructions or time ran out
+    seen: dict[tuple[Candidate, ...], Evaluation] = field(default_factory=dict)  # what came of those simulated
+    known: dict[Hashable, float] = field(default_factory=dict)  # seconds of those simulated, by `PipelineCosts.key`
     progress: Progress = field(default_factory=Progress)
-    searching: Deadline = field(init=False)
+    searching: Deadline = field(init=False)  # when searches end, so that some time is left to simulate what they found
 
     def __post_init__(self) -> None:
         self.searching = self.deadline.earlier(SEARCHING)
@@ -145,13 +127,8 @@ class Budget:
     def steady_s(self, pipeline: PipelineCosts, *, needed: bool = False, hopeless_s: float = math.inf) -> float | None:
         """Simulate a pipeline, and return its seconds per minibatch in the steady state; infinity for a deadlock.
 
-        Args:
-            pipeline: to simulate.
-            needed: there is no other time to report, so that only the deadline ends the simulation.
-            hopeless_s: above it a rough time does.
-
-        Returns:
-            None if the budget ends before the simulation does.
+        Where a time is `needed`, only the deadline ends the simulation. Above `hopeless_s` a rough time does. Return
+        None if the budget ends before the simulation does.
         """
         if (known_s := self.known.get(key := pipeline.key)) is not None:
             return known_s

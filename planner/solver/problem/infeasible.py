@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 
-from planner.errors import InfeasibleError, PlannerError
+from planner.errors import InfeasibleError
 from planner.formats.plan_parts import short_config
 from planner.solver.problem.budget import Deadline, OutOfTimeError
 from planner.solver.problem.problem import Problem
@@ -43,35 +43,13 @@ def against_constraints(problem: Problem) -> InfeasibleError:
     )
 
 
-def out_of_time(problem: Problem, leanest: Evaluation | None) -> PlannerError:
-    """Return the error for a time limit that passed before any plan was found.
-
-    Args:
-        problem: for which no plan was found in time.
-        leanest: of the plans that were met, the one that needs least memory.
-    """
-    message, hint = "the time limit passed before any plan was found", "give a longer `time_limit_s`, or leave it out"
-    memory_bytes, whole = problem.cluster.memory_bytes, problem.reserve.whole
-    if leanest is None or memory_bytes is None or (needed := max(leanest.price.gpu_bytes)) <= memory_bytes:
-        return PlannerError(message, hint=hint)
-    return PlannerError(
-        f"{message}: none of those tried fits {format_memory(whole(memory_bytes))}, and the one that needs least, "
-        f"{short_config(leanest.config)}, needs {format_bytes(whole(needed))}",
-        hint=f"{hint}; at most `memory_bytes={round_up(whole(needed))}` is needed, and more GPUs or another schedule "
-        "may do",
-    )
-
-
 def explain(problem: Problem, fits: Fits, others: Mapping[str, Fits]) -> InfeasibleError:
     """Return the error for a cluster whose memory no plan fits: which stage does not, and which changes would help.
 
-    Args:
-        problem: with too little memory.
-        fits: the search.
-        others: searches that allow more, by the arguments that ask for them; the first that helps is named.
+    `others` are searches that allow more, by the arguments that ask for them; the first that helps is named.
     """
     cluster, deadline, whole = problem.cluster, problem.budget.deadline, problem.reserve.whole
-    if cluster.memory_bytes is None:
+    if (memory_bytes := cluster.memory_bytes) is None:
         return against_constraints(problem)
     with suppress(OutOfTimeError):
         if fits(cluster.gpus, PLENTY) is None:
@@ -84,38 +62,31 @@ def explain(problem: Problem, fits: Fits, others: Mapping[str, Fits]) -> Infeasi
         met.append(plan)
         return max(plan.price.gpu_bytes)
 
-    _, proven = _least(enough, cluster.memory_bytes, deadline, precision=_PRECISION)
-    message = f"no plan fits {cluster.gpus} GPUs of {format_memory(whole(cluster.memory_bytes))}"
+    _, proven = _least(enough, memory_bytes, deadline, precision=_PRECISION)
+    message = f"no plan fits {cluster.gpus} GPUs of {format_memory(whole(memory_bytes))}"
     if not met:
-        return InfeasibleError(
-            message,
-            hint="the time limit passed before it was known what would: give a longer `time_limit_s`, or try more "
-            "`gpus`",
-        )
-    leanest = met[-1]
-    totals = leanest.price.gpu_bytes
+        hint = "the time limit passed before it was known what would: give a longer `time_limit_s`, or try more `gpus`"
+        return InfeasibleError(message, hint=hint)
+    totals = met[-1].price.gpu_bytes
     worst = max(range(len(totals)), key=totals.__getitem__)
-    stage, needed = leanest.stages[worst], whole(totals[worst])
+    stage, needed = met[-1].stages[worst], whole(totals[worst])
     layers = [problem.layer_costs.profile.layers[index].name for index in sorted(stage.layers)]
     names = f"layer '{layers[0]}'" if len(layers) == 1 else f"layers '{layers[0]}' to '{layers[-1]}'"
-    ways = ", sharded" * stage.options.sharded + ", recomputing its activations" * bool(stage.options.recompute)
     smallest = f"`memory_bytes={round_up(needed)}`"
     hint = f"the smallest memory that would do is {smallest}" if proven else f"{smallest} would do, if not less"
     with suppress(OutOfTimeError):
         for argument, allows in others.items():
             deadline.check()
-            if allows(cluster.gpus, cluster.memory_bytes) is not None:
+            if allows(cluster.gpus, memory_bytes) is not None:
                 hint += f"; so would {argument}"
                 break
-    memory_bytes = cluster.memory_bytes
     more, known = _least(
         lambda gpus: None if fits(gpus, memory_bytes) is None else gpus, cluster.gpus, deadline, _MOST_GPUS_FACTOR
     )
     if more is not None and known:
         hint += f"; so would `gpus={more}`"
     return InfeasibleError(
-        f"{message}: in the plan that needs least{'' if proven else ' of those found in time'}, "
-        f"{short_config(leanest.config)}, stage {worst} ({names}){ways}{',' if ways else ''} needs "
+        f"{message}: in the plan that needs least, {short_config(met[-1].config)}, stage {worst} ({names}) needs "
         f"{format_bytes(needed)}, {format_bytes(needed - whole(memory_bytes))} too many",
         hint=hint,
     )
@@ -126,25 +97,18 @@ def _least(
 ) -> tuple[int | None, bool]:
     """Return the least number above `low` that is enough, and whether that is proven or the deadline passed before.
 
-    Args:
-        enough: returns for a number that is enough the same or a smaller one that is, and None for others.
-        low: is not enough.
-        deadline: when to stop.
-        most: times `low` up to which numbers are tried.
-        precision: of the answer, relative.
+    `enough` returns for a number that is enough the same or a smaller one that is, and None for others. Numbers up to
+    `most` times `low`, which is not enough, are tried, with this relative precision.
     """
     high, limit = None, most * low
     with suppress(OutOfTimeError):
         # Double until something is enough, then bisect.
         while high is None or high - low > max(1, high * precision):
-            trial = 2 * low if high is None else (low + high) // 2
-            if trial > limit:
+            if (trial := 2 * low if high is None else (low + high) // 2) > limit:
                 break
             deadline.check()
-            if (found := enough(trial)) is None:
-                low = trial
-            else:
-                high = found
+            found = enough(trial)
+            low, high = (trial, high) if found is None else (low, found)
         return high, True
     return high, False
 

@@ -1,9 +1,6 @@
 """The problem that the solver solves, as one record that every search takes.
 
 `Limits` say what a plan may use, and `Numbering` how many stages it may have and which number has the stage of a layer.
-A walk along the cuts does not know how many stages came before. Where a limit binds, the number of a stage becomes part
-of the walk's states: K numbers make it K times as long. Where the best plan without the limit keeps it, as it usually
-does, that plan is the answer, and nothing takes longer.
 """
 
 from __future__ import annotations
@@ -40,15 +37,10 @@ from planner.solver.problem.states import StateSpace, is_linear, uncut_groups
 
 @dataclass(frozen=True)
 class Numbering:
-    """The numbers that stages may have, from 0.
-
-    Attributes:
-        most_stages: of a plan; None without a limit.
-        pins: layers, by position, and the number of the stage that must have them.
-    """
+    """The numbers that stages may have, from 0."""
 
     most_stages: int | None = None
-    pins: tuple[tuple[int, int], ...] = ()
+    pins: tuple[tuple[int, int], ...] = ()  # layers, by position, and the number of the stage that must have them
 
     def allows(self, stages: Iterable[Collection[int]]) -> bool:
         """Return whether a plan of these stages, each given by its layers, keeps the limits."""
@@ -60,14 +52,6 @@ class Numbering:
     def allows_path(self, space: StateSpace, states: Sequence[int]) -> bool:
         """Return whether a path over a space keeps the limits."""
         return self == Numbering() or self.allows(space.layers(*ends) for ends in pairwise(states))
-
-    def allows_stage(self, space: StateSpace, number: int, state: int, other: int) -> bool:
-        """Return whether the stage between two states of a space may have the number."""
-        last = other == len(space) - 1
-        if self.most_stages is not None and number + 1 + (not last) > self.most_stages:
-            return False
-        inside = [pin for layer, pin in self.pins if space.holds(layer)[other] and not space.holds(layer)[state]]
-        return all(pin == number for pin in inside)
 
     def most(self, space: StateSpace, gpus: int) -> int:
         """Return how many stages a plan over the space has at most."""
@@ -89,33 +73,20 @@ class Numbering:
 
 @dataclass(frozen=True)
 class Limits:
-    """What the plans of one search may use, and when the search ends.
-
-    Attributes:
-        gpus: how many there are.
-        memory_bytes: of each GPU; None without a limit.
-        rules: what stages may be like.
-        deadline: when it passes, the best plan so far is the answer.
-        numbering: how many stages there may be, and which numbers they may have.
-        deepest: the most units in flight that a stage may have, for its gradients' sake.
-        most_sharded: replicas of a sharded stage, none of which may idle.
-        most_replicas: of any stage.
-        whole_stages: whether stages that may choose recompute all of their layers at once, or none.
-    """
+    """What the plans of one search may use, and when the search ends."""
 
     gpus: int
-    memory_bytes: int | None = None
+    memory_bytes: int | None = None  # of each GPU
     rules: StageRules = field(default_factory=StageRules)
-    deadline: Deadline = NO_HURRY
+    deadline: Deadline = NO_HURRY  # when it passes, the best plan so far is the answer
     numbering: Numbering = field(default_factory=Numbering)
-    deepest: int = UNLIMITED
-    most_sharded: int = UNLIMITED
+    deepest: int = UNLIMITED  # the most units in flight that a stage may have, for its gradients' sake
+    most_sharded: int = UNLIMITED  # replicas of a sharded stage, none of which may idle
     most_replicas: int = UNLIMITED
-    whole_stages: bool = False
+    whole_stages: bool = False  # whether stages that may choose recompute all of their layers at once, or none
 
     @property
     def recompute(self) -> RecomputeRule:
-        """Which layers recompute their activations."""
         return self.rules.recompute
 
     @property
@@ -131,52 +102,34 @@ class Limits:
 
 @dataclass(frozen=True)
 class Problem:
-    """A model, what its plan is priced for, what the plan must respect, and what the search may spend.
-
-    Attributes:
-        layer_costs: of the model.
-        setting: cluster, schedule, microbatches, chunks and cost model.
-        rules: what stages may be like.
-        depth: how many minibatches are in flight.
-        constraints: what the plan must respect beside memory.
-        budget: shared by all searches for one plan, also by those for variants of this problem.
-        precision: how much faster, relatively, other plans may be than the answer of a search.
-        reserve: what was taken off the cluster's memory before; see `planner.solver.relaxed_steps`.
-        most_replicas: that a stage may have.
-        vertical_sync: whether stages run a minibatch with the versions of its entry.
-        solver: the method that is asked for.
-    """
+    """A model, what its plan is priced for, what the plan must respect, and what the search may spend."""
 
     layer_costs: LayerCosts
     setting: Setting
     rules: StageRules = field(default_factory=StageRules)
     depth: DepthRule = "auto"
     constraints: Constraints = field(default_factory=Constraints)
-    budget: Budget = field(default_factory=Budget, compare=False)
-    precision: float = 0.0
-    reserve: Reserve = NO_RESERVE
-    most_replicas: int = UNLIMITED
-    vertical_sync: bool = False
+    budget: Budget = field(default_factory=Budget, compare=False)  # of all searches for one plan and its variants
+    precision: float = 0.0  # how much faster, relatively, other plans may be than the answer of a search
+    reserve: Reserve = NO_RESERVE  # what was taken off the cluster's memory before: `planner.solver.relaxed_steps`
+    most_replicas: int = UNLIMITED  # that a stage may have
+    vertical_sync: bool = False  # whether stages run a minibatch with the versions of its entry
     solver: SolverName = "auto"
 
     @property
     def recompute(self) -> RecomputeRule:
-        """Which layers recompute their activations."""
         return self.rules.recompute
 
     @property
     def cluster(self) -> Cluster:
-        """Devices, memory and links."""
         return self.setting.cluster
 
     @property
     def schedule(self) -> Schedule:
-        """The order of work."""
         return self.setting.schedule
 
     @property
     def microbatches(self) -> int:
-        """Microbatches per minibatch."""
         return self.setting.microbatches
 
     @property
@@ -206,10 +159,7 @@ class Problem:
         return Numbering(self.rules.max_stages, tuple(pins))
 
     def allows(self, plan: Evaluation) -> bool:
-        """Return whether a plan fits the memory, its versions suffice and no replica of a sharded stage idles.
-
-        It keeps within limits on stages and staleness, too.
-        """
+        """Return whether a plan fits the memory, its versions suffice, no sharded replica idles, and so on."""
         schedule, most, limits = self.schedule, self.rules.max_staleness, self.limits
         for stage, depth in zip(plan.stages, plan.price.in_flight, strict=True):
             late = most is not None and schedule.staleness(depth) > most
@@ -241,7 +191,6 @@ class Problem:
 
     @cached_property
     def topology(self) -> Topology:
-        """The cluster's levels."""
         return Topology(self.cluster)
 
     @property
@@ -290,30 +239,22 @@ class Problem:
         return self.on_groups_of(degree), groups, degree
 
     def with_profile(self, profile: Profile) -> Problem:
-        """Return the problem for another profile."""
         return replace(self, layer_costs=self.layer_costs.with_profile(profile))
 
     def with_cluster(self, cluster: Cluster) -> Problem:
-        """Return the problem for another cluster."""
         return replace(self, setting=replace(self.setting, cluster=cluster))
 
     def on_groups_of(self, degree: int) -> Problem:
-        """Return the problem on groups of so many ranks, which divide all layers between them.
-
-        Raises:
-            ProfileError: if the profile does not know the degree.
-            ClusterError: if groups of this size do not fill the servers.
-        """
+        """Return the problem on groups of so many ranks, which divide all layers between them."""
         if degree == 1:
             return self
-        return replace(
-            self.with_cluster(groups_of(self.cluster, degree)), layer_costs=self.layer_costs.at_degree(degree)
-        )
+        on_groups = self.with_cluster(groups_of(self.cluster, degree))
+        return replace(on_groups, layer_costs=self.layer_costs.at_degree(degree))
 
     def with_schedule(self, schedule: Schedule, microbatches: int | None = None) -> Problem:
         """Return the problem under another schedule, with one stage per worker."""
-        microbatches = microbatches or self.microbatches
-        return replace(self, setting=replace(self.setting, schedule=schedule, microbatches=microbatches, chunks=1))
+        many = microbatches or self.microbatches
+        return replace(self, setting=replace(self.setting, schedule=schedule, microbatches=many, chunks=1))
 
     def leaner(self) -> list[Problem]:
         """Return the problem under schedules that need less memory, as far as their gradients are not too late."""

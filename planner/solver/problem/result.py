@@ -29,7 +29,6 @@ class CutPath:
 
     @property
     def replicas(self) -> tuple[int, ...]:
-        """Each stage's replicas."""
         return tuple(each.replicas for each in self.options)
 
     @property
@@ -40,24 +39,16 @@ class CutPath:
 
 @dataclass(frozen=True)
 class BoundedPath:
-    """The best path found.
+    """The best path found."""
 
-    Attributes:
-        path: None if no plan fits the memory.
-        bound_s: seconds that no plan is below.
-        space: of the path's states.
-        anywhere_s: on clusters of several levels, where `bound_s` holds for plans on consecutive ranks, seconds that no
-            plan on any ranks is below.
-    """
-
-    path: CutPath | None
-    bound_s: float
-    space: StateSpace
+    path: CutPath | None  # None if no plan fits the memory
+    bound_s: float  # that no plan is below
+    space: StateSpace  # of the path's states
+    # On clusters of several levels, where `bound_s` holds for consecutive ranks: what no plan on any ranks is below.
     anywhere_s: float = 0.0
 
 
 def with_replicas(path: CutPath, replicas: Sequence[int]) -> CutPath:
-    """Return the path with other replicas."""
     options = (
         replace(each, replicas=r, sharded=each.sharded and r > 1)
         for each, r in zip(path.options, replicas, strict=True)
@@ -82,28 +73,22 @@ class Evaluation:
 
     @property
     def seconds(self) -> float:
-        """Seconds per minibatch."""
         return self.price.seconds_per_minibatch
 
     @property
     def simulated(self) -> bool:
-        """Whether the seconds are those of a simulation."""
         return self.price.cost_model_s is not None
 
     @property
     def counted_s(self) -> float:
-        """Seconds by which plans are compared, whether they were simulated or not: a total order.
-
-        A plan that was not simulated counts as if it waited for `WAITING` of its time by the cost model.
-        """
+        """Seconds by which plans are compared: those not simulated count as if they waited `WAITING` of their time."""
         return self.seconds if self.simulated else self.seconds * (1 + WAITING)
 
     @property
     def config(self) -> str:
         """The config of the plan that these stages make."""
-        replicas = tuple(stage.options.replicas for stage in self.stages)
         degrees = tuple(stage.options.tensor for stage in self.stages)
-        return config_of(replicas, self.price.chunks, degrees)
+        return config_of(tuple(stage.replicas for stage in self.stages), self.price.chunks, degrees)
 
     def saves(self, other: Evaluation, share: float = SLACK) -> bool:
         """Return whether this takes less time than the other candidate, by this share of it, as far as is known."""
@@ -116,10 +101,7 @@ class Evaluation:
 
     @property
     def ranks(self) -> tuple[tuple[int, ...], ...]:
-        """Ranks of each stage: its own, or consecutive ones in the order of the pipeline's workers.
-
-        Groups of ranks that divide layers count once each.
-        """
+        """Ranks of each stage: its own, or consecutive ones in the order of the workers; groups of ranks count once."""
         return tuple(map(tuple, ranks_of(self.stages, self.price.workers)))
 
     def divided(self, degree: int) -> Evaluation:
@@ -141,17 +123,11 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Found:
-    """The answer of a search.
-
-    Attributes:
-        best: the best plan found.
-        bound_s: seconds per minibatch that no plan is below.
-        name: of the search.
-    """
+    """The answer of a search."""
 
     best: Evaluation
-    bound_s: float
-    name: str = "search"
+    bound_s: float  # seconds per minibatch that no plan is below
+    name: str = "search"  # of the method
 
     def with_best(self, best: Evaluation) -> Found:
         """Return the answer with another plan; no bound is above the time of a plan that exists."""
@@ -160,18 +136,10 @@ class Found:
 
 @dataclass(frozen=True)
 class IlpAnswer:
-    """The answer of an integer program.
-
-    Attributes:
-        stages: of the best plan found.
-        seconds: its time per minibatch.
-        bound_s: seconds that no plan is below.
-        optimal: whether the plan is proven to be the best.
-        kinds: of the GPUs of each stage, by their numbers.
-    """
+    """The answer of an integer program: the best plan found, and whether it is proven to be the best."""
 
     stages: tuple[Candidate, ...]
     seconds: float
-    bound_s: float
+    bound_s: float  # that no plan is below
     optimal: bool
-    kinds: tuple[frozenset[int], ...] = ()
+    kinds: tuple[frozenset[int], ...] = ()  # of the GPUs of each stage, by their numbers

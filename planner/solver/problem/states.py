@@ -1,9 +1,8 @@
 """States of the search: sets of layers that may be before a cut, and the stages between them.
 
-A cut splits the layers into those before and those after it. The layers before it must include all their predecessors,
-so they are a downset of the graph. `Chain` has the downsets that are prefixes of the profile's order; if each layer
-feeds the next, there are no others. A stage is a pair of states, one of which contains the other. Its work depends on
-nothing else, which makes the search exact.
+The layers before a cut must include all their predecessors, so they are a downset of the graph. `Chain` has the
+downsets that are prefixes of the profile's order; if each layer feeds the next, there are no others. A stage is a pair
+of states, one of which contains the other. Its work depends on nothing else, which makes the search exact.
 
 Values that are live at the first state I and that no layer of the stage uses pass by the stage. With front(I) the bytes
 live at I, and passing(I, J) those among them that no layer of J \\ I uses,
@@ -43,10 +42,6 @@ class StateSpace(ABC):
         self, layer_costs: LayerCosts, sums: dict[str, Floats], fronts: Floats, some: Integers | None = None
     ) -> None:
         """Keep sums of each quantity over the layers of all states, and what is live at them, of `some` of them."""
-        outputs, gradients, output_count, gradient_count = fronts[:4]
-        # Bytes and messages, in both directions together, across the busiest cut. That of all states, so that a search
-        # over some of them starts with the same time.
-        self.largest_front = float((outputs + gradients).max()), float((output_count + gradient_count).max())
         if some is not None:
             sums, fronts = {name: values[some] for name, values in sums.items()}, fronts[:, some]
         self.layer_costs, self._sums, self._fronts = layer_costs, sums, fronts
@@ -105,10 +100,7 @@ class StateSpace(ABC):
         return Recomputation(self.layer_costs, rule)
 
     def sides(self, state: int, others: Integers) -> tuple[Floats, Floats]:
-        """Return what the stages up to each of `others` exchange with earlier stages, and with later ones.
-
-        Rows are as in `FRONTS`: bytes of activations and of gradients, numbers of values of each, and bytes as tensors.
-        """
+        """Return what the stages up to `others` exchange with earlier stages and with later ones, as in `FRONTS`."""
         before, after = self._fronts[:, state, None], self._fronts[:, others]
         if (by := self.passing(state, others)) is None:
             return np.broadcast_to(before, after.shape), after
@@ -117,9 +109,6 @@ class StateSpace(ABC):
     def work(self, state: int, others: Integers) -> Work:
         """Return the work of the stages from the state to each of `others`."""
         left, right = self.sides(state, others)
-        # Activations come from earlier stages (left) and go to later ones (right), gradients the other way.
-        received, sent = left[0] + right[1], right[0] + left[1]
-        received_messages, sent_messages = left[2] + right[3], right[2] + left[3]
         held = partial(self._held, state, others)
         return Work(
             forward_s=held("forward_s"),
@@ -127,10 +116,11 @@ class StateSpace(ABC):
             update_s=held("update_s"),
             accumulate_s=held("accumulate_s"),
             trainable_bytes=held("gradient_bytes"),
-            received_bytes=received,
-            sent_bytes=sent,
-            received_messages=received_messages,
-            sent_messages=sent_messages,
+            # Activations come from earlier stages (left) and go to later ones (right), gradients the other way.
+            received_bytes=left[0] + right[1],
+            sent_bytes=right[0] + left[1],
+            received_messages=left[2] + right[3],
+            sent_messages=right[2] + left[3],
             cut_before_bytes=np.asarray(self.outputs[state]),
             cut_after_bytes=self.outputs[others],
             is_first=np.asarray(state == 0),
@@ -168,11 +158,7 @@ class StateSpace(ABC):
         return np.asarray(self._sums[name][others] - self._sums[name][state])
 
     def _working(self, state: int, others: Integers) -> tuple[Floats, Floats, Floats]:
-        """Bound what runs from below: no peak is below all saved activations or gradients.
-
-        Returns:
-            The working, accumulating and updating bytes of `Footprint`.
-        """
+        """Bound the working, accumulating and updating bytes: no peak is below all saved activations or gradients."""
         nothing = np.asarray(0.0)
         if self.layer_costs.at_work is None:
             return nothing, nothing, nothing
@@ -233,20 +219,12 @@ class BySize(StateSpace):
 
 
 class Chain(StateSpace):
-    """Prefixes of an order of the layers whose ends are legal cuts: `no_cut_after` does not forbid them.
-
-    Args:
-        layer_costs: of the model.
-        order: the uncut groups in a topological order other than the profile's.
-        states: some of the prefixes, by their numbers, with both ends; by default all.
-    """
+    """Prefixes of an order of the layers whose ends are legal cuts: `no_cut_after` does not forbid them."""
 
     def __init__(
-        self,
-        layer_costs: LayerCosts,
-        order: Sequence[tuple[int, ...]] | None = None,
-        states: Integers | None = None,
+        self, layer_costs: LayerCosts, order: Sequence[tuple[int, ...]] | None = None, states: Integers | None = None
     ) -> None:
+        """Take the uncut groups in an `order` other than the profile's, and some `states` by number, with both ends."""
         groups = uncut_groups(layer_costs) if order is None else order
         self._given, self._in_order = order, order is None
         self._order = np.array([layer for group in groups for layer in group])
@@ -258,9 +236,8 @@ class Chain(StateSpace):
             (int(rank[value.producer]), sorted(rank[list(value.users)].tolist()), value.amounts)
             for value in layer_costs.traffic
         ]
-        sums = {
-            name: np.concatenate(([0.0], np.cumsum(column(layer_costs, name)[self._order])))[ends] for name in COUNTED
-        }
+        columns = {name: np.cumsum(column(layer_costs, name)[self._order]) for name in COUNTED}
+        sums = {name: np.concatenate(([0.0], values))[ends] for name, values in columns.items()}
         fronts = np.zeros((len(FRONTS), len(self._order) + 1))
         for producer, users, weights in self._values:
             fronts[:, producer + 1 : users[-1] + 1] += weights[:, None]  # produced, and needed by a later user
@@ -279,9 +256,7 @@ class Chain(StateSpace):
     def passing(self, state: int, others: Integers) -> Floats | None:
         """Sum live values by their next use: a value passes every stage that ends before it."""
         uses, sums = self._next_uses[state]
-        if not len(uses):
-            return None
-        return sums[:, np.searchsorted(uses, self._ends[others], side="left")]
+        return sums[:, np.searchsorted(uses, self._ends[others], side="left")] if len(uses) else None
 
     def layers(self, state: int, other: int) -> tuple[int, ...]:
         return tuple(sorted(self._order[self._ends[state] : self._ends[other]].tolist()))
@@ -311,7 +286,14 @@ class Chain(StateSpace):
                 for state in range(first, end - 1):
                     live[state].append((user, weights))
                 last = user
-        return [_suffix_sums(entries) for entries in live]
+        found = []
+        for entries in live:
+            entries.sort(key=lambda entry: entry[0])
+            sums = np.zeros((len(FRONTS), len(entries) + 1))
+            if entries:
+                sums[:, :-1] = np.cumsum(np.stack([weights for _, weights in entries[::-1]], axis=1), axis=1)[:, ::-1]
+            found.append((np.array([use for use, _ in entries], dtype=np.int64), sums))
+        return found
 
 
 def uncut_groups(layer_costs: LayerCosts) -> list[tuple[int, ...]]:
@@ -332,12 +314,3 @@ def is_linear(layer_costs: LayerCosts, groups: Sequence[tuple[int, ...]]) -> boo
 def column(layer_costs: LayerCosts, name: str) -> Floats:
     """Return one quantity of every layer."""
     return np.array([getattr(layer, name) for layer in layer_costs.profile.layers], dtype=np.float64)
-
-
-def _suffix_sums(entries: list[tuple[int, Floats]]) -> tuple[Integers, Floats]:
-    entries = sorted(entries, key=lambda entry: entry[0])
-    uses = np.array([use for use, _ in entries], dtype=np.int64)
-    sums = np.zeros((len(FRONTS), len(entries) + 1))
-    if entries:
-        sums[:, :-1] = np.cumsum(np.stack([weights for _, weights in entries[::-1]], axis=1), axis=1)[:, ::-1]
-    return uses, sums

@@ -1,8 +1,4 @@
-"""Search for the best plan by the cost model, under schedules with one stage per worker.
-
-`PipelineSearch` picks the search that suits schedule and cluster, extends its answer to cuts off the profile's order
-and to clusters of several levels, and bounds what no plan can beat.
-"""
+"""Search for the best plan by the cost model, under schedules with one stage per worker: the search that suits both."""
 
 from __future__ import annotations
 
@@ -12,7 +8,6 @@ from functools import cached_property
 import numpy as np
 
 from planner.cost.recomputation import exact_everywhere
-from planner.options.solving import StageRules
 from planner.solver.evaluate.evaluation import priced_path
 from planner.solver.problem.budget import OutOfTimeError
 from planner.solver.problem.infeasible import Fits
@@ -53,8 +48,7 @@ class PipelineSearch:
     def best(self) -> CutPath | None:
         """Return the best path by the cost model; on clusters of several levels, for the nearest flat one.
 
-        Raises:
-            OutOfTimeError: if no path is found in time, or states and GPUs are too many for any search.
+        Raise OutOfTimeError if no path is found in time, or states and GPUs are too many for any search.
         """
         if self.problem.placed:
             path, self.interrupted = nearest_path(self.problem, self.space)
@@ -71,10 +65,7 @@ class PipelineSearch:
         return path
 
     def extended(self, path: CutPath) -> BoundedPath:
-        """Extend the best path to all cuts and to the cluster's levels as far as possible, and bound every plan.
-
-        For a model that keeps its order, other cuts only bound what is possible.
-        """
+        """Extend the best path to all cuts and to the cluster's levels as far as possible, and bound every plan."""
         if self.interrupted:
             return BoundedPath(path, self.relaxed_s(), self.space)
         extended = self._over_levels(path) if self.problem.placed else self._beyond_the_order(path)
@@ -85,7 +76,6 @@ class PipelineSearch:
 
     @cached_property
     def _misses_choices(self) -> bool:
-        """Whether stages may have better choices of what recomputes than those that are known."""
         limited = self.problem.cluster.memory_bytes is not None and self.problem.recompute == "auto"
         return limited and (len(self.space) > FEW_STATES or not exact_everywhere(self.problem.layer_costs))
 
@@ -102,7 +92,6 @@ class PipelineSearch:
         return search.extended(path).bound_s
 
     def _beyond_the_order(self, path: CutPath) -> BoundedPath:
-        """Extend the best path along the order to all cuts, on a flat cluster."""
         problem, space = self.problem, self.space
         # Where other cuts only bound, and the bound will be one without limits of memory, they tell nothing more.
         if space.complete or (problem.keeps_order and self._misses_choices):
@@ -115,14 +104,11 @@ class PipelineSearch:
         best = None if wider is None else wider.best()
         if wider is None or best is None or wider.interrupted:
             return BoundedPath(path, self.relaxed_s(), space)
-        if best.seconds >= path.seconds * (1 - SLACK):
-            return BoundedPath(path, path.seconds, space)
-        if problem.keeps_order:
-            return BoundedPath(path, best.seconds, space)
+        if problem.keeps_order or best.seconds >= path.seconds * (1 - SLACK):
+            return BoundedPath(path, min(best.seconds, path.seconds), space)
         return BoundedPath(best, best.seconds, wider.space)
 
     def _over_levels(self, path: CutPath) -> BoundedPath:
-        """Extend the best path on the nearest flat cluster to a cluster of several levels, and to all cuts."""
         problem, space = self.problem, self.space
         along = search_levels(problem, space, path)
         assert along.path is not None
@@ -138,10 +124,7 @@ class PipelineSearch:
     def columned(self, path: CutPath, known: BoundedPath, best: Evaluation) -> Columned:
         """Find plans in columns on clusters of several levels, and bound them.
 
-        Args:
-            path: the best on the nearest flat cluster.
-            known: the best on consecutive ranks, with its bounds.
-            best: the same, priced.
+        `path` is the best on the nearest flat cluster; `known` is the best on consecutive ranks, and `best` its price.
         """
         if not self.problem.placed or not self.problem.simulates:
             return Columned((), np.inf)
@@ -161,19 +144,20 @@ class PipelineSearch:
 
     def leaner(self) -> dict[str, Fits]:
         """Return searches that need less memory, by the arguments that ask for them."""
-        problem, found = self.problem, dict[str, Fits]()
-        rules, may_shard = problem.rules, problem.layer_costs.profile.may_shard_optimizer
-        others: list[tuple[str, StageRules]] = []
-        if rules.recompute != "auto":
-            others.append(("`recompute=auto`", replace(rules, recompute="auto")))
-        if rules.shard_optimizer == "never" and may_shard and problem.simulates:
-            others.append(("`shard_optimizer=auto`", replace(rules, shard_optimizer="auto")))
-        if rules.max_stages is not None:
-            others.append(("a larger `max_stages`", replace(rules, max_stages=None)))
-        if rules.max_staleness is not None:
-            others.append(("a larger `max_staleness`", replace(rules, max_staleness=None)))
-        for argument, changed in others:
-            found[argument] = PipelineSearch(replace(problem, rules=changed), self.space).fits
+        problem, rules = self.problem, self.problem.rules
+        may_shard = rules.shard_optimizer == "never" and problem.layer_costs.profile.may_shard_optimizer
+        may_shard &= problem.simulates
+        others = {
+            "`recompute=auto`": replace(rules, recompute="auto"),
+            "`shard_optimizer=auto`": replace(rules, shard_optimizer="auto") if may_shard else rules,
+            "a larger `max_stages`": replace(rules, max_stages=None),
+            "a larger `max_staleness`": replace(rules, max_staleness=None),
+        }
+        found: dict[str, Fits] = {
+            argument: PipelineSearch(replace(problem, rules=changed), self.space).fits
+            for argument, changed in others.items()
+            if changed != rules
+        }
         if problem.simulates and problem.cluster.gpus <= MOST_SYNCHRONOUS_GPUS:
             for other in problem.leaner():
                 argument = f"`schedule={other.schedule}` `microbatches={other.microbatches}`"

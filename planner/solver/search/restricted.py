@@ -1,13 +1,7 @@
 """Searches for plans of restricted kinds, which may wait less than the best plan by the cost model.
 
-The exact search minimises the busy time of the busiest resource. Waiting for messages and for other replicas shows only
-in the simulation, and then a plan on fewer GPUs, or one without replicas behind its first stage, can be faster. The
-alternatives are data parallelism, pipelines without replicas or with replicas of the first or last stages only, all of
-them on ever fewer GPUs, and on few GPUs plans for slower links.
-
-Whatever is proposed for up to `DENSE` GPUs is proposed for more GPUs as well, so more GPUs never make the answer worse.
-Links and memory have no smallest step, so for them that holds mostly. Plans that leave room for deeper pipelines are
-left to local search (`planner.solver.choose.improvement`).
+The exact search minimises the busy time of the busiest resource; waiting shows only in the simulation. Whatever is
+proposed for up to `DENSE` GPUs is proposed for more GPUs as well, so more GPUs never make the answer worse.
 """
 
 from __future__ import annotations
@@ -18,15 +12,13 @@ from dataclasses import replace
 
 import numpy as np
 
-from planner.cost.candidate import Candidate
 from planner.cost.network.link import Link
 from planner.cost.work import Integers
 from planner.options.solving import ShardRule
 from planner.solver.evaluate.pipelines import MOST_WORKERS
 from planner.solver.problem.bounds import Bounds
-from planner.solver.problem.budget import OutOfTimeError
-from planner.solver.problem.problem import Limits, Problem
-from planner.solver.problem.result import RESOLUTION, CutPath, stages_along
+from planner.solver.problem.problem import Limits
+from planner.solver.problem.result import RESOLUTION, CutPath
 from planner.solver.problem.states import StateSpace
 from planner.solver.search.chain.search import Search
 from planner.units import SLACK
@@ -63,7 +55,6 @@ class DataParallelSearch(Search):
     """Finds plans of one stage, which wait for nothing."""
 
     def best(self, below_s: float | None = None, precision: float = RESOLUTION) -> CutPath | None:
-        """Return the fastest plan."""
         most = min(self.gpus, self.model.most_replicas, self.limits.most_replicas)
         path = self._data_parallel(np.arange(1, most + 1))
         return path if path is not None and (below_s is None or path.seconds < below_s) else None
@@ -78,8 +69,7 @@ Kind = tuple[type[Search], Link, Limits]
 def families(limits: Limits) -> list[Limits]:
     """Return the limits within which to look for every kind of plans.
 
-    Choosing what to recompute, and sharding, fills the memory of each GPU with as many layers as the published depths
-    allow. Plans of simpler stages are less full, and leave room for the deeper pipelines that wait less.
+    Plans of simpler stages fill the memory less, and leave room for the deeper pipelines that wait less.
     """
     if limits.memory_bytes is None or limits.rules.recompute != "auto":
         return [limits]
@@ -90,11 +80,7 @@ def families(limits: Limits) -> list[Limits]:
 def kinds_of_plans(link: Link, limits: Limits, link_unit: float) -> Iterator[Kind]:
     """Yield kinds of plans to propose, each with the most GPUs to propose it for.
 
-    Args:
-        link: the cluster's own.
-        limits: with the cluster's own memory.
-        link_unit: bandwidth from which slower links are counted. It belongs to the model, so that similar clusters get
-            the same proposals.
+    Slower links are counted from `link_unit`, which belongs to the model: similar clusters get the same proposals.
     """
     for kind in KINDS:
         yield kind, link, replace(limits, gpus=min(limits.gpus, MOST_WORKERS))
@@ -124,17 +110,3 @@ def steps_below(value: float, unit: float, step: float, count: int) -> list[floa
     # A value that is one of the numbers, up to rounding, is not below itself.
     highest = math.ceil(math.log(value / unit, step) - SLACK) - 1
     return [unit * step**power for power in range(highest, highest - count, -1)]
-
-
-def proposals(problem: Problem, space: StateSpace) -> list[list[Candidate]]:
-    """Return the best plans of each kind on a few numbers of GPUs, by their busiest resource, as far as time allows."""
-    found: list[list[Candidate]] = []
-    for kind in KINDS:
-        for count in counts_to_try(problem.cluster.gpus)[:NEAR]:
-            try:
-                path = kind(space, problem.asynchronous(), replace(problem.limits, gpus=count)).best()
-            except OutOfTimeError:
-                return found
-            if path is not None:
-                found.append(stages_along(space, path))
-    return found

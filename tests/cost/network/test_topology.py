@@ -64,7 +64,7 @@ def test_any_ranks_spread_as_consecutive_ones_do(first: int, one: int, other: in
     one_by_one.add_ring(tuple(source), 7.0)
     at_once.add_ring(source, 7.0)
     np.testing.assert_allclose(one_by_one.into, at_once.into)
-    for listed, counted in zip(one_by_one.shared_out, at_once.shared_out, strict=True):
+    for listed, counted in zip(one_by_one.shared, at_once.shared, strict=True):
         np.testing.assert_allclose(listed, counted)
 
 
@@ -88,9 +88,9 @@ def test_pipelines_in_servers_send_gradients_alone_between_them() -> None:
     loads = Loads(Topology(SERVERS))
     first, second = column_ranks((8, 8), 4)
     loads.add_transfer(first, second, np.array([32.0, 32.0, 1.0, 1.0]))
-    assert not loads.shared_out[0].any()
+    assert not loads.shared[0][1].any()
     loads.add_ring(first, 64.0)
-    assert list(loads.shared_into[0]) == [2 * 7 / 64 * 64.0] * 4
+    assert list(loads.shared[0][0]) == [2 * 7 / 64 * 64.0] * 4
 
 
 def test_fifteen_and_one_on_four_servers_of_four() -> None:
@@ -101,9 +101,9 @@ def test_fifteen_and_one_on_four_servers_of_four() -> None:
     assert loads.out[15] == pytest.approx(60 * (3 / 15 / 16 + 12 / 15 / 1))
     assert loads.out[0] == pytest.approx(30 / 15)
     assert loads.out[14] == pytest.approx(30 / 15 / 16)
-    assert list(loads.shared_out[0]) == pytest.approx([30 * 4 / 15] * 3 + [60 * 12 / 15])
+    assert list(loads.shared[0][1]) == pytest.approx([30 * 4 / 15] * 3 + [60 * 12 / 15])
     busiest_s, first, end = loads.busiest_shared()
-    assert (busiest_s, first, end) == (loads.shared_out[0][3], 12, 16)
+    assert (busiest_s, first, end) == (loads.shared[0][1][3], 12, 16)
     assert seconds == pytest.approx(90 * (3 / 15 / 16 + 12 / 15))
 
 
@@ -112,7 +112,7 @@ def test_a_ring_crosses_each_server_once() -> None:
     loads.add_ring(range(2, 10), 64.0)
     moved = 2 * 7 / 64 * 64.0
     assert loads.into[2] == loads.out[9] == moved  # at the speed of the links between servers
-    assert list(loads.shared_into[0]) == [moved, moved, moved, 0.0]
+    assert list(loads.shared[0][0]) == [moved, moved, moved, 0.0]
 
 
 @settings(max_examples=examples(100), deadline=None)

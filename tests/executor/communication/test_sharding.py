@@ -17,9 +17,9 @@ from planner.executor.stage.optimizer import StageOptimizer
 from planner.model.elementwise import ELEMENTWISE, kept_whole
 from planner.model.spec import TrainingSpec, in_memory
 from planner.optim import NewestMuon
-from planner.schedule.check import _Run
 from planner.schedule.instructions import Instruction, Update
 from tests.executor.device.cases import runs
+from tests.schedule.check import _Run
 
 CPU = torch.device("cpu")
 

@@ -18,7 +18,7 @@ from planner.executor.communication.later import MOST, Later, _Slot
 from planner.executor.communication.links import GlooLinks, LinkGroups, Links, Posted
 from planner.executor.communication.nccl_links import NCCLLinks, _Buffer
 from planner.executor.communication.sharding import DividedBucket
-from planner.executor.run.worker import Worker
+from planner.executor.run.worker import PipelineWorker
 from planner.runtime import runtime_of
 from planner.schedule.instructions import Receive
 from planner.workers import groups
@@ -142,14 +142,14 @@ def first_uses_in_another_order() -> Iterator[None]:
 @contextmanager
 def loss_read_every_microbatch() -> Iterator[None]:
     """The host waits for each loss."""
-    original = Worker._log_loss
+    original = PipelineWorker._log_loss
 
-    def log(own: Worker, unit: Any, loss: Tensor | None) -> None:
+    def log(own: PipelineWorker, unit: Any, loss: Tensor | None) -> None:
         if loss is not None:
             float(loss)
         original(own, unit, loss)
 
-    with patch.object(Worker, "_log_loss", log):
+    with patch.object(PipelineWorker, "_log_loss", log):
         yield
 
 

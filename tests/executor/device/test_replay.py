@@ -19,7 +19,7 @@ from planner.executor.communication.nccl_links import NCCLLinks
 from tests.executor.device import mutations
 from tests.executor.device.cases import runs
 from tests.executor.device.findings import takes_late
-from tests.executor.device.other_runs import record_baseline, record_links, record_own_loop
+from tests.executor.device.other_runs import record_links, record_own_loop
 from tests.executor.device.rules import (
     DeviceWait,
     NCCLDeadlock,
@@ -114,13 +114,6 @@ def test_links_are_measured_by_ends_that_never_wait_for_each_other(hosts: int, w
     check(recording, rendezvous=True)
     with mutations.no_first_uses(), pytest.raises((NCCLDeadlock, RaceError)):
         record_links(hosts, workers)
-
-
-@pytest.mark.parametrize("workers", [2, 3])
-def test_the_baseline_has_a_group_of_its_own(workers: int) -> None:
-    recording = record_baseline(workers)
-    check(recording, waiting=recording, rendezvous=True)
-    assert any(isinstance(operation, Post) and operation.kind == "all" for operation in recording[0])
 
 
 @pytest.mark.parametrize("shapes", EVERY, ids=IDS)

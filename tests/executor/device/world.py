@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from planner.executor.run import lifecycle
+from planner.executor.run import context
 from tests.executor.device.rules import Hear, Meeting, NCCLDeadlock, Operation, Post, StreamWait, Tell, Work
 from tests.executor.device.simulated import Devices, Mark, Message, OnDevice, RaceError, SimulatedRuntime
 from tests.runtimes import registered
@@ -282,7 +282,7 @@ class World:
         }
         with (
             patch.multiple(dist, create=True, **replaced),  # type: ignore[call-overload] # names that PyTorch 2.6 has not
-            patch.object(lifecycle, "await_all", lambda _: self.barrier()),
+            patch.object(context, "await_all", lambda _: self.barrier()),
             patch.object(Tensor, "tolist", lambda tensor: self._listed(tensor)),
             registered("cpu", SimulatedRuntime(self.devices)),
         ):

@@ -11,7 +11,7 @@ import torch
 from planner import runtime
 from planner.executor.observe.clock import BusyTime
 from planner.executor.observe.progress import WorkerLog
-from planner.executor.run.worker import Observers, Worker
+from planner.executor.run.worker import Observers, PipelineWorker
 from planner.schedule.instructions import Backward, Forward, Instruction, ReceiveActivation, Unit
 from planner.workers.heartbeat import Heartbeat
 from tests.runtimes import PretendedDevice, registered
@@ -110,7 +110,7 @@ def test_what_the_device_is_at_is_known_by_events(device: PretendedDevice) -> No
     assert times.at() == (3, None)  # it waits for what the host launches now
 
 
-class Launching(Worker):
+class Launching(PipelineWorker):
     """Launches its instructions on a pretended device, which is a second behind."""
 
     def _execute(self, instruction: Instruction) -> None:
@@ -129,11 +129,10 @@ def pretended() -> PretendedDevice:
 )
 def test_a_workers_page_says_what_its_device_is_at(device: PretendedDevice, reached_s: float, words: str) -> None:
     heartbeat = Heartbeat()
-    worker = Launching(Observers(heartbeat), GPU)
+    worker = Launching({}, None, Observers(heartbeat), GPU)  # type: ignore[arg-type]
     worker.run([ReceiveActivation(1, Unit(3), 0, 0), Forward(1, Unit(3)), Backward(1, Unit(3))])
     device.reached_s = reached_s
-    heartbeat.look_at_device()
-    beat = heartbeat.read()
-    assert beat.describe() == "in the backward of minibatch 3"
+    beat = heartbeat.read(device=True)
+    assert beat.doing == "in the backward of minibatch 3"
     assert beat.device is not None
-    assert beat.device.describe() == words
+    assert beat.device.doing == words

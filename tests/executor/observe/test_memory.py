@@ -22,8 +22,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> torch.device:
     """A GPU of 40 GB: 30 reserved, 1 for the context and communicators."""
     for name, value in {
         "reset_peak_memory_stats": None,
-        "memory_allocated": 10 * GB,
-        "max_memory_allocated": 28 * GB,
+        "memory_stats": {"requested_bytes.all.current": 10 * GB, "requested_bytes.all.peak": 28 * GB},
         "max_memory_reserved": 30 * GB,
         "memory_reserved": 30 * GB,
         "mem_get_info": (9 * GB, 40 * GB),

@@ -12,11 +12,10 @@ from planner.errors import InputError
 from planner.executor.observe.progress import (
     Completion,
     Progress,
+    Reporter,
     WorkerLog,
-    all_of,
     check_tensorboard,
     latest_loss,
-    progress_reporter,
     steady_state,
     tensorboard,
 )
@@ -44,10 +43,6 @@ def test_the_hook_is_told_of_updates_and_evaluations(tmp_path: Path) -> None:
     assert [(line[0], bool(line[2])) for line in lines] == [(1, False), (2, False), (2, True), (3, False), (3, True)]
     assert [line[1] for line in lines if not line[2]] == [entry.loss for entry in result.losses]
     assert lines[-1][2] == {"loss": result.evaluations[-1].loss, **result.evaluations[-1].metrics}
-
-
-def test_no_callback_is_none() -> None:
-    assert all_of(None, None) is None
 
 
 @pytest.mark.skipif(importlib.util.find_spec("tensorboard") is not None, reason="tensorboard is installed")
@@ -97,10 +92,10 @@ def test_progress_tells_the_loss_of_the_newest_minibatch_summed_over_its_parts()
     log = WorkerLog(losses=[(0, 1.0), (0, 2.0), (1, 0.25), (1, 0.5)])
     assert latest_loss(log) == 0.75
     reports: list[Progress] = []
-    report = progress_reporter(reports.append, minibatches=5, minibatches_per_update=2, minibatch_size=8)
+    reporter = Reporter([reports.append], minibatches=5, minibatches_per_update=2, minibatch_size=8)
     for newest in (0, 2, 4):
         log.losses[:] = [(newest - 1, 9.0), (newest, 0.25), (newest, 0.5)]
-        report(log)
+        reporter.updated(log)
     assert [r.minibatch for r in reports] == [2, 4, 5]
     assert reports[0].samples_per_s is None
     assert reports[-1].seconds_left == 0.0

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import re
 from datetime import timedelta
 from pathlib import Path
 
@@ -16,7 +14,6 @@ from planner.executor.run.agreement import (
     check_gpus,
     check_same_job,
     check_servers,
-    compare_backends,
     device_kind,
     same_for_all,
     take_place,
@@ -27,7 +24,7 @@ from planner.formats.plan import Plan
 from planner.formats.profile import Device
 from planner.workers.heartbeat import Heartbeat
 from planner.workers.job import Job
-from planner.workers.place import CPU, Gpu, Place, Seat, own_seat
+from planner.workers.place import Gpu, Place, Seat, own_seat
 from tests.executor.models import write_model
 from tests.executor.plans import make_plan, structural_profile
 from tests.workers.fake_gpus import fake_gpus
@@ -68,25 +65,24 @@ def test_any_hosts_will_do_where_all_links_are_alike(plan: Plan, hosts: tuple[in
 
 
 @pytest.mark.parametrize(
-    ("hosts", "run"),
+    "hosts",
     [
-        ((0, 0, 1, 1, 2, 2, 3, 3), "0-1, 2-3, 4-5, 6-7"),
-        ((0, 0, 0, 0, 0, 0, 1, 1), "0-5, 6-7"),
-        ((0, 1, 0, 1, 0, 1, 0, 1), "0+2+4+6, 1+3+5+7"),  # as many, but ranks are dealt in turn
+        (0, 0, 1, 1, 2, 2, 3, 3),
+        (0, 0, 0, 0, 0, 0, 1, 1),
+        (0, 1, 0, 1, 0, 1, 0, 1),  # as many, but ranks are dealt in turn
     ],
 )
-def test_other_hosts_than_the_plans_servers_are_refused(plan: Plan, hosts: tuple[int, ...], run: str) -> None:
+def test_other_hosts_than_the_plans_servers_are_refused(plan: Plan, hosts: tuple[int, ...]) -> None:
     cluster = hierarchical_cluster((4, 2), (1e10, 1e9))
-    with pytest.raises(
-        PlanError, match=rf"workers 0-3, 4-7 on a server each, and the hosts run workers {re.escape(run)}\n"
-    ):
+    found = ", ".join(map(str, hosts))
+    with pytest.raises(PlanError, match=rf"4 consecutive workers on each server, and the hosts .* are {found}\n"):
         check_servers(with_cluster(plan, cluster), seats_on(*hosts))
 
 
 def test_different_gpus_are_refused_unless_the_plan_knows_of_them(plan: Plan) -> None:
     check_gpus(plan, seats_on(0, 0, 1))
     mixed = seats_on(0, 0, 1, gpus="xxy")
-    with pytest.raises(PlanError, match=r"^worker 2 \(host1\) would compute on y, and worker 0 \(host0\) on x"):
+    with pytest.raises(PlanError, match=r"^worker 2 \(host1\) would compute on y, and .* worker 0 \(host0\) has x"):
         check_gpus(plan, mixed)
     kinds = (DeviceKind(count=2), DeviceKind(count=1, speed=0.5))
     check_gpus(with_cluster(plan, flat_cluster(3, 1e9).model_copy(update={"kinds": kinds})), mixed)
@@ -118,19 +114,6 @@ def test_a_worker_takes_its_gpu_before_anything_else(plan: Plan, monkeypatch: py
     gpu = torch.device("cuda", 0)
     assert take_place(job, Heartbeat()) == Place(gpu, gpu)
     assert current == [gpu]
-
-
-def test_links_of_another_backend_are_worth_a_warning_of_worker_0(
-    plan: Plan, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(logging.getLogger("planner"), "propagate", True)  # an earlier test may have run a worker
-    measured = with_cluster(plan, flat_cluster(2, 1e9).model_copy(update={"backend": "nccl"}))
-    for rank, warnings in (("1", 0), ("0", 1)):
-        monkeypatch.setenv("RANK", rank)
-        compare_backends(plan, CPU)
-        compare_backends(measured, CPU)
-        assert len(caplog.messages) == warnings
-    assert "measured over nccl, and messages go over gloo" in caplog.text
 
 
 def test_workers_that_began_differently_are_named() -> None:

@@ -239,7 +239,7 @@ def _more(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     ("change", "words", "hint"),
     [
-        (_without, "has no 'norm.bias', which the model has", "or None to keep a first value"),
+        (_without, "has no 'norm.bias', which the model has", "or None, from pretrained()"),
         (_longer, "has no 'embed.weight', which the model has", "its names are such as 'model."),
         (_larger, r"'head.bias' has the shape \(7,\) in .*whole.safetensors' and \(19,\) in the model", "new head"),
         (_more, "has 'extra', which the model does not have", "leave the rest"),
@@ -263,9 +263,9 @@ def test_files_of_another_model(
 @pytest.mark.parametrize(
     ("returned", "words"),
     [
-        ('"missing.safetensors"', "no pretrained weights"),
-        ('"empty"', "has no model.safetensors"),
-        ('"weights.bin"', "is no safetensors file"),
+        ('"missing.safetensors"', "no pretrained weights in safetensors files at .*missing"),
+        ('"empty"', "no pretrained weights in safetensors files at .*empty"),
+        ('"weights.bin"', r"no pretrained weights in safetensors files at .*weights\.bin"),
         ('"shards/model.safetensors.index.json"', "is no index"),
         ("7", "returned a int, not a path"),
     ],

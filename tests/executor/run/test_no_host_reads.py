@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.overhead.cases import MODEL, WORKERS, Case, plan_of
 from benchmarks.overhead.stand_in import build, lone_rank
-from planner.executor.communication.gradients import GradientAverager, whole_buckets
+from planner.executor.communication.gradients import GradientAverager, WholeBucket, chunks
 from planner.executor.communication.later import Reader
 from planner.executor.communication.sharding import Sharding
 from planner.executor.run.worker import Observers, PipelineWorker
@@ -119,7 +119,7 @@ def test_a_worker_reads_nothing_until_its_stream_ends(case: Case, place: Place) 
         later = Held()
         with neighbours.reached():
             worker.run(islice(stream, 40))  # first messages are checked at once
-            for owner in (worker, worker._links):
+            for owner in (worker, worker.links):
                 if hasattr(owner, "_later"):
                     monkey: Any = owner
                     monkey._later = later
@@ -174,7 +174,7 @@ def test_an_overflow_in_what_was_sent_is_read_once_per_update() -> None:
 def test_averaging_reads_which_gradients_there_are_only_where_one_is_missing() -> None:
     weights = [nn.Parameter(torch.ones(3)) for _ in range(4)]
     with lone_rank(0, 2):
-        averager = GradientAverager(whole_buckets(weights), dist.new_group([0, 1]))
+        averager = GradientAverager([WholeBucket(chunk) for chunk in chunks(weights)], dist.new_group([0, 1]))
         for used, expected in ((4, 0), (3, 1)):
             for weight in weights:
                 weight.grad = None
@@ -214,6 +214,7 @@ def test_a_divided_update_reads_nothing(clip: float | None) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature")
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU: nothing to wait for")
 @pytest.mark.parametrize("stage", range(WORKERS))
 def test_no_instruction_synchronises_a_gpu(stage: int) -> None:

@@ -13,7 +13,6 @@ from planner.api.running import make_job
 from planner.errors import InputError, ModelFileError
 from planner.model.spec import load_model_file
 from planner.options.training import TrainArguments, TrainingOptions
-from planner.schedule.check import check_streams
 from planner.schedule.one_stage import ONE_F_ONE_B
 from planner.schedule.schedule import Channel, PipelineShape
 from tests.executor import eager
@@ -21,6 +20,7 @@ from tests.executor.eager import Case
 from tests.executor.models import write_model
 from tests.executor.plans import make_plan, structural_profile
 from tests.executor.rounds import Step, delayed_rounds
+from tests.schedule.check import check_streams
 
 SAMPLES = 42  # ten minibatches of 4 and one of 2
 CLIP = 0.3

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from planner.api.running import train
-from planner.executor.run.data import BatchSource, WeightedBatches, even_sizes
-from planner.executor.run.feeding import FedBatches
+from planner.executor.run.data import BatchSource, FedBatches, WeightedBatches, even_sizes
 from planner.formats.plan import Plan
 from planner.formats.profile import LossMean
 from planner.model.batch import Batch

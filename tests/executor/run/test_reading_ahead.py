@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from planner.executor.run.data import DatasetBatches
-from planner.executor.run.reading_ahead import TRIALS, ReadAhead, reading_ahead
+from planner.executor.run.reading_ahead import TRIALS, ReadAhead
 from planner.schedule.instructions import Unit
 
 UNITS = [Unit(minibatch, microbatch) for minibatch in range(6) for microbatch in range(2)]
@@ -42,11 +42,11 @@ def _read(dataset: Samples, worth_s: float) -> list[list[float]]:
     found = []
     torch.manual_seed(0)
     random.seed(0)
-    with reading_ahead(data, UNITS):
+    with data.reading(UNITS):
         for unit in UNITS:
             batch = data.batch(unit)
             found.append([*batch.args[0].tolist(), *batch.target.tolist(), torch.rand(()).item(), random.random()])
-    assert not data.reading
+    assert not data._thread
     assert threading.active_count() == before
     return found
 
@@ -125,7 +125,7 @@ def test_errors_come_from_the_training_thread() -> None:
     done = []
 
     def run() -> None:
-        with reading_ahead(data, UNITS):
+        with data.reading(UNITS):
             for unit in UNITS:
                 data.batch(unit)
                 done.append(unit)
@@ -141,10 +141,10 @@ def test_an_error_elsewhere_ends_the_thread() -> None:
     data = ReadAhead(DatasetBatches(Samples(), 2, 2, seed=1), worth_s=0.0)
 
     def run() -> None:
-        with reading_ahead(data, UNITS):
+        with data.reading(UNITS):
             for unit in UNITS[: TRIALS + 1]:
                 data.batch(unit)
-            assert data.reading
+            assert data._thread
             raise RuntimeError("elsewhere")
 
     with pytest.raises(RuntimeError, match="elsewhere"):
@@ -159,7 +159,7 @@ def test_units_in_another_order_are_read_as_they_are_asked_for() -> None:
     data, plain = (DatasetBatches(Samples(), 2, 2, seed=1) for _ in range(2))
     ahead = ReadAhead(data, worth_s=0.0)
     order = [*UNITS[:5], UNITS[9], UNITS[5], UNITS[6]]
-    with reading_ahead(ahead, UNITS):
+    with ahead.reading(UNITS):
         for unit in order:
             assert torch.equal(ahead.batch(unit).args[0], plain.batch(unit).args[0])
-        assert not ahead.reading
+        assert not ahead._thread

@@ -21,10 +21,9 @@ import os, time
 from datetime import timedelta
 
 if "RANK" in os.environ:
-    from planner.executor import data_parallel
-    from planner.executor.run import context, lifecycle
+    from planner.executor.run import agreement, context
 
-    for module in (context, data_parallel, lifecycle):
+    for module in (agreement, context):
         module.message_timeout = lambda _: timedelta(seconds=2)
 
     build_at_once = build_model

@@ -15,13 +15,13 @@ from planner.executor.run.stages import check_sizes
 from planner.model.spec import load_model_file
 from planner.options.training import TrainArguments, TrainingOptions
 from planner.plan.shape import shape_of, synchronous_minibatches, synchronous_part
-from planner.schedule.check import check_streams
 from planner.workers.job import TrainResult
 from tests.executor import eager
 from tests.executor.eager import Case
 from tests.executor.models import write_model
 from tests.executor.plans import make_plan, structural_profile
 from tests.executor.reference import Weights
+from tests.schedule.check import check_streams
 
 MINIBATCHES = 11
 START = TrainingOptions(synchronous_start=0.2)
@@ -130,7 +130,6 @@ def test_what_a_start_does_not_go_with_is_said(tmp_path: Path) -> None:
         make_job(path, make_plan(profile, (1, 1), "1f1b-flush", 2), TrainArguments(options=START))
     with pytest.raises(InputError, match=r"`synchronous_start` is for plans, not for data-parallel"):
         make_job(path, plan, TrainArguments(options=START, baseline="data-parallel"))
-    assert make_job(path, plan, TrainArguments(options=START)).predicted_start_samples_per_s
 
 
 def test_models_of_one_batch_size_cannot_start_synchronously() -> None:

@@ -46,7 +46,11 @@ REFUSED = {
         "depends on the values of a tensor",
         "give it no labels, and define loss(output, target)",
     ),
-    "no parameters": ("def build_model(): return nn.Tanh()" + ROWS, "Tanh has no parameters", "nothing to train"),
+    "no parameters": (
+        "def build_model(): return nn.Tanh()" + ROWS,
+        "Tanh has no parameters that require",
+        "nothing to train",
+    ),
     "frozen": (
         "def build_model(): return nn.Linear(6, 4).requires_grad_(False)" + ROWS,
         "no parameters that require a gradient",
@@ -77,8 +81,8 @@ REFUSED = {
         "def build_model(): return M()\n"
         "def example_batch(n): return (torch.randn(n, 6), Options()), torch.randint(0, 4, (n,))\n"
         "def loss(output, target): return F.cross_entropy(output, target)",
-        "gives the model a Options",
-        "give tensors, numbers, strings",
+        "M cannot be captured as a graph",
+        "the model must run on example_batch(n)",
     ),
 }
 
@@ -169,6 +173,14 @@ def test_a_single_layer() -> None:
     graph = capture(nn.Linear(6, 4), _rows(), F.cross_entropy)
     assert [layer.op for layer in graph.layers] == ["aten.linear", "loss"]
     assert_same(*(run_split(graph, _rows_of(3), cut_evenly(graph, stages), None) for stages in (1, 2)))
+
+
+def test_a_loss_that_is_a_module_is_no_part_of_the_model() -> None:
+    loss = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 3.0, 4.0]))
+    graph = capture(nn.Linear(6, 4), _rows(), loss)
+    batch = _rows(6)
+    assert_same(run_model(graph, batch, loss), run_split(graph, batch, cut_evenly(graph, 2), None))
+    assert list(build_stage(graph, ["loss"]).state_dict()) == []
 
 
 def _rows_of(seed: int) -> Batch:

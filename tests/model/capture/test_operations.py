@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 
@@ -112,6 +113,34 @@ def test_faults_put_back_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, dtype in (("gnmt", torch.float16), ("convnext", torch.bfloat16), ("group norm", torch.bfloat16)):
         trace, batch = _traced(name)
         assert mismatches(observed(trace, ModuleOptions(dtype, device="cpu")), batch)
+
+
+class _Attention(nn.Module):
+    """Attention as nn.MultiheadAttention wrote it until PyTorch 2.11; (tokens, batch, 8) -> (tokens * batch, 8)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(8, 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens, batch, width = x.shape
+        packed = self.project(x).unflatten(-1, (3, width)).unsqueeze(0).transpose(0, -2).squeeze(-2).contiguous()
+        q, k, v = (part.view(tokens, batch * 2, 4).transpose(0, 1).view(batch, 2, tokens, 4) for part in packed)
+        found = F.scaled_dot_product_attention(q, k, v)
+        return found.permute(2, 0, 1, 3).contiguous().view(tokens * batch, width)
+
+
+def test_a_copy_that_a_cpu_does_not_need_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA's attention lays its result out otherwise than a CPU's, whose view of it needs no copy."""
+    batch = Batch((torch.rand(6, 3, 8),), {}, torch.rand(18, 8))
+
+    def copies_after_attention() -> bool:
+        _, _, after = traced(_Attention(), batch, F.mse_loss).module.code.partition("scaled_dot_product_attention")
+        return "aten.contiguous" in after
+
+    assert copies_after_attention()
+    monkeypatch.setattr("planner.model.capture.capture._layouts_kept", nullcontext)
+    assert not copies_after_attention()
 
 
 class _Exact(nn.Module):

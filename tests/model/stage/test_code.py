@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from planner.errors import InputError
 from planner.executor.stage.versions import WeightVersions
@@ -21,9 +21,10 @@ from planner.model.capture.capture import capture_file
 from planner.model.options import PLAIN, ModuleOptions
 from planner.model.spec import load_model_file
 from planner.model.stage import code as compiling
-from planner.model.stage.code import FUNCTIONS, Registries
+from planner.model.stage.code import FUNCTIONS
 from planner.model.stage.parts import COMPILED, Variant
 from planner.model.stage.stage import StageModule, build_stage, warm_up
+from planner.model.stage.weights import place_of
 from tests.executor.models import write_model
 from tests.model.splitting import cut_evenly, run_split
 
@@ -109,22 +110,18 @@ def _run(call: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[list[Ten
     return [*(result.detach() for result in results), *gradients], [event.name for event in profiler.function_events]
 
 
-def test_registries_are_read_at_every_run() -> None:
+def test_weights_are_looked_up_at_every_run() -> None:
     """Moving a module to a device replaces its buffers, and stages of one worker get parameters of their own."""
     weights = nn.Module()
     weights.add_module("0", nn.Linear(2, 2))
     weights.register_buffer("scale", torch.ones(1))
-    code = fx.Graph()
-    registries = Registries(weights, ["0.weight", "scale", "0.bias"], code)
-    code.output(tuple(registries.read(name) for name in ("0.weight", "0.bias", "scale")))
-    run = fx.GraphModule(nn.Module(), code)
-    assert len(registries.values) == 2
+    weight, scale = place_of(weights, "0.weight"), place_of(weights, "scale")
     layer = weights.get_submodule("0")
-    assert run(*registries.values)[0] is layer.weight
+    assert weight.registry[weight.name] is layer.weight
     layer._parameters["weight"] = nn.Parameter(torch.zeros(2, 2))
     weights.to(torch.float64)
-    assert run(*registries.values)[0] is layer.weight
-    assert run(*registries.values)[2] is weights.scale
+    assert weight.registry[weight.name] is layer.weight
+    assert scale.registry[scale.name] is weights.scale
     assert weights.scale.dtype == torch.float64
 
 

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.backends import cudnn
-from torch.backends.cudnn import rnn
 from torch.nn import functional as F
 
 from planner.executor.stage.versions import WeightVersions
@@ -19,7 +15,6 @@ from planner.model.capture.graph import LayerGraph
 from planner.model.stage.stage import StageModule, build_stage
 
 pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
-MODES = ("RNN_RELU", "RNN_TANH", "LSTM", "GRU")
 
 
 class Net(nn.Module):
@@ -38,30 +33,21 @@ class Net(nn.Module):
         return made
 
 
-class Flattened:
-    """Stands for torch._cudnn_rnn_flatten_weight: it moves the weights as that does, and notes its arguments."""
+def _flattened(monkeypatch: pytest.MonkeyPatch) -> list[nn.RNNBase]:
+    """Return the modules whose weights are joined from now on, by a stand-in that moves them as cuDNN does."""
+    calls: list[nn.RNNBase] = []
 
-    def __init__(self) -> None:
-        self.calls: list[tuple[int, ...]] = []
+    def flatten(module: nn.RNNBase) -> None:
+        calls.append(module)
+        weights = [weight for weight in module._flat_weights if weight is not None]
+        with torch.no_grad():
+            buffer = torch.cat([weight.reshape(-1) for weight in weights])
+            pieces = torch.split(buffer, [weight.numel() for weight in weights])
+            for weight, piece in zip(weights, pieces, strict=True):
+                weight.set_(piece.view(weight.shape))
 
-    def __call__(self, weights: Sequence[Tensor], *arguments: int) -> Tensor:
-        self.calls.append((len(weights), *arguments))
-        buffer = torch.cat([weight.reshape(-1) for weight in weights])
-        start = 0
-        for weight in weights:
-            shape = weight.shape
-            weight.set_(buffer[start : start + weight.numel()].view(shape))  # type: ignore[call-overload]
-            start += weight.numel()
-        return buffer
-
-
-@pytest.fixture
-def flattened(monkeypatch: pytest.MonkeyPatch) -> Flattened:
-    stand_in = Flattened()
-    monkeypatch.setattr(torch, "_cudnn_rnn_flatten_weight", stand_in)
-    monkeypatch.setattr(cudnn, "is_acceptable", lambda _: True)
-    monkeypatch.setattr(rnn, "get_cudnn_mode", MODES.index)
-    return stand_in
+    monkeypatch.setattr(nn.RNNBase, "flatten_parameters", flatten)
+    return calls
 
 
 def _batch() -> Batch:
@@ -76,30 +62,28 @@ def _in_one_piece(stage: StageModule, layer: str) -> bool:
     return len({p.untyped_storage().data_ptr() for n, p in stage.named_parameters() if n.startswith(layer)}) == 1
 
 
-def test_weights_are_joined_where_the_stage_goes(flattened: Flattened) -> None:
+def test_weights_are_joined_where_the_stage_goes(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     model, batch = Net(), _batch()
     expected = F.mse_loss(model(*batch.args), batch.target)
     stage = _stage(capture(model, batch, F.mse_loss))
+    flattened = _flattened(monkeypatch)
     names = [name for name, _ in stage.named_parameters()]
     parameters = list(stage.parameters())
     assert not _in_one_piece(stage, "lstm")
     stage.to(torch.device("cpu"))
-    assert flattened.calls == [
-        (20, 5, 6, MODES.index("LSTM"), 6, 3, 2, True, True),
-        (4, 4, 6, MODES.index("GRU"), 6, 0, 1, False, False),
-        (2, 2, 6, MODES.index("RNN_RELU"), 6, 0, 1, False, False),
-    ]
+    assert flattened == [model.lstm, model.gru, model.plain]
     assert all(_in_one_piece(stage, layer) for layer in ("lstm", "gru", "plain"))
     assert [name for name, _ in stage.named_parameters()] == names
     assert all(one is other for one, other in zip(stage.parameters(), parameters, strict=True))
     assert torch.equal(stage(batch, {})["loss"], expected)
 
 
-def test_every_version_of_the_weights_is_in_one_piece(flattened: Flattened) -> None:
+def test_every_version_of_the_weights_is_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     model, batch = Net(), _batch()
     graph = capture(model, batch, F.mse_loss)
+    _flattened(monkeypatch)
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     results = []
     for arranged in (False, True):
@@ -126,7 +110,7 @@ def test_every_version_of_the_weights_is_in_one_piece(flattened: Flattened) -> N
     assert torch.equal(torch.stack(results[0]), torch.stack(results[1]))
 
 
-def test_modules_of_blocks_are_joined(flattened: Flattened) -> None:
+def test_modules_of_blocks_are_joined(monkeypatch: pytest.MonkeyPatch) -> None:
     class Only(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -138,8 +122,9 @@ def test_modules_of_blocks_are_joined(flattened: Flattened) -> None:
 
     model = nn.Sequential(nn.Linear(4, 4), Only())
     graph = capture_blocks(model, list(model), _batch(), F.mse_loss)
+    flattened = _flattened(monkeypatch)
     stage = _stage(graph).to(torch.device("cpu"))
-    assert len(flattened.calls) == 1
+    assert flattened == [model[1].gru]
     assert _in_one_piece(stage, "1.gru")
     assert len({parameter.untyped_storage().data_ptr() for parameter in model[1].parameters()}) == 1
 

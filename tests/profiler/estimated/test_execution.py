@@ -16,11 +16,11 @@ from torch.nn import functional as F
 from benchmarks.gpu_truth.fused_kernels import megatron
 from planner.errors import InputError
 from planner.model.spec import TrainingSpec, in_memory
-from planner.profiler.estimated.devices import DEVICES
+from planner.profiler.estimated.devices import DEVICES, HOSTS
 from planner.profiler.estimated.estimate import EstimateOptions, estimate_profile
 from planner.profiler.estimated.execution import Execution, Flow, Fusion, compiler, cuda_operations, fused
 from planner.profiler.estimated.operations import Operation, OperationRecorder
-from planner.profiler.estimated.roofline import shares_of_peak
+from planner.profiler.estimated.roofline import Costs, shares_of_peak
 from planner.profiler.estimated.trace import StepTrace, trace_step
 
 HALF = torch.float16
@@ -72,11 +72,21 @@ def test_causal_attention_leaves_out_half_of_the_products() -> None:
     flops = []
     for causal in (False, True):
         with recording() as recorder:
-            q = torch.empty(2, 4, 128, 64, dtype=HALF, requires_grad=True)
+            q = torch.empty(2, 4, 4000, 128, dtype=HALF, requires_grad=True)
             torch.autograd.grad(F.scaled_dot_product_attention(q, q, q, is_causal=causal), q, torch.empty_like(q))
         flops.append([operation.flops for operation in recorder.operations if operation.flops])
     assert len(flops[0]) == 2
-    assert flops[1] == [count / 2 for count in flops[0]]
+    assert flops[1] == pytest.approx([1.1 * count / 2 for count in flops[0]])  # with the tiles on the diagonal
+
+
+def test_few_keys_take_as_long_as_512() -> None:
+    def flops(keys: int) -> float:
+        with recording() as recorder:
+            q = torch.empty(2, 4, keys, 128, dtype=HALF)
+            F.scaled_dot_product_attention(q, q, q)
+        return recorder.operations[0].flops / keys
+
+    assert flops(64) == flops(512) == flops(1024) / 2
 
 
 @pytest.mark.parametrize("operation", [torch.softmax, torch.log_softmax])
@@ -87,6 +97,24 @@ def test_softmax_under_autocast_reads_half_and_writes_single(operation: object) 
     assert [each.bytes for each in recorder.operations] == [200 + 400]
 
 
+def test_softmax_reads_long_rows_three_times_and_writes_a_product_before_its_backward() -> None:
+    with recording() as recorder:
+        x = torch.empty(10, 2000, requires_grad=True)
+        torch.autograd.grad(torch.softmax(x, -1), x, torch.empty(10, 2000))
+    assert [each.bytes for each in recorder.operations] == [4 * x.nbytes, 6 * x.nbytes]
+
+
+def test_cross_entropy_under_autocast_leaves_its_softmax_in_half_precision() -> None:
+    with recording() as recorder, torch.autocast("cpu", HALF):
+        x = torch.empty(10, 100, dtype=HALF, requires_grad=True)
+        loss = F.cross_entropy(x, torch.empty(10, dtype=torch.int64))
+        torch.autograd.grad(loss, x)
+    moved = {each.name: each.bytes for each in recorder.operations}
+    assert names(recorder)[:3] == ["_log_softmax", "_to_copy", "nll_loss_forward"]
+    assert (loss.dtype, moved["_log_softmax"]) == (torch.float32, 2 * x.nbytes)
+    assert moved["nll_loss_backward"] == 2 * x.nbytes  # zeros in float32
+
+
 def test_norms_and_powers_under_autocast_are_in_single_precision() -> None:
     with recording() as recorder, torch.autocast("cpu", HALF):
         x = torch.empty(10, 100, dtype=HALF, requires_grad=True)
@@ -94,6 +122,23 @@ def test_norms_and_powers_under_autocast_are_in_single_precision() -> None:
         assert [result.dtype for result in results] == [torch.float32] * 4
         assert F.linear(x, torch.empty(5, 100)).dtype == HALF
     assert names(recorder)[:2] == ["_to_copy", "native_layer_norm"]
+
+
+def test_rows_that_begin_anywhere_slow_products_in_half_precision() -> None:
+    def seconds(dtype: torch.dtype, *sizes: int, transposed: bool = False) -> float:
+        m, n, k = sizes
+        with recording() as recorder:
+            left = torch.empty(k, m, dtype=dtype).t() if transposed else torch.empty(m, k, dtype=dtype)
+            torch.mm(left, torch.empty(n, k, dtype=dtype).t())
+        return float(Costs(recorder.operations).seconds(DEVICES["h200"]).sum())
+
+    aligned = seconds(HALF, 4096, 50304, 768)
+    assert seconds(HALF, 4096, 50257, 768) == pytest.approx(3355e-6, rel=0.05)  # as measured
+    assert seconds(HALF, 4096, 50257, 768) > 5 * aligned
+    assert 3 * aligned < seconds(HALF, 4096, 768, 50257) < 5 * aligned  # of an operand alone
+    assert seconds(HALF, 4097, 50304, 768) == pytest.approx(aligned, rel=0.05)  # more rows
+    assert seconds(HALF, 4097, 50304, 768, transposed=True) > 3 * aligned  # which are columns
+    assert seconds(torch.float32, 4096, 50257, 768) == pytest.approx(seconds(torch.float32, 4096, 50304, 768), rel=0.05)
 
 
 def test_products_lose_what_the_last_wave_and_the_last_tiles_leave_empty() -> None:
@@ -209,6 +254,16 @@ def test_fusion_saves_launches_and_time() -> None:
     assert times == sorted(times, reverse=True)
 
 
+@pytest.mark.skipif(not hasattr(torch.ops.aten, "_fused_rms_norm"), reason="before torch 2.9 it is many kernels")
+def test_an_rms_norm_is_one_kernel_each_way() -> None:
+    with recording() as recorder:
+        x = torch.empty(4, 64, dtype=HALF, requires_grad=True)
+        F.rms_norm(x, (64,), torch.empty(64, dtype=HALF), 1e-5).sum().backward()  # type: ignore[no-untyped-call]
+    names = [operation.name for operation in recorder.operations]
+    assert names.count("native_layer_norm") == names.count("native_layer_norm_backward") == 1
+    assert not {"pow", "rsqrt"}.intersection(names)
+
+
 def test_a_step_takes_no_less_than_its_launches() -> None:
     trace = traced()
     spec = replace(DEVICES["h100"], dispatch_s=1e-3)
@@ -218,16 +273,32 @@ def test_a_step_takes_no_less_than_its_launches() -> None:
     assert trace.layer_seconds(replace(spec, dispatch_s=1e-12)) == none
 
 
+def test_lists_of_weights_wait_for_the_host() -> None:
+    trace = traced()
+    weights = sum(1 for _ in Attending().parameters())
+    assert sum(update.host_launches for update in trace.updates) == 8 * weights / 16  # AdamW's operations by foreach
+    *_, updates = trace.layer_seconds(replace(DEVICES["h200"], dispatch_s=1e-3))
+    assert sum(updates) == pytest.approx(8 * weights / 16 * 1e-3)
+
+
+def test_a_recurrent_layer_is_launched_by_one_call() -> None:
+    steps = [Operation("recurrent", 0.0, 0.0, "float32", launches=100), Operation("gemm", 0.0, 0.0, "float32")]
+    spec = DEVICES["h200"]
+    assert Costs(steps).host_seconds(spec) == pytest.approx([100 * HOSTS["fused"], HOSTS["eager"]])
+    assert not Costs(steps).host_seconds(replace(spec, dispatch_s=0.0)).any()
+
+
 def test_captured_kernels_do_not_wait_for_the_host() -> None:
-    def step_s(*, cuda_graph: bool) -> float:
-        profile = estimate_profile(attending(), 2, EstimateOptions("h100", cuda_graph=cuda_graph))
+    def step_s(host: str) -> float:
+        profile = estimate_profile(attending(), 2, EstimateOptions("h100", host=host))
         return sum(layer.forward_s + layer.backward_s for layer in profile.layers)
 
     forward, backward, _ = traced().layer_seconds(replace(DEVICES["h100"], dispatch_s=0.0))
-    assert step_s(cuda_graph=True) == pytest.approx(sum(forward) + sum(backward))
-    assert step_s(cuda_graph=True) < step_s(cuda_graph=False)
-    with pytest.raises(InputError, match="`cuda_graph` cannot be estimated for a CPU"):
-        estimate_profile(attending(), 2, EstimateOptions("cpu", cuda_graph=True))
+    assert step_s("graphs") == pytest.approx(sum(forward) + sum(backward))
+    assert step_s("graphs") < step_s("compiled") < step_s("eager")
+    assert step_s("100us") == pytest.approx(4 * step_s("25us"), rel=0.2)
+    with pytest.raises(InputError, match="`host` cannot be estimated for a CPU"):
+        estimate_profile(attending(), 2, EstimateOptions("cpu", host="graphs"))
 
 
 def test_master_weights_are_sixteen_bytes_per_parameter() -> None:
@@ -236,6 +307,16 @@ def test_master_weights_are_sixteen_bytes_per_parameter() -> None:
     held = sum(layer.weight_bytes + layer.gradient_bytes + layer.optimizer_bytes for layer in half.layers)
     counters = 4 * 4  # Adam's steps, one per tensor
     assert held == 16 * parameters + counters
+    summed = estimate_profile(
+        attending(), 2, EstimateOptions("a100", "float16", master_weights=True, float32_gradients=True)
+    )
+    assert [layer.gradient_bytes for layer in summed.layers] == [2 * layer.gradient_bytes for layer in half.layers]
+    buffers = sum(
+        after.buffer_bytes - before.buffer_bytes for after, before in zip(summed.layers, half.layers, strict=True)
+    )
+    assert held + 2 * parameters + buffers == 20 * parameters + counters
+    with pytest.raises(InputError, match="belong to master weights"):
+        estimate_profile(attending(), 2, EstimateOptions("a100", "float16", float32_gradients=True))
     assert half.autocast is None
     assert half.dtype == "float16"
 

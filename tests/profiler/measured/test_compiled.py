@@ -8,6 +8,7 @@ from statistics import median
 import pytest
 import torch
 
+from benchmarks.stages_alone import verify
 from planner.cli.main import main
 from planner.errors import InputError
 from planner.formats.cluster import flat_cluster
@@ -15,9 +16,7 @@ from planner.model.spec import load_model_file
 from planner.profiler.measured import profiling as profile
 from planner.profiler.measured.compiled import CompiledTimes, as_compiled, equal_spans, saved_as_compiled
 from planner.profiler.measured.profiling import ProfilingOptions, profile_model
-from planner.profiler.measured.verify import verify
 from planner.profiler.step.timing import StepTimes
-from planner.reporting.tables.profile import profile_report
 from planner.solver import solve
 from tests.executor.models import write_model
 
@@ -100,7 +99,6 @@ def test_compiled_profile_plan_and_stages(model: str, tmp_path: Path) -> None:
     assert whole is not None
     assert sum(layer.forward_s for layer in compiled.layers) == pytest.approx(whole.forward_s)
     assert sum(layer.backward_s for layer in compiled.layers) == pytest.approx(whole.backward_s)
-    assert "compiled parts" in profile_report(compiled)
     plan = solve(compiled, flat_cluster(2, 1e12), depth="published")
     assert plan.compiled
     assert all(time.measured_s > 0 for time in verify(file, compiled, [s.layers for s in plan.stages], seconds=0.1))

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from planner.formats.cluster import flat_cluster
 from planner.formats.profile import Device
-from planner.reporting.tables.plan import plan_report
+from planner.reporting.tables.plan import layer_range, plan_report, recomputing
 from planner.reporting.tables.profile import profile_report
-from planner.reporting.tables.stages import layer_range, recomputing
 from planner.solver import solve
 from planner.units import format_bytes
 from tests.samples import layer, profile
@@ -21,7 +20,7 @@ def test_a_plan_shows_its_stages_and_its_prediction() -> None:
     for part in (
         "2-1 on 3 GPUs",
         "b .. c (2)",
-        "0, 1",
+        "0-1",
         "limited by",
         "samples/s, ",
         "simulated",

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from planner.analysis.own_plan import price
+from planner.analysis.given_plan import price
 from planner.formats.cluster import flat_cluster
 from planner.formats.own_plan import OwnPlan, OwnStage
-from planner.reporting.tables.stages import memory_parts, memory_table
+from planner.reporting.tables.plan import memory_parts, memory_table
 from planner.schedule.one_stage import GPIPE
 from planner.solver import solve
 from tests.samples import layer, profile

@@ -11,9 +11,6 @@ from hypothesis import strategies as st
 
 from planner.cost.candidate import Candidate
 from planner.cost.layer_costs import LayerCosts
-from planner.cost.pricing import price
-from planner.cost.setting import Setting
-from planner.formats.cluster import flat_cluster
 from planner.formats.profile import Profile, load_profile
 from planner.solver.choose import baselines
 from planner.solver.problem.states import uncut_groups
@@ -31,16 +28,12 @@ def ends(stages: list[Candidate]) -> list[int]:
 
 def test_by_hand() -> None:
     layer_costs = LayerCosts(SIX)
-    assert ends(baselines.equal_layers(layer_costs, 3)) == [2, 4, 6]
-    assert ends(baselines.equal_parameters(layer_costs, 2)) == [4, 6]  # 60 and 90 of 150; 100 and 50 are further off
     assert ends(baselines.equal_time(layer_costs, 3)) == [3, 5, 6]  # 6, 9, 6
-    assert [stage.replicas for stage in baselines.data_parallel(layer_costs, 5)] == [5]
 
 
 def test_forbidden_cuts_are_not_made() -> None:
     joined = SIX.model_copy(update={"no_cut_after": ("l1", "l3")})
-    for cut in (baselines.equal_layers, baselines.equal_parameters, baselines.equal_time):
-        assert {2, 4}.isdisjoint(ends(cut(LayerCosts(joined), 3)))
+    assert {2, 4}.isdisjoint(ends(baselines.equal_time(LayerCosts(joined), 3)))
 
 
 @settings(max_examples=examples(150), deadline=None)
@@ -57,41 +50,17 @@ def test_equal_time_is_the_best_block_partition_and_all_cuts_are_legal(model: Pr
 
     least_s = min(slowest_s(cuts) for cuts in combinations(legal[:-1], stages - 1))
     assert slowest_s(tuple(ends(baselines.equal_time(layer_costs, gpus))[:-1])) == pytest.approx(least_s)
-    for cut in (baselines.equal_layers, baselines.equal_parameters, baselines.equal_time):
-        made = cut(layer_costs, gpus)
-        assert len(made) == stages
-        assert set(ends(made)) <= set(legal)
-        assert sorted(index for stage in made for index in stage.layers) == list(range(len(model.layers)))
-
-
-@settings(max_examples=examples(60), deadline=None)
-@given(model=profiles(most_layers=6), gpus=st.integers(1, 4))
-def test_the_straight_pipeline_is_the_best_of_all(model: Profile, gpus: int) -> None:
-    layer_costs, cluster = LayerCosts(model), flat_cluster(gpus, 2.0)
-    legal = [group[-1] + 1 for group in uncut_groups(layer_costs)]
-
-    def seconds(bounds: tuple[int, ...]) -> float:
-        stages = [Candidate(frozenset(range(i)), frozenset(range(i, j))) for i, j in pairwise((0, *bounds))]
-        return price(layer_costs, stages, Setting(cluster)).seconds_per_minibatch
-
-    every = [
-        seconds((*cuts, legal[-1]))
-        for count in range(min(gpus, len(legal)))
-        for cuts in combinations(legal[:-1], count)
-    ]
-    found = [
-        price(layer_costs, stages, Setting(cluster)).seconds_per_minibatch
-        for stages in baselines.straight(layer_costs, cluster)
-    ]
-    assert min(found) == pytest.approx(min(every))
+    made = baselines.equal_time(layer_costs, gpus)
+    assert len(made) == stages
+    assert set(ends(made)) <= set(legal)
+    assert sorted(index for stage in made for index in stage.layers) == list(range(len(model.layers)))
 
 
 @pytest.mark.parametrize("path", MEASURED, ids=lambda path: path.parent.name)
 def test_measured_profiles(path: Path) -> None:
     layer_costs = LayerCosts(load_profile(path))
     for gpus in (2, 8):
-        for cut in (baselines.equal_layers, baselines.equal_parameters, baselines.equal_time):
-            stages = cut(layer_costs, gpus)
-            assert len(stages) == min(gpus, len(uncut_groups(layer_costs)))
-            forbidden = {layer_costs.position[name] + 1 for name in layer_costs.profile.no_cut_after}
-            assert forbidden.isdisjoint(ends(stages)[:-1])
+        stages = baselines.equal_time(layer_costs, gpus)
+        assert len(stages) == min(gpus, len(uncut_groups(layer_costs)))
+        forbidden = {layer_costs.position[name] + 1 for name in layer_costs.profile.no_cut_after}
+        assert forbidden.isdisjoint(ends(stages)[:-1])

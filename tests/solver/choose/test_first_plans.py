@@ -12,10 +12,9 @@ from planner.errors import PlannerError
 from planner.formats.cluster import Cluster, flat_cluster, hierarchical_cluster
 from planner.schedule.registry import find
 from planner.solver import solve
-from planner.solver.choose.baselines import data_parallel, equal_blocks
+from planner.solver.choose.baselines import equal_blocks
 from planner.solver.choose.first_plans import FirstPlans, fitting_plans
-from planner.solver.evaluate.depth import TOLERANCE
-from planner.solver.evaluate.evaluation import priced
+from planner.solver.evaluate.evaluation import TOLERANCE, priced
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import Evaluation
 from tests.plan.test_blocks import transformer
@@ -32,7 +31,7 @@ def test_no_slower_than_baselines(schedule: str, cluster: Cluster, time_limit_s:
     plan = solve(MODEL, cluster, schedule=schedule, microbatches=microbatches, time_limit_s=time_limit_s)
     problem = Problem(LayerCosts(MODEL), Setting(cluster, find(schedule), microbatches))
     for stages in (1, 2, 4, 8):
-        cut = equal_blocks(problem.layer_costs, stages) if stages > 1 else data_parallel(problem.layer_costs, 1)
+        cut = equal_blocks(problem.layer_costs, stages)
         for gpus in (16, 8):
             copies = [replace(each, options=replace(each.options, replicas=gpus // stages)) for each in cut]
             seconds = priced(problem, copies).seconds
@@ -86,9 +85,8 @@ def test_any_plan_that_fits_is_the_answer_where_no_equal_stages_fit() -> None:
     # Under 1f1b the first of equal stages holds most versions of the weights.
     heavy = [each.model_copy(update={"weight_bytes": 100, "gradient_bytes": 100}) for each in MODEL.layers]
     model, setting = MODEL.model_copy(update={"layers": tuple(heavy)}), Setting(flat_cluster(16, 1e3), find("1f1b"))
-    leanest = FirstPlans(Problem(LayerCosts(model), setting)).leanest()
-    assert leanest is not None
-    tight = flat_cluster(16, 1e3, memory_bytes=max(leanest.price.gpu_bytes) - 1)
+    needed = [max(plan.price.gpu_bytes) for plan in fitting_plans(Problem(LayerCosts(model), setting))]
+    tight = flat_cluster(16, 1e3, memory_bytes=min(needed) // 2)
     assert not list(fitting_plans(Problem(LayerCosts(model), replace(setting, cluster=tight))))
     plan = solve(model, tight, schedule="1f1b", time_limit_s=1e-9)
     assert all(plan.memory_bytes(stage) <= (tight.memory_bytes or 0) for stage in range(len(plan.stages)))

@@ -17,7 +17,7 @@ from planner.schedule.schedule import Channel, PipelineShape
 from planner.simulator.pipeline_costs import PipelineCosts, StageCosts
 from planner.solver import solve
 from planner.solver.problem.budget import Budget, Deadline
-from planner.solver.search.levels.best_first import HierarchySearch
+from planner.solver.search.levels.relaxed import Relaxed
 from tests.samples import layer, profile
 
 CHAIN = profile(*(layer(f"l{n}", 1 + n * 37 % 11, 2, output_bytes=1 + n * 29 % 7, weight_bytes=n) for n in range(40)))
@@ -77,12 +77,12 @@ def test_without_time_only_plans_that_take_no_search_are_simulated(
     searched_only = schedule == "interleaved"
     assert (hurried.solver.simulated == 0) == searched_only
     assert hurried.predicted.by == ("cost model" if searched_only else "simulation")
-    assert ("time limit" if searched_only else "with more time to simulate") in plan_report(hurried)
+    assert ("time limit" if searched_only else "others could be faster") in plan_report(hurried)
 
     def never(*_: object) -> None:
         raise AssertionError
 
-    monkeypatch.setattr(HierarchySearch, "_linked", never)
+    monkeypatch.setattr(Relaxed, "best", never)
     assert solved(CHAIN, cluster, schedule, 0.0).config == hurried.config
 
 

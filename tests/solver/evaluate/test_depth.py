@@ -13,7 +13,7 @@ from planner.schedule.schedule import PipelineShape, warm_up_depths
 from planner.simulator.pipeline_costs import StageCosts
 from planner.simulator.simulate_plan import simulated_s
 from planner.solver import solve
-from planner.solver.evaluate.depth import (
+from planner.solver.evaluate.evaluation import (
     DepthChoice,
     PipelineTimes,
     choose_depths,
@@ -110,7 +110,15 @@ CHAIN = profile(*(layer(f"l{n}", 1, 2, output_bytes=3, saved_bytes=100, weight_b
 
 
 def flush_plan(cluster: Cluster, microbatches: int, depth: DepthRule = "auto") -> Plan:
-    return solve(CHAIN, cluster, schedule="1f1b-flush", microbatches=microbatches, depth=depth, recompute="never")
+    return solve(
+        CHAIN,
+        cluster,
+        schedule="1f1b-flush",
+        microbatches=microbatches,
+        depth=depth,
+        recompute="never",
+        time_limit_s=None,
+    )
 
 
 def depths_of(plan: Plan) -> list[int]:

@@ -2,26 +2,21 @@
 
 A stage in its plainest way (nothing sharded; nothing recomputed, or all under that rule) has a closed form. It sharded,
 or recomputing some of its layers, may do with fewer replicas, where memory is limited or the optimizer takes long.
-Those counts are tried from a lower bound on, by the cost model itself: with r replicas and g GPUs after the stage, the
-units in flight are known, and a way either fits and meets the time or does not.
-
-What a stage holds depends on its layers, its units in flight and, where it is sharded, its replicas. It does not depend
-on the time to meet. So the least extra seconds of ways that fit are found once for each of these, and all walks of all
-searches over a space look them up.
+Those counts are tried from a lower bound on, by the cost model itself. What a stage holds does not depend on the time
+to meet, so the quickest ways that fit are found once for all walks of all searches over a space.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import replace
-from functools import cached_property, partial
 from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
 
 from planner.cost.candidate import StageOptions
-from planner.cost.work import IMPOSSIBLE, Floats, Footprint, Integers, fewest_to_hold
+from planner.cost.work import IMPOSSIBLE, Floats, Integers, fewest_to_hold
 from planner.options.solving import UNLIMITED
 from planner.schedule.schedule import warm_up_depth
 from planner.solver.problem.bounds import Bounds
@@ -41,123 +36,10 @@ _NOTHING: _Found = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64), np.
 _KNOWN: WeakKeyDictionary[StateSpace, dict[Hashable, dict[int, _Found]]] = WeakKeyDictionary()
 
 
-class QuickestThatFit:
-    """Finds the quickest ways to run stages whose memory fits.
-
-    Args:
-        space: of the stages.
-        ways: to run them.
-        model: that says what they hold.
-        memory_bytes: that they may hold.
-    """
-
-    def __init__(self, space: StateSpace, ways: WaysOf, model: Bounds, memory_bytes: int) -> None:
-        self._ways, self._model, self._memory_bytes = ways, model, memory_bytes
-        key = type(model), model.microbatches, memory_bytes, ways.rule, ways.whole_stages, ways.shards
-        self._told_apart = 2 if space.layer_costs.counts_replicas else 1  # replicas of stages that are not sharded
-        self._known = _KNOWN.setdefault(space, {}).setdefault(key, {})
-
-    def find(
-        self,
-        state: int,
-        others: Integers,
-        choosing: NDArray[np.bool_],
-        replicas: Integers,
-        sharded: NDArray[np.bool_],
-        flying: Integers,
-    ) -> tuple[Integers, Floats]:
-        """Return the choice of each stage that is quickest, and its seconds of recomputing; -1 where none fits.
-
-        Args:
-            state: at which the stages begin.
-            others: at which they end.
-            choosing: which may choose what to recompute; the others fit the memory where nothing is sharded, or have no
-                choice.
-            replicas: of each.
-            sharded: which divide the optimizer's state over their replicas; of others only one or several counts.
-            flying: units in flight.
-        """
-        replicas = np.where(sharded, replicas, np.minimum(replicas, self._told_apart))
-        wanted = (((((others << 1) + sharded) << _BITS) + replicas) << _BITS) + flying
-        found = self._known.get(state, _NOTHING)
-        at = np.searchsorted(found[0], wanted)
-        missing = np.append(found[0], -1)[at] != wanted
-        if missing.any():
-            unknown, first = np.unique(wanted[missing], return_index=True)
-            rows = np.flatnonzero(missing)[first]
-            ways = self._ways.all(state, others[rows], choosing[rows])
-            stage, r = ways.stage, replicas[rows][ways.stage]
-            held = self._model.held_bytes(ways.footprint_on(r), flying[rows][stage])
-            fits = (held <= self._memory_bytes) & (ways.sharded == sharded[rows][stage])
-            # The choices of a stage stand together, the quickest first.
-            place = np.where(fits, np.arange(len(ways)), len(ways))
-            quickest = np.minimum.reduceat(place, np.flatnonzero(np.diff(stage, prepend=-1)))
-            recompute_s = np.append(np.broadcast_to(ways.work.recompute_s, len(ways)), 0.0)
-            more = unknown, np.append(ways.choice, -1)[quickest], recompute_s[quickest]
-            keys, choice, seconds = map(np.concatenate, zip(found, more, strict=True))
-            order = np.argsort(keys, kind="stable")
-            found = self._known[state] = keys[order], choice[order], seconds[order]
-            at = np.searchsorted(found[0], wanted)
-        return found[1][at], found[2][at]
-
-
-FEW_STATES = 300  # up to which the plainest ways of all stages are tabulated
+FEW_STATES = 300  # up to which stages may choose which of their layers recompute
 # Replica counts that are tried one by one where more may be slower. Beyond, they are taken to be faster, as they are
 # without latency.
 _ONE_BY_ONE = 64
-
-
-class _Plainest:
-    """The plainest ways of all stages between few states, and their replicas for the last target."""
-
-    def __init__(self, space: StateSpace, model: Bounds, limits: Limits, ways: WaysOf) -> None:
-        self._model = model
-        firsts, others, work = space.every_stage
-        self._row = np.zeros((len(space), space.ends), dtype=np.int64)
-        self._row[firsts, others] = np.arange(len(firsts))
-        self._held: list[Integers] | None = None
-        if limits.memory_bytes is not None:
-            chunks = np.split(np.arange(len(firsts)), np.flatnonzero(np.diff(firsts)) + 1)
-            held = [
-                most_in_flight(space, model, ways.plainest_footprint(state, others[own], taken(work, own)), limits)
-                for state, own in zip(firsts[[own[0] for own in chunks]].tolist(), chunks, strict=True)
-            ]
-            self._held = [np.concatenate(each) for each in zip(*held, strict=True)]
-        self._work = ways.plainest_work(work)
-        self._last: tuple[float, Integers] | None = None
-
-    def alone(self, state: int, others: Integers, target_s: float) -> Integers:
-        """Return the fewest replicas that meet the target with no GPUs after the stage, whatever the memory."""
-        if self._last is None or self._last[0] != target_s:
-            self._last = target_s, self._model.fewest_replicas(self._work, target_s)
-        return np.asarray(self._last[1][self._row[state, others]])
-
-    def held(self, state: int, others: Integers) -> list[Integers] | None:
-        """Return the units in flight with which stages fit the memory: see `most_in_flight`."""
-        return None if self._held is None else [each[self._row[state, others]] for each in self._held]
-
-    def fewest(
-        self, state: int, others: Integers, target_s: float, after: Integers, most: Integers, at_least: Integers
-    ) -> Integers:
-        """Return the fewest replicas that meet the target and are at least as many; beyond `most` any larger number.
-
-        They depend on the GPUs after a stage only under 2bw, and even then those seldom matter. So what meets the
-        target alone is computed again only where it is too few.
-        """
-        alone = self.alone(state, others, target_s)
-        r = np.maximum(alone, at_least)
-        enough = r == alone
-        if self._model.counts_gpus_after:
-            enough &= self._model.enough_before(r, after)
-        few = np.flatnonzero(~enough & (r <= most))
-        if len(few):
-            work = taken(self._work, self._row[state, others[few]])
-            late = self._model.stage_s(work, r[few]) > target_s
-            late |= ~self._model.enough_before(r[few], after[few])
-            if late.any():
-                work, few = taken(work, np.flatnonzero(late)), few[late]
-                r[few] = self._model.fewest_replicas(work, target_s, r[few], after[few])
-        return r
 
 
 class FewestReplicas:
@@ -166,16 +48,10 @@ class FewestReplicas:
     def __init__(self, space: StateSpace, model: Bounds, limits: Limits) -> None:
         self.space, self.model, self.limits = space, model, limits
         self.ways = WaysOf(space, limits, prices_shards=model.prices_shards)
-        self.quickest_that_fit = (
-            None if limits.memory_bytes is None else QuickestThatFit(space, self.ways, model, limits.memory_bytes)
-        )
+        key = type(model), model.microbatches, limits.memory_bytes, self.ways.rule, self.ways.whole_stages
+        self._known = _KNOWN.setdefault(space, {}).setdefault((*key, self.ways.shards), {})
         # GPU seconds of the layers before each last state, at least.
         self.before_s = model.least_s(self.ways.least(space.work(0, np.arange(space.ends))))
-
-    @cached_property
-    def _plainest(self) -> _Plainest | None:
-        few = len(self.space) <= FEW_STATES
-        return _Plainest(self.space, self.model, self.limits, self.ways) if few else None
 
     def least(self, state: int, others: Integers, target_s: float) -> Integers:
         """Return replicas that the stages need at least, by their computation alone."""
@@ -186,8 +62,6 @@ class FewestReplicas:
         """Return the fewest replicas that meet the target whatever the memory, or fewer."""
         if self.ways.shards:
             return self.least(state, others, target_s)
-        if self._plainest is not None:
-            return self._plainest.alone(state, others, target_s)
         return self.model.fewest_replicas(self.space.work(state, others), target_s)
 
     def fewest(
@@ -195,14 +69,9 @@ class FewestReplicas:
     ) -> tuple[Integers, NDArray[np.bool_]]:
         """Return the fewest replicas that meet the target and fit the memory, and whether they must recompute.
 
-        Args:
-            state: at which the stages begin.
-            others: at which they end.
-            target_s: to meet.
-            after: GPUs after each stage.
-            most: replicas of each stage. Where it needs more, the answer is any larger number.
+        Where a stage needs more than `most`, the answer is any larger number.
         """
-        r, tight = self._closed_form(state, others, target_s, after, most)
+        r, tight = self._closed_form(state, others, target_s, after)
         tight &= self.ways.chooses
         again = np.full(len(others), self.ways.recomputes)
         if self.ways.always_shards:
@@ -213,11 +82,7 @@ class FewestReplicas:
         low = self.alone(state, others, target_s)
         low = np.where(tight, low, np.maximum(low, 2))  # without limits of memory, only sharding may help
         some = np.flatnonzero((tight | self.ways.shards) & (low < r) & (low <= most))
-        if len(some) and self.ways.whole_stages and not self.ways.shards:
-            fewer, _ = self._closed_form(state, others[some], target_s, after[some], most[some], recomputing=True)
-            again[some] |= fewer < r[some]
-            r[some] = np.minimum(r[some], fewer)
-        elif len(some):
+        if len(some):
             trial = _Trial(self, state, others[some], tight[some], after[some])
             fewer, recomputes = trial.fewest(low[some], np.minimum(r - 1, most)[some], target_s)
             better = fewer < r[some]
@@ -247,6 +112,43 @@ class FewestReplicas:
         row = int(fits[np.lexsort((ways.sharded[fits], seconds, again, seconds > target_s))[0]])
         return ways.options(row, int(r[row])), float(all_s[row])
 
+    def quickest_that_fit(
+        self,
+        state: int,
+        others: Integers,
+        choosing: NDArray[np.bool_],
+        replicas: Integers,
+        sharded: NDArray[np.bool_],
+        flying: Integers,
+    ) -> tuple[Integers, Floats]:
+        """Return the choice of each stage that is quickest, and its seconds of recomputing; -1 where none fits.
+
+        Of stages that are not sharded only one replica or several counts.
+        """
+        told_apart = 2 if self.space.layer_costs.counts_replicas else 1
+        replicas = np.where(sharded, replicas, np.minimum(replicas, told_apart))
+        wanted = (((((others << 1) + sharded) << _BITS) + replicas) << _BITS) + flying
+        found = self._known.get(state, _NOTHING)
+        at = np.searchsorted(found[0], wanted)
+        missing = np.append(found[0], -1)[at] != wanted
+        if missing.any():
+            unknown, first = np.unique(wanted[missing], return_index=True)
+            rows = np.flatnonzero(missing)[first]
+            ways = self.ways.all(state, others[rows], choosing[rows])
+            stage, r = ways.stage, replicas[rows][ways.stage]
+            held = self.model.held_bytes(ways.footprint_on(r), flying[rows][stage])
+            fits = (held <= (self.limits.memory_bytes or 0)) & (ways.sharded == sharded[rows][stage])
+            # The choices of a stage stand together, the quickest first.
+            place = np.where(fits, np.arange(len(ways)), len(ways))
+            quickest = np.minimum.reduceat(place, np.flatnonzero(np.diff(stage, prepend=-1)))
+            recompute_s = np.append(np.broadcast_to(ways.work.recompute_s, len(ways)), 0.0)
+            more = unknown, np.append(ways.choice, -1)[quickest], recompute_s[quickest]
+            keys, choice, seconds = map(np.concatenate, zip(found, more, strict=True))
+            order = np.argsort(keys, kind="stable")
+            found = self._known[state] = keys[order], choice[order], seconds[order]
+            at = np.searchsorted(found[0], wanted)
+        return found[1][at], found[2][at]
+
     def allowed(
         self, sharded: NDArray[np.bool_], replicas: Integers, after: Integers
     ) -> tuple[NDArray[np.bool_], Integers]:
@@ -256,61 +158,32 @@ class FewestReplicas:
         return allowed & self.model.enough_before(np.minimum(replicas, self.model.most_replicas), after), flying
 
     def _closed_form(
-        self,
-        state: int,
-        others: Integers,
-        target_s: float,
-        after: Integers,
-        most: Integers,
-        *,
-        recomputing: bool = False,
+        self, state: int, others: Integers, target_s: float, after: Integers
     ) -> tuple[Integers, NDArray[np.bool_]]:
-        """Return the fewest replicas in the plainest way, or with all layers recomputing.
-
-        Returns:
-            Also for which stages memory asks for several.
-        """
-        plainest = None if recomputing else self._plainest
-        if plainest is not None:
-            held = plainest.held(state, others)
-            fewest = partial(plainest.fewest, state, others, target_s, after, most)
-        else:
-            work, held = self.space.work(state, others), None
-            if self.limits.memory_bytes is not None:
-                of_space = self.space.footprint if recomputing else self.ways.plainest_footprint
-                footprint = of_space(state, others, work)
-                footprint = footprint.recomputed() if recomputing else footprint
-                held = most_in_flight(self.space, self.model, footprint, self.limits)
-            work = work.recomputed() if recomputing else self.ways.plainest_work(work)
-            fewest = partial(self.model.fewest_replicas, work, target_s, after=after)
-        one, *several = [np.ones(1, dtype=np.int64)] if held is None else [fewest_to_hold(each, after) for each in held]
+        """Return the fewest replicas in the plainest way, and where memory asks for more than one."""
+        space, limits, one = self.space, self.limits, np.ones(1, dtype=np.int64)
+        work, several = space.work(state, others), list[Integers]()
+        if limits.memory_bytes is not None:
+            footprint = self.ways.plainest_footprint(state, others, work)
+            one, *several = [
+                fewest_to_hold(
+                    self.model.most_in_flight(space.layer_costs.replicated(footprint, r), limits.memory_bytes), after
+                )
+                for r in ((1, 2) if space.layer_costs.counts_replicas else (1,))
+            ]
+        work = self.ways.plainest_work(work)
         more = several[0] if several else one
         at_least = np.where(one > 1, np.maximum(more, 2), 1) if several else one
-        if self.limits.deepest < UNLIMITED:
-            at_least = np.maximum(at_least, fewest_to_hold(self.limits.deepest, after))
-        r = fewest(at_least=at_least)
+        if limits.deepest < UNLIMITED:
+            at_least = np.maximum(at_least, fewest_to_hold(limits.deepest, after))
+        r = self.model.fewest_replicas(work, target_s, at_least, after)
         if several and ((r > 1) & (r < more)).any():
-            r = fewest(at_least=np.where(r > 1, np.maximum(at_least, more), at_least))
+            r = self.model.fewest_replicas(work, target_s, np.where(r > 1, np.maximum(at_least, more), at_least), after)
         return r, np.array(np.broadcast_to(more > 1, r.shape))
 
 
-def most_in_flight(space: StateSpace, model: Bounds, footprint: Footprint, limits: Limits) -> list[Integers]:
-    """Return the most units in flight with which stages fit the memory, and on several replicas if that is less."""
-    replicas = (1, 2) if space.layer_costs.counts_replicas else (1,)
-    assert limits.memory_bytes is not None
-    return [model.most_in_flight(space.layer_costs.replicated(footprint, r), limits.memory_bytes) for r in replicas]
-
-
 class _Trial:
-    """Stages from one state, tried on given replicas, in the quickest ways that fit the memory.
-
-    Args:
-        parent: with model and limits.
-        state: at which the stages begin.
-        others: at which they end.
-        tight: which may choose what to recompute.
-        after: GPUs after each stage.
-    """
+    """Stages from one state, tried on given replicas, in the quickest ways that fit; `tight` ones may recompute."""
 
     def __init__(
         self, parent: FewestReplicas, state: int, others: Integers, tight: NDArray[np.bool_], after: Integers
@@ -341,10 +214,7 @@ class _Trial:
         while len(open_ := open_[enough[open_] - below[open_] > 1]):
             middle = (below[open_] + enough[open_]) // 2
             meets = settle(open_, middle)
-            enough[open_], below[open_] = (
-                np.where(meets, middle, enough[open_]),
-                np.where(meets, below[open_], middle),
-            )
+            enough[open_[meets]], below[open_[~meets]] = middle[meets], middle[~meets]
         return found, again
 
     def _meets(self, stage: Integers, r: Integers, target_s: float) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
@@ -359,9 +229,9 @@ class _Trial:
         meets &= parent.model.stage_s(work, r) <= target_s
         plain = np.full(len(r), not parent.ways.recomputes)
         # What recomputes takes longer than what does not, so most stages need no choice to be found.
-        if parent.quickest_that_fit is not None and len(rows := np.flatnonzero(meets)):
+        if parent.limits.memory_bytes is not None and len(rows := np.flatnonzero(meets)):
             ends, tight = self._others[stage[rows]], self._tight[stage[rows]]
-            choice, recompute_s = parent.quickest_that_fit.find(
+            choice, recompute_s = parent.quickest_that_fit(
                 self._state, ends, tight, r[rows], sharded[rows], flying[rows]
             )
             seconds = parent.model.stage_s(replace(taken(work, rows), recompute_s=recompute_s), r[rows])

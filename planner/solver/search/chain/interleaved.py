@@ -1,8 +1,7 @@
 """Search for interleaved plans: K workers with v chunks each, cut so that the workers' sums are balanced.
 
-The chunks of a worker lie apart, so a stage's cost depends on cuts far from it, and no walk along the layers is exact.
-If there are few ways to cut, all are tried. Otherwise the cuts start from equal parts and move, one or several at a
-time, as long as that helps. Perfect balance bounds every plan: each of K workers takes at least a K-th of the work.
+The chunks of a worker lie apart, so no walk along the layers is exact. If there are few ways to cut, all are tried.
+Otherwise the cuts start from equal parts and move, one or several at a time, as long as that helps.
 """
 
 from __future__ import annotations
@@ -33,14 +32,7 @@ _MOVES = (1, -1, 2, -2, 5, -5)
 
 
 class InterleavedSearch:
-    """Finds fast interleaved plans over the prefixes of the profile's order.
-
-    Args:
-        space: the cuts.
-        setting: what plans are priced for.
-        limits: of the plans.
-        link: of every device; by default the cluster's slowest.
-    """
+    """Finds fast interleaved plans over the prefixes of the profile's order, by default on the slowest link."""
 
     def __init__(self, space: Chain, setting: Setting, limits: Limits, link: Link | None = None) -> None:
         self.setting, self.limits, self.link = setting, limits, link or link_of(setting.cluster)
@@ -112,10 +104,17 @@ class InterleavedSearch:
 
     def _within(self, model: InterleavedShape, sharded: bool) -> tuple[CutPath | None, bool]:
         stages, last = model.workers * model.chunks, len(self._space) - 1
-        if math.comb(last - 1, stages - 1) <= MOST_TRIED:
-            cuts, exact = self._all(model, sharded, last)
+        # Equal parts win a tie: others wait less for stages that differ less, which the cost does not see.
+        best = self._least(model, sharded, self._equal_parts(stages, last)[None])
+        if exact := math.comb(last - 1, stages - 1) <= MOST_TRIED:
+            ways = combinations(range(1, last), stages - 1)
+            while batch := list(islice(ways, _BATCH)):
+                found = self._least(model, sharded, np.array([(0, *inner, last) for inner in batch]))
+                best, exact = min(best, found, key=lambda item: item[:2]), exact and found[3]
         else:
-            cuts, exact = self._improved(model, sharded, self._equal_parts(stages, last)), False
+            while (found := self._least(model, sharded, np.array(list(_moved(best[2])))))[:2] < best[:2]:
+                best = found
+        cuts = best[2]
         over, seconds, again, _ = self._evaluate(model, sharded, cuts[None])
         if over[0] > 0:
             return None, exact
@@ -128,34 +127,12 @@ class InterleavedSearch:
         options = tuple(StageOptions(model.replicas, sharded, each) for each in groups)
         return CutPath(states, options, float(seconds[0])), exact
 
-    def _all(self, model: InterleavedShape, sharded: bool, last: int) -> tuple[Integers, bool]:
-        """Return the best of all ways to cut, and whether the choice of recomputing stages was best in all of them."""
-        stages = model.workers * model.chunks
-        # Equal parts win a tie: others wait less for stages that differ less, which the cost does not see.
-        best, exact = self._least(model, sharded, self._equal_parts(stages, last)[None]), True
-        ways = combinations(range(1, last), stages - 1)
-        while batch := list(islice(ways, _BATCH)):
-            cuts = np.array([(0, *inner, last) for inner in batch])
-            best = min(best, found := self._least(model, sharded, cuts), key=lambda item: item[:2])
-            exact = exact and found[3]
-        return best[2], exact
-
-    def _improved(self, model: InterleavedShape, sharded: bool, cuts: Integers) -> Integers:
-        best = self._least(model, sharded, cuts[None])
-        while True:
-            around = np.array(list(_moved(best[2])))
-            better = self._least(model, sharded, around)
-            if better[:2] >= best[:2]:
-                return best[2]
-            best = better
-
     def _least(self, model: InterleavedShape, sharded: bool, cuts: Integers) -> tuple[float, float, Integers, bool]:
         over, seconds, _, settled = self._evaluate(model, sharded, cuts)
         choice = int(np.lexsort((seconds, over))[0])
         return float(over[choice]), float(seconds[choice]), cuts[choice], settled
 
     def _equal_parts(self, stages: int, last: int) -> Integers:
-        """Return cuts that divide the computation evenly, with at least one step between them."""
         done = self._space.compute_s
         cuts = np.searchsorted(done, done[-1] * np.arange(stages + 1) / stages)
         cuts[0], cuts[-1] = 0, last
@@ -214,7 +191,6 @@ class InterleavedSearch:
 
 
 def _moved(cuts: Integers) -> Iterator[Integers]:
-    """Yield cuts of which one has moved, or one and all that follow."""
     for number in range(1, len(cuts) - 1):
         for step in _MOVES:
             for many in (slice(number, number + 1), slice(number, len(cuts) - 1)):

@@ -1,20 +1,17 @@
 """Search along a line of GPUs of several kinds, under any schedule with one stage per worker.
 
-The GPUs stand in a line, kind after kind, and stages take consecutive ones from its start to its end; GPUs between them
-may idle. So the GPUs at which a stage begins and ends say which kinds it has, and its time and memory are those of the
-slowest and the smallest of them. With the maximum over the stages bounded by X, a walk from the last layer to the first
+Stages take consecutive GPUs of the line; some may idle. So the GPUs at which a stage begins and ends say which kinds it
+has. With the maximum over the stages bounded by X, a walk from the last layer to the first
 
     sum(J, g) = min over K, r of  part(J, K, r, kinds of g - r .. g) + sum(K, g - r)        g: the last GPUs of the line
 
-gives the least sum of the stages' parts, as the search for GPUs of one kind does (`synchronous`); under asynchronous
-schedules the parts of the sum are zero. A stage whose memory allows only so many GPUs behind it looks up the sum for
-those. O(runs of kinds · states² · GPUs) per walk.
+gives the least sum of the stages' parts; under asynchronous schedules those are zero. O(runs · states² · GPUs).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import combinations_with_replacement
 
 import numpy as np
@@ -26,39 +23,19 @@ from planner.cost.work import Integers
 from planner.formats.cluster import DeviceKind
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.states import Chain
-from planner.solver.search.chain.stages import Stages, stages_alike
-from planner.solver.search.chain.ways import WaysOf
+from planner.solver.search.chain.ways import Stages, stages_on
 
 Kinds = frozenset[int]  # numbers of kinds that a stage has GPUs of
 _BATCH = 2**20  # entries of an array over stages and GPUs
 
 
 class StagesOn:
-    """All stages on GPUs of one kind: the ways to run them, priced with one link.
-
-    Args:
-        problem: with the rules.
-        link: of every GPU.
-        kind: of the GPUs; of several kinds, the slowest, with the memory of the smallest.
-        most: GPUs of a stage.
-        most_states: cuts that are spread over the model if there are more.
-    """
+    """All stages on GPUs of one kind with one link; of several kinds, the slowest with the memory of the smallest."""
 
     def __init__(self, problem: Problem, link: Link, kind: DeviceKind, most: int, most_states: int) -> None:
         chain = Chain(problem.layer_costs.on_kind(kind))
         self.space = chain if len(chain) <= most_states else chain.only(chain.spread(most_states))
-        limits = replace(problem.limits, memory_bytes=problem.cluster.memory_of(kind))
-        ways = WaysOf(self.space, limits, prices_shards=problem.simulates)
-        schedule, microbatches = problem.schedule, problem.microbatches
-        most = min(most, microbatches) if schedule.divides else most
-        self.stages = stages_alike(
-            ways,
-            schedule,
-            microbatches,
-            lambda work, replicas: problem.parts_s(work, replicas, link),
-            most if schedule.pipelined else 1,
-            problem.cluster.gpus,
-        )
+        self.stages = stages_on(problem, self.space, problem.cluster.memory_of(kind), most, link)
 
 
 def _worth_a_try(stages: Stages, limit_s: float) -> tuple[Integers, Integers]:
@@ -85,13 +62,7 @@ class LinePlan:
 
 
 class LineSearch:
-    """Walks along one line.
-
-    Args:
-        problem: with the limits on numbers of stages.
-        tables: stages on GPUs of each set of kinds.
-        line: ranks of each kind, in the order of the line, with its number.
-    """
+    """Walks along one line: numbers of kinds, and ranks of each, in the order of the line."""
 
     def __init__(self, problem: Problem, tables: Mapping[Kinds, StagesOn], line: Sequence[tuple[int, Sequence[int]]]):
         self._problem, self._line = problem, [rank for _, ranks in line for rank in ranks]
@@ -173,24 +144,19 @@ class LineSearch:
 
 
 class _Walk:
-    """What a walk knows of every suffix of the layers on the last GPUs of the line.
-
-    Attributes:
-        sums: the least sum, by the number of its first stage, its first state, and the GPUs that it may use.
-        used: GPUs at work, likewise.
-        choices: of its first stage: run of kinds, way, replicas, the GPUs that the rest may use, and those at work.
-        begins: the GPU, counted from the line's end, at which that stage begins: those before it idle.
-    """
+    """What a walk knows of every suffix of the layers on the last GPUs of the line."""
 
     def __init__(self, many: int, last: int, gpus: int) -> None:
+        # The least sum and its GPUs at work, by the number of its first stage, its first state, and GPUs it may use.
         self.sums = np.full((many + 1, last + 1, gpus + 1), np.inf)
         self.sums[:, last] = 0.0
         self.used = np.zeros(self.sums.shape, dtype=np.int64)
+        # Of its first stage: run of kinds, way, replicas, the GPUs that the rest may use, and those at work.
         self.choices = np.zeros((5, many, last, gpus + 1), dtype=np.int64)
+        # The GPU, counted from the line's end, at which that stage begins: those before it idle.
         self.begins = np.zeros((many, last, gpus + 1), dtype=np.int64)
 
     def idle(self, number: int, state: int) -> None:
-        """Let GPUs idle where the first stage does better on later ones."""
         sums = self.sums[number, state]
         least = np.minimum.accumulate(sums)
         new = np.concatenate(([True], least[1:] < least[:-1]))

@@ -1,13 +1,11 @@
 """Exact search over cuts for the asynchronous pipeline whose stages divide their layers over any allowed ranks.
 
-A replica of t ranks counts t GPUs, and one unit in flight before it. So what a suffix costs the stages before it is a
-pair: its GPUs, and its replicas, on which their units in flight depend. For a target T each state keeps the pairs that
-no other one beats in both, and the walk of `search` goes over them:
+A replica of t ranks counts t GPUs, and one unit in flight before it. So for a target T each state keeps the pairs of
+GPUs and replicas after it that no other one beats in both, and the walk of `search` goes over them:
 
     pairs(I) = best of  pairs(J) + (t·r, r)    with r the fewest replicas of t ranks for I to J that meet T and fit
 
-More replicas than the fewest are worse in both numbers, so none are missing. With one degree both numbers are equal,
-and each state has one pair. (Tarnawski et al., "Piper", NeurIPS 2021, have a table over both instead.)
+(Tarnawski et al., "Piper", NeurIPS 2021, have a table over both instead.)
 """
 
 from __future__ import annotations
@@ -32,22 +30,15 @@ _CLOSE = 2e-3  # relative distance of the bounds from which on each question is 
 
 @dataclass(frozen=True)
 class _Pairs:
-    """What suffixes need, each of them a stage and a shorter suffix.
+    """What suffixes need, each of them a stage and a shorter suffix."""
 
-    Attributes:
-        begins: the state at which the suffix begins.
-        gpus, replicas, stages: of the suffix.
-        end, own: where its first stage ends, which says its degree, too; and that stage's replicas.
-        follows: the number of the shorter suffix.
-    """
-
-    begins: Integers
+    begins: Integers  # the state at which the suffix begins
     gpus: Integers
     replicas: Integers
     stages: Integers
-    end: Integers
-    own: Integers
-    follows: Integers
+    end: Integers  # of its first stage, which says its degree, too
+    own: Integers  # that stage's replicas
+    follows: Integers  # the number of the shorter suffix
 
     def unbeaten(self) -> _Pairs:
         """Return the pairs that no other one beats in both numbers, those of fewest stages among equals."""
@@ -56,19 +47,9 @@ class _Pairs:
         fewer = np.concatenate(([True], replicas[1:] < np.minimum.accumulate(replicas)[:-1]))
         return _Pairs(*(column[order[fewer]] for column in vars(self).values()))
 
-    def and_(self, others: _Pairs) -> _Pairs:
-        """Return both."""
-        return _Pairs(*map(np.concatenate, zip(vars(self).values(), vars(others).values(), strict=True)))
-
 
 class MixedDegrees:
-    """Finds the fastest pipeline over states that all degrees have in common.
-
-    Args:
-        spaces: of the same states in the same order, by degree.
-        model: of the schedule.
-        limits: of the plans.
-    """
+    """Finds the fastest pipeline over states that all degrees have in common, in the same order."""
 
     def __init__(self, spaces: Mapping[int, StateSpace], model: Bounds, limits: Limits) -> None:
         self._degrees: Integers = np.array([degree for degree in spaces if degree <= limits.gpus], dtype=np.int64)
@@ -79,11 +60,7 @@ class MixedDegrees:
         self.interrupted = False  # by the deadline: there may be faster plans
 
     def best(self, below_s: float) -> CutPath | None:
-        """Return the fastest plan that takes less than the seconds; None without one.
-
-        Raises:
-            OutOfTimeError: if the deadline passes within a walk.
-        """
+        """Return the fastest plan that takes less than the seconds; None without one."""
         best, best_s, stages = None, below_s, None
         for end in range(self._last, self._space.ends, len(self._space)):  # a single stage is often near the optimum
             degree = self._degree(end)
@@ -122,7 +99,7 @@ class MixedDegrees:
         for state in range(self._last - 1, -1, -1):
             self._limits.deadline.check()
             if room[state] >= 1 and (found := self._from(state, pairs, target_s, int(room[state]))) is not None:
-                pairs = pairs.and_(found)
+                pairs = _Pairs(*map(np.concatenate, zip(vars(pairs).values(), vars(found).values(), strict=True)))
         if pairs.begins[-1] > 0:
             return None
         stages, number = list[tuple[int, int, int, int]](), int(np.argmax(pairs.begins == 0))

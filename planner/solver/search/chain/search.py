@@ -1,26 +1,13 @@
 """Exact search for the asynchronous pipeline: the fewest GPUs that meet a time, and a binary search over the time.
 
-Fix a target T. The fewest replicas with which a stage meets T have a closed form, so walking from the last state to the
-first,
+Fix a target T. Walking from the last state to the first,
 
     gpus(I) = min over J of  gpus(J) + fewest_replicas(I, J, T)
 
 is the fewest GPUs that run everything after the downset I in time T. Memory fits in the same walk: what a stage has in
-flight depends only on the GPUs at and after it, and fewer GPUs after it are never worse. The number of GPUs in the
-cluster is a bound, not a dimension: O(states²) per target, whatever the cluster (the published dynamic programme is
-O(states²·GPUs²)). Where memory is limited, a stage that recomputes some layers, or divides the optimizer's state over
-its replicas, may need fewer of them (`fewest`). How many stages there are is a dimension only where a limit on that
-binds.
-
-Pruning: the layers before I need at least compute / T GPUs. A state whose suffix leaves fewer is on no plan that meets
-T.
-
-Numbered stages: limits on how many stages there are, and layers pinned to stages, ask for the number of each stage.
-With s(J) the least GPUs after J, whatever the number of its stage, as a bound,
-
-    gpus(I, k) = min over J of  gpus(J, k + 1) + fewest_replicas(I, J, T)        for stages number k from I to J
-
-O(numbers · states²) per target, and only asked where the walk without numbers has a plan that breaks a limit.
+flight depends only on the GPUs after it, and fewer are never worse. O(states²) per target, whatever the cluster (the
+published dynamic programme is O(states²·GPUs²)). A state that leaves fewer GPUs than the layers before it need is on no
+plan. Where that plan breaks a limit on the numbers of stages, the number becomes part of the state.
 """
 
 from __future__ import annotations
@@ -44,6 +31,7 @@ from planner.units import SLACK
 _ROUGH_STATES = 300  # at most this many states in the search for a start; twice as many have such a search
 _NEAR = 2e-3  # how far the best time may be below that of the start, as a first guess
 _MOST_PATIENCE = 4  # halvings between two questions for anything better
+ANY_TIME_S = 1e15
 _CLOSE = 0.02  # relative distance of the bounds from which on each walk should be cheap
 
 
@@ -65,16 +53,8 @@ class Search:
     def best(self, below_s: float | None = None, precision: float = RESOLUTION) -> CutPath | None:
         """Return the fastest plan, and of equally fast ones the one with fewest GPUs, stages, and recomputing stages.
 
-        Args:
-            below_s: only look for plans faster than this.
-            precision: how much faster, relatively, other plans may be.
-
-        Returns:
-            A plan that is optimal over the space, up to `precision`; None if no plan fits the memory, or none is fast
-            enough.
-
-        Raises:
-            OutOfTimeError: if the deadline passes before there is any plan, and all plans are looked for.
+        None if no plan fits the memory, or none takes less than `below_s`. Other plans may be faster by `precision`.
+        Raise OutOfTimeError if the deadline passes before there is any plan, and all plans are looked for.
         """
         start_s = self.any_time_s() if below_s is None else below_s * (1 - RESOLUTION)
         if (rough := self.rough(below_s)) is not None:
@@ -136,19 +116,7 @@ class Search:
 
     def any_time_s(self) -> float:
         """Return a time that every stage on any number of these GPUs meets."""
-        everything = self.space.work(0, np.array([len(self.space) - 1])).recomputed()
-        link = self.model.link
-        front_bytes, front_messages = self.space.largest_front
-        bytes_ = 4 * (float(everything.trainable_bytes[0]) + front_bytes)
-        messages = 4 * (self.gpus + front_messages)
-        # Generous factors: no model charges more than 4·W for an all-reduce, or more than 2(r - 1) latencies.
-        slower_bytes_per_s = min(link.bandwidth_bytes_per_s, link.ring_bytes_per_s)
-        seconds = (
-            float(everything.compute_s[0] + everything.accumulate_s[0])
-            + bytes_ / slower_bytes_per_s
-            + messages * link.latency_s
-        )
-        return max(seconds * self.model.microbatches, np.finfo(float).tiny)
+        return ANY_TIME_S
 
     def within(self, target_s: float) -> CutPath | None:
         """Return a plan with the fewest GPUs that meets the (positive) target, or None if there are too few GPUs."""
@@ -161,15 +129,12 @@ class Search:
         return np.minimum(np.floor(self.gpus - self._before_s / target_s + SLACK).astype(np.int64), self._room)
 
     def _walk(self, target_s: float) -> CutPath | None:
-        """Return a plan with the fewest GPUs that meets the target, with any number of stages."""
         space, last = self.space, len(self.space) - 1
         before_s = self._before_s
         room = self._room_at(target_s)
         gpus = np.full(last + 1, IMPOSSIBLE, dtype=np.int64)
-        stages = np.zeros(last + 1, dtype=np.int64)
-        follow = np.zeros(last + 1, dtype=np.int64)
-        replicas = np.zeros(last + 1, dtype=np.int64)
-        recomputed = np.zeros(last + 1, dtype=np.int64)  # stages of the suffix that do
+        # Of the suffix: its stages, and those that recompute; the next state, and the first stage's replicas.
+        stages, recomputed, follow, replicas = np.zeros((4, last + 1), dtype=np.int64)
         gpus[last] = 0
         reached = np.empty(last + 1, dtype=np.int64)  # states with a suffix that meets the target, filled from the end
         reached[last] = last
@@ -210,10 +175,7 @@ class Search:
         return self._trace(states, [int(replicas[state]) for state in states[:-1]], target_s)
 
     def _numbered(self, target_s: float) -> CutPath | None:
-        """Return a plan with the fewest GPUs that meets the target and whose stages have numbers that they may have.
-
-        A walk without numbers came before: its suffixes bound the GPUs after each state.
-        """
+        """Return such a plan whose stages have numbers that they may have; the last walk's suffixes are its bounds."""
         space, numbering, last = self.space, self.limits.numbering, len(self.space) - 1
         most, room = numbering.most(space, self.gpus), self._room_at(target_s)
         gpus = np.full((most + 1, last + 1), IMPOSSIBLE, dtype=np.int64)  # by the stages before, and the state
@@ -253,11 +215,7 @@ class Search:
         return self._trace(states, chosen, target_s)
 
     def _tighten(self, target_s: float) -> None:
-        """Bound the GPUs before each state by a walk forward, after a walk back that met the target.
-
-        Faster plans need at least as many GPUs before each state, so the bound holds for all smaller targets, and keeps
-        their walks to the few states that could still be on a plan. Leaving memory out only loosens the bound.
-        """
+        """Bound the GPUs before each state by a walk forward, for all smaller targets; memory is left out."""
         # States that the last walk did not reach stay out of reach for all smaller targets.
         prefix = np.where(self._suffix < IMPOSSIBLE, self.gpus + 1, IMPOSSIBLE)
         prefix[0] = 0
@@ -278,12 +236,7 @@ class Search:
     ) -> tuple[Integers, Integers, NDArray[np.bool_]]:
         """Return the GPUs of the suffixes that begin with each stage, its replicas, and whether it recomputes.
 
-        Args:
-            state: at which the stages begin.
-            others: at which they end.
-            target_s: to meet.
-            after: GPUs after each stage.
-            room: GPUs of a suffix, at most. Where one needs more, the answer is any larger number.
+        Where a suffix needs more than `room`, the answer is any larger number.
         """
         most = np.minimum(room - after, self.most_replicas(state, others))
         r, again = self._fewest.fewest(state, others, target_s, after, most)

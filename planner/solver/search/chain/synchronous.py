@@ -1,28 +1,18 @@
 """Exact search for synchronous pipelines: minimise a sum over the stages plus a maximum over them.
 
-With the maximum bounded by X, each stage takes the fewest replicas that respect X, because replicas do not change the
-sum. A shortest path over (state, GPUs left) then gives the least sum. Lowering X below each answer's maximum walks
-along the answers that trade sum against maximum, until the sum alone is no better than the best total.
-O(states²·GPUs) per answer.
+With the maximum bounded by X, a shortest path over (state, GPUs left) gives the least sum. Lowering X below each
+answer's maximum walks along the answers that trade sum against maximum, until the sum alone is no better than the best
+total. O(states²·GPUs) per answer. Replicas do not change the sum, so each stage takes the fewest that respect X, or
+more where memory then allows more GPUs after it.
 
-Under 1f1b-flush, the more GPUs follow a stage, the more it holds. Where memory is limited, a stage on r replicas
-therefore allows only so many GPUs after it, and more replicas may allow more. So all replica counts are tried, not only
-the fewest.
-
-A stage that is sharded or recomputes layers is one more choice each; the latter only where the stage without
-recomputation does not always fit. The number of a stage is one more axis only where a limit on numbers binds.
-
-In a cluster of thousands of GPUs, all counts are multiples of a unit: replicas, and GPUs after a stage. The tables over
-pairs of states and GPUs would fill the memory otherwise. What is found then may not be the best (`interrupted`).
-
-What a stage holds does not depend on the links, so it is found once for all searches over a space. What a stage takes
-is found once for every link.
+In a cluster of thousands of GPUs, all counts are multiples of a unit, or the tables would fill the memory. What is
+found then may not be the best (`interrupted`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -34,8 +24,7 @@ from planner.solver.problem.budget import NO_HURRY, OutOfTimeError
 from planner.solver.problem.problem import Limits, Numbering
 from planner.solver.problem.result import RESOLUTION, CutPath
 from planner.solver.problem.states import StateSpace
-from planner.solver.search.chain.stages import Stages, stages_alike
-from planner.solver.search.chain.ways import WaysOf
+from planner.solver.search.chain.ways import Stages, WaysOf, stages_alike
 
 COARSE = 1e-2
 _MOST_SINGLE_GPUS = 1024  # in larger clusters, GPUs are counted in units where tables would have more entries than:
@@ -45,38 +34,14 @@ _STEP = 1.25  # from one limit to the next, on the way to a plan that is balance
 _BATCH = 2**20  # entries of an array over stages and GPUs
 
 
-@dataclass(frozen=True)
-class _Table:
-    """All stages over a space, and the answers of searches over them, by what is asked.
-
-    An answer is the best path and those found on the way to it.
-    """
-
-    stages: list[Stages]
-    answers: dict[Hashable, tuple[CutPath | None, list[CutPath]]] = field(default_factory=dict)
-
-
-# By space, and what the stages depend on beside it.
+# All stages, and the answers to what was asked of them: the best path, and those found on the way to it.
+_Table = tuple[list[Stages], dict[Hashable, tuple[CutPath | None, list[CutPath]]]]
+# By space, and what the stages depend on beside it: what they hold, and what they take on these links.
 _KNOWN: WeakKeyDictionary[StateSpace, dict[Hashable, _Table]] = WeakKeyDictionary()
 
 
-def _unit_of(states: int, replicas: int) -> int:
-    """Return a power of two, by which so many replicas are counted: twice the GPUs have twice the unit."""
-    unit = 1
-    while unit < replicas and states**2 // 2 * replicas // unit > _MOST_ENTRIES:
-        unit *= 2
-    return unit
-
-
 class SynchronousSearch:
-    """Finds the fastest gpipe, 1f1b-flush or naive plan over a space of states.
-
-    Args:
-        space: of the states.
-        model: of the time.
-        limits: of the plans.
-        multiple: of which all stages' replicas are multiples.
-    """
+    """Finds the fastest gpipe, 1f1b-flush or naive plan, in which all replicas are multiples of a number."""
 
     def __init__(self, space: StateSpace, model: SynchronousModel, limits: Limits, multiple: int = 1) -> None:
         self.deadline, self.interrupted = limits.deadline, False  # interrupted: there may be faster plans
@@ -85,7 +50,9 @@ class SynchronousSearch:
         # Replicas beyond the number of microbatches would idle, and naive runs one microbatch at a time.
         most = min(limits.gpus, model.microbatches, limits.most_replicas) if model.schedule.pipelined else 1
         self.space, self.model, self.limits = space, model, limits
-        self._unit = _unit_of(len(space), most) if limits.gpus > _MOST_SINGLE_GPUS else 1
+        self._unit, many = 1, limits.gpus > _MOST_SINGLE_GPUS
+        while many and self._unit < most and len(space) ** 2 // 2 * most // self._unit > _MOST_ENTRIES:
+            self._unit *= 2  # twice the GPUs have twice the unit
         gpus = min(limits.gpus, most * (len(space) - 1))
         self.gpus = gpus // self._unit  # in units, and so are those of all stages
         self._replicas = np.arange(1, most // self._unit + 1)
@@ -94,28 +61,25 @@ class SynchronousSearch:
         alike = replace(limits, deadline=NO_HURRY, numbering=Numbering())
         key = model.schedule.name, model.microbatches, model.link.alike, alike
         if key not in tables:
-            found = stages_alike(self._ways, model.schedule, model.microbatches, self._parts_s, most, gpus, self._unit)
-            tables[key] = _Table(found)
-        self._stages, self._answers = tables[key].stages, tables[key].answers
+
+            def parts_s(work: Work, replicas: Integers) -> tuple[Floats, Floats]:
+                return model.sum_s(work), model.max_s(work, replicas)
+
+            alike_s = stages_alike(self._ways, model.schedule, model.microbatches, parts_s, most, gpus, self._unit)
+            tables[key] = alike_s, {}
+        self._stages, self._answers = tables[key]
         if multiple > 1:
             uneven = (self._replicas * self._unit % multiple > 0)[:, None]
             self._stages = [replace(each, max_s=np.where(uneven, np.nan, each.max_s)) for each in self._stages]
         self._asked = multiple, limits.numbering
-        if sum(each.after.size for kept in tables.values() for each in kept.stages) > _MOST_KEPT:
+        if sum(each.after.size for stages, _ in tables.values() for each in stages) > _MOST_KEPT:
             tables.clear()
-
-    def _parts_s(self, work: Work, replicas: Integers) -> tuple[Floats, Floats]:
-        return self.model.sum_s(work), self.model.max_s(work, replicas)
 
     def best(self, precision: float = RESOLUTION, below_s: float = np.inf) -> CutPath | None:
         """Return the fastest plan, with few GPUs among equally fast ones; None if no plan fits the memory.
 
-        Args:
-            precision: how much faster, relatively, other plans may be; at least `COARSE` where GPUs come in units.
-            below_s: plans that are no faster than this are of no use, and may be missed.
-
-        Raises:
-            OutOfTimeError: if the deadline passes before there is any plan.
+        Others may be faster by `precision`, and plans that take `below_s` or longer may be missed. Raise OutOfTimeError
+        if the deadline passes before there is any plan.
         """
         precision = max(precision, COARSE) if self._unit > 1 else precision
         asked = (*self._asked, precision, below_s)
@@ -150,10 +114,7 @@ class SynchronousSearch:
         return best
 
     def _promising_s(self) -> float:
-        """Return a limit that leaves out nothing but plans slower than one that is balanced well.
-
-        The way from no limit at all to a balanced plan is long, and plans on it are of no use.
-        """
+        """Return a limit that leaves out nothing but plans slower than one that is balanced well."""
         everything = self.space.work(0, np.array([len(self.space) - 1]))
         limit_s = float(self.model.microbatches * everything.compute_s[0]) / (self.gpus * self._unit)
         if not self.model.schedule.pipelined or limit_s <= 0 or self.within(np.inf) is None:
@@ -176,12 +137,7 @@ class SynchronousSearch:
         return self._walk(limit_s, numbering.most(self.space, self.gpus))
 
     def _walk(self, limit_s: float, numbers: int) -> tuple[CutPath, float, float] | None:
-        """Return the path of least sum within the limit, its sum and its maximum.
-
-        Args:
-            limit_s: of the maximum.
-            numbers: stages of a plan, at most, whose numbers must be allowed; 0 for any number of stages.
-        """
+        """Return the path of least sum within the limit, of at most `numbers` numbered stages; 0 for any stages."""
         last, many = len(self.space) - 1, max(numbers, 1)
         self._cut_short = False
         # Least sum of the suffix, by the number of its first stage, state, and the GPUs it may use.
@@ -225,7 +181,6 @@ class SynchronousSearch:
         return self._trace(choices, enough)
 
     def _needed_before(self, limit_s: float) -> Integers:
-        """Return the GPUs that plans within the limit need before each state, at least."""
         needed = np.full(len(self.space), self.gpus + 1, dtype=np.int64)
         needed[0] = 0
         for state, stages in enumerate(self._stages):
@@ -240,15 +195,8 @@ class SynchronousSearch:
     ) -> Iterator[tuple[Integers, Integers]]:
         """Yield ways and their replicas that are worth a try, by ascending replicas, as many as suit one array.
 
-        Each way is tried with the fewest replicas that respect the limit. With more it has fewer microbatches in
-        flight, which is worth a try where that allows more GPUs after it than fewer replicas do, or ways with a smaller
-        sum.
-
-        Args:
-            stages: from one state.
-            limit_s: of the maximum.
-            room: GPUs of the stage and those after it, at most.
-            needed: GPUs after each state, at least.
+        These are the fewest replicas that respect the limit, and more where that allows more GPUs after the stage than
+        fewer replicas do, or ways with a smaller sum. `room` is for the stage and those after it.
         """
         left = room - needed[stages.ways.others]
         if not len(left) or (most := min(int(left.max()), len(self._replicas))) < 1:
@@ -269,7 +217,6 @@ class SynchronousSearch:
             yield columns[start : start + batch], self._replicas[rows[start : start + batch]]
 
     def _trace(self, choices: Integers, gpus: int) -> tuple[CutPath, float, float]:
-        """Return the path of the choices, by number, state and GPUs left, with so many GPUs."""
         states, sums, most_s = [0], 0.0, 0.0
         options: list[StageOptions] = []
         while (state := states[-1]) < len(self.space) - 1:

@@ -1,17 +1,15 @@
 """The ways to run stages: whether the optimizer's state is sharded, and which layers recompute.
 
-Searches ask for many stages at once, and every way of every stage is a row. For a stage on given replicas with a given
-number of units in flight, the least extra time whose memory fits is that of the fastest row that fits: the rows of a
-stage hold every choice of recomputing layers that some memory limit could make the best one
-(`planner.cost.recomputation`). `BestWays` picks the row for each stage of a plan whose cuts and replicas are given.
+Searches ask for many stages at once, and every way of every stage is a row: every choice of recomputing layers that
+some memory limit could make the best one (`planner.cost.recomputation`), the quickest first.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property, partial
 from itertools import pairwise
 from weakref import WeakKeyDictionary
 
@@ -20,6 +18,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from planner.cost.candidate import Groups, StageOptions, whole_stage
 from planner.cost.layer_costs import LayerCosts
+from planner.cost.network.link import Link
 from planner.cost.recomputation import Choices, Recomputation
 from planner.cost.work import Floats, Footprint, Integers, Record, Work
 from planner.options.solving import UNLIMITED, RecomputeRule
@@ -31,22 +30,12 @@ from planner.solver.problem.states import StateSpace
 
 @dataclass(frozen=True)
 class BestWays:
-    """The best ways to run the stages of plans for one problem over one space.
-
-    Attributes:
-        problem: with the memory.
-        space: of the stages.
-        deeper: times the published depths that stages have room for.
-    """
+    """The best ways to run the stages of plans, which have room for `deeper` times the published depths."""
 
     problem: Problem
     space: StateSpace
     deeper: float = 1.0
-
-    @cached_property
-    def _known(self) -> dict[tuple[int, int, int, int], StageOptions]:
-        """Options that were found before: local search asks for the same stages again and again."""
-        return {}
+    _known: dict[tuple[int, int, int, int], StageOptions] = field(default_factory=dict, compare=False)
 
     @cached_property
     def _ways(self) -> WaysOf:
@@ -96,27 +85,16 @@ _KNOWN: WeakKeyDictionary[LayerCosts, dict[RecomputeRule, tuple[Recomputation, d
 
 @dataclass(frozen=True)
 class Ways:
-    """Ways to run the stages from one state to others, a row each; those of a stage stand together.
-
-    Attributes:
-        source: which they come from.
-        state: at which the stages begin.
-        others: at which each row's stage ends.
-        stage: place of each row's stage among those that were asked for.
-        sharded: whether the replicas divide the optimizer's state.
-        choice: of recomputing layers, by its number for the stage; 0 for what the rule says of all stages.
-        work: for one microbatch.
-        footprint: of a replica that has the whole state of the optimizer.
-    """
+    """Ways to run the stages from one state to others, a row each; those of a stage stand together."""
 
     source: WaysOf
     state: int
-    others: Integers
-    stage: Integers
+    others: Integers  # at which each row's stage ends
+    stage: Integers  # its place among those that were asked for
     sharded: NDArray[np.bool_]
-    choice: Integers
+    choice: Integers  # of recomputing layers, by its number for the stage; 0 for what the rule says of all stages
     work: Work
-    footprint: Footprint
+    footprint: Footprint  # of a replica that has the whole state of the optimizer
 
     def __len__(self) -> int:
         return len(self.stage)
@@ -146,28 +124,13 @@ class Ways:
 
 
 class WaysOf:
-    """The ways that rules and memory leave to the stages of a space.
-
-    Args:
-        space: of the stages.
-        limits: with the rules.
-        prices_shards: whether the cost model knows sharded stages.
-
-    Attributes:
-        shards: whether stages may be sharded.
-        always_shards: whether all stages with replicas must be.
-        rule: which layers may recompute.
-        whole_stages: whether the choice is between all layers of a stage and none.
-        most_sharded: replicas of such a stage.
-        recomputes: whether all stages recompute.
-        chooses: whether stages may choose what to recompute, because memory is limited.
-    """
+    """The ways that rules and memory leave to the stages of a space."""
 
     def __init__(self, space: StateSpace, limits: Limits, *, prices_shards: bool = True) -> None:
         self.space, self.limits, rules = space, limits, limits.rules
         self.layer_costs = space.layer_costs
         self.rule = rules.recompute
-        self.whole_stages = limits.whole_stages and self.rule == "auto"
+        self.whole_stages = limits.whole_stages and self.rule == "auto"  # all layers of a stage recompute, or none
         profile, rule = space.layer_costs.profile, rules.shard_optimizer
         limited = limits.memory_bytes is not None
         gains = limited or any(layer.update_s > 0 for layer in profile.layers)
@@ -175,8 +138,8 @@ class WaysOf:
         self.most_sharded = limits.most_sharded
         self.always_shards = possible and rule == "always"
         self.shards = self.always_shards or (possible and rule == "auto" and gains)
-        self.recomputes = self.rule in ("always", "blocks")
-        self.chooses = limited and self.rule == "auto"
+        self.recomputes = self.rule in ("always", "blocks")  # as all stages do
+        self.chooses = limited and self.rule == "auto"  # stages may choose what to recompute
         self._by_layers = []
         for each in space.sizes:
             known = _KNOWN.setdefault(each.layer_costs, {})
@@ -269,10 +232,7 @@ def relaxed_s(problem: Problem, space: StateSpace) -> float:
 
 
 def most_after(schedule: Schedule, microbatches: int, replicas: Integers, most: Integers, gpus: int) -> Integers:
-    """Return how many of the GPUs may follow stages with room for `most` units in flight; -1 if not even none may.
-
-    1 + ceil(after / replicas) units are in flight, or fewer where the schedule has another limit.
-    """
+    """Return how many of the GPUs may follow stages with room for `most` units in flight; -1 if not even none may."""
     deepest = [schedule.deepest(r, microbatches) or UNLIMITED for r in replicas.ravel().tolist()]
     most = np.minimum(most, np.reshape(deepest, replicas.shape))
     nothing = np.zeros_like(replicas)
@@ -288,14 +248,103 @@ def taken(record: Record, rows: Integers | NDArray[np.bool_] | slice | tuple[Int
 
 
 def _column(choices: Sequence[Choices], name: str, first: int = 0) -> Floats:
-    """Return a column of the choices of several stages, one stage after the other, without the first ones of each."""
     return np.concatenate([getattr(each, name)[first:] for each in choices])
 
 
 def _set(record: Record, where: NDArray[np.bool_], columns: dict[str, Floats]) -> Record:
-    """Return work or footprints with some columns replaced in some rows."""
     replaced = {}
     for name, values in columns.items():
         replaced[name] = np.array(np.broadcast_to(getattr(record, name), where.shape))
         replaced[name][where] = values
     return replace(record, **replaced)
+
+
+# Stages' parts of the sum over the stages, and of the maximum over them, on replicas (a column) in given ways (a row).
+PartsOf = Callable[[Work, Integers], tuple[Floats, Floats]]
+
+
+@dataclass(frozen=True)
+class Stages:
+    """The ways of use to run the stages that begin at one state, and their parts of the sum and of the maximum."""
+
+    ways: Ways
+    sum_s: Floats
+    max_s: Floats  # by units of replicas - 1 and way; not a number where a way is not allowed
+    after: Integers  # the most units of GPUs that may follow, likewise; -1 where the way is not allowed
+
+    @cached_property
+    def by_sum(self) -> bool:
+        """Whether the ways of each stage stand by their sums."""
+        return bool(np.all((np.diff(self.sum_s) >= 0) | (np.diff(self.ways.stage) > 0)))
+
+
+def stages_alike(
+    ways: WaysOf,
+    schedule: Schedule,
+    microbatches: int,
+    parts_s: PartsOf,
+    most_replicas: int,
+    gpus: int,
+    unit: int = 1,
+) -> list[Stages]:
+    """Return the ways of use to run the stages from each state but the last, on GPUs that are counted in units.
+
+    A way is of use if it fits, and with some replicas allows more GPUs after it than those that recompute less.
+    """
+    limits, space, replicas = ways.limits, ways.space, np.arange(unit, most_replicas + 1, unit)[:, None]
+
+    def of_use(those: Ways) -> Stages:
+        shape = len(replicas), len(those)
+        most = np.full(shape, limits.deepest)
+        if limits.memory_bytes is not None:
+            footprint = those.footprint_on(replicas).divided(microbatches)
+            fit = footprint.most_in_flight(limits.memory_bytes, schedule.stashes, schedule.weight_versions)
+            most = np.minimum(most, fit)
+        after = most_after(schedule, microbatches, replicas, most, gpus)
+        after = np.where((after >= 0) & those.allowed(np.broadcast_to(replicas, shape)), after // unit, -1)
+        after = np.where(_more_than_before(those, after), after, -1)
+        rows = np.flatnonzero((after >= 0).any(axis=0))
+        those, after = those[rows], after[:, rows]
+        sum_s, max_s = parts_s(those.work, replicas)
+        sum_s = np.array(np.broadcast_to(sum_s, (1, len(those)))[0])
+        return Stages(those, sum_s, np.where(after >= 0, max_s, np.nan), after)
+
+    found = list[Stages]()
+    for state in range(len(space) - 1):
+        limits.deadline.check()
+        others = space.among_later(state, np.arange(state + 1, len(space)))
+        plainest = of_use(ways.all(state, others))
+        limited = (plainest.after < gpus // unit).any(axis=0)
+        choosing = ways.choosing(plainest.ways, limited, len(others))
+        found.append(of_use(ways.all(state, others, choosing)) if choosing.any() else plainest)
+    return found
+
+
+def stages_on(
+    problem: Problem,
+    space: StateSpace,
+    memory_bytes: int | None,
+    most: int,
+    link: Link | None = None,
+    *,
+    whole_stages: bool = False,
+) -> list[Stages]:
+    """Return the stages on up to so many GPUs of a kind, which are priced with a link: see `stages_alike`."""
+    schedule, microbatches = problem.schedule, problem.microbatches
+    limits = replace(problem.limits, memory_bytes=memory_bytes, whole_stages=whole_stages)
+    ways = WaysOf(space, limits, prices_shards=problem.simulates)
+    most = min(most, microbatches) if schedule.divides else most if schedule.pipelined else 1
+    parts_s = partial(problem.parts_s, link=link)
+    return stages_alike(ways, schedule, microbatches, parts_s, most, problem.cluster.gpus)
+
+
+def _more_than_before(ways: Ways, after: Integers) -> NDArray[np.bool_]:
+    """Return which ways, by replicas, allow more GPUs after the stage than all that recompute less."""
+    more = np.ones(after.shape, dtype=bool)
+    # Numbers grow from stage to stage, so that the maximum of each begins anew.
+    allowed = after + 1 + ways.stage * (int(after.max(initial=0)) + 2)
+    for sharded in (False, True):
+        rows = np.flatnonzero(ways.sharded == sharded)
+        most = np.maximum.accumulate(allowed[:, rows], axis=1)
+        more[:, rows[1:]] = most[:, 1:] > most[:, :-1]
+    return more

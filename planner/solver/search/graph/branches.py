@@ -16,27 +16,29 @@ from planner.solver.problem.states import StateSpace
 from planner.solver.search.chain.search import Search
 from planner.solver.search.chain.ways import WaysOf
 from planner.solver.search.graph.downsets import Downsets
-from planner.solver.search.graph.lattice import Covers, Lattice, around, enumerate_covers
-from planner.solver.search.graph.relaxation import OutOfWorkError, Relaxation, WorkLeft
-from planner.solver.search.graph.windows import Windows
+from planner.solver.search.graph.lattice import (
+    Covers,
+    Lattice,
+    OutOfWorkError,
+    Relaxation,
+    WorkLeft,
+    around,
+    enumerate_covers,
+)
 from planner.units import SLACK
 
 MOST_DOWNSETS, FEW_DOWNSETS = 300_000, 30_000  # enumerated in a second, and where there are many GPUs
 MOST_STATES = 2_000  # searched pair by pair in a second
 WORK = 9 * 10**8  # covers to look at: some seconds, and always the same ones for the same problem
-# GPUs beyond which it is a quarter, because the relaxation walks over their numbers and hardly ever ends. Graphs of
-# many cuts are bounded only, by windows.
+# GPUs beyond which it is a quarter, because the relaxation walks over their numbers and hardly ever ends.
 _MANY_GPUS = 1024
 _CLOSE = 0.02  # relative distance of the bounds from which on to ask for anything strictly better, too
 _PRECISION = 1e-3  # gains below this are not worth another look around a plan's cuts
 _SETTLED = 4e-10  # plans that are faster by less than this are not looked for
 _UNSETTLED = 1e-3  # precision of the lowest time that is neither met nor ruled out
-_EXPANSIONS = 60  # states that the walk for a plan expands
-_PER_PAIR, _PER_FIT = 12, 40  # work of looking at a stage, in covers, without and with a memory limit
-_BREADTH = 4  # stages that it tries from each state
-NEAR_STATES = 600
-ROUNDS = 3
-_NEAR_UNLISTED, _ROUNDS_UNLISTED = 1_000, 4
+# Of the walk for a plan: states that it expands, stages that it tries from each, work of looking at one, in covers.
+_EXPANSIONS, _BREADTH, _PER_PAIR = 60, 4, 20
+NEAR_STATES, ROUNDS = 1_000, 4  # of the search near a plan's cuts
 
 
 def search_beyond(
@@ -44,12 +46,8 @@ def search_beyond(
 ) -> BoundedPath:
     """Look for a plan over all cuts that is faster than the `known` one over `space`, and for a bound.
 
-    Args:
-        space: the cuts along the profile's order.
-        model: the cost model of a stage.
-        limits: of the plans; when the deadline passes, the best plan so far is the answer.
-        known: the best plan over `space`, which is the answer if no faster plan is found.
-        bound_only: where the cuts are too many to list, do not look for faster plans.
+    When the deadline passes, the best plan so far is the answer. With `bound_only`, faster plans are not looked for
+    where the cuts are too many to list.
     """
     layer_costs, many, deadline = space.layer_costs, limits.gpus > _MANY_GPUS, limits.deadline
     ways = WaysOf(space, limits, prices_shards=model.prices_shards)
@@ -57,24 +55,21 @@ def search_beyond(
     start = BoundedPath(known, float(model.least_s(everything)[0]) / limits.gpus * (1 - RESOLUTION), space)
     try:
         covers = enumerate_covers(layer_costs, FEW_DOWNSETS if many else MOST_DOWNSETS, deadline)
-        if covers is not None:
-            return _Bracket(model, limits, covers, start).narrowed()
-        windows = Windows(layer_costs, model, shards=ways.shards, deadline=deadline)
     except OutOfTimeError:
         return start
-    start = replace(start, bound_s=windows.bound_s(limits, known.seconds))
+    if covers is not None:
+        return _Bracket(model, limits, covers, start).narrowed()
     return start if bound_only or many else _nearby(model, limits, start)
 
 
 def _nearby(model: Bounds, limits: Limits, found: BoundedPath) -> BoundedPath:
-    """Search near the best plan's cuts, where cuts are too many to list."""
-    for _ in range(_ROUNDS_UNLISTED):
+    for _ in range(ROUNDS):
         best, space = found.path, found.space
         assert best is not None
         cuts = [space.layers(0, state) for state in best.states[1:-1]]
         if not cuts or best.seconds * (1 - _SETTLED) <= found.bound_s or limits.deadline.passed:
             break
-        nearby = Downsets(space.layer_costs, around(space.layer_costs, cuts, _NEAR_UNLISTED), complete=False)
+        nearby = Downsets(space.layer_costs, around(space.layer_costs, cuts, NEAR_STATES), complete=False)
         if (better := Search(nearby, model, limits).best(best.seconds * (1 - _PRECISION), _PRECISION)) is None:
             break
         found = BoundedPath(better, min(found.bound_s, better.seconds), nearby)
@@ -102,14 +97,9 @@ class _Bracket:
         """Narrow the bracket as far as the work allowed and the deadline permit."""
         with contextlib.suppress(OutOfWorkError):
             self._narrow()
-        if self.low_s < self._goal_s and not self.limits.deadline.passed:
-            self._polish()
-            with contextlib.suppress(OutOfTimeError):
-                shards, deadline = self.relaxation.shards, self.limits.deadline
-                windows = Windows(self.space.layer_costs, self.model, shards=shards, deadline=deadline)
-                self.low_s = max(self.low_s, windows.bound_s(self.limits, self.best.seconds))
-        bound_s = self.best.seconds if self.low_s >= self._goal_s else self.low_s
-        return BoundedPath(self.best, bound_s, self.best_space)
+        if self.low_s < self._goal_s:
+            return _nearby(self.model, self.limits, BoundedPath(self.best, self.low_s, self.best_space))
+        return BoundedPath(self.best, self.best.seconds, self.best_space)
 
     @property
     def _goal_s(self) -> float:
@@ -141,65 +131,42 @@ class _Bracket:
             # Few enough states for the exact search, which then decides: what it does not find, does not exist.
             space = self.space.only(np.union1d(useful, [0, len(self.space) - 1]), complete=True)
             path = Search(space, self.model, self.limits).within(target_s)
-            if path is None:
-                self.low_s = target_s
-                return False
+            self.low_s = target_s if path is None else self.low_s
         else:
             space, path = self.space, self._traced(after, target_s)
-            if path is None:
-                self.open_s = target_s
-                return False
-        self._keep(path, space)
-        return True
-
-    def _keep(self, path: CutPath, space: Downsets) -> None:
-        self.best, self.best_space, self.open_s = path, space, path.seconds
+            self.open_s = target_s if path is None else self.open_s
+        if path is not None:
+            self.best, self.best_space, self.open_s = path, space, path.seconds
+        return path is not None
 
     def _traced(self, after: Integers, target_s: float) -> CutPath | None:
         """Look for a plan that meets the target, by a depth-first walk along the relaxation's fewest GPUs."""
         space, last, left = self.space, len(self.space) - 1, _EXPANSIONS
         before_s = self.relaxation.least_s
-        trail: list[tuple[int, int]] = []  # states and replicas
+        trail: list[int] = []
 
         def walk(state: int, room: int) -> bool:
             nonlocal left
+            trail.append(state)
             if state == last:
                 return True
             left -= 1
             others = np.flatnonzero(after[state + 1 :] < room) + state + 1
             least = np.maximum(np.ceil((before_s[others] - before_s[state]) / target_s - SLACK), 1)
             others = space.among_later(state, others[after[others] + least <= room])
-            if not len(others):
-                return False
-            self.relaxation.left.spend(len(others) * (_PER_PAIR if self.limits.memory_bytes is None else _PER_FIT))
-            total, replicas, _ = self.pairs.suffixes(state, others, target_s, after[others], room)
-            for choice in np.argsort(total, kind="stable")[:_BREADTH]:
-                if total[choice] > room or left <= 0:
-                    break
-                trail.append((state, int(replicas[choice])))
-                if walk(int(others[choice]), room - trail[-1][1]):
-                    return True
-                trail.pop()
+            if len(others):
+                self.relaxation.left.spend(len(others) * _PER_PAIR)
+                total, replicas, _ = self.pairs.suffixes(state, others, target_s, after[others], room)
+                for choice in np.argsort(total, kind="stable")[:_BREADTH]:
+                    if total[choice] > room or left <= 0:
+                        break
+                    if walk(int(others[choice]), room - int(replicas[choice])):
+                        return True
+            trail.pop()
             return False
 
         if not walk(0, self.gpus):
             return None
         # The memory of a stage depends on all GPUs after it, so the exact search decides.
-        states = np.array([*(state for state, _ in trail), last])
-        path = Search(space.only(states), self.model, self.limits).within(target_s)
-        if path is None:
-            return None
-        return replace(path, states=tuple(int(states[state]) for state in path.states))
-
-    def _polish(self) -> None:
-        """Look near the best plan's cuts, as long as that finds a faster plan."""
-        for _ in range(ROUNDS):
-            cuts = [self.best_space.layers(0, state) for state in self.best.states[1:-1]]
-            if not cuts or self.limits.deadline.passed:
-                return
-            states = self.space.nearest(self.space.worth(self.model, self.gpus, self.best.seconds), cuts, NEAR_STATES)
-            nearby = self.space.only(states)
-            better = Search(nearby, self.model, self.limits).best(self.best.seconds * (1 - _PRECISION), _PRECISION)
-            if better is None:
-                return
-            self._keep(better, nearby)
+        path = Search(space.only(np.array(trail)), self.model, self.limits).within(target_s)
+        return path and replace(path, states=tuple(trail[state] for state in path.states))

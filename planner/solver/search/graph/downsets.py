@@ -8,20 +8,15 @@ plan beats the known one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
-
 import numpy as np
 from numpy.typing import NDArray
 
 from planner.cost.candidate import Traffic
 from planner.cost.layer_costs import LayerCosts
 from planner.cost.work import Floats, Integers
-from planner.solver.problem.bounds import Bounds
 from planner.solver.problem.budget import NO_HURRY, Deadline, OutOfTimeError
 from planner.solver.problem.states import COUNTED, FRONTS, StateSpace, column
 from planner.solver.search.graph.lattice import Words, enumerate_covers, to_bits, to_words
-from planner.units import SLACK
 
 _BLOCK = 16_384
 _TICKS = 2.0**50  # units of time in a model's compute time: sums of whole numbers are exact
@@ -31,13 +26,9 @@ class Downsets(StateSpace):
     """Some downsets of the graph, among them the empty one and the whole."""
 
     def __init__(self, layer_costs: LayerCosts, words: Words, complete: bool, order: Integers | None = None) -> None:
-        """Order the downsets, and sum up their layers.
+        """Order the downsets, a row of `words` each, and sum up their layers.
 
-        Args:
-            layer_costs: of the model.
-            words: a downset per row, as a bit set of layer positions.
-            complete: whether no downset that matters is missing.
-            order: of other costs of the same layers, so that states have the same numbers in both.
+        `order` is that of other costs of the same layers, so that states have the same numbers in both.
         """
         count = len(layer_costs.profile.layers)
         bits = to_bits(words, count)
@@ -72,7 +63,6 @@ class Downsets(StateSpace):
         return np.asarray(self._columns[layer] > 0)
 
     def passing(self, state: int, others: Integers) -> Floats | None:
-        """Sum the live values without a user between the state and the others."""
         by = np.zeros((len(self._fronts), len(others)))
         own = self._words[state]
         needed = ((own & self._users) != self._users).any(axis=1) & (self._columns[self._producers, state] > 0)
@@ -86,34 +76,6 @@ class Downsets(StateSpace):
 
     def layers(self, state: int, other: int) -> tuple[int, ...]:
         return tuple(np.flatnonzero(self._columns[:, other] > self._columns[:, state]).tolist())
-
-    def worth(self, model: Bounds, gpus: int, target_s: float) -> Integers:
-        """Return the states at which a plan for `gpus` within the target may cut."""
-        work = self.work(0, np.arange(len(self)))
-        if model.prices_shards and self.layer_costs.profile.may_shard_optimizer:
-            work = replace(work, update_s=work.update_s / gpus)
-        before_s = model.least_s(work)
-        before, after = model.fewest_around_cut(self.outputs, self.gradients, target_s)
-        before = np.maximum(before, np.ceil(before_s / target_s - SLACK))
-        after = np.maximum(after, np.ceil((before_s[-1] - before_s) / target_s - SLACK))
-        keep = np.maximum(before, 1) + np.maximum(after, 1) <= gpus
-        keep[[0, -1]] = True
-        return np.flatnonzero(keep)
-
-    def nearest(self, states: Integers, cuts: Sequence[Sequence[int]], most: int) -> Integers:
-        """Return both ends and the about `most` of the states that differ least from one of the cuts.
-
-        A cut is given by the layers before it. Each layer counts by its compute time, plus a constant.
-        """
-        layers_s = sum(column(self.layer_costs, name) for name in ("forward_s", "backward_s", "update_s"))
-        weights = np.asarray(layers_s / np.mean(layers_s) + 1.0)
-        chosen = {0, len(self) - 1}
-        signs = np.ones((len(cuts), len(weights)))
-        for number, cut in enumerate(cuts):
-            signs[number, list(cut)] = -1
-        for distance in _weighted(weights * signs, self._columns[:, states]):
-            chosen.update(states[np.argsort(distance, kind="stable")[: most // len(cuts)]].tolist())
-        return np.array(sorted(chosen))
 
     def only(self, states: Integers, *, complete: bool = False) -> Downsets:
         return Downsets(self.layer_costs, self._words[states], complete)

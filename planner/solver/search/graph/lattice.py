@@ -11,8 +11,8 @@ Where a graph has too many cuts to list, those near given cuts are.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -20,8 +20,12 @@ from numpy.typing import NDArray
 
 from planner.cost.layer_costs import LayerCosts
 from planner.cost.work import Floats, Integers
+from planner.schedule.schedule import warm_up_depth
+from planner.solver.problem.bounds import Bounds
 from planner.solver.problem.budget import NO_HURRY, Deadline
-from planner.solver.problem.states import uncut_groups
+from planner.solver.problem.problem import Limits
+from planner.solver.problem.states import StateSpace, uncut_groups
+from planner.solver.search.chain.ways import WaysOf, taken
 
 
 class Groups:
@@ -56,34 +60,21 @@ def around(layer_costs: LayerCosts, cuts: Sequence[Sequence[int]], most: int) ->
 def _nearest(graph: Groups, weights: Sequence[float], cut: frozenset[int], most: int) -> set[int]:
     """Return the downsets nearest to the cut: each step adds or removes one group."""
     start = sum(1 << group for group in cut)
-    addable = frozenset(g for g, needs in enumerate(graph.needs) if g not in cut and needs <= cut)
-    removable = frozenset(g for g in cut if not graph.feeds[g] & cut)
-    queue: list[tuple[float, int, frozenset[int], frozenset[int], frozenset[int]]] = [
-        (0.0, start, cut, addable, removable)
-    ]
-    seen, found = {start}, set[int]()
+    queue, seen, found = [(0.0, start)], {start}, set[int]()
     while queue and len(found) < most:
-        distance, mask, inside, addable, removable = heapq.heappop(queue)
+        distance, mask = heapq.heappop(queue)
         found.add(mask)
-        for group in addable | removable:
-            if (changed := mask ^ (1 << group)) in seen:
-                continue
-            seen.add(changed)
-            if group in addable:
-                now = inside | {group}
-                more = frozenset(g for g in graph.feeds[group] if graph.needs[g] <= now)
-                steps = (addable - {group} | more, removable - graph.needs[group] | {group})
-            else:
-                now = inside - {group}
-                free = frozenset(g for g in graph.needs[group] if not graph.feeds[g] & now)
-                steps = (addable - graph.feeds[group] | {group}, removable - {group} | free)
-            away = distance + (weights[group] if (group in addable) != (group in cut) else -weights[group])
-            heapq.heappush(queue, (away, changed, now, *steps))
+        inside = {group for group in range(len(weights)) if mask >> group & 1}
+        for group, weight in enumerate(weights):
+            had, changed = group in inside, mask ^ (1 << group)
+            legal = not graph.feeds[group] & inside if had else graph.needs[group] <= inside
+            if legal and changed not in seen:
+                seen.add(changed)
+                heapq.heappush(queue, (distance + (weight if had == (group in cut) else -weight), changed))
     return found
 
 
 _WORD = 64
-_FEW_STATES = 400  # up to this many, looking at all pairs is quicker than following the covers
 Words = NDArray[np.uint64]
 
 
@@ -108,24 +99,9 @@ class Lattice:
         keys = covers.group * len(order) + rank[covers.lower]
         sort = np.argsort(keys)
         self._keys, self._lower, self._upper = keys[sort], rank[covers.lower[sort]], rank[covers.upper[sort]]
-        self._within_each: NDArray[np.bool_] | None = None  # whether the row's state is in the column's
-        if self._states <= _FEW_STATES:
-            words = covers.words[order]
-            self._within_each = ((words[:, None] & words[None, :]) == words[:, None]).all(axis=2)
 
     def least_above(self, values: Floats, start: int) -> int:
-        """Replace each value by the least over all states from it upwards, in place.
-
-        Args:
-            values: of the states from `start` on, as far as they matter.
-
-        Returns:
-            The number of covers looked at.
-        """
-        if self._within_each is not None:
-            span = slice(start, start + len(values))
-            values[:] = np.where(self._within_each[span, span], values[None, :], np.inf).min(axis=1)
-            return values.size**2
+        """Replace each value, of states from `start` on, by the least over all from it upwards; return covers seen."""
         visited, stop, bases = 0, start + len(values), np.arange(self._groups) * self._states
         firsts, ends = np.searchsorted(self._keys, bases + start), np.searchsorted(self._keys, bases + stop)
         for group in np.flatnonzero(ends > firsts)[::-1]:
@@ -146,9 +122,6 @@ def enumerate_covers(layer_costs: LayerCosts, most: int, deadline: Deadline = NO
     """Return every downset that ends at no forbidden place; None if there are more than `most`. O(downsets · width).
 
     The last answer for a model is kept as long as its costs exist, because a search may need it twice.
-
-    Raises:
-        OutOfTimeError: if the deadline passes before they are known.
     """
     if layer_costs not in _enumerated or _enumerated[layer_costs][0] != most:
         _enumerated[layer_costs] = most, _covers(layer_costs, most, deadline)
@@ -207,3 +180,143 @@ def words_of_masks(masks: Sequence[int], count: int) -> Words:
     words = (count + _WORD - 1) // _WORD
     content = b"".join(mask.to_bytes(words * (_WORD // 8), "little") for mask in masks)
     return np.frombuffer(content, dtype="<u8").reshape(len(masks), words).astype(np.uint64)
+
+
+NEVER = 2**30
+_SLACK = 1e-13  # of the whole compute time: times that are differences of running sums are known no better
+_PER_STEP = 50_000  # what a step costs besides its covers, in covers
+_FIRST, _MARGIN = 16, 2  # numbers of GPUs whose work tells of the rest; how many times too much that must be
+
+
+class OutOfWorkError(Exception):
+    """The work that a relaxation may do is used up."""
+
+
+@dataclass
+class WorkLeft:
+    """Work left, in covers looked at: a deterministic stand-in for time (about 10^8 a second)."""
+
+    left: int
+
+    def spend(self, covers: int) -> None:
+        """Count work, or raise `OutOfWorkError` if nothing is left."""
+        self.left -= covers
+        if self.left < 0:
+            raise OutOfWorkError
+
+
+class Relaxation:
+    """The fewest GPUs after every downset of a graph, at least.
+
+    A stage from I to J on r replicas meets the target T only if some sums p over its layers are at most r·T (its
+    compute and all-reduce; its memory likewise). So
+
+        gpus(I) <= k + r  needs  the least p(J) over all J that contain I and have gpus(J) = k  to be  <= p(I) + r·T
+
+    and the lattice yields that least for all I at once. This is exact if a stage's cost is only such sums and a cost of
+    each cut alone, as in the published optimizer without a memory limit. Otherwise no plan meets a time that is out of
+    reach here. `lattice` has the states of `space`, in its order.
+    """
+
+    def __init__(self, space: StateSpace, lattice: Lattice, model: Bounds, limits: Limits, left: WorkLeft) -> None:
+        self.space, self.lattice, self.model, self.left = space, lattice, model, left
+        self._deadline = limits.deadline
+        self.gpus, self.memory_bytes, self.recompute = limits.gpus, limits.memory_bytes, limits.recompute
+        ways = WaysOf(space, limits, prices_shards=model.prices_shards)
+        self.shards = ways.shards
+        everything = np.arange(len(space))
+        work = space.work(0, everything)
+        nothing = np.asarray(0.0)
+        held = space.footprint(0, everything, work)
+        self._footprint = replace(held, working_bytes=nothing, updating_bytes=nothing)
+        if space.layer_costs.at_work is not None:
+            # Saved activations and gradients may never all exist at once, so only the activations count.
+            self._footprint = replace(self._footprint, gradient_bytes=np.asarray(0.0))
+        self._sums = ways.least(work)
+        self.least_s = model.least_s(self._sums)  # of all GPUs together, for what comes before each state
+        # Rounding, or another model than the one that ordered the states, may give a larger state less time.
+        self._most_up_to_s = np.maximum.accumulate(self.least_s)
+        self._least_from_s = np.minimum.accumulate(self.least_s[::-1])[::-1]
+        self._slack_s = _SLACK * float(self.least_s[-1])
+
+    def after(self, target_s: float) -> Integers:
+        """Return the fewest GPUs that run the layers after each state within the target; `NEVER` if too many.
+
+        Only states that could be on a plan that meets the target have a meaningful answer, which is a lower bound.
+        """
+        least_s, gpus, last = self.least_s, self.gpus, len(self.space) - 1
+        around = self.model.fewest_around_cut(self.space.outputs, self.space.gradients, target_s)
+        least_before, least_after = (np.maximum(gpus_there, 1) for gpus_there in around)
+        after = np.full(last + 1, NEVER)
+        after[last] = 0
+        extent = {0: (last, last)}  # first and last state that has so many GPUs after it
+        given = self.left.left
+        for k in range(1, gpus + 1):
+            self._check_worth(given, k)
+            start, stop = self._range(least_s[-1] - k * target_s, (gpus - k) * target_s)
+            open_ = (least_after[start:stop] <= k) & (least_before[start:stop] <= gpus - k) & (after[start:stop] > k)
+            if start == 0:
+                open_[0] = False
+            for k_after, (first, final) in reversed(extent.items()):
+                # Stages that compute for at most r·T.
+                r = k - k_after
+                if r > self.model.most_replicas or not open_.any():
+                    break
+                begin = max(start + int(open_.argmax()), self._range(self._least_from_s[first] - r * target_s, 0.0)[0])
+                end = min(stop, final)
+                if begin >= end:
+                    continue
+                final = min(final, self._range(0.0, self._most_up_to_s[end - 1] + r * target_s)[1] - 1)
+                span = slice(begin, final + 1)
+                there = (after[span] == k_after) & self.model.cut_within(self.space.outputs[span], r, target_s)
+                meets = open_[begin - start : end - start].copy()
+                meets &= self.model.cut_within(self.space.outputs[begin:end], r, target_s)
+                for sums, limit in self._sums_within(span, r, k_after, target_s):
+                    if not meets.any():
+                        break
+                    least = np.where(there, sums, np.inf)
+                    self.left.spend(_PER_STEP + self.lattice.least_above(least, begin))
+                    meets &= (least - sums)[: end - begin] <= limit
+                after[begin:end][meets] = k
+                open_[begin - start : end - start] &= ~meets
+            found = np.flatnonzero(after[start:stop] == k)
+            if len(found):
+                extent[k] = (start + int(found[0]), start + int(found[-1]))
+        # State 0 is left out above: cost models may charge the first stage differently.
+        after[0] = self._from_the_start(after, target_s)
+        return after
+
+    def _check_worth(self, given: int, k: int) -> None:
+        """Raise `OutOfWorkError` where a walk over the numbers of GPUs cannot end with the work given, or in time.
+
+        The numbers of GPUs take more and more work each, so what the first ones took tells when the rest is too much.
+        """
+        hopeless = k > _FIRST and (given - self.left.left) * self.gpus > _MARGIN * given * k
+        if hopeless or self._deadline.passed:
+            raise OutOfWorkError
+
+    def _range(self, least_s: float, most_s: float) -> tuple[int, int]:
+        start = int(np.searchsorted(self._most_up_to_s, least_s - self._slack_s))
+        return start, int(np.searchsorted(self._least_from_s, most_s + self._slack_s, side="right"))
+
+    def _sums_within(self, span: slice, replicas: int, after: int, target_s: float) -> Iterator[tuple[Floats, float]]:
+        """Yield sums over the layers of the span's states, each with the most that a stage's share may be."""
+        for sums in self.model.additive_s(taken(self._sums, span), replicas):
+            yield sums, replicas * target_s + replicas * self._slack_s
+        if self.memory_bytes is not None:
+            footprint = taken(self._footprint, span)
+            footprint = footprint.shared_out(replicas) if self.shards else footprint
+            flying = np.asarray(warm_up_depth(replicas, after))
+            # A stage that recomputes may keep nothing but the weights.
+            held = footprint.total_bytes(flying if self.recompute == "never" else 0, self.model.versions(flying))
+            yield held - footprint.message_bytes, self.memory_bytes * (1 + _SLACK)
+
+    def _from_the_start(self, after: Integers, target_s: float) -> int:
+        for total in range(1, self.gpus + 1):
+            for r in range(1, min(total, self.model.most_replicas) + 1):
+                ends = np.flatnonzero(after[1:] == total - r) + 1
+                for sums, limit in self._sums_within(slice(None), r, total - r, target_s):
+                    ends = ends[sums[ends] - sums[0] <= limit]
+                if len(ends):
+                    return total
+        return NEVER

@@ -14,24 +14,21 @@ from planner.cost.kinds import kind_on
 from planner.errors import InfeasibleError, InputError, PlannerError
 from planner.options.solving import SolverName
 from planner.solver.evaluate.evaluation import evaluate, priced
-from planner.solver.problem.budget import Budget
+from planner.solver.problem.budget import Budget, OutOfTimeError
 from planner.solver.problem.infeasible import PLENTY, against_constraints, explain
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import Evaluation, Found, IlpAnswer
 from planner.solver.search.chain.ways import relaxed_s
-from planner.units import SLACK, format_bytes
+from planner.units import SLACK
 
 if TYPE_CHECKING:
     from planner.solver.search.integer.ilp_flow import MilpName
-
-_MOST_STATES_FOR_A_BOUND = 300
 
 
 def needs_program(problem: Problem, solver: SolverName) -> bool:
     """Return whether an integer program is to solve the problem, because the search cannot or because it was asked for.
 
-    Raises:
-        InputError: if the solver that was asked for cannot solve it.
+    Raise InputError if the solver that was asked for cannot solve it.
     """
     wants = _beyond_the_search(problem)
     if problem.schedule.chunked and (wants is not None or solver == "ilp"):
@@ -46,7 +43,6 @@ def needs_program(problem: Problem, solver: SolverName) -> bool:
 
 
 def _beyond_the_search(problem: Problem) -> str | None:
-    """Return, in words, what the search cannot express; None if it can express the whole problem."""
     constraints = problem.constraints
     if problem.cluster.kinds and (problem.schedule.chunked or len(problem.cluster.joined) > 1):
         return "GPUs of several kinds" + ("" if problem.schedule.chunked else " on several levels")
@@ -60,16 +56,13 @@ def _beyond_the_search(problem: Problem) -> str | None:
 
 
 def solve_by_program(problem: Problem) -> Found:
-    """Find the best plan by an integer program.
+    """Find the best plan by an integer program; raise InfeasibleError if there is none.
 
-    Raises:
-        InfeasibleError: if there is none.
-        InputError: for what it cannot express, or is too large for it.
-        PlannerError: if the deadline passes before any plan is found.
+    Raise InputError for what it cannot express, and PlannerError if the deadline passes before any plan is found.
     """
     try:
         found = _found(problem)
-    except TimeoutError:
+    except (TimeoutError, OutOfTimeError):
         raise PlannerError(
             "the time limit passed before any plan was found", hint="give a longer `time_limit_s`, or leave it out"
         ) from None
@@ -90,7 +83,6 @@ def _infeasible(problem: Problem) -> InfeasibleError:
     cluster = problem.cluster
 
     def again(**changes: object) -> Evaluation | None:
-        """Solve again on a changed cluster, whatever time that takes."""
         found = _found(replace(problem.with_cluster(cluster.model_copy(update=changes)), budget=Budget()))
         return None if found is None else found.best
 
@@ -99,37 +91,23 @@ def _infeasible(problem: Problem) -> InfeasibleError:
 
     plenty = tuple(kind.model_copy(update={"memory_bytes": PLENTY}) for kind in cluster.kinds)
     # Without a memory limit only the constraints can be the reason.
-    unlimited = again(kinds=plenty, memory_bytes=None)
-    if unlimited is None:
+    if again(kinds=plenty, memory_bytes=None) is None:
         return against_constraints(problem)
     if not cluster.kinds:
         return explain(problem, fits, {})
-    # The limits are those of the stages' kinds before their memory was changed.
-    limits = [cluster.memory_of(cluster.kind_of(stage.ranks[0])) or PLENTY for stage in unlimited.stages]
-    held = [memory.total_bytes for memory in unlimited.price.memory]
-    over = [total - limit for total, limit in zip(held, limits, strict=True)]
-    worst = max(range(len(over)), key=over.__getitem__)
     return InfeasibleError(
-        f"no plan fits the memory of the cluster's GPUs: in the fastest without a limit, stage {worst} needs "
-        f"{format_bytes(problem.reserve.whole(held[worst]))}, {format_bytes(max(over[worst], 0))} too many",
-        hint="give the kinds of GPUs more memory_bytes, or more GPUs",
+        "no plan fits the memory of the cluster's GPUs", hint="give the kinds of GPUs more memory_bytes, or more GPUs"
     )
 
 
 def solve_ilp(problem: Problem, solver: MilpName | None = None) -> IlpAnswer | None:
-    """Find the fastest plan that respects the problem's constraints; None if there is none.
+    """Find the fastest plan that respects the problem's constraints, by default with HiGHS; None if there is none.
 
-    Args:
-        problem: for a cluster of one level. When its deadline passes, the answer is the best plan so far, with a bound.
-        solver: by default HiGHS if installed, otherwise CBC.
-
-    Raises:
-        InputError: for what no integer program here expresses, and for problems that are too large.
-        TimeoutError: if the deadline passes before any plan is found.
+    When the deadline passes, the answer is the best plan so far, with a bound. Raise TimeoutError if there is none yet,
+    and InputError for what no integer program here expresses, and for problems that are too large.
     """
     # Imported here, because importing PuLP takes time and few problems need it.
-    from planner.solver.search.integer.ilp_columns import Columns
-    from planner.solver.search.integer.ilp_flow import Flow, installed
+    from planner.solver.search.integer.ilp_flow import Columns, Flow, installed
 
     _refuse(problem)
     solver = solver or installed()[0]
@@ -137,26 +115,10 @@ def solve_ilp(problem: Problem, solver: MilpName | None = None) -> IlpAnswer | N
     answer = Flow(problem, columns, solver).solve()
     if answer is None:
         return None
-    if not columns.space.complete:  # other cuts of a model that keeps its order only bound what is possible
-        bound_s = min(answer.bound_s, _over_all_cuts_s(problem, solver))
+    if not columns.space.complete:  # this says nothing of other cuts
+        bound_s = min(answer.bound_s, relaxed_s(problem, columns.space))
         answer = replace(answer, bound_s=bound_s, optimal=answer.optimal and bound_s >= answer.seconds * (1 - SLACK))
     return replace(answer, stages=_ranked(problem, answer))
-
-
-def _over_all_cuts_s(problem: Problem, solver: MilpName) -> float:
-    """Return seconds that no plan over any cuts of the graph is below."""
-    from planner.solver.search.integer.ilp_columns import Columns
-    from planner.solver.search.integer.ilp_flow import Flow
-
-    columns = Columns(problem, all_cuts=True)
-    if not columns.space.complete or len(columns.states) > _MOST_STATES_FOR_A_BOUND:
-        return relaxed_s(problem, columns.space)
-    try:
-        answer = Flow(problem, columns, solver).solve()
-    except TimeoutError:
-        return relaxed_s(problem, columns.space)
-    assert answer is not None  # the plans along the order are among them
-    return answer.bound_s
 
 
 def _refuse(problem: Problem) -> None:
@@ -190,7 +152,6 @@ def _ranked(problem: Problem, answer: IlpAnswer) -> tuple[Candidate, ...]:
     taken: dict[int, int] = {}  # slots by rank
 
     def seat(slot: int, tried: set[int]) -> bool:
-        """Give the slot a rank, and its owner another if need be: an augmenting path."""
         for kind in sorted(answer.kinds[slots[slot]]):
             for rank in cluster.kind_ranks[kind]:
                 if rank in tried or rank in pinned.values():

@@ -1,28 +1,11 @@
-"""The flow formulation: a pipeline is a path through the cuts, and every candidate stage an arc.
+"""The flow formulation: a pipeline is a path through the cuts, and every candidate stage an arc with a binary variable.
 
-There is a binary variable x for every stage a from cut I to cut J, on r replicas of GPUs of kind k, and
-
-    the x are one path from the empty cut to the whole model                                        (path)
-    sum over the stages of kind k of  r_a x_a  <=  GPUs of kind k                                   (GPUs)
-
-A plan takes sum_a S_a x_a + max_a M_a x_a, where S and M are the stage's parts of the sum and of the maximum in the
-schedule's time. The relaxation of a variable T >= M_a x_a would be too weak, so the maximum is bounded by leaving
-stages out. Under 1f1b and 2bw there is no sum. The answer is the smallest T for which
-
-    minimise  sum_a r_a x_a   over the stages with M_a <= T, subject to (path), (GPUs)
-
-has a solution. It is one of the M_a, and bisection finds it. Under a synchronous schedule,
-
-    minimise  sum_a S_a x_a   over the stages with M_a < X, subject to (path), (GPUs)
-
-is solved first for X = infinity, then for X the maximum of each answer, until the sum alone exceeds the best time.
-All coefficients are 0 or 1, and a plan's times are summed over its stages, so rounding inside the solver does not
-matter. When time runs out, the largest T known not to suffice, or the last sum, bounds the answer.
+docs/explanation/solver.md has the rows. A plan takes a sum over its stages plus a maximum over them, which is bounded
+by leaving stages out, because a relaxed variable for it would be too weak. All coefficients are 0 or 1, and
+a plan's times are summed over its stages, so rounding inside the solver does not matter.
 
 What a stage holds depends on the GPUs after it. Where that matters, nodes are pairs of a cut and the GPUs after it.
 Where layers are pinned to stages, the number of the stage becomes part of the node.
-
-`run` solves a program through PuLP: with HiGHS if highspy is installed, otherwise with CBC, which PuLP carries.
 """
 
 from __future__ import annotations
@@ -30,18 +13,133 @@ from __future__ import annotations
 import math
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import combinations
 from typing import Literal, get_args
 
 import numpy as np
 import pulp
 
+from planner.cost.candidate import Candidate, StageOptions
+from planner.cost.work import Integers
 from planner.errors import InputError
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import IlpAnswer
-from planner.solver.search.integer.ilp_columns import Column, Columns, sets_of
+from planner.solver.problem.states import Chain, StateSpace
+from planner.solver.search.chain.ways import Stages, stages_on
+from planner.solver.search.graph.downsets import Downsets, enumerate_downsets
 from planner.units import SLACK
+
+MOST_STATES = 2_000
+MOST_COLUMNS = 200_000
+
+
+@dataclass(frozen=True)
+class Column:
+    """A stage from one state to another, and its parts of the sum over the stages and of the maximum over them."""
+
+    start: int
+    end: int
+    options: StageOptions
+    kinds: frozenset[int]  # of its GPUs, by their numbers
+    sum_s: float
+    max_s: float
+    most_after: int  # GPUs that its memory allows after it
+
+    @property
+    def replicas(self) -> int:
+        """Workers that run the stage."""
+        return self.options.replicas
+
+
+class Columns:
+    """The states of a problem, along the profile's order or all cuts, and all candidate stages, if not too many."""
+
+    def __init__(self, problem: Problem, *, all_cuts: bool) -> None:
+        self.problem = problem
+        # The same cuts for every kind of device, with its own times.
+        costs = [problem.layer_costs.on_kind(kind) for kind in problem.kinds]
+        self._spaces: list[StateSpace] = [Chain(each) for each in costs]
+        words = None
+        if all_cuts and not self._spaces[0].complete:
+            words = enumerate_downsets(costs[0], MOST_STATES)
+        if words is not None:
+            order = Downsets(costs[0], words, complete=True).order
+            self._spaces = [Downsets(each, words, complete=True, order=order) for each in costs]
+        self.space = self._spaces[0]
+        self.last = len(self.space) - 1
+        self.sets = [frozenset(self.space.layers(0, state)) for state in range(len(self.space))]
+        # States that separate no group; the empty one and the whole model never do.
+        groups = problem.groups
+        self.states = np.array(
+            [n for n, done in enumerate(self.sets) if all(group <= done or not group & done for group in groups)]
+        )
+        self._stages_of: dict[tuple[frozenset[int], int], list[Stages]] = {}
+
+    @cached_property
+    def all(self) -> list[Column]:
+        """Every column that is not dominated by another one with the same ends."""
+        found: list[Column] = []
+        for number, state in enumerate(self.states[:-1]):
+            others = self.space.among_later(int(state), self.states[number + 1 :])
+            if len(others):
+                found.extend(self.columns_from(int(state), others))
+            if len(found) > MOST_COLUMNS:
+                raise InputError(
+                    f"more than {MOST_COLUMNS} candidate stages are too many for an integer program",
+                    hint="use `solver=search`, or forbid cuts",
+                )
+        return found
+
+    def layers(self, column: Column) -> frozenset[int]:
+        return self.sets[column.end] - self.sets[column.start]
+
+    def candidate(self, column: Column) -> Candidate:
+        return Candidate(self.sets[column.start], self.layers(column), column.options)
+
+    def columns_from(self, state: int, others: Integers) -> Iterator[Column]:
+        """Yield the candidate stages from the state to each of the others."""
+        works = [space.work(state, others) for space in self._spaces]
+        paces = np.stack([np.broadcast_to(work.compute_s, len(others)) for work in works])
+        for kinds in sets_of(len(works)):
+            slowest = np.array(sorted(kinds))[paces[sorted(kinds)].argmax(axis=0)]
+            for number in sorted(kinds):
+                if len(own := others[slowest == number]):
+                    yield from self._paced(state, own, kinds, number)
+
+    def _paced(self, state: int, others: Integers, kinds: frozenset[int], number: int) -> Iterator[Column]:
+        """Yield the stages on GPUs of these kinds, of which one is the slowest, on every number of replicas of use.
+
+        A number is of no use if a smaller one is as fast and lets as many GPUs follow.
+        """
+        problem, pace = self.problem, self.problem.kinds[number]
+        limits = [problem.cluster.memory_of(problem.kinds[each]) for each in kinds]
+        limit = min((each for each in limits if each is not None), default=None)
+        if (kinds, number) not in self._stages_of:
+            count = sum(problem.count(problem.kinds[each]) for each in kinds)
+            self._stages_of[kinds, number] = stages_on(problem, self._spaces[number], limit, count, whole_stages=True)
+        stages = self._stages_of[kinds, number][state]
+        pace = pace and pace.model_copy(update={"memory_bytes": limit})
+        for way in np.flatnonzero(np.isin(stages.ways.others, others)):
+            smaller: list[tuple[float, int]] = []  # times and followers of smaller replica counts
+            sum_s, end = float(stages.sum_s[way]), int(stages.ways.others[way])
+            for r in range(len(kinds), len(stages.after) + 1):
+                max_s = float(stages.max_s[r - 1, way])
+                after = min(int(stages.after[r - 1, way]), problem.cluster.gpus - r)
+                # Pins may need more replicas than are fastest.
+                useless = not problem.constraints.gpu_of and any(max_s >= s and after <= room for s, room in smaller)
+                if after >= 0 and not useless:
+                    options = replace(stages.ways.options(int(way), r), kind=pace)
+                    yield Column(state, end, options, kinds, sum_s, max_s, after)
+                    smaller.append((max_s, after))
+
+
+def sets_of(count: int) -> list[frozenset[int]]:
+    """Return all sets of so many kinds but the empty one, by their numbers."""
+    return [frozenset(each) for size in range(1, count + 1) for each in combinations(range(count), size)]
+
 
 MilpName = Literal["HiGHS", "CBC"]
 Status = Literal["optimal", "feasible", "infeasible", "unknown"]
@@ -55,15 +153,10 @@ _SCALE = 1000.0  # what the time of a balanced plan is scaled to
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a run.
+    """The result of a run."""
 
-    Attributes:
-        status: "feasible" if time ran out with a solution, "unknown" if it ran out without one.
-        bound: no solution has a smaller objective; minus infinity if the solver reports none.
-    """
-
-    status: Status
-    bound: float = -math.inf
+    status: Status  # "feasible" if time ran out with a solution, "unknown" if it ran out without one
+    bound: float = -math.inf  # no solution has a smaller objective, as far as the solver says
 
 
 def installed() -> tuple[MilpName, ...]:
@@ -113,8 +206,6 @@ class _Arc:
 
 @dataclass(frozen=True)
 class _Chosen:
-    """Columns of a plan, in order."""
-
     columns: tuple[Column, ...]
 
     @property
@@ -141,15 +232,10 @@ class Flow:
         self._scale = _SCALE * self.gpus / float(columns.space.compute_s[-1])
 
     def solve(self) -> IlpAnswer | None:
-        """Return the fastest plan; None if there is none.
-
-        Raises:
-            TimeoutError: if time runs out before any plan is found.
-        """
+        """Return the fastest plan; None if there is none. Raise `TimeoutError` if time runs out before any is found."""
         return self._bisected() if self.problem.schedule.asynchronous else self._traded()
 
     def _bisected(self) -> IlpAnswer | None:
-        """Find the smallest time that all stages of some plan meet."""
         best, optimal = self._with_fewest_gpus(self.arcs), True
         if best is None:
             return None
@@ -166,11 +252,9 @@ class Flow:
                     best, last = better, int(np.searchsorted(times, better.seconds))
         except TimeoutError:
             optimal = False
-        best = self._leanest(best)
         return self._answer(best, best.seconds if optimal else float(times[first]), optimal=optimal)
 
     def _traded(self) -> IlpAnswer | None:
-        """Find the best of the plans that trade sum against maximum."""
         best, arcs, bound_s, optimal = None, self.arcs, 0.0, True
         try:
             while found := self._cheapest(arcs, [arc.column.sum_s * self._scale for arc in arcs]):
@@ -202,15 +286,10 @@ class Flow:
         """Return the leanest plan of these arcs whose sum is at most the given one, if that is not 0."""
         weight = len(self.columns.states) + 1
         # One number that orders by GPUs, then stages, then recomputing stages.
-        costs = [(arc.column.replicas * weight + 1) * weight + arc.column.recomputes for arc in arcs]
+        costs = [(arc.column.replicas * weight + 1) * weight + bool(arc.column.options.recompute) for arc in arcs]
         return self._cheapest(arcs, costs, most_sum_s)
 
     def _cheapest(self, arcs: Sequence[_Arc], costs: Sequence[float], most_sum_s: float = 0.0) -> _Chosen | None:
-        """Return the plan of these arcs with the smallest cost; None if there is none.
-
-        Raises:
-            TimeoutError: if time runs out before it is known.
-        """
         deadline = self.problem.deadline
         if deadline.passed:
             raise TimeoutError
@@ -258,11 +337,6 @@ class Flow:
 
 
 def _arcs(problem: Problem, columns: Columns, pins: _Pins) -> list[_Arc]:
-    """Return an arc for every column at every place where it may stand.
-
-    Raises:
-        InputError: if they are too many.
-    """
     gpus = problem.cluster.gpus
     usable = [column for column in columns.all if pins.allow(columns.layers(column), column)]
     # Nodes with GPUs multiply the arcs, so they are only made where some stage limits the GPUs after it.
@@ -291,8 +365,6 @@ def _arcs(problem: Problem, columns: Columns, pins: _Pins) -> list[_Arc]:
 
 
 class _Pins:
-    """The pins of layers to stages and GPUs, and which columns they allow."""
-
     def __init__(self, problem: Problem) -> None:
         position, constraints = problem.layer_costs.position, problem.constraints
         self.stages = {position[name]: number for name, number in constraints.stage_of.items()}
@@ -301,15 +373,12 @@ class _Pins:
         self._problem = problem
 
     def ranks(self, layers: frozenset[int]) -> set[int]:
-        """Return the GPUs that some of the layers are pinned to."""
         return {rank for layer, rank in self.gpus.items() if layer in layers}
 
     def numbers(self, layers: frozenset[int]) -> set[int]:
-        """Return the numbers of the stages that some of the layers are pinned to."""
         return {number for layer, number in self.stages.items() if layer in layers}
 
     def unpinned(self, kind: int) -> int:
-        """Return how many GPUs of a kind no layer is pinned to."""
         pinned = sum(self._kind.get(rank) == kind for rank in set(self.gpus.values()))
         return self._problem.count(self._problem.kinds[kind]) - pinned
 

@@ -1,16 +1,9 @@
 """Search for plans whose workers stand in columns (`planner.cost.network.topology.column_ranks`) on several levels.
 
 In d columns all stages have multiples of d replicas, messages stay in a column, and all-reduces cross the columns. The
-plans that differ from those on consecutive ranks have more GPUs than a server, S. From 2·S GPUs on, the last of two or
-more columns begins behind the first server, so every all-reduce leaves its server. For each d, a search for flat
-clusters with near messages and far all-reduces therefore bounds the plans on all GPUs, and one with near links those on
-fewer than 2·S. The paths of both are candidates: the true price decides between them and their numbers of columns, and
-moving cuts improves the best.
-
-`NearestModel` is a flat cluster that is never worse than one of several levels, so no plan beats its best:
-all ranks are as near as the nearest ones, except that the all-reduce of a stage with more replicas than a group has
-members must cross the group's link. What a stage costs then depends only on its layers and replicas, and the searches
-for flat clusters apply.
+plans that differ from those on consecutive ranks have more GPUs than a server, S, and from 2·S GPUs on, every
+all-reduce leaves its server. For each d, a search for flat clusters with near messages and far all-reduces therefore
+bounds the plans on all GPUs, and one with near links those on fewer than 2·S. The paths of both are candidates.
 """
 
 from __future__ import annotations
@@ -151,19 +144,15 @@ class Columned:
 
 
 def search_columns(problem: Problem, space: StateSpace, nearest: CutPath, best: Evaluation) -> Columned:
-    """Find plans in columns that may be faster than the best plan on consecutive ranks.
+    """Find plans in columns that may be faster than the `best` plan on consecutive ranks, by the resource model.
 
-    Args:
-        problem: for a cluster of several levels, by the resource model.
-        space: the cuts.
-        nearest: the best path on a flat cluster that is never worse, whose time is a bound.
-        best: on consecutive ranks.
+    The time of `nearest`, the best path on a flat cluster that is never worse, is a bound.
     """
     gpus = problem.cluster.gpus
     if gpus > MOST_COLUMNED or len(space) > MOST_STATES:
         return Columned((), nearest.seconds)
     bound_s, paths, hopeless = np.inf, [nearest], set[int]()
-    for multiple in _multiples(gpus) if problem.precision == 0 else _divisors(gpus):
+    for multiple in _multiples(gpus, precise=problem.precision == 0):
         if any(multiple % each == 0 for each in hopeless):
             continue
         if problem.deadline.passed:
@@ -177,47 +166,32 @@ def search_columns(problem: Problem, space: StateSpace, nearest: CutPath, best: 
     return Columned(_plans(problem, space, paths), bound_s)
 
 
-def _divisors(gpus: int) -> list[int]:
-    return [number for number in range(2, gpus // 2 + 1) if gpus % number == 0]
-
-
-def _multiples(gpus: int) -> list[int]:
-    """Return numbers of columns to try: all primes, so that the bound holds, and up to `DENSE` GPUs all."""
-    more = [number for number in range(2, gpus // 2 + 1) if gpus <= DENSE or gpus % number == 0]
-    return sorted({*_primes(gpus), *more})
-
-
-def _primes(gpus: int) -> list[int]:
-    """Return the primes of which two stages on so many GPUs can have multiples."""
-    return [number for number in range(2, gpus // 2 + 1) if all(number % each for each in range(2, number))]
+def _multiples(gpus: int, *, precise: bool) -> list[int]:
+    """Return numbers of columns to try: divisors; and all primes, so that the bound holds, and up to `DENSE` all."""
+    return [n for n in range(2, gpus // 2 + 1) if gpus % n == 0 or (precise and (gpus <= DENSE or _is_prime(n)))]
 
 
 def bound_beyond(problem: Problem, known: BoundedPath, best: Evaluation) -> float:
-    """Return seconds that no asynchronous plan in columns is below, whichever legal cuts it has.
+    """Return seconds that no asynchronous plan in columns is below, whichever legal cuts it has; see `search_columns`.
 
-    Args:
-        problem: as for `search_columns`.
-        known: the best path on consecutive ranks over all cuts, and its bounds.
-        best: the same plan, whose time bounds the bound.
+    `known` is the best path on consecutive ranks over all cuts, and `best` the same plan.
     """
     assert known.path is not None
     bound_s, path = best.seconds, replace(known.path, seconds=best.seconds)
-    for multiple in _primes(problem.cluster.gpus):
+    for multiple in filter(_is_prime, range(2, problem.cluster.gpus // 2 + 1)):
         for model, limits in _models(problem, multiple):
-            # Beyond the other plans' bound there is nothing to gain, and below the one for any ranks nothing to lose.
-            hopeless = min(bound_s, known.bound_s) <= known.anywhere_s
-            if hopeless or problem.cluster.gpus > MOST_COLUMNED or problem.deadline.passed:
+            if bound_s <= known.anywhere_s or problem.cluster.gpus > MOST_COLUMNED or problem.deadline.passed:
                 return known.anywhere_s
-            found = search_beyond(known.space, model, limits, path, bound_only=True)
-            bound_s = min(bound_s, found.bound_s)
+            bound_s = min(bound_s, search_beyond(known.space, model, limits, path, bound_only=True).bound_s)
     return max(bound_s, known.anywhere_s)
 
 
-def _flat(problem: Problem, space: StateSpace, multiple: int, below_s: float) -> Iterator[CutPath]:
-    """Yield the best paths with multiples of so many replicas: with far all-reduces, and on few GPUs with near ones.
+def _is_prime(number: int) -> bool:
+    return all(number % each for each in range(2, number))
 
-    They are found only where they take less than `below_s`.
-    """
+
+def _flat(problem: Problem, space: StateSpace, multiple: int, below_s: float) -> Iterator[CutPath]:
+    """Yield the best paths with multiples of so many replicas that take less than `below_s`: see `_links`."""
     if not isinstance(objective_of(problem), SynchronousModel):
         searches = (_Multiples(space, model, limits) for model, limits in _models(problem, multiple))
         yield from filter(None, (search.best(below_s, PRECISION) for search in searches))

@@ -21,12 +21,12 @@ from planner.solver.problem.states import StateSpace
 from planner.solver.search.chain.search import Search
 from planner.solver.search.chain.synchronous import SynchronousSearch
 from planner.solver.search.chain.ways import BestWays
-from planner.solver.search.graph.branches import MOST_DOWNSETS, search_beyond
+from planner.solver.search.graph.branches import search_beyond
 from planner.solver.search.graph.downsets import Downsets, enumerate_downsets
-from planner.solver.search.levels.best_first import HierarchySearch, better
+from planner.solver.search.graph.lattice import around
 from planner.solver.search.levels.columns import NearestModel
 from planner.solver.search.levels.local_search import LocalSearch
-from planner.solver.search.levels.relaxed import Seconds, objective_of
+from planner.solver.search.levels.relaxed import Relaxed, Seconds, better, objective_of
 
 MOST_PLACED = 256  # GPUs up to which every place is tried
 MOST_BOUNDED = 64  # GPUs up to which all cuts of a branching model are searched
@@ -52,8 +52,7 @@ class PathPrices:
     def strain(self, path: CutPath) -> float:
         """Return the seconds plus a thousandth for how uneven the stages are.
 
-        Where several resources are equally busy, no single step of local search lowers the seconds. Evening out the
-        stages leads out of such plans.
+        Where several resources are equally busy, no single step of local search lowers the seconds; evening out does.
         """
         problem, cluster = self.problem, self.problem.cluster
         if not problem.schedule.stashes or (problem.limits.any and not np.isfinite(self.seconds(path))):
@@ -67,16 +66,12 @@ class PathPrices:
 
 
 def search_levels(problem: Problem, space: StateSpace, nearest: CutPath) -> BoundedPath:
-    """Find the fastest plan by its true price, and bound all plans over the space.
+    """Find a fast plan by its true price, and bound all plans over the space.
 
-    If there are few cuts and few places, the search over both is exact as far as its work limit permits. With more
-    cuts, it searches cuts spread over the model and those near the best plan so far. With more GPUs, the plans for
-    clusters whose links are all alike are priced. Local search improves what is not proven to be optimal then.
-
-    Args:
-        problem: for a cluster of several levels.
-        space: the cuts.
-        nearest: the best path on a flat cluster that is never worse (`nearest_search`), whose time is a bound.
+    If there are few cuts and few places, the relaxed programme over both gives plans and the bound. With more cuts, it
+    has cuts spread over the model and those near the best plan so far. With more GPUs, the plans for clusters whose
+    links are all alike are priced. Local search improves what is not proven to be optimal then. The time of `nearest`,
+    the best path on a flat cluster that is never worse, is a bound.
     """
     prices = PathPrices(problem, space)
     starts = [nearest, *_alike(problem, space, nearest)]
@@ -87,8 +82,9 @@ def search_levels(problem: Problem, space: StateSpace, nearest: CutPath) -> Boun
     precise = few and problem.precision == 0  # the bounds of every stage in every place take long to tabulate
     found = BoundedPath(best, nearest.seconds if best is None else min(nearest.seconds, best.seconds), space)
     with contextlib.suppress(OutOfTimeError):  # then it is what was found before
-        if precise and len(space) <= HierarchySearch.states_that_fit(problem):
-            found = HierarchySearch(problem, space).best(prices.seconds, best)
+        if precise and len(space) <= Relaxed.states_that_fit(problem):
+            found = Relaxed(problem, space).best(prices.seconds, best)
+            found = replace(found, bound_s=max(found.bound_s, nearest.seconds))
         elif precise and (refined := _refined(prices, best)) is not None:
             found = replace(found, path=refined, bound_s=min(found.bound_s, refined.seconds))
     if few and (found.path is None or found.bound_s < found.path.seconds * (1 - RESOLUTION)):
@@ -97,7 +93,6 @@ def search_levels(problem: Problem, space: StateSpace, nearest: CutPath) -> Boun
 
 
 def _improved(prices: PathPrices, found: BoundedPath, starts: Sequence[CutPath]) -> BoundedPath:
-    """Improve the best path, which is not proven to be optimal, and others by local search."""
     local_search = local_search_for(prices.problem, prices.space, prices.strain)
     best = found.path
     for start in starts if best is None else [best, *starts]:
@@ -107,7 +102,6 @@ def _improved(prices: PathPrices, found: BoundedPath, starts: Sequence[CutPath])
 
 
 def local_search_for(problem: Problem, space: StateSpace, strain: Seconds) -> LocalSearch:
-    """Return the local search; more GPUs make a price take longer, so fewer plans are priced."""
     gpus = problem.cluster.gpus
     most = MOST_PRICED if problem.precision == 0 else FEW_PRICED
     most = most * PRICED_GPUS // max(PRICED_GPUS, gpus)
@@ -115,43 +109,34 @@ def local_search_for(problem: Problem, space: StateSpace, strain: Seconds) -> Lo
 
 
 def search_all_cuts(problem: Problem, space: StateSpace, along: CutPath, nearest: CutPath) -> BoundedPath:
-    """Search all cuts of a branching model, for the asynchronous pipeline.
+    """Search all cuts of a branching model, for the asynchronous pipeline; of too many, those nearest to good plans'.
 
-    A flat cluster that is never worse bounds what other cuts can gain, and shows which of them are worth a look. If
-    those are few, the answer is exact. Otherwise the cuts nearest to those of good plans are searched.
-
-    Args:
-        problem: for a cluster of several levels.
-        space: the cuts along the profile's order.
-        along: the best path along the order, with its price.
-        nearest: as for `search_levels`.
+    `along` is the best path along the order, with its price.
     """
-    beyond = beyond_the_order(problem, space, nearest)
-    sought = problem.cluster.gpus <= MOST_BOUNDED and not problem.deadline.passed
-    words = enumerate_downsets(space.layer_costs, MOST_DOWNSETS, problem.deadline) if sought else None
+    beyond, layer_costs = beyond_the_order(problem, space, nearest), space.layer_costs
     best, found = along, BoundedPath(along, min(beyond.bound_s, along.seconds), space, beyond.bound_s)
-    if words is None:
+    if problem.cluster.gpus > MOST_BOUNDED:
         return found
     assert beyond.path is not None
-    everything = Downsets(space.layer_costs, words, complete=True)
+    fit = Relaxed.states_that_fit(problem)
+    every = enumerate_downsets(layer_costs, fit, problem.deadline)
     seeds: list[tuple[StateSpace, CutPath]] = [(space, along), (space, nearest), (beyond.space, beyond.path)]
-    fit = HierarchySearch.states_that_fit(problem)
-    for _ in range(ROUNDS):
-        if problem.deadline.passed:
-            break
-        worth = everything.worth(_nearest_model(problem), problem.cluster.gpus, best.seconds)
-        cuts = sorted({origin.layers(0, state) for origin, path in seeds for state in path.states[1:-1]})
-        states = worth if len(worth) <= fit or not cuts else everything.nearest(worth, cuts, fit)
-        nearby = everything.only(states, complete=len(worth) <= fit)
-        answer = HierarchySearch(problem, nearby).best(PathPrices(problem, nearby).seconds, None)
-        if improved := answer.path is not None and answer.path.seconds < best.seconds * (1 - RESOLUTION):
-            assert answer.path is not None
-            best, seeds = answer.path, [(nearby, answer.path)]
-            found = replace(found, path=best, bound_s=min(beyond.bound_s, best.seconds), space=nearby)
-        if nearby.complete:
-            return replace(found, bound_s=min(answer.bound_s, best.seconds))
-        if not improved:
-            break
+    with contextlib.suppress(OutOfTimeError):  # then it is what was found before
+        for _ in range(ROUNDS):
+            problem.deadline.check()
+            cuts = sorted({origin.layers(0, state) for origin, path in seeds for state in path.states[1:-1]})
+            words = around(layer_costs, cuts, fit) if every is None else every
+            nearby = Downsets(layer_costs, words, complete=every is not None)
+            answer = Relaxed(problem, nearby).best(PathPrices(problem, nearby).seconds, None)
+            path = answer.path
+            if improved := path is not None and path.seconds < best.seconds * (1 - RESOLUTION):
+                assert path is not None
+                best, seeds = path, [(nearby, path)]
+                found = replace(found, path=best, bound_s=min(beyond.bound_s, best.seconds), space=nearby)
+            if nearby.complete:
+                return replace(found, bound_s=min(answer.bound_s, best.seconds))
+            if not improved:
+                break
     return found
 
 
@@ -165,10 +150,7 @@ def beyond_the_order(problem: Problem, space: StateSpace, nearest: CutPath) -> B
 
 
 def nearest_path(problem: Problem, space: StateSpace) -> tuple[CutPath | None, bool]:
-    """Return the best path on a flat cluster that is never worse, and whether the deadline ended the search early.
-
-    The path's seconds are a bound. Over many cuts it is found as precisely as such a bound needs to be.
-    """
+    """Return the best path on a flat cluster that is never worse, and whether the deadline ended the search early."""
     search = nearest_search(problem, space, problem.limits)
     # A bound needs no more precision than timings have, and precise searches over many cuts take long.
     if isinstance(search, SynchronousSearch) or len(space) <= 2 * MOST_ALIKE:
@@ -189,17 +171,17 @@ def _nearest_model(problem: Problem) -> NearestModel:
 
 
 def _refined(prices: PathPrices, best: CutPath | None) -> CutPath | None:
-    """Search some cuts from everywhere and those near the best path's, until the best path stays."""
     problem, space = prices.problem, prices.space
     for _ in range(ROUNDS):
         if problem.deadline.passed:
             break
-        states = _sample(space, HierarchySearch.states_that_fit(problem), best)
-        search = HierarchySearch(problem, space.only(states))
-        found = search.best(_priced_on(states, prices.seconds), None).path
-        if found is None:
-            return best
-        improved = better(best, _on(found, states), prices.seconds)
+        states = _sample(space, Relaxed.states_that_fit(problem), best)
+
+        def price(path: CutPath, states: Integers = states) -> float:
+            return prices.seconds(_on(path, states))
+
+        found = Relaxed(problem, space.only(states)).best(price, None).path
+        improved = best if found is None else better(best, _on(found, states), prices.seconds)
         if improved == best:
             break
         best = improved
@@ -222,19 +204,12 @@ def _sample(space: StateSpace, most: int, best: CutPath | None) -> Integers:
     return np.array(sorted(chosen))
 
 
-def _priced_on(states: Integers, price: Seconds) -> Seconds:
-    return lambda path: price(_on(path, states))
-
-
 def _on(path: CutPath, states: Integers) -> CutPath:
     return replace(path, states=tuple(int(states[state]) for state in path.states))
 
 
 def _alike(problem: Problem, space: StateSpace, nearest: CutPath) -> Iterator[CutPath]:
-    """Yield paths that are best if all links are like one of the cluster's, or like a GPU's share of a shared one.
-
-    Each path also comes with stages that take whole servers if they take more than one.
-    """
+    """Yield paths that are best if all links are like one of the cluster's or a GPU's share of it; and by servers."""
     topology, whole = problem.topology, space
     states = np.arange(len(space))
     if len(space) > 2 * MOST_ALIKE:  # these are only candidates, so some of the cuts will do
@@ -262,11 +237,7 @@ def _alike(problem: Problem, space: StateSpace, nearest: CutPath) -> Iterator[Cu
 
 
 def best_of(problem: Problem, search: Search | SynchronousSearch) -> CutPath | None:
-    """Return the best plan, as precisely as the problem asks.
-
-    Raises:
-        OutOfTimeError: if the deadline passes before there is any plan.
-    """
+    """Return the best plan, as precisely as the problem asks."""
     return search.best() if isinstance(search, Search) else search.best(max(problem.precision, RESOLUTION))
 
 

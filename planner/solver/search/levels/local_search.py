@@ -1,7 +1,6 @@
-"""Local search on clusters of several levels: from a plan to a faster neighbour, until no neighbour is faster.
+"""Local search: from a plan to a faster neighbour, until no neighbour is faster.
 
-The bounds that guide the best-first search see each stage alone. Where the GPUs of a server share a link, what a plan
-costs depends on all stages of a server together, and the bounds may all be too low to tell plans apart. Good plans are
+Where the GPUs of a server share a link, what a plan costs depends on all stages of a server together. Good plans are
 then found near other plans: by moving a cut, giving a replica to another stage, splitting a stage or joining two.
 """
 
@@ -29,17 +28,10 @@ OptionsOf = Callable[[tuple[int, ...], tuple[int, ...]], tuple[StageOptions, ...
 
 
 class LocalSearch:
-    """Local searches over one space, which price no plan twice.
+    """Local searches over one space, which price no plan twice, and `most` plans in all.
 
-    Args:
-        space: of the paths' states.
-        gpus: that a plan may have.
-        price: what is minimised; infinite for a path that does not fit the memory.
-        ways: how the stages of a plan may run.
-        most: plans to price: a number, not a time, so that the same problem has the same answer.
-        deadline: when to stop.
-        least: a quick bound that no price is below: neighbours of a kind are priced by increasing bounds, as far as
-            these are below the best price.
+    `price` is what is minimised, infinite for a path that does not fit the memory; `ways` say how the stages of a plan
+    may run. Neighbours are priced by increasing `least`, a quick bound that no price is below.
     """
 
     def __init__(
@@ -98,20 +90,20 @@ class LocalSearch:
         return self._priced[stages]
 
     def _in_their_ways(self, shapes: Iterator[_Shape]) -> Iterable[_Stages]:
-        """Return the stages of these shapes in all ways, each once."""
-        # On spaces of downsets, neighbouring numbers need not contain each other.
-        nested = (shape for shape in shapes if _nested(self._space, shape[0]))
-        stages = ((shape[0], options(*shape)) for shape in nested for options in self._ways)
-        # A stage of thousands of replicas has as many neighbours, of which no more are priced than the effort allows.
-        return dict.fromkeys(self._as_allowed(stages))
-
-    def _as_allowed(self, found: Iterable[_Stages]) -> Iterator[_Stages]:
-        """Yield the stages, and compute their bounds, until no more plans may be priced."""
-        for stages in found:
-            yield stages
-            self._bound(stages)
-            if self.over:
-                break
+        """Return the stages of these shapes in all ways, each once, and compute their bounds, as long as allowed."""
+        found = dict[_Stages, None]()
+        for states, replicas in shapes:
+            # On spaces of downsets, neighbouring numbers need not contain each other.
+            if not all(len(self._space.among_later(one, np.array([other]))) for one, other in pairwise(states)):
+                continue
+            for options in self._ways:
+                stages = states, options(states, replicas)
+                found[stages] = None
+                self._bound(stages)
+                # A stage of thousands of replicas has as many neighbours, of which some are priced.
+                if self.over:
+                    return found
+        return found
 
     def _stages_split(self, path: CutPath) -> Iterator[_Shape]:
         """Yield plans with a stage split in two, which have its replicas, or one more if a GPU is left."""
@@ -161,7 +153,6 @@ class LocalSearch:
 
 
 def _cuts_moved(path: CutPath) -> Iterator[_Shape]:
-    """Yield plans with one cut moved by one state, two, four and so on."""
     states = path.states
     for at in range(1, len(states) - 1):
         for direction in (1, -1):
@@ -172,16 +163,10 @@ def _cuts_moved(path: CutPath) -> Iterator[_Shape]:
 
 
 def _stages_joined(path: CutPath) -> Iterator[_Shape]:
-    """Yield plans with two adjacent stages joined, which have the replicas of both."""
     for stage, (one, other) in enumerate(pairwise(path.replicas)):
         yield _with(path, stage, stage + 2, (), (one + other,))
 
 
 def _with(path: CutPath, first: int, last: int, cuts: tuple[int, ...], replicas: tuple[int, ...]) -> _Shape:
-    """Replace the stages from `first` to before `last`."""
     states, own = path.states, path.replicas
     return (*states[: first + 1], *cuts, *states[last:]), (*own[:first], *replicas, *own[last:])
-
-
-def _nested(space: StateSpace, states: tuple[int, ...]) -> bool:
-    return all(len(space.among_later(before, np.array([after]))) for before, after in pairwise(states))

@@ -1,23 +1,20 @@
 """Relax the search on clusters of several levels: a dynamic programme over cuts and ranks, on bounds of stages.
 
-What a stage costs depends on its place and on those of the stages that it exchanges messages with, which a search from
-one end does not know. Two things are certain, though. Its all-reduce crosses the levels that its own ranks span. And
-all stages before it are on lower ranks, all after it on higher ones, so its messages travel at least to the nearest
-rank outside. With those distances the bound of a stage depends only on its layers, its replicas and its first rank; and
-first ranks that differ by whole groups of the second outermost level have the same bound (they have the same phase).
+All stages before a stage are on lower ranks, all after it on higher ones, so its messages travel at least to the
+nearest rank outside. With those distances the bound of a stage depends only on its layers, its replicas and its first
+rank; first ranks that differ by whole groups of the second outermost level have the same bound (the same phase). From
+the last layer to the first,
 
-Over those bounds a programme from the last layer to the first,
+    best(J, p) = min over K, r of  max( bound(J, K, p, r), best(K, p + r) )
 
-    best(J, p) = min over K, r of  max( bound(J, K, p, r), best(K, p + r) ),
-
-gives for every cut J and every rank p the least that the rest of a plan can cost. For synchronous schedules, the sum
-and the maximum have a programme each.
+is the least that the rest of a plan can cost after cut J and from rank p on; for synchronous schedules, the sum has
+such a programme, too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,18 +22,23 @@ from numpy.typing import NDArray
 from planner.cost.candidate import StageOptions
 from planner.cost.models.synchronous import SynchronousModel
 from planner.cost.network.topology import Topology
-from planner.cost.pricing import asynchronous_model
+from planner.cost.pricing import ASYNCHRONOUS
 from planner.cost.work import Floats, Integers, Work
 from planner.formats.names import CostModelName
 from planner.schedule.schedule import warm_up_depth
 from planner.solver.problem.problem import Problem
-from planner.solver.problem.result import RESOLUTION, CutPath
+from planner.solver.problem.result import RESOLUTION, BoundedPath, CutPath
 from planner.solver.problem.states import StateSpace
 from planner.solver.search.chain.ways import Ways, WaysOf
 
+MOST_ENTRIES = 12_000_000  # in the tables of bounds
+MOST_COUNTS = 16  # numbers of GPUs that are tried one by one where memory is limited
+MOST_TRADES = 16  # answers that trade the sum against the maximum
+
 # What is minimised: a cost model of the asynchronous pipeline, or the model of a synchronous one.
 Objective = CostModelName | SynchronousModel
-BOTH_WAYS = ((0, 1), (1, 0))  # rows of `StateSpace.sides`: activations come from earlier stages, gradients from later
+Sides = tuple[Floats, Floats]  # what stages exchange with earlier stages, and with later ones: `StateSpace.sides`
+BOTH_WAYS = ((0, 1), (1, 0))  # their rows: activations come from earlier stages, gradients from later
 
 
 def objective_of(problem: Problem) -> Objective:
@@ -46,19 +48,12 @@ def objective_of(problem: Problem) -> Objective:
 
 @dataclass(frozen=True)
 class StageBounds:
-    """Ways to run the stages that begin at one state; bounds have axes (phase of the first rank, replicas - 1, way).
-
-    Attributes:
-        ways: of the stages.
-        sum_s: bound of their part of the sum; zero for the asynchronous pipeline.
-        max_s: bound of their part of the maximum.
-        most: by replicas - 1 and way, the microbatches that may be in flight; 0 where the replicas are not allowed.
-    """
+    """Ways to run the stages that begin at one state; bounds have axes (phase of the first rank, replicas - 1, way)."""
 
     ways: Ways
-    sum_s: Floats
-    max_s: Floats
-    most: Integers
+    sum_s: Floats  # of their part of the sum; zero for the asynchronous pipeline
+    max_s: Floats  # of their part of the maximum
+    most: Integers  # by replicas - 1 and way, the microbatches that may be in flight; 0 where replicas are not allowed
 
     @property
     def others(self) -> Integers:
@@ -130,13 +125,13 @@ class Places:
 
 def bounds_of(ways: Ways, places: Places, objective: Objective) -> StageBounds:
     """Bound what stages cost in these ways, in every place."""
-    space, limits, replicas = ways.source.space, ways.source.limits, places.replicas[:, None]
-    links, footprint = _Links(ways, space, places), ways.footprint_on(replicas)
+    limits, replicas = ways.source.limits, places.replicas[:, None]
+    sides, footprint = ways.source.space.sides(ways.state, ways.others), ways.footprint_on(replicas)
     if isinstance(objective, SynchronousModel):
-        sum_s, max_s = _synchronous(ways.work, links, objective)
+        sum_s, max_s = _synchronous(ways.work, places, sides, objective)
         footprint = footprint.divided(objective.microbatches)
     else:
-        max_s = _asynchronous(ways.work, links, objective)
+        max_s = _asynchronous(ways.work, places, sides, objective)
         sum_s = np.zeros_like(max_s)
     shape = (len(replicas), len(ways))
     most = np.full(shape, limits.deepest)
@@ -146,11 +141,10 @@ def bounds_of(ways: Ways, places: Places, objective: Objective) -> StageBounds:
     return StageBounds(ways, sum_s, max_s, np.where(ways.allowed(np.broadcast_to(replicas, shape)), most, 0))
 
 
-def _asynchronous(work: Work, links: _Links, name: CostModelName) -> Floats:
-    places = links.places
+def _asynchronous(work: Work, places: Places, sides: Sides, name: CostModelName) -> Floats:
     topology, r = places.topology, places.replicas[:, None]
     if name != "resource":
-        models = [asynchronous_model(name, topology.link(level)) for level in range(len(topology))]
+        models = [ASYNCHRONOUS[name](topology.link(level)) for level in range(len(topology))]
         busy = [model.resources_s(work, r) for model in models]
         shape = (len(r), len(work.forward_s))
         bound = places.at([each["compute"] for each in busy], places.span)
@@ -160,17 +154,16 @@ def _asynchronous(work: Work, links: _Links, name: CostModelName) -> Floats:
                 bound = np.maximum(bound, places.at(cuts, levels))
         return bound
     computes = [
-        asynchronous_model(name, topology.stage_link(range(int(size)))).resources_s(work, r)["compute"]
+        ASYNCHRONOUS[name](topology.stage_link(range(int(size)))).resources_s(work, r)["compute"]
         for size in topology.groups
     ]
-    ring = 2 * (r - 1) / (r * r) * links.once(work.trainable_bytes)
-    own_s = links.own_s() + (1 / topology.ring_bytes_per_s)[places.span][..., None] * ring
-    link_s = np.maximum(own_s, links.shared_s(ring))
-    return np.maximum(places.at(computes, places.span), links.of_ways(link_s))
+    ring = 2 * (r - 1) / (r * r) * work.trainable_bytes
+    own_s = _own_link_s(places, sides) + (1 / topology.ring_bytes_per_s)[places.span][..., None] * ring
+    link_s = np.maximum(own_s, _shared_link_s(places, sides, ring))
+    return np.maximum(places.at(computes, places.span), link_s)
 
 
-def _synchronous(work: Work, links: _Links, model: SynchronousModel) -> tuple[Floats, Floats]:
-    places, sides = links.places, links.sides
+def _synchronous(work: Work, places: Places, sides: Sides, model: SynchronousModel) -> tuple[Floats, Floats]:
     topology, r = places.topology, places.replicas[:, None]
     shape = (len(r), len(work.forward_s))
     placed = [
@@ -184,97 +177,88 @@ def _synchronous(work: Work, links: _Links, model: SynchronousModel) -> tuple[Fl
         (sides[1], places.path_right, places.latency_right),
     ):
         moved_s = (side[0] + side[1]) * path_s[..., None] + (side[2] + side[3]) * latency_s[..., None]
-        sums = sums + links.of_ways(moved_s / 2)  # each end counts half of a message
+        sums = sums + moved_s / 2  # each end counts half of a message
     computes = [np.broadcast_to(each.resources_s(work, r)["compute"], shape) for each in placed]
     bound = places.at(computes, places.span)
     if model.schedule.pipelined:
         ends = places.at([np.broadcast_to(each.end_s(work, r), shape) for each in placed], places.span)
         more = (np.ceil(model.microbatches / r) - 1) * r
-        bound = np.maximum(bound, more * links.of_ways(links.own_s()) + ends)
-        shared_s = links.shared_s(np.zeros((len(r), 1)))
-        bound = np.maximum(bound, (model.microbatches - 1) * links.of_ways(shared_s))
+        bound = np.maximum(bound, more * _own_link_s(places, sides) + ends)
+        shared_s = _shared_link_s(places, sides, np.zeros((len(r), 1)))
+        bound = np.maximum(bound, (model.microbatches - 1) * shared_s)
     return sums, bound
 
 
-class _Links:
-    """The links of stages, in every place. All ways to run a stage send the same, so each stage is computed once."""
+def _own_link_s(places: Places, sides: Sides) -> Floats:
+    """Return the busy time of the first or last replica's link, in its busier direction, without all-reduces."""
+    left, right = sides
+    slowness, latency = 1 / places.topology.path_bytes_per_s, places.topology.latency_s
+    busiest = np.zeros(1)
+    for to_left, to_right in places.sides:
+        for incoming, outgoing in BOTH_WAYS:
+            seconds = (
+                left[incoming] * slowness[to_left][..., None]
+                + left[incoming + 2] * latency[to_left][..., None]
+                + right[outgoing] * slowness[to_right][..., None]
+                + right[outgoing + 2] * latency[to_right][..., None]
+            )
+            busiest = np.maximum(busiest, seconds)
+    return busiest / places.replicas[:, None]
 
-    def __init__(self, ways: Ways, space: StateSpace, places: Places) -> None:
-        self.places = places
-        self._stage, self._first = ways.stage, np.flatnonzero(np.diff(ways.stage, prepend=-1))
-        self.sides = space.sides(ways.state, ways.others[self._first])
 
-    def once(self, values: Floats) -> Floats:
-        """Return one of the equal values of each stage's ways."""
-        return np.broadcast_to(values, self._stage.shape)[self._first]
-
-    def of_ways(self, values: Floats) -> Floats:
-        """Repeat values of each stage, along the last axis, for each of its ways."""
-        if len(self._first) == len(self._stage):
-            return values
-        return np.asarray(np.broadcast_to(values, (*values.shape[:-1], len(self._first)))[..., self._stage])
-
-    def own_s(self) -> Floats:
-        """Return the busy time of the first or last replica's link, in its busier direction, without all-reduces."""
-        (left, right), places = self.sides, self.places
-        slowness, latency = 1 / places.topology.path_bytes_per_s, places.topology.latency_s
-        busiest = np.zeros(1)
-        for to_left, to_right in places.sides:
+def _shared_link_s(places: Places, sides: Sides, ring: Floats) -> Floats:
+    """Return the busy time of the busiest shared link of a group that holds part of the stage."""
+    left, right = sides
+    busiest = np.zeros(1)
+    for level, size, bandwidth, ring_bandwidth in places.topology.shared:
+        crossing = (places.span >= level)[..., None] * ring / ring_bandwidth
+        for inside, from_left, from_right in places.groups_inside(size):
+            share_left = (inside * from_left / places.replicas / bandwidth)[..., None]
+            share_right = (inside * from_right / places.replicas / bandwidth)[..., None]
             for incoming, outgoing in BOTH_WAYS:
-                seconds = (
-                    left[incoming] * slowness[to_left][..., None]
-                    + left[incoming + 2] * latency[to_left][..., None]
-                    + right[outgoing] * slowness[to_right][..., None]
-                    + right[outgoing + 2] * latency[to_right][..., None]
-                )
-                busiest = np.maximum(busiest, seconds)
-        return busiest / places.replicas[:, None]
+                busiest = np.maximum(busiest, left[incoming] * share_left + right[outgoing] * share_right + crossing)
+    return busiest
 
-    def shared_s(self, ring: Floats) -> Floats:
-        """Return the busy time of the busiest shared link of a group that holds part of the stage."""
-        (left, right), places = self.sides, self.places
-        busiest = np.zeros(1)
-        for level, size, bandwidth, ring_bandwidth in places.topology.shared:
-            crossing = (places.span >= level)[..., None] * ring / ring_bandwidth
-            for inside, from_left, from_right in places.groups_inside(size):
-                share_left = (inside * from_left / places.replicas / bandwidth)[..., None]
-                share_right = (inside * from_right / places.replicas / bandwidth)[..., None]
-                for incoming, outgoing in BOTH_WAYS:
-                    busiest = np.maximum(
-                        busiest, left[incoming] * share_left + right[outgoing] * share_right + crossing
-                    )
-        return busiest
-
-
-MOST_TRADES = 16  # answers that trade the sum against the maximum
 
 # The seconds of a path at its true price; infinite if it does not fit the memory.
 Seconds = Callable[[CutPath], float]
 
 
-@dataclass(frozen=True)
-class Rest:
-    """The least that the layers after each state can cost from each rank on, with axes (state, rank)."""
-
-    gpus: int  # of the whole plan: exactly where memory is limited, at most otherwise
-    sum_s: Floats
-    max_s: Floats
-
-
 class Relaxed:
-    """The bounds of all stages in all places, and the bounds of whole plans that follow.
-
-    Raises:
-        OutOfTimeError: if the deadline passes before the bounds of all stages are known, as do its methods.
-    """
+    """The bounds of all stages in all places, and the bounds of whole plans that follow, or `OutOfTimeError`."""
 
     def __init__(self, problem: Problem, space: StateSpace) -> None:
         self.space, self.objective, limits = space, objective_of(problem), problem.limits
         self.gpus, self.counts_gpus, self._deadline = limits.gpus, limits.counts_gpus, limits.deadline
+        self._synchronous = isinstance(self.objective, SynchronousModel)
         # More replicas than microbatches would idle, but may let the next stage begin at a server.
         self.places = Places(problem.topology, problem.cluster.gpus)
         ways = WaysOf(space, limits, prices_shards=problem.simulates)
         self.bounds = [self._bounds(ways, state) for state in range(len(space) - 1)]
+
+    @staticmethod
+    def states_that_fit(problem: Problem) -> int:
+        """Return how many states a space may have so that its tables have a reasonable size."""
+        groups = problem.topology.groups
+        phases = int(groups[-2]) if len(groups) > 1 else 1
+        return int((2 * MOST_ENTRIES / (phases * problem.cluster.gpus)) ** 0.5)
+
+    def best(self, price: Seconds, known: CutPath | None) -> BoundedPath:
+        """Return the best by its true price of the known path and those that are best by the bounds, and a bound."""
+        best, bound_s = known, np.inf
+        # Where memory is limited, a stage must know how many GPUs come after it, hence how many there are in all.
+        counts = [self.gpus]
+        if self.counts_gpus:
+            counts = sorted({int(count) for count in np.geomspace(1, self.gpus, MOST_COUNTS)} | {self.gpus})
+            counts = list(range(1, self.gpus + 1)) if self.gpus <= MOST_COUNTS else counts
+        for gpus in counts:
+            least_s, paths = self._traded(gpus)
+            bound_s = min(bound_s, least_s)
+            for path in paths:
+                best = better(best, path, price)
+        if self.counts_gpus and len(counts) < self.gpus:
+            bound_s = 0.0  # which must hold for every number of GPUs
+        return BoundedPath(best, bound_s if best is None else min(bound_s, best.seconds), self.space)
 
     def _bounds(self, ways: WaysOf, state: int) -> StageBounds:
         self._deadline.check()
@@ -283,26 +267,33 @@ class Relaxed:
         choosing = ways.choosing(plainest.ways, (plainest.most < self.gpus + 1).any(axis=0), len(others))
         return bounds_of(ways.all(state, others, choosing), self.places, self.objective) if choosing.any() else plainest
 
-    def rest(self, gpus: int) -> Rest:
-        """Run the dynamic programme over (state, rank), for the sum and for the maximum."""
-        last, synchronous = len(self.space) - 1, isinstance(self.objective, SynchronousModel)
-        sum_s, max_s = np.full((2, last + 1, self.gpus + 1), np.inf)
-        sum_s[last, self._ends(gpus)] = max_s[last, self._ends(gpus)] = 0.0
+    def _traded(self, gpus: int) -> tuple[float, list[CutPath]]:
+        """Return seconds that no plan on so many GPUs is below, and paths that trade the sum against the maximum."""
+        least_s, bound_s, found = self._least_maximum_s(gpus), np.inf, list[CutPath]()
+        limit_s = np.inf if self._synchronous else least_s
+        while np.isfinite(least_s) and (answer := self._least_sum(gpus, limit_s)) is not None:
+            path, sum_s, max_s = answer
+            found.append(path)
+            bound_s, limit_s = min(bound_s, sum_s + max_s), max_s * (1 - RESOLUTION)
+            if not self._synchronous:
+                break
+            if len(found) == MOST_TRADES:
+                bound_s = min(bound_s, sum_s + least_s)
+                break
+        return bound_s, found
+
+    def _least_maximum_s(self, gpus: int) -> float:
+        last = len(self.space) - 1
+        max_s = np.full((last + 1, self.gpus + 1), np.inf)
+        max_s[last, self._ends(gpus)] = 0.0
         for state, rank, fits, phase, ranks in self._starts(gpus):
-            bounds, after = self.bounds[state], (self.bounds[state].others[None, :], ranks[:, None])
-            peaks = np.maximum(bounds.max_s[phase, : len(ranks)], max_s[after])
+            bounds = self.bounds[state]
+            peaks = np.maximum(bounds.max_s[phase, : len(ranks)], max_s[bounds.others[None, :], ranks[:, None]])
             max_s[state, rank] = np.min(peaks, where=fits, initial=np.inf)
-            sum_s[state, rank] = 0.0
-            if synchronous:
-                sums = bounds.sum_s[phase, : len(ranks)] + sum_s[after]
-                sum_s[state, rank] = np.min(sums, where=fits, initial=np.inf)
-        return Rest(gpus, sum_s, max_s)
+        return float(max_s[0, 0])
 
     def _ends(self, gpus: int) -> slice:
-        """Return the ranks at which a plan may end.
-
-        Where what is in flight is limited, a plan must use exactly so many GPUs: the stages before rely on it.
-        """
+        # Where what is in flight is limited, a plan must use exactly so many GPUs: the stages before rely on it.
         return slice(gpus, gpus + 1) if self.counts_gpus else slice(0, gpus + 1)
 
     def _starts(self, gpus: int) -> Iterator[tuple[int, int, NDArray[np.bool_], int, Integers]]:
@@ -310,37 +301,18 @@ class Relaxed:
         for state in range(len(self.space) - 2, -1, -1):
             self._deadline.check()
             for rank in range(gpus):
-                replicas = self.places.replicas[: gpus - rank]
-                fits = self.fits(self.bounds[state], gpus, rank, len(replicas))
-                yield state, rank, fits, rank % self.places.phases, rank + replicas
+                r = self.places.replicas[: gpus - rank]
+                most = self.bounds[state].most[: len(r)]
+                flying: int | Integers = 1
+                if self.counts_gpus:
+                    after = gpus - rank - r[:, None]
+                    model = self.objective
+                    in_flight = model.in_flight if isinstance(model, SynchronousModel) else warm_up_depth
+                    flying = in_flight(r[:, None], after)
+                yield state, rank, flying <= most, rank % self.places.phases, rank + r
 
-    def fits(self, bounds: StageBounds, gpus: int, rank: int, counts: int) -> NDArray[np.bool_]:
-        """Return which (replicas, way) are allowed and fit the memory if the plan has so many GPUs in all."""
-        most = bounds.most[:counts]
-        if not self.counts_gpus:
-            return np.asarray(most > 0)
-        r = self.places.replicas[:counts, None]
-        after = np.maximum(gpus - rank - r, 0)
-        if isinstance(self.objective, SynchronousModel):
-            return np.asarray(self.objective.in_flight(r, after) <= most)
-        return np.asarray(warm_up_depth(r, after) <= most)
-
-    def paths(self, rest: Rest) -> Iterator[CutPath]:
-        """Yield paths that are best by the bounds; for synchronous schedules, those that trade sum against maximum.
-
-        The maximum of each is the limit for the next, as in the search for a flat cluster.
-        """
-        synchronous = isinstance(self.objective, SynchronousModel)
-        limit_s = np.inf if synchronous else float(rest.max_s[0, 0])
-        for _ in range(MOST_TRADES if synchronous else 1):
-            answer = self._least_sum(rest.gpus, limit_s) if np.isfinite(rest.max_s[0, 0]) else None
-            if answer is None:
-                return
-            yield answer[0]
-            limit_s = answer[1] * (1 - RESOLUTION)
-
-    def _least_sum(self, gpus: int, limit_s: float) -> tuple[CutPath, float] | None:
-        """Return the path of least sum whose stages are within the limit, by the bounds, and its maximum."""
+    def _least_sum(self, gpus: int, limit_s: float) -> tuple[CutPath, float, float] | None:
+        """Return the path of least sum whose stages are within the limit, by the bounds, with its sum and maximum."""
         last = len(self.space) - 1
         sums = np.full((last + 1, self.gpus + 1), np.inf)
         sums[last, self._ends(gpus)] = 0.0
@@ -362,4 +334,18 @@ class Relaxed:
             states.append(int(bounds.others[way]))
             options.append(bounds.ways.options(way, row + 1))
             rank += row + 1
-        return CutPath(tuple(states), tuple(options), float(sums[0, 0])), peak_s
+        sum_s = float(sums[0, 0])
+        return CutPath(tuple(states), tuple(options), sum_s + peak_s), sum_s, peak_s
+
+
+def better(best: CutPath | None, path: CutPath, price: Seconds) -> CutPath | None:
+    """Return the faster of the two; of equally fast ones the one with fewer GPUs, then fewer stages."""
+    seconds = price(path)
+    if not np.isfinite(seconds):
+        return best
+    priced = replace(path, seconds=seconds)
+    if best is None or seconds < best.seconds * (1 - RESOLUTION):
+        return priced
+    if seconds <= best.seconds * (1 + RESOLUTION) and (path.gpus, len(path.replicas)) < (best.gpus, len(best.replicas)):
+        return priced
+    return best

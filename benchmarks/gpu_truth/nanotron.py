@@ -1,0 +1,431 @@
+"""874 measured runs of nanotron on 8 to 512 H100, and 258 that ran out of memory. See README.md in this folder.
+
+python -m benchmarks.gpu_truth.nanotron
+
+One rank's part of each kind of block is traced, and a run is priced as the plan of its groups of ranks, each of which
+is one device to the planner.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import combinations, pairwise, product
+from math import ceil, copysign
+from statistics import mean, median
+
+import numpy as np
+import torch
+from tabulate import tabulate
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from benchmarks.gpu_truth.nanotron_model import Llama as Llama
+from benchmarks.gpu_truth.rows import ANCHORS, device, price
+from planner.cost.network.link import Link, backward_and_reduce_s, ring_all_reduce_s
+from planner.formats.cluster import Cluster, Level
+from planner.formats.own_plan import OwnStage
+from planner.formats.profile import Device, Edge, Layer, Profile, Provenance, Value
+from planner.profiler.estimated.devices import HOSTS, DeviceSpec
+from planner.profiler.estimated.execution import cuda_operations
+from planner.profiler.estimated.operations import Operation, OperationRecorder
+from planner.profiler.estimated.roofline import Costs, Floats
+from planner.profiler.step.allocation import saved_bytes
+
+_GIB = 2**30
+_PER_SERVER = 8
+_NVLINK, _NICS = 450e9, 8 * 50e9  # bytes per second and direction: data sheets of the H100 and of its servers
+H100 = device("h100")
+KINDS = ("embedding", "layer", "head", "loss")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One configuration, and what was measured of it; `seconds` are those of a minibatch, None out of memory."""
+
+    billion: float
+    llama: Llama  # of one of its ranks
+    gpus: int
+    replicas: int
+    stages: int
+    samples: int  # of a microbatch
+    microbatches: int  # of each replica
+    sharded: bool
+    seconds: float | None
+    reserved_bytes: float | None
+    all_reduce_bytes_per_s: float | None
+    all_gather_bytes_per_s: float | None
+
+    @property
+    def job(self) -> tuple[float, int]:
+        """Model and number of GPUs."""
+        return self.billion, self.gpus
+
+
+def runs() -> Iterator[Run]:
+    """Yield all rows of the file."""
+    with (ANCHORS / "nanotron-h100-develop.csv").open(encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            number = {name: int(row[name]) for name in ("gpus", "dp", "tp", "pp", "microbatch", "microbatches")}
+            sizes = (int(row[name]) for name in ("layers", "hidden", "heads", "ffn", "vocabulary", "sequence", "tp"))
+            llama = Llama(*sizes)
+            trained = row["outcome"] == "trained"
+            tokens = number["dp"] * number["microbatch"] * number["microbatches"] * llama.seq
+            speed = float(row["tokens_per_s_per_gpu"]) * number["gpus"] if trained else 0.0
+            yield Run(
+                float(row["parameters_billion"]),
+                llama,
+                number["gpus"],
+                number["dp"],
+                number["pp"],
+                number["microbatch"],
+                number["microbatches"],
+                row["zero"] == "1",
+                tokens / speed if trained else None,
+                float(row["peak_reserved_GB"]) * _GIB if trained else None,
+                float(row["allreduce_GBps"]) * 1e9 if trained else None,
+                float(row["allgather_GBps"]) * 1e9 if trained else None,
+            )
+
+
+@dataclass(frozen=True)
+class Block:
+    """What a block does on one rank, forward and backward, and what it keeps."""
+
+    forward: Costs
+    backward: Costs
+    saved_bytes: int
+    workspace_bytes: int
+    parameters: int
+    weights: int  # tensors
+
+
+@cache
+def block_of(llama: Llama, kind: str, samples: int) -> Block:
+    """Trace a block without data."""
+    with FakeTensorMode(), cuda_operations():
+        module, x = replace(llama, layers=1).blocks(samples)[kind]
+        (saved,) = saved_bytes([module], lambda _: module(x))
+        recorder = OperationRecorder(gpu=True)
+        with recorder:
+            recorder.end_span()
+            y = module(x)
+            recorder.end_span()
+            y.backward(torch.empty_like(y))
+            recorder.end_span()
+        weights = list(module.parameters())
+    start, middle, end = recorder.until
+    _, forward, backward = recorder.allocated.peaks[:3]
+    gradients = sum(weight.nbytes for weight in weights)
+    return Block(
+        Costs(recorder.operations[start:middle]),
+        Costs(recorder.operations[middle:end]),
+        saved,
+        max(0, forward - saved, backward - saved - gradients),
+        sum(weight.numel() for weight in weights),
+        len(weights),
+    )
+
+
+def stages_of(llama: Llama, count: int) -> list[list[str]]:
+    """Return the blocks of each stage, as nanotron balances them (`models/base.py`, `models/llama.py`)."""
+    h = llama.hidden
+    costs = {"layer": 4 * h * h + 3 * llama.ffn * h, "head": llama.vocab * h}
+    blocks = ["embedding", *["layer"] * llama.layers, "norm", "head", "loss"]
+    total = llama.layers * costs["layer"] + costs["head"]
+    stages: list[list[str]] = [[] for _ in range(count)]
+    number, done = 0, 0
+    for block in blocks:
+        if block != "norm":  # it has the stage of the head here
+            stages[number].append(block)
+        done += costs.get(block, 0)
+        if done > total * ((number + 1) / count):
+            number += 1
+    return [stage for stage in stages if stage]
+
+
+@dataclass(frozen=True)
+class Links:
+    """What collectives and messages of a job reach.
+
+    Attributes:
+        reduce_bytes_per_s, gather_bytes_per_s: of all-reduces and all-gathers over the job's servers.
+        servers: of the job.
+        near_s, far_s: of one step of a ring, within a server and to the next one.
+        message_s: of one tensor to the next stage, with the two messages that announce its shape.
+    """
+
+    reduce_bytes_per_s: float
+    gather_bytes_per_s: float
+    servers: int
+    near_s: float
+    far_s: float
+    message_s: float
+
+    def ring(self, ranks: int, per_server: int, *, gathers: bool = False) -> Link:
+        """Return the link of a ring of so many ranks, of which each server has so many."""
+        if ranks <= per_server:
+            nearest = min((size for size in _INSIDE if size >= ranks), default=_PER_SERVER)
+            return Link(*_INSIDE[nearest])
+        far = ranks // per_server
+        step_s = ((ranks - far) * self.near_s + far * self.far_s) / ranks
+        rate = self.gather_bytes_per_s if gathers else self.reduce_bytes_per_s
+        if not gathers and self.servers * rate < _FALLING:
+            rate *= self.servers / far
+        return Link(min(rate, _NICS) * per_server / _PER_SERVER, step_s)
+
+
+@dataclass(frozen=True)
+class Program:
+    """What a host spends."""
+
+    launch_s: float
+    collective_s: float
+    message_s: float  # of one tensor to the next stage, with the two messages that announce its shape
+
+
+def collective_s(run: Run, size_bytes: float, links: Links) -> float:
+    """Return the seconds of an all-gather or a reduce-scatter in a group of ranks."""
+    tensor = run.llama.tensor
+    if tensor == 1:
+        return 0.0
+    return float(ring_all_reduce_s(size_bytes, tensor, links.ring(tensor, _PER_SERVER, gathers=True))) / 2
+
+
+def _product_s(spec: DeviceSpec, m: int, n: int, k: int) -> float:
+    moved = 2.0 * (m * k + k * n + m * n)
+    operation = Operation("gemm", 2.0 * m * n * k, moved, "bfloat16", product=(1, m, n, k))
+    return float(Costs([operation]).seconds(spec)[0])
+
+
+def _beside(collective_s: float, product_s: float) -> float:
+    """Return the seconds that a collective adds to a product, whose processors it takes while both run."""
+    return max(0.0, collective_s - product_s) + _CHANNELS / (132 - _CHANNELS) * min(collective_s, product_s)
+
+
+def exposed_s(run: Run, kind: str, spec: DeviceSpec, links: Links) -> tuple[float, float, int, int]:
+    """Return the seconds of collectives that nothing hides, forward and backward, and how many there are.
+
+    A column's all-gather overlaps with the product of the rank's own tokens, and so does the one of a row's backward.
+    In its backward a column gathers its tokens again beside the gradient of its input, and scatters that beside the
+    gradient of its weight. The forward of a row hides nothing.
+    """
+    llama, t = run.llama, run.llama.tensor
+    if t == 1 or kind == "loss":
+        return 0.0, 0.0, 0, 0
+    rows, h = llama.seq * run.samples, llama.hidden
+    each_s = collective_s(run, 2.0 * rows * h, links)
+    if kind == "embedding":
+        return each_s, each_s, 1, 1
+    columns = [llama.vocab // t] if kind == "head" else [3 * h // t, 2 * llama.ffn // t]
+    row_widths = [] if kind == "head" else [h // t, llama.ffn // t]
+    forward_s = backward_s = 0.0
+    for width in columns:
+        forward_s += _beside(each_s, _product_s(spec, rows // t, width, h))
+        backward_s += _beside(each_s, _product_s(spec, rows, h, width))
+        backward_s += _beside(each_s, _product_s(spec, width, h, rows))
+    for width in row_widths:
+        forward_s += each_s
+        backward_s += _beside(each_s, _product_s(spec, rows // t, width, h))
+    return forward_s, backward_s, len(columns) + len(row_widths), 2 * len(columns) + len(row_widths)
+
+
+def _times(run: Run, kind: str, spec: DeviceSpec, program: Program, links: Links) -> tuple[Floats, Floats]:
+    """Return the seconds of a block's forward and backward on the device, and on its host."""
+    block = block_of(run.llama, kind, run.samples)
+    *exposed, forward_n, backward_n = exposed_s(run, kind, spec, links)
+    device = np.array([block.forward.seconds(spec).sum(), block.backward.seconds(spec).sum()]) + exposed
+    if kind == "loss" and run.llama.tensor > 1:
+        forward_n += 3  # of largest logits, those of the targets, and sums
+    # Each weight's gradient is added in a launch of its own.
+    launches = np.array([block.forward.launches.sum(), block.backward.launches.sum() + block.weights])
+    return device, launches * program.launch_s + np.array([forward_n, backward_n]) * program.collective_s
+
+
+def predict(run: Run, spec: DeviceSpec, program: Program, links: Links) -> tuple[float, int]:
+    """Return the seconds of a minibatch and the bytes that its fullest GPU needs.
+
+    Replicas are alike, so one of them is priced, and the all-reduce of its gradients is added as the cost model says.
+    """
+    t, llama = run.llama.tensor, run.llama
+    hidden_bytes = 2 * llama.seq * run.samples * llama.hidden // t
+    logit_bytes = 2 * llama.seq * run.samples * llama.vocab // t
+    stages = stages_of(llama, run.stages)
+    layers: list[Layer] = []
+    reducing = links.ring(run.replicas, max(1, _PER_SERVER // t))
+    known = {kind: _times(run, kind, spec, program, links) for kind in KINDS}
+    for blocks in stages:
+        device, host = (sum(known[kind][part] for kind in blocks) for part in (0, 1))
+        factor = np.maximum(1.0, host / np.maximum(device, 1e-12))
+        for kind in blocks:
+            block, times = block_of(llama, kind, run.samples), known[kind][0]
+            tied = kind == "head" and run.stages == 1
+            own = 0 if tied else block.parameters
+            share = own / run.replicas if run.sharded else own
+            # Clipping reads and scales all gradients, which are zeroed at the end.
+            moved = 34.0 * share + 16.0 * own
+            update_s = moved / (spec.bandwidth_bytes_per_s * spec.achieved_bandwidth["update"])
+            if run.sharded and run.replicas > 1:
+                update_s += float(ring_all_reduce_s(2.0 * own, run.replicas, reducing)) / 2
+            update_s += 5 * block.weights * program.launch_s  # clipping, the step and two copies, weight by weight
+            accumulate_s = 10.0 * own / (spec.bandwidth_bytes_per_s * spec.achieved_bandwidth["update"])
+            name = f"{kind}.{len(layers)}"
+            sent = {"embedding": hidden_bytes, "layer": hidden_bytes, "head": logit_bytes, "loss": 0}[kind]
+            layers.append(
+                Layer(
+                    name=name,
+                    op=kind,
+                    forward_s=float(times[0] * factor[0]),
+                    backward_s=float(times[1] * factor[1]) + accumulate_s,
+                    update_s=update_s,
+                    outputs=(Value(name=name, output_bytes=sent, gradient_bytes=sent),) if sent else (),
+                    weight_bytes=2 * own,
+                    gradient_bytes=4 * own,
+                    optimizer_bytes=ceil(12 * share),
+                    buffer_bytes=2 * own,  # gradients in half precision, until they are added
+                    saved_bytes=block.saved_bytes,
+                    workspace_bytes=block.workspace_bytes,
+                )
+            )
+    edges = tuple(Edge(source=a.name, value=a.name, target=b.name) for a, b in pairwise(layers))
+    profile = Profile(
+        model="llama",
+        device=Device(kind="cuda", name=spec.name, memory_bytes=spec.memory_bytes),
+        optimizer_elementwise=True,
+        microbatch_size=run.samples,
+        layers=tuple(layers),
+        edges=edges,
+        provenance=Provenance(tool="benchmarks.gpu_truth", source="estimated"),
+    )
+    names = iter(layer.name for layer in layers)
+    own_stages = [OwnStage(layers=tuple(next(names) for _ in blocks)) for blocks in stages]
+    plan = price(profile, _groups(run, len(stages), links), own_stages, run.microbatches)
+    ends_s = [0.0]
+    for stage in plan.stages if run.replicas > 1 else ():
+        bucket_s = float(ring_all_reduce_s(_BUCKET_BYTES, run.replicas, reducing))
+        reduce_s = stage.memory.gradients_bytes / _BUCKET_BYTES * bucket_s
+        ends_s.append(float(backward_and_reduce_s(stage.backward_s, reduce_s, reducing)) - stage.backward_s)
+    needed = max(plan.memory_bytes(number) for number in range(len(plan.stages)))
+    return plan.predicted.seconds_per_minibatch + max(ends_s), needed
+
+
+def _groups(run: Run, stages: int, links: Links) -> Cluster:
+    """Return the cluster of the groups of ranks of one replica, whose stages are as far apart as theirs."""
+    t = run.llama.tensor
+    near = run.replicas * t < _PER_SERVER
+    rate = _NVLINK if near else _NICS / _PER_SERVER
+    return Cluster(levels=(Level(size=stages, bandwidth_bytes_per_s=rate, latency_s=0.0 if near else links.message_s),))
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A run with its prediction."""
+
+    run: Run
+    seconds: float
+    needed_bytes: int
+
+    @property
+    def measured_s(self) -> float:
+        """Seconds of a minibatch of a run that trained."""
+        assert self.run.seconds is not None
+        return self.run.seconds
+
+    @property
+    def error(self) -> float:
+        """Predicted over measured speed, minus 1."""
+        return self.measured_s / self.seconds - 1
+
+
+# Rings in a server, by ranks: bytes per second, and seconds of a step, of all-gathers and reduce-scatters of 16 to 64
+# MB (NCCL 2.27 on H100, aiconfigurator).
+_INSIDE = {2: (260e9, 20e-6), 4: (318e9, 9e-6), 8: (336e9, 5e-6)}
+_CHANNELS = 24  # processors of an H100 that NCCL's rings take within a server: an assumption
+# Of an eager host, as `devices.HOSTS`: a collective is launched like any kernel, and so are three messages.
+EAGER = Program(HOSTS["eager"], HOSTS["eager"], 4 * HOSTS["eager"])
+_TIMES = ((25e-6, 50e-6, 75e-6), (25e-6, 100e-6, 300e-6), (100e-6, 2e-3, 6e-3))  # among which calibration chooses
+_EACH = 8  # of the runs, one so many is fitted
+_BUCKET_BYTES = 50e6  # DistributedDataParallel's 25 MB in half precision
+# In some jobs the all-reduce of all GPUs reaches 860 GB/s over the number of servers, from 4 to 64 of them, in others
+# more. In the former a ring through fewer servers is faster.
+_FALLING = 950e9
+# Steps of rings: in a server as above, and to the next one, which is an assumption.
+_NEAR_S, _FAR_S = 5e-6, 25e-6
+
+
+def links_of(run: Run, message_s: float) -> Links:
+    """Return the links of a run, as its job measured them; rows out of memory, whose speed nobody asks, get any."""
+    reduce, gather = run.all_reduce_bytes_per_s or 340e9, run.all_gather_bytes_per_s or 170e9
+    return Links(reduce, gather, max(1, run.gpus // _PER_SERVER), _NEAR_S, _FAR_S, message_s)
+
+
+def judge(spec: DeviceSpec, chosen: Sequence[Run], program: Program) -> list[Judged]:
+    """Price runs."""
+    return [Judged(run, *predict(run, spec, program, links_of(run, program.message_s))) for run in chosen]
+
+
+def calibrated(spec: DeviceSpec, chosen: Sequence[Run]) -> Program:
+    """Return the host that fits a part of these runs best: the least median absolute error."""
+    part = [run for run in chosen if run.seconds is not None][::_EACH]
+    hosts = [Program(*times) for times in product(*_TIMES)]
+    return min(hosts, key=lambda host: median(abs(each.error) for each in judge(spec, part, host)))
+
+
+def summary(judged: Sequence[Judged], spec: DeviceSpec) -> tuple[list[list[str]], dict[str, float]]:
+    """Return a line per job, and what all jobs say."""
+    trained = [each for each in judged if each.run.seconds is not None]
+    lines = list[list[str]]()
+    errors, taus, regrets = list[float](), list[float](), list[float]()
+    for job in sorted({each.run.job for each in trained}):
+        own = [each for each in trained if each.run.job == job]
+        error = median(abs(each.error) for each in own)
+        pairs = list(combinations(own, 2))
+        tau = mean(copysign(1, (a.measured_s - b.measured_s) * (a.seconds - b.seconds)) for a, b in pairs)
+        best = min(own, key=lambda each: each.seconds)
+        regret = best.measured_s / min(each.measured_s for each in own) - 1
+        errors, taus, regrets = [*errors, error], [*taus, tau], [*regrets, regret]
+        bias = median(each.error for each in own)
+        lines.append([*map(str, job), str(len(own)), f"{error:.1%}", f"{bias:+.1%}", f"{tau:.2f}", f"{regret:+.1%}"])
+    assert spec.memory_bytes is not None
+    fit = [each.needed_bytes <= spec.memory_bytes for each in trained]
+    over = [each.needed_bytes > spec.memory_bytes for each in judged if each.run.seconds is None]
+    found = {
+        "rows": float(len(trained)),
+        "median": median(abs(each.error) for each in trained),
+        "worst_job": max(errors),
+        "tau": mean(taus),
+        "least_tau": min(taus),
+        "regret": mean(regrets),
+        "worst_regret": max(regrets),
+        "trained_fit": mean(fit),
+        "out_of_memory": mean(over) if over else 1.0,
+    }
+    return lines, found
+
+
+def main() -> None:
+    """Print the tables as Markdown."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--each", type=int, default=1, help="only every so-manyth row")
+    parser.add_argument("--calibrated", action="store_true", help="fit the host to the other model's runs, too")
+    arguments = parser.parse_args()
+    spec, everything = H100, list(runs())[:: arguments.each]
+    _show(judge(spec, everything, EAGER), spec)
+    if arguments.calibrated:
+        for billion in sorted({run.billion for run in everything}):
+            host = calibrated(spec, [run for run in everything if run.billion != billion])
+            print(f"\n{billion} billion parameters, with the host that fits the other model: {host}\n")
+            _show(judge(spec, [run for run in everything if run.billion == billion], host), spec)
+
+
+def _show(judged: Sequence[Judged], spec: DeviceSpec) -> None:
+    lines, found = summary(judged, spec)
+    headers = ["billion", "GPUs", "rows", "median error", "bias", "tau", "regret"]
+    print(tabulate(lines, headers=headers, tablefmt="pipe", disable_numparse=True))
+    print(", ".join(f"{name} {value:.3g}" for name, value in found.items()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,304 @@
+"""The reports of questions about plans: schedules, sweeps, baselines, numbers of GPUs, and what limits a plan."""
+
+from __future__ import annotations
+
+from planner.analysis.choose import Choice
+from planner.analysis.compare import Comparison, ComparisonRow
+from planner.analysis.explain import Alternative, Explanation
+from planner.analysis.fit import Fit
+from planner.analysis.sweep import Quantity, Sweep
+from planner.errors import InputError
+from planner.formats.plan import GIVEN, Plan
+from planner.formats.plan_parts import short_config
+from planner.options.solving import MinibatchError
+from planner.reporting.tables import plan as words
+from planner.reporting.tables.table import Table, named_values, table_of
+from planner.units import (
+    SLACK,
+    as_fast,
+    format_bandwidth,
+    format_bytes,
+    format_change,
+    format_memory,
+    format_rate,
+    format_seconds,
+)
+
+_NAMES = {
+    "compute": "computation",
+    "receive": "link, receiving",
+    "send": "link, sending",
+    "shared_link": "server's link",
+    "cut_before": "transfer before",
+    "cut_after": "transfer after",
+}
+_WORTH_A_SENTENCE = 0.005  # share of the time spent waiting
+NONE_FITS = "none fits"
+
+
+def choice_report(choice: Choice) -> str:
+    """List each schedule and microbatch size with its best plan, or why it has none."""
+    several = len({option.profile.digest for option in choice.options}) > 1
+    unit = "microbatch" if choice.best.profile.microbatch_size is None else "sample"
+    rows = []
+    for option in choice.options:
+        row: dict[str, object] = {"schedule": option.schedule}
+        row["batch size"] = option.profile.microbatch_size if several else None
+        plan = option.plan
+        row["plan"] = short_config(plan.config) if plan else "-"
+        row[f"time per {unit}"] = format_seconds(option.seconds_per_sample) if plan else "-"
+        row[f"{unit}{'s' if unit == 'sample' else 'es'} per update"] = option.samples_per_update if plan else "-"
+        row["late"] = plan.staleness if plan else "-"
+        row["memory per GPU"] = format_bytes(option.memory_bytes) if plan else "-"
+        row["idle"] = f"{option.idle_share:.0%}" if plan else "-"
+        why = ""  # in a few words: solving for this schedule alone gives the whole message
+        if isinstance(option.obstacle, MinibatchError):
+            why = "cannot make a minibatch of this size"
+        elif option.obstacle is not None:
+            invalid = isinstance(option.obstacle, InputError)
+            why = "not possible: see it alone" if invalid else "does not fit the memory"
+        rows.append(row | {"": "chosen" if option is choice.best else why})
+    return table_of(rows).text()
+
+
+def sweep_report(sweep: Sweep) -> str:
+    """Report the points, and where the config changes."""
+    lines = ["The config changes:" if sweep.changes else "The config is the same throughout."]
+    for change in sweep.changes:
+        place, before = value_text(change.above.value, sweep.quantity), short_config(change.from_config or NONE_FITS)
+        about = "at" if sweep.quantity == "gpus" else "about"
+        lines.append(f"  {about} {place}: {before} -> {short_config(change.above.config or NONE_FITS)}")
+    if sweep.changes and sweep.out_of_time:
+        lines.append("The time limit ended the search: a change may be anywhere down to the point before it.")
+    return f"{sweep_table(sweep).text()}\n\n" + "\n".join(lines)
+
+
+def value_text(value: float, quantity: Quantity) -> str:
+    """Write a value of the quantity with its unit."""
+    if quantity == "gpus":
+        return words.gpus(round(value))
+    return format_bandwidth(value) if quantity == "bandwidth" else format_memory(round(value))
+
+
+def sweep_table(sweep: Sweep) -> Table:
+    rows = []
+    for point in sweep.points:
+        seconds, samples = point.seconds_per_minibatch, point.samples_per_s
+        parallel = words.speed_over(point.speedup_over_data_parallel, point.data_parallel_over_memory_bytes)
+        rows.append(
+            {
+                sweep.quantity: value_text(point.value, sweep.quantity),
+                "config": short_config(point.config or NONE_FITS),
+                "GPUs used": point.workers,
+                "time per batch": None if seconds is None else format_seconds(seconds / (point.microbatches or 1)),
+                "samples/s": None if samples is None else format_rate(samples),
+                "over one GPU": words.speed_over(point.speedup_over_one_gpu, point.one_gpu_over_memory_bytes),
+                "over data parallel": parallel,
+                "limited by": point.bottleneck and words.bottleneck_place(point.bottleneck),
+            }
+        )
+    return table_of(rows, "rlrrrrrl")
+
+
+def comparison_report(comparison: Comparison) -> str:
+    """Report the chosen plan and the baselines, one row each."""
+    head = named_values([("model", comparison.model), ("cluster", words.cluster_line(comparison.cluster))])
+    return f"{head}\n\n{comparison_table(comparison).text()}\n\n{comparison_legend(comparison)}"
+
+
+def comparison_table(comparison: Comparison) -> Table:
+    chosen = comparison.rows[0]
+    each, each_s = ("sample", "samples/s") if chosen.samples_per_s is not None else ("batch", "batches/s")
+    rate = "tokens/s" if chosen.tokens_per_s is not None else each_s
+    return table_of([_cells(row, each, rate) for row in comparison.rows], "lllrrrrrrr")
+
+
+def _cells(row: ComparisonRow, each: str, rate: str) -> dict[str, str | None]:
+    sent, used, cut = row.communication_bytes_per_sample, row.flop_utilisation, row.communication_cut
+    return {
+        "": row.name,
+        "speed-up": words.speed_over(row.speedup, row.over_memory_bytes),
+        "config": short_config(row.config),
+        rate: format_rate(row.tokens_per_s or row.samples_per_s or 1 / row.seconds_per_microbatch),
+        "MFU": None if used is None else f"{used:.0%}",
+        "memory": format_bytes(row.memory_bytes),
+        f"sent/{each}": format_bytes(row.communication_bytes if sent is None else sent),
+        "less sent": "" if cut is None else words.less_or_more(cut).removesuffix(" less"),
+        "late": f"{row.staleness}",
+        "idle": f"{row.idle_share:.0%}",
+    }
+
+
+def comparison_legend(comparison: Comparison) -> str:
+    """Explain the columns, and the rows that run under another schedule."""
+    lines = [f"speed-up: over {comparison.over}; less sent: than data parallelism"] if comparison.over else []
+    lines.append(
+        "memory: per GPU; late: updates that gradients are late; idle: share of the workers' time without computation"
+    )
+    chosen, *others = comparison.rows
+    for schedule in dict.fromkeys(row.schedule for row in others if row.schedule != chosen.schedule):
+        rows = [row for row in others if row.schedule is schedule]
+        names = ", ".join(row.name for row in rows) if len(rows) < len(others) else "all others"
+        lines.append(f"{names}: {schedule}, one update for {rows[0].microbatches} microbatches")
+    if any("ZeRO" in row.name for row in others):
+        lines.append("ZeRO-1 to 3: data parallel, with the optimizer's state, gradients, weights divided over the GPUs")
+    if chosen.flop_utilisation is not None:
+        lines.append("MFU: share of the GPUs' peak that the model's FLOPs take, without recomputation")
+    if by_formula := [row.name for row in comparison.rows if not row.simulated and "ZeRO-" not in row.name]:
+        names = ", ".join(by_formula) if len(by_formula) < len(comparison.rows) else "all"
+        lines.append(f"{names}: by the cost model, without simulation, so waiting for messages is left out")
+    return "\n".join(lines)
+
+
+def fit_report(answer: Fit) -> str:
+    """Say whether the model fits, how to split it, how fast it is, and what other ways and fewer GPUs give."""
+    plan = answer.asked.plan
+    if plan is None:
+        fitting = [row.gpus for row in answer.others if row.plan is not None]
+        enough = f"it fits {fitting[-1]} of these GPUs" if fitting else f"nor does it fit {answer.others[0].gpus}"
+        parts = [named_values([("model", answer.model), ("fits", f"no: {answer.asked.why_not}; {enough}")])]
+    else:
+        parts = [named_values(_head(answer, plan)), _ways(plan).text()]
+    if answer.others:
+        parts.append(_numbers_of_gpus(answer).text())
+    return "\n\n".join(parts)
+
+
+def _head(answer: Fit, plan: Plan) -> list[tuple[str, str | None]]:
+    used, limit = plan.predicted.flop_utilisation, plan.cluster.memory_bytes
+    saved = {
+        "recomputation": sum(bool(stage.recomputes) for stage in plan.stages),
+        "a divided optimizer's state": sum(stage.sharded for stage in plan.stages),
+    }
+    saving = [f", {what} in {count} of {len(plan.stages)} stages" for what, count in saved.items() if count]
+    return [
+        ("model", f"{answer.model}, minibatches of {plan.minibatch_size} samples, {plan.microbatch_size} at a time"),
+        ("stages run", words.options_words(plan)),
+        ("GPUs", f"{plan.device.name}; {words.cluster_line(plan.cluster)}"),
+        (
+            "fits",
+            f"yes: {format_bytes(_most(plan))}{f' of {format_memory(limit)}' if limit else ''} on the fullest GPU",
+        ),
+        ("split", _split(plan) + "".join(saving)),
+        ("schedule", words.schedule_line(plan)),
+        ("gradients", words.staleness_line(plan) if plan.staleness else None),
+        ("speed", words.speed(plan) + ("" if used is None else f", {used:.0%} of the GPUs' peak")),
+        ("baselines", words.best_baseline_line(plan)),
+        ("numbers", "estimated, on no GPU: docs/gpu-truth.md compares such estimates with published measurements"),
+    ]
+
+
+def _ways(plan: Plan) -> Table:
+    """Tabulate what people do without a planner, on the same GPUs."""
+    rows = [["this plan", short_config(plan.config), format_bytes(_most(plan)), format_rate(_per_s(plan)), ""]]
+    for way in plan.baselines:
+        share, over = words.share_of_speed(plan, way), way.over_memory_bytes
+        rate = "" if over else format_rate(_per_s(plan) * share)
+        ratio = words.speed_over(1 / share, over)
+        rows.append([way.name, short_config(way.config), format_bytes(way.memory_bytes), rate, ratio])
+    return Table(["on the same GPUs", "config", "memory", _unit(plan), "the plan is"], rows, "llrrr")
+
+
+def _numbers_of_gpus(answer: Fit) -> Table:
+    rows = [*answer.others, answer.asked]
+    plans = [row.plan for row in rows if row.plan is not None]
+    unit = _unit(plans[0]) if plans else ""
+    cells = []
+    for row in sorted(rows, key=lambda row: row.gpus, reverse=answer.asked.plan is not None):
+        cell = {"GPUs": f"{row.gpus}", "split": "no plan fits", "memory": "", unit: "", "per GPU": ""}
+        if (plan := row.plan) is not None:
+            cell |= {"split": _split(plan), "memory": format_bytes(_most(plan)), unit: format_rate(_per_s(plan))}
+            cell["per GPU"] = format_rate(_per_s(plan) / plan.workers)
+        cells.append(cell)
+    return table_of(cells, "rlrrr")
+
+
+def _split(plan: Plan) -> str:
+    stages, config = len(plan.stages), short_config(plan.config)
+    return f"{config} ({stages} stages)" if stages > 1 else f"{config} (data parallel)" if plan.workers > 1 else config
+
+
+def _unit(plan: Plan) -> str:
+    return "samples/s" if plan.predicted.tokens_per_s is None else "tokens/s"
+
+
+def _per_s(plan: Plan) -> float:
+    return plan.predicted.tokens_per_s or plan.predicted.samples_per_s or 0.0
+
+
+def _most(plan: Plan) -> int:
+    """Return the memory of the fullest GPU."""
+    return max(map(plan.memory_bytes, range(len(plan.stages))))
+
+
+def explanation_report(explanation: Explanation) -> str:
+    """Report what limits the plan, the slack of everything else, and the alternatives."""
+    return "\n\n".join((sentences(explanation), *(table.text() for table in explanation_tables(explanation).values())))
+
+
+def sentences(explanation: Explanation) -> str:
+    """Say what limits the plan, whether it is optimal, and what would help."""
+    bottleneck, seconds = explanation.bottleneck, explanation.seconds_per_minibatch
+    lines = [
+        f"The plan {short_config(explanation.config)} takes {format_seconds(seconds)} per minibatch, limited by "
+        f"{words.bottleneck_place(bottleneck)}, which is busy {bottleneck.busy_s / seconds:.0%} of that."
+    ]
+    if explanation.waiting_s > _WORTH_A_SENTENCE * seconds:
+        lines.append(
+            f"For the other {format_seconds(explanation.waiting_s)} ({explanation.waiting_s / seconds:.0%}) it waits "
+            "for messages or for other replicas."
+        )
+    lines.append(_optimality(explanation))
+    lines += [_gain(each) for each in explanation.what_if]
+    if not explanation.moves and len(explanation.memory) > 1:
+        lines.append("No boundary was moved: the stages are not runs of consecutive layers, or several share a worker.")
+    if explanation.out_of_time:
+        lines.append("The time limit ended this: more may be gained, and moves may be missing.")
+    return "\n".join(lines)
+
+
+def _optimality(explanation: Explanation) -> str:
+    solver = explanation.solver
+    if solver.name == GIVEN:
+        return "The stages were given: no search says how far from the fastest plan this is."
+    if solver.status == "optimal":
+        bound = f"By the cost model no plan takes less than {format_seconds(solver.lower_bound_s)}"
+        return f"{bound}: the search was exact{', up to 1% of simulation' if solver.simulated else ''}."
+    return f"B{words.bound_words(solver)[1:]}."
+
+
+def _gain(alternative: Alternative) -> str:
+    start, gain = f"With {alternative.what}", alternative.gain
+    if gain is None:
+        return f"{start} no plan would fit."
+    if gain == 0:
+        return f"{start} it would not be faster."
+    faster = as_fast(1 + gain) if gain >= 1 else f"{abs(gain):.1%} {'faster' if gain > 0 else 'slower'}"
+    return f"{start} the plan would be {short_config(alternative.config or '')}, {faster}."
+
+
+def explanation_tables(explanation: Explanation) -> dict[str, Table]:
+    """Return the tables by their titles."""
+    seconds = explanation.seconds_per_minibatch
+    uses = [
+        {
+            "stage": "" if use.stage is None else use.stage,
+            "resource": _NAMES.get(use.resource, use.resource),
+            "busy": format_seconds(use.busy_s),
+            "of the time": f"{use.share:.1%}",
+            "slack": format_seconds(slack_s if (slack_s := seconds - use.busy_s) > SLACK * seconds else 0.0),
+        }
+        for use in explanation.uses
+    ]
+    moves = [
+        {
+            "boundary": f"{move.boundary} | {move.boundary + 1}",
+            "moving": f"{move.layer} to stage {move.to_stage}",
+            "per minibatch": format_seconds(move.seconds_per_minibatch),
+            "time": format_change(move.slower),
+            "fits": "yes" if move.fits else "no",
+        }
+        for move in explanation.moves
+    ]
+    tables = {"Busy times and slack": table_of(uses), "Boundaries moved by one layer": table_of(moves)}
+    return {title: table for title, table in tables.items() if table.rows}
