@@ -132,7 +132,7 @@ def estimate_profile(training_spec: TrainingSpec, batch_size: int, options: Esti
     if degrees := sorted(set(options.tensor) - {1}):
         costs = []
         for degree in degrees:
-            part = trace_step(training_spec, batch_size, dtype, options.memory_format, execution, degree)
+            part = trace_step(training_spec, batch_size, dtype, options.memory_format, execution, degree, like=trace)
             costs.append(degree_costs(profile_of_trace(part, spec), degree, part.weights, part.counts))
         known["tensor"] = tuple(costs)
     profile = profile.model_copy(update=known)

@@ -6,7 +6,7 @@ import gc
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map
 from planner.errors import InputError, LayerError
 from planner.formats.profile import MemoryFormat
 from planner.model.batch import Batch, make_batch
+from planner.model.capture.abridged import abridged
 from planner.model.capture.capture import capture_file
 from planner.model.capture.failure import capture_failure, decides_by_values, warn_of_unregistered
 from planner.model.capture.fake import fake_batch, fake_modules, make_fake, on_meta
@@ -43,13 +44,17 @@ from planner.profiler.this_machine import check_positive
 if TYPE_CHECKING:
     from planner.model.tensor.group import TensorGroup
 
+_T = TypeVar("_T")
 _FEW = 2  # samples
 _HALF = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True)
 class StepTrace:
-    """What a training step does, layer by layer, on no device in particular."""
+    """What a training step does, layer by layer, on no device in particular.
+
+    Of a model's equal blocks few run. Operations are listed by the layers that ran, and all else by those of the graph.
+    """
 
     model: str
     dtype: DType  # of products and convolutions
@@ -57,7 +62,8 @@ class StepTrace:
     graph: LayerGraph  # with fake weights
     costs: Costs  # of the operations of forward and backward
     until: Sequence[int]  # number of operations before each mark
-    layers: LayerMarks[int]  # marks between their operations
+    layers: LayerMarks[int]  # marks between the operations of those that ran
+    stands: Sequence[int]  # for each layer, the one of those that ran whose operations it has
     saved_bytes: list[int]  # from forward to backward, by layer
     workspace_bytes: list[int]  # what a layer's forward or backward allocates beyond what the step holds anyway
     updates: list[UpdateTrace]
@@ -80,7 +86,8 @@ class StepTrace:
     def _by_layer(self, seconds: NDArray[np.float64]) -> tuple[list[float], list[float]]:
         """Sum the operations of each layer's forward and backward."""
         sums = np.concatenate([[0.0], np.cumsum(seconds)])[list(self.until)]
-        return self.layers.sums(lambda start, end: float(sums[end] - sums[start]))
+        forward, backward = self.layers.sums(lambda start, end: float(sums[end] - sums[start]))
+        return _for_all(forward, self.stands), _for_all(backward, self.stands)
 
     def estimate(self, spec: DeviceSpec) -> Measurement:
         """Return what the layers cost on such a device."""
@@ -89,6 +96,11 @@ class StepTrace:
         updates = [replace(each.estimate(spec), update_s=s) for each, s in zip(self.updates, update, strict=True)]
         columns = zip(times, updates, self.saved_bytes, self.workspace_bytes, self.counts.flops, strict=True)
         return Measurement([LayerMeasurement(*column) for column in columns])
+
+
+def _for_all(ran: Sequence[_T], stands: Sequence[int]) -> list[_T]:
+    """Return what holds for each layer, given what holds for those that ran."""
+    return [ran[place] for place in stands]
 
 
 def _at_hosts_pace(device: list[float], host: list[float]) -> list[float]:
@@ -110,6 +122,7 @@ def trace_step(
     memory_format: MemoryFormat | None = None,
     execution: Execution = EAGER_CPU,
     degree: int = 1,
+    like: StepTrace | None = None,
 ) -> StepTrace:
     """Run one step of the model without data: nothing is computed, and weights and activations need no memory.
 
@@ -122,6 +135,7 @@ def trace_step(
         dtype: "bfloat16" and "float16" run the forward under autocast.
         execution: how the device runs it; autocast on its kind says in which dtypes values cross between stages.
         degree: ranks that divide the layers; the step is that of the first one.
+        like: a trace of the same model in the same dtype, whose graph serves again where it holds for this size.
 
     Raises:
         ModelFileError, CaptureError: when the model file or the model cannot be used.
@@ -142,7 +156,7 @@ def trace_step(
         collects = gc.isenabled()
         gc.disable()
         try:
-            return _Tracer(training_spec, batch_size, dtype, execution, options, group).trace()
+            return _Tracer(training_spec, batch_size, dtype, execution, options, group).trace(like)
         finally:
             if collects:
                 gc.enable()
@@ -191,16 +205,20 @@ class _Tracer:
     options: ModuleOptions
     group: TensorGroup | None  # of the rank whose step it is
 
-    def trace(self) -> StepTrace:
+    def trace(self, like: StepTrace | None) -> StepTrace:
         """Run a step without data, or with data where sizes depend on it."""
         spec, has_blocks = self.training_spec, self.training_spec.defines("blocks")
-        model = spec.build_model() if has_blocks else on_meta(spec.build_model)
-        warn_of_unregistered(model)
-        if not has_blocks:
-            if self.options.channels_last:
-                lay_out(model)
-            (model,) = fake_modules([model], FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv()))
-        graph = self._captured(model)
+        known = None if like is None or like.with_data or has_blocks else like.graph
+        if known is not None and known.batch_size in (None, self.batch_size):
+            graph, model = known, known.model
+        else:
+            model = spec.build_model() if has_blocks else on_meta(spec.build_model)
+            warn_of_unregistered(model)
+            if not has_blocks:
+                if self.options.channels_last:
+                    lay_out(model)
+                (model,) = fake_modules([model], FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv()))
+            graph = self._captured(model)
         batch = on_meta(lambda: spec.example_batch(self.batch_size))
         # The device's own operations; with data, those of the CPU that computes.
         operations = cuda_operations() if self.execution.kind == "cuda" else nullcontext()
@@ -209,18 +227,21 @@ class _Tracer:
             if has_blocks:
                 with FakeTensorMode(allow_non_fake_inputs=True) as mode, operations:
                     fake = _fake_blocks(graph, mode)
-                    return self._run(fake, self._whole(fake), fake_batch(batch))
-            stage = self._whole(graph)
-            with FakeTensorMode(), operations:
-                make_fake(stage)
-                return self._run(graph, stage, fake_batch(batch))
+                    return self._run(fake, self._whole(fake), fake_batch(batch), range(len(fake.layers)))
+            with abridged(graph) as (shorter, stands):
+                stage = self._whole(shorter)
+                with FakeTensorMode(), operations:
+                    make_fake(stage)
+                    trace = self._run(shorter, stage, fake_batch(batch), stands)
+            return replace(trace, graph=graph)
         except (LayerError, RuntimeError) as cause:
             if not decides_by_values(cause):
                 raise cause if has_blocks else capture_failure(cause, model) from cause
         if not has_blocks:
             graph = self._captured(spec.build_model())
         batch = make_batch(spec.example_batch(self.batch_size), "example_batch")
-        return replace(self._run(graph, self._whole(graph), batch), with_data=True)
+        trace = self._run(graph, self._whole(graph), batch, range(len(graph.layers)))
+        return replace(trace, with_data=True)
 
     def _captured(self, model: nn.Module) -> LayerGraph:
         """Capture with few samples, as example batches have data; with all where the graph is good for one size."""
@@ -241,8 +262,8 @@ class _Tracer:
         keep_parts(stage)
         return stage
 
-    def _run(self, graph: LayerGraph, stage: StageModule, batch: Batch) -> StepTrace:
-        """Run forward, backward and updates of `stage`, which has all layers of `graph`."""
+    def _run(self, graph: LayerGraph, stage: StageModule, batch: Batch, stands: Sequence[int]) -> StepTrace:
+        """Run forward, backward and updates of `stage`, with all layers of `graph`; `stands` is that of the trace."""
 
         def run(observer: LayerObserver) -> dict[str, Tensor]:
             stage.set_observer(observer)
@@ -268,6 +289,8 @@ class _Tracer:
         batch_bytes = sum(tensor.nbytes for tensor in tensors_of_batch(batch))
         peaks = recorder.allocated.peaks
         fusion = self.execution.fusion
+        workspaces = beyond_held(marks, peaks, saved, gradients, (batch_bytes, batch_bytes))
+        counts = layer_counts(marks, recorder.totals_until.__getitem__)
         return StepTrace(
             model=self.training_spec.name,
             dtype=self.dtype,
@@ -276,11 +299,15 @@ class _Tracer:
             costs=Costs(fused(recorder.operations, recorder.until[marks.backward_start], fusion)),
             until=recorder.until,
             layers=marks,
-            saved_bytes=saved,
-            workspace_bytes=beyond_held(marks, peaks, saved, gradients, (batch_bytes, batch_bytes)),
-            updates=trace_updates(trained, self.training_spec, self.execution),
-            weights=weights,
-            counts=layer_counts(marks, recorder.totals_until.__getitem__),
+            stands=stands,
+            saved_bytes=_for_all(saved, stands),
+            workspace_bytes=_for_all(workspaces, stands),
+            updates=_for_all(trace_updates(trained, self.training_spec, self.execution), stands),
+            weights=_for_all(weights, stands),
+            counts=LayerCounts(
+                flops=_for_all(counts.flops, stands),
+                reduced={name: tuple(_for_all(column, stands)) for name, column in counts.reduced.items()},
+            ),
             unfused=Costs(recorder.operations) if fusion is compiler else None,
             tokens_per_sample=batch.tokens_per_sample,
         )
