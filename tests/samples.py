@@ -32,7 +32,12 @@ def layer(
     )
 
 
-def profile(*layers: Layer, edges: list[tuple[str, str]] | None = None, no_cut_after: tuple[str, ...] = ()) -> Profile:
+def profile(
+    *layers: Layer,
+    edges: list[tuple[str, str]] | None = None,
+    no_cut_after: tuple[str, ...] = (),
+    microbatch_size: int = 4,
+) -> Profile:
     """A profile of a chain, or with the given edges."""
     if edges is None:
         edges = [(one.name, other.name) for one, other in pairwise(layers) if one.outputs]
@@ -41,7 +46,7 @@ def profile(*layers: Layer, edges: list[tuple[str, str]] | None = None, no_cut_a
         graph_hash="0123",
         device=Device(kind="cpu", name="imagined", threads=1),
         dtype="float32",
-        microbatch_size=4,
+        microbatch_size=microbatch_size,
         layers=layers,
         edges=tuple(Edge(source=source, value=source, target=target) for source, target in edges),
         no_cut_after=no_cut_after,

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
 
 from planner.analysis.compare import with_baselines
 from planner.errors import InputError, PlannerError
 from planner.formats.cluster import Cluster
 from planner.formats.files import Record
+from planner.formats.names import FLOAT_BYTES
 from planner.formats.plan import Plan
 from planner.formats.profile import Profile
 from planner.formats.shown import Shown
 from planner.options.solving import SolveOptions
+from planner.schedule.instructions import MICROBATCHES_PER_GPU
 from planner.solver.find_plan import find_plan
 from planner.solver.problem.budget import Patience
 
 SOLVING = 0.6  # share of the time for the cluster that was asked about; other numbers of GPUs share the rest
+# By the least parameters, of which the first that a model has counts.
+MINIBATCH_TOKENS: Mapping[float, int] = {100e9: 4_000_000, 5e9: 2_000_000, 1e9: 1_000_000, 0: 500_000}
+HALVES = "bfloat16", "float16"
 MOST_TIMES = 16  # as many GPUs as asked are tried where the model does not fit
 
 
@@ -42,35 +48,91 @@ class Fit(Shown, Record):
     model_file: str = ""
 
 
+def minibatch_of(options: SolveOptions, tokens: int | None, profile: Profile, gpus: int) -> int | None:
+    """Return the samples of a minibatch, which microbatches of any size make; None where the schedule divides none.
+
+    Where nobody says, a minibatch has as many tokens as models of this size are trained with: 0.5, 1 and 2 million from
+    no, 1 and 5 billion parameters on (Brown et al. 2020, "Language Models are Few-Shot Learners", table 2.1), and 4
+    million from 100 on (BLOOM, Le Scao et al. 2022; Llama 3, Llama team 2024); or some microbatches per GPU.
+    """
+    if tokens is not None and (options.minibatch is not None or profile.tokens_per_sample is None):
+        why = "`minibatch` says the same" if options.minibatch is not None else f"'{profile.model}' reads no tokens"
+        raise InputError(f"`tokens={tokens}` makes no minibatch, because {why}", hint="leave out `tokens`")
+    if options.minibatch is not None or not options.order.divides:
+        return options.minibatch
+    if profile.tokens_per_sample is None:
+        return MICROBATCHES_PER_GPU * gpus * (profile.microbatch_size or 1)
+    parameters = sum(layer.weight_bytes for layer in profile.layers) / (2 if profile.dtype in HALVES else FLOAT_BYTES)
+    usual = next(count for least, count in MINIBATCH_TOKENS.items() if parameters >= least)
+    return 1 << max(0, round(math.log2((tokens or usual) / profile.tokens_per_sample)))
+
+
 def fit(
-    profile: Profile,
+    profile_at: Callable[[int], Profile],
+    sizes: Sequence[int],
+    first: int,
     gpus: int,
     cluster_of: Callable[[int], Cluster],
     options: SolveOptions,
     patience: Patience | None = None,
-) -> Fit:
-    """Find the fastest plan for a number of GPUs and for others, each with the same minibatch.
+) -> tuple[Fit, Profile]:
+    """Find the fastest plan for a number of GPUs and for others, each with the same minibatch, and its profile.
 
-    `patience`: how long all answers may take together, in place of the options' time limit.
+    Args:
+        profile_at: returns the profile for microbatches of so many samples.
+        sizes: of microbatches, ascending. Those from the `first` on are tried up to one that is no faster than the one
+            before it; where nothing fits with it, smaller ones.
+        patience: how long all answers may take together, in place of the options' time limit.
     """
     patience = patience or Patience.of(options.time_limit_s, options.progress)
-    options = replace(options, microbatches=options.microbatches_on(cluster_of(gpus), profile), minibatch=None)
 
-    def row(count: int, share: float) -> FitRow:
+    def row(profile: Profile, count: int, patience: Patience) -> FitRow:
         try:
-            plan = find_plan(profile, cluster_of(count), options, patience.part(share))
+            plan = find_plan(profile, cluster_of(count), options, patience)
         except InputError:
             raise
         except PlannerError as error:  # none fits, or there was too little time
             return FitRow(gpus=count, plan=None, why_not=error.message)
         return FitRow(gpus=count, plan=with_baselines(profile, plan, patience))
 
-    asked = row(gpus, SOLVING)
+    def at(size: int, patience: Patience) -> tuple[FitRow, Profile]:
+        say(f"estimating microbatches of {size}")
+        profile = profile_at(size)
+        say(f"{gpus} GPUs, microbatches of {size}")
+        return row(profile, gpus, patience), profile
+
+    def say(step: str) -> None:
+        if patience.progress is not None:
+            patience.progress.step = step
+
+    searching = patience.part(SOLVING)
+    started_s = time.monotonic()
+    best = at(first, searching.part(1 / 2))
+    for size in sizes[sizes.index(first) + 1 :]:
+        left_s = searching.deadline.left_s
+        if best[0].plan is None or (left_s is not None and left_s < time.monotonic() - started_s):
+            break
+        started_s = time.monotonic()
+        larger = at(size, searching.part(1 / 2))
+        if _seconds(larger[0]) >= _seconds(best[0]):
+            break
+        best = larger
+    for size in reversed(sizes[: sizes.index(first)]):
+        if best[0].plan is not None:
+            break
+        best = at(size, searching.part(1 / 2))
+    asked, profile = best
     others = list[FitRow]()
     fewer = [gpus // 2**n for n in range(1, gpus.bit_length())]
     counts = [gpus * 2**n for n in range(1, MOST_TIMES.bit_length())] if asked.plan is None else fewer
     for index, count in enumerate(counts):
-        others.append(row(count, 1 / (len(counts) - index)))
+        say(f"{count} GPUs")
+        others.append(row(profile, count, patience.part(1 / (len(counts) - index))))
         if (others[-1].plan is None) == (asked.plan is not None):
             break
-    return Fit(model=profile.model, asked=asked, others=tuple(sorted(others, key=lambda row: -row.gpus)))
+    answer = Fit(model=profile.model, asked=asked, others=tuple(sorted(others, key=lambda row: -row.gpus)))
+    return answer, profile
+
+
+def _seconds(row: FitRow) -> float:
+    return math.inf if row.plan is None else row.plan.predicted.seconds_per_minibatch

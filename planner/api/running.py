@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from planner.analysis.fit import Fit
+from planner.analysis.fit import Fit, minibatch_of
 from planner.analysis.fit import fit as fit_on
 from planner.catalog.models import find_model
 from planner.errors import ClusterError, InputError, PlanError
@@ -19,7 +20,7 @@ from planner.executor.run.stages import check_divided
 from planner.executor.worker import launch
 from planner.formats.cluster import Cluster, flat_cluster, hierarchical_cluster
 from planner.formats.files import check_writable
-from planner.formats.link_names import BETWEEN_SERVERS, usual_link
+from planner.formats.link_names import usual_between, usual_link
 from planner.formats.plan import Plan, save_plan
 from planner.formats.profile import Profile, replace_profile
 from planner.formats.timeline import Timeline
@@ -28,11 +29,11 @@ from planner.options.cluster import listed
 from planner.options.option import keywords_of
 from planner.options.profiling import EstimateArguments
 from planner.options.training import CheckpointOptions, RunOptions, TrainArguments, TrainingOptions
-from planner.options.verbs import PER_SERVER, SAMPLES, TOKENS, FitOptions
+from planner.options.verbs import PER_SERVER, PLANNED, SAMPLES, TENSOR, TOKENS, FitOptions
 from planner.plan.shape import check_accumulate
 from planner.profiler.estimated.calibrate import load_calibration
-from planner.profiler.estimated.devices import device_spec, parse_dtype
-from planner.profiler.estimated.estimate import EstimateOptions, estimate_profile, load_device
+from planner.profiler.estimated.devices import device_spec, parse_dtype, usual_dtype
+from planner.profiler.estimated.estimate import EstimateOptions, Estimator, estimate_profile, load_device
 from planner.profiler.estimated.execution import compiler
 from planner.profiler.measured.profiling import ProfilingOptions, profile_model
 from planner.reporting.trace import save_trace
@@ -123,7 +124,8 @@ def fit(model: str | Path, gpus: int, options: FitOptions) -> Fit:
     if gpus % servers:
         uneven = f"{gpus} GPUs are not divided evenly over {servers} servers"
         raise ClusterError(uneven, hint="give another number of `servers`")
-    device_spec(options.gpu, parse_dtype(options.dtype))  # before anything is written
+    dtype = options.dtype or usual_dtype(options.gpu)
+    device_spec(options.gpu, parse_dtype(dtype))  # before anything is written
     path, tokens = Path(model), None
     folder = path.parent if options.place is None else Path(options.place)
     if path.suffix != ".py":
@@ -131,10 +133,17 @@ def fit(model: str | Path, gpus: int, options: FitOptions) -> Fit:
         tokens = named.tokens(options.length)
         folder = Path(named.name) if options.place is None else folder
         path = named.write(folder, tokens)
+    degrees = options.tensor or [degree for degree in TENSOR if gpus // servers % degree == 0]
+    how = EstimateOptions(options.gpu, parse_dtype(dtype), tensor=degrees, where_divided=not options.tensor)
+    estimator = Estimator(load_model_file(path), how)
     size = options.batch_size or (SAMPLES if tokens is None else max(1, TOKENS // tokens))
-    profile = estimate(path, device=options.gpu, batch_size=size, dtype=options.dtype)
-    replace_profile(profile, folder / "profile.json")
-    memory = options.memory or profile.device.memory_bytes
+    profile = estimator.profile(size)
+    minibatch = minibatch_of(options, options.tokens, profile, gpus)
+    sizes = [size]
+    if options.batch_size is None and minibatch is not None and options.order.divides:
+        sizes = [2**n for n in range(max(1, minibatch // gpus).bit_length()) if minibatch % 2**n == 0]
+        size = max(each for each in sizes if each <= size)
+    memory = options.memory or round(PLANNED * (profile.device.memory_bytes or 0)) or None
     rates = rates or [usual_link(options.gpu)]
 
     def cluster_of(count: int) -> Cluster:
@@ -143,11 +152,16 @@ def fit(model: str | Path, gpus: int, options: FitOptions) -> Fit:
             cluster = flat_cluster(count, rates[0], memory)
         else:
             needed = next(each for each in range(-(-count * servers // gpus), count + 1) if count % each == 0)
-            between = rates[1] if len(rates) > 1 else BETWEEN_SERVERS
+            between = rates[1] if len(rates) > 1 else usual_between(options.gpu)
             cluster = hierarchical_cluster([count // needed, needed], [rates[0], between], memory)
         return cluster.model_copy(update={"compress": options.compress})
 
-    answer = fit_on(profile, gpus, cluster_of, options, patience)
+    def profile_at(size: int) -> Profile:
+        return profile if size == profile.microbatch_size else estimator.profile(size)
+
+    asked = replace(options, minibatch=minibatch)
+    answer, chosen = fit_on(profile_at, sizes, size, gpus, cluster_of, asked, patience)
+    replace_profile(chosen, folder / "profile.json")
     if answer.asked.plan is not None:
         save_plan(answer.asked.plan, folder / "plan.json")
     return answer.model_copy(update={"folder": str(folder), "model_file": path.name})

@@ -162,4 +162,5 @@ def progress_text(progress: Progress) -> str:
         parts.append(f"no plan takes less than {format_seconds(progress.bound_s)}")
     if progress.ends_at_s is not None:
         parts.append(f"{max(progress.ends_at_s - time.monotonic(), 0):.0f} s left")
-    return "; ".join(parts)
+    step = [progress.step] if progress.step else []
+    return ": ".join([*step, "; ".join(parts)] if progress.config or not step else step)

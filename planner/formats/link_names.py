@@ -40,11 +40,18 @@ _INSIDE: Mapping[str, tuple[str, ...]] = {
     "4GB/s": ("t4", "l4", "a10g"),
 }
 BETWEEN_SERVERS = "100Gbps"
+# Servers of 8 such GPUs are sold with 400 Gbit/s for each (NVIDIA DGX H100, H200 and B200; P5 and P6 of AWS).
+_FAST_BETWEEN, _FAST = "3200Gbps", ("h100", "h200", "b200", "mi300x")
 
 
 def usual_link(device: str) -> str:
     """Return the link that servers of such GPUs have inside; 16 lanes of PCIe 4 for an unknown one."""
     return next((link for link, devices in _INSIDE.items() if device.lower() in devices), "pcie4")
+
+
+def usual_between(device: str) -> str:
+    """Return the link that a server of such GPUs has to others."""
+    return _FAST_BETWEEN if device.lower() in _FAST else BETWEEN_SERVERS
 
 
 def link_bandwidth(text: str) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import chain, zip_longest
+from itertools import chain, groupby, zip_longest
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, PlainSerializer, PlainValidator, WithJsonSchema, model_validator
@@ -29,11 +29,18 @@ def config_of(replicas: tuple[int, ...], chunks: int = 1, degrees: tuple[int, ..
 
 
 def short_config(config: str, longest: int = LONGEST_CONFIG) -> str:
-    """Shorten a long config to its ends: "1-1-...-1 (56 stages)"; chunks of one worker count as one stage."""
+    """Shorten a long config to its runs: "1, 13 x 2, 6 x 1 (20 stages)", or to its ends: "1-2-...-1 (56 stages)".
+
+    Chunks of one worker count as one stage.
+    """
     if len(config) <= longest:
         return config
     once, _, chunks = config.partition(" ")
     parts = once.split("-")
+    counted = [(part, len(list(run))) for part, run in groupby(f"({part})" if "x" in part else part for part in parts)]
+    runs = ", ".join(part if count == 1 else f"{count} x {part}" for part, count in counted)
+    if len(shown := " ".join(word for word in (runs, chunks, f"({len(parts)} stages)") if word)) <= longest:
+        return shown
     tail = " ".join(word for word in (f"...-{parts[-1]}", chunks, f"({len(parts)} stages)") if word)
     return once[: once.rindex("-", 0, longest - len(tail)) + 1] + tail
 

@@ -17,6 +17,18 @@ def count(text: str) -> int:
     return int(text)
 
 
+def token_count(text: str) -> int:
+    """Parse a number of tokens: "500k", "2M" or "65536"."""
+    number, factor = (text[:-1], {"k": 10**3, "M": 10**6}[text[-1]]) if text[-1:] in ("k", "M") else (text, 1)
+    try:
+        found = round(float(number) * factor)
+    except (OverflowError, ValueError):
+        found = 0
+    if found < 1:
+        raise ArgumentTypeError(f"'{text}' is no number of tokens such as 500k or 2M")
+    return found
+
+
 def batch_sizes(text: str) -> list[int]:
     """Parse one or several different batch sizes: "8,16,32" is [8, 16, 32]."""
     try:

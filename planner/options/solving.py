@@ -35,6 +35,7 @@ TIME_LIMIT_S = 60.0
 class Progress:
     """The best plan and the best bound so far. Searches write it; any thread may read it, and stop them."""
 
+    step: str = ""  # of a question with several, for people
     config: str = ""  # of the best plan so far; empty without one
     best_s: float = math.inf  # its seconds per minibatch
     bound_s: float = 0.0  # seconds per minibatch that no plan is below, as far as is known
@@ -86,7 +87,11 @@ class StageRules(Options):
         "or inside blocks only where that makes the plan 2% faster (auto)",
     )
     tensor: Sequence[int] = option(
-        (1,), "ranks that may divide a replica's layers, as in 1,2,4, if profiled", "T,T", parse=degrees, told="1"
+        (),
+        "ranks that may divide a replica's layers, as in 1,2,4, if profiled",
+        "T,T",
+        parse=degrees,
+        told="those profiled that divide the GPUs of a server",
     )
 
     def __post_init__(self) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from planner.formats.link_names import BETWEEN_SERVERS, link_bandwidth
 from planner.formats.names import Backend, CodecName, DeviceType
 from planner.options.cluster import ClusterOptions, Quantities, each
-from planner.options.numbers import names
+from planner.options.numbers import names, token_count
 from planner.options.option import Options, option, same
 from planner.options.solving import Progress, SolveOptions
 from planner.options.training import TrainArguments
@@ -20,8 +20,10 @@ if TYPE_CHECKING:
     from planner.formats.profile import Profile
     from planner.formats.timeline import Timeline
 
-TOKENS, SAMPLES = 2048, 16  # of a microbatch: tokens where samples have many, else samples
+TOKENS, SAMPLES = 2048, 16  # of the smallest microbatch that fits: tokens where samples have many, else samples
 PER_SERVER = 8  # GPUs
+PLANNED = 0.95  # of a GPU's memory: fragmentation and what libraries take are not known beforehand
+TENSOR = (2, 4, 8)  # ranks that are tried to divide layers inside a server
 REPORT_S = 7.0  # with what simulation and page take besides, a report of 56 stages is there within 10 s
 POINTS = 9  # of a sweep
 
@@ -67,15 +69,28 @@ class FitOptions(SolveOptions):
         "of each GPU's link inside a server, and with several servers also of each server's: nvlink4,100Gbps",
         "RATE",
         parse=each(link_bandwidth),
-        told=f"what such GPUs usually have, and {BETWEEN_SERVERS} between servers",
+        told=f"what such GPUs usually have; between servers {BETWEEN_SERVERS}, and 400Gbps per GPU of H100 and later",
     )
-    memory: int | str | None = option(None, "memory of each GPU", "SIZE", parse=parse_bytes, told="that of its kind")
+    memory: int | str | None = option(
+        None, "memory of each GPU", "SIZE", parse=parse_bytes, told=f"{PLANNED} of what its kind has"
+    )
     compress: CodecName = same(ClusterOptions, "compress", "none", told="none")
     length: int | None = option(None, "tokens of a sample", "N", least=1, told="up to 2048")
     batch_size: int | None = option(
-        None, "samples of a microbatch", "N", least=1, told=f"as many as have {TOKENS} tokens, or {SAMPLES}"
+        None, "samples of a microbatch", "N", least=1, told="the fastest of a few powers of two"
     )
-    dtype: str = option("bfloat16", "of products, under autocast; weights are float32")
+    minibatch: int | None = same(SolveOptions, "minibatch", told="that of `tokens`, or 4 microbatches per GPU")
+    tokens: int | None = option(
+        None,
+        "tokens per minibatch, in place of `minibatch`, rounded to a power of two of samples",
+        "N",
+        parse=token_count,
+        told="500k, 1M, 2M or 4M, from 1, 5 and 100 billion parameters on",
+    )
+    dtype: str | None = option(
+        None, "of products, under autocast; weights are float32", told="bfloat16 where the GPU has it, or float16"
+    )
+    tensor: Sequence[int] = same(SolveOptions, "tensor", told="1, 2, 4 and 8 inside a server, where the layers divide")
     schedule: Schedule | str = same(SolveOptions, "schedule", FLUSH, told=f"{FLUSH}, whose gradients are never late")
     place: str | Path | None = option(
         None,

@@ -6,6 +6,7 @@ from itertools import accumulate
 from planner.errors import ClusterError
 from planner.formats.cluster import Cluster, Level
 from planner.formats.plan import Plan
+from planner.formats.profile import Profile
 
 Ranks = tuple[int, ...]
 
@@ -61,6 +62,12 @@ def on_ranks(groups: Sequence[Ranks], degrees: Sequence[int]) -> list[Ranks]:
     order = sorted(size)
     first = dict(zip(order, accumulate((size[group] for group in order), initial=0), strict=False))
     return [tuple(first[group] + place for group in own for place in range(size[group])) for own in groups]
+
+
+def usual_degrees(profile: Profile, cluster: Cluster) -> tuple[int, ...]:
+    """Return the numbers of ranks that may divide layers where nobody says: profiled ones, inside a server."""
+    size = 1 if cluster.kinds or not cluster.joined else cluster.joined[0].size
+    return 1, *(costs.degree for costs in profile.tensor or () if size % costs.degree == 0)
 
 
 def groups_of(cluster: Cluster, degree: int) -> Cluster:

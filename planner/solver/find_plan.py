@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 from planner.cost.pricing import cost_model_of
 from planner.cost.setting import Setting
@@ -28,7 +29,7 @@ from planner.formats.plan_parts import SolverReport
 from planner.formats.profile import REMEDY, Profile
 from planner.options.option import keywords_of
 from planner.options.solving import Progress, SolveOptions
-from planner.plan.rank_groups import groups_of
+from planner.plan.rank_groups import groups_of, usual_degrees
 from planner.plan.shape import check_divided_loss
 from planner.solver.assemble import complete
 from planner.solver.degrees import solve_degrees
@@ -56,6 +57,9 @@ def find_plan(profile: Profile, cluster: Cluster, options: SolveOptions, patienc
     started = time.perf_counter()
     patience = patience or Patience.of(options.time_limit_s, options.progress)
     cluster = cluster_for(profile, cluster)
+    if not options.tensor:
+        resource = options.cost_model == "resource"  # the published cost models know no divided layers
+        options = replace(options, tensor=usual_degrees(profile, cluster) if resource else (1,))
     setting = setting_of(options, profile, cluster)
     accepted = options.accept_divided_loss
     check_divided_loss(profile.model, profile.loss, setting.schedule, setting.microbatches, accepted=accepted)
@@ -122,7 +126,7 @@ def _check_rules(options: SolveOptions, profile: Profile, setting: Setting) -> N
     if rules.shard_optimizer == "always" and setting.cost_model != "resource":
         before = f"the cost model '{setting.cost_model}' was published before optimizers were sharded"
         raise InputError(before, hint="use `cost_model=resource`, or `shard_optimizer=never`")
-    if not rules.tensor or min(rules.tensor) < 1 or list(rules.tensor) != sorted(set(rules.tensor)):
+    if min(rules.tensor) < 1 or list(rules.tensor) != sorted(set(rules.tensor)):
         given = ",".join(map(str, rules.tensor))
         raise InputError(f"`tensor={given}` are no ascending numbers of ranks", hint="write them as in 1,2,4,8")
     for degree in rules.tensor[int(rules.tensor[0] == 1) :]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
 
-from planner.analysis.fit import fit
+import pytest
+
+from planner.analysis.fit import Fit, fit, minibatch_of
+from planner.errors import InputError
 from planner.formats.cluster import Cluster, flat_cluster
 from planner.formats.profile import Profile
 from planner.options.solving import SolveOptions
@@ -14,26 +17,34 @@ from planner.solver.find_plan import find_plan
 from tests.samples import layer, profile
 
 MB = 10**6
-OPTIONS = SolveOptions(schedule=FLUSH)
+OPTIONS = SolveOptions(schedule=FLUSH, minibatch=32)
 
 
-def model() -> Profile:
-    """Eight layers of 30 MB each with their gradients and optimizer state, and 1 MB of activations."""
-    return profile(*(layer(f"l{n}", 100, 200, output_bytes=8, weight_bytes=10 * MB, saved_bytes=MB) for n in range(8)))
+def model(size: int = 1) -> Profile:
+    """Eight layers of 30 MB each with their gradients and optimizer state, and 1 MB of activations per sample.
+
+    A second goes to launches, and one to each sample.
+    """
+    times = (100 * (1 + size), 200 * (1 + size))
+    layers = (layer(f"l{n}", *times, output_bytes=8, weight_bytes=10 * MB, saved_bytes=size * MB) for n in range(8))
+    return profile(*layers, microbatch_size=size)
 
 
 def cluster_of(gpus: int) -> Cluster:
     return flat_cluster(gpus, 1e9, 100 * MB)
 
 
+def answered(gpus: int, sizes: Sequence[int] = (1,), first: int = 1) -> Fit:
+    return fit(model, sizes, first, gpus, cluster_of, OPTIONS)[0]
+
+
 def test_fewer_gpus_are_tried_down_to_the_first_that_do_not_fit() -> None:
-    answer = fit(model(), 8, cluster_of, OPTIONS)
+    answer = answered(8)
     assert answer.asked.plan is not None
     assert [(row.gpus, row.plan is not None) for row in answer.others] == [(4, True), (2, True), (1, False)]
-    minibatch = replace(OPTIONS, microbatches=answer.asked.plan.microbatches)
     for row in (answer.asked, *answer.others[:2]):
         assert row.plan is not None
-        alone = find_plan(model(), cluster_of(row.gpus), minibatch)
+        alone = find_plan(model(), cluster_of(row.gpus), OPTIONS)
         assert row.plan.config == alone.config
         assert row.plan.predicted == alone.predicted
     assert answer.asked.plan.baselines
@@ -43,7 +54,53 @@ def test_fewer_gpus_are_tried_down_to_the_first_that_do_not_fit() -> None:
 
 
 def test_where_it_does_not_fit_more_gpus_are_tried() -> None:
-    answer = fit(model(), 1, cluster_of, OPTIONS)
+    answer = answered(1)
     assert answer.asked.plan is None
     assert [(row.gpus, row.plan is not None) for row in answer.others] == [(2, True)]
     assert "it fits 2 of these GPUs" in fit_report(answer)
+
+
+def test_the_fastest_size_of_microbatches_is_the_answer() -> None:
+    answer, profile = fit(model, (1, 2, 4, 8, 16), 1, 2, cluster_of, OPTIONS)
+    assert answer.asked.plan is not None
+    alone = {size: find_plan(model(size), cluster_of(2), OPTIONS) for size in (1, 2, 4)}
+    seconds = {size: plan.predicted.seconds_per_minibatch for size, plan in alone.items()}
+    assert seconds[2] < seconds[4] < seconds[1]  # larger ones are more efficient until they must recompute
+    assert profile == model(2)
+    assert answer.asked.plan.config == alone[2].config
+
+
+def test_smaller_microbatches_are_tried_where_none_fits() -> None:
+    answer, profile = fit(model, (1, 2, 4, 32), 32, 2, cluster_of, OPTIONS)
+    assert profile == model(4)
+    assert answer.asked.plan is not None
+
+
+@pytest.mark.parametrize(
+    ("parameters", "tokens_per_sample", "tokens", "samples"),
+    [
+        (1e8, 512, None, 1024),
+        (2e9, 2048, None, 512),
+        (7e9, 2048, None, 1024),
+        (2e11, 4096, None, 1024),
+        (7e9, 2048, 65536, 32),
+        (7e9, 2048, 100, 1),
+        (7e9, None, None, 64),
+    ],
+)
+def test_a_minibatch_has_as_many_tokens_as_such_models_are_trained_with(
+    parameters: float, tokens_per_sample: int | None, tokens: int | None, samples: int
+) -> None:
+    large = profile(layer("l", 1, 2, weight_bytes=int(4 * parameters)), microbatch_size=2)
+    large = large.model_copy(update={"tokens_per_sample": tokens_per_sample})
+    assert minibatch_of(SolveOptions(schedule=FLUSH), tokens, large, 8) == samples
+
+
+def test_a_minibatch_is_given_once() -> None:
+    asked = SolveOptions(schedule=FLUSH, minibatch=16)
+    assert minibatch_of(asked, None, model(), 8) == 16
+    assert minibatch_of(SolveOptions(schedule="1f1b"), None, model(), 8) is None
+    with pytest.raises(InputError, match="`tokens=4096` makes no minibatch, because `minibatch` says the same"):
+        minibatch_of(asked, 4096, model(), 8)
+    with pytest.raises(InputError, match="reads no tokens"):
+        minibatch_of(SolveOptions(schedule=FLUSH), 4096, model(), 8)

@@ -26,7 +26,36 @@ PUBLISHED = {
     "llama-3-8b": 8.03e9,
     "mistral-7b": 7.24e9,
     "qwen2.5-7b": 7.62e9,
+    "t5-3b": 2.85e9,
+    "t5-11b": 11.3e9,
+    "vit-g": 1.01e9,
+    "qwen3-0.6b": 0.596e9,
+    "qwen3-8b": 8.19e9,
+    "qwen3-30b-a3b": 30.5e9,
+    "mixtral-8x7b": 46.7e9,
+    "gemma-2b": 2.51e9,
+    "gemma-7b": 8.54e9,
+    "gemma-2-27b": 27.2e9,
+    "deepseek-v2-lite": 15.7e9,
 }
+
+
+@pytest.mark.parametrize(
+    ("name", "plain", "like"),
+    [
+        ("Llama-2-7b", "llama-2-7b", "llama-7b"),
+        ("meta-llama/Llama-3.1-8B-Instruct", "llama-3.1-8b", "llama-3-8b"),
+        ("meta-llama/Meta-Llama-3-70B", "llama-3-70b", "llama-3-70b"),
+        ("mistralai/Mixtral-8x7B-v0.1", "mixtral-8x7b", "mixtral-8x7b"),
+        ("Qwen/Qwen3-8B-Base", "qwen3-8b", "qwen3-8b"),
+        ("bert-large-uncased", "bert-large", "bert-large"),
+        ("google-t5/t5-3b", "t5-3b", "t5-3b"),
+    ],
+)
+def test_names_of_a_hub_are_names(name: str, plain: str, like: str) -> None:
+    pytest.importorskip("transformers", reason=HF)
+    found = find_model(name)
+    assert (found.name, found.config) == (plain, MODELS[like])
 
 
 @pytest.mark.parametrize("name", sorted(PUBLISHED))

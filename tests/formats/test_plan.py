@@ -54,7 +54,7 @@ def test_properties(plan: Plan) -> None:
     assert plan.workers == 3
     assert config_of((13, 2, 1)) == "13-2-1"
     assert config_of((8, 8, 8, 8), chunks=2) == "8-8 x2 chunks"
-    assert short_config(config_of((1,) * 112, chunks=2)) == "1-1-1-1-1-1-...-1 x2 chunks (56 stages)"
+    assert short_config(config_of((1,) * 112, chunks=2)) == "56 x 1 x2 chunks (56 stages)"
     memory = plan.stages[1].memory
     assert memory.total_bytes == memory.weights_bytes + memory.gradients_bytes + memory.communication_bytes
 

@@ -246,6 +246,12 @@ def device_spec(name: str, dtype: DType) -> DeviceSpec:
     return supporting(spec, dtype, f"device '{name}'")
 
 
+def usual_dtype(name: str) -> DType:
+    """Return the type that people train in on such a GPU: bfloat16 where it has it, else float16."""
+    peaks = device_spec(name, "float32").peak_flops_per_s
+    return next(dtype for dtype in ("bfloat16", "float16", "float32") if dtype in peaks)
+
+
 def supporting(spec: DeviceSpec, dtype: DType, label: str) -> DeviceSpec:
     """Return the device; raise InputError where it has no such arithmetic."""
     if dtype not in spec.peak_flops_per_s and dtype != "tf32":

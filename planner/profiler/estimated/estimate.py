@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from planner.errors import InputError
+from planner.errors import InputError, PlanError
 from planner.formats.files import Record, load_record
 from planner.formats.profile import TF32, Compiled, Device, MemoryFormat, Profile
 from planner.model.elementwise import has_divisible_optimizer
@@ -95,6 +95,7 @@ class EstimateOptions:
         host: kind of program that launches the kernels, of `HOSTS`, or its time per launch; None for "compiled" where
             the compiler fuses, and for what the device says otherwise, which is "eager" in the table.
         tensor: numbers of ranks, for each of which the costs of divided layers are estimated, too.
+        where_divided: leave out those that cannot divide the model's layers, which are refused otherwise.
     """
 
     device: str | DeviceSpec
@@ -106,6 +107,7 @@ class EstimateOptions:
     float32_gradients: bool = False
     host: str | None = None
     tensor: Sequence[int] = ()
+    where_divided: bool = False
 
 
 def estimate_profile(training_spec: TrainingSpec, batch_size: int, options: EstimateOptions) -> Profile:
@@ -119,24 +121,48 @@ def estimate_profile(training_spec: TrainingSpec, batch_size: int, options: Esti
         ModelFileError, CaptureError: when the model file or the model cannot be used.
         InputError: for a device or data type that the table does not have, and for what is estimated only for GPUs.
     """
-    dtype = options.dtype
-    device = options.device if isinstance(options.device, DeviceSpec) else device_spec(options.device, dtype)
-    _check_kind(device, options)
-    spec = calibrated(device, options.calibration, dtype)
-    host = options.host or ("compiled" if options.fusion is compiler else None)
-    spec = spec if host is None or device.kind == "cpu" else replace(spec, dispatch_s=launch_of(host))
-    execution = Execution(spec.kind, options.fusion, options.master_weights)
-    trace = trace_step(training_spec, batch_size, dtype, options.memory_format, execution)
-    profile = profile_of_trace(trace, spec)
-    known: dict[str, object] = {"optimizer_elementwise": has_divisible_optimizer(training_spec, trace.graph.model)}
-    if degrees := sorted(set(options.tensor) - {1}):
+    return Estimator(training_spec, options).profile(batch_size)
+
+
+class Estimator:
+    """Estimates profiles of a model, which it captures once for all batch sizes and tensor degrees."""
+
+    def __init__(self, training_spec: TrainingSpec, options: EstimateOptions) -> None:
+        self._training_spec, self._options = training_spec, options
+        dtype, host = options.dtype, options.host or ("compiled" if options.fusion is compiler else None)
+        device = options.device if isinstance(options.device, DeviceSpec) else device_spec(options.device, dtype)
+        _check_kind(device, options)
+        spec = calibrated(device, options.calibration, dtype)
+        told = None if host is None or device.kind == "cpu" else launch_of(host)
+        self._spec = spec if told is None else replace(spec, dispatch_s=told)
+        self._degrees = sorted(set(options.tensor) - {1})
+        self._first: StepTrace | None = None
+
+    def profile(self, batch_size: int) -> Profile:
+        """Return the profile for microbatches of so many samples: see `estimate_profile`."""
+        trace = self._trace(batch_size)
+        self._first = self._first or trace
+        profile = profile_of_trace(trace, self._spec)
+        divisible = has_divisible_optimizer(self._training_spec, trace.graph.model)
+        known: dict[str, object] = {"optimizer_elementwise": divisible}
         costs = []
-        for degree in degrees:
-            part = trace_step(training_spec, batch_size, dtype, options.memory_format, execution, degree, like=trace)
-            costs.append(degree_costs(profile_of_trace(part, spec), degree, part.weights, part.counts))
-        known["tensor"] = tuple(costs)
-    profile = profile.model_copy(update=known)
-    return _summed_in_float32(profile) if options.float32_gradients else profile
+        for degree in list(self._degrees):
+            try:
+                part = self._trace(batch_size, degree)
+            except (InputError, PlanError):
+                if not self._options.where_divided:
+                    raise
+                self._degrees.remove(degree)
+                continue
+            costs.append(degree_costs(profile_of_trace(part, self._spec), degree, part.weights, part.counts))
+        profile = profile.model_copy(update=known | ({"tensor": tuple(costs)} if costs else {}))
+        return _summed_in_float32(profile) if self._options.float32_gradients else profile
+
+    def _trace(self, batch_size: int, degree: int = 1) -> StepTrace:
+        asked = self._options
+        execution = Execution(self._spec.kind, asked.fusion, asked.master_weights)
+        how = (asked.dtype, asked.memory_format, execution, degree)
+        return trace_step(self._training_spec, batch_size, *how, like=self._first)
 
 
 def _summed_in_float32(profile: Profile) -> Profile:

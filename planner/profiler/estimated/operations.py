@@ -76,13 +76,21 @@ class OperationRecorder(Counter):  # type: ignore[no-untyped-call]  # of a base 
         single: the type of float32 products: "tf32" on devices that use it, or "float32".
         op_class: class for all operations; None for the class of each.
         gpu: whether the operations stand for a GPU's kernels.
+        grouped: the type of grouped products of float32 under autocast, which casts those that their kernel is made of.
     """
 
-    def __init__(self, single: DType = "float32", op_class: OpClass | None = None, *, gpu: bool = False) -> None:
+    def __init__(
+        self,
+        single: DType = "float32",
+        op_class: OpClass | None = None,
+        *,
+        gpu: bool = False,
+        grouped: DType | None = None,
+    ) -> None:
         super().__init__()
         self._gpu = gpu
         self.operations: list[Operation] = []
-        self._single = single
+        self._single, self._grouped = single, grouped or single
         self._op_class = op_class
         self.allocated = Allocations()
         self.until: list[int] = []  # number of operations before each mark
@@ -99,7 +107,8 @@ class OperationRecorder(Counter):  # type: ignore[no-untyped-call]  # of a base 
         idle = func.namespace in ("prim", COLLECTIVES) or name.rstrip("_") in _NO_WORK
         if idle or _is_view(func, read, written):
             return
-        dtype = _HALF.get((read or written)[0].dtype, self._single) if read or written else self._single
+        single = self._grouped if name.startswith(GROUPED) else self._single
+        dtype = _HALF.get((read or written)[0].dtype, single) if read or written else single
         if name.startswith("mkldnn_rnn_layer"):
             self.operations += _recurrent(name, args, dtype)
             return
@@ -173,6 +182,9 @@ def _product(name: str, args: tuple[Any, ...], written: Sequence[Tensor]) -> tup
         return _implicit_product(args[1], args[0] if args[6] else written[0], groups=args[8])
     if name == "convolution_backward":
         return _implicit_product(args[2], args[1] if args[7] else args[0], groups=args[9])
+    if name.startswith(GROUPED) and args[1].dim() == 3:  # rows of each group, as many as of any other
+        groups, inner, columns = args[1].shape
+        return groups, max(1, args[0].shape[0] // groups), columns, inner
     if name not in ("mm", "addmm", "bmm", "baddbmm"):
         return None
     left, right = args[1:3] if name in ("addmm", "baddbmm") else args[:2]

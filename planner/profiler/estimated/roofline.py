@@ -78,7 +78,7 @@ class Costs:
         shares = [spec.achieved_arithmetic[name] for name in COMPUTE_CLASSES] + [1.0] * len(MEMORY_CLASSES)
         arithmetic = np.array(shares)[self._class]
         bandwidth = np.array([spec.achieved_bandwidth[name] for name in OP_CLASSES])[self._class]
-        if spec.processors is not None:
+        if spec.processors is not None and self._products.any():
             depth = np.clip(_DEPTH_PER_TFLOPS * peak / 1e12 / spec.processors, *_DEPTHS)
             arithmetic = arithmetic * shares_of_peak(self._products, spec.processors, depth)
         compute_s = self._flops / np.minimum(peak * arithmetic, self._limits * (spec.processors or 1))

@@ -34,7 +34,7 @@ from planner.profiler.estimated.devices import DeviceSpec, DType
 from planner.profiler.estimated.execution import EAGER_CPU, Execution, compiler, cuda_operations, fused
 from planner.profiler.estimated.operations import OperationRecorder, RecurrentWorkspace
 from planner.profiler.estimated.roofline import Costs
-from planner.profiler.estimated.update import UpdateTrace, trace_updates
+from planner.profiler.estimated.update import Shapes, UpdateTrace, trace_updates
 from planner.profiler.make_profile import LayerMeasurement, Measurement, first_uses
 from planner.profiler.step.allocation import beyond_held, saved_bytes, tensors_of_batch
 from planner.profiler.step.counters import LayerCounts, first_rank, layer_counts
@@ -67,6 +67,7 @@ class StepTrace:
     saved_bytes: list[int]  # from forward to backward, by layer
     workspace_bytes: list[int]  # what a layer's forward or backward allocates beyond what the step holds anyway
     updates: list[UpdateTrace]
+    known_updates: dict[Shapes, UpdateTrace]  # of this trace and of those like it
     weights: list[dict[str, nn.Parameter]]  # by the first layer that uses them; a rank's parts, where ranks divide them
     counts: LayerCounts
     unfused: Costs | None = None  # where a compiler fuses
@@ -93,7 +94,8 @@ class StepTrace:
         """Return what the layers cost on such a device."""
         forward, backward, update = self.layer_seconds(spec)
         times = [StepTimes([forward_s], [backward_s]) for forward_s, backward_s in zip(forward, backward, strict=True)]
-        updates = [replace(each.estimate(spec), update_s=s) for each, s in zip(self.updates, update, strict=True)]
+        alone = {id(each): each.estimate(spec) for each in self.updates}
+        updates = [replace(alone[id(each)], update_s=s) for each, s in zip(self.updates, update, strict=True)]
         columns = zip(times, updates, self.saved_bytes, self.workspace_bytes, self.counts.flops, strict=True)
         return Measurement([LayerMeasurement(*column) for column in columns])
 
@@ -135,7 +137,8 @@ def trace_step(
         dtype: "bfloat16" and "float16" run the forward under autocast.
         execution: how the device runs it; autocast on its kind says in which dtypes values cross between stages.
         degree: ranks that divide the layers; the step is that of the first one.
-        like: a trace of the same model in the same dtype, whose graph serves again where it holds for this size.
+        like: a trace of the same model in the same dtype and execution, whose graph serves again where it holds for
+            this size, and its updates.
 
     Raises:
         ModelFileError, CaptureError: when the model file or the model cannot be used.
@@ -156,7 +159,8 @@ def trace_step(
         collects = gc.isenabled()
         gc.disable()
         try:
-            return _Tracer(training_spec, batch_size, dtype, execution, options, group).trace(like)
+            known = {} if like is None else like.known_updates
+            return _Tracer(training_spec, batch_size, dtype, execution, options, group, known).trace(like)
         finally:
             if collects:
                 gc.enable()
@@ -204,6 +208,7 @@ class _Tracer:
     execution: Execution
     options: ModuleOptions
     group: TensorGroup | None  # of the rank whose step it is
+    known_updates: dict[Shapes, UpdateTrace]
 
     def trace(self, like: StepTrace | None) -> StepTrace:
         """Run a step without data, or with data where sizes depend on it."""
@@ -276,7 +281,11 @@ class _Tracer:
                 # DTensor runs an operation that it has not met yet on tensors without data first, which would count.
                 stage(batch, {})[LOSS].backward()
                 drop_gradients(stage.parameters())
-        recorder = OperationRecorder("tf32" if self.dtype == "tf32" else "float32", gpu=self.execution.kind == "cuda")
+        recorder = OperationRecorder(
+            "tf32" if self.dtype == "tf32" else "float32",
+            gpu=self.execution.kind == "cuda",
+            grouped=self.dtype if self.options.autocast is not None else None,
+        )
         marks = LayerMarks(recorder.end_span, len(graph.layers))
         with recorder:
             marks.run(lambda observer: run(observer)[LOSS])
@@ -302,7 +311,8 @@ class _Tracer:
             stands=stands,
             saved_bytes=_for_all(saved, stands),
             workspace_bytes=_for_all(workspaces, stands),
-            updates=_for_all(trace_updates(trained, self.training_spec, self.execution), stands),
+            updates=_for_all(trace_updates(trained, self.training_spec, self.execution, self.known_updates), stands),
+            known_updates=self.known_updates,
             weights=_for_all(weights, stands),
             counts=LayerCounts(
                 flops=_for_all(counts.flops, stands),

@@ -18,6 +18,8 @@ from planner.profiler.estimated.operations import Operation, OperationRecorder
 from planner.profiler.estimated.roofline import Costs
 from planner.profiler.step.update import LayerUpdate, state_bytes_of, still
 
+Shapes = tuple[tuple[str, torch.Size, torch.dtype], ...]  # of a layer's parameters, by name
+
 _NUMBERS = re.compile(r"\d+")
 _LISTED = 1 / 16  # of a launch, for each tensor of a list: AdamW by `foreach` took a host 20 µs per weight
 
@@ -45,17 +47,19 @@ class UpdateTrace:
 
 
 def trace_updates(
-    layers: Sequence[Mapping[str, nn.Parameter]], training_spec: TrainingSpec, execution: Execution
+    layers: Sequence[Mapping[str, nn.Parameter]],
+    training_spec: TrainingSpec,
+    execution: Execution,
+    known: dict[Shapes, UpdateTrace],
 ) -> list[UpdateTrace]:
-    """Trace the update of the parameters of each layer."""
+    """Trace the update of the parameters of each layer, but for those `known`, to which the others are added."""
     # Models have many layers of the same shapes and the same names but for their numbers, whose updates are alike.
-    found: dict[tuple[tuple[str, torch.Size, torch.dtype], ...], UpdateTrace] = {}
     updates = []
     for weights in layers:
         shapes = tuple((_NUMBERS.sub("#", name), weight.shape, weight.dtype) for name, weight in weights.items())
-        if shapes not in found:
-            found[shapes] = _trace_update(training_spec, weights, execution)
-        updates.append(found[shapes])
+        if shapes not in known:
+            known[shapes] = _trace_update(training_spec, weights, execution)
+        updates.append(known[shapes])
     return updates
 
 

@@ -166,19 +166,23 @@ def fit_report(answer: Fit) -> str:
 
 def _head(answer: Fit, plan: Plan) -> list[tuple[str, str | None]]:
     used, limit = plan.predicted.flop_utilisation, plan.cluster.memory_bytes
+    full = f", {_most(plan) / limit:.0%} of {format_bytes(limit)}" if limit else ""
+    if limit and plan.device.memory_bytes and limit < plan.device.memory_bytes:
+        full += f", which leave {1 - limit / plan.device.memory_bytes:.0%} of its memory free"
     saved = {
         "recomputation": sum(bool(stage.recomputes) for stage in plan.stages),
         "a divided optimizer's state": sum(stage.sharded for stage in plan.stages),
     }
     saving = [f", {what} in {count} of {len(plan.stages)} stages" for what, count in saved.items() if count]
     return [
-        ("model", f"{answer.model}, minibatches of {plan.minibatch_size} samples, {plan.microbatch_size} at a time"),
+        (
+            "model",
+            f"{answer.model}, minibatches of {plan.minibatch_size} samples{words.in_tokens(plan)}, "
+            f"{plan.microbatch_size} at a time",
+        ),
         ("stages run", words.options_words(plan)),
         ("GPUs", f"{plan.device.name}; {words.cluster_line(plan.cluster)}"),
-        (
-            "fits",
-            f"yes: {format_bytes(_most(plan))}{f' of {format_memory(limit)}' if limit else ''} on the fullest GPU",
-        ),
+        ("fits", f"yes: {format_bytes(_most(plan))} on the fullest GPU{full}"),
         ("split", _split(plan) + "".join(saving)),
         ("schedule", words.schedule_line(plan)),
         ("gradients", words.staleness_line(plan) if plan.staleness else None),
@@ -215,7 +219,9 @@ def _numbers_of_gpus(answer: Fit) -> Table:
 
 def _split(plan: Plan) -> str:
     stages, config = len(plan.stages), short_config(plan.config)
-    return f"{config} ({stages} stages)" if stages > 1 else f"{config} (data parallel)" if plan.workers > 1 else config
+    if stages > 1:
+        return config if config.endswith("stages)") else f"{config} ({stages} stages)"
+    return f"{config} (data parallel)" if plan.stages[0].replicas == plan.workers > 1 else config
 
 
 def _unit(plan: Plan) -> str:

@@ -156,6 +156,14 @@ def speed(plan: Plan) -> str:
     return tokens + pace(predicted.samples_per_s, predicted.seconds_per_minibatch)
 
 
+def in_tokens(plan: Plan) -> str:
+    """Write how many tokens the samples of a minibatch have: " (2.1M tokens)"; nothing where that is not known."""
+    predicted = plan.predicted
+    if predicted.tokens_per_s is None:
+        return ""
+    return f" ({predicted.tokens_per_s * predicted.seconds_per_minibatch / 1e6:.2g}M tokens)"
+
+
 def pace(samples_per_s: float | None, seconds_per_minibatch: float) -> str:
     """Write samples per second, if they are known, and the time of a minibatch."""
     seconds = f"{format_seconds(seconds_per_minibatch)} per minibatch"

@@ -85,7 +85,7 @@ def test_a_list_of_weights_is_one_kernel(options: dict[str, Any], moved: float, 
     weights = {"a": nn.Parameter(torch.empty(400, 300)), "b": nn.Parameter(torch.empty(700, 200))}
     held = sum(weight.nbytes for weight in weights.values())
     adam = TrainingSpec("adam", {"optimizer": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, **options)})
-    (update,) = trace_updates([weights], adam, Execution("cuda"))
+    (update,) = trace_updates([weights], adam, Execution("cuda"), {})
     spec = DEVICES["a100"]
     rate = spec.bandwidth_bytes_per_s * spec.achieved_bandwidth["update"]
     assert update.estimate(spec).update_s * rate / held == pytest.approx(moved, rel=1e-4)

@@ -39,8 +39,11 @@ def test_equal_blocks_are_one_row_per_layer() -> None:
     [
         ("7-1", "7-1"),
         ("-".join("1" * 20), "-".join("1" * 20)),
-        ("-".join("1" * 56), "1-1-1-1-1-1-1-1-1-1-1-...-1 (56 stages)"),
-        ("-".join(["16"] * 32), "16-16-16-16-16-16-16-...-16 (32 stages)"),
+        ("-".join("1" * 56), "56 x 1 (56 stages)"),
+        ("-".join(["16"] * 32), "32 x 16 (32 stages)"),
+        ("-".join(["1x8"] * 12), "12 x (1x8) (12 stages)"),
+        ("-".join(["1", *["2"] * 19, *["1"] * 6]), "1, 19 x 2, 6 x 1 (26 stages)"),
+        ("-".join(["1", "2"] * 20), "1-2-1-2-1-2-1-2-1-2-1-...-2 (40 stages)"),
     ],
 )
 def test_configs_of_many_stages_are_short(config: str, shown: str) -> None:
