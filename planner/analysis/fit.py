@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 
-from planner.analysis.compare import with_baselines
+from planner.analysis.compare import usual_ways, with_baselines
+from planner.cost.tensor import layer_costs_on
 from planner.errors import InputError, PlannerError
 from planner.formats.cluster import Cluster
 from planner.formats.files import Record
@@ -15,10 +15,12 @@ from planner.formats.plan import Plan
 from planner.formats.profile import Profile
 from planner.formats.shown import Shown
 from planner.options.solving import SolveOptions
+from planner.options.verbs import SAMPLES
 from planner.schedule.instructions import MICROBATCHES_PER_GPU
 from planner.solver.find_plan import find_plan
-from planner.solver.problem.budget import Patience
+from planner.solver.problem.budget import Budget, Patience
 
+MOST_SIZES, FIRST = 2, 0.6  # of microbatches, for which plans are sought; share of the first one's time
 SOLVING = 0.6  # share of the time for the cluster that was asked about; other numbers of GPUs share the rest
 # By the least parameters, of which the first that a model has counts.
 MINIBATCH_TOKENS: Mapping[float, int] = {100e9: 4_000_000, 5e9: 2_000_000, 1e9: 1_000_000, 0: 500_000}
@@ -61,7 +63,7 @@ def minibatch_of(options: SolveOptions, tokens: int | None, profile: Profile, gp
     if options.minibatch is not None or not options.order.divides:
         return options.minibatch
     if profile.tokens_per_sample is None:
-        return MICROBATCHES_PER_GPU * gpus * (profile.microbatch_size or 1)
+        return MICROBATCHES_PER_GPU * gpus * SAMPLES
     parameters = sum(layer.weight_bytes for layer in profile.layers) / (2 if profile.dtype in HALVES else FLOAT_BYTES)
     usual = next(count for least, count in MINIBATCH_TOKENS.items() if parameters >= least)
     return 1 << max(0, round(math.log2((tokens or usual) / profile.tokens_per_sample)))
@@ -69,8 +71,8 @@ def minibatch_of(options: SolveOptions, tokens: int | None, profile: Profile, gp
 
 def fit(
     profile_at: Callable[[int], Profile],
+    divided: Callable[[Profile], Profile],
     sizes: Sequence[int],
-    first: int,
     gpus: int,
     cluster_of: Callable[[int], Cluster],
     options: SolveOptions,
@@ -80,8 +82,9 @@ def fit(
 
     Args:
         profile_at: returns the profile for microbatches of so many samples.
-        sizes: of microbatches, ascending. Those from the `first` on are tried up to one that is no faster than the one
-            before it; where nothing fits with it, smaller ones.
+        divided: adds the costs of layers that ranks divide to a profile.
+        sizes: of microbatches, ascending. Plans are sought for the one at which the fastest of the ways that people use
+            is fastest, and for the next smaller one; where none of them fits, upwards until plans are no faster.
         patience: how long all answers may take together, in place of the options' time limit.
     """
     patience = patience or Patience.of(options.time_limit_s, options.progress)
@@ -95,32 +98,39 @@ def fit(
             return FitRow(gpus=count, plan=None, why_not=error.message)
         return FitRow(gpus=count, plan=with_baselines(profile, plan, patience))
 
-    def at(size: int, patience: Patience) -> tuple[FitRow, Profile]:
-        say(f"estimating microbatches of {size}")
-        profile = profile_at(size)
-        say(f"{gpus} GPUs, microbatches of {size}")
-        return row(profile, gpus, patience), profile
-
     def say(step: str) -> None:
         if patience.progress is not None:
             patience.progress.step = step
 
+    def by_usual_ways(profile: Profile) -> float:
+        """Return the seconds of a sample in the fastest of the ways that people use; infinity where none fits."""
+        cluster = cluster_of(gpus)
+        ways = usual_ways(options, layer_costs_on(profile, cluster), cluster, Budget(patience.deadline))
+        fitting = [way.seconds_per_microbatch for way in ways if not way.over_memory_bytes]
+        return min(fitting, default=math.inf) / (profile.microbatch_size or 1)
+
     searching = patience.part(SOLVING)
-    started_s = time.monotonic()
-    best = at(first, searching.part(1 / 2))
-    for size in sizes[sizes.index(first) + 1 :]:
-        left_s = searching.deadline.left_s
-        if best[0].plan is None or (left_s is not None and left_s < time.monotonic() - started_s):
+    known, quick = dict[int, Profile](), dict[int, float]()
+    for size in sizes:
+        say(f"estimating microbatches of {size}")
+        known[size] = profile_at(size)
+        quick[size] = by_usual_ways(known[size]) if len(sizes) > 1 else 0.0
+        if quick[size] > min(quick.values()) or math.isinf(quick[size]) or searching.deadline.passed:
             break
-        started_s = time.monotonic()
-        larger = at(size, searching.part(1 / 2))
-        if _seconds(larger[0]) >= _seconds(best[0]):
+    likely = min(quick, key=lambda size: quick[size])
+    tried = [likely, *(size for size in reversed(known) if size < likely)][:MOST_SIZES]
+    if math.isinf(quick[likely]):
+        tried = list(sizes)
+    best: tuple[FitRow, Profile] | None = None
+    for size in tried:
+        say(f"{gpus} GPUs, microbatches of {size}")
+        profile = divided(known.get(size) or profile_at(size))
+        found = row(profile, gpus, searching.part(1 if size == tried[-1] else FIRST))
+        better = best is None or _seconds(found) < _seconds(best[0])
+        best = (found, profile) if best is None or better else best
+        if not better or searching.deadline.passed or best[0].plan is None:
             break
-        best = larger
-    for size in reversed(sizes[: sizes.index(first)]):
-        if best[0].plan is not None:
-            break
-        best = at(size, searching.part(1 / 2))
+    assert best is not None
     asked, profile = best
     others = list[FitRow]()
     fewer = [gpus // 2**n for n in range(1, gpus.bit_length())]

@@ -136,13 +136,12 @@ def fit(model: str | Path, gpus: int, options: FitOptions) -> Fit:
     degrees = options.tensor or [degree for degree in TENSOR if gpus // servers % degree == 0]
     how = EstimateOptions(options.gpu, parse_dtype(dtype), tensor=degrees, where_divided=not options.tensor)
     estimator = Estimator(load_model_file(path), how)
-    size = options.batch_size or (SAMPLES if tokens is None else max(1, TOKENS // tokens))
-    profile = estimator.profile(size)
+    usual = 1 if options.order.divides else SAMPLES if tokens is None else max(1, TOKENS // tokens)
+    profile = estimator.profile(options.batch_size or usual)
     minibatch = minibatch_of(options, options.tokens, profile, gpus)
-    sizes = [size]
+    sizes = [profile.microbatch_size or 1]
     if options.batch_size is None and minibatch is not None and options.order.divides:
         sizes = [2**n for n in range(max(1, minibatch // gpus).bit_length()) if minibatch % 2**n == 0]
-        size = max(each for each in sizes if each <= size)
     memory = options.memory or round(PLANNED * (profile.device.memory_bytes or 0)) or None
     rates = rates or [usual_link(options.gpu)]
 
@@ -160,7 +159,7 @@ def fit(model: str | Path, gpus: int, options: FitOptions) -> Fit:
         return profile if size == profile.microbatch_size else estimator.profile(size)
 
     asked = replace(options, minibatch=minibatch)
-    answer, chosen = fit_on(profile_at, sizes, size, gpus, cluster_of, asked, patience)
+    answer, chosen = fit_on(profile_at, estimator.divided, sizes, gpus, cluster_of, asked, patience)
     replace_profile(chosen, folder / "profile.json")
     if answer.asked.plan is not None:
         save_plan(answer.asked.plan, folder / "plan.json")

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from planner.formats.profile import Profile
     from planner.formats.timeline import Timeline
 
-TOKENS, SAMPLES = 2048, 16  # of the smallest microbatch that fits: tokens where samples have many, else samples
+TOKENS, SAMPLES = 2048, 16  # of a minibatch that a schedule does not divide: tokens where samples have many
 PER_SERVER = 8  # GPUs
 PLANNED = 0.95  # of a GPU's memory: fragmentation and what libraries take are not known beforehand
 TENSOR = (2, 4, 8)  # ranks that are tried to divide layers inside a server

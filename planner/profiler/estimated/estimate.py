@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 
 from planner.errors import InputError, PlanError
 from planner.formats.files import Record, load_record
-from planner.formats.profile import TF32, Compiled, Device, MemoryFormat, Profile
+from planner.formats.profile import TF32, Compiled, DegreeCosts, Device, MemoryFormat, Profile
 from planner.model.elementwise import has_divisible_optimizer
 from planner.model.spec import TrainingSpec
 from planner.profiler.estimated.calibrate import Calibration, calibrated
@@ -121,7 +121,8 @@ def estimate_profile(training_spec: TrainingSpec, batch_size: int, options: Esti
         ModelFileError, CaptureError: when the model file or the model cannot be used.
         InputError: for a device or data type that the table does not have, and for what is estimated only for GPUs.
     """
-    return Estimator(training_spec, options).profile(batch_size)
+    estimator = Estimator(training_spec, options)
+    return estimator.divided(estimator.profile(batch_size))
 
 
 class Estimator:
@@ -139,13 +140,17 @@ class Estimator:
         self._first: StepTrace | None = None
 
     def profile(self, batch_size: int) -> Profile:
-        """Return the profile for microbatches of so many samples: see `estimate_profile`."""
+        """Return the profile for microbatches of so many samples, without what ranks divide."""
         trace = self._trace(batch_size)
         self._first = self._first or trace
         profile = profile_of_trace(trace, self._spec)
         divisible = has_divisible_optimizer(self._training_spec, trace.graph.model)
-        known: dict[str, object] = {"optimizer_elementwise": divisible}
-        costs = []
+        profile = profile.model_copy(update={"optimizer_elementwise": divisible})
+        return _summed_in_float32(profile) if self._options.float32_gradients else profile
+
+    def divided(self, profile: Profile) -> Profile:
+        """Return a profile of this model with the costs of layers that ranks divide."""
+        costs, batch_size = [], profile.microbatch_size or 1
         for degree in list(self._degrees):
             try:
                 part = self._trace(batch_size, degree)
@@ -154,9 +159,9 @@ class Estimator:
                     raise
                 self._degrees.remove(degree)
                 continue
-            costs.append(degree_costs(profile_of_trace(part, self._spec), degree, part.weights, part.counts))
-        profile = profile.model_copy(update=known | ({"tensor": tuple(costs)} if costs else {}))
-        return _summed_in_float32(profile) if self._options.float32_gradients else profile
+            each = degree_costs(profile_of_trace(part, self._spec), degree, part.weights, part.counts)
+            costs.append(_degree_in_float32(each) if self._options.float32_gradients else each)
+        return profile.model_copy(update={"tensor": tuple(costs)}) if costs else profile
 
     def _trace(self, batch_size: int, degree: int = 1) -> StepTrace:
         asked = self._options
@@ -177,17 +182,17 @@ def _summed_in_float32(profile: Profile) -> Profile:
         )
         for layer in profile.layers
     )
-    degrees = tuple(
-        costs.model_copy(
-            update={
-                "gradient_bytes": tuple(2 * size for size in costs.gradient_bytes),
-                "buffer_bytes": tuple(map(sum, zip(costs.buffer_bytes, costs.gradient_bytes, strict=True))),
-                "accumulate_s": tuple(seconds * _SUMMED for seconds in costs.accumulate_s),
-            }
-        )
-        for costs in profile.tensor or ()
+    return profile.model_copy(update={"layers": layers})
+
+
+def _degree_in_float32(costs: DegreeCosts) -> DegreeCosts:
+    return costs.model_copy(
+        update={
+            "gradient_bytes": tuple(2 * size for size in costs.gradient_bytes),
+            "buffer_bytes": tuple(map(sum, zip(costs.buffer_bytes, costs.gradient_bytes, strict=True))),
+            "accumulate_s": tuple(seconds * _SUMMED for seconds in costs.accumulate_s),
+        }
     )
-    return profile.model_copy(update={"layers": layers, "tensor": degrees or None})
 
 
 def _check_kind(device: DeviceSpec, options: EstimateOptions) -> None:
