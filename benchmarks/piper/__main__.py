@@ -16,6 +16,7 @@ from tabulate import tabulate
 
 from benchmarks.gpu_truth.rows import ANCHORS, anchors
 from benchmarks.piper.formulas import Formulas, PiperStage
+from benchmarks.piper.graphs import load_piper
 from benchmarks.piper.question import answered
 from planner.cost.candidate import Candidate, StageOptions
 from planner.cost.pricing import price
@@ -23,7 +24,6 @@ from planner.cost.setting import Setting
 from planner.cost.tensor import layer_costs_on
 from planner.errors import InfeasibleError
 from planner.formats.cluster import Cluster, flat_cluster
-from planner.formats.importers import read_profile
 from planner.formats.plan import Plan
 from planner.formats.plan_parts import config_of, short_config
 from planner.formats.profile import Profile
@@ -76,7 +76,7 @@ class _Run:
     @classmethod
     def of(cls, run: Mapping[str, Any]) -> _Run:
         path = ANCHORS / "piper-inputs" / f"{run['input']}.json"
-        profile = read_profile(path)
+        profile = load_piper(path)
         # Each end of a transfer and of an all-reduce takes a device twice the bytes' time, and nothing overlaps.
         cluster = flat_cluster(run["devices"], run["bandwidth"] / 2, int(run["memory_bytes"]), overlap=False)
         rules = StageRules(shard_optimizer="never", tensor=(1, *(costs.degree for costs in profile.tensor or ())))

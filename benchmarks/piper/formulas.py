@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from planner.formats.piper import RECOMPUTING
+from benchmarks.piper.graphs import RECOMPUTING
 
 
 @dataclass(frozen=True)

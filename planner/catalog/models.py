@@ -1,17 +1,9 @@
 """Models by name, as transformers builds them without their weights: find a configuration, and write its model file.
 
-Sizes are those of the published config.json files on the Hugging Face hub, and of the papers:
-
-    gpt2        Radford et al. 2019, table 2
-    bert        Devlin et al. 2019, section 3
-    t5          Raffel et al. 2020, section 3.7
-    vit         Dosovitskiy et al. 2021, table 1; Zhai et al. 2022, table 2
-    gpt-neox    Black et al. 2022, table 1
-    llama       Touvron et al. 2023 (Llama 2), table 1; Llama team 2024 (Llama 3), table 3
-    mistral     Jiang et al. 2023, table 1; mixtral: Jiang et al. 2024, table 1
-    qwen2.5     Qwen team 2024, table 1; qwen3: Qwen team 2025, tables 1 and 2
-    gemma       Gemma team 2024, table 1; gemma-2: Gemma team 2024, table 1
-    deepseek    DeepSeek-AI 2024 (V2), appendix B
+Names and sizes are in `models.json`, by transformers' `model_type`: a class, the fields of a configuration that say a
+size, and a line for each name. Sizes are those of the published config.json files on the Hugging Face hub, and of the
+papers that are named there. Aliases are other names of the same sizes: llama-3.1 differs from llama-3 in its rotary
+embedding alone.
 """
 
 from __future__ import annotations
@@ -30,89 +22,20 @@ from planner.errors import InputError, did_you_mean
 from planner.formats.files import write_text
 
 Config = Mapping[str, Any]
-_BERT = "hidden_size num_hidden_layers num_attention_heads intermediate_size"
-_LLAMA = (
-    "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads vocab_size "
-    "max_position_embeddings"
-)
-_KINDS = {  # by model_type: the class, and the fields of a configuration that say its size
-    "gpt2": ("GPT2LMHeadModel", "n_embd n_layer n_head"),
-    "bert": ("BertForMaskedLM", _BERT),
-    "t5": ("T5ForConditionalGeneration", "d_model d_ff num_layers num_heads d_kv decoder_start_token_id"),
-    "vit": ("ViTForImageClassification", f"{_BERT} patch_size"),
-    "gpt_neox": ("GPTNeoXForCausalLM", f"{_BERT} vocab_size"),
-    "llama": ("LlamaForCausalLM", _LLAMA),
-    "mistral": ("MistralForCausalLM", _LLAMA),
-    "mixtral": ("MixtralForCausalLM", f"{_LLAMA} num_local_experts num_experts_per_tok"),
-    "qwen2": ("Qwen2ForCausalLM", _LLAMA),
-    "qwen3": ("Qwen3ForCausalLM", f"{_LLAMA} head_dim"),
-    "qwen3_moe": (
-        "Qwen3MoeForCausalLM",
-        f"{_LLAMA} head_dim num_experts num_experts_per_tok moe_intermediate_size",
-    ),
-    "gemma": ("GemmaForCausalLM", f"{_LLAMA} head_dim"),
-    "gemma2": ("Gemma2ForCausalLM", f"{_LLAMA} head_dim"),
-    "deepseek_v2": (
-        "DeepseekV2ForCausalLM",
-        f"{_LLAMA} n_routed_experts num_experts_per_tok moe_intermediate_size n_shared_experts first_k_dense_replace "
-        "kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim",
-    ),
-}
 
 
-def _config(kind: str, *sizes: int, **more: Any) -> Config:
-    name, fields = _KINDS[kind]
-    return {"architectures": [name], "model_type": kind, **dict(zip(fields.split(), sizes, strict=True)), **more}
+def _read() -> tuple[dict[str, Config], dict[str, str]]:
+    kinds = json.loads(resources.files("planner.catalog").joinpath("models.json").read_text(encoding="utf-8"))
+    models, aliases = dict[str, Config](), dict[str, str]()
+    for kind, known in kinds.items():
+        aliases |= known.get("aliases", {})
+        for name, sizes in known["sizes"].items():
+            fields = dict(zip(known["fields"].split(), sizes, strict=True))
+            models[name] = {"architectures": [known["architecture"]], "model_type": kind, **fields}
+    return models, aliases
 
 
-MODELS: Mapping[str, Config] = {
-    "gpt2": _config("gpt2", 768, 12, 12),
-    "gpt2-medium": _config("gpt2", 1024, 24, 16),
-    "gpt2-large": _config("gpt2", 1280, 36, 20),
-    "gpt2-xl": _config("gpt2", 1600, 48, 25),
-    "bert-base": _config("bert", 768, 12, 12, 3072),
-    "bert-large": _config("bert", 1024, 24, 16, 4096),
-    "t5-base": _config("t5", 768, 3072, 12, 12, 64, 0),
-    "t5-large": _config("t5", 1024, 4096, 24, 16, 64, 0),
-    "t5-3b": _config("t5", 1024, 16384, 24, 32, 128, 0),
-    "t5-11b": _config("t5", 1024, 65536, 24, 128, 128, 0),
-    "vit-large": _config("vit", 1024, 24, 16, 4096, 16),
-    "vit-huge": _config("vit", 1280, 32, 16, 5120, 14),
-    "vit-g": _config("vit", 1408, 40, 16, 6144, 14),
-    "gpt-neox-20b": _config("gpt_neox", 6144, 44, 64, 24576, 50432),
-    "llama-7b": _config("llama", 4096, 11008, 32, 32, 32, 32000, 4096),
-    "llama-13b": _config("llama", 5120, 13824, 40, 40, 40, 32000, 4096),
-    "llama-70b": _config("llama", 8192, 28672, 80, 64, 8, 32000, 4096),
-    "llama-3-8b": _config("llama", 4096, 14336, 32, 32, 8, 128256, 8192),
-    "llama-3-70b": _config("llama", 8192, 28672, 80, 64, 8, 128256, 8192),
-    "llama-3-405b": _config("llama", 16384, 53248, 126, 128, 8, 128256, 8192),
-    "mistral-7b": _config("mistral", 4096, 14336, 32, 32, 8, 32000, 4096),
-    "qwen2.5-7b": _config("qwen2", 3584, 18944, 28, 28, 4, 152064, 8192),
-    "qwen2.5-72b": _config("qwen2", 8192, 29568, 80, 64, 8, 152064, 8192),
-    "qwen3-0.6b": _config("qwen3", 1024, 3072, 28, 16, 8, 151936, 40960, 128, tie_word_embeddings=True),
-    "qwen3-1.7b": _config("qwen3", 2048, 6144, 28, 16, 8, 151936, 40960, 128, tie_word_embeddings=True),
-    "qwen3-4b": _config("qwen3", 2560, 9728, 36, 32, 8, 151936, 40960, 128, tie_word_embeddings=True),
-    "qwen3-8b": _config("qwen3", 4096, 12288, 36, 32, 8, 151936, 40960, 128),
-    "qwen3-14b": _config("qwen3", 5120, 17408, 40, 40, 8, 151936, 40960, 128),
-    "qwen3-32b": _config("qwen3", 5120, 25600, 64, 64, 8, 151936, 40960, 128),
-    "qwen3-30b-a3b": _config("qwen3_moe", 2048, 6144, 48, 32, 4, 151936, 40960, 128, 128, 8, 768),
-    "mixtral-8x7b": _config("mixtral", 4096, 14336, 32, 32, 8, 32000, 32768, 8, 2),
-    "gemma-2b": _config("gemma", 2048, 16384, 18, 8, 1, 256000, 8192, 256),
-    "gemma-7b": _config("gemma", 3072, 24576, 28, 16, 16, 256000, 8192, 256),
-    "gemma-2-9b": _config("gemma2", 3584, 14336, 42, 16, 8, 256000, 8192, 256),
-    "gemma-2-27b": _config("gemma2", 4608, 36864, 46, 32, 16, 256000, 8192, 128),
-    "deepseek-v2-lite": _config(
-        "deepseek_v2", 2048, 10944, 27, 16, 16, 102400, 163840, 64, 6, 1408, 2, 1, 512, 128, 64, 128, q_lora_rank=None
-    ),
-}
-# Other names of the same sizes, by line; llama-3.1 differs from llama-3 in its rotary embedding alone.
-ALIASES: Mapping[str, str] = {
-    **{f"llama-2-{size}": f"llama-{size}" for size in ("7b", "13b", "70b")},
-    **{f"llama-3.1-{size}": f"llama-3-{size}" for size in ("8b", "70b", "405b")},
-    "llama-3.3-70b": "llama-3-70b",
-    "vit-giant": "vit-g",
-    "gpt2-small": "gpt2",
-}
+MODELS, ALIASES = _read()
 # What names on a hub have besides: "meta-llama/Llama-3.1-8B-Instruct", "google/vit-large-patch16-224".
 _BESIDES = re.compile(r"^(.*/)?(meta-(?=llama))?|-(hf|base|instruct|chat|it|pt|v0\.\d|v1|(un)?cased|patch\d.*)(?=-|$)")
 

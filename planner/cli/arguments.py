@@ -181,9 +181,9 @@ def add_question_arguments(parser: argparse.ArgumentParser, plan: bool) -> None:
     add_rule_arguments(parser)
 
 
-def add_rule_arguments(parser: argparse.ArgumentParser) -> None:
+def add_rule_arguments(parser: argparse.ArgumentParser, record: type[StageRules] = StageRules) -> None:
     """Declare what stages may be like, and how long to search."""
-    add_options(parser.add_argument_group("stages"), StageRules)
+    add_options(parser.add_argument_group("stages"), record, *(each.name for each, _ in options_in(StageRules)))
     add_options(parser, SolveOptions, "time_limit_s")
 
 

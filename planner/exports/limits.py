@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import textwrap
 from dataclasses import dataclass
+from importlib import resources
+from string import Template
 
 from planner.errors import PlanError
 from planner.formats.plan import Plan
@@ -101,3 +103,8 @@ def stage_layers(plan: Plan) -> str:
 
 def comment(sentences: list[str], width: int = 100) -> str:
     return "\n".join(line for text in sentences for line in textwrap.wrap(f"# {text}", width, subsequent_indent="# "))
+
+
+def template(name: str) -> Template:
+    """Return the script of a system, in which the plan's values are yet to be filled."""
+    return Template(resources.files("planner.exports").joinpath(f"{name}.template").read_text(encoding="utf-8"))

@@ -9,21 +9,18 @@ from pathlib import Path
 from planner.errors import InputError
 from planner.formats.device_kinds import profile_of_kinds
 from planner.formats.pipedream import is_graph_txt, load_graph_txt
-from planner.formats.piper import is_piper, load_piper
 from planner.formats.profile import Profile, load_profile
 
 
 def read_profile(path: Path | str) -> Profile:
-    """Read a profile: our own JSON, PipeDream's graph.txt, or a graph of Piper; raise ProfileError if it is none.
+    """Read a profile: our own JSON, or PipeDream's graph.txt; raise ProfileError if it is neither.
 
     Example:
         >>> planner.load_profile("profiles/vgg16/cpu.json").microbatch_size
         32
     """
     path = Path(path)
-    if is_graph_txt(path):
-        return load_graph_txt(path)
-    return load_piper(path) if is_piper(_json(path)) else load_profile(path)
+    return load_graph_txt(path) if is_graph_txt(path) else load_profile(path)
 
 
 def read_profiles(text: str) -> list[Profile]:
@@ -53,13 +50,8 @@ def read_one_profile(text: str) -> Profile:
 
 
 def is_profile(path: Path) -> bool:
-    content = _json(path)
-    ours = isinstance(content, dict) and "layers" in content and "stages" not in content
-    return ours or is_piper(content) or is_graph_txt(path)
-
-
-def _json(path: Path) -> object:
     with suppress(OSError, ValueError):  # loading it will say what is wrong
         content: object = json.loads(path.read_text(encoding="utf-8"))
-        return content
-    return None
+        if isinstance(content, dict) and "layers" in content and "stages" not in content:
+            return True
+    return is_graph_txt(path)

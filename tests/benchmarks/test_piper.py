@@ -14,11 +14,11 @@ import pytest
 
 from benchmarks.gpu_truth.rows import ANCHORS, anchors
 from benchmarks.piper.formulas import Formulas, PiperStage
+from benchmarks.piper.graphs import load_piper
 from benchmarks.piper.question import answered
 from planner.cost.setting import Setting
 from planner.cost.tensor import layer_costs_on
 from planner.formats.cluster import flat_cluster
-from planner.formats.importers import read_profile
 from planner.options.solving import StageRules
 from planner.schedule.one_stage import TWO_BW
 from planner.solver.problem.problem import Problem
@@ -107,7 +107,7 @@ def test_the_question_of_the_program_is_answered_as_by_every_plan(tmp_path: Path
         path.write_text(json.dumps(content))
         cluster = flat_cluster(3, 100.0 / 2, memory_bytes, overlap=False)
         rules = StageRules(shard_optimizer="never", tensor=(1, 2))
-        problem = Problem(layer_costs_on(read_profile(path), cluster), Setting(cluster, TWO_BW, MICROBATCHES), rules)
+        problem = Problem(layer_costs_on(load_piper(path), cluster), Setting(cluster, TWO_BW, MICROBATCHES), rules)
         formulas = Formulas(content, 100.0, MICROBATCHES)
         expected, stages = fastest_s(content, 3, memory_bytes, formulas), answered(problem, content)
         assert (stages is None) == math.isinf(expected), seed

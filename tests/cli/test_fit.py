@@ -16,7 +16,14 @@ def test_a_model_file_gets_an_answer_and_the_files_for_other_verbs(tmp_path: Pat
     asked = ("--gpus", "2", "--gpu", "v100", "--dtype", "float32", "--compress", "int8")
     fitted = plan("fit", "model.py", *asked, "-o", ".", cwd=tmp_path)  # a folder that is there
     assert fitted.returncode == 0, fitted.stderr
-    for text in ("fits", "15.8 GiB on the fullest GPU", "split", "data parallel", "estimated", "sent as int8"):
+    for text in (
+        "fits",
+        "of 16.1 GB, which leave 5% of its memory free",
+        "split",
+        "data parallel",
+        "estimated",
+        "sent as int8",
+    ):
         assert text in fitted.stdout
     assert plan("show", cwd=tmp_path).returncode == 0
     assert json.loads((tmp_path / "plan.json").read_text())["schedule"] == "1f1b-flush"

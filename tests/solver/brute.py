@@ -72,7 +72,7 @@ def _ways(problem: Problem, before: frozenset[int], layers: frozenset[int], rank
     """Yield all ways to run a stage on as many GPUs, or on these where they differ."""
     divided = (
         replace(options, tensor=degree)
-        for degree in problem.rules.tensor
+        for degree in problem.rules.tensor or (1,)
         if len(ranks) % degree == 0
         for options in options_of(problem, layers, len(ranks) // degree)
     )

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from benchmarks.piper.graphs import load_piper
 from planner.errors import ProfileError
 from planner.formats.cluster import flat_cluster
-from planner.formats.importers import is_profile, read_profile
 from planner.solver import solve
 
 INPUTS = Path(__file__).resolve().parents[3] / "shared" / "anchors" / "gpu" / "piper-inputs"
@@ -41,8 +41,7 @@ def graph() -> dict[str, Any]:
 def test_a_graph_is_a_profile_with_degrees(tmp_path: Path) -> None:
     path = tmp_path / "graph.json"
     path.write_text(json.dumps(graph()))
-    assert is_profile(path)
-    profile = read_profile(path)
+    profile = load_piper(path)
     assert [layer.name for layer in profile.layers] == ["1", "2", "3"]
     assert [(layer.forward_s, layer.backward_s) for layer in profile.layers] == [(1.0, 3.0)] * 3
     assert [(layer.gradient_bytes, layer.buffer_bytes) for layer in profile.layers] == [(80, 80)] * 3
@@ -60,16 +59,16 @@ def test_what_is_wrong_is_named(tmp_path: Path) -> None:
     wrong["nodes"][0]["TMPCs"]["1"][0]["timePerSample"] = -1.0
     path.write_text(json.dumps(wrong))
     with pytest.raises(ProfileError, match="timePerSample"):
-        read_profile(path)
+        load_piper(path)
     path.write_text(json.dumps(graph() | {"edges": [{"sourceId": 1, "destId": 9, "communicationCost": 1.0}]}))
     with pytest.raises(ProfileError, match="unknown node 9"):
-        read_profile(path)
+        load_piper(path)
 
 
 @pytest.mark.parametrize(("name", "layers", "degrees"), [("bert32a100", 37, [2, 4, 8]), ("gnmt", 78, [])])
 def test_published_graphs_are_read(name: str, layers: int, degrees: list[int]) -> None:
     if not INPUTS.exists():
         pytest.skip("the published graphs are not here")
-    profile = read_profile(INPUTS / f"{name}.json")
+    profile = load_piper(INPUTS / f"{name}.json")
     assert len(profile.layers) == layers
     assert [costs.degree for costs in profile.tensor or ()] == degrees

@@ -56,10 +56,6 @@ class _Graph(BaseModel):
     edges: tuple[_Edge, ...]
 
 
-def is_piper(content: object) -> bool:
-    return isinstance(content, dict) and {"maxDevices", "mbsInBatch", "nodes", "edges"} <= content.keys()
-
-
 def load_piper(path: Path) -> Profile:
     """Read a graph, with the memory of its devices; raise ProfileError naming the file and what is wrong in it."""
     try:
