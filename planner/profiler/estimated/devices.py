@@ -1,7 +1,8 @@
 """Describe devices, for profiles without them: peaks from data sheets, and the share of them that operations achieve.
 
 A device is one of the table, found by its name there or by what the driver calls it, or is described in a file
-(`estimate.DeviceFile`). No pydantic here: the help of the command line lists the table, and shows at once.
+(`estimate.DeviceFile`). The table of GPUs is `gpus.json`. No pydantic here: the help of the command line lists it, and
+shows at once.
 
 Peaks are dense (no sparsity), at boost clock. They are those of the makers' data sheets: P100 (2016), V100 (2018),
 T4 (2019), A6000 (2020), A100, A10, A10G (for AWS) and A40 (2021), H100 (2022, SXM), L4, L40S, H200, GH200 (96 GB) and
@@ -10,7 +11,9 @@ MI300X (2023), B200 (2024, one of HGX B200); and of NVIDIA's white papers on GA1
 3584 x 2 x 1.531 GHz (Pascal); the CPU is a core with two AVX-512 multiply-add units: 2 x 2 x 16 x 4 GHz = 256 GFLOP/s.
 
 "Achieved" is the share of the peak that PyTorch's kernels reach on large operations, by class. Products, fused
-attention and pointwise kernels have those that were measured on an architecture. The GPUs' others are the same for all,
+attention and pointwise kernels have those that were measured on an architecture (benchmarks/gpu_truth/README.md has the
+sources): long products of H100, B200 and L40S lower the clock, which takes their share below the others'; the H200's
+are PyTorch 2.11's own, and the H100's attention is FlashAttention-2. The GPUs' others are the same for all,
 and were set so that the V100 meets the times of PipeDream's published profiles (benchmarks/estimate says how well). The
 CPU's were fitted to profiles measured on an AMD EPYC (Zen 5) core. Calibration (`calibrate`) fits them to another
 device.
@@ -18,10 +21,13 @@ device.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal, get_args
 
 from planner.errors import InputError, UnitError, did_you_mean
 from planner.units import parse_seconds
@@ -107,16 +113,6 @@ _BANDWIDTH: Mapping[OpClass, tuple[float, float]] = {
 }
 
 
-# Those that were measured on an architecture, of the arithmetic and of the bandwidth. Long products of H100, B200 and
-# L40S lower the clock, which takes their share below the others'. The H200's are PyTorch 2.11's own, the H100's
-# attention is FlashAttention-2. Sources: benchmarks/gpu_truth/README.md.
-_Shares = tuple[ComputeShares, Mapping[OpClass, float]]
-_A100: _Shares = ({"gemm": 0.89}, {"pointwise": 0.87})
-_HOPPER: _Shares = ({"gemm": 0.77, "attention": 0.35}, {"pointwise": 0.93})
-_H200: _Shares = ({"gemm": 0.77, "attention": 0.6, "winograd": 0.37}, {"pointwise": 0.84, "norm": 0.56})
-_L40S: _Shares = ({"gemm": 0.75, "attention": 0.61}, {})
-_B200: _Shares = ({"gemm": 0.70, "attention": 0.19}, {})
-
 # Of the nominal memory a process sees this share. PyTorch reports 39.4 to 39.6 of an A100's 40 GiB, 79.1 to 79.3 of 80,
 # 23.7 of an RTX 4090's 24. The error correction of data centres' cards with GDDR6 takes a sixteenth besides: a T4 has
 # 14.75 of 16 GiB, an L40S 44.4 to 44.5 of 48, and the driver shows 22.5 of an A10G's 24.
@@ -132,34 +128,38 @@ _USABLE, _CORRECTED = 0.985, 15 / 16
 HOSTS: Mapping[str, float] = {"eager": 38e-6, "compiled": 6e-6, "fused": 6e-6, "graphs": 0.0}
 
 
+def _read() -> dict[str, dict[str, Any]]:
+    table: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("gpus.json").read_text(encoding="utf-8"))
+    return table
+
+
 def _gpu(
-    name: str,
-    reported: str,
-    processors: int,
+    peaks: dict[str, float],
     memory_gib: int,
     bandwidth: float,
+    arithmetic: ComputeShares = MappingProxyType({}),
+    moving: Mapping[OpClass, float] = MappingProxyType({}),
     *,
     corrected: bool = False,
-    shares: _Shares = ({}, {}),
-    **peaks_tflops: float,
+    **known: Any,
 ) -> DeviceSpec:
-    """Return a GPU, given its bandwidth in GB/s and its peaks in TFLOP/s; half stands for both types of 16 bits."""
-    single = peaks_tflops["single"]
-    peaks = {"float32": single, "tf32": single} | peaks_tflops
+    """Return a GPU, given its bandwidth in GB/s and its peaks in TFLOP/s; half stands for both types of 16 bits.
+
+    `arithmetic` and `moving` are the shares that were measured on its architecture.
+    """
+    peaks = {"float32": peaks["single"], "tf32": peaks["single"]} | peaks
     if "half" in peaks:
         peaks |= dict.fromkeys(("bfloat16", "float16"), peaks["half"])
     return DeviceSpec(
-        name=name,
         kind="cuda",
         peak_flops_per_s={dtype: peaks[dtype] * 1e12 for dtype in DTYPES if dtype in peaks},
         bandwidth_bytes_per_s=bandwidth * 1e9,
         memory_bytes=int(memory_gib * 1024 * _USABLE * (_CORRECTED if corrected else 1)) * 2**20,
-        achieved_arithmetic={name: of_gpu for name, (of_gpu, _) in _ARITHMETIC.items()} | dict(shares[0]),
-        achieved_bandwidth={name: of_gpu for name, (of_gpu, _) in _BANDWIDTH.items()} | dict(shares[1]),
+        achieved_arithmetic={name: of_gpu for name, (of_gpu, _) in _ARITHMETIC.items()} | dict(arithmetic),
+        achieved_bandwidth={name: of_gpu for name, (of_gpu, _) in _BANDWIDTH.items()} | dict(moving),
         launch_s=5e-6,
         dispatch_s=HOSTS["eager"],
-        processors=processors,
-        reported=reported,
+        **known,
     )
 
 
@@ -174,44 +174,7 @@ DEVICES: Mapping[str, DeviceSpec] = {
         achieved_bandwidth={name: of_cpu for name, (_, of_cpu) in _BANDWIDTH.items()},
         launch_s=7e-6,
     ),
-    "titan-x": _gpu("NVIDIA GeForce GTX Titan X 12 GB", "GeForce GTX TITAN X", 24, 12, 336.5, single=6.69),
-    "titan-x-pascal": _gpu("NVIDIA Titan X (Pascal) 12 GB", r"TITAN X \(Pascal\)", 28, 12, 480, single=10.97),
-    "p100": _gpu("NVIDIA Tesla P100 SXM2 16 GB", "Tesla P100-SXM2-16GB", 56, 16, 732, single=10.6, float16=21.2),
-    "v100": _gpu(
-        "NVIDIA Tesla V100 SXM2 16 GB", "Tesla V100-SXM[23]-(16|32)GB(-LS)?", 80, 16, 900, single=15.7, float16=125
-    ),
-    "v100-pcie": _gpu(
-        "NVIDIA Tesla V100 PCIe 16 GB", "Tesla V100-PCIE-(16|32)GB", 80, 16, 900, single=14.0, float16=112
-    ),
-    "t4": _gpu("NVIDIA T4 16 GB", "(Tesla )?T4", 40, 16, 320, single=8.1, float16=65, corrected=True),
-    "a100": _gpu(
-        "NVIDIA A100 SXM 40 GB", "A100-(SXM4|PCIE)-40GB", 108, 40, 1555, single=19.5, tf32=156, half=312, shares=_A100
-    ),
-    "a100-80gb": _gpu(
-        "NVIDIA A100 SXM 80 GB", "A100-SXM4-80GB|A100 80GB PCIe", 108, 80, 2039, single=19.5, tf32=156, half=312
-    ),
-    "a10": _gpu("NVIDIA A10 24 GB", "A10", 72, 24, 600, single=31.2, tf32=62.5, half=125, corrected=True),
-    "a10g": _gpu("NVIDIA A10G 24 GB", "A10G", 80, 24, 600, single=35, tf32=35, half=70, corrected=True),
-    "a40": _gpu("NVIDIA A40 48 GB", "A40", 84, 48, 696, single=37.4, tf32=74.8, half=149.7, corrected=True),
-    "a6000": _gpu("NVIDIA RTX A6000 48 GB", "RTX A6000", 84, 48, 768, single=38.7, tf32=77.4, half=154.8),
-    "l4": _gpu("NVIDIA L4 24 GB", "L4", 58, 24, 300, single=30.3, tf32=60, half=121, corrected=True),
-    "l40s": _gpu(
-        "NVIDIA L40S 48 GB", "L40S", 142, 48, 864, single=91.6, tf32=183, half=362, corrected=True, shares=_L40S
-    ),
-    "rtx-3090": _gpu("NVIDIA GeForce RTX 3090 24 GB", "GeForce RTX 3090", 82, 24, 936, single=35.6, half=71),
-    "rtx-4090": _gpu("NVIDIA GeForce RTX 4090 24 GB", "GeForce RTX 4090", 128, 24, 1008, single=82.6, half=165.2),
-    "rtx-5090": _gpu("NVIDIA GeForce RTX 5090 32 GB", "GeForce RTX 5090", 170, 32, 1792, single=104.8, half=209.5),
-    "h100": _gpu(
-        "NVIDIA H100 SXM 80 GB", "H100 80GB HBM3", 132, 80, 3350, single=67, tf32=494.7, half=989.4, shares=_HOPPER
-    ),
-    "h200": _gpu("NVIDIA H200 SXM 141 GB", "H200", 132, 141, 4800, single=67, tf32=494.7, half=989.4, shares=_H200),
-    "gh200": _gpu(
-        "NVIDIA GH200 96 GB", "GH200 (96|120|480)GB", 132, 96, 4000, single=67, tf32=494.7, half=989.4, shares=_HOPPER
-    ),
-    "b200": _gpu("NVIDIA B200 180 GB", "B200", 148, 180, 7700, single=75, tf32=1125, half=2250, shares=_B200),
-    "mi300x": _gpu(
-        "AMD Instinct MI300X 192 GB", "(AMD )?Instinct MI300X.*", 304, 192, 5300, single=163.4, tf32=653.7, half=1307.4
-    ),
+    **{name: _gpu(**row) for name, row in _read().items()},
 }
 
 
