@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-from planner.analysis.compare import usual_ways, with_baselines
+from planner.analysis.compare import LEAST_S, usual_ways, with_baselines
 from planner.cost.tensor import layer_costs_on
 from planner.errors import InputError, PlannerError
 from planner.formats.cluster import Cluster
@@ -40,7 +40,7 @@ class Fit(Shown, Record):
     """The answer for the GPUs that were asked about, and for others, the largest first.
 
     Where a model fits, those are half as many again and again, down to the first number at which it does not; where it
-    does not fit, twice as many, up to the first at which it does.
+    does not fit, twice as many, up to the first at which it does; as far as there is time.
     """
 
     model: str
@@ -105,7 +105,8 @@ def fit(
     def by_usual_ways(profile: Profile) -> float:
         """Return the seconds of a sample in the fastest of the ways that people use; infinity where none fits."""
         cluster = cluster_of(gpus)
-        ways = usual_ways(options, layer_costs_on(profile, cluster), cluster, Budget(patience.deadline))
+        budget = Budget(searching.at_most(LEAST_S).deadline)
+        ways = usual_ways(options, layer_costs_on(profile, cluster), cluster, budget)
         fitting = [way.seconds_per_microbatch for way in ways if not way.over_memory_bytes]
         return min(fitting, default=math.inf) / (profile.microbatch_size or 1)
 
@@ -124,7 +125,9 @@ def fit(
     best: tuple[FitRow, Profile] | None = None
     for size in tried:
         say(f"{gpus} GPUs, microbatches of {size}")
-        profile = divided(known.get(size) or profile_at(size))
+        profile = known.get(size) or profile_at(size)
+        if not searching.deadline.passed:
+            profile = divided(profile)
         found = row(profile, gpus, searching.part(1 if size == tried[-1] else FIRST))
         better = best is None or _seconds(found) < _seconds(best[0])
         best = (found, profile) if best is None or better else best
@@ -136,6 +139,8 @@ def fit(
     fewer = [gpus // 2**n for n in range(1, gpus.bit_length())]
     counts = [gpus * 2**n for n in range(1, MOST_TIMES.bit_length())] if asked.plan is None else fewer
     for index, count in enumerate(counts):
+        if patience.deadline.passed:
+            break
         say(f"{count} GPUs")
         others.append(row(profile, count, patience.part(1 / (len(counts) - index))))
         if (others[-1].plan is None) == (asked.plan is not None):
