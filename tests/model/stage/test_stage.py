@@ -6,6 +6,7 @@ Stages that hand everything to their neighbour compute what the unsplit model co
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,15 +19,17 @@ from planner.model.capture.graph import LayerGraph
 from planner.model.spec import load_model_file
 from planner.model.stage.evaluation import share_buffers
 from planner.model.stage.parts import OBSERVABLE
-from planner.model.stage.stage import ChainedStage, build_stage, cut_values
+from planner.model.stage.stage import build_stage
 from tests.executor.models import write_model
+from tests.exports.plans import script_of
 from tests.model.models import CASES
 from tests.model.splitting import cut_evenly
 
 BATCH_SIZE = 3
+ChainedStage, cut_values = script_of("torch_pipelining", "ChainedStage", "cut_values")
 
 
-def pipelined(graph: LayerGraph, stages: list[ChainedStage], received: tuple[Tensor, ...] = ()) -> Tensor:
+def pipelined(graph: LayerGraph, stages: list[Any], received: tuple[Tensor, ...] = ()) -> Tensor:
     """Run the stages with a wire between them, as another system would, and their backwards; the loss."""
     stage, *later = stages
     output = stage(*received)
