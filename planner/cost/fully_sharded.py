@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby, pairwise
+from itertools import pairwise
 
 from planner.cost.candidate import Candidate
 from planner.cost.communicators import with_overheads
@@ -33,6 +33,7 @@ from planner.cost.network.topology import Topology
 from planner.cost.overheads import Price
 from planner.cost.setting import Setting
 from planner.cost.weight_copies import buckets_in
+from planner.plan.blocks import units_of_stage
 from planner.plan.shared_weights import shared_weights, trained_parameters
 
 
@@ -95,10 +96,10 @@ def fully_sharded(layer_costs: LayerCosts, stage: Candidate, setting: Setting, w
 
 def _unit_bytes(layer_costs: LayerCosts, stage: Candidate) -> Sequence[int]:
     """Return the bytes of each unit's own weights, and last of those that several units use."""
-    profile, again = layer_costs.profile, {layer: group for group in stage.options.recompute for layer in group}
-    runs = groupby(sorted(stage.layers), key=lambda layer: again.get(layer) or layer_costs.block_of[layer])
-    units = [[profile.layers[layer] for layer in run] for _, run in runs]
-    shared = shared_weights([[layer.name for layer in unit] for unit in units], trained_parameters(profile))
-    names = {weight.layers[0] for weight in shared}  # a weight is counted in the first layer that has it
-    sizes = [sum(layer.weight_bytes for layer in unit if layer.name not in names) for unit in units]
-    return [*sizes, sum(layer.weight_bytes for layer in profile.layers if layer.name in names)]
+    profile, size_of = layer_costs.profile, {layer.name: layer.weight_bytes for layer in layer_costs.profile.layers}
+    groups = [[profile.layers[layer].name for layer in sorted(group)] for group in stage.options.recompute]
+    units = units_of_stage(list(size_of), groups)
+    # A weight is counted in the first layer that has it.
+    shared = {weight.layers[0] for weight in shared_weights(units, trained_parameters(profile))}
+    sizes = [sum(size_of[name] for name in unit if name not in shared) for unit in units]
+    return [*sizes, sum(size_of[name] for name in shared)]

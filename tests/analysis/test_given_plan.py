@@ -77,7 +77,8 @@ def test_what_memory_demands_has_the_solvers_price(
     cluster = flat_cluster(4, 1e4, memory_bytes)
     solved = solve(model, cluster, schedule="1f1b-flush", microbatches=8, depth="published")
     assert solved.config == config
-    assert {(stage.level, stage.recomputes) for stage in solved.stages} == {(level, recomputes)}
+    assert {stage.level for stage in solved.stages} == {level}
+    assert any(stage.recomputes for stage in solved.stages) == recomputes
     own = price(model, cluster, same_as(solved))
     assert own.stages == solved.stages
     assert own.predicted.seconds_per_minibatch == pytest.approx(solved.predicted.seconds_per_minibatch, rel=1e-12)
