@@ -60,7 +60,7 @@ class StageReplica:
             if sharding is not None:
                 sharding.connect(replicas)
         self._sharding = sharding
-        # Whether replicas must run equally often, as those of DistributedDataParallel and those that gather weights: one
+        # Whether replicas must run equally often: those of DistributedDataParallel, and those that gather weights. One
         # without samples then runs another microbatch, which counts for nothing.
         self._together = self._ddp is not None or context.plan.stages[stage.number].level > 1
         self._recomputes = context.plan.stages[stage.number].recomputes

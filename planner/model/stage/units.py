@@ -54,8 +54,8 @@ def units_of(graph: LayerGraph, layers: Sequence[Sequence[str]]) -> Units:
     """Return units of these layers, which are all of the graph's; raise PlanError for what `fully_shard` cannot cut."""
     if graph.blocks is not None and (found := recurrent_modules(graph, graph.layers)):
         raise PlanError(
-            f"replicas that divide weights cannot gather '{found[0][1][0]}' and others of a recurrent layer in a block, "
-            "which runs as it is and remembers them",
+            f"replicas that divide weights cannot gather those of a recurrent layer, such as '{found[0][1][0]}', in a "
+            "block, which runs as it is and remembers them",
             hint="leave out blocks(), or solve with `shard_optimizer=never`",
         )
     unit_of = {name: number for number, names in enumerate(layers) for name in names}

@@ -1,0 +1,92 @@
+"""Replicas that divide gradients and weights train as one process does, to rounding: sums have another order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from planner.formats.plan import Plan
+from planner.formats.profile import Profile
+from planner.model.options import PLAIN, ModuleOptions
+from planner.options.training import CheckpointOptions, TrainingOptions
+from planner.workers.job import Job, TrainResult
+from tests.executor.models import write_model
+from tests.executor.plans import make_plan, sharded, structural_profile
+from tests.executor.processes import run_jobs
+
+BATCH_SIZE, SEED, STEPS = 2, 3, 5
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run of one stage at a level."""
+
+    level: int
+    model: str = "language"
+    optimizer: str = "adamw"
+    schedule: str = "1f1b-flush"
+    recompute: str = "none"
+    more: str = ""
+    options: TrainingOptions = field(default_factory=TrainingOptions)
+    numbers: ModuleOptions = PLAIN
+    samples: int | None = None
+    exact: bool = True  # to rounding of float32
+
+    def job(self, folder: Path, replicas: int, microbatches: int) -> Job:
+        folder.mkdir(exist_ok=True)
+        path = write_model(folder, self.model, self.optimizer, samples=self.samples, more=self.more)
+        plan = make_plan(_profile(path, self.numbers), (replicas,), self.schedule, microbatches)
+        plan = recomputing(sharded(plan, self.level) if replicas > 1 else plan, self.recompute)
+        weights = folder / f"{replicas}.pt"
+        return Job(
+            model=str(path), plan=plan, steps=STEPS, seed=SEED, save_weights=str(weights), options=self.options
+        )
+
+
+@cache
+def _profile(path: Path, options: ModuleOptions) -> Profile:
+    return structural_profile(path, BATCH_SIZE, options)
+
+
+def recomputing(plan: Plan, what: str) -> Plan:
+    """The plan with its stage recomputing as a whole, or the first layers and then some more, each by themselves."""
+    (stage,) = plan.stages
+    if what == "none":
+        return plan
+    groups = True if what == "all" else (stage.layers[:2], stage.layers[3:5])
+    changed = stage.model_copy(update={"recompute": groups, "recompute_s": None if groups is True else 1.0})
+    return plan.model_copy(update={"stages": (changed,)})
+
+
+def compare(cases: Sequence[Case], replicas: int, each: int, folder: Path) -> None:
+    alone, together = (
+        [case.job(folder / str(number), count, replicas * each) for number, case in enumerate(cases)]
+        for count in (1, replicas)
+    )
+    results = zip(run_jobs(alone, folder), run_jobs(together, folder), strict=True)
+    for case, one, other, (expected, found) in zip(cases, alone, together, results, strict=True):
+        tolerance = 1e-5 if case.exact else 2e-2
+        assert losses(found) == pytest.approx(losses(expected), rel=tolerance), case
+        evaluated = [[(each.loss, each.metrics) for each in result.evaluations] for result in (expected, found)]
+        for before, after in zip(*evaluated, strict=True):
+            assert after[0] == pytest.approx(before[0], rel=tolerance), case
+        weights = [torch.load(str(job.save_weights), weights_only=True) for job in (one, other)]
+        assert weights[0].keys() == weights[1].keys()
+        for name, tensor in weights[0].items():
+            torch.testing.assert_close(weights[1][name], tensor, rtol=1e-3, atol=2e-5 if case.exact else 2e-2, msg=f"{case} {name}")
+
+
+def losses(result: TrainResult) -> list[float]:
+    return [entry.loss for entry in result.losses]
+
+
+TWO = [Case(2), Case(3), Case(3, schedule="gpipe"), Case(2, schedule="gpipe"), Case(3, recompute="all"), Case(3, "tied"), Case(3, "tied", recompute="some")]
+
+
+def test_two(tmp_path: Path) -> None:
+    compare(TWO, 2, 2, tmp_path)
