@@ -71,7 +71,7 @@ class FullSharding(Sharding):
     def _divide_stage(self) -> None:
         units, modules = self._stage.units, dict(self._stage.named_modules(remove_duplicate=False))
         assert units is not None
-        for parameter in self._stage.parameters():  # those of images may be in another order
+        for parameter in self._stage.parameters():
             parameter.data = parameter.data.contiguous()
         for unit, names in zip(units.parts, units.weights, strict=True):
             units.whole.add_module(str(len(units.whole._modules)), unit)

@@ -171,10 +171,10 @@ def tensor_group(plan: Plan, rank: int) -> TensorGroup | None:
 
 def check_divided(plan: Plan) -> None:
     """Check that the executor can divide layers as a plan says; raise PlanError when it cannot."""
-    if plan.stages[0].level > 1 and plan.compiled:
+    if plan.stages[0].level > 1 and (what := "compiled" if plan.compiled else plan.memory_format):
         raise PlanError(
-            "the executor does not run stages that are compiled and whose replicas divide gradients or weights",
-            hint="profile without `compiled`, or solve with `shard_optimizer=never`",
+            f"the executor does not run {what} stages whose replicas divide gradients or weights",
+            hint="profile without that, or solve with `shard_optimizer=never`",
         )
     if max(plan.degrees) == 1:
         return

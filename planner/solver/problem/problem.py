@@ -184,7 +184,7 @@ class Problem:
         if self.rules.shard_optimizer == "never" or not (profile.may_shard_optimizer and self.simulates):
             return (0,)
         # Without a limit of memory, level 1 is as fast.
-        fully = self.cluster.has_memory_limit and not (self.grouped or profile.compiled)
+        fully = self.cluster.has_memory_limit and not (self.grouped or profile.compiled or profile.memory_format)
         more = (2, 3) if fully and why_whole(schedule, 2, [2], [1]) is None else ()
         return (1, *more) if self.rules.shard_optimizer == "always" else (0, 1, *more)
 
