@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from planner.executor.checkpoint.folders import complete, load_checkpoint
 from planner.formats.plan import Plan
 from planner.formats.profile import Profile
 from planner.model.options import PLAIN, ModuleOptions
@@ -81,7 +82,7 @@ def compare(cases: Sequence[Case], replicas: int, each: int, folder: Path) -> No
             )
 
 
-def losses(result: TrainResult) -> list[float]:
+def losses(result: TrainResult) -> list[float | None]:
     return [entry.loss for entry in result.losses]
 
 
@@ -125,7 +126,7 @@ TWO = [
     Case(3, more=FROZEN, optimizer="momentum"),
     Case(2, "convolutional", options=DEFERRED),
     Case(3, "convolutional", options=DEFERRED, recompute="some"),
-    Case(3, "blocks", recompute="some"),
+    Case(3, "blocks", "sgd", options=DEFERRED, recompute="some"),
 ]
 # In 7 samples of 4 microbatches of 2, one has 1; in the other run a replica's last microbatch is empty.
 ENDS = [
@@ -145,3 +146,28 @@ def test_two_replicas_train_as_one_process(cases: Sequence[Case], tmp_path: Path
 
 def test_four_replicas_train_as_one_process(tmp_path: Path) -> None:
     compare([Case(2), Case(3, "tied"), Case(3, "convolutional", options=DEFERRED)], 4, 1, tmp_path)
+
+
+def test_any_plan_goes_on_where_another_stopped(tmp_path: Path) -> None:
+    """From weights that are divided to a pipeline, to gradients, an optimizer, and weights that are divided."""
+    path = write_model(tmp_path, "tied", "adamw", more=SCHEDULER)
+    whole, cut = (make_plan(_profile(path, PLAIN), replicas, "1f1b-flush", 4) for replicas in ((2,), (1, 1)))
+    course = [sharded(whole, 3), cut, sharded(whole, 2), sharded(whole, 1), sharded(whole, 3)]
+    job = Job(model=str(path), plan=whole, steps=2 * len(course), seed=SEED, save_weights=str(tmp_path / "whole.pt"))
+    jobs = [job]
+    for number, plan in enumerate(course):
+        checkpoints = CheckpointOptions(
+            folder=str(tmp_path / "checkpoints"), every=2, resume="auto" if number else None
+        )
+        changed = {"plan": plan, "steps": 2 * (number + 1), "checkpoints": checkpoints}
+        jobs.append(job.model_copy(update=changed | {"save_weights": str(tmp_path / f"{number}.pt")}))
+    expected, *rest = run_jobs(jobs, tmp_path)
+    assert [result.first_minibatch for result in rest] == [0, 2, 4, 6, 8]
+    assert [loss for result in rest for loss in losses(result)] == pytest.approx(losses(expected), rel=1e-5)
+    one, other = (torch.load(str(job.save_weights), weights_only=True) for job in (jobs[0], jobs[-1]))
+    for name, tensor in one.items():
+        torch.testing.assert_close(other[name], tensor, rtol=1e-3, atol=2e-5)
+    newest = load_checkpoint(complete(tmp_path / "checkpoints")[-1])
+    sizes = [part.optimizer_file.size_bytes for part in newest.index.parts if part.optimizer_file is not None]
+    assert len(sizes) == 2
+    assert sizes[0] == pytest.approx(sizes[1], rel=0.2), "each replica has half of the state"
