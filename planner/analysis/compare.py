@@ -29,6 +29,7 @@ from planner.solver.find_plan import find_plan
 from planner.solver.problem.budget import LATER, Budget, Patience
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import Evaluation
+from planner.units import SLACK
 
 ONE_GPU, DATA_PARALLEL = "one GPU", "data parallel"
 EQUAL_STAGES = "equal stages"  # of equally many blocks
@@ -277,12 +278,14 @@ def with_synchronous(
         return plan.noting(f"there is no synchronous plan to compare it with: {error.message}")
     speed = plan.predicted.seconds_per_minibatch / plan.microbatches
     speed /= found.predicted.seconds_per_minibatch / found.microbatches
-    if not asked and plan.staleness and speed * LATER >= 1:
+    # Where replicas divide weights to save recomputation, that is what they would do under the other schedule, too.
+    worth = LATER if plan.staleness else (1 - SLACK) * (found.stages[0].level > 1)
+    if not asked and speed * worth >= 1:
+        late = f", whose gradients are up to {plan.staleness} updates late" if plan.staleness else ""
         times = "" if abs(speed - 1) < 0.005 else f"{speed:.2f} times "
         return found.noting(
             f"this plan under {found.schedule} is {times}as fast as the best under {plan.schedule}, "
-            f"{short_config(plan.config)}, whose gradients are up to {plan.staleness} updates late; for that one, "
-            f"solve with `schedule={plan.schedule}`"
+            f"{short_config(plan.config)}{late}; for that one, solve with `schedule={plan.schedule}`"
         )
     return plan.model_copy(update={"synchronous": described_plan(SYNCHRONOUS, found)})
 

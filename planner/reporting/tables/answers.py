@@ -168,7 +168,9 @@ def _head(answer: Fit, plan: Plan) -> list[tuple[str, str | None]]:
     used, limit = plan.predicted.flop_utilisation, plan.cluster.memory_bytes
     saved = {
         "recomputation": sum(bool(stage.recomputes) for stage in plan.stages),
-        "a divided optimizer's state": sum(stage.sharded for stage in plan.stages),
+        "a divided optimizer's state": sum(stage.level == 1 for stage in plan.stages),
+        "divided gradients (ZeRO-2)": sum(stage.level == 2 for stage in plan.stages),
+        "divided weights (ZeRO-3, FSDP)": sum(stage.level == 3 for stage in plan.stages),
     }
     saving = [f", {what} in {count} of {len(plan.stages)} stages" for what, count in saved.items() if count]
     return [
