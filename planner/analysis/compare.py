@@ -2,45 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Literal
 
 from planner.analysis.given_plan import GivenPlan, options_of, problem_of
 from planner.arguments import checked
 from planner.cost.candidate import Candidate
-from planner.cost.communicators import with_overheads
 from planner.cost.kinds import everything_on, fastest_rank
 from planner.cost.layer_costs import LayerCosts
-from planner.cost.network.link import BUCKETS, bucket_bytes, buckets_of, ring_all_reduce_s
 from planner.cost.tensor import layer_costs_on
 from planner.cost.utilisation import utilisation
 from planner.errors import InputError, PlannerError
 from planner.formats.cluster import Cluster
 from planner.formats.files import Record
 from planner.formats.plan import Plan
-from planner.formats.plan_parts import OtherWay, short_config
+from planner.formats.plan_parts import OtherWay, short_config, why_whole
 from planner.formats.profile import Profile
 from planner.formats.shown import Shown
 from planner.options.solving import SolveOptions
-from planner.plan.blocks import blocks_of
 from planner.schedule.instructions import MICROBATCHES_PER_GPU
 from planner.schedule.one_stage import FLUSH, GPIPE
 from planner.schedule.schedule import Schedule
 from planner.solver.choose.baselines import equal_blocks, equal_time, recomputing
-from planner.solver.evaluate.evaluation import evaluate, priced
+from planner.solver.evaluate.evaluation import evaluate
 from planner.solver.find_plan import find_plan
 from planner.solver.problem.budget import LATER, Budget, Patience
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import Evaluation
+from planner.units import SLACK
 
 ONE_GPU, DATA_PARALLEL = "one GPU", "data parallel"
 EQUAL_STAGES = "equal stages"  # of equally many blocks
 BLOCK_STAGES = (2, 4, 8)  # pipelines of equal blocks, with replicas on the other GPUs, as users of Megatron choose them
 SYNCHRONOUS = "best synchronous plan"
 LEAST_S = 2.0  # that may be spent beside a search, however quick it was
-ZeroStage = Literal[2, 3]
 CHOSEN, SAME_CUT = "chosen plan", "gpipe, same cut"
 OWN = (CHOSEN, SAME_CUT)  # rows with stages that the planner chose
 SOLVING = 0.5  # share of the time left to search for the plan
@@ -227,12 +222,12 @@ def usual_ways(options: SolveOptions, layer_costs: LayerCosts, cluster: Cluster,
     yield alone
     # The published cost models know no sharding, and naive schedules no overlap.
     if gpus > 1 and schedule.pipelined and problem.simulates:
-        sharded = replace(replicated, options=replace(replicated.options, sharded=True))
-        yield _fitting(Way("ZeRO-1", problem, evaluate(problem, [sharded])))
-        zeros: dict[str, ZeroStage] = {"ZeRO-2": 2, "ZeRO-3, FSDP": 3}
-        for name, zero in zeros.items():
-            price = partial(sharded_data_parallel, zero=zero)
-            yield _fitting(Way(name, problem, price(problem, [replicated])), price)
+        for level, name in enumerate(("ZeRO-1", "ZeRO-2", "ZeRO-3, FSDP"), start=1):
+            sharded = replace(replicated, options=replace(replicated.options, level=level))
+            if level == 2 and schedule.asynchronous:  # as drained as any replicas of the whole model
+                problem = problem.with_schedule(FLUSH, -(-problem.microbatches // gpus) * gpus)
+            if level == 1 or why_whole(problem.schedule, problem.microbatches, [gpus], [1]) is None:
+                yield _fitting(Way(name, problem, evaluate(problem, [sharded])))
     many = options.microbatches if schedule.divides else None
     drained = replace(options, schedule=FLUSH, microbatches=many, depth="published", cost_model="resource")
     flushed = problem_of(drained, layer_costs, cluster, budget)
@@ -243,79 +238,13 @@ def usual_ways(options: SolveOptions, layer_costs: LayerCosts, cluster: Cluster,
             yield _fitting(Way(f"{count} {EQUAL_STAGES}", flushed, evaluate(flushed, stages)))
 
 
-def _fitting(way: Way, price: Callable[[Problem, Sequence[Candidate]], Evaluation] = evaluate) -> Way:
+def _fitting(way: Way) -> Way:
     """Return the way as it is, or with every block recomputing where it does not fit otherwise."""
     # The published cost models do not know what recomputation saves.
     if not way.over_memory_bytes or way.problem.rules.recompute == "never" or not way.problem.simulates:
         return way
     stages = recomputing(way.problem.layer_costs, way.plan.stages)
-    return Way(f"{way.name}, recomputing", way.problem, price(way.problem, stages))
-
-
-def sharded_data_parallel(problem: Problem, stages: Sequence[Candidate], zero: ZeroStage) -> Evaluation:
-    """Price data parallelism that divides its state over the GPUs: ZeRO (Rajbhandari et al. 2020), whose third is FSDP.
-
-    Every GPU computes the whole model. With r GPUs, k microbatches on each between two updates, W bytes of weights, G
-    of gradients, O of the optimizer's state (section 5, figure 1):
-
-        stage   each GPU keeps        and exchanges in an update
-        1       W + G + O/r           gradients once (reduce-scatter), weights once (all-gather)
-        2       W + (G + O)/r         gradients k times, because nobody keeps their sum; weights once
-        3       (W + G + O)/r         gradients k times, weights 2k times: before each forward and each backward
-
-    A reduce-scatter and an all-gather are the halves of a ring all-reduce, (r-1)/r of the bytes each (section 7). A GPU
-    holds besides, under stages 2 and 3, a bucket of gradients, and under stage 3 the weights of two blocks: one runs,
-    the next is on its way. Exchanges overlap with the computation beside them, except for the first part of the weights
-    or the last of the gradients, and for the weights after an update. Stage 1 is a stage of a plan like any other.
-
-    Args:
-        problem: of pricing plans under a schedule without chunks; it says how many microbatches are between updates.
-        stages: one stage of all layers, with two replicas or more, whose optimizer is not sharded.
-        zero: the stage of ZeRO, which says what is divided.
-    """
-    plain, (stage,) = priced(problem, stages), stages
-    gpus, profile, work = stage.replicas, problem.layer_costs.profile, problem.layer_costs.work(stage)
-    each = -(-problem.microbatches // gpus)  # microbatches on each GPU between two updates
-    link = problem.topology.stage_link(range(gpus)) if problem.placed else problem.link
-    sizes = [sum(layer.weight_bytes for layer in profile.layers[b.start : b.stop]) for b in blocks_of(profile)]
-    buckets = buckets_of(profile.layers)
-
-    def half_s(size_bytes: float) -> float:
-        return float(ring_all_reduce_s(size_bytes, gpus, link)) / 2
-
-    def backward_s(exchange_s: float) -> float:
-        """Return the seconds of a backward with an exchange beside it, part by part as gradients become complete."""
-        return buckets.reduced_s(exchange_s) if link.overlap else buckets.ready_s[-1] + exchange_s
-
-    forward_s = float(work.forward_s + work.recompute_s)
-    # Each GPU accumulates and updates its part alone.
-    own_s = (float(work.update_s) + (each - 1) * float(work.accumulate_s)) / gpus
-    gather_s, scatter_s = half_s(float(sum(sizes))), half_s(float(work.trainable_bytes))
-    if zero == 2:
-        gathers, seconds = 1, each * (forward_s + backward_s(scatter_s)) + own_s + gather_s
-    else:
-        # Weights arrive beside the forward, of which nothing can run before the first part.
-        gathered_s = max(forward_s + gather_s / BUCKETS, gather_s) if link.overlap else forward_s + gather_s
-        gathers, seconds = 2 * each, each * (gathered_s + backward_s(gather_s + scatter_s)) + own_s
-    sent_bytes = (gpus - 1) * (each * float(work.trainable_bytes) + gathers * sum(sizes))
-    per_update = 1 if problem.schedule.divides else gpus  # minibatches
-    whole = plain.price.memory[0]
-    bucket = bucket_bytes(whole.gradients_bytes)
-    held = {
-        "optimizer_bytes": -(-whole.optimizer_bytes // gpus),
-        "gradients_bytes": min(-(-whole.gradients_bytes // gpus) + bucket, whole.gradients_bytes),
-    }
-    if zero == 3:
-        two_blocks_bytes = max(map(sum, zip(sizes, [*sizes[1:], 0], strict=True)))
-        held["weights_bytes"] = min(-(-whole.weights_bytes // gpus) + two_blocks_bytes, whole.weights_bytes)
-    price = replace(
-        plain.price,
-        seconds_per_minibatch=seconds / per_update,
-        bottleneck=plain.price.bottleneck.model_copy(update={"busy_s": seconds / per_update}),
-        memory=with_overheads(problem.layer_costs, plain.stages, [whole.model_copy(update=held)], [0]),
-        communication_bytes=sent_bytes / per_update,
-    )
-    return Evaluation((replace(stage, options=replace(stage.options, sharded=True)),), price)
+    return Way(f"{way.name}, recomputing", way.problem, evaluate(way.problem, stages))
 
 
 def with_baselines(profile: Profile, plan: Plan, patience: Patience) -> Plan:
@@ -349,12 +278,14 @@ def with_synchronous(
         return plan.noting(f"there is no synchronous plan to compare it with: {error.message}")
     speed = plan.predicted.seconds_per_minibatch / plan.microbatches
     speed /= found.predicted.seconds_per_minibatch / found.microbatches
-    if not asked and plan.staleness and speed * LATER >= 1:
+    # Where replicas divide weights to save recomputation, that is what they would do under the other schedule, too.
+    worth = LATER if plan.staleness else (1 - SLACK) * (found.stages[0].level > 1)
+    if not asked and speed * worth >= 1:
+        late = f", whose gradients are up to {plan.staleness} updates late" if plan.staleness else ""
         times = "" if abs(speed - 1) < 0.005 else f"{speed:.2f} times "
         return found.noting(
             f"this plan under {found.schedule} is {times}as fast as the best under {plan.schedule}, "
-            f"{short_config(plan.config)}, whose gradients are up to {plan.staleness} updates late; for that one, "
-            f"solve with `schedule={plan.schedule}`"
+            f"{short_config(plan.config)}{late}; for that one, solve with `schedule={plan.schedule}`"
         )
     return plan.model_copy(update={"synchronous": described_plan(SYNCHRONOUS, found)})
 

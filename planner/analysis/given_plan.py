@@ -20,6 +20,7 @@ from planner.formats.cluster import Cluster
 from planner.formats.device_kinds import cluster_for
 from planner.formats.own_plan import OwnPlan, OwnStage
 from planner.formats.plan import Plan
+from planner.formats.plan_parts import why_whole
 from planner.formats.profile import Profile
 from planner.options.solving import SolveOptions
 from planner.plan.blocks import blocks_of
@@ -58,6 +59,11 @@ def priced_plan(
     if needed > cluster.gpus:
         message = f"the stages need {needed} GPUs, and the cluster has {cluster.gpus}"
         raise InputError(message, hint=f"give `gpus={needed}` or more")
+    if any(stage.options.level > 1 for stage in stages):
+        counts, setting = [stage.replicas for stage in stages], setting_of(options, layer_costs.profile, cluster)
+        degrees = [stage.options.tensor for stage in stages]
+        if whole := why_whole(setting.schedule, setting.microbatches, counts, degrees):
+            raise InputError(whole[0], hint=whole[1])
     budget = Budget.unlimited((patience or Patience()).deadline)
     # A plan that does not fit has a price, too.
     problem = problem_of(options, layer_costs, cluster.with_memory(lambda _: None), budget)
@@ -93,7 +99,7 @@ class GivenPlan:
         for stage, own in zip(plan.stages, of_groups(plan).stages, strict=True):
             layers = frozenset(layer_costs.position[name] for name in stage.layers)
             groups = (frozenset(layer_costs.position[name] for name in names) for names in stage.recompute_groups)
-            how = StageOptions(stage.replicas, stage.sharded, tuple(groups), tensor=stage.tensor)
+            how = StageOptions(stage.replicas, stage.level, tuple(groups), tensor=stage.tensor)
             stages.append(Candidate(before, layers, how, () if as_usual else own.ranks))
             before |= layers
         placed = with_kinds(layer_costs, stages, setting_of(options_of(plan), profile, plan.cluster))
@@ -241,7 +247,7 @@ def _candidates(layer_costs: LayerCosts, stages: Sequence[OwnStage]) -> list[Can
             message = f"no stage can end after layer '{profile.layers[layers.stop - 1].name}'"
             raise InputError(message, hint="the profile's `no_cut_after` keeps it in one stage with the next layer")
         again = _recomputing(layer_costs, layers, stage.recompute)
-        options = StageOptions(stage.replicas, stage.sharded, again, tensor=stage.tensor)
+        options = StageOptions(stage.replicas, stage.level, again, tensor=stage.tensor)
         found.append(Candidate(frozenset(range(layers.start)), frozenset(layers), options))
     return found
 

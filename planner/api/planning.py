@@ -180,8 +180,8 @@ def _own_plan(profile: Profile, cluster: Cluster, wanted: Stages, options: Price
     sharded = _chosen("shard_optimizer", options.shard_optimizer, len(stages))
     described = []
     for number, (stage, (count, degree)) in enumerate(zip(stages, replicas, strict=True)):
-        divides = count > 1 and number in sharded
-        how = {"replicas": count, "tensor": degree, "recompute": again.get(number, False), "sharded": divides}
+        divides = {"sharded": count > 1 and number in sharded, "sharding_level": int(sharded.get(number, 1))}
+        how = {"replicas": count, "tensor": degree, "recompute": again.get(number, False)} | divides
         described.append(stage.model_copy(update=how))
     own = OwnPlan(stages=tuple(described), schedule=schedule, chunks=options.chunks)
     return own.model_copy(update={"microbatches": options.microbatches})
@@ -224,7 +224,7 @@ def _chosen(name: str, given: Any, stages: int) -> dict[int, bool | int]:
     chosen: dict[int, bool | int] = {}
     for part in ["all"] if given is True else [] if given is False else _parts(given):
         which, colon, units = part.partition(":")
-        has_units = name == "recompute" and is_count(units) and int(units) > 0
+        has_units = is_count(units) and int(units) > 0 and (name == "recompute" or int(units) <= 3)
         if not (which == "all" or (is_count(which) and int(which) < stages)) or (colon and not has_units):
             what = f"`{name}={part}` names none of the stages, which count from 0 to {stages - 1}"
             raise InputError(what, hint=f"for example: `{name}=0,1`, or all")

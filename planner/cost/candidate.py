@@ -21,19 +21,24 @@ class StageOptions:
     """How a stage runs. `LayerCosts` says what that does to its time and memory."""
 
     replicas: int = 1  # workers that run the stage, each on its share of the units
-    # Two replicas or more divide the optimizer's state and its update (ZeRO-1, Rajbhandari et al. 2020, section 5).
-    sharded: bool = False
+    # What two replicas or more divide: nothing (0), the optimizer's state and its update (1: ZeRO-1, Rajbhandari et al.
+    # 2020, section 5), the gradients, too (2), the weights, too (3); see `planner.cost.fully_sharded`.
+    level: int = 0
     # Each group keeps only the values that enter it, and runs its forward again before its own backward.
     recompute: Groups = ()
     kind: DeviceKind | None = None  # of the devices, where the cluster has several; None for the profiled one
     tensor: int = 1  # ranks of a replica, which divide every layer between them (`planner.cost.tensor`)
 
     def __post_init__(self) -> None:
-        assert not self.sharded or self.replicas > 1
+        assert not self.level or self.replicas > 1
 
     @property
     def gpus(self) -> int:
         return self.replicas * self.tensor
+
+    @property
+    def sharded(self) -> bool:
+        return self.level > 0
 
     @property
     def shards(self) -> int:

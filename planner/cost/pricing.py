@@ -1,9 +1,11 @@
 """Price plans: layer costs, stages and setting go in; time, bottleneck, memory and bytes sent come out."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from planner.cost.candidate import Candidate
 from planner.cost.communicators import with_overheads
+from planner.cost.fully_sharded import fully_sharded
 from planner.cost.layer_costs import LayerCosts
 from planner.cost.models.asynchronous import AsynchronousModel, DoubleBufferedModel
 from planner.cost.models.cost_model import CostModel, StageModel, UnpricedPlan
@@ -46,6 +48,10 @@ def cost_model_of(setting: Setting) -> CostModel:
 
 
 def price(layer_costs: LayerCosts, stages: Sequence[Candidate], setting: Setting) -> Price:
+    if stages[0].options.level > 1:
+        (stage,) = stages
+        less = replace(stage, options=replace(stage.options, level=1))
+        return fully_sharded(layer_costs, stage, setting, price(layer_costs, [less], setting))
     plan, model, schedule = UnpricedPlan(layer_costs, stages, setting), cost_model_of(setting), setting.schedule
     time, held = model.time(plan), model.held(plan)
     memory = tuple(

@@ -33,6 +33,9 @@ def target_of(plan: Plan, system: str) -> Target:
             problem = f"{system} copies whole pipelines, so it has no form for '{plan.config}', whose stages have "
             problem += f"different numbers of {what}"
             raise PlanError(problem, hint="`plan train` runs it; `plan compare` prices straight pipelines")
+    if plan.stages[0].level > 1 and system != "torchtitan":
+        problem = f"{system} has no form for replicas that divide gradients or weights, as those of '{plan.config}' do"
+        raise PlanError(problem, hint="export with `system=torchtitan`, or solve with `shard_optimizer=never`")
     replicas, pipeline = plan.replicas[0], plan.workers // len(plan.stages[0].ranks)
     ranks = [rank for stage in plan.stages[:pipeline] for rank in stage.ranks]
     if ranks != list(range(len(ranks))):

@@ -95,7 +95,8 @@ def torchtitan_config(plan: Plan) -> str:
         *target.remarks,
         *model_remarks(plan, "torchtitan"),
     ]
-    if target.sharded:
+    level = plan.stages[0].level
+    if level == 1:
         said.append("torchtitan divides weights and gradients, too (FSDP), not the optimizer's state alone.")
     if any(stage.recompute for stage in plan.stages):
         said.append("Some stages recompute: set activation_checkpoint of the job.")
@@ -106,6 +107,8 @@ def torchtitan_config(plan: Plan) -> str:
         "data_parallel_replicate_degree": 1 if target.sharded else target.replicas,
         "data_parallel_shard_degree": target.replicas if target.sharded else 1,
     }
+    if level > 1:
+        fields["fsdp_reshard_after_forward"] = "always" if level == 3 else "never"
     if target.pipeline > 1:
         parts, divided = _modules(plan)
         if divided:

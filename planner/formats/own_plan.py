@@ -24,6 +24,7 @@ class OwnStage(Record):
     replicas: Annotated[int, Field(ge=1)] = 1
     tensor: Annotated[int, Field(ge=1)] = 1  # ranks of a replica, which divide every layer between them
     sharded: bool = False  # the replicas divide the optimizer's state
+    sharding_level: Annotated[int, Field(ge=1, le=3)] = 1  # where sharded: 2 the gradients as well, 3 the weights, too
     # Runs its forward again before each backward: true for the whole stage, a number for that many of its units, the
     # first ones, each by itself.
     recompute: bool | Annotated[int, Field(ge=1)] = False
@@ -35,6 +36,10 @@ class OwnStage(Record):
         if self.sharded and self.replicas == 1:
             raise ValueError("one replica has nobody to divide the optimizer's state with")
         return self
+
+    @property
+    def level(self) -> int:
+        return self.sharding_level if self.sharded else 0
 
 
 class OwnPlan(Record):

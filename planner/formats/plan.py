@@ -22,6 +22,7 @@ from planner.formats.plan_parts import (
     Stage,
     Transfer,
     config_of,
+    why_whole,
 )
 from planner.formats.profile import Autocast, Device, LossMean, MemoryFormat
 from planner.formats.shown import Shown
@@ -142,6 +143,10 @@ class Plan(Shown, GrownRecord):
             raise ValueError(f"schedule {schedule} has one microbatch per minibatch, not {microbatches}")
         if schedule.divides and schedule.asynchronous and microbatches < max(self.replicas):
             raise ValueError(f"schedule {schedule} needs a microbatch for every replica of {known}, not {microbatches}")
+        if max(stage.level for stage in self.stages) > 1 and (
+            whole := why_whole(schedule, microbatches, self.replicas, self.degrees)
+        ):
+            raise ValueError(whole[0])
         _check_ranks(self)
         layers = [name for stage in self.stages for name in stage.layers]
         if len(set(layers)) < len(layers):

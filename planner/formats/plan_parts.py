@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import chain, groupby, zip_longest
 from typing import Annotated, ClassVar, Literal
 
@@ -43,6 +44,24 @@ def short_config(config: str, longest: int = LONGEST_CONFIG) -> str:
         return shown
     tail = " ".join(word for word in (f"...-{parts[-1]}", chunks, f"({len(parts)} stages)") if word)
     return once[: once.rindex("-", 0, longest - len(tail)) + 1] + tail
+
+
+def why_whole(
+    schedule: Schedule, microbatches: int, replicas: Sequence[int], degrees: Sequence[int]
+) -> tuple[str, str] | None:
+    """Return why replicas of these stages cannot divide gradients and weights, with a hint; None if they can."""
+    problem = None
+    if len(replicas) > 1 or degrees[0] > 1 or replicas[0] == 1:
+        problem = "only replicas of the whole model divide gradients or weights", "give one stage of several replicas"
+    elif not schedule.divides or schedule.asynchronous or schedule.chunked:
+        problem = f"replicas do not divide gradients or weights under {schedule}", "use `schedule=1f1b-flush`"
+    elif microbatches % replicas[0]:
+        each = -(-microbatches // replicas[0])
+        problem = (
+            f"{replicas[0]} replicas that divide gradients or weights cannot share {microbatches} microbatches equally",
+            f"give `microbatches={each * replicas[0]}`",
+        )
+    return problem
 
 
 def _schedule(value: object) -> Schedule:
@@ -92,6 +111,7 @@ class Stage(GrownRecord):
     tensor: Annotated[int, Field(ge=1)] = 1  # ranks of a replica, which divide every layer between them
     in_flight: Annotated[int, Field(ge=1)]  # minibatches (microbatches) in flight per replica, at most
     sharded: bool = False  # the replicas divide the optimizer's state, and each updates its part
+    sharding_level: Annotated[int, Field(ge=1, le=3)] = 1  # where sharded: 2 the gradients as well, 3 the weights, too
     # Groups of layers that keep only the values which enter them, and run their forward again before their own
     # backward; true: the whole stage is one group.
     recompute: bool | tuple[tuple[str, ...], ...] = False
@@ -104,11 +124,18 @@ class Stage(GrownRecord):
     ready_shares: tuple[Annotated[float, Field(ge=0)], ...] = ()  # of their bytes in each part; equal ones if empty
     memory: StageMemory
 
-    later_fields: ClassVar[frozenset[str]] = frozenset({"sharded", "recompute_s", "ready_shares", "tensor"})
+    later_fields: ClassVar[frozenset[str]] = frozenset(
+        {"sharded", "sharding_level", "recompute_s", "ready_shares", "tensor"}
+    )
 
     @property
     def replicas(self) -> int:
         return len(self.ranks) // self.tensor
+
+    @property
+    def level(self) -> int:
+        """What the replicas divide, as `planner.cost.candidate.StageOptions` numbers it; 0 for nothing."""
+        return self.sharding_level if self.sharded else 0
 
     @property
     def recomputes(self) -> bool:

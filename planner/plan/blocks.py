@@ -2,7 +2,7 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from statistics import median
 
@@ -14,15 +14,28 @@ BLOCK = re.compile(r"(?:.*?\.)?\d+(?=\.|$)")
 
 def blocks_of(profile: Profile) -> list[range]:
     """Divide the layers into the elements of the model's lists of modules; others belong to the block before."""
-    keys = _block_names(profile.layers)
+    return _blocks([layer.name for layer in profile.layers])
+
+
+def units_of_stage(layers: Sequence[str], recompute: Iterable[Sequence[str]]) -> list[tuple[str, ...]]:
+    """Divide a stage's layers, by name, into groups that recompute together, and the blocks between these."""
+    block_of: dict[str, object] = {
+        name: number for number, block in enumerate(_blocks(layers)) for name in layers[block.start : block.stop]
+    }
+    block_of |= {name: tuple(group) for group in recompute for name in group}
+    return [tuple(unit) for _, unit in groupby(layers, key=block_of.__getitem__)]
+
+
+def _blocks(layers: Sequence[str]) -> list[range]:
+    keys = _block_names(layers)
     before = next((key for key in keys if key is not None), None)
     for position, key in enumerate(keys):
         before = keys[position] = key or before
     return [block for _, block in _runs(keys)]
 
 
-def _block_names(layers: Sequence[Layer]) -> list[str | None]:
-    matches = [BLOCK.match(layer.name) for layer in layers]
+def _block_names(layers: Sequence[str]) -> list[str | None]:
+    matches = [BLOCK.match(name) for name in layers]
     return [None if match is None else match[0] for match in matches]
 
 
@@ -49,7 +62,7 @@ def repeated_blocks(profile: Profile) -> list[range]:
     """Return the positions of the layers of each block; none for a model that is not mostly repeated blocks."""
     if not profile.trainable:  # other orders of an imported graph are cuts as well
         return []
-    keys, before = _block_names(profile.layers), None
+    keys, before = _block_names([layer.name for layer in profile.layers]), None
     for position, key in enumerate(keys):
         # A layer that belongs to no module, such as an addition, is in the block around it.
         following = next((each for each in keys[position:] if each is not None), None)

@@ -150,12 +150,14 @@ def costs_of(plan: Plan, accumulate: int = 1) -> PipelineCosts:
         weights = {(shared.stages[1], name) for name in shared.weights}
         received_bytes[shared.stages[1]] += 0 if weights <= seen else shared.gradient_bytes
         seen |= weights
-    same = ("forward_s", "backward_s", "update_s", "accumulate_s", "ready_s", "ready_shares", "late_s", "sharded")
+    same = ("forward_s", "backward_s", "update_s", "accumulate_s", "ready_s", "ready_shares", "late_s")
     stages = [
         StageCosts(
             **{name: getattr(stage, name) for name in same},
             recompute_s=stage.again_s,
-            gradient_bytes=stage.memory.gradients_bytes - received_bytes[number],
+            # At the higher levels all exchanges are in the seconds.
+            gradient_bytes=0 if stage.level > 1 else stage.memory.gradients_bytes - received_bytes[number],
+            sharded=stage.level == 1,
         )
         for number, stage in enumerate(plan.stages)
     ]

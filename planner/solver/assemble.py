@@ -10,7 +10,6 @@ import numpy as np
 from planner.cost.candidate import Candidate, whole_stage
 from planner.cost.communicators import with_overheads
 from planner.cost.kinds import everything_on, fastest_rank
-from planner.cost.layer_costs import LayerCosts
 from planner.cost.network.link import backward_and_reduce_s, buckets_of, ring_all_reduce_s
 from planner.cost.utilisation import utilisation
 from planner.cost.weight_copies import price_with_copies
@@ -70,7 +69,7 @@ def assemble(problem: Problem, best: Evaluation, report: SolverReport = GIVEN) -
         microbatch_size=profile.microbatch_size,
         loss=profile.loss,
         microbatches=problem.microbatches,
-        stages=tuple(_stages(layer_costs, best)),
+        stages=tuple(_stages(problem, best)),
         transfers=transfers(layer_costs, stages),
         shared=shared_between(layer_costs, stages),
         predicted=_predict(problem, best),
@@ -79,10 +78,13 @@ def assemble(problem: Problem, best: Evaluation, report: SolverReport = GIVEN) -
     )
 
 
-def _stages(layer_costs: LayerCosts, best: Evaluation) -> Iterator[Stage]:
+def _stages(problem: Problem, best: Evaluation) -> Iterator[Stage]:
+    layer_costs = problem.layer_costs
     names = [layer.name for layer in layer_costs.profile.layers]
     ranks = on_ranks(best.ranks, [stage.options.tensor for stage in best.stages])
-    for number, (stage, costs) in enumerate(zip(best.stages, stage_costs(layer_costs, best.stages), strict=True)):
+    for number, (stage, costs) in enumerate(
+        zip(best.stages, stage_costs(layer_costs, best.stages, problem.setting), strict=True)
+    ):
         groups = stage.options.recompute
         whole = groups in ((), whole_stage(stage.layers))
         named = tuple(tuple(names[index] for index in sorted(group)) for group in groups)
@@ -92,6 +94,7 @@ def _stages(layer_costs: LayerCosts, best: Evaluation) -> Iterator[Stage]:
             tensor=stage.options.tensor,
             in_flight=best.price.in_flight[number],
             sharded=stage.options.sharded,
+            sharding_level=max(1, stage.options.level),
             recompute=bool(groups) if whole else named,
             recompute_s=None if whole else costs.recompute_s,
             forward_s=costs.forward_s,

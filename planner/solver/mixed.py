@@ -78,10 +78,10 @@ def _simple(problem: Problem, kinds: Sequence[tuple[int, ...]]) -> Iterator[Eval
     most = problem.microbatches if problem.schedule.divides else gpus if problem.schedule.pipelined else 1
     for ranks in {tuple(range(gpus)), *kinds, *(own[:1] for own in kinds)}:
         stage = everything_on(problem.layer_costs, problem.cluster, sorted(ranks)[:most])
-        sharded = problem.rules.shard_optimizer == "always" and stage.replicas > 1
-        stage = replace(stage, options=replace(stage.options, sharded=sharded))
-        if (plan := leaner.lean_enough([stage])) is not None:
-            yield plan
+        for level in problem.levels if stage.replicas > 1 else (0,):
+            sharded = replace(stage, options=replace(stage.options, level=level))
+            if (plan := leaner.lean_enough([sharded])) is not None:
+                yield plan
 
 
 def _along_lines(problem: Problem, kinds: Sequence[tuple[int, ...]], known: Sequence[Evaluation]) -> list[Evaluation]:

@@ -39,6 +39,7 @@ def same_as(plan: Plan) -> OwnPlan:
             layers=s.layers,
             replicas=s.replicas,
             sharded=s.sharded,
+            sharding_level=s.sharding_level,
             recompute=s.recompute if isinstance(s.recompute, bool) else len(s.recompute),
         )
         for s in plan.stages
@@ -62,17 +63,22 @@ def test_the_solvers_stages_have_the_solvers_price(schedule: str, model: str, cl
     assert own.model_dump(exclude=left_out) == solved.model_dump(exclude=left_out)
 
 
-@pytest.mark.parametrize(("memory_bytes", "config"), [(1300, "1-1-1-1"), (1450, "1-1-1-1"), (2050, "2-2"), (2500, "4")])
-def test_what_memory_demands_has_the_solvers_price(memory_bytes: int, config: str) -> None:
-    """Eight equal blocks: with less and less memory the state is divided, then units recompute, then whole stages."""
+@pytest.mark.parametrize(
+    ("memory_bytes", "config", "level", "recomputes"),
+    [(1300, "1-1-1-1", 0, True), (1450, "4", 3, True), (2050, "4", 3, False), (3000, "4", 1, False)],
+)
+def test_what_memory_demands_has_the_solvers_price(
+    memory_bytes: int, config: str, level: int, recomputes: bool
+) -> None:
+    """Eight equal blocks: with less memory the state is divided, then all is, then units recompute, then stages."""
     layers = [layer(f"h.{n}", 1, 2, output_bytes=10, weight_bytes=100, update_s=0.5, saved_bytes=100) for n in range(8)]
     model = profile(*(each.model_copy(update={"optimizer_bytes": 200}) for each in layers))
     model = model.model_copy(update={"optimizer_elementwise": True})
     cluster = flat_cluster(4, 1e4, memory_bytes)
     solved = solve(model, cluster, schedule="1f1b-flush", microbatches=8, depth="published")
     assert solved.config == config
-    assert any(stage.recomputes for stage in solved.stages) == (memory_bytes != 2050)
-    assert any(stage.sharded for stage in solved.stages) == (memory_bytes > 2000)
+    assert {stage.level for stage in solved.stages} == {level}
+    assert any(stage.recomputes for stage in solved.stages) == recomputes
     own = price(model, cluster, same_as(solved))
     assert own.stages == solved.stages
     assert own.predicted.seconds_per_minibatch == pytest.approx(solved.predicted.seconds_per_minibatch, rel=1e-12)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from planner.analysis.compare import ZeroStage, compare, sharded_data_parallel, usual_ways
+from planner.analysis.compare import compare, usual_ways
 from planner.analysis.given_plan import problem_of
 from planner.cost.candidate import Candidate, candidates
 from planner.cost.layer_costs import LayerCosts
@@ -41,9 +41,13 @@ def everywhere(gpus: int) -> list[Candidate]:
     return candidates([range(len(LAYERS))], [gpus])
 
 
-def zero(stage: ZeroStage, microbatches: int) -> Evaluation:
-    asked = problem(microbatches)
-    return sharded_data_parallel(asked, everywhere(GPUS), stage)
+def zero(level: int, microbatches: int) -> Evaluation:
+    return at_level(problem(microbatches), level)
+
+
+def at_level(asked: Problem, level: int) -> Evaluation:
+    (stage,) = everywhere(GPUS)
+    return priced(asked, [replace(stage, options=replace(stage.options, level=level))])
 
 
 def plain(microbatches: int) -> Evaluation:
@@ -67,10 +71,11 @@ def test_gradients_and_weights_move_for_every_microbatch() -> None:
 def test_each_gpu_holds_its_share_of_the_state() -> None:
     whole, second, third = (each.price.memory[0] for each in (plain(GPUS), zero(2, GPUS), zero(3, GPUS)))
     assert second.optimizer_bytes == third.optimizer_bytes == whole.optimizer_bytes // GPUS
-    assert second.weights_bytes == whole.weights_bytes == SIZE
-    assert third.weights_bytes == SIZE // GPUS + 2 * SIZE // 8  # two blocks
-    bucket = 25 * 10**6
-    assert second.gradients_bytes == third.gradients_bytes == whole.gradients_bytes // GPUS + bucket
+    # Of `fully_shard`, which keeps the parts beside the gathered weights: of all blocks, or of two.
+    assert second.weights_bytes == SIZE // GPUS + SIZE
+    assert third.weights_bytes == SIZE // GPUS + 2 * SIZE // 8
+    # A block's gradients, and what sends them.
+    assert second.gradients_bytes == third.gradients_bytes == whole.gradients_bytes // GPUS + 2 * SIZE // 8
     assert second.activations_bytes == third.activations_bytes == whole.activations_bytes
 
 
@@ -86,7 +91,7 @@ def test_times_by_hand() -> None:
 
 def test_without_overlap_all_exchanges_are_waited_for() -> None:
     asked = problem(GPUS, flat_cluster(GPUS, 1e8, overlap=False))
-    found = sharded_data_parallel(asked, everywhere(GPUS), 3)
+    found = at_level(asked, 3)
     assert found.seconds == pytest.approx(24 + 3 * 3 + 1)
 
 
@@ -94,7 +99,7 @@ def test_stage_2_of_one_microbatch_is_a_stage_whose_optimizer_is_sharded() -> No
     """It sends and waits for the same; the cost of such stages is an independent program."""
     asked = problem(GPUS)
     (stage,) = everywhere(GPUS)
-    sharded = priced(asked, [replace(stage, options=replace(stage.options, sharded=True))])
+    sharded = priced(asked, [replace(stage, options=replace(stage.options, level=1))])
     assert zero(2, GPUS).seconds == pytest.approx(sharded.seconds, rel=0.02)
 
 

@@ -115,9 +115,11 @@ def in_groups(plan: Plan, *degrees: int) -> Plan:
     return plan.model_copy(update={"stages": tuple(stages), "cluster": cluster, "config": config})
 
 
-def sharded(plan: Plan) -> Plan:
-    """The plan whose replicated stages divide the optimizer over their replicas."""
-    stages = [stage.model_copy(update={"sharded": stage.replicas > 1}) for stage in plan.stages]
+def sharded(plan: Plan, level: int = 1) -> Plan:
+    """The plan whose replicated stages divide the optimizer, or more, over their replicas."""
+    stages = [
+        stage.model_copy(update={"sharded": stage.replicas > 1, "sharding_level": level}) for stage in plan.stages
+    ]
     return plan.model_copy(update={"stages": tuple(stages)})
 
 

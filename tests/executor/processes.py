@@ -91,10 +91,10 @@ def _run(paths: Sequence[str]) -> None:
     joined = False
     for path in paths:
         job = Job.model_validate_json(Path(path).read_text("utf-8"))
-        context = pipeline_context(job, load_model_file(job.model), CPU)
         if not joined:
             join_group()
             joined = True
+        context = pipeline_context(job, load_model_file(job.model), CPU)
         result = train(context)
         if result is not None:
             Path(f"{path}.result").write_text(result.model_dump_json(), encoding="utf-8")

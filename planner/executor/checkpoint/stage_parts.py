@@ -30,7 +30,7 @@ from planner.executor.checkpoint.optimizer_state import (
 from planner.executor.checkpoint.tensor_file import copy_of, each_tensor, opened, write_tensors
 from planner.executor.communication.sharding import Sharding
 from planner.executor.stage.optimizer import LossScaler
-from planner.model.tensor.division import divided_weights, whole_state
+from planner.model.tensor.division import divided_weights, is_divided, own_memory, own_rows, whole_state
 
 SAME_MODEL = "is it a checkpoint of this model?"
 
@@ -60,7 +60,7 @@ def content_of(own: Restorable) -> Content | None:
     The first replica saves the parameters; each has its own buffers, and maybe its part of the optimizer's state.
     """
     first = own.replica == 0
-    weights = whole_state(own.module) if first else own.module.state_dict()
+    weights = whole_state(own.module, kept=first)
     if not first:
         for name, _ in own.module.named_parameters(remove_duplicate=False):
             del weights[name]
@@ -141,7 +141,9 @@ def fill_module(own: Restorable, saved: SavedCheckpoint) -> None:
                 there, here = f"{value.dtype} {tuple(value.shape)}", f"{tensor.dtype} {tuple(shape)}"
                 problem = f"'{name}' is {there} in the checkpoint '{saved.path}', and {here} in the model"
                 raise InputError(problem, hint=SAME_MODEL)
-            tensor.copy_(division.part(name, value))
+            if is_divided(tensor):
+                value = value[own_rows(tensor)]
+            own_memory(tensor).copy_(division.part(name, value))
             missing.remove(name)
     if missing:
         raise InputError(f"the checkpoint '{saved.path}' has no '{min(missing)}', which the model has", hint=SAME_MODEL)

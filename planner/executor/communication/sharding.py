@@ -4,8 +4,9 @@ Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
 the last backward of a round, gradients are added up where they are needed alone (a reduce-scatter); each replica steps
 its own part; then all get the others' weights (an all-gather). Together that is what an all-reduce sends.
 
-What the optimizer must see whole has one owner: see `planner.model.elementwise`. PyTorch's ZeroRedundancyOptimizer and
-fully_shard leave no room for several weight versions or for units in flight.
+What the optimizer must see whole has one owner: see `planner.model.elementwise`. PyTorch's ZeroRedundancyOptimizer
+leaves no room for several weight versions or for units in flight, nor does `fully_shard`, which a single stage has at
+level 2 or 3: see `planner.executor.communication.fully_sharded`.
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ def divided(state: Mapping[str, Any], shard: Shard) -> dict[str, Any]:
         return found
     for key, value in state.items():
         if isinstance(value, Tensor) and value.shape == shard.parameter.shape:
-            found[key] = shard.cut_from(value).clone()
+            found[key] = shard.cut_from(value).to(shard.stepped.device, copy=True)
         elif isinstance(value, Tensor) and value.numel() != 1:
             raise ModelFileError(
                 f"the optimizer keeps for a parameter of shape {tuple(shard.parameter.shape)} a tensor '{key}' of "
@@ -295,23 +296,32 @@ class Sharding:
         self._divided = apart + of_shared
         self.buckets = [*apart, *map(WholeBucket, chunks(self._shared))]
         self.shards = {shard.parameter: shard for bucket in self._divided for shard in bucket.shards.values()}
+        self.step_shards(optimizer, {})
+
+    def step_shards(self, optimizer: Optimizer, now: Mapping[nn.Parameter, nn.Parameter]) -> None:
+        """Let `optimizer` step the shards of its parameters, or of what is `now` in their place."""
         for group in optimizer.param_groups:
-            self.groups.append(list(group["params"]))
-            own = [index for index, parameter in enumerate(group["params"]) if parameter in self.shards]
-            for key in {"params", "param_names"}.intersection(group):
-                group[key] = [group[key][index] for index in own]
-            group["params"] = [self.shards[parameter].stepped for parameter in group["params"]]
-        # Adagrad has state before its first step.
-        before = [(parameter, optimizer.state.pop(parameter, None)) for group in self.groups for parameter in group]
-        for parameter, state in before:
-            if state and parameter in self.shards:
-                optimizer.state[self.shards[parameter].stepped] = divided(state, self.shards[parameter])
+            before: list[nn.Parameter] = group["params"]
+            self.groups.append(wholes := [now.get(parameter, parameter) for parameter in before])
+            own = [index for index, parameter in enumerate(wholes) if parameter in self.shards]
+            if "param_names" in group:
+                group["param_names"] = [group["param_names"][index] for index in own]
+            group["params"] = [self.shards[wholes[index]].stepped for index in own]
+            for parameter, whole in zip(before, wholes, strict=True):  # Adagrad has state before its first step
+                if (state := optimizer.state.pop(parameter, None)) and whole in self.shards:
+                    optimizer.state[self.shards[whole].stepped] = divided(state, self.shards[whole])
 
     def connect(self, group: dist.ProcessGroup) -> None:
         self._group = group
         exchange = (_Direct if dist.get_backend(group) == GLOO else Exchange)(group)
         for bucket in self._divided:
             bucket.exchange = exchange
+
+    def begin_backward(self, *, last: bool) -> None:
+        """Prepare for a backward, which may be the `last` one before an update."""
+
+    def part_with_weights(self) -> None:
+        """Leave no weights gathered, as forwards without a backward may."""
 
     def sum(self, value: Tensor) -> Tensor:
         """Return the sum of all replicas' `value`, a number."""

@@ -11,8 +11,10 @@ from itertools import product
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from planner.errors import PlanError
 from planner.executor.communication.control import message_timeout
 from planner.executor.communication.sharding import Sharding
 from planner.executor.communication.shared_gradients import SharedGradients
@@ -135,7 +137,7 @@ class PipelineContext:
             batch = self.spec.example_batch(size)
             held = [batch.pinned(compute) for _ in range(copies)]  # the allocator of pinned memory keeps it, too
             del held
-        if self.tensor is not None:  # others were run before; ranks of a group can only run together
+        if self.tensor is not None or self.plan.stages[0].level > 1:  # others were run before; these run together
             self.run_once((stage.module for stage in self.stages.values()), self.sizes)
         if self.evaluation is not None:
             with torch.no_grad():
@@ -187,7 +189,7 @@ def pipeline_context(
     job: Job, spec: TrainingSpec, place: Place, heartbeat: Heartbeat | None = None, data: BatchSource | None = None
 ) -> PipelineContext:
     """Build this worker's stages, with their optimizers and data; `data` replaces the model file's dataset."""
-    rank, options = int(os.environ["RANK"]), job.options
+    rank, options, heartbeat = int(os.environ["RANK"]), job.options, heartbeat or Heartbeat()
     numbers = [number for number, stage in enumerate(job.plan.stages) if rank in stage.ranks]
     tensor = tensor_group(job.plan, rank)
     built = build_modules(job, numbers, spec, place.compute.type, tensor)
@@ -198,7 +200,12 @@ def pipeline_context(
     gc.collect()
     modules = built.training
     transfers = transferred(plan, modules)
-    for module in modules.values():
+    groups, everywhere = DataGroups(place, message_timeout(job.run_options.hang_timeout_s)), None
+    if plan.stages[0].level > 1:  # the stage moves when it is divided, unit by unit
+        heartbeat.enter("waiting for the others to build their models", meeting=True)
+        await_all("models")
+        everywhere = groups.for_collectives(None)
+    for module in modules.values() if everywhere is None else ():
         module.to(place.compute)
     return_free_pages()  # of the model: workers keep what they free for the next step otherwise
 
@@ -227,7 +234,9 @@ def pipeline_context(
             learning_rate_factor=together / (1 + options.late_lr * shape.late(number)),
             clip_grad_norm=options.clip_grad_norm,
             scale_loss=job.scales_loss,
-            sharding=sharding_of(plan.stages[number], module, shared, rank, place.wire),
+            sharding=sharding_of(plan.stages[number], module, shared, rank, place.wire)
+            if everywhere is None
+            else full_sharding(module, plan.stages[number].level, everywhere, place),
         )
         held[number] = HeldStage(number, module, optimizer, shared)
     minibatches = data.minibatches(job.steps, job.epochs)
@@ -238,10 +247,10 @@ def pipeline_context(
         spec=spec,
         place=place,
         rank=rank,
-        heartbeat=heartbeat or Heartbeat(),
+        heartbeat=heartbeat,
         data=data,
         minibatches=minibatches,
-        groups=DataGroups(place, message_timeout(job.run_options.hang_timeout_s)),
+        groups=groups,
         shape=shape,
         tensor=tensor,
         start=start,
@@ -250,7 +259,8 @@ def pipeline_context(
         evaluation=built.evaluation,
         deferred=built.deferred,
     )
-    if (plan.compiled or runtime_of(place.compute).asynchronous) and tensor is None:  # ranks of a group run together
+    alone = tensor is None and everywhere is None  # others run together
+    if (plan.compiled or runtime_of(place.compute).asynchronous) and alone:
         # A worker that compiles in the middle of a run looks as if it hung. On a GPU kernels and the handles of
         # libraries are loaded at their first use, which may wait for the whole device.
         context.heartbeat.enter("compiling its stages" if plan.compiled else "warming its stages up")
@@ -270,3 +280,14 @@ def sharding_of(
     # In the order of the process group, which torch sorts by rank: the plan's may be another.
     member = sorted(stage.ranks).index(rank), stage.replicas
     return Sharding(trained, member, shared.parameters.values(), wire)
+
+
+def full_sharding(module: StageModule, level: int, replicas: dist.ProcessGroup, place: Place) -> Sharding:
+    """Return a worker's share of a stage of level 2 or 3; raise PlanError where replicas cannot exchange weights."""
+    # DTensor takes a second to import.
+    from planner.executor.communication.fully_sharded import FullSharding
+
+    if place.wire.type != place.compute.type:
+        problem = f"replicas that divide weights exchange them on the {place.compute.type}, not over {place.backend}"
+        raise PlanError(problem, hint="leave out `backend`, with a GPU for each worker; or solve without such stages")
+    return FullSharding(module, level, replicas, place.compute)

@@ -155,9 +155,21 @@ class Evaluator:
                     case SendActivation(stage=stage, peer_stage=target):
                         names = [spec.name for spec in self._stages.transfers[stage, target]]
                         links.send(instruction, {name: values[name] for name in names})
+        self._even_out(sum(isinstance(each, Forward) for each in stream()))
         links.drain()
         links.follow(())  # training needs the memory of the buffers that are left
         return self._merge(minibatch, totals)
+
+    def _even_out(self, ran: int) -> None:
+        """Run as many batches as the replica with most of them, where all gather the weights for each."""
+        sharding = self._context.stages[0].optimizer.sharding if self._context.plan.stages[0].level > 1 else None
+        if sharding is None:
+            return
+        compute = self._context.place.compute
+        with torch.no_grad(), runtime_of(compute).random_state_kept(compute):
+            for _ in range(-(-len(self._data.sizes) // self._shape.replicas[0]) - ran):
+                self._stages.modules[0](self._data.batch(Unit(0)).to(compute), {})
+        sharding.part_with_weights()
 
     def _sums(self, unit: Unit, batch: Batch | None, loss: Tensor, known: Mapping[str, Tensor]) -> dict[str, Any]:
         """Return the loss of a batch and the metrics, each times what it is a mean over, and the loss' weight."""

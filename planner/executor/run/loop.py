@@ -11,6 +11,7 @@ from itertools import chain, islice
 from pathlib import Path
 
 import torch.distributed as dist
+from torch import Tensor
 
 from planner.executor.checkpoint.checkpointer import Checkpointer, DataPosition
 from planner.executor.checkpoint.stage_parts import Restorable
@@ -208,7 +209,11 @@ def make_checkpointer(context: PipelineContext, options: CheckpointOptions, per_
 
 def save_weights(context: PipelineContext, path: Path) -> None:
     """Gather the whole model's weights on rank 0 and write them; all workers call it."""
-    mine = [stage.module for number, stage in context.stages.items() if context.is_first_replica(number)]
-    state = {name: tensor for module in mine for name, tensor in whole_state(module).items()}
+    state = dict[str, Tensor]()
+    for number, stage in context.stages.items():
+        first = context.is_first_replica(number)
+        if first or context.plan.stages[number].level > 1:  # of which all replicas have parts
+            found = whole_state(stage.module, kept=first)
+            state |= found if first else {}
     context.heartbeat.enter("writing the weights", meeting=True)
     save_gathered(state if context.leads_tensor_group else {}, path)

@@ -37,6 +37,7 @@ from planner.formats.plan import Plan
 from planner.model.batch import make_batch
 from planner.model.loss import shares_function
 from planner.model.spec import TrainingSpec
+from planner.model.tensor.division import whole_state
 from planner.options.training import CheckpointOptions, TrainingOptions
 from planner.workers.job import Evaluation, Job
 from planner.workers.meeting import started_as_worker
@@ -184,9 +185,14 @@ class Pipeline:
         return self._losses.newest
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the newest weights of this worker's stages, by their names in the unsplit model; drain first."""
+        """Return the newest weights of this worker's stages, by their names in the unsplit model; drain first.
+
+        Replicas that divide their weights all call it.
+        """
         modules = (stage.module for stage in self._context.stages.values())
-        return {name: tensor for module in modules for name, tensor in module.state_dict().items()}
+        full = self.plan.stages[0].level > 1
+        states = (whole_state(module) if full else module.state_dict() for module in modules)
+        return {name: tensor for state in states for name, tensor in state.items()}
 
     @property
     def losses(self) -> dict[int, float]:

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -58,6 +59,10 @@ class StageReplica:
             self._averager = GradientAverager(whole if sharding is None else sharding.buckets, replicas)
             if sharding is not None:
                 sharding.connect(replicas)
+        self._sharding = sharding
+        # Whether replicas must run equally often: those of DistributedDataParallel, and those that gather weights. One
+        # without samples then runs another microbatch, which counts for nothing.
+        self._together = self._ddp is not None or context.plan.stages[stage.number].level > 1
         self._recomputes = context.plan.stages[stage.number].recomputes
         # Replicas have equal gradients, or each a part of them.
         self._counts_in_norm = context.is_first_replica(stage.number) or sharding is not None
@@ -75,15 +80,14 @@ class StageReplica:
         """Run the layers on `unit`, with a `version` of the weights or the newest, and keep what its backward needs."""
         record, device, run = self._units[unit], self._context.place.compute, self._ddp or self.module
         if self._ddp is not None:
-            # As no_sync() does: the forward says whether its backward all-reduces. That needs one of every replica, so
-            # one without samples runs the first microbatch, which then counts for nothing.
+            # As no_sync() does: the forward says whether its backward all-reduces.
             own = self._context.shape.units_of(self.index, self._context.rank, unit.minibatch)
             self._ddp.require_backward_grad_sync = unit == own[-1]
-        elif self._data.size(unit) == 0:
+        if self._data.size(unit) == 0 and not self._together:
             for spec in self.module.sent:
                 record.outputs[spec.name] = torch.zeros(spec.shape(0), dtype=spec.dtype, device=device)
             return
-        taken = unit if self._data.size(unit) else Unit(unit.minibatch)
+        taken = self._counting(unit) if self._together else unit
         batch = self._data.batch(taken).to(device) if self.module.needs_batch else None
         self._statistics.begin(unit.minibatch)
         # Updates of a stage without trained parameters make no versions.
@@ -114,7 +118,7 @@ class StageReplica:
             split: leave the gradients of the weights to `backward_weight`.
         """
         record = self._units[unit]
-        if self._data.size(unit) == 0 and self._ddp is None:
+        if self._data.size(unit) == 0 and not self._together:
             self._forget_if_done(unit, record)
             return None
         with self.versions.restored(unit):
@@ -131,6 +135,8 @@ class StageReplica:
                 gradients.insert(0, None)
             if self._averager is not None and last_of_round:
                 self._averager.begin()
+            if self._sharding is not None:
+                self._sharding.begin_backward(last=last_of_round)
             wanted = [value for value in record.received.values() if value.requires_grad]
             # With recomputation the backward is whole: a second part would keep all activations for longer.
             if roots and split and wanted and not self._recomputes:
@@ -141,7 +147,8 @@ class StageReplica:
         record.gradients.clear()
         record.loss = None
         self._forget_if_done(unit, record)
-        return None if loss is None or not self._context.leads_tensor_group else loss.detach()
+        empty = self._data.size(unit) == 0 and self._ddp is None
+        return None if loss is None or empty or not self._context.leads_tensor_group else loss.detach()
 
     def backward_weight(self, unit: Unit, *, last_of_round: bool) -> None:
         """Run the part of a backward that `split` left."""
@@ -188,11 +195,19 @@ class StageReplica:
         self._statistics.commit(round_)
 
     def _weighted(self, unit: Unit, loss: Tensor) -> Tensor:
-        share = self._data.share(unit) if self._data.size(unit) else 0.0
+        share = self._share(unit)
         # Nothing counts in it: a mean over nothing is not a number, and has no backward.
-        if not share and self._ddp is None:
+        if not share and not self._together:
             return torch.zeros_like(loss.detach())
         return loss if share == 1.0 else loss * share
+
+    def _share(self, unit: Unit) -> float:
+        return self._data.share(unit) if self._data.size(unit) else 0.0
+
+    def _counting(self, unit: Unit) -> Unit:
+        """Return the unit, or the first one of its minibatch that counts where it does not."""
+        others = (Unit(unit.minibatch, number) for number in range(self._data.parts(unit.minibatch)))
+        return next((each for each in chain([unit], others) if self._share(each)), unit)
 
     def _with_gradient(self, source: int, target: int) -> list[str]:
         return [spec.name for spec in self._transfers[source, target] if spec.requires_grad]

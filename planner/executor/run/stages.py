@@ -32,6 +32,7 @@ from planner.model.stage.parts import Variant
 from planner.model.stage.stage import StageModule, build_stage
 from planner.model.tensor.division import UNDIVIDED, division_of, keep_parts
 from planner.model.tensor.parallel_plan import tensor_parallel_plan
+from planner.plan.blocks import units_of_stage
 from planner.plan.shared_weights import obstacle, shared_weights
 from planner.workers.job import Job
 
@@ -170,6 +171,11 @@ def tensor_group(plan: Plan, rank: int) -> TensorGroup | None:
 
 def check_divided(plan: Plan) -> None:
     """Check that the executor can divide layers as a plan says; raise PlanError when it cannot."""
+    if plan.stages[0].level > 1 and (what := "compiled" if plan.compiled else plan.memory_format):
+        raise PlanError(
+            f"the executor does not run {what} stages whose replicas divide gradients or weights",
+            hint="profile without that, or solve with `shard_optimizer=never`",
+        )
     if max(plan.degrees) == 1:
         return
     one = f"solve with one degree, `tensor={max(plan.degrees)}`"
@@ -226,7 +232,9 @@ def build_modules(
     modules = {}
     for number in stages:
         stage = plan.stages[number]
-        variant = replace(alike, recompute=stage.recompute_groups)
+        again = stage.recompute_groups
+        units = units_of_stage(stage.layers, again) if stage.level > 1 else ()
+        variant = replace(alike, recompute=again, units=tuple(units))
         modules[number] = build_stage(graph, stage.layers, variant=variant)
     separate_copies(list(modules.values()))
     for module in modules.values():
@@ -234,7 +242,10 @@ def build_modules(
     evaluated = None
     if initial.evaluation is not None:
         cut, output = [stage.layers for stage in plan.stages], spec.defines("metrics")
-        evaluated = build_evaluation(graph, cut, initial.evaluation, stages, output=output, division=division)
+        divided = modules if plan.stages[0].level > 1 else None
+        evaluated = build_evaluation(
+            graph, cut, initial.evaluation, stages, output=output, division=division, of=divided
+        )
         for number, module in evaluated.modules.items():
             use_parameters(module, modules[number])
     return Modules(modules, evaluated, shared, initial.defers)

@@ -30,6 +30,7 @@ from planner.executor.run.worker import Observers
 from planner.formats.plan_parts import Stage, StageMemory
 from planner.formats.timeline import Timeline
 from planner.model.spec import TrainingSpec
+from planner.model.tensor.division import own_memory
 from planner.schedule.instructions import Forward, Instruction, Unit, Update
 from planner.schedule.one_stage import FLUSH, ONE_F_ONE_B
 from planner.workers.heartbeat import Heartbeat
@@ -118,7 +119,8 @@ def train(
 
     modules = [stage.module for stage in context.stages.values()]
     # A weight with two names is one tensor.
-    held = {each.data_ptr(): each.nbytes for module in modules for each in module.state_dict().values()}
+    tensors = (own_memory(each) for module in modules for each in module.state_dict().values())
+    held = {each.data_ptr(): each.nbytes for each in tensors}
     peak = PeakMemory(place.compute, sum(held.values()))
     recorder = None
     if options.trace is not None:

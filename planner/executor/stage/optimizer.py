@@ -93,6 +93,7 @@ class StageOptimizer:
                 )
             sharding.divide(self.optimizer, set(whole))
             self._stepped = {parameter: shard.stepped for parameter, shard in sharding.shards.items()}
+            self.parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]  # may be new
         for group in self.optimizer.param_groups if self.optimizer is not None else ():
             group["lr"] = group["lr"] * learning_rate_factor
         self.scheduler = None if self.optimizer is None else spec.scheduler(self.optimizer)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -78,8 +78,12 @@ def build_evaluation(
     *,
     output: bool,
     division: DividedWeights = UNDIVIDED,
+    of: Mapping[int, StageModule] | None = None,
 ) -> EvaluationStages:
-    """Return the stages of `evaluation` that match those of `cut`; `output`: whether the last receives the model's."""
+    """Return the stages of `evaluation` that match those of `cut`, which are `of` these in training.
+
+    `output`: whether the last receives the model's.
+    """
     stages = matching_cut(training, cut, evaluation)
     stage_of = {evaluation.position[name]: stage for stage, names in enumerate(stages) for name in names}
     last = stage_of[evaluation.owner[evaluation.loss]]
@@ -93,11 +97,13 @@ def build_evaluation(
         # A node with users in later stages has a spec: otherwise its layer would have been joined with theirs.
         for source, target in pairwise(sorted({stage_of[index], *users})):
             transfers.setdefault((source, target), []).append(evaluation.specs[node])
-    modules = {
-        stage: build_stage(evaluation, stages[stage], keep, Variant(division=division))
-        for stage in wanted
-        if stages[stage]
-    }
+    modules = {}
+    for stage in (number for number in wanted if stages[number]):
+        variant, whole = Variant(division=division), None if of is None else of[stage]
+        if whole is not None and whole.units is not None:
+            found = matching_cut(training, whole.units.layers, evaluation)
+            variant = replace(variant, units=tuple(map(tuple, found)))
+        modules[stage] = build_stage(evaluation, stages[stage], keep, variant, whole)
     made = _model_output(evaluation) if output else lambda _known, _batch: None
     return EvaluationStages(modules, transfers, last, made, evaluation.batch_size, evaluation.options.autocast)
 

@@ -43,6 +43,7 @@ class Variant:
     defer_batch_norm: bool = False  # BatchNorms in training gather statistics, see `DeferredNorm`
     recompute: tuple[tuple[str, ...], ...] = ()  # groups of layers, by name
     division: DividedWeights = UNDIVIDED  # the weights that a group of ranks divides
+    units: tuple[tuple[str, ...], ...] = ()  # all layers, by name, where replicas divide the weights of each unit
 
     def __post_init__(self) -> None:
         assert not (self.observable and (self.compiled or self.recompute))

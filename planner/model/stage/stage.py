@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +23,8 @@ from planner.model.stage import parts
 from planner.model.stage.deferred_norm import TRAINING, DeferredNorm
 from planner.model.stage.graph_stage import SegmentBuilder, StageBlocks, numbers_of
 from planner.model.stage.parts import AS_CAPTURED, Boundary, LayerObserver, Segment, Variant
-from planner.model.stage.weights import join_weights, recurrent_modules, weights_of
+from planner.model.stage.units import Units, units_of
+from planner.model.stage.weights import join_weights, recurrent_modules, use_registries, weights_of
 from planner.model.tensor.division import DividedWeights
 
 
@@ -32,6 +35,8 @@ class StageModule(nn.Module):
     parameter under all its names. It keeps no graph and no node: these lead to the whole model's weights.
     """
 
+    units: Units | None  # of which replicas divide the weights
+
     def __init__(
         self,
         graph: LayerGraph,
@@ -40,6 +45,7 @@ class StageModule(nn.Module):
         code: Segment,
         places: Mapping[str, str],
         division: DividedWeights,
+        units: Units | None = None,
     ) -> None:
         super().__init__()
         self.layer_names = tuple(layer.name for layer in boundary.layers)
@@ -50,6 +56,7 @@ class StageModule(nn.Module):
         self.fixed_batch_size = graph.batch_size  # the only number of samples that the stage takes, if any
         self.least_batch_size = _least_batch_size(boundary.layers)  # that the stage can be trained on
         self.division = division  # which of its weights are parts
+        self.__dict__["units"] = units  # they are no modules of the model
         self._code = code  # of the inputs, the received values and the numbers: the sent values, then the loss
         self._places = places  # where the user's file makes each value of the code, by the value's name
         self._inputs = tuple((index, graph.specs.get(leaf)) for index, leaf in boundary.inputs)
@@ -180,12 +187,17 @@ def _least_batch_size(layers: Iterable[GraphLayer]) -> int:
 
 
 def build_stage(
-    graph: LayerGraph, layer_names: Sequence[str], keep: Sequence[str] = (), variant: Variant = AS_CAPTURED
+    graph: LayerGraph,
+    layer_names: Sequence[str],
+    keep: Sequence[str] = (),
+    variant: Variant = AS_CAPTURED,
+    of: StageModule | None = None,
 ) -> StageModule:
     """Return the stage of `graph` that computes the layers named; stages share the graph's parameters.
 
     Args:
         keep: further values made here that `forward` returns, for instance the model's outputs.
+        of: the same stage in training, for one with units, which are its own then.
     """
     for name in layer_names:
         if name not in graph.position:
@@ -199,20 +211,29 @@ def build_stage(
     boundary = parts.stage_boundary(graph, positions[0], positions[-1], keep)
     blocks = None if graph.blocks is None else StageBlocks(graph, boundary, variant)
     weights = weights_of(graph, boundary.layers) if blocks is None else blocks.weights
+    if of is not None:
+        use_registries(weights, of)
     places: dict[str, str] = {}
     segments = []
-    for part, again in parts.divided(graph, boundary, variant.recompute):
+    for part, again in parts.divided(graph, boundary, [*filter(None, variant.units)] or variant.recompute):
         builder = SegmentBuilder(graph, part, variant, weights, blocks)
         segment = builder.build()
         places |= builder.places
-        if again:
+        if again and (not variant.units or tuple(layer.name for layer in part.layers) in variant.recompute):
             segment = parts.recomputing(segment, parts.places_of(weights, builder.written()), places)
         segments.append(segment)
     takes = [node.name for node in (*boundary.takes, *numbers_of(graph, boundary))]
+    units = None
+    if variant.units:
+        units = of.units if of is not None else units_of(graph, variant.units)
+        assert units is not None
+        segments = units.wrapped(segments, variant.units)
     code = parts.joined(segments, takes, [node.name for node in boundary.makes])
+    if units is not None:
+        code = replace(code, run=partial(units.whole, code.run))
     if graph.options.channels_last:
         lay_out(weights)  # again, for deferred weights: they were made after the capture
-    return StageModule(graph, boundary, weights, code, places, variant.division)
+    return StageModule(graph, boundary, weights, code, places, variant.division, units)
 
 
 def warm_up(stage: StageModule, batch: Batch) -> None:

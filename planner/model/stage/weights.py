@@ -69,6 +69,14 @@ def weights_of(graph: LayerGraph, layers: Sequence[GraphLayer], root: nn.Module 
     return root
 
 
+def use_registries(root: nn.Module, of: nn.Module) -> None:
+    """Let the tree at `root` see every parameter that replaces one of the same name in that of `of`."""
+    theirs = dict(of.named_modules(remove_duplicate=False))
+    for path, module in root.named_modules(remove_duplicate=False):
+        if path in theirs:
+            module.__dict__["_parameters"] = theirs[path]._parameters
+
+
 def holder_of(root: nn.Module, path: str) -> nn.Module:
     """Return the bare module at `path` below `root`; make it if it is missing."""
     holder = root

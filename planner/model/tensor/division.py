@@ -190,13 +190,36 @@ def keep_parts(module: nn.Module) -> None:
             module.get_submodule(path)._parameters[last] = parts[whole]
 
 
-def whole_state(module: nn.Module) -> dict[str, Tensor]:
-    """Return the state of a module with its weights whole; all ranks that divide them call it."""
+def own_rows(weight: Tensor) -> slice:
+    """Return which rows of a weight this replica has, where `fully_shard` has divided it."""
+    mesh, rows = weight.device_mesh, weight.shape[0]  # type: ignore[attr-defined]
+    each = -(-rows // mesh.size())
+    return slice(min(mesh.get_local_rank() * each, rows), min((mesh.get_local_rank() + 1) * each, rows))
+
+
+def is_divided(weight: Tensor) -> bool:
+    return hasattr(weight, "device_mesh")  # to ask for the type imports DTensor
+
+
+def own_memory(weight: Tensor) -> Tensor:
+    """Return what of a weight is in this replica's memory."""
+    return weight.to_local() if is_divided(weight) else weight  # type: ignore[attr-defined]
+
+
+def whole_state(module: nn.Module, *, kept: bool = True) -> dict[str, Tensor]:
+    """Return the state of a module with its weights whole; all ranks that divide them call it.
+
+    Weights that replicas divide are on the CPU, or empty where they are not to be `kept`.
+    """
     division, wholes = divided_weights(module), dict[int, Tensor]()
     state = module.state_dict(keep_vars=True)
     for name, tensor in state.items():
         if id(tensor) not in wholes:  # tied weights stay one tensor
-            wholes[id(tensor)] = division.whole(name, tensor.detach())
+            whole = division.whole(name, tensor.detach())
+            if is_divided(whole):
+                whole = whole.full_tensor()  # type: ignore[attr-defined]
+                whole = whole.cpu() if kept else whole[:0].clone()
+            wholes[id(tensor)] = whole
     return {name: wholes[id(tensor)] for name, tensor in state.items()}
 
 

@@ -171,7 +171,9 @@ def _head(answer: Fit, plan: Plan) -> list[tuple[str, str | None]]:
         full += f", which leave {1 - limit / plan.device.memory_bytes:.0%} of its memory free"
     saved = {
         "recomputation": sum(bool(stage.recomputes) for stage in plan.stages),
-        "a divided optimizer's state": sum(stage.sharded for stage in plan.stages),
+        "a divided optimizer's state": sum(stage.level == 1 for stage in plan.stages),
+        "divided gradients (ZeRO-2)": sum(stage.level == 2 for stage in plan.stages),
+        "divided weights (ZeRO-3, FSDP)": sum(stage.level == 3 for stage in plan.stages),
     }
     saving = [f", {what} in {count} of {len(plan.stages)} stages" for what, count in saved.items() if count]
     return [

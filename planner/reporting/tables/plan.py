@@ -299,7 +299,8 @@ def stage_table(plan: Plan) -> Table:
     for transfer in plan.transfers:
         sent[transfer.source] += transfer.output_bytes
         sent[transfer.target] += transfer.gradient_bytes
-    sharded, recomputes = any(stage.sharded for stage in stages), any(stage.recomputes for stage in stages)
+    level, recomputes = max(stage.level for stage in stages), any(stage.recomputes for stage in stages)
+    parts = dict(enumerate(("optimizer", "gradients", "weights"), start=1))  # that replicas divide, by level
     rows = [
         {
             "stage": number,
@@ -313,7 +314,10 @@ def stage_table(plan: Plan) -> Table:
             "compute": format_seconds(stage.compute_s),
             "accumulation": format_seconds(stage.accumulate_s) if accumulates else None,
             "sends": format_bytes(sent[number]),
-            "optimizer": (f"1/{stage.replicas}" if stage.sharded else "whole") if sharded else None,
+            **{
+                part: (f"1/{stage.replicas}" if stage.level >= least else "whole") if level >= least else None
+                for least, part in parts.items()
+            },
             "recomputes": (recomputing(stage) or "nothing") if recomputes else None,
         }
         for number, stage in enumerate(stages)

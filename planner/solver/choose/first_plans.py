@@ -63,8 +63,10 @@ class FirstPlans:
         problem = self._hurried()
         if problem.simulates and not found.best.simulated:  # time ran out before its waiting was known
             found = found.with_best(simulated(problem, found.best))
-        if self.best is None and found.best.seconds <= found.bound_s * (1 + SLACK):
-            return found  # no plan is faster, and with many layers these take longer to find than the search took
+        # No plan is faster, and with many layers these take longer to find than the search took. But the search has no
+        # level 2, which may save recomputation.
+        if self.best is None and found.best.seconds <= found.bound_s * (1 + SLACK) and 2 not in problem.levels:
+            return found
         enough_s = found.best.counted_s * (1 - SLACK)
         self._consider(problem, takewhile(lambda plan: plan.seconds < enough_s, self._fitting))
         self._problem.budget.seen |= problem.budget.seen
@@ -115,11 +117,9 @@ def fitting_plans(problem: Problem) -> Iterator[Evaluation]:
 def _usual_plans(problem: Problem) -> Iterator[tuple[float, Sequence[Candidate], StageOptions]]:
     """Yield each plan's least seconds per minibatch, its cut and the options of all its stages.
 
-    Plans may not fit the memory, and have a whole and a sharded optimizer.
+    Plans may not fit the memory, and divide nothing, the optimizer's state, or of the whole model more than that.
     """
-    gpus, rule = problem.cluster.gpus, problem.rules.shard_optimizer
-    # The published cost models know no sharded optimizers.
-    may_shard = rule != "never" and problem.layer_costs.profile.may_shard_optimizer and problem.simulates
+    gpus = problem.cluster.gpus
     most_replicas = min(problem.most_replicas, problem.microbatches if problem.schedule.divides else gpus)
     most_stages = min(gpus, problem.rules.max_stages or gpus)
     layers_s = column(problem.layer_costs, "forward_s") + column(problem.layer_costs, "backward_s")
@@ -136,8 +136,9 @@ def _usual_plans(problem: Problem) -> Iterator[tuple[float, Sequence[Candidate],
                 replicas = used // stages
                 if 1 <= replicas <= most_replicas:
                     least_s = slowest_s * problem.microbatches / replicas * (1 - SLACK)
-                    for sharded in {rule == "always" and replicas > 1, may_shard and replicas > 1}:
-                        yield least_s, cut, StageOptions(replicas, sharded=sharded)
+                    for level in problem.levels if replicas > 1 else (0,):
+                        if level < 2 or (stages == 1 and problem.microbatches % replicas == 0):
+                            yield least_s, cut, StageOptions(replicas, level=level)
 
 
 class Leaner:

@@ -348,7 +348,7 @@ def _hiding_messages(problem: Problem, candidate: Evaluation, below_s: float) ->
     published, best_s = candidate.price.in_flight, budget.steady_s(pipeline, needed=math.isinf(below_s))
     if best_s is None:
         return None
-    if not problem.schedule.deepens:
+    if not problem.schedule.deepens or len(published) == 1:
         return None, best_s
     unit_s = candidate.price.bottleneck.busy_s / problem.microbatches
     wanted = hiding_depths(pipeline, published, unit_s)

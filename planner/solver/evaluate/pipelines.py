@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from planner.cost.candidate import Candidate
+from planner.cost.fully_sharded import sharded_times
 from planner.cost.layer_costs import LayerCosts, messages
+from planner.cost.setting import Setting
 from planner.cost.weight_copies import buckets_in, copied_in, shared_in
 from planner.formats.plan_parts import Shared, Transfer
 from planner.plan.shape import trainable_pairs
@@ -40,12 +42,17 @@ def pipeline_for(problem: Problem, candidate: Evaluation) -> PipelineCosts:
         shared=trainable_pairs(shared, [stage.replicas for stage in stages], problem.schedule),
     )
     degrees = [stage.options.tensor for stage in stages]
-    return PipelineCosts.of(shape, problem.cluster, stage_costs(layer_costs, stages), moved, shared, degrees)
+    return PipelineCosts.of(
+        shape, problem.cluster, stage_costs(layer_costs, stages, problem.setting), moved, shared, degrees
+    )
 
 
-def stage_costs(layer_costs: LayerCosts, stages: Sequence[Candidate]) -> list[StageCosts]:
-    """Return the costs of each stage with its copies of shared weights."""
+def stage_costs(layer_costs: LayerCosts, stages: Sequence[Candidate], setting: Setting) -> list[StageCosts]:
+    """Return the costs of each stage with its copies of shared weights; at level 2 or 3, with all exchanges."""
     works = [layer_costs.work(stage) for stage in stages]
+    if stages[0].options.level > 1:
+        times = sharded_times(layer_costs, stages[0], setting)
+        return [StageCosts(**vars(times), recompute_s=float(works[0].recompute_s))]
     return [
         StageCosts(
             forward_s=float(work.forward_s),

@@ -25,6 +25,7 @@ from planner.cost.setting import Setting
 from planner.cost.work import Floats, Integers, Work
 from planner.formats.cluster import Cluster, DeviceKind
 from planner.formats.constraints import Constraints
+from planner.formats.plan_parts import why_whole
 from planner.formats.profile import Profile
 from planner.options.solving import UNLIMITED, DepthRule, RecomputeRule, SolverName, StageRules
 from planner.plan.rank_groups import groups_of
@@ -113,6 +114,7 @@ class Problem:
     precision: float = 0.0  # how much faster, relatively, other plans may be than the answer of a search
     reserve: Reserve = NO_RESERVE  # what was taken off the cluster's memory before: `planner.solver.relaxed_steps`
     most_replicas: int = UNLIMITED  # that a stage may have
+    grouped: bool = False  # whether what counts as a GPU is a group of ranks
     vertical_sync: bool = False  # whether stages run a minibatch with the versions of its entry
     solver: SolverName = "auto"
 
@@ -164,7 +166,7 @@ class Problem:
         for stage, depth in zip(plan.stages, plan.price.in_flight, strict=True):
             late = most is not None and schedule.staleness(depth) > most
             most_here = min(limits.most_replicas, limits.most_sharded if stage.options.sharded else UNLIMITED)
-            idle = stage.replicas > most_here
+            idle = stage.replicas > most_here or (stage.options.level > 1 and self.microbatches % stage.replicas > 0)
             if late or idle or not schedule.versions_suffice(self.microbatches, stage.replicas, depth):
                 return False
         return self.numbering.allows([stage.layers for stage in plan.stages]) and plan.fits(self.cluster)
@@ -173,6 +175,18 @@ class Problem:
     def keeps_order(self) -> bool:
         """Whether stages must be runs of consecutive layers: the executor builds no others."""
         return self.layer_costs.profile.trainable
+
+    @property
+    def levels(self) -> tuple[int, ...]:
+        """What replicas of the whole model may divide: see `StageOptions`."""
+        profile, schedule = self.layer_costs.profile, self.schedule
+        # The published cost models know no sharded optimizers.
+        if self.rules.shard_optimizer == "never" or not (profile.may_shard_optimizer and self.simulates):
+            return (0,)
+        # Without a limit of memory, level 1 is as fast.
+        fully = self.cluster.has_memory_limit and not (self.grouped or profile.compiled or profile.memory_format)
+        more = (2, 3) if fully and why_whole(schedule, 2, [2], [1]) is None else ()
+        return (1, *more) if self.rules.shard_optimizer == "always" else (0, 1, *more)
 
     @property
     def simulates(self) -> bool:
@@ -249,7 +263,7 @@ class Problem:
         if degree == 1:
             return self
         on_groups = self.with_cluster(groups_of(self.cluster, degree))
-        return replace(on_groups, layer_costs=self.layer_costs.at_degree(degree))
+        return replace(on_groups, layer_costs=self.layer_costs.at_degree(degree), grouped=True)
 
     def with_schedule(self, schedule: Schedule, microbatches: int | None = None) -> Problem:
         """Return the problem under another schedule, with one stage per worker."""

@@ -134,7 +134,7 @@ def test_with_several_chunks_every_stage_has_its_own_halves(schedule: str) -> No
     setting = Setting(flat_cluster(4, 1000.0), chunked, 8, chunked.fixed_chunks or 2)
     problem = Problem(LayerCosts(MODEL), setting)
     stages = candidates([[0], [1, 2], [3, 4], [5]], [2] * 4)
-    sharded = [replace(stage, options=replace(stage.options, sharded=True)) for stage in stages]
+    sharded = [replace(stage, options=replace(stage.options, level=1)) for stage in stages]
     plain_s, sharded_s = (problem.price(each).seconds_per_minibatch for each in (stages, sharded))
     assert sharded_s < plain_s  # three layers of 0.6 s update, of which half is left, and 0.18 s to gather
     plan = plan_of(problem, sharded)
@@ -168,7 +168,7 @@ def test_plans_simulate_as_their_candidates(schedule: Schedule) -> None:
     problem = Problem(LayerCosts(MODEL), Setting(flat_cluster(4, 1000.0), schedule, microbatches, chunks))
     groups = [[0], [1, 2], [3, 4], [5]] if schedule.chunked else [[0, 1, 2], [3, 4, 5]]
     stages = [
-        replace(stage, options=StageOptions(2, sharded=True, recompute=(frozenset({min(stage.layers)}),)))
+        replace(stage, options=StageOptions(2, level=1, recompute=(frozenset({min(stage.layers)}),)))
         for stage in candidates(groups, [2] * len(groups))
     ]
     evaluation = Evaluation(tuple(stages), problem.price(stages))

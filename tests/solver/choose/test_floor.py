@@ -68,7 +68,7 @@ def baselines(problem: Problem) -> Iterator[tuple[str, Evaluation]]:
     parallel = everything_on(costs, cluster, range(cluster.gpus))
     found = {"data parallel": [parallel]}
     if cluster.gpus > 1:
-        found["ZeRO-1"] = [replace(parallel, options=replace(parallel.options, sharded=True))]
+        found["ZeRO-1"] = [replace(parallel, options=replace(parallel.options, level=1))]
     if not cluster.kinds:
         found |= {f"data parallel on {n}": [everything_on(costs, cluster, range(n))] for n in range(1, cluster.gpus)}
     for count in (2, 4, 8):

@@ -120,7 +120,7 @@ class Ways:
     def options(self, row: int, replicas: int) -> StageOptions:
         """Return a row as the options of a stage."""
         groups = self.source.groups(self.state, int(self.others[row]), int(self.choice[row]))
-        return StageOptions(replicas, bool(self.sharded[row]), groups)
+        return StageOptions(replicas, int(self.sharded[row]), groups)
 
 
 class WaysOf:

@@ -1,0 +1,105 @@
+"""Price a stage that is the whole model, and whose replicas divide more than the optimizer's state: ZeRO-2 and ZeRO-3.
+
+Every GPU computes the whole model. With r GPUs, k microbatches on each between two updates, W bytes of weights, G of
+gradients, O of the optimizer's state (Rajbhandari et al. 2020, section 5, figure 1; level 3 is FSDP):
+
+    level   each GPU keeps        and exchanges in an update
+    1       W + G + O/r           gradients once (reduce-scatter), weights once (all-gather)
+    2       W + (W + G + O)/r     gradients k times, because nobody keeps their sum; weights once
+    3       (W + G + O)/r         gradients k times, weights 2k times: before each forward and each backward
+
+A reduce-scatter and an all-gather are the halves of a ring all-reduce, (r-1)/r of the bytes each (section 7). PyTorch's
+`fully_shard` divides the model into units, here its blocks and what recomputes together. A GPU holds besides the
+gradients of the unit that runs, twice, and at level 3 the weights of two units: one runs, the next is on its way. At
+level 2 its part of the weights is not one with the gathered ones. Weights that several units use stay as long as the
+whole model runs.
+
+Exchanges overlap with the computation beside them, except for the first part of the weights or the last of the
+gradients, and for the weights after an update. Level 1 may be in any stage of a plan: see `planner.cost.models`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from planner.cost.candidate import Candidate
+from planner.cost.communicators import with_overheads
+from planner.cost.layer_costs import LayerCosts
+from planner.cost.network.link import BUCKETS, link_of, ring_all_reduce_s
+from planner.cost.network.placement import places_matter
+from planner.cost.network.topology import Topology
+from planner.cost.overheads import Price
+from planner.cost.setting import Setting
+from planner.cost.weight_copies import buckets_in
+from planner.plan.blocks import units_of_stage
+from planner.plan.shared_weights import shared_weights, trained_parameters
+
+
+@dataclass(frozen=True)
+class ShardedTimes:
+    """Seconds of a replica with the exchanges that it waits for."""
+
+    forward_s: float  # of a microbatch
+    backward_s: float  # without what recomputes
+    accumulate_s: float
+    update_s: float
+
+
+def sharded_times(layer_costs: LayerCosts, stage: Candidate, setting: Setting) -> ShardedTimes:
+    """Compute the seconds of a stage of level 2 or 3."""
+    work, r, cluster = layer_costs.work(stage), stage.replicas, setting.cluster
+    link = Topology(cluster).stage_link(stage.ranks or range(r)) if places_matter(cluster) else link_of(cluster)
+
+    def half_s(size_bytes: float) -> float:
+        return float(ring_all_reduce_s(size_bytes, r, link)) / 2
+
+    forward_s, backward_s = float(work.forward_s), float(work.backward_s)
+    gather_s, exchange_s = half_s(sum(_unit_bytes(layer_costs, stage))), half_s(float(work.trainable_bytes))
+    after_s = gather_s
+    if stage.options.level == 3:
+        after_s, exchange_s = 0.0, exchange_s + gather_s
+        # Weights arrive beside the forward, of which nothing can run before the first part.
+        forward_s = max(forward_s + gather_s / BUCKETS, gather_s) if link.overlap else forward_s + gather_s
+    buckets = buckets_in(layer_costs, stage, ())
+    ended_s = buckets.reduced_s(exchange_s) if link.overlap else buckets.ready_s[-1] + exchange_s
+    # Each GPU accumulates and updates its part alone.
+    update_s = float(work.update_s) / r + after_s
+    return ShardedTimes(forward_s, backward_s + ended_s - buckets.ready_s[-1], float(work.accumulate_s) / r, update_s)
+
+
+def fully_sharded(layer_costs: LayerCosts, stage: Candidate, setting: Setting, whole: Price) -> Price:
+    """Return the price of a stage of level 2 or 3, given that of the same stage of level 1."""
+    times, work, r = sharded_times(layer_costs, stage, setting), layer_costs.work(stage), stage.replicas
+    each = -(-setting.microbatches // r)  # microbatches on each GPU between two updates
+    seconds = each * (times.forward_s + float(work.recompute_s) + times.backward_s)
+    seconds += (each - 1) * times.accumulate_s + times.update_s
+    units, gathers = _unit_bytes(layer_costs, stage), 1 if stage.options.level == 2 else 2 * each
+    held, weights_bytes = whole.memory[0], whole.memory[0].weights_bytes
+    part_bytes = -(-weights_bytes // r)
+    if stage.options.level == 2:
+        gathered_bytes = weights_bytes
+    else:
+        *own, shared_bytes = units
+        gathered_bytes = min(max(map(sum, pairwise([*own, 0]))) + shared_bytes, weights_bytes)
+    gradients_bytes = -(-held.gradients_bytes // r) + min(2 * max(units), held.gradients_bytes)
+    update = {"weights_bytes": part_bytes + gathered_bytes, "gradients_bytes": gradients_bytes}
+    return replace(
+        whole,
+        seconds_per_minibatch=seconds,
+        bottleneck=whole.bottleneck.model_copy(update={"busy_s": seconds}),
+        memory=with_overheads(layer_costs, [stage], [held.model_copy(update=update)], [0]),
+        communication_bytes=(r - 1) * (each * float(work.trainable_bytes) + gathers * sum(units)),
+    )
+
+
+def _unit_bytes(layer_costs: LayerCosts, stage: Candidate) -> Sequence[int]:
+    """Return the bytes of each unit's own weights, and last of those that several units use."""
+    profile, size_of = layer_costs.profile, {layer.name: layer.weight_bytes for layer in layer_costs.profile.layers}
+    groups = [[profile.layers[layer].name for layer in sorted(group)] for group in stage.options.recompute]
+    units = units_of_stage(list(size_of), groups)
+    # A weight is counted in the first layer that has it.
+    shared = {weight.layers[0] for weight in shared_weights(units, trained_parameters(profile))}
+    sizes = [sum(size_of[name] for name in unit if name not in shared) for unit in units]
+    return [*sizes, sum(size_of[name] for name in shared)]

@@ -1,0 +1,120 @@
+"""Divide a stage's weights, gradients and optimizer over its replicas with PyTorch's `fully_shard`: ZeRO-2 and ZeRO-3.
+
+Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC20, stages 2, 3;
+Zhao et al., "PyTorch FSDP", VLDB 2023. Each replica has some rows of every weight. A unit's weights are gathered before
+it runs, and its gradients are summed at their owners in every backward, so that nothing is left to reduce in the end.
+The optimizer steps the rows where they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.optim import Optimizer
+
+from planner.errors import PlanError, first_line
+from planner.executor.communication.sharding import Shard, Sharding
+from planner.model.stage.stage import StageModule
+from planner.model.stage.units import Unit
+from planner.model.tensor.division import own_rows
+
+_HINT = "solve with `shard_optimizer=never`"
+
+
+@dataclass(eq=False)
+class _Rows(Shard):
+    """The rows of a parameter that this replica has, which the optimizer steps in their own memory."""
+
+    def __post_init__(self) -> None:
+        self.stepped = nn.Parameter(self.parameter.to_local().detach().view(-1))  # type: ignore[attr-defined]
+
+
+class FullSharding(Sharding):
+    """One replica's part of a stage of level 2 or 3, which is divided when its optimizer has been made.
+
+    Args:
+        group: the replicas, which exchange weights and gradients on the `device`; the stage moves there.
+    """
+
+    def __init__(self, stage: StageModule, level: int, group: dist.ProcessGroup, device: torch.device) -> None:
+        super().__init__((), (dist.get_rank(group), dist.get_world_size(group)), (), device)
+        if not hasattr(FSDPModule, "set_force_sum_reduction_for_comms"):
+            problem = f"replicas that divide weights need a newer fully_shard than that of PyTorch {torch.__version__}"
+            raise PlanError(problem, hint=f"install a newer PyTorch, or {_HINT}")
+        self._stage, self._level = stage, level
+        self._mesh = DeviceMesh.from_group(group, device.type)
+        self._modules: list[FSDPModule] = []
+
+    def divide(self, optimizer: Optimizer, whole: Collection[nn.Parameter] = ()) -> None:
+        if whole:
+            problem = f"the plan divides weights by rows, and {type(optimizer).__name__} must see some of them whole"
+            raise PlanError(problem, hint=_HINT)
+        names = {parameter: name for name, parameter in self._stage.named_parameters()}
+        try:
+            self._divide_stage()
+        except (ValueError, NotImplementedError) as cause:
+            problem = f"PyTorch's fully_shard does not divide these weights: {first_line(cause)}"
+            raise PlanError(problem, hint=_HINT) from cause
+        now = dict(self._stage.named_parameters())
+        for parameter in now.values():
+            rows, width = own_rows(parameter), parameter.numel() // max(1, parameter.shape[0])
+            if parameter.requires_grad and rows.stop > rows.start:
+                self.shards[parameter] = _Rows(parameter, rows.start * width, rows.stop * width, whole=False)
+        self.step_shards(optimizer, {parameter: now[name] for parameter, name in names.items()})
+
+    def _divide_stage(self) -> None:
+        units, modules = self._stage.units, dict(self._stage.named_modules(remove_duplicate=False))
+        assert units is not None
+        for parameter in self._stage.parameters():
+            parameter.data = parameter.data.contiguous()
+        for unit, names in zip(units.parts, units.weights, strict=True):
+            units.whole.add_module(str(len(units.whole._modules)), unit)
+            for path in sorted({name.rpartition(".")[0] for name in names}):
+                unit.hold(modules[path])
+            if names:
+                self._apply(unit, {self._stage.get_parameter(name) for name in names})
+        for module in modules.values():
+            units.whole.hold(module)
+        divided = set[str]().union(*units.weights)
+        held = self._stage.named_parameters(remove_duplicate=False)
+        self._apply(units.whole, {parameter for name, parameter in held if name not in divided})
+
+    def _apply(self, unit: Unit, own: Collection[nn.Parameter]) -> None:
+        if len(dtypes := {parameter.dtype for parameter in own if parameter.requires_grad}) > 1:
+            raise ValueError(f"those that run together are {' and '.join(sorted(map(str, dtypes)))}")
+        others = set(self._stage.parameters()).difference(own)
+        fully_shard(unit, mesh=self._mesh, reshard_after_forward=self._level == 3, ignored_params=others)
+        assert isinstance(unit, FSDPModule)
+        # Gradients add up, as microbatches' do: their losses are weighted. Gloo knows no means.
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)
+        self._modules.append(unit)
+
+    def begin_backward(self, *, last: bool) -> None:
+        """Prepare for a backward, after which level 2 keeps the weights unless it is the `last` before an update."""
+        if self._level == 2:
+            self._modules[-1].set_reshard_after_backward(last)
+
+    def part_with_weights(self) -> None:
+        """Leave no weights gathered, as forwards without a backward do at level 2."""
+        for module in self._modules:
+            module.reshard()
+
+    def connect(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+
+    def take_gradients(self) -> None:
+        for parameter, shard in self.shards.items():
+            if parameter.grad is not None:
+                shard.stepped.grad = parameter.grad.to_local().view(-1)  # type: ignore[attr-defined]
+                parameter.grad = None
+
+    def update(self, step: Callable[[], object]) -> None:
+        """Run `step` on the rows, from which the next forward gathers the weights."""
+        step()

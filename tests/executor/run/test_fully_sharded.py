@@ -1,0 +1,173 @@
+"""Replicas that divide gradients and weights train as one process does, to rounding: sums have another order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from planner.executor.checkpoint.folders import complete, load_checkpoint
+from planner.formats.plan import Plan
+from planner.formats.profile import Profile
+from planner.model.options import PLAIN, ModuleOptions
+from planner.options.training import CheckpointOptions, TrainingOptions
+from planner.workers.job import Job, TrainResult
+from tests.executor.models import EVALUATION, write_model
+from tests.executor.plans import make_plan, sharded, structural_profile
+from tests.executor.processes import run_jobs
+
+BATCH_SIZE, SEED, STEPS = 4, 3, 5
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run of one stage at a level."""
+
+    level: int
+    model: str = "language"
+    optimizer: str = "adamw"
+    schedule: str = "1f1b-flush"
+    recompute: str = "none"
+    more: str = ""
+    options: TrainingOptions = field(default_factory=TrainingOptions)
+    numbers: ModuleOptions = PLAIN
+    samples: int | None = None
+    exact: bool = True  # to rounding of float32
+
+    def job(self, folder: Path, replicas: int, microbatches: int) -> Job:
+        folder.mkdir(exist_ok=True)
+        path = write_model(folder, self.model, self.optimizer, samples=self.samples, more=self.more)
+        plan = make_plan(_profile(path, self.numbers), (replicas,), self.schedule, microbatches)
+        plan = recomputing(sharded(plan, self.level) if replicas > 1 else plan, self.recompute)
+        weights = folder / f"{replicas}.pt"
+        return Job(model=str(path), plan=plan, steps=STEPS, seed=SEED, save_weights=str(weights), options=self.options)
+
+
+@cache
+def _profile(path: Path, options: ModuleOptions) -> Profile:
+    return structural_profile(path, BATCH_SIZE, options)
+
+
+def recomputing(plan: Plan, what: str) -> Plan:
+    """The plan with its stage recomputing as a whole, or the first layers and then some more, each by themselves."""
+    (stage,) = plan.stages
+    if what == "none":
+        return plan
+    groups = True if what == "all" else (stage.layers[:2], stage.layers[3:5])
+    changed = stage.model_copy(update={"recompute": groups, "recompute_s": None if groups is True else 1.0})
+    return plan.model_copy(update={"stages": (changed,)})
+
+
+def compare(cases: Sequence[Case], replicas: int, each: int, folder: Path) -> None:
+    alone, together = (
+        [case.job(folder / str(number), count, replicas * each) for number, case in enumerate(cases)]
+        for count in (1, replicas)
+    )
+    results = zip(run_jobs(alone, folder), run_jobs(together, folder), strict=True)
+    for case, one, other, (expected, found) in zip(cases, alone, together, results, strict=True):
+        tolerance = 1e-5 if case.exact else 2e-2
+        assert losses(found) == pytest.approx(losses(expected), rel=tolerance), case
+        evaluated = [[(each.loss, each.metrics) for each in result.evaluations] for result in (expected, found)]
+        for before, after in zip(*evaluated, strict=True):
+            assert after[0] == pytest.approx(before[0], rel=tolerance), case
+        weights = [torch.load(str(job.save_weights), weights_only=True) for job in (one, other)]
+        assert weights[0].keys() == weights[1].keys()
+        for name, tensor in weights[0].items():
+            torch.testing.assert_close(
+                weights[1][name], tensor, rtol=1e-3, atol=2e-5 if case.exact else 2e-2, msg=f"{case} {name}"
+            )
+
+
+def losses(result: TrainResult) -> list[float | None]:
+    return [entry.loss for entry in result.losses]
+
+
+# Adagrad has state before its first step; biases have a group of their own; and some weights are not trained.
+GROUPS = """
+def optimizer(named_parameters):
+    trained = [(name, p) for name, p in named_parameters if "norm" not in name]
+    groups = [{"params": [p for _, p in trained if p.dim() > 1], "weight_decay": 0.1},
+              {"params": [p for _, p in trained if p.dim() == 1]}]
+    return torch.optim.Adagrad(groups, lr=0.01, initial_accumulator_value=0.1)
+"""
+FROZEN = """
+def build_model():
+    model = Net()
+    model.embed.weight.requires_grad_(False)
+    model.blocks[1].requires_grad_(False)
+    return model
+"""
+SCHEDULER = """
+def scheduler(optimizer):
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.02, total_steps=20)
+"""
+STEEP = """
+def loss(output, target):
+    return 200 * nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
+
+def optimizer(parameters):
+    return torch.optim.SGD(parameters, lr=1e-4)
+"""
+CLIPPED = TrainingOptions(clip_grad_norm=0.3)
+EVALUATED = TrainingOptions(evaluate_every=2)
+DEFERRED = TrainingOptions(deferred_batch_norm=True)
+HALF, BFLOAT = ModuleOptions(torch.float16), ModuleOptions(torch.bfloat16)
+
+TWO = [
+    Case(2),
+    Case(3, recompute="some"),
+    Case(2, "tied", schedule="gpipe", options=CLIPPED, more=SCHEDULER),
+    Case(3, "tied", schedule="gpipe", recompute="all", options=CLIPPED),
+    Case(3, more=GROUPS),
+    Case(3, more=FROZEN, optimizer="momentum"),
+    Case(2, "convolutional", options=DEFERRED),
+    Case(3, "convolutional", options=DEFERRED, recompute="some"),
+    Case(3, "blocks", options=DEFERRED, recompute="some"),
+]
+# A last minibatch has microbatches of 4, 4, 4 and 3 samples; of 1, 1, 1 and none; and of one for a single replica.
+ENDS = [
+    Case(2, "tied", samples=31, more=EVALUATION, options=EVALUATED),
+    Case(3, "tied", samples=19, more=EVALUATION, options=EVALUATED),
+    Case(3, samples=17, recompute="some", more=EVALUATION, options=EVALUATED),
+]
+MIXED = [Case(2, numbers=HALF, more=STEEP, exact=False), Case(3, numbers=BFLOAT, recompute="some", exact=False)]
+
+
+@pytest.mark.parametrize(
+    "cases", [pytest.param(TWO, id="kinds"), pytest.param(ENDS, id="ends"), pytest.param(MIXED, id="mixed")]
+)
+def test_two_replicas_train_as_one_process(cases: Sequence[Case], tmp_path: Path) -> None:
+    compare(cases, 2, 2, tmp_path)
+
+
+def test_four_replicas_train_as_one_process(tmp_path: Path) -> None:
+    compare([Case(2), Case(3, "tied"), Case(3, "convolutional", options=DEFERRED)], 4, 1, tmp_path)
+
+
+def test_any_plan_goes_on_where_another_stopped(tmp_path: Path) -> None:
+    """From weights that are divided to a pipeline, to gradients, an optimizer, and weights that are divided."""
+    path = write_model(tmp_path, "tied", "adamw", more=SCHEDULER)
+    whole, cut = (make_plan(_profile(path, PLAIN), replicas, "1f1b-flush", 4) for replicas in ((2,), (1, 1)))
+    course = [sharded(whole, 3), cut, sharded(whole, 2), sharded(whole, 1), sharded(whole, 3)]
+    job = Job(model=str(path), plan=whole, steps=2 * len(course), seed=SEED, save_weights=str(tmp_path / "whole.pt"))
+    jobs = [job]
+    for number, plan in enumerate(course):
+        checkpoints = CheckpointOptions(
+            folder=str(tmp_path / "checkpoints"), every=2, resume="auto" if number else None
+        )
+        changed = {"plan": plan, "steps": 2 * (number + 1), "checkpoints": checkpoints}
+        jobs.append(job.model_copy(update=changed | {"save_weights": str(tmp_path / f"{number}.pt")}))
+    expected, *rest = run_jobs(jobs, tmp_path)
+    assert [result.first_minibatch for result in rest] == [0, 2, 4, 6, 8]
+    assert [loss for result in rest for loss in losses(result)] == pytest.approx(losses(expected), rel=1e-5)
+    one, other = (torch.load(str(job.save_weights), weights_only=True) for job in (jobs[0], jobs[-1]))
+    for name, tensor in one.items():
+        torch.testing.assert_close(other[name], tensor, rtol=1e-3, atol=2e-5)
+    newest = load_checkpoint(complete(tmp_path / "checkpoints")[-1])
+    sizes = [part.optimizer_file.size_bytes for part in newest.index.parts if part.optimizer_file is not None]
+    assert len(sizes) == 2
+    assert sizes[0] == pytest.approx(sizes[1], rel=0.2), "each replica has half of the state"
