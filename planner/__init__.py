@@ -26,8 +26,6 @@ as for pandas. `load_` and `save_` functions read and write files.
 Names are imported on first use, so that `import planner` costs nothing and solving does not import torch.
 """
 
-from __future__ import annotations
-
 import re
 from importlib import import_module
 from pathlib import Path

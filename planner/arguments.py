@@ -1,7 +1,5 @@
 """Checks what a Python call is given against the types that the function names: a plan is no cluster."""
 
-from __future__ import annotations
-
 import builtins
 import inspect
 from collections.abc import Callable, Mapping, Sequence

@@ -17,8 +17,6 @@ do about it. Both name arguments in backticks, by their Python name: "give `accu
 shows the flag instead.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from difflib import get_close_matches
 

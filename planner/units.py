@@ -3,8 +3,6 @@
 GB = 10^9 bytes, GiB = 2^30 bytes; `bps` counts bits, `B/s` counts bytes.
 """
 
-from __future__ import annotations
-
 import math
 import re
 

@@ -4,8 +4,6 @@
 not compared: asynchronous schedules use older weights.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 

@@ -4,8 +4,6 @@ A simulation at the plan's stage times shows the error of the prediction. With a
 times, what remains is due to messages, waits and jitter.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from statistics import median

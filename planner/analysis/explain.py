@@ -1,7 +1,5 @@
 """Explain a plan: what limits it, how much slack the rest has, and what other cuts or a larger cluster would give."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import accumulate, pairwise, product

@@ -1,7 +1,5 @@
 """Answer what a newcomer asks: does the model fit, how to split it, how fast is it, how few GPUs will do."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 

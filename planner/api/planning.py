@@ -1,7 +1,5 @@
 """The verbs that need no PyTorch, as functions: `planner.solve`, `planner.price`, `planner.report` and others."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias

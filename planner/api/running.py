@@ -1,7 +1,5 @@
 """The verbs that run PyTorch, as functions: `planner.profile`, `planner.fit`, `planner.train` and others."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from dataclasses import replace

@@ -6,8 +6,6 @@ papers that are named there. Aliases are other names of the same sizes: llama-3.
 embedding alone.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator, Mapping

@@ -3,8 +3,6 @@
 Only light modules are imported here and by the verbs' `add_parser`, so that help shows at once.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """`plan show`, `plan simulate` and `plan report`: a plan as tables, as a timeline, and as a page."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

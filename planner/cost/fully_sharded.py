@@ -18,8 +18,6 @@ Exchanges overlap with the computation beside them, except for the first part of
 gradients, and for the weights after an update. Level 1 may be in any stage of a plan: see `planner.cost.models`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise

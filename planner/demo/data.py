@@ -1,7 +1,5 @@
 """Provide real training data without a download: scikit-learn's digits and the Python library's own sources."""
 
-from __future__ import annotations
-
 import sysconfig
 from functools import lru_cache
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Run the whole product on one machine: profile, solve, train, and train with data parallelism for comparison."""
 
-from __future__ import annotations
-
 from importlib import resources
 from pathlib import Path
 

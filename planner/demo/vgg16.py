@@ -4,8 +4,6 @@ The three fully connected layers hold 56% of the weights and take 6% of the arit
 a pipeline is clearly faster. The data are scikit-learn's handwritten digits.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 

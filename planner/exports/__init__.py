@@ -1,7 +1,5 @@
 """Export plans to other pipeline systems, with remarks on what those cannot express."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Literal

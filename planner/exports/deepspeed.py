@@ -1,7 +1,5 @@
 """Export a plan as a PipelineModule for DeepSpeed whose stages begin where the plan's do."""
 
-from __future__ import annotations
-
 from planner.errors import PlanError
 from planner.exports.limits import comment, model_remarks, stage_layers, target_of, template
 from planner.formats.plan import Plan

@@ -1,7 +1,5 @@
 """What no other system can express of a plan: errors for what it must have, remarks for what it does differently."""
 
-from __future__ import annotations
-
 import json
 import textwrap
 from dataclasses import dataclass

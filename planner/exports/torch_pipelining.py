@@ -1,7 +1,5 @@
 """Export a plan as a script for torch.distributed.pipelining, to be started with torchrun."""
 
-from __future__ import annotations
-
 import json
 
 from planner.errors import InputError, PlanError

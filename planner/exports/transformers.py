@@ -1,7 +1,5 @@
 """Export plans to Megatron-LM and torchtitan, which cut transformers between the layers of a numbered list."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """Profiles of one model on several kinds of devices, which share layers and bytes, but not times and workspaces."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Read a profile in any of the known formats, told apart by content."""
 
-from __future__ import annotations
-
 import json
 from contextlib import suppress
 from pathlib import Path

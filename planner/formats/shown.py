@@ -1,7 +1,5 @@
 """How the records that people look at show themselves: `print(plan)`, a notebook's cell."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -5,8 +5,6 @@ addresses, but no pages of memory, because nothing is written there. The operati
 then run with the random numbers that they would have had: the weights are those of the model built whole, to the bit.
 """
 
-from __future__ import annotations
-
 import mmap
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager

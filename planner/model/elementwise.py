@@ -1,7 +1,5 @@
 """Which optimizers may step a part of the parameters: a part of each one's elements, or some parameters whole."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import nn

@@ -3,8 +3,6 @@
 A loss that ignores padded labels is a mean over the other labels, of which microbatches have different numbers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 

@@ -5,8 +5,6 @@ https://kellerjordan.github.io/posts/muon) replaces the momentum of a matrix by 
 are all 1. Momentum itself is a delay: so the newest gradient weighs half here, and the average of all the other half.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, cast

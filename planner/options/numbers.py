@@ -1,7 +1,5 @@
 """Parsers of numbers in flags. What they raise becomes a message that names the option."""
 
-from __future__ import annotations
-
 from argparse import ArgumentTypeError
 
 

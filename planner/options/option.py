@@ -1,7 +1,5 @@
 """One option of the product: a field of a record, whose metadata make its flag, its keyword and its documentation."""
 
-from __future__ import annotations
-
 import inspect
 import textwrap
 from argparse import ArgumentTypeError

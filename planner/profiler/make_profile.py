@@ -1,7 +1,5 @@
 """Assemble a Profile from what was measured of each layer, or estimated."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone

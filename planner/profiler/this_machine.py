@@ -1,7 +1,5 @@
 """Describe this machine and its devices, check what is asked of them, and prepare a process to measure on them."""
 
-from __future__ import annotations
-
 import ctypes
 import math
 import os

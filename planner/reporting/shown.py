@@ -1,7 +1,5 @@
 """What records show of themselves; importing this module, and no table yet, is what makes them do so."""
 
-from __future__ import annotations
-
 from html import escape
 from importlib import import_module
 from typing import Any

@@ -1,7 +1,5 @@
 """Draw sweeps as SVG, written by hand so that drawing needs no plotting library."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from html import escape

@@ -1,7 +1,5 @@
 """What the page and the trace show of a timeline: which workers, in which rows, in which colours and words."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple

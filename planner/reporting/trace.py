@@ -5,8 +5,6 @@ all-reduce are its threads, several of each where slices overlap, as in real run
 computation that made it to the one that waited for it; memory is a counter. Times are in microseconds.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path

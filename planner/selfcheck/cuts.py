@@ -3,8 +3,6 @@
 The truth is a step of the module in float64; capturing may change rounding, so errors are compared.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """What the checks share: what a case finds, the device and its workers, profiles and plans of the built-in models."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate

@@ -1,7 +1,5 @@
 """Small models on random images in a file like a user's: convolutions with BatchNorm, and attention."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -1,7 +1,5 @@
 """Run the checks one after the other, and report a row per case."""
 
-from __future__ import annotations
-
 import math
 import os
 import socket

@@ -5,8 +5,6 @@ forward to the end of its backward, and under weight stashing a version of the w
 in flight uses it; the rest all the time.
 """
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_right
 from collections import Counter, defaultdict

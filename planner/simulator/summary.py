@@ -1,7 +1,5 @@
 """Summarize a timeline: pace, bubble, busy shares of workers and links, and peaks of memory."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Assemble the plan of the chosen stages: names, ranks, transfers and predictions."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 

@@ -5,8 +5,6 @@ search. Stages with groups of several sizes are sought on clusters of one level,
 (`planner.solver.search.chain.mixed_degrees`); elsewhere they only count for the bound.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace

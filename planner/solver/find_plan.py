@@ -11,8 +11,6 @@ takes a problem, asks the steps after it about variants that are relaxed or fixe
     solve_by_method    the search itself, or an integer program (`planner.solver.methods`)
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from dataclasses import replace

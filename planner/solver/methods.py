@@ -7,8 +7,6 @@ ilp      an integer program: all constraints, GPUs that differ; clusters of one 
 A model of repeated blocks is cut between its blocks first, and inside blocks where that pays.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

@@ -4,8 +4,6 @@ Nearly exact, on links that are all alike, for plans in which the GPUs of a kind
 simulated times then also lets kinds take turns. The bound is perfect balance.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace

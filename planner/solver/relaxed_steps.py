@@ -10,8 +10,6 @@ all hold the same number of versions; with one version each, this is a relaxatio
 zb-h1: the cut that is best for 1f1b-flush, with the time of zb-h1's own streams.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections import Counter
 from dataclasses import replace

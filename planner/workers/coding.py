@@ -1,7 +1,5 @@
 """Write values into messages and read them there, as the plan's codec codes them."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from functools import cache

@@ -3,8 +3,6 @@
 Under NCCL most ways to end may wait for a peer that is gone. So everything after the reason is bounded.
 """
 
-from __future__ import annotations
-
 import atexit
 import ctypes
 import faulthandler

@@ -1,7 +1,5 @@
 """Say in one sentence why a worker failed: which one, what it was doing, where in the user's file, what took memory."""
 
-from __future__ import annotations
-
 import os
 import sys
 import traceback

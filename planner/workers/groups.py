@@ -4,8 +4,6 @@ NCCL makes the communicator of a group at the group's first use, in a call that 
 its own first call. Two workers whose first calls are on different groups would wait for each other for ever.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterable
 from datetime import timedelta

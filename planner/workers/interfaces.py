@@ -4,8 +4,6 @@ Without a name gloo listens where the host's own name leads. On Debian and Ubunt
 reaches. So a worker listens on the interface that leads to worker 0's host, and on that host to another worker.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import socket

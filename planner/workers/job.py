@@ -1,7 +1,5 @@
 """The records of a training run, which travel as JSON: what to do, and what came of it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Annotated

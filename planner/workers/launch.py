@@ -4,8 +4,6 @@ torchrun's own rendezvous would open a store that listens on all addresses of th
 address alone is there before, and torchrun takes it.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import signal

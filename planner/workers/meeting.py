@@ -5,8 +5,6 @@ Under Slurm without torchrun srun numbers its tasks as torchrun does, and its va
 worker holds the store that torchrun would.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import threading

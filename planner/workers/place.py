@@ -5,8 +5,6 @@ that is slower and never chosen unasked. Workers that share one over NCCL, to tr
 look to it like hosts of their own.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 from collections import Counter

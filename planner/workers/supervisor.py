@@ -9,8 +9,6 @@ Pages would tell only after a time-out that a process is gone. Where no launcher
 also watches the next one's.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import socket

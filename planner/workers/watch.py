@@ -5,8 +5,6 @@ hang is, in this order: a worker that does not respond at all; a worker whose ow
 not deliver what was sent, when all workers wait. The streams of a checked plan cannot stop in any other way.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Callable, Mapping

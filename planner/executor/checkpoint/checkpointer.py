@@ -3,8 +3,6 @@
 All workers call `Checkpointer` at the same points of their streams, where the pipeline is empty.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

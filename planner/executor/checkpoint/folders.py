@@ -12,8 +12,6 @@ A folder is renamed into place, so at any moment there is the whole checkpoint o
 InputError when there is none, or when it is of another model or run.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 from contextlib import suppress

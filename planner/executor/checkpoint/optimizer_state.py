@@ -9,8 +9,6 @@ no strings become objects with one key that names the type. All other types are 
 of a class that a file names.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -3,8 +3,6 @@
 What reads raises InputError for a checkpoint that does not fit, or a file that is not the one that was written.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field

@@ -8,8 +8,6 @@ The package does not write them, because it would hold a second copy of a stage 
 Reading the format cannot execute anything. What reads raises InputError when a file is not the `expected` one.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

@@ -4,8 +4,6 @@ At the end of a run rank 0 asks for one tensor after the other, in the order in 
 that it holds no more than one. For the format of `torch.save` it holds the whole model.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -4,8 +4,6 @@ Its group is of all workers, over gloo, and takes tensors of the CPU, whatever d
 neither wait for a GPU nor be a kernel on it. Messages between stages and all-reduces of replicas have other groups.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

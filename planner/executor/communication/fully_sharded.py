@@ -6,8 +6,6 @@ it runs, and its gradients are summed at their owners in every backward, so that
 The optimizer steps the rows where they are.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 

@@ -5,8 +5,6 @@ They are reduced in that order, whichever is full first: an all-reduce carries n
 place in the order of calls. DistributedDataParallel cannot be used here: it expects one forward per backward.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import partial

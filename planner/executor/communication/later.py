@@ -5,8 +5,6 @@ value is copied to pinned memory behind the work that makes it, and an event tel
 value is there at once, and so is its reader's turn.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable
 

@@ -7,8 +7,6 @@ gloo accepts a message of the wrong size, and NCCL matches messages by order alo
 is written by a fill and never copied from the host, because such a copy would let the host wait for the device.
 """
 
-from __future__ import annotations
-
 import ctypes
 import zlib
 from collections.abc import Callable, Mapping, Sequence

@@ -10,8 +10,6 @@ behind it whose peer waits for the receive after it. A buffer is allocated one m
 what the device had to do until then, not for the computation in between. Headers are checked by event.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager

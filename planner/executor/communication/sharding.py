@@ -9,8 +9,6 @@ leaves no room for several weight versions or for units in flight, nor does `ful
 level 2 or 3: see `planner.executor.communication.fully_sharded`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce

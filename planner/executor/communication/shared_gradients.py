@@ -1,7 +1,5 @@
 """Weights that several stages share: each stage updates a copy of its own with the sum of all stages' gradients."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 
 import torch

@@ -4,8 +4,6 @@ A host that launches work on a GPU is back long before the work is done, and mus
 recorded before and after, and read once the device has passed them. A CPU has passed them when they are recorded.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from typing import NamedTuple
 

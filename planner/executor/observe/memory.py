@@ -1,7 +1,5 @@
 """Measure the peak memory of this process or its device."""
 
-from __future__ import annotations
-
 import gc
 import resource
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Record the timeline of a real run: each worker records what it did and when, and rank 0 merges the records."""
 
-from __future__ import annotations
-
 import json
 import sys
 import time

@@ -5,8 +5,6 @@
 Each loss is written once, and is on disk before the checkpoint is complete.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Iterable

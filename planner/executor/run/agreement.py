@@ -3,8 +3,6 @@
 Every worker tells the others what it began with and what it sees, and all decide alike by that.
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import os

@@ -1,7 +1,5 @@
 """Training data as a function of the minibatch's number: every worker computes the same, so no data is sent."""
 
-from __future__ import annotations
-
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence

@@ -6,8 +6,6 @@ sender's device until the receiver posts. If the sender's host then waits for it
 and the receiver waits for these. So the receiver posts what is under way before it evaluates: see `MessagesUnderWay`.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections import Counter

@@ -6,8 +6,6 @@ by the training thread, which draws from it as well. So is one that fails in the
 A DataLoader's worker processes draw from generators of their own, and cannot always have a model file's dataset.
 """
 
-from __future__ import annotations
-
 import queue
 import random
 import sys

@@ -1,7 +1,5 @@
 """Compute one stage on one worker: its layers, the versions of its weights, and the units in flight."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Collection
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Train a plan in a worker process, from its start to its result: a client of the loop."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

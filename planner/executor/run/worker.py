@@ -1,7 +1,5 @@
 """Execute a worker's stream of instructions, and log losses and times."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass

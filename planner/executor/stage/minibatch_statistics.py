@@ -3,8 +3,6 @@
 Under 2bw forwards of the next minibatch begin before the update for this one, so statistics are put aside by then.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import reduce
 

@@ -4,8 +4,6 @@ Gradients that are small underflow in float16, so backward starts from a loss ti
 (Micikevicius et al., "Mixed Precision Training", ICLR 2018; the constants are those of torch.amp.GradScaler).
 """
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Iterable

@@ -8,8 +8,6 @@ update bumps the parameters' counters whichever storage they point at, so it run
 `_unsafe_preserve_version_counter`: storage that a unit in flight uses is never written.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ A transformer has dozens of equal blocks, and what a step of one costs, the step
 what an embedding made, and what the last one makes goes elsewhere, so that these two stay as well.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

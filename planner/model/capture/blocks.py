@@ -3,8 +3,6 @@
 The blocks run as they are. The graph has one opaque operation per block, so all else works as on a traced one.
 """
 
-from __future__ import annotations
-
 import copy
 import operator
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Explain, in terms of the user's source, why a model cannot be captured or an operation of it fails."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import logging

@@ -5,8 +5,6 @@ it is heavy (a matrix product, attention, a pooling); a light one joins the laye
 around values that cannot be sent, around in-place writes, and behind the loss.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count, takewhile

@@ -5,8 +5,6 @@ operations rewrites each with `moved`. `movable` makes copies of nested graphs, 
 of branches, that hold a buffer: it goes where their stage goes, and its device is the one that their operations need.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping
 from operator import attrgetter

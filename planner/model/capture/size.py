@@ -1,7 +1,5 @@
 """Sizes that depend on the batch: an int, or an expression in the number of samples."""
 
-from __future__ import annotations
-
 from functools import lru_cache
 from typing import Any, TypeAlias
 

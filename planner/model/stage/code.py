@@ -1,7 +1,5 @@
 """Make a stage's generated code fast: with torch.compile, or else with functions that Python calls faster."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from typing import Any

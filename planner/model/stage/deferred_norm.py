@@ -4,8 +4,6 @@ This is the DeferredBatchNorm of torchgpipe (Kim et al. 2020, arXiv 2004.09910, 
 unbiased running variance, as in PyTorch's BatchNorm. A microbatch is normalised by its own mean and variance.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 

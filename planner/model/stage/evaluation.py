@@ -1,7 +1,5 @@
 """Carry the cut of a training graph over to the graph of the same model in evaluation mode, with the same weights."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise

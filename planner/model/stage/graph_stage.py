@@ -1,7 +1,5 @@
 """Generate the code of a stage: the operations of its layers, or calls of the blocks that the model's file names."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 

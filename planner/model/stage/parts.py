@@ -5,8 +5,6 @@ et al. 2016, arXiv 1604.06174, section 3). The second forward reads the buffers 
 BatchNorm's statistics, and does not undo what later ones wrote.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, replace

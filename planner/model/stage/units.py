@@ -1,7 +1,5 @@
 """The units of a stage whose replicas divide its weights: PyTorch's `fully_shard` gathers the weights of each apart."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial

@@ -4,8 +4,6 @@ cuDNN needs the weights of a recurrent layer in one piece of memory, or copies a
 modules see to it when they move, but a stage calls the operation: so what moves it lays them out, each version anew.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 

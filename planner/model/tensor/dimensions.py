@@ -3,8 +3,6 @@
 Of several values that one product makes, such as query, key and value, a rank needs its heads of each.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Values are whole on every rank, as ordinary tensors, up to the first product tha
 whose results they sum up. Between the two they are DTensors. So all that surrounds a stage sees ordinary tensors.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -5,8 +5,6 @@ Ranks sum up the gradients of a "colwise" product's input, and the outputs of a 
 operation between them works on each part alone. What does not end in a row product stays whole.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence

@@ -10,8 +10,6 @@ their place in the list, so that layers keep theirs. A fused one loses the bytes
 those that it writes if nobody else reads them; only the first of a kernel is launched.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

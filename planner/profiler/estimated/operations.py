@@ -1,7 +1,5 @@
 """Record the operations of a training step, and count what each computes and moves, from shapes alone."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -10,8 +10,6 @@ Multiplication Background User's Guide" (2023), sections 3 and 4: tile and wave 
 is the least over the tiles (a, b) and divisions s; `rate` is of the tile, and the share of the peak is the class's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Trace the optimizer's step and gradient accumulation, layer by layer."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -5,8 +5,6 @@ host exchange with those of the next one at once, because they share the host's 
 measurement. As in a pipeline, messages travel both ways at the same time, and follow one another without a pause.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections import deque

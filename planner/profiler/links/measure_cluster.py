@@ -1,7 +1,5 @@
 """Measure the links between workers, in a job or on this host -> the Cluster that `plan solve` takes."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

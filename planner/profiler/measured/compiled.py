@@ -10,8 +10,6 @@ exchange, so that the layers sum to the whole. Subtracted in proportion to their
 its large early activations came out 13% too slow and the others as much too fast.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise

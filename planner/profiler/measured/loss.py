@@ -1,7 +1,5 @@
 """Check that a captured model computes the model's own loss, and find what that loss is a mean over."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace

@@ -4,8 +4,6 @@ The workers on one machine share its caches and memory bandwidth, so each is slo
 is measured alone does not show that.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Measure a model file on a device -> Profile."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import os

@@ -1,7 +1,5 @@
 """Time training steps of the unsplit model, or of a rank's part of it, as a whole and layer by layer in turn."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Time training steps on a device, as a whole or layer by layer."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field

@@ -5,8 +5,6 @@ both and writes the sum. That sum is timed by itself, because the difference bet
 noise (8 ms of 90 on VGG-16). As in a backward the new gradient was written just before, and the other one long ago.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median

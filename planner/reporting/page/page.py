@@ -4,8 +4,6 @@ Puts together the parts in `html/`. Whatever comes from files goes through `esca
 script element of its own, and the page's content security policy forbids it to load anything.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """The reports of questions about plans: schedules, sweeps, baselines, numbers of GPUs, and what limits a plan."""
 
-from __future__ import annotations
-
 from planner.analysis.choose import Choice
 from planner.analysis.compare import Comparison, ComparisonRow
 from planner.analysis.explain import Alternative, Explanation

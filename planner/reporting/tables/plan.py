@@ -1,7 +1,5 @@
 """The report of a plan: what it runs on, what to expect of it, and how it compares with other ways to train."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from itertools import groupby

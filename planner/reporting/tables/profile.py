@@ -1,7 +1,5 @@
 """The tables of a profile: its totals and its layers; and how the machine it was measured on disturbs a plan."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Literal

@@ -1,7 +1,5 @@
 """Tables as data, which the terminal and the HTML report both draw."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass

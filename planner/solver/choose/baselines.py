@@ -1,7 +1,5 @@
 """Baselines: plans that people make by hand without a planner, over legal cuts of the profile's order."""
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace

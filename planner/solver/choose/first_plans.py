@@ -6,8 +6,6 @@ half, a quarter and so on of them. A stage that does not fit the memory recomput
 of these plans fits, one walk over some of the cuts finds a plan that does, of stages as large as their memory allows.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from heapq import heapify, heappop, heappush

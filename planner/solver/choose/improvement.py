@@ -8,8 +8,6 @@ the fastest of each of a few other numbers of stages. Where GPUs are of several 
 stage has, and `allotted` says which GPUs they are.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain, islice, permutations, product

@@ -21,8 +21,6 @@ Then, under 1f1b, each update that gradients are later has to make the pipeline 
 the same published depths, and waits for every message of every microbatch: there, depth costs memory alone.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace

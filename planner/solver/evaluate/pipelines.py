@@ -1,7 +1,5 @@
 """A candidate plan as the simulation sees it: shape, seconds of its stages, and what they exchange."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from planner.cost.candidate import Candidate

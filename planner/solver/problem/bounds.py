@@ -1,7 +1,5 @@
 """The inverse of each asynchronous cost model, how many replicas meet a target time; the bound of perfect balance."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 

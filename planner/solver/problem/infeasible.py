@@ -1,7 +1,5 @@
 """Explain why no plan fits the memory, and find the smallest change that makes one fit."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress

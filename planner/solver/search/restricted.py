@@ -4,8 +4,6 @@ The exact search minimises the busy time of the busiest resource; waiting shows 
 proposed for up to `DENSE` GPUs is proposed for more GPUs as well, so more GPUs never make the answer worse.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import replace

@@ -6,8 +6,6 @@ Those counts are tried from a lower bound on, by the cost model itself. What a s
 to meet, so the quickest ways that fit are found once for all walks of all searches over a space.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable
 from dataclasses import replace
 from weakref import WeakKeyDictionary

@@ -4,8 +4,6 @@ The chunks of a worker lie apart, so no walk along the layers is exact. If there
 Otherwise the cuts start from equal parts and move, one or several at a time, as long as that helps.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import replace

@@ -10,8 +10,6 @@ published dynamic programme is O(states²·GPUs²)). A state that leaves fewer G
 plan. Where that plan breaks a limit on the numbers of stages, the number becomes part of the state.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise

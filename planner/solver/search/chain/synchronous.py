@@ -9,8 +9,6 @@ In a cluster of thousands of GPUs, all counts are multiples of a unit, or the ta
 found then may not be the best (`interrupted`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Iterator
 from dataclasses import replace
 from weakref import WeakKeyDictionary

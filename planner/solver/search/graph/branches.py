@@ -1,7 +1,5 @@
 """Search the cuts of a branching model that are not along the profile's order, for a better plan and a bound."""
 
-from __future__ import annotations
-
 import contextlib
 from dataclasses import replace
 

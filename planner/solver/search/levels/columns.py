@@ -6,8 +6,6 @@ all-reduce leaves its server. For each d, a search for flat clusters with near m
 bounds the plans on all GPUs, and one with near links those on fewer than 2·S. The paths of both are candidates.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace

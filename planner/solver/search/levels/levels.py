@@ -1,7 +1,5 @@
 """Search for plans on clusters of several levels: which search suits which size, and what its answer is worth."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace

@@ -4,8 +4,6 @@ Where the GPUs of a server share a link, what a plan costs depends on all stages
 then found near other plans: by moving a cut, giving a replica to another stage, splitting a stage or joining two.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import cycle, pairwise

@@ -11,8 +11,6 @@ is the least that the rest of a plan can cost after cut J and from rank p on; fo
 such a programme, too.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
