@@ -5,8 +5,6 @@ has done the work when the call returns. CUDA, ROCm (which PyTorch also calls "c
 through the module that PyTorch has for each; `register` adds a kind, or replaces one.
 """
 
-from __future__ import annotations
-
 import time
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, cast
@@ -54,7 +52,7 @@ class HostEvent:
     def synchronize(self) -> None:
         return
 
-    def elapsed_time(self, end_event: HostEvent, /) -> float:
+    def elapsed_time(self, end_event: "HostEvent", /) -> float:
         return (end_event.s - self.s) * 1e3
 
 

@@ -1,7 +1,5 @@
 """Compare a plan with what one would do without a planner, on the same cluster and under the same cost model."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -119,7 +117,7 @@ def compare(
     return Comparison(model=profile.model, cluster=given.plan.cluster, rows=tuple(rows), over=name)
 
 
-def _ways(given: GivenPlan) -> list[Way]:
+def _ways(given: GivenPlan) -> "list[Way]":
     """List the chosen plan, what people use, a pipeline of equal times, and GPipe with the plan's stages."""
     layer_costs, plan, cluster = given.layer_costs, given.plan, given.plan.cluster
     options = replace(given.options, schedule=plan.schedule.unchunked)  # the baselines have no chunks
@@ -138,7 +136,7 @@ def _ways(given: GivenPlan) -> list[Way]:
     return ways
 
 
-def _row(given: GivenPlan, entry: Way) -> ComparisonRow:
+def _row(given: GivenPlan, entry: "Way") -> ComparisonRow:
     profile = given.layer_costs.profile
     size, tokens = profile.microbatch_size, profile.tokens_per_sample
     price, stages, microbatches = entry.plan.price, entry.plan.stages, entry.problem.microbatches

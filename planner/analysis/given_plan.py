@@ -1,7 +1,5 @@
 """Price a plan that is given, by a file or as stages that somebody chose by hand, in the terms of the solver."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -83,7 +81,7 @@ class GivenPlan:
     @classmethod
     def of(
         cls, profile: Profile, plan: Plan, options: SolveOptions | None = None, patience: Patience | None = None
-    ) -> GivenPlan:
+    ) -> "GivenPlan":
         """Prepare `plan`, with the options that it records by default; raise PlanError if its profile is another."""
         layer_costs = layer_costs_on(profile, plan.cluster)
         if plan.profile_digest != profile.digest:
@@ -116,7 +114,7 @@ class GivenPlan:
         """Whether the plan's seconds are those of a simulation."""
         return self.plan.predicted.by == "simulation"
 
-    def within(self, share: float) -> GivenPlan:
+    def within(self, share: float) -> "GivenPlan":
         """Return the plan with this share of the time that is left for what is solved."""
         return replace(self, patience=self.patience.part(share))
 

@@ -1,7 +1,5 @@
 """Sweep one quantity of the cluster: how the plan changes with it, and where."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,7 +24,7 @@ from planner.units import parse_bytes
 
 def bandwidth_sweep(
     profile: Profile, plan: Plan, points: int, factor: float, patience: Patience | None = None
-) -> Sweep:
+) -> "Sweep":
     """Solve for bandwidths of the outermost level, from a `factor`-th of the plan's to `factor` times as much."""
     levels = plan.cluster.levels
     outermost = max((n for n, level in enumerate(levels) if level.size > 1), default=0)

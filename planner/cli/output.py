@@ -1,7 +1,5 @@
 """Print answers on stdout and all else on stderr, with the arguments that messages name in backticks as flags."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import re
@@ -75,7 +73,7 @@ def as_flags(text: str) -> str:
     return _ARGUMENT.sub(flag_in, text)
 
 
-def print_answer(answer: BaseModel, as_json: bool, table: str | None = None) -> None:
+def print_answer(answer: "BaseModel", as_json: bool, table: str | None = None) -> None:
     """Print a verb's answer on stdout: as JSON, or as its tables, or the one given."""
     import planner.reporting.shown  # noqa: F401 - makes answers show their tables
 

@@ -1,7 +1,5 @@
 """Costs of layers, stage by stage from the definitions: slow and plain, and the reference for the searches."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
@@ -70,14 +68,14 @@ class LayerCosts:
         rows = [(number, t.producer, user) for number, t in enumerate(self.traffic) for user in t.users]
         return np.asarray(np.array(rows, dtype=np.int64).reshape(-1, 3).T)
 
-    def with_profile(self, profile: Profile) -> LayerCosts:
+    def with_profile(self, profile: Profile) -> "LayerCosts":
         """Return the costs of another profile's layers; always the same ones, which remember their stages."""
         known = next((each for each in self._about if each.profile == profile), None)
         if known is None:
             self._about.append(known := replace(self, profile=profile))
         return known
 
-    def on_kind(self, kind: DeviceKind | None) -> LayerCosts:
+    def on_kind(self, kind: DeviceKind | None) -> "LayerCosts":
         """Return the costs on devices of that kind; None for the profiled one."""
         if kind is None:
             return self
@@ -86,7 +84,7 @@ class LayerCosts:
             self._variants[key] = self.with_profile(profile_on(self.profile, kind))
         return self._variants[key]
 
-    def at_degree(self, degree: int) -> LayerCosts:
+    def at_degree(self, degree: int) -> "LayerCosts":
         """Return the costs on groups of so many ranks; raise ProfileError if they are not known."""
         if degree == 1:
             return self
@@ -95,11 +93,11 @@ class LayerCosts:
             self._variants[degree] = self.with_profile(self.dividing(self.profile, degree))
         return self._variants[degree]
 
-    def with_options(self, options: StageOptions) -> LayerCosts:
+    def with_options(self, options: StageOptions) -> "LayerCosts":
         return self.on_kind(options.kind).at_degree(options.tensor)
 
     @cached_property
-    def of_tensors(self) -> LayerCosts:
+    def of_tensors(self) -> "LayerCosts":
         return replace(self, tensors_only=True)
 
     def weights(self, weight_bytes: Floats) -> dict[str, Floats]:

@@ -3,8 +3,6 @@
 held = tensors · (1 + fragmented) + context + communicators · bytes of one
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -29,7 +27,7 @@ class Price:
     worker_of: tuple[int, ...] = ()  # position in the pipeline of each stage's worker; empty where each has its own
     cost_model_s: float | None = None
 
-    def simulated(self, seconds_per_minibatch: float) -> Price:
+    def simulated(self, seconds_per_minibatch: float) -> "Price":
         formula_s = self.seconds_per_minibatch if self.cost_model_s is None else self.cost_model_s
         return replace(self, seconds_per_minibatch=seconds_per_minibatch, cost_model_s=formula_s)
 
@@ -102,7 +100,7 @@ class Overheads:
     fragmented: float = FRAGMENTED
 
     @classmethod
-    def of(cls, device: Device) -> Overheads | None:
+    def of(cls, device: Device) -> "Overheads | None":
         if device.kind not in GPU_KINDS:
             return None
         return cls(CONTEXT_BYTES if device.context_bytes is None else device.context_bytes)

@@ -11,8 +11,6 @@ there are still too many, units recompute in the order of seconds per byte saved
 (Dantzig 1957), whose extra time is above the least by less than that of one unit.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Collection, Hashable, Sequence
@@ -59,7 +57,7 @@ class Choices:
             return whole_stage(layer for unit in self.layers for layer in unit)
         return tuple(frozenset(unit) for unit, again in zip(self.layers, self.units[row], strict=True) if again)
 
-    def worth_it(self) -> Choices:
+    def worth_it(self) -> "Choices":
         """Return the choices that are worth it with up to `MOST_FLYING` microbatches in flight, the quickest first."""
         # Nothing that recomputes is worth it where nothing must, not even at no cost.
         again = self.units.any(axis=1) | self.whole
@@ -70,7 +68,7 @@ class Choices:
         rows = order[np.concatenate(([True], less.any(axis=0)))]
         return Choices(**{name: getattr(self, name)[rows] for name in _COLUMNS}, layers=self.layers)
 
-    def and_(self, others: Choices) -> Choices:
+    def and_(self, others: "Choices") -> "Choices":
         columns = {name: np.concatenate((getattr(self, name), getattr(others, name))) for name in _COLUMNS}
         return Choices(**columns, layers=self.layers)
 
@@ -126,7 +124,7 @@ class _Unit(NamedTuple):
     entering: tuple[int, ...]  # the values that enter it, by their numbers in `LayerCosts.traffic`
 
     @classmethod
-    def of(cls, layer_costs: LayerCosts, layers: tuple[int, ...]) -> _Unit:
+    def of(cls, layer_costs: LayerCosts, layers: tuple[int, ...]) -> "_Unit":
         own = [layer_costs.profile.layers[index] for index in layers]
         entering = tuple(sorted(layer_costs.entering(frozenset(layers))))
         sizes = tuple(layer_costs.traffic[value].output_bytes for value in entering)

@@ -1,7 +1,5 @@
 """The cluster: how many devices, how much memory each, and the links between them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate, pairwise, zip_longest
@@ -115,7 +113,7 @@ class Cluster(Shown, GrownRecord):
     def has_memory_limit(self) -> bool:
         return any(self.memory_of(kind) is not None for kind in self.kinds or (None,))
 
-    def with_memory(self, change: Callable[[int], int | None]) -> Cluster:
+    def with_memory(self, change: Callable[[int], int | None]) -> "Cluster":
         def changed(memory_bytes: int | None) -> int | None:
             return None if memory_bytes is None else change(memory_bytes)
 
@@ -123,7 +121,7 @@ class Cluster(Shown, GrownRecord):
         return self.model_copy(update={"memory_bytes": changed(self.memory_bytes), "kinds": kinds})
 
     @model_validator(mode="after")
-    def _check_kinds(self) -> Cluster:
+    def _check_kinds(self) -> "Cluster":
         if self.kinds and sum(kind.count for kind in self.kinds) != self.gpus:
             counts = " + ".join(str(kind.count) for kind in self.kinds)
             raise ValueError(f"kinds of {counts} devices are not the {self.gpus} devices of the levels")

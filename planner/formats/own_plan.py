@@ -1,7 +1,5 @@
 """A configuration that somebody chose by hand, as `plan price` takes it from a file."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -30,7 +28,7 @@ class OwnStage(Record):
     recompute: bool | Annotated[int, Field(ge=1)] = False
 
     @model_validator(mode="after")
-    def _check_one(self) -> OwnStage:
+    def _check_one(self) -> "OwnStage":
         if (self.blocks is None) == (not self.layers):
             raise ValueError("a stage has either blocks or layers")
         if self.sharded and self.replicas == 1:

@@ -1,7 +1,5 @@
 """The Plan: which layers form which stage, on which ranks, under which schedule, and what to expect of it."""
 
-from __future__ import annotations
-
 from collections import Counter
 from itertools import chain
 from pathlib import Path
@@ -66,7 +64,7 @@ class Plan(Shown, GrownRecord):
     solver: SolverReport
     cluster: Cluster
 
-    def noting(self, sentence: str) -> Plan:
+    def noting(self, sentence: str) -> "Plan":
         return self.model_copy(update={"notes": (*self.notes, sentence)})
 
     def save(self, path: Path | str = "plan.json") -> None:
@@ -131,7 +129,7 @@ class Plan(Shown, GrownRecord):
         return tuple(stage.tensor for stage in self.stages)
 
     @model_validator(mode="after")
-    def _check(self) -> Plan:
+    def _check(self) -> "Plan":
         if self.vertical_sync and not self.schedule.stashes:
             raise ValueError(f"vertical_sync is for the schedule {ONE_F_ONE_B}, not {self.schedule}")
         known = config_of(self.replicas, self.chunks, self.degrees)

@@ -1,7 +1,5 @@
 """The parts of a plan: its stages with their memory, what they exchange, what to expect, and how it was found."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import chain, groupby, zip_longest
 from typing import Annotated, ClassVar, Literal
@@ -165,7 +163,7 @@ class Stage(GrownRecord):
         return max(0.0, self.ready_s[-1] - self.backward_s) if partly else 0.0
 
     @model_validator(mode="after")
-    def _check_options(self) -> Stage:
+    def _check_options(self) -> "Stage":
         if self.ranks != tuple(first + place for first in self.ranks[:: self.tensor] for place in range(self.tensor)):
             raise ValueError(f"the ranks {list(self.ranks)} are no groups of {self.tensor} consecutive ones")
         if self.sharded and self.replicas == 1:

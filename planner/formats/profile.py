@@ -4,8 +4,6 @@ Layers are in execution order: edges go from earlier to later layers. Model inpu
 stage that needs one reads it from the data itself. If the model file defines a loss, it is the last layer.
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 from collections import Counter
@@ -219,7 +217,7 @@ class Profile(Shown, Record):
     provenance: Provenance
 
     @model_validator(mode="after")
-    def _check_graph(self) -> Profile:
+    def _check_graph(self) -> "Profile":
         position = {layer.name: index for index, layer in enumerate(self.layers)}
         if len(position) < len(self.layers):
             twice, _ = Counter(layer.name for layer in self.layers).most_common(1)[0]

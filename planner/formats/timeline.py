@@ -1,7 +1,5 @@
 """The Timeline: what every worker of a pipeline did and when, simulated or measured."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, get_args
@@ -80,7 +78,7 @@ class Events(_Columns):
     peer_stage: tuple[int | None, ...]
 
     @classmethod
-    def of(cls, rows: Iterable[Event]) -> Events:
+    def of(cls, rows: Iterable[Event]) -> "Events":
         ordered = sorted(rows, key=lambda event: (event.start_s, event.rank, event.end_s))
         columns = zip(*ordered, strict=True) if ordered else ((),) * len(Event._fields)
         fields: dict[str, Any] = dict(zip(Event._fields, columns, strict=True))
@@ -135,7 +133,7 @@ class Timeline(Shown, Record):
     @classmethod
     def of_plan(
         cls, plan: Plan, source: Literal["simulated", "measured"], minibatches: int, events: Events, **others: Any
-    ) -> Timeline:
+    ) -> "Timeline":
         """Return the timeline of a run of `plan`; `others` are further fields."""
         return cls(
             source=source,

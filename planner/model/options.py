@@ -3,8 +3,6 @@
 Mixed precision is torch.autocast around each stage, because a captured graph does not record it.
 """
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -37,7 +35,7 @@ class ModuleOptions:
 PLAIN = ModuleOptions()
 
 
-def module_options(record: Profile | Plan) -> ModuleOptions:
+def module_options(record: "Profile | Plan") -> ModuleOptions:
     """Return the options that `record` was measured with, or is to be trained with."""
     channels_last = record.memory_format == "channels-last"
     return ModuleOptions(autocast_dtype(record.autocast), channels_last, bool(record.compiled), record.device.kind)
@@ -51,7 +49,7 @@ def autocasting(device_type: str, dtype: torch.dtype | None) -> AbstractContextM
     return torch.autocast(device_type if device_type in known_kinds() else "cpu", dtype)
 
 
-def autocast_name(dtype: torch.dtype | None) -> Autocast | None:
+def autocast_name(dtype: torch.dtype | None) -> "Autocast | None":
     """Return the name that profiles give to an autocast dtype."""
     return None if dtype is None else "bfloat16" if dtype == torch.bfloat16 else "float16"
 

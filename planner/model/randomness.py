@@ -1,7 +1,5 @@
 """Random numbers that do not depend on how the model is split: one seed per minibatch, microbatch and layer."""
 
-from __future__ import annotations
-
 import random
 import sys
 from collections.abc import Iterator
@@ -21,7 +19,7 @@ class RandomKey:
     def __init__(self, state: int | None = None) -> None:
         self._state = state
 
-    def copy(self) -> RandomKey:
+    def copy(self) -> "RandomKey":
         """Return a key that stays as this one is now."""
         return RandomKey(self._state)
 

@@ -3,8 +3,6 @@
 An error in the user's code is raised again with the line of the user's file that it comes from.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import inspect
 import math
@@ -146,7 +144,7 @@ class TrainingSpec:
     builder: str = DEFAULT_BUILDER
 
     @classmethod
-    def from_file(cls, location: str | Path) -> TrainingSpec:
+    def from_file(cls, location: str | Path) -> "TrainingSpec":
         """Import a model file: "model.py", or "model.py:builder" to build another model than build_model() does.
 
         Raise ModelFileError when there is no such file, it cannot be imported, or a function is missing.
@@ -186,7 +184,7 @@ class TrainingSpec:
         blocks: Callable[[nn.Module], Any] | None = None,
         tensor_parallel_plan: Mapping[str, str] | None = None,
         pretrained: Any = None,
-    ) -> TrainingSpec:
+    ) -> "TrainingSpec":
         """Describe a model that exists already, for `profile` and `pipeline`, as a model file would.
 
         Args:

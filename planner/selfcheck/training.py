@@ -4,8 +4,6 @@ Losses are compared with those of the unsplit model, trained in this process in 
 that the schedule's instructions name. Nothing of the executor takes part but the order of the data.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections import defaultdict
@@ -110,7 +108,7 @@ def train_alone(
 
 def _stages(
     spec: TrainingSpec, profile: Profile, plan: Plan, model: nn.Module, minibatches: int
-) -> list[_ReferenceStage]:
+) -> "list[_ReferenceStage]":
     """Give each stage the parameters that it trains, a tied one to the first that uses it, and its units' versions."""
     layers, shape = {layer.name: layer.parameters for layer in profile.layers}, shape_of(plan)
     left = {id(each): name for name, each in model.named_parameters() if each.requires_grad}

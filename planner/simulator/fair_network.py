@@ -5,8 +5,6 @@ of its flows, and the rest of the network is shared among the other flows in the
 starts or ends, and only for flows that share a link with it, directly or through other flows.
 """
 
-from __future__ import annotations
-
 import heapq
 import math
 from collections.abc import Callable, Iterable
@@ -36,14 +34,16 @@ class LinkDirection:
 
     bytes_per_s: float
     busy: list[BusyPeriod] = field(default_factory=list)
-    flows: dict[_Flow, None] = field(default_factory=dict)  # in the order in which they started, so that results repeat
+    flows: "dict[_Flow, None]" = field(
+        default_factory=dict
+    )  # in the order in which they started, so that results repeat
     _since_s: float = 0.0
     _bytes: float = 0.0
     # Used by `_fair_rates`: the bandwidth that is left, and how many flows have no rate yet.
     room: float = 0.0
     unsettled: int = 0
 
-    def enter(self, flow: _Flow, now_s: float) -> bool:
+    def enter(self, flow: "_Flow", now_s: float) -> bool:
         if not self.flows:
             self._since_s, self._bytes = now_s, 0.0
         self._bytes += flow.left_bytes
@@ -55,7 +55,7 @@ class LinkDirection:
         busy: dict[str, Any] = dict(zip(BusyPeriod._fields, columns, strict=True))
         return LinkUse(name=name, rank=rank, sends=sends, bandwidth_bytes_per_s=self.bytes_per_s, **busy)
 
-    def leave(self, flow: _Flow, now_s: float) -> None:
+    def leave(self, flow: "_Flow", now_s: float) -> None:
         del self.flows[flow]
         if not self.flows and now_s > self._since_s:
             share = self._bytes / self.bytes_per_s / (now_s - self._since_s)

@@ -1,7 +1,5 @@
 """What a simulation needs to know of a pipeline: seconds of its stages, bytes that they exchange, and the cluster."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -89,7 +87,7 @@ class PipelineCosts:
         transfers: Sequence[Transfer],
         shared: Sequence[Shared],
         degrees: Sequence[int],
-    ) -> PipelineCosts:
+    ) -> "PipelineCosts":
         """Combine stages with the values that they exchange and the weights that they share.
 
         The processor's time for messages is added to the stages. `degrees`: ranks of a group of each stage. To a larger

@@ -4,8 +4,6 @@ The searches count a weight once, so their answer is a relaxation. Where its cop
 best plan has all users of a tied weight in one stage, or counts the weight in every layer that uses it.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -106,7 +104,7 @@ def _counted(problem: Problem, answer: Answer) -> Iterator[Evaluation]:
                 yield plan
 
 
-def _even(problem: Problem, counted: Problem, search: _EvenSearch, below_s: float) -> Iterator[Evaluation]:
+def _even(problem: Problem, counted: Problem, search: "_EvenSearch", below_s: float) -> Iterator[Evaluation]:
     """Yield the best plan of a search over the layers of `counted` that fits, at one or two depths.
 
     What a stage holds at its peak is counted for its layers together with their copies, and then for its layers and its

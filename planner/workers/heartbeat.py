@@ -4,8 +4,6 @@ Another thread reads it. A host that is ahead of its device may wait for it in a
 so whoever reads also asks what the device is at, which is known from events.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -37,7 +35,7 @@ class Beat(Record):
     doing: str  # in a sentence: "in the forward of minibatch 17"
     stage: int | None = None
     slowest_s: float = 0.0  # the longest instruction so far
-    device: Beat | None = None  # what the device is at, where the host is ahead of it
+    device: "Beat | None" = None  # what the device is at, where the host is ahead of it
 
 
 class Heartbeat:

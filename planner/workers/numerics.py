@@ -3,8 +3,6 @@
 Both change a profile's times, so training does what the profile was measured with.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -48,7 +46,7 @@ class Numerics:
             torch.backends.cudnn.benchmark = False  # it would choose the fastest algorithm, another one in each run
 
 
-def numerics_of(record: Profile | Plan) -> Numerics:
+def numerics_of(record: "Profile | Plan") -> Numerics:
     return Numerics(record.tf32, bool(record.deterministic))
 
 

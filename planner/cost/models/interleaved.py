@@ -13,8 +13,6 @@ The largest of these is the price: a bound, which is the published time with equ
 each pipeline taking ceil(m / r) of the microbatches.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -45,7 +43,7 @@ class StageSeconds(NamedTuple):
     accumulate_s: Floats  # for each microbatch but the first
 
     @classmethod
-    def of(cls, work: Work, model: InterleavedShape) -> StageSeconds:
+    def of(cls, work: Work, model: "InterleavedShape") -> "StageSeconds":
         link = model.link
         receive_s, send_s = transfer_s(work, link)
         handling_s = link.handling_s(work.received_bytes + work.sent_bytes)

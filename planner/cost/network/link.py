@@ -1,7 +1,5 @@
 """Links between devices: the time of messages and all-reduces, and the buckets of gradients that are all-reduced."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -34,7 +32,7 @@ class Link:
         return self.all_reduce_bandwidth_bytes_per_s or self.bandwidth_bytes_per_s
 
     @property
-    def alike(self) -> Link:
+    def alike(self) -> "Link":
         """This link, written as all links are that take the same seconds."""
         return replace(self, all_reduce_bandwidth_bytes_per_s=self.ring_bytes_per_s)
 
@@ -90,7 +88,7 @@ class Buckets(NamedTuple):
     shares: tuple[float, ...]  # of the gradients' bytes in each; 0 in the last one if the others have all of them
 
     @classmethod
-    def even(cls, backward_s: float) -> Buckets:
+    def even(cls, backward_s: float) -> "Buckets":
         return cls(tuple(backward_s * (part + 1) / BUCKETS for part in range(BUCKETS)), (1 / BUCKETS,) * BUCKETS)
 
     def reduced_s(self, reduce_s: float) -> float:

@@ -7,8 +7,6 @@ all-reduce visits its ranks in ascending order, so it crosses the link of each g
 way, whichever ranks they are.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -127,7 +125,7 @@ class Loads:
         self.into, self.out = np.zeros((2, topology.gpus))  # each rank's own link
         self.shared = [np.zeros((2, topology.gpus // size)) for _, size, _, _ in topology.shared]  # of each level
 
-    def times(self, count: int) -> Loads:
+    def times(self, count: int) -> "Loads":
         many = Loads.__new__(Loads)
         many.topology, many.into, many.out = self.topology, self.into * count, self.out * count
         many.shared = [each * count for each in self.shared]

@@ -4,8 +4,6 @@ A file is found as people publish them: one file, a folder with `model.safetenso
 `model.safetensors.index.json`, which says which of several files holds each tensor.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Collection
 from pathlib import Path
@@ -40,7 +38,7 @@ class Pretrained:
             self._files |= dict.fromkeys(shapes, file)
 
     @classmethod
-    def named_by(cls, spec: TrainingSpec) -> Pretrained | None:
+    def named_by(cls, spec: TrainingSpec) -> "Pretrained | None":
         found = spec.pretrained()
         return None if found is None else cls(*found)
 

@@ -4,8 +4,6 @@ Source, order and size of every message follow from the plan: nothing is negotia
 ahead: a posted receive costs nothing but its buffer. Over NCCL it is a kernel on the device: see `nccl_links`.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -105,7 +103,7 @@ class LinkGroups:
         groups: DataGroups,
         streams: Mapping[int, Iterable[Instruction]],
         receivers: Receivers = lambda _, send: (send.peer_rank,),
-        made: LinkGroups | None = None,
+        made: "LinkGroups | None" = None,
     ) -> None:
         self._receivers = receivers
         self._by_direction: dict[bool, dist.ProcessGroup] = {}

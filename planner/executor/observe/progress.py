@@ -1,7 +1,5 @@
 """Measure the throughput of a run, and report its progress: to a callback, the user's hook and TensorBoard."""
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -16,14 +14,14 @@ from planner.workers.job import Evaluation
 EVERY_MINIBATCHES = 10  # between two losses in TensorBoard
 
 
-def hook(spec: TrainingSpec) -> ProgressCallback | None:
+def hook(spec: TrainingSpec) -> "ProgressCallback | None":
     """Return a callback for the model file's on_update(minibatch, loss, metrics), if it has one."""
     if not spec.defines("on_update"):
         return None
     return lambda progress: spec.on_update(progress.minibatch, progress.loss, progress.metrics)
 
 
-def tensorboard(folder: str, first: int = 0) -> ProgressCallback:
+def tensorboard(folder: str, first: int = 0) -> "ProgressCallback":
     """Return a callback that writes for TensorBoard, and hides what the folder has after minibatch `first`."""
     writer = check_tensorboard()(folder, purge_step=first + 1 if first else None)
     newest = -EVERY_MINIBATCHES

@@ -1,7 +1,5 @@
 """Build what a worker needs before it trains: one frozen record that every later builder takes whole."""
 
-from __future__ import annotations
-
 import gc
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -79,7 +77,7 @@ class PipelineContext:
     minibatches: int  # of the whole run
     groups: DataGroups
     shape: PipelineShape
-    tensor: TensorGroup | None = None  # the ranks that divide this worker's layers with it
+    tensor: "TensorGroup | None" = None  # the ranks that divide this worker's layers with it
     start: SynchronousStart | None = None  # of the run
     stages: Mapping[int, HeldStage]  # of this worker, by number: one, or several chunks
     transfers: Mapping[tuple[int, int], Sequence[ValueSpec]]  # by (source, target) stage, to and from this worker's

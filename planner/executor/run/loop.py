@@ -1,7 +1,5 @@
 """The loop of one worker in the joined group, which `planner.train` and a user's own loop drive alike."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections import ChainMap
@@ -41,7 +39,7 @@ class Groups:
     replicas: Mapping[int, dist.ProcessGroup]
 
     @classmethod
-    def create(cls, context: PipelineContext) -> Groups:
+    def create(cls, context: PipelineContext) -> "Groups":
         """Make the groups. torch.distributed wants every worker to make every group, in the same order."""
         by_tensor_rank = list(zip(*map(context.shapes_of_tensor_ranks, context.shapes), strict=True))
         streams = ChainMap(*(dict(all_streams(*shapes)) for shapes in by_tensor_rank))

@@ -8,8 +8,6 @@ A step executes the schedule's instructions as far as the minibatches handed in 
 the newest minibatches stay in flight until more come, or until `drain`.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
@@ -117,7 +115,7 @@ class Pipeline:
         self._checkpoints: Checkpointer | None = None
         self._resumed: str | None = None  # the checkpoint that the state is from
 
-    def __enter__(self) -> Pipeline:
+    def __enter__(self) -> "Pipeline":
         """Join the other workers, unless the script has already done so, and build this worker's stages."""
         job, heartbeat = self._job, self._heartbeat
         place = take_place(job, heartbeat)

@@ -4,8 +4,6 @@ A worker's own weights have the same initial values however they are made: by th
 that makes the worker's weights, or from the files that pretrained() names. So hosts need not agree on a way.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -158,7 +156,7 @@ class _Making:
         self._seed()
 
 
-def tensor_group(plan: Plan, rank: int) -> TensorGroup | None:
+def tensor_group(plan: Plan, rank: int) -> "TensorGroup | None":
     """Return the group of ranks that divides a worker's layers; None where each is whole on a rank."""
     check_divided(plan)
     own = next(stage for stage in plan.stages if rank in stage.ranks)
@@ -206,7 +204,7 @@ class Modules:
 
 
 def build_modules(
-    job: Job, stages: Sequence[int], spec: TrainingSpec, kind: str, tensor: TensorGroup | None = None
+    job: Job, stages: Sequence[int], spec: TrainingSpec, kind: str, tensor: "TensorGroup | None" = None
 ) -> Modules:
     """Build the model for a `kind` of device, capture it, and keep the layers of `stages`, without the rest.
 

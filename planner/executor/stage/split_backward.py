@@ -13,8 +13,6 @@ user's `torch.autograd.Function`. The gradient of a weight that joins the path a
 at all, is computed in the first part: started at one operation, autograd would also reach it through the others.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -28,7 +26,7 @@ from torch.autograd.graph import GradientEdge, Node
 class WeightGradients:
     """The second part of a unit's backward: operations where weights join, with the gradients that reached them."""
 
-    _pending: list[_Joint] = field(default_factory=list)
+    _pending: "list[_Joint]" = field(default_factory=list)
 
     def run(self) -> None:
         """Accumulate the gradients of the weights in `.grad`, and free the graph."""

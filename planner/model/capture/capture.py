@@ -1,7 +1,5 @@
 """Capture a model and its loss as a LayerGraph: through torch.export with a dynamic batch dimension, or as blocks."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -80,7 +78,7 @@ class Trace:
     model: nn.Module
     module: fx.GraphModule  # the flat graph
     example: Batch
-    output: _Output
+    output: "_Output"
 
 
 def traced(model: nn.Module, batch: Batch, loss: LossFunction | None, *, channels_last: bool = False) -> Trace:

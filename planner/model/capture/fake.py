@@ -4,8 +4,6 @@ Export traces under no_grad and without autocast, so the graph does not tell whi
 or have another dtype on another device. Fake tensors pretend to be on a device, which decides on the operations.
 """
 
-from __future__ import annotations
-
 import copy
 import ctypes
 from collections.abc import Callable, Iterator, Sequence
@@ -147,7 +145,7 @@ class TensorFacts:
     storages: dict[fx.Node, frozenset[int]] = field(default_factory=dict)  # that a value lies in
     writes: dict[fx.Node, frozenset[int]] = field(default_factory=dict)  # that an operation writes
 
-    def sharing_as(self, other: TensorFacts) -> TensorFacts:
+    def sharing_as(self, other: "TensorFacts") -> "TensorFacts":
         """Return these facts, with memory counted as shared or written also where it is so in `other`."""
         # Complements are negative: the numbers of one run stay apart from those of the other.
         storages = {node: own | {~each for each in other.storages[node]} for node, own in self.storages.items()}

@@ -1,7 +1,5 @@
 """LayerGraph: a captured training forward with its loss, as a chain of layers and the values between them."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
@@ -39,13 +37,13 @@ class ValueSpec:
     expanded: tuple[int, ...] = ()  # dimensions along which the memory holds one element for all
 
     @classmethod
-    def of(cls, name: str, value: Tensor, sizes: Sequence[Size]) -> ValueSpec:
+    def of(cls, name: str, value: Tensor, sizes: Sequence[Size]) -> "ValueSpec":
         """Return the spec of a value like this one."""
         order, expanded = memory_order(value), expanded_dimensions(value)
         return cls(name, value.dtype, value.requires_grad, tuple(sizes), order, expanded)
 
     @property
-    def of_gradient(self) -> ValueSpec:
+    def of_gradient(self) -> "ValueSpec":
         """The same for the gradient, which differs along expanded dimensions."""
         return replace(self, expanded=())
 

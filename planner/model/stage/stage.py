@@ -1,7 +1,5 @@
 """Build a stage: a module that computes consecutive layers of a LayerGraph, and holds their weights and no others."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -97,7 +95,7 @@ class StageModule(nn.Module):
             if len(known) == len(weights):
                 join_weights(module, known)
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> StageModule:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "StageModule":
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         parameters = list(self.parameters())
         self.arrange(parameters, parameters)  # not their `data`, whose new place would not be theirs

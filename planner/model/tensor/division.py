@@ -1,7 +1,5 @@
 """Which weights a group of ranks divides, and where a stage's code makes values DTensors, and whole again."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from operator import getitem
@@ -41,7 +39,7 @@ class Regions:
     the piece is whole, too. Operations that DTensor cannot divide run whole on every rank.
     """
 
-    def __init__(self, graph: LayerGraph, division: DividedWeights, code: fx.Graph) -> None:
+    def __init__(self, graph: LayerGraph, division: "DividedWeights", code: fx.Graph) -> None:
         self._graph, self._code = graph, code
         self._weights: dict[fx.Node, Cut] = {}
         self._packed: dict[fx.Node, Cut] = {}
@@ -141,7 +139,7 @@ def _is_tensor(node: fx.Node) -> bool:
 class DividedWeights:
     """The weights of a stage that its ranks divide."""
 
-    group: TensorGroup | None = None  # the ranks; None for a single one
+    group: "TensorGroup | None" = None  # the ranks; None for a single one
     cuts: Mapping[str, Cut] = field(default_factory=dict)  # by weight, under all of its names, how it is divided
 
     @property
@@ -223,7 +221,7 @@ def whole_state(module: nn.Module, *, kept: bool = True) -> dict[str, Tensor]:
     return {name: wholes[id(tensor)] for name, tensor in state.items()}
 
 
-def division_of(graph: LayerGraph, plan: Plan, group: TensorGroup) -> DividedWeights:
+def division_of(graph: LayerGraph, plan: Plan, group: "TensorGroup") -> DividedWeights:
     """Return how the ranks divide the weights of a captured model; raise PlanError where they cannot."""
     if graph.blocks is not None:
         raise PlanError(

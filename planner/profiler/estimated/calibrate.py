@@ -12,8 +12,6 @@ must predict each other: unless a fit to the others is closer to each than the t
 declined.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -86,7 +84,7 @@ class KnownStep(Record):
     update_s: _Seconds | None = None
 
     @model_validator(mode="after")
-    def _check_times(self) -> KnownStep:
+    def _check_times(self) -> "KnownStep":
         if not self.times:
             raise ValueError("a step has none of step_s, forward_s, backward_s and update_s")
         return self

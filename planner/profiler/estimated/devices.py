@@ -19,8 +19,6 @@ CPU's were fitted to profiles measured on an AMD EPYC (Zen 5) core. Calibration 
 device.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping
@@ -80,7 +78,7 @@ class DeviceSpec:
     processors: int | None = None
     reported: str | None = None
 
-    def at_clock(self, share: float) -> DeviceSpec:
+    def at_clock(self, share: float) -> "DeviceSpec":
         """Return the device with its processors at this share of their boost clock; the memory keeps its own."""
         return replace(self, peak_flops_per_s={name: share * peak for name, peak in self.peak_flops_per_s.items()})
 

@@ -1,7 +1,5 @@
 """Estimate the profile of a model file for a device that need not be there, of the table or described in a file."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -57,7 +55,7 @@ class DeviceFile(Record):
     dispatch_s: Annotated[float, Field(ge=0)] | None = None
 
     @model_validator(mode="after")
-    def _check_single(self) -> DeviceFile:
+    def _check_single(self) -> "DeviceFile":
         if "float32" not in self.peak_flops_per_s:
             raise ValueError("peak_flops_per_s has no float32, which every training needs")
         return self

@@ -1,7 +1,5 @@
 """Run one training step of a model on tensors without data, and list its operations by layer."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -207,7 +205,7 @@ class _Tracer:
     dtype: DType
     execution: Execution
     options: ModuleOptions
-    group: TensorGroup | None  # of the rank whose step it is
+    group: "TensorGroup | None"  # of the rank whose step it is
     known_updates: dict[Shapes, UpdateTrace]
 
     def trace(self, like: StepTrace | None) -> StepTrace:

@@ -6,8 +6,6 @@ depend on them. Bytes count as in the whole step: what an earlier part has saved
 lies on the device between the parts in a whole step is added.
 """
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -77,7 +75,7 @@ def _measure_part(
     graph: LayerGraph,
     batch: Batch,
     device: torch.device,
-    between: _Between,
+    between: "_Between",
     span: range,
     effort: Effort,
 ) -> Measurement:
@@ -147,7 +145,7 @@ class _Give(torch.autograd.Function):
     """What later parts do: its backward gives every output of a part a gradient, and keeps no output."""
 
     @staticmethod
-    def forward(ctx: Any, part: _PartMeasurement, *outputs: Tensor) -> Tensor:
+    def forward(ctx: Any, part: "_PartMeasurement", *outputs: Tensor) -> Tensor:
         ctx.part = part
         ctx.likes = [output.to("meta") for output in outputs]
         return outputs[0].new_zeros(())

@@ -1,7 +1,5 @@
 """Count the bytes that a training step saves for its backward and allocates at its peak, layer by layer."""
 
-from __future__ import annotations
-
 import math
 import os
 import weakref
@@ -126,7 +124,7 @@ def beyond_held(
     return most
 
 
-def meter_for(device: torch.device) -> _AllocatorMeter | _CpuMeter:
+def meter_for(device: torch.device) -> "_AllocatorMeter | _CpuMeter":
     """Return a meter of the bytes that are allocated on `device` within its context.
 
     Its `mark` ends a span and returns the span's number; span 0 begins with the context. Its `peaks` are the most bytes

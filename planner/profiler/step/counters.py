@@ -9,8 +9,6 @@ of the weights, as in training. Its collectives move nothing, through PyTorch's 
 because what they take depends on the links of a cluster and not on the model.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -135,7 +133,7 @@ def model_flops(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict
 
 
 @contextmanager
-def first_rank(degree: int, device: torch.device) -> Iterator[TensorGroup]:
+def first_rank(degree: int, device: torch.device) -> "Iterator[TensorGroup]":
     """Make a group of which only this process is there; raise InputError if it has joined others."""
     if dist.is_initialized():
         raise InputError(

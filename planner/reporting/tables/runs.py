@@ -1,7 +1,5 @@
 """The tables of a run: simulated, measured, one compared with the other, and trained."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -22,7 +20,7 @@ LOSS_WINDOW = 10  # minibatches averaged at either end, because single losses ar
 MOST_ROWS = 32  # workers; of more the first of each stage is shown
 
 
-def training_report(result: TrainResult) -> str:
+def training_report(result: "TrainResult") -> str:
     """Report throughput, workers, loss and evaluations."""
     parts = [named_values(_training_lines(result)), workers_table(result.reports), _loss(result)]
     if result.evaluations:
@@ -34,7 +32,7 @@ def training_report(result: TrainResult) -> str:
     return "\n\n".join(parts)
 
 
-def _training_lines(result: TrainResult) -> list[tuple[str, str | None]]:
+def _training_lines(result: "TrainResult") -> list[tuple[str, str | None]]:
     measured, start = result.samples_per_s, result.synchronous_start
     name = f" ({result.device_name})" if result.device_name is not None else ""
     predicted = begun = deferred = resumed = None
@@ -68,7 +66,7 @@ def percent_error(predicted: float, measured: float) -> str:
     return f"{(predicted - measured) / measured:+.1%}" if measured else "-"
 
 
-def workers_table(reports: Sequence[WorkerReport]) -> str:
+def workers_table(reports: "Sequence[WorkerReport]") -> str:
     """Write what each worker measured."""
     on_gpus = any(report.used_memory_bytes is not None for report in reports)
     rows = [
@@ -87,14 +85,14 @@ def workers_table(reports: Sequence[WorkerReport]) -> str:
     return table_of(rows).text()
 
 
-def loss_ends(losses: tuple[Loss, ...]) -> tuple[float, float, int]:
+def loss_ends(losses: "tuple[Loss, ...]") -> tuple[float, float, int]:
     """Return the mean losses of the first and of the last minibatches, and of how many minibatches they are."""
     window = max(1, min(LOSS_WINDOW, len(losses) // 2))
     values = [math.nan if entry.loss is None else entry.loss for entry in losses]
     return sum(values[:window]) / window, sum(values[-window:]) / window, window
 
 
-def _loss(result: TrainResult) -> str:
+def _loss(result: "TrainResult") -> str:
     if result.random_data:
         return "Trained on random batches: the model file has no dataset(), so the loss means nothing."
     diverged = next((entry.minibatch for entry in result.losses if entry.loss is None), None)

@@ -1,7 +1,5 @@
 """What searches return: paths through the cuts, evaluated candidates, and the best of them with a bound."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -90,7 +88,7 @@ class Evaluation:
         degrees = tuple(stage.options.tensor for stage in self.stages)
         return config_of(tuple(stage.replicas for stage in self.stages), self.price.chunks, degrees)
 
-    def saves(self, other: Evaluation, share: float = SLACK) -> bool:
+    def saves(self, other: "Evaluation", share: float = SLACK) -> bool:
         """Return whether this takes less time than the other candidate, by this share of it, as far as is known."""
         return self.counted_s < other.counted_s * (1 - share)
 
@@ -104,7 +102,7 @@ class Evaluation:
         """Ranks of each stage: its own, or consecutive ones in the order of the workers; groups of ranks count once."""
         return tuple(map(tuple, ranks_of(self.stages, self.price.workers)))
 
-    def divided(self, degree: int) -> Evaluation:
+    def divided(self, degree: int) -> "Evaluation":
         """Return a plan of a cluster's groups of so many ranks as one of its ranks."""
         stages = tuple(replace(stage, options=replace(stage.options, tensor=degree)) for stage in self.stages)
         price = replace(self.price, communication_bytes=self.price.communication_bytes * degree)
@@ -129,7 +127,7 @@ class Found:
     bound_s: float  # seconds per minibatch that no plan is below
     name: str = "search"  # of the method
 
-    def with_best(self, best: Evaluation) -> Found:
+    def with_best(self, best: Evaluation) -> "Found":
         """Return the answer with another plan; no bound is above the time of a plan that exists."""
         return replace(self, best=best, bound_s=min(self.bound_s, best.seconds))
 

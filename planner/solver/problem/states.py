@@ -12,8 +12,6 @@ live at I, and passing(I, J) those among them that no layer of J \\ I uses,
 and the same for gradients in the other direction.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import cached_property, partial
@@ -56,11 +54,11 @@ class StateSpace(ABC):
         return np.unique(np.linspace(0, len(self) - 1, most).astype(np.int64))
 
     @abstractmethod
-    def only(self, states: Integers, *, complete: bool = False) -> StateSpace:
+    def only(self, states: Integers, *, complete: bool = False) -> "StateSpace":
         """Return the space of these states, which must include both ends."""
 
     @property
-    def sizes(self) -> Sequence[StateSpace]:
+    def sizes(self) -> "Sequence[StateSpace]":
         """The spaces of stages on groups of one size each, of the same states."""
         return (self,)
 
@@ -244,7 +242,7 @@ class Chain(StateSpace):
         super().__init__(layer_costs, sums, fronts[:, ends], states)
         self.complete = order is None and states is None and is_linear(layer_costs, groups)
 
-    def only(self, states: Integers, *, complete: bool = False) -> Chain:
+    def only(self, states: Integers, *, complete: bool = False) -> "Chain":
         return Chain(self.layer_costs, self._given, self._states[states])
 
     def among_later(self, state: int, others: Integers) -> Integers:

@@ -1,7 +1,5 @@
 """Search for the best plan by the cost model, under schedules with one stage per worker: the search that suits both."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cached_property
 
@@ -135,7 +133,7 @@ class PipelineSearch:
             return found  # the bound over all cuts holds wherever their stages are placed
         return replace(found, bound_s=min(found.bound_s, bound_beyond(self.problem, known, best)))
 
-    def over_all_cuts(self) -> PipelineSearch | None:
+    def over_all_cuts(self) -> "PipelineSearch | None":
         """Return a search over every cut of the graph, or None where those are too many."""
         layer_costs = self.space.layer_costs
         most = MOST_STATES if self.problem.schedule.asynchronous else MOST_SYNCHRONOUS_STATES

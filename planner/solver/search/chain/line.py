@@ -8,8 +8,6 @@ has. With the maximum over the stages bounded by X, a walk from the last layer t
 gives the least sum of the stages' parts; under asynchronous schedules those are zero. O(runs · states² · GPUs).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations_with_replacement
@@ -126,7 +124,7 @@ class LineSearch:
                 walk.idle(number, state)
         return self._traced(walk) if np.isfinite(walk.sums[0, 0, self.gpus]) else None
 
-    def _traced(self, walk: _Walk) -> LinePlan:
+    def _traced(self, walk: "_Walk") -> LinePlan:
         state, gpus, sum_s, max_s = 0, self.gpus, 0.0, 0.0
         found: list[Candidate] = []
         while state < len(self._space) - 1:

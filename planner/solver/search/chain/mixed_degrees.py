@@ -8,8 +8,6 @@ GPUs and replicas after it that no other one beats in both, and the walk of `sea
 (Tarnawski et al., "Piper", NeurIPS 2021, have a table over both instead.)
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -40,7 +38,7 @@ class _Pairs:
     own: Integers  # that stage's replicas
     follows: Integers  # the number of the shorter suffix
 
-    def unbeaten(self) -> _Pairs:
+    def unbeaten(self) -> "_Pairs":
         """Return the pairs that no other one beats in both numbers, those of fewest stages among equals."""
         order = np.lexsort((self.end, self.stages, self.replicas, self.gpus))
         replicas = self.replicas[order]

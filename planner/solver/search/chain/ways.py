@@ -4,8 +4,6 @@ Searches ask for many stages at once, and every way of every stage is a row: eve
 some memory limit could make the best one (`planner.cost.recomputation`), the quickest first.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -38,7 +36,7 @@ class BestWays:
     _known: dict[tuple[int, int, int, int], StageOptions] = field(default_factory=dict, compare=False)
 
     @cached_property
-    def _ways(self) -> WaysOf:
+    def _ways(self) -> "WaysOf":
         return WaysOf(self.space, self.problem.limits, prices_shards=self.problem.simulates)
 
     def options(self, states: Sequence[int], replicas: Sequence[int]) -> tuple[StageOptions, ...]:
@@ -61,7 +59,7 @@ class BestWays:
             row = self._best(ways, r, after)
         return ways.options(row or 0, r)
 
-    def _best(self, ways: Ways, replicas: int, after: int) -> int | None:
+    def _best(self, ways: "Ways", replicas: int, after: int) -> int | None:
         problem, memory_bytes = self.problem, self.problem.cluster.memory_bytes
         fits = ways.allowed(replicas) & np.ones(len(ways), dtype=bool)
         if memory_bytes is not None:
@@ -87,7 +85,7 @@ _KNOWN: WeakKeyDictionary[LayerCosts, dict[RecomputeRule, tuple[Recomputation, d
 class Ways:
     """Ways to run the stages from one state to others, a row each; those of a stage stand together."""
 
-    source: WaysOf
+    source: "WaysOf"
     state: int
     others: Integers  # at which each row's stage ends
     stage: Integers  # its place among those that were asked for
@@ -99,7 +97,7 @@ class Ways:
     def __len__(self) -> int:
         return len(self.stage)
 
-    def __getitem__(self, rows: Integers) -> Ways:
+    def __getitem__(self, rows: Integers) -> "Ways":
         arrays = {name: getattr(self, name)[rows] for name in ("others", "stage", "sharded", "choice")}
         return replace(self, **arrays, work=taken(self.work, rows), footprint=taken(self.footprint, rows))
 

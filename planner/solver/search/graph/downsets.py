@@ -6,8 +6,6 @@ alone, so hopeless cuts are dropped before any stage is looked at. The search ov
 plan beats the known one.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -77,7 +75,7 @@ class Downsets(StateSpace):
     def layers(self, state: int, other: int) -> tuple[int, ...]:
         return tuple(np.flatnonzero(self._columns[:, other] > self._columns[:, state]).tolist())
 
-    def only(self, states: Integers, *, complete: bool = False) -> Downsets:
+    def only(self, states: Integers, *, complete: bool = False) -> "Downsets":
         return Downsets(self.layer_costs, self._words[states], complete)
 
     def _live(self, value: Traffic) -> NDArray[np.bool_]:

@@ -8,8 +8,6 @@ distributive lattice: Björklund et al., "Fast zeta transforms for lattices with
 Where a graph has too many cuts to list, those near given cuts are.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -44,7 +42,7 @@ class Groups:
                 self.needs[user].add(producer)
 
 
-def around(layer_costs: LayerCosts, cuts: Sequence[Sequence[int]], most: int) -> Words:
+def around(layer_costs: LayerCosts, cuts: Sequence[Sequence[int]], most: int) -> "Words":
     """Return both ends and about `most` downsets that differ least, in compute time, from one of the cuts."""
     graph = Groups(layer_costs)
     layers = layer_costs.profile.layers

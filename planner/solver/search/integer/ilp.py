@@ -4,8 +4,6 @@
 pinned layers.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -100,7 +98,7 @@ def _infeasible(problem: Problem) -> InfeasibleError:
     )
 
 
-def solve_ilp(problem: Problem, solver: MilpName | None = None) -> IlpAnswer | None:
+def solve_ilp(problem: Problem, solver: "MilpName | None" = None) -> IlpAnswer | None:
     """Find the fastest plan that respects the problem's constraints, by default with HiGHS; None if there is none.
 
     When the deadline passes, the answer is the best plan so far, with a bound. Raise TimeoutError if there is none yet,

@@ -8,8 +8,6 @@ What a stage holds depends on the GPUs after it. Where that matters, nodes are p
 Where layers are pinned to stages, the number of the stage becomes part of the node.
 """
 
-from __future__ import annotations
-
 import math
 import tempfile
 from collections import defaultdict
@@ -336,7 +334,7 @@ class Flow:
         return IlpAnswer(stages, best.seconds, bound_s, optimal, tuple(column.kinds for column in best.columns))
 
 
-def _arcs(problem: Problem, columns: Columns, pins: _Pins) -> list[_Arc]:
+def _arcs(problem: Problem, columns: Columns, pins: "_Pins") -> list[_Arc]:
     gpus = problem.cluster.gpus
     usable = [column for column in columns.all if pins.allow(columns.layers(column), column)]
     # Nodes with GPUs multiply the arcs, so they are only made where some stage limits the GPUs after it.
