@@ -1,5 +1,7 @@
 """`plan compare`, `plan sweep` and `plan explain`: alternatives to a plan, and what limits it."""
 
+from __future__ import annotations
+
 import argparse
 from collections.abc import Callable
 from pathlib import Path
@@ -117,7 +119,7 @@ def run_sweep(args: argparse.Namespace) -> int:
     return 0
 
 
-def _swept(args: argparse.Namespace) -> "tuple[Quantity, Range]":
+def _swept(args: argparse.Namespace) -> tuple[Quantity, Range]:
     """Return the one range among the arguments, and what it is of."""
     given: list[tuple[Quantity, object]] = [("bandwidth", rate) for rate in args.bandwidth or ()]
     given += [("gpus", args.gpus), ("memory", args.memory)]

@@ -1,5 +1,7 @@
 """Declare a verb and its flags: those of the records in `planner.options`, and what several verbs share."""
 
+from __future__ import annotations
+
 import argparse
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -115,7 +117,7 @@ def add_constraint_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--constraints", type=Path, metavar="FILE", help=help)
 
 
-def constraints_of(args: argparse.Namespace) -> "Constraints":
+def constraints_of(args: argparse.Namespace) -> Constraints:
     """Return the constraints that the arguments describe; raise InputError when they do not describe any."""
     from planner.formats.constraints import Constraints, load_constraints
 
@@ -186,7 +188,7 @@ def add_rule_arguments(parser: argparse.ArgumentParser, record: type[StageRules]
 
 
 @contextmanager
-def patience_of(args: argparse.Namespace) -> "Iterator[Patience]":
+def patience_of(args: argparse.Namespace) -> Iterator[Patience]:
     """Start the clock of all that the verb does, by the arguments, and show on stderr how far the searches are."""
     from planner.solver.problem.budget import Patience
 
@@ -194,7 +196,7 @@ def patience_of(args: argparse.Namespace) -> "Iterator[Patience]":
         yield Patience.of(TIME_LIMIT_S if args.time_limit_s is None else args.time_limit_s, progress)
 
 
-def plan_of(args: argparse.Namespace, profile: planner.Profile, patience: "Patience") -> planner.Plan:
+def plan_of(args: argparse.Namespace, profile: planner.Profile, patience: Patience) -> planner.Plan:
     """Return the plan of --plan, on the arguments' cluster if one is given, or plan.json, or the fastest plan."""
     from planner.analysis.given_plan import GivenPlan
     from planner.solver.find_plan import find_plan

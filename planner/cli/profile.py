@@ -1,5 +1,7 @@
 """`plan profile`: model file on this device -> profile."""
 
+from __future__ import annotations
+
 import argparse
 import sys
 from itertools import product

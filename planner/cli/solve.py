@@ -1,5 +1,7 @@
 """`plan solve`, `plan fit` and `plan price`: a profile or a model's name, and a cluster -> plan."""
 
+from __future__ import annotations
+
 import argparse
 from collections.abc import Iterator
 from pathlib import Path
@@ -142,7 +144,7 @@ def _chosen(
     profiles: list[planner.Profile],
     cluster: planner.Cluster,
     options: SolveOptions,
-    patience: "Patience",
+    patience: Patience,
 ) -> planner.Plan:
     from planner.analysis.choose import COMPARED, choose, with_best_synchronous
     from planner.analysis.compare import with_baselines

@@ -1,5 +1,7 @@
 """`plan train`, `plan export` and `plan export-weights`; `plan quickstart` and `plan selftest` of this machine."""
 
+from __future__ import annotations
+
 import argparse
 import json
 import sys
@@ -140,7 +142,7 @@ def train(args: argparse.Namespace) -> int:
     return 0
 
 
-def _run_as_worker(job: "Job", as_json: bool) -> NoReturn:
+def _run_as_worker(job: Job, as_json: bool) -> NoReturn:
     from planner.api.running import trace_writer
     from planner.executor.checkpoint.folders import torchrun_run_id
     from planner.executor.worker import run_worker
@@ -219,7 +221,7 @@ def selftest(args: argparse.Namespace) -> int:
     """Run the checks, and print a table of them."""
     from planner.profiler.this_machine import keep_freed_pages
 
-    def show(row: "Row") -> None:
+    def show(row: Row) -> None:
         output.print_progress(f"{row.result:8}{row.check}: {row.name} ({row.seconds:.0f} s)")
 
     keep_freed_pages()  # as the workers do
