@@ -94,7 +94,7 @@ def _stages(problem: Problem, best: Evaluation) -> Iterator[Stage]:
             sharded=stage.options.sharded,
             sharding_level=max(1, stage.options.level),
             recompute=bool(groups) if whole else named,
-            recompute_s=None if whole else costs.recompute_s,
+            recompute_s=costs.recompute_s if groups and (stage.options.level > 1 or not whole) else None,
             forward_s=costs.forward_s,
             backward_s=costs.backward_s,
             update_s=costs.update_s,

@@ -129,7 +129,8 @@ class PipelineContext:
             return
         tensors_bytes = int(self.plan.tensor_bytes(min(self.stages)) * _RESERVED)
         # The allocator still has what the stages took when they ran once.
-        runtime.reserve(compute, max(0, tensors_bytes - runtime.peak_bytes(compute)))
+        if self.plan.stages[0].level < 2:  # the streams of fully_shard take memory of their own
+            runtime.reserve(compute, max(0, tensors_bytes - runtime.peak_bytes(compute)))
         copies = LEAD + AHEAD + max(shape.in_flight(stage) for shape in self.shapes for stage in self.stages)
         for size in self.sizes:
             batch = self.spec.example_batch(size)
