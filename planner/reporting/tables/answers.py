@@ -221,7 +221,9 @@ def _split(plan: Plan) -> str:
     stages, config = len(plan.stages), short_config(plan.config)
     if stages > 1:
         return config if config.endswith("stages)") else f"{config} ({stages} stages)"
-    return f"{config} (data parallel)" if plan.stages[0].replicas == plan.workers > 1 else config
+    level = plan.stages[0].level
+    way = f"data parallel, ZeRO-{level}" if level else "data parallel"
+    return f"{config} ({way})" if plan.stages[0].replicas == plan.workers > 1 else config
 
 
 def _unit(plan: Plan) -> str:
