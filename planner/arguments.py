@@ -46,6 +46,8 @@ def checked_arguments(function: Callable[..., Any]) -> Callable[[Sequence[Any], 
 @cache
 def _classes(function: Callable[..., Any], name: str) -> dict[str, Any]:
     known: Mapping[str, Any] = {**vars(builtins), **getattr(function, "__globals__", {}), **_WIDER, "Any": None}
-    parts = str(getattr(function, "__annotations__", {}).get(name, "?")).split(" | ")
+    annotation = getattr(function, "__annotations__", {}).get(name, "?")
+    parts = (annotation.__name__ if isinstance(annotation, type) else str(annotation)).split(" | ")
+    parts = [part.rpartition(".")[2] if "[" not in part else part for part in parts]  # of classes: "pathlib.Path"
     found = {part: known.get(part) for part in parts}
     return found if all(isinstance(each, type) for each in found.values()) else {}

@@ -34,7 +34,7 @@ class EveryPlan:
                 for replicas in _replicas(stages, problem.cluster.gpus):
                     after = np.cumsum((0, *replicas[:0:-1]))[::-1].tolist()
                     ends = tuple(pairwise((0, *cuts, layers)))
-                    for degrees in product(problem.rules.tensor, repeat=stages):
+                    for degrees in product(problem.rules.tensor or (1,), repeat=stages):
                         if np.dot(replicas, degrees) > problem.cluster.gpus:
                             continue
                         shape = zip(ends, replicas, degrees, after, strict=True)

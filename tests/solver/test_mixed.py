@@ -76,7 +76,10 @@ def test_the_search_is_near_the_best_of_all_plans(
     assert found.bound_s <= best.seconds * (1 + 1e-9)
     found_s = problem.price(found.best.stages).seconds_per_minibatch
     # The simulation chooses among plans, and may prefer one that waits less.
-    assert best.seconds * (1 - 1e-9) <= found_s <= best.seconds * 1.5
+    assert found_s <= best.seconds * 1.5
+    # All plans are those whose replicas divide no gradients and no weights.
+    if all(stage.options.level < 2 for stage in found.best.stages):
+        assert best.seconds * (1 - 1e-9) <= found_s
 
 
 def test_fast_gpus_get_more_layers_on_ranks_of_their_kind() -> None:
