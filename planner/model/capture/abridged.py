@@ -4,7 +4,6 @@ A transformer has dozens of equal blocks, and what a step of one costs, the step
 what an embedding made, and what the last one makes goes elsewhere, so that these two stay as well.
 """
 
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,8 +15,8 @@ from torch.utils._pytree import tree_flatten
 
 from planner.model.capture.graph import GraphLayer, LayerGraph
 from planner.model.capture.size import is_symbolic
+from planner.plan.blocks import BLOCK
 
-_ELEMENT = re.compile(r"(?:.*?\.)?\d+(?=\.|$)")  # "model.layers.3.mlp": the outermost element of a list of modules
 _LEAST = 3  # equal blocks beside the first, of which one is left out
 
 _Block = Sequence[GraphLayer]
@@ -68,7 +67,7 @@ def _runs_of_equal_blocks(graph: LayerGraph) -> Iterator[list[range]]:
     compare = _Comparison(graph)
     blocks: list[range] = []
     start = 0
-    for key, group in groupby(graph.layers, lambda layer: (match := _ELEMENT.match(layer.name)) and match[0]):
+    for key, group in groupby(graph.layers, lambda layer: (match := BLOCK.match(layer.name)) and match[0]):
         block = range(start, start := start + len(list(group)))
         if key is not None and blocks and blocks[-1].stop == block.start and len(blocks[-1]) == len(block):
             blocks.append(block)

@@ -19,6 +19,7 @@ from planner.workers.job import Job, TrainResult
 from tests.executor.models import EVALUATION, write_model
 from tests.executor.plans import make_plan, sharded, structural_profile
 from tests.executor.processes import run_jobs
+from tests.executor.run.test_sharded_optimizer import GROUPS, SCHEDULER, STEEP
 
 BATCH_SIZE, SEED, STEPS = 4, 3, 5
 
@@ -86,31 +87,12 @@ def losses(result: TrainResult) -> list[float | None]:
     return [entry.loss for entry in result.losses]
 
 
-# Adagrad has state before its first step; biases have a group of their own; and some weights are not trained.
-GROUPS = """
-def optimizer(named_parameters):
-    trained = [(name, p) for name, p in named_parameters if "norm" not in name]
-    groups = [{"params": [p for _, p in trained if p.dim() > 1], "weight_decay": 0.1},
-              {"params": [p for _, p in trained if p.dim() == 1]}]
-    return torch.optim.Adagrad(groups, lr=0.01, initial_accumulator_value=0.1)
-"""
 FROZEN = """
 def build_model():
     model = Net()
     model.embed.weight.requires_grad_(False)
     model.blocks[1].requires_grad_(False)
     return model
-"""
-SCHEDULER = """
-def scheduler(optimizer):
-    return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.02, total_steps=20)
-"""
-STEEP = """
-def loss(output, target):
-    return 200 * nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
-
-def optimizer(parameters):
-    return torch.optim.SGD(parameters, lr=1e-4)
 """
 CLIPPED = TrainingOptions(clip_grad_norm=0.3)
 EVALUATED = TrainingOptions(evaluate_every=2)

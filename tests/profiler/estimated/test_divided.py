@@ -37,10 +37,10 @@ class Block(nn.Module):
 class Model(nn.Module):
     """An embedding, blocks and a head."""
 
-    def __init__(self) -> None:
+    def __init__(self, blocks: int = 2) -> None:
         super().__init__()
         self.embedding = nn.Embedding(128, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
         self.head = nn.Linear(WIDTH, 128)
 
     def forward(self, tokens: Tensor) -> Tensor:

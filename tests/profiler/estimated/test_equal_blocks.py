@@ -15,26 +15,17 @@ from planner.model.capture.graph import LayerGraph
 from planner.profiler.estimated import trace
 from planner.profiler.estimated.estimate import EstimateOptions, estimate_profile
 from planner.profiler.estimated.trace import trace_step
-from tests.profiler.estimated.test_divided import PLAN, WIDTH, Block, spec
+from tests.profiler.estimated import test_divided as divided
+from tests.profiler.estimated.test_divided import PLAN, WIDTH, spec
 
 BLOCKS = 6
 
 
-class Model(nn.Module):
+class Model(divided.Model):
     """An embedding, equal blocks and a head, which subclasses change."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(128, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
-        self.head = nn.Linear(WIDTH, 128)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = block(x)
-        result: Tensor = self.head(x)
-        return result
+        super().__init__(BLOCKS)
 
 
 class Tied(Model):
