@@ -19,6 +19,7 @@ from planner.api.running import check_trainable
 from planner.errors import PlannerError
 from planner.formats.plan import Plan
 from planner.formats.plan_parts import short_config
+from planner.plan.blocks import units_of_stage
 from planner.profiler.estimated.devices import usual_dtype
 from planner.reporting.tables.plan import share_of_speed
 
@@ -46,7 +47,6 @@ class Question:
     stages: int | None = None
     replicas: str = ""
     size: int = 1
-    recompute: str = ""
     more: dict[str, Any] = field(default_factory=dict)
 
 
@@ -145,20 +145,21 @@ def _theirs(question: Question, plan: Plan, model: Path) -> str:
     degree = int(question.replicas.rpartition("x")[2])
     dtype = usual_dtype(question.gpu)
     profile = planner.estimate(model, batch_size=question.size, device=question.gpu, dtype=dtype, tensor=[degree])
-    priced = None
-    for recompute in ("", "all:200"):
+    priced, blocks = None, dict[int, int]()
+    for _ in range(2):
         priced = planner.price(
             profile,
             plan.cluster,
             question.stages,
             replicas=question.replicas,
-            recompute=recompute or (),
+            recompute=blocks,
             shard_optimizer="all" if not question.replicas.startswith("1x") else (),
             schedule="1f1b-flush",
             microbatches=(plan.minibatch_size or 1) // question.size,
         )
         if not max(map(priced.lacking_bytes, range(len(priced.stages)))):
             break
+        blocks = {number: len(units_of_stage(stage.layers, ())) for number, stage in enumerate(priced.stages)}
     assert priced is not None
     lacks = max(map(priced.lacking_bytes, range(len(priced.stages))))
     again = ", recomputing" if any(stage.recomputes for stage in priced.stages) else ""

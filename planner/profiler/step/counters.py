@@ -9,6 +9,7 @@ of the weights, as in training. Its collectives move nothing, through PyTorch's 
 because what they take depends on the links of a cluster and not on the model.
 """
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -144,7 +145,9 @@ def first_rank(degree: int, device: torch.device) -> "Iterator[TensorGroup]":
 
     from planner.model.tensor.group import TensorGroup
 
+    hook = sys.excepthook
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=degree)
+    sys.excepthook = hook  # PyTorch puts one more "[rank0]: " before each line of an error for every group
     try:
         group = TensorGroup(degree, 0)
         assert dist.group.WORLD is not None
