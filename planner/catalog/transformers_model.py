@@ -23,6 +23,9 @@ def build_model() -> nn.Module:
     if hasattr(config, "use_cache"):
         config.use_cache = False
     model: nn.Module = _class(config)(config)
+    for module in [each for each in model.modules() if hasattr(each, "gelu_impl")]:
+        # BLOOM writes this function as an autograd function of its own, which cannot be captured.
+        module.gelu_impl = nn.GELU(approximate="tanh")
     return model
 
 

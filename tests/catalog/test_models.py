@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import planner
 from planner.catalog.models import MODELS, NamedModel, find_model
 from planner.errors import InputError
 from planner.model.spec import load_model_file
@@ -84,6 +85,21 @@ def test_a_folder_trains_a_batch(tmp_path: Path) -> None:
     inputs = spec.example_batch(3).kwargs
     assert {key: tuple(value.shape) for key, value in inputs.items()} == {"input_ids": (3, 16), "labels": (3, 16)}
     spec.build_model()(**inputs).loss.backward()
+
+
+def test_a_function_that_cannot_be_captured_is_pytorchs_own(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason=HF)
+    sizes = {"hidden_size": 32, "n_layer": 1, "n_head": 2, "vocab_size": 50}
+    named = NamedModel("bloom", {"architectures": ["BloomForCausalLM"], "model_type": "bloom", **sizes})
+    profile = planner.estimate(named.write(tmp_path, tokens=16), batch_size=1, device="l4")
+    [own] = [layer for layer in profile.layers if layer.name.endswith("gelu_impl")]
+    inputs = torch.randn(9, requires_grad=True)
+    from transformers.models.bloom.modeling_bloom import BloomGelu
+
+    theirs, ours = BloomGelu()(inputs), torch.nn.GELU(approximate="tanh")(inputs)
+    assert own.forward_s > 0
+    torch.testing.assert_close(ours, theirs)
+    torch.testing.assert_close(*(torch.autograd.grad(each.sum(), inputs)[0] for each in (ours, theirs)))
 
 
 def test_a_folder_of_another_model_is_kept(tmp_path: Path) -> None:
