@@ -96,9 +96,6 @@ class InterleavedShape:
         compute_s = compute_s + (self.units - 1) * self.total(stages.accumulate_s)
         return {"compute": compute_s + end_s, "receive": receive_s + end_s, "send": send_s + end_s}
 
-    def seconds(self, stages: StageSeconds) -> Floats:
-        return np.asarray(np.max(np.stack(list(self.worker_s(stages).values())), axis=(0, -1)))
-
     def in_flight(self) -> tuple[int, ...]:
         return self.schedule.depths((self.replicas,) * (self.workers * self.chunks), self.microbatches, self.chunks)
 

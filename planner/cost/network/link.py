@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -32,11 +32,6 @@ class Link:
     @property
     def ring_bytes_per_s(self) -> float:
         return self.all_reduce_bandwidth_bytes_per_s or self.bandwidth_bytes_per_s
-
-    @property
-    def alike(self) -> Link:
-        """This link, written as all links are that take the same seconds."""
-        return replace(self, all_reduce_bandwidth_bytes_per_s=self.ring_bytes_per_s)
 
     def handling_s(self, moved_bytes: ArrayLike) -> Floats:
         """Return the processor's seconds for messages of so many bytes, received and sent."""

@@ -94,11 +94,6 @@ class Limits:
         """Whether the GPUs after a stage decide whether it may be: they are in flight, or late, by them."""
         return self.memory_bytes is not None or self.deepest < UNLIMITED
 
-    @property
-    def any(self) -> bool:
-        """Whether some plans on the GPUs are not allowed."""
-        return self.counts_gpus or self.numbering != Numbering()
-
 
 @dataclass(frozen=True)
 class Problem:
@@ -197,11 +192,6 @@ class Problem:
     def kinds(self) -> tuple[DeviceKind | None, ...]:
         """The kinds of GPUs; only None, for the profiled one, where all are alike."""
         return self.cluster.kinds or (None,)
-
-    @property
-    def groups(self) -> list[frozenset[int]]:
-        """Positions of layers that no cut may separate; each layer once."""
-        return self.constraints.groups(self.layer_costs.profile)
 
     def count(self, kind: DeviceKind | None) -> int:
         """Return the number of GPUs of that kind."""
