@@ -19,10 +19,10 @@ from planner.cost.layer_costs import LayerCosts
 from planner.cost.recomputation import MOST_CHOICES, Choices, Recomputation
 from planner.cost.work import Floats, Integers
 from planner.options.solving import RecomputeRule
+from planner.solver.degrees import MixedDegrees
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import stages_along
 from planner.solver.problem.states import FRONTS
-from planner.solver.search.chain.mixed_degrees import MixedDegrees
 from planner.solver.search.chain.search import Search
 from planner.solver.search.graph.downsets import Downsets, enumerate_downsets
 from planner.solver.search.graph.lattice import Words, words_of_masks

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from planner.cost.network.placement import places_matter
+from planner.cost.network.topology import places_matter
 from planner.errors import InfeasibleError, InputError, PlannerError
 from planner.options.solving import RecomputeRule
 from planner.plan.blocks import block_ends

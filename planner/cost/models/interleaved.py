@@ -25,7 +25,7 @@ import numpy as np
 from planner.cost.models.cost_model import CostModel, PlanTime, UnpricedPlan, finish_s, reduce_s, transfer_s
 from planner.cost.models.synchronous import SynchronousModel
 from planner.cost.network.link import Link, backward_and_reduce_s, link_of
-from planner.cost.network.placement import Busy
+from planner.cost.network.topology import Busy
 from planner.cost.setting import Setting
 from planner.cost.work import Floats, Integers, Work
 from planner.schedule.one_stage import GPIPE

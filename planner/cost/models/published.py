@@ -4,8 +4,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from planner.cost.models.cost_model import PlanTime, StageModel, UnpricedPlan
-from planner.cost.network.placement import Busy, Placement
-from planner.cost.network.topology import Ranks, Topology
+from planner.cost.network.topology import Busy, Placement, Ranks, Topology
 from planner.cost.work import Floats, Work
 from planner.errors import InputError
 

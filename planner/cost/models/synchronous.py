@@ -15,7 +15,7 @@ from planner.cost.models.cost_model import (
     transfer_s,
 )
 from planner.cost.network.link import Link
-from planner.cost.network.placement import Busy, Placement
+from planner.cost.network.topology import Busy, Placement
 from planner.cost.work import WEIGHT_SHARE, Floats, Integers, Work, stacked
 from planner.schedule.schedule import Schedule
 

@@ -17,8 +17,7 @@ from planner.cost.candidate import Candidate
 from planner.cost.layer_costs import LayerCosts
 from planner.cost.models.synchronous import SynchronousModel
 from planner.cost.network.link import Link, link_of
-from planner.cost.network.placement import places_matter
-from planner.cost.network.topology import Topology
+from planner.cost.network.topology import Topology, places_matter
 from planner.cost.overheads import NO_RESERVE, Price, Reserve
 from planner.cost.pricing import price
 from planner.cost.setting import Setting
