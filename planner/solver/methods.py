@@ -204,8 +204,8 @@ def solve_interleaved(problem: Problem) -> Found:
         )
     paths, bound_s = search.best()
     if not paths:
-        others = {"`recompute=auto`": fitting("auto")} if limits.recompute == "never" else {}
-        raise UnexplainedError(lambda: explain(problem, fitting(limits.recompute), others))
+        others = {"`recompute=auto`": fitting("auto")} if limits.rules.recompute == "never" else {}
+        raise UnexplainedError(lambda: explain(problem, fitting(limits.rules.recompute), others))
     if places_matter(problem.cluster):
         # With all links as near as the nearest no plan takes longer, so its bound holds, and the cuts suit plans whose
         # pipelines stay within servers.

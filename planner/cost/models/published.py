@@ -30,7 +30,7 @@ class PublishedModel(StageModel):
 
             def between(one: int, other: int, stage: int = stage) -> Busy:
                 model = type(self)(topology.link(int(topology.level(one, other))))
-                return model.resources_s(placement.works[stage], placement.replicas[stage])
+                return model.resources_s(placement.works[stage], len(placement.ranks[stage]))
 
             within = between(min(own), max(own))
             busy: Busy = {"compute": within["compute"]}

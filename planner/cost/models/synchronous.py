@@ -50,7 +50,7 @@ class SynchronousModel(CostModel):
     def _placed_time(self, placement: Placement) -> PlanTime:
         loads, transfers_s = placement.transfers()
         latency_s, busy = np.array(transfers_s), list[Busy]([{}] * len(transfers_s))
-        works, replicas = stacked(placement.works), np.array(placement.replicas)
+        works, replicas = stacked(placement.works), np.array(list(map(len, placement.ranks)))
         spans = np.array([placement.topology.span(ranks) for ranks in placement.ranks])
         for span in np.unique(spans):  # stages with links alike at once: searches price many plans of many stages
             rows = np.flatnonzero(spans == span)

@@ -214,10 +214,6 @@ class Placement:
     ranks: Sequence[Ranks]
     exchanges: Exchanges
 
-    @property
-    def replicas(self) -> list[int]:
-        return [len(ranks) for ranks in self.ranks]
-
     def transfers(self) -> tuple[Loads, list[float]]:
         """Return the loads of all transfers, and each stage's half of the time that one microbatch's take."""
         loads, halves = Loads(self.topology), [0.0] * len(self.works)

@@ -85,10 +85,6 @@ class Limits:
     whole_stages: bool = False  # whether stages that may choose recompute all of their layers at once, or none
 
     @property
-    def recompute(self) -> RecomputeRule:
-        return self.rules.recompute
-
-    @property
     def counts_gpus(self) -> bool:
         """Whether the GPUs after a stage decide whether it may be: they are in flight, or late, by them."""
         return self.memory_bytes is not None or self.deepest < UNLIMITED

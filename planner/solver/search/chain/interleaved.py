@@ -157,7 +157,7 @@ class InterleavedSearch:
             in_flight = np.array(model.in_flight())
             plain = footprint.total_bytes(in_flight, 1)
             lean = footprint.recomputed().total_bytes(in_flight, 1)
-            if self.limits.recompute == "auto":
+            if self.limits.rules.recompute == "auto":
                 again, settled = self._choose(model, plain, lean, work)
             by_rule = self._ways.recomputes  # then the footprint is that of stages that recompute
             held = model.total(np.where(again & (not by_rule), lean, plain))
