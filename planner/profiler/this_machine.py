@@ -19,6 +19,7 @@ from planner.formats.profile import Device
 from planner.runtime import check_kind, kinds_here, library_versions, runtime_of
 from planner.units import format_bytes
 from planner.version import __version__
+from planner.workers.place import available_cores
 
 # mallopt(3)
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -2, -3, -4
@@ -209,8 +210,7 @@ def describe_processor() -> str:
     """Return the processor's name, the cores that this process may use, and the memory."""
     cpu = describe_device(torch.device("cpu"), 1, 1)
     memory = "" if cpu.memory_bytes is None else f", {format_bytes(cpu.memory_bytes)}"
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return f"{cpu.name}, {usable} of {os.cpu_count()} cores{memory}"
+    return f"{cpu.name}, {available_cores()} of {os.cpu_count()} cores{memory}"
 
 
 def gpus_of_kinds(kinds: Sequence[str]) -> list[torch.device]:
