@@ -7,6 +7,7 @@ import math
 import os
 import platform
 import re
+import resource
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -81,20 +82,25 @@ def keeps_freed_pages() -> bool:
 @contextmanager
 def peak_resident() -> Iterator[Callable[[], int]]:
     """Yield what returns, after the context, the bytes by which this process grew at its peak; 0 outside of Linux."""
-    status, grown = Path("/proc/self/status"), 0
-
-    def kib(field: str) -> int:
-        return int(next(line for line in status.read_text().splitlines() if line.startswith(field)).split()[1])
-
+    grown = 0
     try:
         return_free_pages()
         Path("/proc/self/clear_refs").write_text("5")
-        before = kib("VmRSS")
+        before = status_bytes("VmRSS")
     except OSError:
         yield lambda: 0
         return
     yield lambda: grown
-    grown = 1024 * (kib("VmHWM") - before)
+    grown = status_bytes("VmHWM") - before
+
+
+def status_bytes(field: str) -> int:
+    """Return what the system says of this process's memory; outside of Linux its peak, whatever the field."""
+    status = Path("/proc/self/status")
+    if not status.exists():
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    line = next(line for line in status.read_text().splitlines() if line.startswith(field))
+    return int(line.split()[1]) * 1024
 
 
 def free_memory_bytes() -> float:

@@ -35,7 +35,7 @@ from planner.solver.problem.result import RESOLUTION, CutPath, Found, stages_alo
 from planner.solver.problem.states import BySize, Chain, StateSpace
 from planner.solver.relaxed_steps import solve_with_room
 from planner.solver.search.chain.fewest import FEW_STATES, FewestReplicas
-from planner.solver.search.chain.search import Search
+from planner.solver.search.chain.search import ANY_TIME_S
 from planner.solver.search.graph.downsets import Downsets, enumerate_downsets
 from planner.solver.search.pipeline_search import PipelineSearch
 from planner.units import SLACK
@@ -89,7 +89,7 @@ def _mixes(problem: Problem) -> bool:
 
 def _mixed(problem: Problem, known: Sequence[Found]) -> Found:
     """Find the best plan, or return the best one that is known, with the bound of all."""
-    layer_costs, below_s = problem.layer_costs, np.inf
+    layer_costs, below_s = problem.layer_costs, ANY_TIME_S
     ends = frozenset[int]() if problem.rules.granularity == "layer" else block_ends(layer_costs.profile)
     within = cut_after(problem, ends) if ends else problem
     spaces = cuts_by_degree(within)
@@ -98,8 +98,6 @@ def _mixed(problem: Problem, known: Sequence[Found]) -> Found:
         below_s = min(each.best.price.cost_model_s or each.best.seconds for each in known)
     path, exact, model = None, False, problem.asynchronous()
     with suppress(OutOfTimeError):
-        if not known:
-            below_s = max(Search(each, model, problem.limits).any_time_s() for each in spaces.values())
         search = MixedDegrees(spaces, model, problem.limits)
         path = search.best(below_s)
         exact = not (search.interrupted or ends) and all(

@@ -22,10 +22,10 @@ from planner.errors import InputError, PlannerError
 from planner.executor.checkpoint.folders import (
     INDEX,
     PROBE,
+    STEP,
     Checkpoint,
     SavedCheckpoint,
     StagePart,
-    folder_name,
     load_checkpoint,
     partial_name,
     prune,
@@ -209,7 +209,7 @@ class Checkpointer:
         )
         save_record(index, folder / INDEX)
         sync_folder(folder)
-        final = folder.with_name(folder_name(minibatch))
+        final = folder.with_name(f"{STEP}{minibatch:08}")
         folder.rename(final)
         sync_folder(self.folder)
         return final
