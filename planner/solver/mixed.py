@@ -266,10 +266,10 @@ def _along_lines(problem: Problem, kinds: Sequence[tuple[int, ...]], known: Sequ
 
 def _fastest(search: LineSearch, best_s: float) -> Iterator[LinePlan]:
     """Yield ever faster plans of an asynchronous pipeline, whose sum is zero; none if none is below the seconds."""
-    low_s, plan = 0.0, search.within(best_s * (1 - FINE))
+    low_s, high_s, plan = 0.0, np.inf, search.within(best_s * (1 - FINE))
     if plan is None:
         return
-    while plan is not None:
+    while plan is not None and plan.max_s < high_s:  # not the same again, where a target rounds to its seconds
         yield plan
         best_s = high_s = plan.max_s
         while (better := search.within((low_s + high_s) / 2)) is None and high_s - low_s > FINE * high_s:
