@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -147,6 +148,15 @@ def observed(trace: Trace, options: ModuleOptions) -> LayerGraph:
     return dataclasses.replace(graph, hash=graph_digest(graph, _specs(values, reader, on_cpu)))
 
 
+def _layouts_kept() -> AbstractContextManager[object]:
+    """Let the tracer record `contiguous()` also where it copies nothing.
+
+    The kernels of another device may lay values out otherwise. nn.MultiheadAttention is such a case: on a CPU its
+    attention leaves nothing to copy, on CUDA it does. Tensor.contiguous by itself asks before it calls an operation.
+    """
+    return mock.patch.object(Tensor, "contiguous", lambda self, **layout: torch.ops.aten.contiguous(self, **layout))
+
+
 class _ForwardToLoss(nn.Module):
     """The model followed by the loss, so that both are captured together."""
 
@@ -158,10 +168,7 @@ class _ForwardToLoss(nn.Module):
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> tuple[Any, ...]:
         model = self.get_submodule(MODEL)
-        # The tracer is to record `contiguous()` also where it copies nothing, because kernels of another device may lay
-        # values out otherwise: those of nn.MultiheadAttention do. By itself it asks before it calls an operation.
-        contiguous = torch.ops.aten.contiguous
-        with mock.patch.object(Tensor, "contiguous", lambda self, **layout: contiguous(self, **layout)):
+        with _layouts_kept():
             with refuse_assignments(model):
                 output = model(*args, **kwargs)
             loss = self._loss(output, target)
