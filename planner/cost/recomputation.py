@@ -96,6 +96,9 @@ class Recomputation:
             self._known[key] = _Stage(self._costs, units, [*compress(numbers, arriving)]).choices(self._rule)
         return replace(self._known[key], layers=parts)
 
+    def several(self, stages: Sequence[tuple[int, ...]]) -> list[Choices]:
+        return [self.choices(layers) for layers in stages]
+
 
 def exact_everywhere(layer_costs: LayerCosts) -> bool:
     """Return whether the choices of every stage hold its best ones: it has few units, or few kinds of equal ones."""

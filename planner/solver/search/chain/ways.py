@@ -143,7 +143,7 @@ class WaysOf:
         self._by_layers = []
         for each in space.sizes:
             known = _KNOWN.setdefault(each.layer_costs, {})
-            self._by_layers.append(known.setdefault(self.rule, (Recomputation(each.layer_costs, self.rule), {})))
+            self._by_layers.append(known.setdefault(self.rule, (each.recomputation(self.rule), {})))
         self._known: dict[tuple[int, int], Choices] = {}
 
     def allowed(self, sharded: NDArray[np.bool_], replicas: ArrayLike) -> NDArray[np.bool_]:
@@ -220,7 +220,7 @@ class WaysOf:
         for number, (recomputation, by_layers) in enumerate(self._by_layers):
             layers = {other: self.space.layers(state, other) for other in missing if other // len(self.space) == number}
             if new := [*{each: None for each in layers.values() if each not in by_layers}]:
-                by_layers.update(zip(new, map(recomputation.choices, new), strict=True))
+                by_layers.update(zip(new, recomputation.several(new), strict=True))
             self._known.update({(state, other): by_layers[each] for other, each in layers.items()})
         return [self._known[state, other] for other in others]
 
