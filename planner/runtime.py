@@ -316,6 +316,11 @@ def check_kind(kind: str) -> None:
         raise InputError(problem, hint="give one of these kinds; GPUs of ROCm are cuda, too")
 
 
+def address_of(tensor: Tensor) -> int:
+    """Return what tells the tensor's storage from all others that exist."""
+    return int(tensor.untyped_storage()._cdata)
+
+
 def library_versions() -> str:
     """Return the versions of what PyTorch was built for, as "CUDA 12.8, NCCL 2.27.3"."""
     others = {"ROCm": torch.version.hip, "XPU": torch.version.xpu}

@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from planner.errors import InputError
 from planner.executor.checkpoint.folders import INDEX, Checkpoint, StagePart, load_checkpoint
 from planner.executor.checkpoint.stage_parts import Restorable, content_of, restore_stage, write_part
-from planner.executor.checkpoint.tensor_file import read_tensors, write_tensors
+from planner.executor.checkpoint.tensor_file import each_tensor, write_tensors
 from planner.executor.communication.control import gather_bytes
 from planner.formats.files import save_record
 
@@ -170,7 +170,7 @@ def _damage(folder: Path) -> str:
             read: dict[str, Tensor] = {"w": torch.zeros_like(weights)}
             try:
                 if way == "ours":
-                    read = read_tensors(data, None, written)
+                    read = dict(each_tensor(data, None, written))
                 else:
                     load(read, storage_reader=_reader(way, path), no_dist=True)
             except (InputError, CheckpointException):

@@ -38,7 +38,7 @@ class Assignment:
     def __init__(self, request: LoadProblem, solver: MilpName) -> None:
         self.request, self.solver = request, solver
         self.gpus = request.cluster.gpus
-        self.groups = request.groups
+        self.groups = request.constraints.groups(request.layer_costs.profile)
         self.group_of = {layer: number for number, group in enumerate(self.groups) for layer in group}
         cluster = request.cluster
         self.kinds = [cluster.kind_of(rank) if cluster.kinds else None for rank in range(self.gpus)]

@@ -19,11 +19,11 @@ from planner.cost.layer_costs import LayerCosts
 from planner.cost.recomputation import MOST_CHOICES, Choices, Recomputation
 from planner.cost.work import Floats, Integers
 from planner.options.solving import RecomputeRule
+from planner.solver.degrees import MixedDegrees
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import stages_along
 from planner.solver.problem.states import FRONTS
-from planner.solver.search.chain.mixed_degrees import MixedDegrees
-from planner.solver.search.chain.search import Search
+from planner.solver.search.chain.search import ANY_TIME_S
 from planner.solver.search.graph.downsets import Downsets, enumerate_downsets
 from planner.solver.search.graph.lattice import Words, words_of_masks
 
@@ -135,8 +135,7 @@ def answered(problem: Problem, graph: Mapping[str, Any]) -> list[PiperStage] | N
     costs = {degree: problem.layer_costs.at_degree(degree) for degree in problem.rules.tensor}
     order = Downsets(problem.layer_costs, words, complete=True).order
     spaces = {degree: EveryEdge(each, words, order, (graph, degree)) for degree, each in costs.items()}
-    above_s = max(Search(each, model, limits).any_time_s() for each in spaces.values())
-    path = MixedDegrees(spaces, model, limits).best(above_s)
+    path = MixedDegrees(spaces, model, limits).best(ANY_TIME_S)
     if path is None:
         return None
     names = [int(layer.name) for layer in problem.layer_costs.profile.layers]

@@ -8,7 +8,7 @@ from itertools import accumulate, pairwise, zip_longest
 from planner.cost.candidate import Candidate, Groups, StageOptions, whole_stage
 from planner.cost.kinds import with_kinds
 from planner.cost.layer_costs import LayerCosts
-from planner.cost.network.placement import Busy
+from planner.cost.network.topology import Busy
 from planner.cost.overheads import Price
 from planner.cost.pricing import busy_resources
 from planner.cost.recomputation import units_of

@@ -26,8 +26,7 @@ from planner.cost.candidate import Candidate
 from planner.cost.communicators import with_overheads
 from planner.cost.layer_costs import LayerCosts
 from planner.cost.network.link import BUCKETS, link_of, ring_all_reduce_s
-from planner.cost.network.placement import places_matter
-from planner.cost.network.topology import Topology
+from planner.cost.network.topology import Topology, places_matter
 from planner.cost.overheads import Price
 from planner.cost.setting import Setting
 from planner.cost.weight_copies import buckets_in

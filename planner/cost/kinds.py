@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from planner.cost.candidate import Candidate, StageOptions
 from planner.cost.layer_costs import LayerCosts
-from planner.cost.network.placement import ranks_of
+from planner.cost.network.topology import ranks_of
 from planner.cost.setting import Setting
 from planner.formats.cluster import Cluster, DeviceKind
 

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from planner.cost.work import Footprint
-from planner.formats.cluster import Cluster
 from planner.formats.names import GPU_KINDS
 from planner.formats.plan_parts import Bottleneck, StageMemory
 from planner.formats.profile import Device
@@ -83,9 +82,6 @@ class Reserve:
 
     def whole(self, tensor_bytes: int) -> int:
         return tensor_bytes + int(tensor_bytes * self.share) + self.fixed_bytes
-
-    def cluster(self, cluster: Cluster) -> Cluster:
-        return cluster.with_memory(self.room)
 
 
 NO_RESERVE = Reserve()

@@ -13,7 +13,7 @@ from planner.cost.models.interleaved import InterleavedModel
 from planner.cost.models.published import PaperModel, PipedreamModel
 from planner.cost.models.synchronous import SynchronousModel
 from planner.cost.network.link import link_of
-from planner.cost.network.placement import Busy
+from planner.cost.network.topology import Busy
 from planner.cost.overheads import Price, stage_memory
 from planner.cost.setting import Setting
 from planner.errors import InputError

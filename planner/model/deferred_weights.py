@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from typing_extensions import Self
 
 from planner.errors import ModelFileError, PlannerError
+from planner.runtime import address_of
 
 LEAST_BYTES = 1 << 16  # smaller tensors are made at once: constructors may look at their values
 _NEEDED = "meta tensor"  # in PyTorch's errors about values that are not there, and in those raised here
@@ -143,7 +144,7 @@ class _Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, least_bytes: int, *, draw: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._least_bytes, self._draw = least_bytes, draw
-        self._put_off: set[int] = set()  # keys of storages, which the operations keep alive
+        self._put_off: set[int] = set()  # addresses of storages, which the operations keep alive
         self.operations: list[_Operation] = []
         self._patches = ExitStack()
 
@@ -162,7 +163,7 @@ class _Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def puts_off(self, tensor: Tensor) -> bool:
         """Return whether the values of `tensor` are not there yet."""
-        return _has_storage(tensor) and _key(tensor) in self._put_off
+        return _has_storage(tensor) and address_of(tensor) in self._put_off
 
     def replay(self, wanted: Iterable[Tensor]) -> None:
         """Run the operations that lead to the values of `wanted`, each from the making of its memory on."""
@@ -181,11 +182,11 @@ class _Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def leading_to(self, wanted: Iterable[Tensor]) -> list[_Operation]:
         """Return the operations that lead to the values of `wanted`."""
-        needed = {_key(tensor) for tensor in wanted}
+        needed = {address_of(tensor) for tensor in wanted}
         found = []
         for operation in reversed(self.operations):
-            if any(_key(tensor) in needed for tensor in (*operation.written, *operation.made)):
-                needed.update(map(_key, (*_tensors((operation.args, operation.kwargs)), *operation.made)))
+            if any(address_of(tensor) in needed for tensor in (*operation.written, *operation.made)):
+                needed.update(map(address_of, (*_tensors((operation.args, operation.kwargs)), *operation.made)))
                 found.append(operation)
         return found[::-1]
 
@@ -241,7 +242,7 @@ class _Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return tensor.detach() if is_shared else tensor.detach().clone()
 
         kept_args, kept_kwargs = tree_map_only(Tensor, kept, (args, kwargs))
-        self._put_off.update(_key(tensor) for tensor in (*written, *made))
+        self._put_off.update(address_of(tensor) for tensor in (*written, *made))
         self.operations.append(
             _Operation(func, kept_args, kept_kwargs, [tensor.detach() for tensor in written], made, generator, state)
         )
@@ -281,10 +282,6 @@ def _unwritten(like: Tensor) -> Tensor:
     pages = mmap.mmap(-1, max(like.untyped_storage().nbytes(), 1), access=mmap.ACCESS_COPY)
     storage = torch.frombuffer(pages, dtype=torch.uint8).untyped_storage()
     return torch.empty(0, dtype=like.dtype).set_(storage, like.storage_offset(), like.shape, like.stride())
-
-
-def _key(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
 
 
 def _tensors(tree: Any) -> list[Tensor]:

@@ -5,6 +5,7 @@ import math
 import os
 import platform
 import re
+import resource
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -17,6 +18,7 @@ from planner.formats.profile import Device
 from planner.runtime import check_kind, kinds_here, library_versions, runtime_of
 from planner.units import format_bytes
 from planner.version import __version__
+from planner.workers.place import available_cores
 
 # mallopt(3)
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -2, -3, -4
@@ -78,20 +80,25 @@ def keeps_freed_pages() -> bool:
 @contextmanager
 def peak_resident() -> Iterator[Callable[[], int]]:
     """Yield what returns, after the context, the bytes by which this process grew at its peak; 0 outside of Linux."""
-    status, grown = Path("/proc/self/status"), 0
-
-    def kib(field: str) -> int:
-        return int(next(line for line in status.read_text().splitlines() if line.startswith(field)).split()[1])
-
+    grown = 0
     try:
         return_free_pages()
         Path("/proc/self/clear_refs").write_text("5")
-        before = kib("VmRSS")
+        before = status_bytes("VmRSS")
     except OSError:
         yield lambda: 0
         return
     yield lambda: grown
-    grown = 1024 * (kib("VmHWM") - before)
+    grown = status_bytes("VmHWM") - before
+
+
+def status_bytes(field: str) -> int:
+    """Return what the system says of this process's memory; outside of Linux its peak, whatever the field."""
+    status = Path("/proc/self/status")
+    if not status.exists():
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    line = next(line for line in status.read_text().splitlines() if line.startswith(field))
+    return int(line.split()[1]) * 1024
 
 
 def free_memory_bytes() -> float:
@@ -207,8 +214,7 @@ def describe_processor() -> str:
     """Return the processor's name, the cores that this process may use, and the memory."""
     cpu = describe_device(torch.device("cpu"), 1, 1)
     memory = "" if cpu.memory_bytes is None else f", {format_bytes(cpu.memory_bytes)}"
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return f"{cpu.name}, {usable} of {os.cpu_count()} cores{memory}"
+    return f"{cpu.name}, {available_cores()} of {os.cpu_count()} cores{memory}"
 
 
 def gpus_of_kinds(kinds: Sequence[str]) -> list[torch.device]:

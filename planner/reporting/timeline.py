@@ -1,6 +1,5 @@
 """What the page and the trace show of a timeline: which workers, in which rows, in which colours and words."""
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -27,6 +26,7 @@ _LOOKS: dict[EventKind, tuple[str, str]] = {
     "all_reduce": ("#b0447d", "all-reduce"),
     "all_gather": ("#c080b0", "all-gather"),
 }
+_LIGHT = ("#1f95ef", "#cc8400", "#3b8fc4", "#c87420", "#c080b0")  # colours that black is easier to read on
 COLOURS = {kind: colour for kind, (colour, _) in _LOOKS.items()}
 TEXTS = {kind: text for kind, (_, text) in _LOOKS.items()}
 
@@ -94,13 +94,6 @@ def side_by_side(events: Iterable[Event]) -> Iterator[tuple[Event, int]]:
         yield event, row
 
 
-def luminance(colour: str) -> float:
-    """Return the relative luminance of "#rrggbb" (WCAG 2): 0 for black, 1 for white."""
-    parts = (int(colour[start : start + 2], 16) / 255 for start in (1, 3, 5))
-    red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
-    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
-
-
 def ink_on(ground: str) -> str:
-    """Return white or black, whichever is easier to read on a colour."""
-    return "#ffffff" if luminance(ground) + 0.05 < math.sqrt(1.05 * 0.05) else "#000000"
+    """Return white or black, whichever is easier to read on one of the colours."""
+    return "#000000" if ground in _LIGHT else "#ffffff"

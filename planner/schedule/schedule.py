@@ -127,9 +127,6 @@ class Schedule(ABC):
         """Return the number of `unit` in the order in which replicas take turns."""
         return unit.minibatch if shape.microbatches == 1 else unit.microbatch
 
-    def splits(self, shape: PipelineShape, stage: int) -> bool:
-        return self.splits_backward and any(channel.gradient for channel in shape.arriving(stage))
-
     @abstractmethod
     def stream(self, shape: PipelineShape, stage: int, rank: int, minibatches: int) -> Iterator[Instruction]:
         """Yield the instructions of worker `rank`, one of whose stages is `stage`, in the order it runs them."""
@@ -233,7 +230,7 @@ class PipelineShape:
         return [unit for unit in units if self.rank_of(stage, unit) == rank]
 
     def splits(self, stage: int) -> bool:
-        return self.schedule.splits(self, stage)
+        return self.schedule.splits_backward and any(channel.gradient for channel in self.arriving(stage))
 
     def in_flight(self, stage: int) -> int:
         """Return the most units between forward and backward on one replica of `stage`."""

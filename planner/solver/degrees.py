@@ -2,31 +2,41 @@
 
 With groups of one size in all stages, a plan is a plan for a cluster of groups: for each size there is the whole
 search. Stages with groups of several sizes are sought on clusters of one level, under asynchronous schedules
-(`planner.solver.search.chain.mixed_degrees`); elsewhere they only count for the bound.
+(`MixedDegrees`); elsewhere they only count for the bound.
+
+A replica of t ranks counts t GPUs, and one unit in flight before it. So for a target T each state keeps the pairs of
+GPUs and replicas after it that no other one beats in both, and the walk of `planner.solver.search.chain.search` goes
+over them:
+
+    pairs(I) = best of  pairs(J) + (t·r, r)    with r the fewest replicas of t ranks for I to J that meet T and fit
+
+(Tarnawski et al., "Piper", NeurIPS 2021, have a table over both instead.)
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from planner.cost.candidate import StageOptions
 from planner.cost.recomputation import exact_everywhere
+from planner.cost.work import Floats, Integers
 from planner.errors import InfeasibleError
 from planner.plan.blocks import block_ends
 from planner.solver.evaluate.evaluation import fastest, priced
 from planner.solver.methods import cut_after
-from planner.solver.problem.bounds import least_times
+from planner.solver.problem.bounds import Bounds, least_times
 from planner.solver.problem.budget import OutOfTimeError
-from planner.solver.problem.problem import Answer, Problem
-from planner.solver.problem.result import Found, stages_along
-from planner.solver.problem.states import Chain, StateSpace
+from planner.solver.problem.problem import Answer, Limits, Problem
+from planner.solver.problem.result import RESOLUTION, CutPath, Found, stages_along
+from planner.solver.problem.states import BySize, Chain, StateSpace
 from planner.solver.relaxed_steps import solve_with_room
-from planner.solver.search.chain.fewest import FEW_STATES
-from planner.solver.search.chain.mixed_degrees import MixedDegrees
-from planner.solver.search.chain.search import Search
+from planner.solver.search.chain.fewest import FEW_STATES, FewestReplicas
+from planner.solver.search.chain.search import ANY_TIME_S
 from planner.solver.search.graph.downsets import Downsets, enumerate_downsets
 from planner.solver.search.pipeline_search import PipelineSearch
+from planner.units import SLACK
 
 
 def solve_degrees(problem: Problem, answer: Answer) -> Found:
@@ -77,7 +87,7 @@ def _mixes(problem: Problem) -> bool:
 
 def _mixed(problem: Problem, known: Sequence[Found]) -> Found:
     """Find the best plan, or return the best one that is known, with the bound of all."""
-    layer_costs, below_s = problem.layer_costs, np.inf
+    layer_costs, below_s = problem.layer_costs, ANY_TIME_S
     ends = frozenset[int]() if problem.rules.granularity == "layer" else block_ends(layer_costs.profile)
     within = cut_after(problem, ends) if ends else problem
     spaces = cuts_by_degree(within)
@@ -86,8 +96,6 @@ def _mixed(problem: Problem, known: Sequence[Found]) -> Found:
         below_s = min(each.best.price.cost_model_s or each.best.seconds for each in known)
     path, exact, model = None, False, problem.asynchronous()
     with suppress(OutOfTimeError):
-        if not known:
-            below_s = max(Search(each, model, problem.limits).any_time_s() for each in spaces.values())
         search = MixedDegrees(spaces, model, problem.limits)
         path = search.best(below_s)
         exact = not (search.interrupted or ends) and all(
@@ -120,3 +128,136 @@ def relaxed_seconds(problem: Problem) -> float:
         # By the GPUs' seconds; in the first one, by those of one microbatch.
         weights.append(problem.rules.tensor)
     return max(PipelineSearch(problem.with_profile(least_times(every, each))).relaxed_s() for each in weights)
+
+
+_FAR = 4.0  # ratio of the bounds from which on their geometric mean is between them
+_CLOSE = 2e-3  # relative distance of the bounds from which on each question is for anything better
+
+
+@dataclass(frozen=True)
+class _Pairs:
+    """What suffixes need, each of them a stage and a shorter suffix."""
+
+    begins: Integers  # the state at which the suffix begins
+    gpus: Integers
+    replicas: Integers
+    stages: Integers
+    end: Integers  # of its first stage, which says its degree, too
+    own: Integers  # that stage's replicas
+    follows: Integers  # the number of the shorter suffix
+
+    def unbeaten(self) -> "_Pairs":
+        """Return the pairs that no other one beats in both numbers, those of fewest stages among equals."""
+        order = np.lexsort((self.end, self.stages, self.replicas, self.gpus))
+        replicas = self.replicas[order]
+        fewer = np.concatenate(([True], replicas[1:] < np.minimum.accumulate(replicas)[:-1]))
+        return _Pairs(*(column[order[fewer]] for column in vars(self).values()))
+
+
+class MixedDegrees:
+    """Finds the fastest pipeline over states that all degrees have in common, in the same order."""
+
+    def __init__(self, spaces: Mapping[int, StateSpace], model: Bounds, limits: Limits) -> None:
+        self._degrees: Integers = np.array([degree for degree in spaces if degree <= limits.gpus], dtype=np.int64)
+        self._space = BySize([spaces[degree] for degree in self._degrees])
+        self._gpus, self._limits, self._last = limits.gpus, limits, len(self._space) - 1
+        self._fewest = FewestReplicas(self._space, model, limits)
+        self._before_s = self._least_gpu_seconds()
+        self.interrupted = False  # by the deadline: there may be faster plans
+
+    def best(self, below_s: float) -> CutPath | None:
+        """Return the fastest plan that takes less than the seconds; None without one."""
+        best, best_s, stages = None, below_s, None
+        for end in range(self._last, self._space.ends, len(self._space)):  # a single stage is often near the optimum
+            degree = self._degree(end)
+            alone = self._fewest.quickest(0, end, np.arange(1, self._gpus // degree + 1), 0)
+            if alone is not None and alone[1] < best_s:
+                options = replace(alone[0], tensor=degree)
+                best, best_s = CutPath((0, self._last), (options,), alone[1]), alone[1]
+        low_s = float(self._before_s[-1]) / self._gpus * (1 - RESOLUTION)
+        # Where no single stage will do, there may be nothing to find. Later, asking for anything better ends the
+        # search, and halving finds good plans.
+        missed, patience = (0, 1) if best is not None else (1, 1)
+        while low_s < (goal_s := best_s * (1 - RESOLUTION)):
+            if self._limits.deadline.passed:
+                self.interrupted = True
+                break
+            middle_s = (low_s + goal_s) / 2 if goal_s < _FAR * low_s else (low_s * goal_s) ** 0.5
+            strict = missed >= patience or goal_s - low_s < _CLOSE * goal_s
+            target_s = goal_s if strict else middle_s
+            if (found := self._walk(target_s)) is None:
+                low_s, missed = target_s, missed + 1
+            else:
+                stages, best_s = found, self._path(found, target_s).seconds
+                missed, patience = 0, 2 * patience if strict else patience
+        return best if stages is None else self._path(stages, best_s)
+
+    def within(self, target_s: float) -> CutPath | None:
+        """Return a plan with the fewest GPUs that meets the target; None without one."""
+        stages = self._walk(target_s)
+        return None if stages is None else self._path(stages, target_s)
+
+    def _walk(self, target_s: float) -> Integers | None:
+        """Return the stages of such a plan: their first and last states, replicas, and replicas after them."""
+        nothing = np.zeros(1, dtype=np.int64)
+        pairs = _Pairs(np.array([self._last]), *[nothing] * 6)
+        room = np.floor(self._gpus - self._before_s / target_s + SLACK).astype(np.int64)
+        for state in range(self._last - 1, -1, -1):
+            self._limits.deadline.check()
+            if room[state] >= 1 and (found := self._from(state, pairs, target_s, int(room[state]))) is not None:
+                pairs = _Pairs(*map(np.concatenate, zip(vars(pairs).values(), vars(found).values(), strict=True)))
+        if pairs.begins[-1] > 0:
+            return None
+        stages, number = list[tuple[int, int, int, int]](), int(np.argmax(pairs.begins == 0))
+        while number:
+            state, _, replicas, _, end, r, follows = (int(column[number]) for column in vars(pairs).values())
+            stages.append((state, end, r, replicas - r))
+            number = follows
+        return np.array(stages)
+
+    def _from(self, state: int, pairs: _Pairs, target_s: float, room: int) -> _Pairs | None:
+        """Return the pairs of suffixes that begin at the state, within so many GPUs."""
+        follows = np.flatnonzero(np.isin(pairs.begins, self._space.among_later(state, pairs.begins)))
+        count, sizes = len(self._degrees), np.arange(len(self._degrees)) * len(self._space)
+        others = (sizes[:, None] + pairs.begins[follows]).ravel()
+        degree, follows = np.repeat(self._degrees, len(follows)), np.tile(follows, count)
+        most = (room - pairs.gpus[follows]) // degree
+        rows = np.flatnonzero(self._fewest.least(state, others, target_s) <= most)
+        if not len(rows):
+            return None
+        others, degree, follows, most = others[rows], degree[rows], follows[rows], most[rows]
+        after = pairs.replicas[follows]
+        r, _ = self._fewest.fewest(state, others, target_s, after, most)
+        rows = np.flatnonzero(r <= most)
+        if not len(rows):
+            return None
+        r, follows = r[rows], follows[rows]
+        return _Pairs(
+            np.full(len(rows), state, dtype=np.int64),
+            pairs.gpus[follows] + degree[rows] * r,
+            after[rows] + r,
+            pairs.stages[follows] + 1,
+            others[rows],
+            r,
+            follows,
+        ).unbeaten()
+
+    def _path(self, stages: Integers, target_s: float) -> CutPath:
+        options, seconds = list[StageOptions](), 0.0
+        for state, end, r, after in stages.tolist():
+            best = self._fewest.quickest(state, end, np.array([r]), after, target_s)
+            assert best is not None
+            options.append(replace(best[0], tensor=self._degree(end)))
+            seconds = max(seconds, best[1])
+        return CutPath((*stages[:, 0].tolist(), self._last), tuple(options), seconds)
+
+    def _least_gpu_seconds(self) -> Floats:
+        """Return GPU seconds of the layers before each state, at least, however they are divided."""
+        least, before_s = np.zeros(self._last + 1), self._fewest.before_s.reshape(len(self._degrees), -1)
+        before_s = self._degrees[:, None] * before_s
+        for state in range(1, self._last + 1):
+            least[state] = np.min(least[:state] + before_s[:, state, None] - before_s[:, :state])
+        return least
+
+    def _degree(self, end: int) -> int:
+        return int(self._degrees[end // len(self._space)])

@@ -10,7 +10,7 @@ A model of repeated blocks is cut between its blocks first, and inside blocks wh
 from collections.abc import Callable
 from dataclasses import replace
 
-from planner.cost.network.placement import places_matter
+from planner.cost.network.topology import places_matter
 from planner.errors import InfeasibleError, InputError, PlannerError
 from planner.options.solving import RecomputeRule
 from planner.plan.blocks import block_ends
@@ -202,8 +202,8 @@ def solve_interleaved(problem: Problem) -> Found:
         )
     paths, bound_s = search.best()
     if not paths:
-        others = {"`recompute=auto`": fitting("auto")} if limits.recompute == "never" else {}
-        raise UnexplainedError(lambda: explain(problem, fitting(limits.recompute), others))
+        others = {"`recompute=auto`": fitting("auto")} if limits.rules.recompute == "never" else {}
+        raise UnexplainedError(lambda: explain(problem, fitting(limits.rules.recompute), others))
     if places_matter(problem.cluster):
         # With all links as near as the nearest no plan takes longer, so its bound holds, and the cuts suit plans whose
         # pipelines stay within servers.

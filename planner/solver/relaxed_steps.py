@@ -24,7 +24,7 @@ from planner.schedule.versions import Entry, versions_held
 from planner.solver.choose.first_plans import FirstPlans, Leaner
 from planner.solver.evaluate.evaluation import TOLERANCE, priced, simulated
 from planner.solver.problem.bounds import balanced_s
-from planner.solver.problem.infeasible import explained
+from planner.solver.problem.infeasible import UnexplainedError
 from planner.solver.problem.problem import Answer, Problem
 from planner.solver.problem.result import Evaluation, Found
 from planner.units import format_bytes
@@ -94,7 +94,7 @@ def solve_with_room(problem: Problem, answer: Answer) -> Found:
     def with_room_for(count: int, most_replicas: int = UNLIMITED) -> Found:
         problem.budget.seen.clear()  # the same stages may be deeper or shallower with another limit
         reserve, of_tensors = overheads.reserve(count), problem.layer_costs.of_tensors
-        other = problem.with_cluster(reserve.cluster(problem.cluster))
+        other = problem.with_cluster(problem.cluster.with_memory(reserve.room))
         found = answer(replace(other, layer_costs=of_tensors, reserve=reserve, most_replicas=most_replicas))
         return replace(found, best=_charged(problem, found.best))
 
@@ -125,11 +125,11 @@ def solve_with_room(problem: Problem, answer: Answer) -> Found:
             with contextlib.suppress(InfeasibleError):  # stages of one replica have few communicators
                 if _fits(problem, (straight := with_room_for(0, 1)).best):
                     return relaxed.with_best(straight.best)
+            why = cause.explanation() if isinstance(cause, UnexplainedError) else cause
             raise InfeasibleError(
                 f"no plan was found on {problem.cluster.gpus} GPUs that leaves room for its communicators, of "
                 f"{format_bytes(overheads.communicator_bytes)} each",
-                hint=f"{explained(cause).hint}; or try a smaller `gpus`, because fewer replicas have fewer "
-                "communicators",
+                hint=f"{why.hint}; or try a smaller `gpus`, because fewer replicas have fewer communicators",
             ) from None
     if lean is not None and (lean.saves(found.best) or not _fits(problem, found.best)):
         found = found.with_best(lean)

@@ -23,7 +23,7 @@ from planner.solver.problem.bounds import Bounds
 from planner.solver.problem.problem import Answer, Limits, Problem
 from planner.solver.problem.result import CutPath, Evaluation, Found, stages_along
 from planner.solver.problem.states import Chain, StateSpace
-from planner.solver.search.chain.search import Search
+from planner.solver.search.chain.search import ANY_TIME_S, Search
 from planner.solver.search.restricted import counts_to_try
 
 _PRECISION = 1e-4
@@ -174,7 +174,7 @@ class _EvenSearch(Search):
 
     def best(self, below_s: float | None = None, precision: float = _PRECISION) -> CutPath | None:
         """Return the fastest plan up to `precision`; one on more replicas than the fewest may miss a target it met."""
-        high_s = self.any_time_s() if below_s is None or np.isinf(below_s) else below_s
+        high_s = ANY_TIME_S if below_s is None or np.isinf(below_s) else below_s
         low_s, best, target_s = float(self._before_s[-1]) / self.gpus, None, high_s
         while high_s - low_s > precision * high_s:
             if (path := self.within(target_s)) is not None:

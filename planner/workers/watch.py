@@ -61,10 +61,6 @@ class _Seen:
         enough = ran_s + starved_s > _LEAST_S and ran_s > BUSY_SHARE * (now_s - self.moved_s - starved_s)
         return beat.state == "preparing" and enough
 
-    def stuck_s(self, now_s: float) -> float:
-        """Return for how long it has not moved although it could have."""
-        return now_s - self.moved_s - (self.page.starved_s - self.before.starved_s)
-
 
 class HangDetector:
     """Decides from the workers' pages whether a job hangs.
@@ -89,7 +85,11 @@ class HangDetector:
                 seen.written_s = now_s if page.sequence != seen.page.sequence else seen.written_s
                 seen.page = page
         limit_s = self._timeout_s + max(seen.page.beat.slowest_s for seen in self._seen.values())
-        stuck = {rank: seen.stuck_s(now_s) for rank, seen in self._seen.items()}
+        # For how long each has not moved although it could have.
+        stuck = {
+            rank: now_s - seen.moved_s - (seen.page.starved_s - seen.before.starved_s)
+            for rank, seen in self._seen.items()
+        }
         longest = sorted(stuck, key=lambda rank: -stuck[rank])
         late = [rank for rank in longest if stuck[rank] > limit_s]
         if not late:

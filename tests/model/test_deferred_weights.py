@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from planner.errors import ModelFileError
-from planner.executor.observe.memory import _status_bytes
 from planner.model import deferred_weights
 from planner.model.batch import Batch
 from planner.model.capture.capture import capture
 from planner.model.capture.graph import LayerGraph
 from planner.model.deferred_weights import DeferredModel, is_deferred, without_storage
 from planner.model.stage.stage import build_stage
+from planner.profiler.this_machine import status_bytes
 from tests.model.architectures import ARCHITECTURES
 from tests.model.models import Case
 from tests.model.splitting import assert_same, cut_evenly, run_split
@@ -173,14 +173,14 @@ def test_large_weights_take_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     def build() -> nn.Module:
         return nn.Sequential(*(nn.Linear(2**11, 2**11) for _ in range(40)), nn.Linear(2**11, 10))  # 671 MB
 
-    before = _status_bytes("VmRSS")
+    before = status_bytes("VmRSS")
     deferred = DeferredModel(build)
     deferred.materialize({"40.weight"})
     with without_storage(deferred.model):
         batch = Batch((torch.randn(4, 2**11),), {}, torch.randint(0, 10, (4,)))
         graph = capture(deferred.model, batch, nn.functional.cross_entropy)
     assert len(graph.layers) == 42
-    assert _status_bytes("VmRSS") - before < 300e6
+    assert status_bytes("VmRSS") - before < 300e6
 
 
 def _reads(model: nn.Module) -> None:

@@ -8,7 +8,7 @@ from itertools import combinations
 import pytest
 
 from planner.formats.timeline import LANES
-from planner.reporting.timeline import COLOURS, ink_on, luminance
+from planner.reporting.timeline import COLOURS, ink_on
 
 Matrix = tuple[tuple[float, float, float], ...]
 # Machado, Oliveira & Fernandes 2009, severity 1, on linear RGB.
@@ -30,6 +30,13 @@ TO_LAB: Matrix = (
     (0.0259040371, 0.7827717662, -0.808675766),
 )
 DISTINCT = 0.08
+
+
+def luminance(colour: str) -> float:
+    """Relative luminance of "#rrggbb" (WCAG 2): 0 for black, 1 for white."""
+    parts = (int(colour[start : start + 2], 16) / 255 for start in (1, 3, 5))
+    red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
 
 def times(matrix: Matrix, vector: list[float]) -> list[float]:
@@ -62,6 +69,7 @@ def test_bars_and_their_names_have_contrast() -> None:
         assert ground / (luminance("#12161c") + 0.05) >= 3
         ink = luminance(ink_on(colour)) + 0.05
         assert max(ink, ground) / min(ink, ground) >= 4.5
+        assert (ink_on(colour) == "#ffffff") == (1.05 / ground > ground / 0.05)  # the easier one to read
 
 
 def test_black_and_white_are_far_apart() -> None:

@@ -24,11 +24,10 @@ from planner.plan.shape import shape_of
 from planner.schedule.registry import find
 from planner.simulator.simulate_plan import simulate, simulated_s
 from planner.solver import solve
-from planner.solver.degrees import cuts_by_degree, relaxed_seconds
+from planner.solver.degrees import MixedDegrees, cuts_by_degree, relaxed_seconds
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import stages_along
 from planner.solver.problem.states import Chain
-from planner.solver.search.chain.mixed_degrees import MixedDegrees
 from tests.samples import layer, profile
 from tests.solver.every_plan import EveryPlan
 from tests.solver.test_new_axes import random_model

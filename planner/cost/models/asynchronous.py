@@ -9,7 +9,7 @@ from numpy.typing import ArrayLike
 
 from planner.cost.models.cost_model import StageModel, ending_s, finish_s, reduce_s, transfer_s
 from planner.cost.network.link import Link, backward_and_reduce_s
-from planner.cost.network.placement import Busy, Placement
+from planner.cost.network.topology import Busy, Placement
 from planner.cost.work import Floats, Work
 
 

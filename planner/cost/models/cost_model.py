@@ -17,8 +17,7 @@ from numpy.typing import ArrayLike
 from planner.cost.candidate import Candidate
 from planner.cost.layer_costs import LayerCosts, messages
 from planner.cost.network.link import Link, backward_and_reduce_s, ring_all_reduce_s
-from planner.cost.network.placement import Busy, Placement, Resource, places_matter, ranks_of
-from planner.cost.network.topology import Topology
+from planner.cost.network.topology import Busy, Placement, Resource, Topology, places_matter, ranks_of
 from planner.cost.setting import Setting
 from planner.cost.work import Floats, Work
 from planner.formats.plan_parts import Bottleneck

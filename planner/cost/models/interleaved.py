@@ -23,7 +23,7 @@ import numpy as np
 from planner.cost.models.cost_model import CostModel, PlanTime, UnpricedPlan, finish_s, reduce_s, transfer_s
 from planner.cost.models.synchronous import SynchronousModel
 from planner.cost.network.link import Link, backward_and_reduce_s, link_of
-from planner.cost.network.placement import Busy
+from planner.cost.network.topology import Busy
 from planner.cost.setting import Setting
 from planner.cost.work import Floats, Integers, Work
 from planner.schedule.one_stage import GPIPE
@@ -93,9 +93,6 @@ class InterleavedShape:
         )
         compute_s = compute_s + (self.units - 1) * self.total(stages.accumulate_s)
         return {"compute": compute_s + end_s, "receive": receive_s + end_s, "send": send_s + end_s}
-
-    def seconds(self, stages: StageSeconds) -> Floats:
-        return np.asarray(np.max(np.stack(list(self.worker_s(stages).values())), axis=(0, -1)))
 
     def in_flight(self) -> tuple[int, ...]:
         return self.schedule.depths((self.replicas,) * (self.workers * self.chunks), self.microbatches, self.chunks)

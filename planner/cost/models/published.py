@@ -4,8 +4,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from planner.cost.models.cost_model import PlanTime, StageModel, UnpricedPlan
-from planner.cost.network.placement import Busy, Placement
-from planner.cost.network.topology import Ranks, Topology
+from planner.cost.network.topology import Busy, Placement, Ranks, Topology
 from planner.cost.work import Floats, Work
 from planner.errors import InputError
 
@@ -31,7 +30,7 @@ class PublishedModel(StageModel):
 
             def between(one: int, other: int, stage: int = stage) -> Busy:
                 model = type(self)(topology.link(int(topology.level(one, other))))
-                return model.resources_s(placement.works[stage], placement.replicas[stage])
+                return model.resources_s(placement.works[stage], len(placement.ranks[stage]))
 
             within = between(min(own), max(own))
             busy: Busy = {"compute": within["compute"]}

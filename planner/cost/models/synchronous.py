@@ -15,7 +15,7 @@ from planner.cost.models.cost_model import (
     transfer_s,
 )
 from planner.cost.network.link import Link
-from planner.cost.network.placement import Busy, Placement
+from planner.cost.network.topology import Busy, Placement
 from planner.cost.work import WEIGHT_SHARE, Floats, Integers, Work, stacked
 from planner.schedule.schedule import Schedule
 
@@ -50,7 +50,7 @@ class SynchronousModel(CostModel):
     def _placed_time(self, placement: Placement) -> PlanTime:
         loads, transfers_s = placement.transfers()
         latency_s, busy = np.array(transfers_s), list[Busy]([{}] * len(transfers_s))
-        works, replicas = stacked(placement.works), np.array(placement.replicas)
+        works, replicas = stacked(placement.works), np.array(list(map(len, placement.ranks)))
         spans = np.array([placement.topology.span(ranks) for ranks in placement.ranks])
         for span in np.unique(spans):  # stages with links alike at once: searches price many plans of many stages
             rows = np.flatnonzero(spans == span)

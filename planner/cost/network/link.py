@@ -1,7 +1,7 @@
 """Links between devices: the time of messages and all-reduces, and the buckets of gradients that are all-reduced."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -30,11 +30,6 @@ class Link:
     @property
     def ring_bytes_per_s(self) -> float:
         return self.all_reduce_bandwidth_bytes_per_s or self.bandwidth_bytes_per_s
-
-    @property
-    def alike(self) -> "Link":
-        """This link, written as all links are that take the same seconds."""
-        return replace(self, all_reduce_bandwidth_bytes_per_s=self.ring_bytes_per_s)
 
     def handling_s(self, moved_bytes: ArrayLike) -> Floats:
         """Return the processor's seconds for messages of so many bytes, received and sent."""

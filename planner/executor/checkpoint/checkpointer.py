@@ -20,10 +20,10 @@ from planner.errors import InputError, PlannerError
 from planner.executor.checkpoint.folders import (
     INDEX,
     PROBE,
+    STEP,
     Checkpoint,
     SavedCheckpoint,
     StagePart,
-    folder_name,
     load_checkpoint,
     partial_name,
     prune,
@@ -152,10 +152,13 @@ class Checkpointer:
         token, resume = json.loads(broadcast_bytes(chosen, self._group))
         if writes:
             probe = self.folder / partial_name(PROBE, token)
-            if not _appears(probe):
-                me = f"worker {self._rank} on '{os.uname().nodename}'"
-                problem = f"{me} does not see what worker 0 writes to '{self.folder.absolute()}'"
-                raise InputError(problem, hint="choose a `folder` on a file system that all hosts share")
+            deadline = time.monotonic() + NFS_REMEMBERS_S
+            while not probe.exists():
+                if time.monotonic() >= deadline:
+                    me = f"worker {self._rank} on '{os.uname().nodename}'"
+                    problem = f"{me} does not see what worker 0 writes to '{self.folder.absolute()}'"
+                    raise InputError(problem, hint="choose a `folder` on a file system that all hosts share")
+                time.sleep(0.2)
             dist.barrier(self._group)  # all have looked before the probe goes
             if self._rank == 0:
                 probe.rmdir()
@@ -204,17 +207,10 @@ class Checkpointer:
         )
         save_record(index, folder / INDEX)
         sync_folder(folder)
-        final = folder.with_name(folder_name(minibatch))
+        final = folder.with_name(f"{STEP}{minibatch:08}")
         folder.rename(final)
         sync_folder(self.folder)
         return final
-
-
-def _appears(path: Path) -> bool:
-    deadline = time.monotonic() + NFS_REMEMBERS_S
-    while not (there := path.exists()) and time.monotonic() < deadline:
-        time.sleep(0.2)
-    return there
 
 
 def position(saved: SavedCheckpoint, data: DataPosition) -> int:

@@ -36,7 +36,7 @@ AUTO = "auto"  # the newest checkpoint in the run's own folder, or none
 # A folder by which rank 0 checks that all hosts see its files, named like a half-written checkpoint, so that
 # `remove_leftovers` removes one that a crash left behind.
 PROBE = "sign"
-_STEP, _PARTIAL, _REMOVED = "step-", ".partial", ".removed"
+STEP, _PARTIAL, _REMOVED = "step-", ".partial", ".removed"
 _NO_RUN_ID = "none"  # torchrun's id of every run that was started without --rdzv-id
 
 
@@ -95,23 +95,19 @@ def load_checkpoint(path: Path) -> SavedCheckpoint:
     return SavedCheckpoint(path, load_record(Checkpoint, path / INDEX, InputError, REMEDY))
 
 
-def folder_name(minibatch: int) -> str:
-    return f"{_STEP}{minibatch:08}"
-
-
 def partial_name(what: str, token: str) -> str:
     """Return the name of a folder while it is written; `token` tells the runs that write to one folder apart."""
-    return f".{_STEP}{what}.{token}{_PARTIAL}"
+    return f".{STEP}{what}.{token}{_PARTIAL}"
 
 
 def complete(folder: Path) -> list[Path]:
     """Return the complete checkpoints in `folder`, oldest first."""
-    found = [path for path in folder.glob(f"{_STEP}*") if path.name[len(_STEP) :].isdigit() and path.is_dir()]
+    found = [path for path in folder.glob(f"{STEP}*") if path.name[len(STEP) :].isdigit() and path.is_dir()]
     return sorted(found, key=_minibatch_of)  # by name those of more than eight digits would come first
 
 
 def _minibatch_of(path: Path) -> int:
-    return int(path.name[len(_STEP) :])
+    return int(path.name[len(STEP) :])
 
 
 def find(path: Path) -> Path:
@@ -155,7 +151,7 @@ def prune(folder: Path, keep: int) -> None:
 
 def remove_leftovers(folder: Path, *endings: str) -> None:
     """Remove what earlier runs did not finish writing or removing."""
-    for path in folder.glob(f".{_STEP}*"):
+    for path in folder.glob(f".{STEP}*"):
         if path.name.endswith(endings or (_PARTIAL, _REMOVED)):
             # NFS keeps a file that another host has open, as .nfs*, and its folder with it: the next call tries again.
             shutil.rmtree(path, ignore_errors=True)

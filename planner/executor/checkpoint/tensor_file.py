@@ -122,16 +122,10 @@ def bytes_of(tensor: Tensor) -> Tensor:
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
 
 
-def read_tensors(
-    path: Path, names: Collection[str] | None = None, expected: TensorFile | None = None
-) -> dict[str, Tensor]:
-    return dict(each_tensor(path, names, expected))
-
-
 def each_tensor(
     path: Path, names: Collection[str] | None = None, expected: TensorFile | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors `names`, or all of them, as `read_tensors` does but one at a time."""
+    """Yield the tensors `names`, or all of them, one at a time."""
     with opened(path, expected) as file:
         for name in names if names is not None else file.keys():
             yield name, copy_of(file, name)

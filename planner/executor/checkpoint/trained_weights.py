@@ -26,7 +26,7 @@ from planner.executor.checkpoint.tensor_file import (
     Fact,
     aligned,
     bytes_of,
-    read_tensors,
+    each_tensor,
     write_each,
     write_tensors,
 )
@@ -134,7 +134,7 @@ def read_trained(path: str | Path) -> dict[str, Tensor]:
         saved = load_checkpoint(find(path))
         return dict(each_weight(saved.path, saved.first_replicas))
     if path.suffix == SUFFIX:
-        return read_tensors(path)
+        return dict(each_tensor(path))
     state = None
     with suppress(OSError, RuntimeError, EOFError, ValueError, KeyError, UnpicklingError):
         state = torch.load(path, weights_only=True, map_location="cpu")

@@ -1,17 +1,14 @@
 """Measure the peak memory of this process or its device."""
 
 import gc
-import resource
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from planner.profiler.this_machine import return_free_pages
+from planner.profiler.this_machine import return_free_pages, status_bytes
 from planner.runtime import runtime_of
-
-_STATUS = Path("/proc/self/status")
 
 
 class PeakMemory:
@@ -32,9 +29,9 @@ class PeakMemory:
             return_free_pages()
             with suppress(OSError):  # not Linux, or not permitted: the mark of the whole process is an upper bound
                 Path("/proc/self/clear_refs").write_text("5")
-            self._before_bytes = _status_bytes("VmRSS")
-            self._code_bytes = _status_bytes("RssFile")
-            self._before_own_bytes = _status_bytes("RssAnon")
+            self._before_bytes = status_bytes("VmRSS")
+            self._code_bytes = status_bytes("RssFile")
+            self._before_own_bytes = status_bytes("RssAnon")
 
     def forget(self) -> None:
         """Forget a device's peak so far, which may be of memory that the allocator was only to take from the device."""
@@ -45,7 +42,7 @@ class PeakMemory:
         if self._runtime.counts_memory:
             peak = self._runtime.peak_bytes(self._device)
         else:
-            peak = _status_bytes("VmHWM") - (_status_bytes("RssFile") - self._code_bytes)
+            peak = status_bytes("VmHWM") - (status_bytes("RssFile") - self._code_bytes)
         return max(0, peak - self._before_bytes) + self._already_bytes
 
     def now_bytes(self) -> int:
@@ -53,7 +50,7 @@ class PeakMemory:
         if self._runtime.counts_memory:
             grown = self._runtime.allocated_bytes(self._device) - self._before_bytes
         else:
-            grown = _status_bytes("RssAnon") - self._before_own_bytes
+            grown = status_bytes("RssAnon") - self._before_own_bytes
         return max(0, grown) + self._already_bytes
 
     def fields(self) -> dict[str, Any]:
@@ -65,10 +62,3 @@ class PeakMemory:
         # The allocator gives nothing back before the end: fragments are in what it reserved.
         reserved_bytes = self._runtime.reserved_bytes(self._device, peak=True)
         return peak | {"reserved_memory_bytes": reserved_bytes, "used_memory_bytes": total_bytes - free_bytes}
-
-
-def _status_bytes(field: str) -> int:
-    if not _STATUS.exists():
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    line = next(line for line in _STATUS.read_text().splitlines() if line.startswith(field))
-    return int(line.split()[1]) * 1024

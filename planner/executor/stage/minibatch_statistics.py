@@ -20,7 +20,7 @@ class MinibatchStatistics:
     def __init__(self, stage: StageModule, replicas: dist.ProcessGroup | None) -> None:
         self._stage = stage
         self._replicas = replicas
-        self._norms = stage.deferred_norms
+        self._norms = tuple(module for module in stage.children() if isinstance(module, DeferredNorm))
         self._current: int | None = None
         self._gathered: dict[int, Tensor] = {}  # by minibatch: `_packed` statistics
 

@@ -37,7 +37,7 @@ from planner.model.loss import loss_of
 from planner.model.options import PLAIN, ModuleOptions, autocasting, lay_out
 from planner.model.randomness import keep_state
 from planner.model.spec import LossFunction
-from planner.runtime import runtime_of
+from planner.runtime import address_of, runtime_of
 
 _CONTRACT = "each block takes what the one before it returned, as in nn.Sequential; see docs/guides/own-model.md"
 _Named = Sequence[tuple[str, nn.Module]]
@@ -127,14 +127,10 @@ def _run_blocks(named: _Named, batch: Batch, loss: LossFunction | None) -> tuple
             raise CaptureError(f"block '{name}' fails: {reason_of(cause)}", hint=_CONTRACT) from cause
         for tensor, version in zip(taken, versions, strict=True):
             if tensor._version != version:
-                spans.append((makers[_storage(tensor)], index))
+                spans.append((makers[address_of(tensor)], index))
         for tensor in tensors_of(results[-1]):
-            makers.setdefault(_storage(tensor), index)
+            makers.setdefault(address_of(tensor), index)
     return [*results, loss_of(results[-1], batch.target, loss)], spans
-
-
-def _storage(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
 
 
 def _run_without_values(

@@ -25,7 +25,7 @@ from planner.errors import CaptureError, ModelFileError
 from planner.model.batch import Batch
 from planner.model.capture.operations import enters_region, movable, moved, place_nested
 from planner.model.options import autocasting
-from planner.runtime import runtime_of
+from planner.runtime import address_of, runtime_of
 
 T = TypeVar("T")
 
@@ -238,7 +238,7 @@ class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _storages(value: Any) -> frozenset[int]:
     tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
-    return frozenset(int(_unwrapped(tensor).untyped_storage()._cdata) for tensor in tensors)
+    return frozenset(address_of(_unwrapped(tensor)) for tensor in tensors)
 
 
 def _unwrapped(tensor: Tensor) -> Tensor:

@@ -142,12 +142,7 @@ class BlockLayer:
 
     blocks: tuple[tuple[str, nn.Module], ...]  # with their names
     takes: Structure | None  # of what the layer before returns; None for the first layer, which takes the batch
-    gives: Structure | None  # of what the layer after takes; None for the last layer
-
-    @property
-    def has_loss(self) -> bool:
-        """Whether it is the last layer, which computes the loss."""
-        return self.gives is None
+    gives: Structure | None  # of what the layer after takes; None for the last layer, which computes the loss
 
 
 @dataclass(frozen=True)

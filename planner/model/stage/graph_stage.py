@@ -68,7 +68,7 @@ class StageBlocks:
         target_spec = spec.children()[-1]
 
         def run(*values: Any) -> list[Tensor] | Tensor:
-            end = len(values) - target_spec.num_leaves if layer.has_loss else len(values)
+            end = len(values) - target_spec.num_leaves if layer.gives is None else len(values)
             # Stages in training and in evaluation run the same modules.
             for module, _ in blocks:
                 if module.training != training:

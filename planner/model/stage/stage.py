@@ -18,7 +18,7 @@ from planner.model.capture.size import evaluate_number, samples_in
 from planner.model.options import autocasting, channels_last, lay_out
 from planner.model.randomness import RandomKey, keep_state
 from planner.model.stage import parts
-from planner.model.stage.deferred_norm import TRAINING, DeferredNorm
+from planner.model.stage.deferred_norm import TRAINING
 from planner.model.stage.graph_stage import SegmentBuilder, StageBlocks, numbers_of
 from planner.model.stage.parts import AS_CAPTURED, Boundary, LayerObserver, Segment, Variant
 from planner.model.stage.units import Units, units_of
@@ -76,11 +76,6 @@ class StageModule(nn.Module):
     def needs_batch(self) -> bool:
         """Whether `forward` reads model inputs or targets."""
         return bool(self._inputs)
-
-    @property
-    def deferred_norms(self) -> tuple[DeferredNorm, ...]:
-        """BatchNorms that gather the statistics of their inputs; none unless built so."""
-        return tuple(module for module in self._modules.values() if isinstance(module, DeferredNorm))
 
     def set_random_key(self, seed: int, minibatch: int, microbatch: int) -> None:
         """Make each layer that draws random numbers seed its device's generator first, by these and its number."""

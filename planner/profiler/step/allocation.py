@@ -17,6 +17,7 @@ from planner.model.batch import Batch
 from planner.model.stage.parts import LayerObserver
 from planner.profiler.step.timing import Forward, LayerMarks
 from planner.profiler.this_machine import large_blocks_apart
+from planner.runtime import address_of as address_of
 from planner.runtime import runtime_of
 
 _MARK = "planner: between layers"
@@ -76,11 +77,6 @@ class _SavedStorages:
 
 def tensors_of_batch(batch: Batch) -> list[Tensor]:
     return [leaf for leaf in tree_leaves((batch.args, batch.kwargs, batch.target)) if isinstance(leaf, Tensor)]
-
-
-def address_of(tensor: Tensor) -> int:
-    """Return what tells the tensor's storage from all others that exist."""
-    return int(tensor.untyped_storage()._cdata)
 
 
 def workspace_bytes(

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import pairwise
 from statistics import median
 from typing import Any, Generic, Protocol, TypeVar
@@ -117,12 +116,9 @@ class LayerMarks(Generic[MarkT]):
         """End the forward of layer `index`; `value` is the last of its results that a gradient returns to."""
         self._forward.append((index, self._start, self._mark()))
         if value is not None and value.grad_fn is not None:
-            value.grad_fn.register_prehook(partial(self._before_backward, index))
+            value.grad_fn.register_prehook(lambda _: self._backward.append((index, self._mark())))
         # A second mark, so that registering the hook counts for no layer.
         self._start = self._mark()
-
-    def _before_backward(self, index: int, _gradients: Sequence[Tensor]) -> None:
-        self._backward.append((index, self._mark()))
 
     @property
     def backward_start(self) -> MarkT:

@@ -158,7 +158,8 @@ def collapsed(profile: Profile) -> list[tuple[int, Layer]]:
     keys: list[object] = []
     repeated = {place for block in repeated_blocks(profile) for place in block}
     for place, layer in enumerate(profile.layers):
-        block = block_of(layer.name) if place in repeated else ""
+        found = BLOCK.match(layer.name) if place in repeated else None
+        block = found[0] if found else ""
         starred = block.rpartition(".")[0] + ".*" + layer.name[len(block) :]
         keys.append((starred.removeprefix("."), kind_of(layer)) if block else place)
     often = Counter(keys)
@@ -174,9 +175,3 @@ def collapsed(profile: Profile) -> list[tuple[int, Layer]]:
             mean = mean.model_copy(update={"name": key[0], **whole})
         rows.append((len(group), mean))
     return rows
-
-
-def block_of(name: str) -> str:
-    """Return the block of a layer by its name; empty for none."""
-    found = BLOCK.match(name)
-    return found[0] if found else ""

@@ -31,8 +31,7 @@ from planner.cost.candidate import Candidate
 from planner.cost.communicators import reserves_of, with_overheads
 from planner.cost.kinds import with_kinds
 from planner.cost.network.link import backward_and_reduce_s, ring_all_reduce_s
-from planner.cost.network.placement import places_matter
-from planner.cost.network.topology import Topology, column_ranks
+from planner.cost.network.topology import Topology, column_ranks, places_matter
 from planner.cost.overheads import stage_memory
 from planner.formats.cluster import Level
 from planner.options.solving import UNLIMITED

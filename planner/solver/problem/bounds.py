@@ -57,13 +57,9 @@ class Bounds(StageModel):
         """Return the least GPU seconds per minibatch that a stage takes, on any number of replicas."""
         return work.compute_s
 
-    def versions(self, in_flight: Integers) -> Integers:
-        """Return the versions of its weights that a stage holds with so many microbatches in flight."""
-        return self.schedule.versions(in_flight)
-
     def held_bytes(self, footprint: Footprint, in_flight: Integers) -> Floats:
         """Return the peak bytes of stages with so many microbatches in flight."""
-        return footprint.divided(self.microbatches).total_bytes(in_flight, self.versions(in_flight))
+        return footprint.divided(self.microbatches).total_bytes(in_flight, self.schedule.versions(in_flight))
 
     def most_in_flight(self, footprint: Footprint, memory_bytes: float) -> Integers:
         """Return the most microbatches in flight with which a stage fits the memory."""

@@ -23,11 +23,6 @@ class UnexplainedError(InfeasibleError):
         self.explanation = explanation
 
 
-def explained(error: InfeasibleError) -> InfeasibleError:
-    """Return the error that says why no plan fits the memory."""
-    return error.explanation() if isinstance(error, UnexplainedError) else error
-
-
 PLENTY = 2**60  # bytes: more than any plan needs
 _PRECISION = 1e-4  # of the smallest memory
 _MOST_GPUS_FACTOR = 64

@@ -17,8 +17,7 @@ from planner.cost.candidate import Candidate
 from planner.cost.layer_costs import LayerCosts
 from planner.cost.models.synchronous import SynchronousModel
 from planner.cost.network.link import Link, link_of
-from planner.cost.network.placement import places_matter
-from planner.cost.network.topology import Topology
+from planner.cost.network.topology import Topology, places_matter
 from planner.cost.overheads import NO_RESERVE, Price, Reserve
 from planner.cost.pricing import price
 from planner.cost.setting import Setting
@@ -87,18 +86,9 @@ class Limits:
     whole_stages: bool = False  # whether stages that may choose recompute all of their layers at once, or none
 
     @property
-    def recompute(self) -> RecomputeRule:
-        return self.rules.recompute
-
-    @property
     def counts_gpus(self) -> bool:
         """Whether the GPUs after a stage decide whether it may be: they are in flight, or late, by them."""
         return self.memory_bytes is not None or self.deepest < UNLIMITED
-
-    @property
-    def any(self) -> bool:
-        """Whether some plans on the GPUs are not allowed."""
-        return self.counts_gpus or self.numbering != Numbering()
 
 
 @dataclass(frozen=True)
@@ -211,11 +201,6 @@ class Problem:
     def kinds(self) -> tuple[DeviceKind | None, ...]:
         """The kinds of GPUs; only None, for the profiled one, where all are alike."""
         return self.cluster.kinds or (None,)
-
-    @property
-    def groups(self) -> list[frozenset[int]]:
-        """Positions of layers that no cut may separate; each layer once."""
-        return self.constraints.groups(self.layer_costs.profile)
 
     def count(self, kind: DeviceKind | None) -> int:
         """Return the number of GPUs of that kind."""

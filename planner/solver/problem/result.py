@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from planner.cost.candidate import Candidate, StageOptions
-from planner.cost.network.placement import ranks_of
+from planner.cost.network.topology import ranks_of
 from planner.cost.overheads import Price
 from planner.formats.cluster import Cluster
 from planner.formats.plan_parts import config_of

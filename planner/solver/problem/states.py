@@ -94,7 +94,7 @@ class StateSpace(ABC):
         return {}
 
     def recomputation(self, rule: RecomputeRule) -> Recomputation:
-        """Return the choices of what recomputes in the stages."""
+        """Return the choices of what recomputes in the stages; `benchmarks.piper.question` has others."""
         return Recomputation(self.layer_costs, rule)
 
     def sides(self, state: int, others: Integers) -> tuple[Floats, Floats]:

@@ -13,7 +13,7 @@ from planner.solver.problem.problem import Limits, Problem
 from planner.solver.problem.result import BoundedPath, CutPath, Evaluation
 from planner.solver.problem.states import Chain, StateSpace
 from planner.solver.search.chain.fewest import FEW_STATES
-from planner.solver.search.chain.search import Search
+from planner.solver.search.chain.search import ANY_TIME_S, Search
 from planner.solver.search.chain.synchronous import SynchronousSearch
 from planner.solver.search.chain.ways import relaxed_s
 from planner.solver.search.graph.branches import MOST_STATES, search_beyond
@@ -166,7 +166,7 @@ class PipelineSearch:
         """Return any plan that fits other GPUs of this kind."""
         search = self._search(replace(self.problem.limits, gpus=gpus, memory_bytes=memory_bytes))
         if isinstance(search, Search):
-            path = search.within(search.any_time_s())
+            path = search.within(ANY_TIME_S)
         else:
             answer = search.within(np.inf)
             path = None if answer is None else answer[0]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from planner.errors import InputError
-from planner.executor.checkpoint.tensor_file import read_tensors, write_tensors
+from planner.executor.checkpoint.tensor_file import each_tensor, write_tensors
 
 TENSORS = {
     "layer.weight": torch.randn(3, 4),
@@ -37,14 +37,14 @@ def test_the_package_reads_what_is_written_and_the_other_way_round(tmp_path: Pat
     write_tensors(tmp_path / "ours", TENSORS)
     assert_same(TENSORS, package.load_file(tmp_path / "ours"))
     package.save_file({name: tensor.contiguous() for name, tensor in TENSORS.items()}, tmp_path / "theirs")
-    assert_same(TENSORS, read_tensors(tmp_path / "theirs"))
+    assert_same(TENSORS, dict(each_tensor(tmp_path / "theirs")))
 
 
 def test_some_tensors_of_a_file(tmp_path: Path) -> None:
     written = write_tensors(tmp_path / "file", TENSORS)
-    assert_same({"odd": TENSORS["odd"]}, read_tensors(tmp_path / "file", ["odd"], written))
+    assert_same({"odd": TENSORS["odd"]}, dict(each_tensor(tmp_path / "file", ["odd"], written)))
     with pytest.raises(InputError, match="not contain tensor nothing"):
-        read_tensors(tmp_path / "file", ["nothing"], written)
+        dict(each_tensor(tmp_path / "file", ["nothing"], written))
 
 
 def test_any_changed_byte_and_any_length_but_the_right_one_is_refused(tmp_path: Path) -> None:
@@ -54,10 +54,10 @@ def test_any_changed_byte_and_any_length_but_the_right_one_is_refused(tmp_path: 
     for position in range(0, len(content), 37):
         path.write_bytes(content[:position] + bytes([content[position] ^ 4]) + content[position + 1 :])
         with pytest.raises(InputError, match=r"is corrupt: its SHA-256"):
-            read_tensors(path, None, written)
+            dict(each_tensor(path, None, written))
         path.write_bytes(content[:position])
         with pytest.raises(InputError, match=rf"has {position} bytes, but {len(content)} were written"):
-            read_tensors(path, None, written)
+            dict(each_tensor(path, None, written))
 
 
 def test_without_a_checksum_a_mistake_is_still_a_sentence(tmp_path: Path) -> None:
@@ -72,16 +72,16 @@ def test_without_a_checksum_a_mistake_is_still_a_sentence(tmp_path: Path) -> Non
     ):
         path.write_bytes(content)
         if content.endswith(b"{}"):
-            assert read_tensors(path) == {}
+            assert dict(each_tensor(path)) == {}
             continue
         with pytest.raises(InputError, match="is not a complete safetensors file"):
-            read_tensors(path)
+            dict(each_tensor(path))
     header = b'{"x": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}}  '
     path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(12))
     with pytest.raises(InputError, match="not fully covered"):
-        read_tensors(path)
+        dict(each_tensor(path))
     with pytest.raises(InputError, match="cannot be read: No such file"):
-        read_tensors(tmp_path / "none")
+        dict(each_tensor(tmp_path / "none"))
 
 
 def test_a_type_that_the_format_does_not_have_is_refused(tmp_path: Path) -> None:

@@ -155,13 +155,14 @@ class InterleavedSearch:
             in_flight = np.array(model.in_flight())
             plain = footprint.total_bytes(in_flight, 1)
             lean = footprint.recomputed().total_bytes(in_flight, 1)
-            if self.limits.recompute == "auto":
+            if self.limits.rules.recompute == "auto":
                 again, settled = self._choose(model, plain, lean, work)
             by_rule = self._ways.recomputes  # then the footprint is that of stages that recompute
             held = model.total(np.where(again & (not by_rule), lean, plain))
             over = np.maximum(held - self.limits.memory_bytes, 0.0).sum(axis=-1)
         work = replace(work, recompute_s=np.where(again, work.forward_s, 0.0))
-        return over, model.seconds(StageSeconds.of(work, model)), again, settled
+        busy_s = np.stack(list(model.worker_s(StageSeconds.of(work, model)).values()))
+        return over, np.asarray(busy_s.max(axis=(0, -1))), again, settled
 
     def _choose(
         self, model: InterleavedShape, plain: Floats, lean: Floats, work: Work

@@ -29,7 +29,7 @@ from planner.units import SLACK
 _ROUGH_STATES = 300  # at most this many states in the search for a start; twice as many have such a search
 _NEAR = 2e-3  # how far the best time may be below that of the start, as a first guess
 _MOST_PATIENCE = 4  # halvings between two questions for anything better
-ANY_TIME_S = 1e15
+ANY_TIME_S = 1e15  # every stage on any number of GPUs takes less
 _CLOSE = 0.02  # relative distance of the bounds from which on each walk should be cheap
 
 
@@ -54,7 +54,7 @@ class Search:
         None if no plan fits the memory, or none takes less than `below_s`. Other plans may be faster by `precision`.
         Raise OutOfTimeError if the deadline passes before there is any plan, and all plans are looked for.
         """
-        start_s = self.any_time_s() if below_s is None else below_s * (1 - RESOLUTION)
+        start_s = ANY_TIME_S if below_s is None else below_s * (1 - RESOLUTION)
         if (rough := self.rough(below_s)) is not None:
             start_s = rough.seconds
         self._must_hurry = below_s is None
@@ -111,10 +111,6 @@ class Search:
         states = self.space.spread(few)
         path = type(self)(self.space.only(states), self.model, self._all_choices).best(below_s)
         return path and replace(path, states=tuple(states[list(path.states)].tolist()))
-
-    def any_time_s(self) -> float:
-        """Return a time that every stage on any number of these GPUs meets."""
-        return ANY_TIME_S
 
     def within(self, target_s: float) -> CutPath | None:
         """Return a plan with the fewest GPUs that meets the (positive) target, or None if there are too few GPUs."""

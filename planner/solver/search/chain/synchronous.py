@@ -57,7 +57,9 @@ class SynchronousSearch:
         self._ways = WaysOf(space, limits)
         tables = _KNOWN.setdefault(space, {})
         alike = replace(limits, deadline=NO_HURRY, numbering=Numbering())
-        key = model.schedule.name, model.microbatches, model.link.alike, alike
+        # Links that take the same seconds are one key, however their all-reduces' bandwidth is written.
+        link = replace(model.link, all_reduce_bandwidth_bytes_per_s=model.link.ring_bytes_per_s)
+        key = model.schedule.name, model.microbatches, link, alike
         if key not in tables:
 
             def parts_s(work: Work, replicas: Integers) -> tuple[Floats, Floats]:

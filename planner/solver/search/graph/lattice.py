@@ -219,7 +219,7 @@ class Relaxation:
     def __init__(self, space: StateSpace, lattice: Lattice, model: Bounds, limits: Limits, left: WorkLeft) -> None:
         self.space, self.lattice, self.model, self.left = space, lattice, model, left
         self._deadline = limits.deadline
-        self.gpus, self.memory_bytes, self.recompute = limits.gpus, limits.memory_bytes, limits.recompute
+        self.gpus, self.memory_bytes, self.recompute = limits.gpus, limits.memory_bytes, limits.rules.recompute
         ways = WaysOf(space, limits, prices_shards=model.prices_shards)
         self.shards = ways.shards
         everything = np.arange(len(space))
@@ -306,7 +306,9 @@ class Relaxation:
             footprint = footprint.shared_out(replicas) if self.shards else footprint
             flying = np.asarray(warm_up_depth(replicas, after))
             # A stage that recomputes may keep nothing but the weights.
-            held = footprint.total_bytes(flying if self.recompute == "never" else 0, self.model.versions(flying))
+            held = footprint.total_bytes(
+                flying if self.recompute == "never" else 0, self.model.schedule.versions(flying)
+            )
             yield held - footprint.message_bytes, self.memory_bytes * (1 + _SLACK)
 
     def _from_the_start(self, after: Integers, target_s: float) -> int:

@@ -70,7 +70,7 @@ class Columns:
         self.last = len(self.space) - 1
         self.sets = [frozenset(self.space.layers(0, state)) for state in range(len(self.space))]
         # States that separate no group; the empty one and the whole model never do.
-        groups = problem.groups
+        groups = problem.constraints.groups(problem.layer_costs.profile)
         self.states = np.array(
             [n for n, done in enumerate(self.sets) if all(group <= done or not group & done for group in groups)]
         )
@@ -93,9 +93,6 @@ class Columns:
 
     def layers(self, column: Column) -> frozenset[int]:
         return self.sets[column.end] - self.sets[column.start]
-
-    def candidate(self, column: Column) -> Candidate:
-        return Candidate(self.sets[column.start], self.layers(column), column.options)
 
     def columns_from(self, state: int, others: Integers) -> Iterator[Column]:
         """Yield the candidate stages from the state to each of the others."""
@@ -330,7 +327,8 @@ class Flow:
         return chosen
 
     def _answer(self, best: _Chosen, bound_s: float, *, optimal: bool) -> IlpAnswer:
-        stages = tuple(self.columns.candidate(column) for column in best.columns)
+        sets, layers = self.columns.sets, self.columns.layers
+        stages = tuple(Candidate(sets[column.start], layers(column), column.options) for column in best.columns)
         return IlpAnswer(stages, best.seconds, bound_s, optimal, tuple(column.kinds for column in best.columns))
 
 

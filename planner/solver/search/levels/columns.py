@@ -15,8 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from planner.cost.models.synchronous import SynchronousModel
 from planner.cost.network.link import Link
-from planner.cost.network.placement import Resource
-from planner.cost.network.topology import Topology
+from planner.cost.network.topology import Resource, Topology
 from planner.cost.work import IMPOSSIBLE, Floats, Integers, Work
 from planner.formats.names import CostModelName
 from planner.solver.evaluate import evaluation
