@@ -144,7 +144,7 @@ def device(name: str) -> DeviceSpec:
 
 def half_precision() -> Execution:
     """Return how GPUs run in half precision with master weights and Megatron's fused kernels."""
-    return Execution("cuda", megatron, master_weights=True)
+    return Execution("cuda", megatron, master_weights=True, sums_in_half=True)
 
 
 def anchors(name: str) -> Any:

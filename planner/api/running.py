@@ -86,7 +86,6 @@ def estimate(model: str | Path, asked: EstimateArguments) -> Profile:
         calibration=[each for path in asked.calibrate for each in load_calibration(path)],
         fusion=compiler if asked.compiled else None,
         master_weights=asked.master_weights,
-        float32_gradients=asked.float32_gradients,
         host=asked.host,
         tensor=asked.tensor,
     )

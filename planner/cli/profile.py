@@ -35,7 +35,7 @@ to a cluster.json for `plan solve --cluster`. Start it on each host with torchru
     torchrun --nnodes 2 --nproc-per-node 4 --rdzv-backend c10d --rdzv-endpoint HOST:29500 -m planner profile --links
 """
 
-_ONLY_ESTIMATES = ("calibrate", "device_file", "master_weights", "float32_gradients", "host")
+_ONLY_ESTIMATES = ("calibrate", "device_file", "host")
 
 
 def add_parser(verbs: Verbs) -> None:
@@ -48,7 +48,7 @@ def add_parser(verbs: Verbs) -> None:
     estimated += "v100,t4 writes profile-v100.json and profile-t4.json"
     told = "a GPU where PyTorch sees any, else cpu; with --estimate cpu"
     add_options(parser, ProfileOptions, "device", more=estimated, told=told)
-    add_options(parser, ProfileOptions, "threads", "processes", "dtype")
+    add_options(parser, ProfileOptions, "threads", "processes", "dtype", "master_weights")
     add_options(parser, ProfileOptions, "memory_format", "compiled", "deterministic", "tensor")
     estimates = parser.add_argument_group("estimates")
     help = "estimate instead of measuring; the model is run without data"

@@ -20,6 +20,6 @@ def peak_flops_per_s(profile: Profile) -> float | None:
         return None
     if profile.device.peak_flops_per_s is not None:
         return profile.device.peak_flops_per_s
-    wanted, device = profile.autocast or profile.dtype, find_device(profile.device.name)
+    wanted, device = profile.autocast or profile.master_weights or profile.dtype, find_device(profile.device.name)
     dtype = next((dtype for dtype in DTYPES if dtype == wanted), None)
     return None if device is None or dtype is None else device.peak(dtype)

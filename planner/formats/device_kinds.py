@@ -8,7 +8,15 @@ from planner.formats.cluster import Cluster, DeviceKind
 from planner.formats.profile import KIND_COLUMNS, KindTimes, Layer, Profile
 
 # What must be equal, of profiles and of their layers.
-_OF_PROFILES = ("dtype", "autocast", "memory_format", "deterministic", "microbatch_size", "tokens_per_sample")
+_OF_PROFILES = (
+    "dtype",
+    "autocast",
+    "master_weights",
+    "memory_format",
+    "deterministic",
+    "microbatch_size",
+    "tokens_per_sample",
+)
 _OF_LAYERS = ("name", "weight_bytes", "gradient_bytes", "optimizer_bytes", "buffer_bytes", "saved_bytes", "parameters")
 
 

@@ -34,7 +34,7 @@ class Plan(Shown, GrownRecord):
     """A complete answer: enough to run, and enough to know what to expect."""
 
     later_fields: ClassVar[frozenset[str]] = frozenset(
-        {"loss", "tf32", "deterministic", "baselines", "synchronous", "notes"}
+        {"master_weights", "loss", "tf32", "deterministic", "baselines", "synchronous", "notes"}
     )
 
     schema_version: Literal[1] = 1
@@ -42,6 +42,7 @@ class Plan(Shown, GrownRecord):
     profile_digest: str
     graph_hash: str | None  # as in the profile; None for an imported profile, whose plans cannot be trained
     autocast: Autocast | None = None  # stages run under torch.autocast
+    master_weights: Autocast | None = None  # of the weights, which have copies in float32 that the optimizer steps
     memory_format: MemoryFormat | None = None  # of weights and images
     compiled: bool = False  # stages run through torch.compile
     tf32: bool = False  # products of float32 matrices in TF32

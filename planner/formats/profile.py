@@ -199,6 +199,7 @@ class Profile(Shown, Record):
     device: Device
     dtype: str | None = None
     autocast: Autocast | None = None  # measured under torch.autocast, and to be trained so
+    master_weights: Autocast | None = None  # of the weights, which have copies in float32 that the optimizer steps
     memory_format: MemoryFormat | None = None  # of weights and images; None for the model's own
     compiled: Compiled | None = None  # measured through torch.compile, and to be trained so
     deterministic: Literal[True] | None = None  # measured with deterministic algorithms, and to be trained so

@@ -13,7 +13,7 @@ from torch.utils._pytree import PyTree, TreeSpec, tree_flatten, tree_leaves, tre
 from torch.utils.data import default_collate
 
 from planner.errors import ModelFileError, first_line
-from planner.model.options import channels_last
+from planner.model.options import ModuleOptions
 from planner.runtime import runtime_of
 
 _TOKENS = (torch.int64, torch.int32)
@@ -100,9 +100,9 @@ class Batch:
             return self
         return Batch(*spec.unflatten(changed))
 
-    def channels_last(self) -> Batch:
-        """Return this batch with the model's inputs in channels-last format; the target keeps its format."""
-        args, kwargs = tree_map_only(Tensor, channels_last, (self.args, self.kwargs))
+    def prepared(self, options: ModuleOptions) -> Batch:
+        """Return this batch with the model's inputs as modules with `options` take them; the target stays as it is."""
+        args, kwargs = tree_map_only(Tensor, options.input, (self.args, self.kwargs))
         return Batch(args, kwargs, self.target)
 
     def doubled(self) -> Batch:

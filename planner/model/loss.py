@@ -42,9 +42,9 @@ def loss_of(output: Any, target: Any, loss: LossFunction | None) -> Tensor:
 
 def unsplit_loss(model: Callable[..., Any], spec: TrainingSpec, batch: Batch, options: ModuleOptions) -> Tensor:
     """Return the loss of a batch, which is on the model's device, with the precision and memory format of `options`."""
-    batch = batch.channels_last() if options.channels_last else batch
+    batch = batch.prepared(options)
     with autocasting(batch.device_type, options.autocast):
-        return loss_of(model(*batch.args, **batch.kwargs), batch.target, spec.loss)
+        return loss_of(model(*batch.args, **batch.kwargs), batch.target, options.loss(spec.loss))
 
 
 def labels_of(batch: Batch) -> Tensor | None:

@@ -1,6 +1,8 @@
 """How a model's modules run, besides what its layers compute: precision, memory layout, compilation.
 
-Mixed precision is torch.autocast around each stage, because a captured graph does not record it.
+Mixed precision is torch.autocast around each stage, because a captured graph does not record it. Or the weights are in
+half precision themselves, with masters: copies in float32 that the optimizer steps, while gradients are summed in
+float32 (Micikevicius et al., "Mixed Precision Training", ICLR 2018, section 3.1; as in Megatron-LM).
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -9,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._pytree import tree_map_only
 
 from planner.errors import InputError
 from planner.runtime import known_kinds
@@ -16,6 +20,7 @@ from planner.runtime import known_kinds
 if TYPE_CHECKING:
     from planner.formats.plan import Plan
     from planner.formats.profile import Autocast, Profile
+    from planner.model.spec import LossFunction
 
 _NAMES = {"bfloat16": torch.bfloat16, "bf16": torch.bfloat16, "float16": torch.float16, "fp16": torch.float16}
 # By the number of dimensions: samples, channels, and two or three of space.
@@ -30,6 +35,62 @@ class ModuleOptions:
     channels_last: bool = False  # whether weights and images are in channels-last order
     compiled: bool = False  # whether each stage goes through torch.compile
     device: str = "cpu"  # kind that modules run on: its rules say which dtypes values have under autocast
+    half: torch.dtype | None = None  # of weights and inputs, where weights have masters; there is no autocast then
+    sums_in_half: bool = False  # gradients are summed in that dtype, too, as some programs of others do
+
+    def input(self, tensor: Tensor) -> Tensor:
+        """Return an argument of the model as the modules take it."""
+        tensor = channels_last(tensor) if self.channels_last else tensor
+        return tensor.to(self.half) if self.half is not None and tensor.is_floating_point() else tensor
+
+    def loss(self, loss: "LossFunction | None") -> "LossFunction | None":
+        """Return the model file's loss of outputs in float32: in half precision it would have three digits."""
+        if loss is None or self.half is None:
+            return loss
+
+        def upcast(leaf: Tensor) -> Tensor:
+            return leaf.float() if leaf.is_floating_point() else leaf
+
+        return lambda output, target: loss(tree_map_only(Tensor, upcast, output), target)
+
+    def prepare(self, module: nn.Module) -> None:
+        """Bring the weights of `module` into the format and the dtype that it runs with, in place."""
+        if self.channels_last:
+            for tensor in (*module.parameters(), *module.buffers()):
+                if tensor.dim() in _FORMATS:
+                    tensor.data = channels_last(tensor.data)
+        for each in module.modules() if self.half is not None else ():
+            # What is no part of a state dict, such as frequencies of rotary embeddings, is computed in float32, and
+            # so are the statistics of BatchNorm, which takes inputs in half precision beside them.
+            kept = each._non_persistent_buffers_set
+            buffers = [tensor for name, tensor in each._buffers.items() if name not in kept]
+            for weight in () if isinstance(each, _BatchNorm) else (*each._parameters.values(), *buffers):
+                if weight is None or weight.dtype != torch.float32:
+                    continue
+                weight.data = weight.data.to(self.half)
+                if weight.requires_grad and not self.sums_in_half:
+                    if not hasattr(weight, "grad_dtype"):
+                        problem = f"PyTorch {torch.__version__} cannot sum gradients of half precision in float32"
+                        raise InputError(problem, hint="install PyTorch 2.10 or later, or leave out `master_weights`")
+                    weight.grad_dtype = torch.float32
+
+
+def parameter_like(parameter: Tensor, data: Tensor) -> nn.Parameter:
+    """Return a parameter with other `data`, which is trained and whose gradients are summed as those of another."""
+    made = nn.Parameter(data, parameter.requires_grad)
+    if gradient_dtype(parameter) != parameter.dtype:
+        made.grad_dtype = gradient_dtype(parameter)
+    return made
+
+
+def gradient_bytes(parameter: Tensor) -> int:
+    """Return the bytes of a parameter's gradient; 0 where it is not trained."""
+    return parameter.numel() * gradient_dtype(parameter).itemsize if parameter.requires_grad else 0
+
+
+def gradient_dtype(parameter: Tensor) -> torch.dtype:
+    """Return the dtype in which the gradients of a parameter are summed."""
+    return getattr(parameter, "grad_dtype", None) or parameter.dtype
 
 
 PLAIN = ModuleOptions()
@@ -38,7 +99,8 @@ PLAIN = ModuleOptions()
 def module_options(record: "Profile | Plan") -> ModuleOptions:
     """Return the options that `record` was measured with, or is to be trained with."""
     channels_last = record.memory_format == "channels-last"
-    return ModuleOptions(autocast_dtype(record.autocast), channels_last, bool(record.compiled), record.device.kind)
+    autocast, half = autocast_dtype(record.autocast), autocast_dtype(record.master_weights)
+    return ModuleOptions(autocast, channels_last, bool(record.compiled), record.device.kind, half)
 
 
 def autocasting(device_type: str, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
@@ -67,10 +129,3 @@ def channels_last(tensor: Tensor) -> Tensor:
     """Return `tensor` with its channels innermost in memory; itself if they are, or if it has no channels."""
     memory_format = _FORMATS.get(tensor.dim())
     return tensor if memory_format is None else tensor.contiguous(memory_format=memory_format)
-
-
-def lay_out(module: nn.Module) -> None:
-    """Put the weights of `module`, of four or five dimensions, into channels-last format, in place."""
-    for tensor in (*module.parameters(), *module.buffers()):
-        if tensor.dim() in _FORMATS:
-            tensor.data = channels_last(tensor.data)

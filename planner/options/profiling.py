@@ -23,6 +23,11 @@ class ModelOptions(Options):
     dtype: str = option(
         "float32", "float32, bfloat16 or float16 under autocast, or on GPUs tf32; also for `plan train`", "TYPE"
     )
+    master_weights: bool = option(
+        False,
+        "weights are in `dtype`, without autocast; gradients are summed in float32, and the optimizer steps copies in "
+        "float32, as in Megatron. `plan train` will do the same",
+    )
     memory_format: Literal["channels-last"] | None = option(
         None, "channels-last stores weights and images pixel by pixel. `plan train` will do the same", told="contiguous"
     )
@@ -69,12 +74,6 @@ class EstimateArguments(ModelOptions):
 
     device: str | None = option(None, "name in the table of devices, such as v100, h100 or cpu", flag=None)
     device_file: str | Path | None = option(None, "estimate for the device that this JSON file describes", "FILE")
-    master_weights: bool = option(
-        False, "weights and gradients are in `dtype`, with float32 copies, as in Megatron; not trained here"
-    )
-    float32_gradients: bool = option(
-        False, "with `master_weights`: gradients are summed and all-reduced in float32, as in nanotron"
-    )
     host: str | None = option(
         None,
         "what launches a GPU's kernels, which wait for it where they are small: eager, compiled, fused or graphs (CUDA "

@@ -11,7 +11,7 @@ import torch
 from planner.formats.names import FLOAT_BYTES
 from planner.formats.profile import Compiled, Device, Edge, Layer, Profile, Provenance, Value, WholeStep
 from planner.model.capture.graph import GraphLayer, LayerGraph
-from planner.model.options import autocast_name
+from planner.model.options import autocast_name, gradient_bytes
 from planner.profiler.step.timing import PARTS, StepTimes
 from planner.profiler.step.update import LayerUpdate
 from planner.version import __version__
@@ -51,6 +51,7 @@ def make_profile(model: str, graph: LayerGraph, batch_size: int, measured: Measu
         model=model,
         graph_hash=graph.hash,
         autocast=autocast_name(graph.options.autocast),
+        master_weights=autocast_name(graph.options.half),
         memory_format="channels-last" if graph.options.channels_last else None,
         compiled=measured.compiled,
         device=device,
@@ -98,7 +99,7 @@ def _layers(
             **update,
             outputs=tuple(_outputs(graph, layer, batch_size)),
             weight_bytes=sum(weight.nbytes for weight in weights),
-            gradient_bytes=sum(weight.nbytes for weight in weights if weight.requires_grad),
+            gradient_bytes=sum(map(gradient_bytes, weights)),
             buffer_bytes=sum(tensors[name].nbytes for name in others),
             saved_bytes=costs.saved_bytes,
             workspace_bytes=costs.workspace_bytes,

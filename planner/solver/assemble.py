@@ -57,6 +57,7 @@ def assemble(problem: Problem, best: Evaluation, report: SolverReport = GIVEN) -
         profile_digest=profile.digest,
         graph_hash=profile.graph_hash,
         autocast=profile.autocast,
+        master_weights=profile.master_weights,
         memory_format=profile.memory_format,
         compiled=profile.compiled is not None,
         tf32=profile.tf32,

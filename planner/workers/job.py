@@ -44,7 +44,7 @@ class Job(Record):
     @property
     def scales_loss(self) -> bool:
         """Whether losses are scaled: the gradients of unscaled ones underflow in float16."""
-        return self.plan.autocast == "float16"
+        return "float16" in (self.plan.autocast, self.plan.master_weights)
 
 
 class WorkerReport(Record):

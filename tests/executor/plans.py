@@ -57,6 +57,7 @@ def structural_profile(path: Path, batch_size: int, options: ModuleOptions = PLA
         model=training_spec.name,
         graph_hash=graph.hash,
         autocast=autocast_name(options.autocast),
+        master_weights=autocast_name(options.half),
         memory_format="channels-last" if options.channels_last else None,
         compiled=Compiled(**dict.fromkeys(_OF_COMPILED, 0.0), runs=()) if options.compiled else None,
         device=Device(kind="cpu", name="any", threads=1),

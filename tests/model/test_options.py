@@ -18,7 +18,7 @@ from planner.formats.cluster import flat_cluster
 from planner.model.batch import Batch
 from planner.model.capture.capture import capture, capture_file
 from planner.model.deferred_weights import DeferredModel
-from planner.model.options import ModuleOptions, autocast_dtype, autocast_name, channels_last, lay_out
+from planner.model.options import ModuleOptions, autocast_dtype, autocast_name, channels_last
 from planner.model.spec import load_model_file
 from planner.model.stage.stage import build_stage
 from planner.profiler.measured.profiling import ProfilingOptions, profile_model
@@ -64,7 +64,7 @@ def test_weights_of_four_and_five_dimensions() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv3d(3, 4, 3), nn.Linear(3, 4))
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     parameters = list(model.parameters())
-    lay_out(model)
+    ModuleOptions(channels_last=True).prepare(model)
     assert all(one is other for one, other in zip(parameters, model.parameters(), strict=True))
     assert all(torch.equal(before[name], parameter) for name, parameter in model.named_parameters())
     weights = [parameter for parameter in parameters if parameter.dim() > 3]
@@ -95,7 +95,7 @@ def test_videos() -> None:
 def test_the_target_stays_as_it_is() -> None:
     """An autoencoder's target is an image too, but not one that the model sees."""
     image = torch.randn(2, 3, 4, 4)
-    batch = Batch((image,), {"other": image}, image).channels_last()
+    batch = Batch((image,), {"other": image}, image).prepared(CHANNELS_LAST)
     assert batch.args[0].is_contiguous(memory_format=torch.channels_last)
     assert batch.kwargs["other"].is_contiguous(memory_format=torch.channels_last)
     assert batch.target is image

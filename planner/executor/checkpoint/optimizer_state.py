@@ -23,7 +23,7 @@ from planner.errors import InputError
 from planner.executor.communication.sharding import Shard, Sharding, divided
 from planner.formats.files import GrownRecord, Record
 from planner.model.tensor.dimensions import Cut
-from planner.model.tensor.division import divided_weights
+from planner.model.tensor.division import divided_weights, is_divided, own_memory, own_rows
 
 
 def to_json(value: Any, place: str) -> Any:
@@ -68,6 +68,7 @@ def from_json(value: Any) -> Any:
     raise ValueError(f"{value!r} is not a value of a checkpoint")
 
 
+_MASTER = "master"  # the key of a weight in float32, beside what the optimizer keeps
 SAME_OPTIMIZER = "give the model file the optimizer() that the run began with"
 
 
@@ -145,9 +146,11 @@ def take_state(
         own = tuple(names[parameter] for parameter in parameters)
         groups.append(ParameterGroup(parameters=own, hyperparameters=hyperparameters))
         for number, (parameter, shard) in stepped.items():
-            if number not in packed["state"]:
+            name, state = names[parameter], packed["state"].get(number, {})
+            if shard is not None and shard.is_master:
+                state = state | {_MASTER: shard.stepped.data}
+            if not state:
                 continue
-            name, state = names[parameter], packed["state"][number]
             kept = {key: value for key, value in state.items() if isinstance(value, Tensor)}
             values = {k: to_json(v, f"the optimizer's '{k}' of '{name}'") for k, v in state.items() if k not in kept}
             part = None
@@ -211,7 +214,13 @@ def give_state(
             for key, value in found.items():
                 if isinstance(value, Tensor) and value.shape == shape:
                     found[key] = division.part(name, value)
-            packed["state"][number] = found if shard is None else divided(found, shard)
+            master = found.pop(_MASTER, None)
+            if shard is not None and shard.is_master and master is not None:
+                shard.stepped.data.copy_(shard.cut_from(master))
+            elif master is not None:
+                own_memory(parameter).data.copy_(master[own_rows(parameter)] if is_divided(parameter) else master)
+            if found:
+                packed["state"][number] = found if shard is None else divided(found, shard)
     optimizer.load_state_dict(packed)
 
 

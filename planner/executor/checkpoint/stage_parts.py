@@ -30,6 +30,7 @@ from planner.executor.communication.sharding import Sharding
 from planner.executor.stage.optimizer import LossScaler
 from planner.model.tensor.division import divided_weights, is_divided, own_memory, own_rows, whole_state
 
+_MASTERED = {torch.float32, torch.bfloat16, torch.float16}
 SAME_MODEL = "is it a checkpoint of this model?"
 
 
@@ -63,7 +64,7 @@ def content_of(own: Restorable) -> Content | None:
         for name, _ in own.module.named_parameters(remove_duplicate=False):
             del weights[name]
     optimizer, tensors = None, dict[str, Tensor]()
-    if own.optimizer is not None and (first or own.sharding is not None):
+    if own.optimizer is not None and (first or (own.sharding is not None and own.sharding.divides)):
         optimizer, tensors = take_state(own.optimizer, own.module, own.learning_rate_factor, own.sharding)
     # The first rank saves the weights, and all of the optimizer of which this one has no part.
     if not divided_weights(own.module).is_first_rank:
@@ -134,14 +135,17 @@ def fill_module(own: Restorable, saved: SavedCheckpoint) -> None:
     with torch.no_grad():
         for name, value in each_weight(saved.path, parts, set(state)):
             tensor = state[name]
-            shape = division.whole_shape(name, tensor.shape)
-            if value.shape != shape or value.dtype != tensor.dtype:
+            shape, alike = division.whole_shape(name, tensor.shape), value.dtype == tensor.dtype
+            # Weights with masters are in half precision, and in float32 in a run without; the masters come later.
+            if value.shape != shape or not (alike or {value.dtype, tensor.dtype} < _MASTERED):
                 there, here = f"{value.dtype} {tuple(value.shape)}", f"{tensor.dtype} {tuple(shape)}"
                 problem = f"'{name}' is {there} in the checkpoint '{saved.path}', and {here} in the model"
                 raise InputError(problem, hint=SAME_MODEL)
             if is_divided(tensor):
                 value = value[own_rows(tensor)]
-            own_memory(tensor).copy_(division.part(name, value))
+            own_memory(tensor).copy_(part := division.part(name, value))
+            if own.sharding is not None and (shard := own.sharding.shards.get(tensor)) and shard.is_master:
+                shard.stepped.copy_(shard.cut_from(part.to(shard.stepped)))
             missing.remove(name)
     if missing:
         raise InputError(f"the checkpoint '{saved.path}' has no '{min(missing)}', which the model has", hint=SAME_MODEL)

@@ -13,11 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.optim import Optimizer
 
 from planner.errors import PlanError, first_line
 from planner.executor.communication.sharding import Shard, Sharding
+from planner.model.options import gradient_dtype
 from planner.model.stage.stage import StageModule
 from planner.model.stage.units import Unit
 from planner.model.tensor.division import own_rows
@@ -69,8 +70,8 @@ class FullSharding(Sharding):
     def _divide_stage(self) -> None:
         units, modules = self._stage.units, dict(self._stage.named_modules(remove_duplicate=False))
         assert units is not None
-        for parameter in self._stage.parameters():
-            parameter.data = parameter.data.contiguous()
+        for parameter in self._stage.parameters():  # gathered in half precision, where they have masters
+            parameter.data = parameter.data.to(gradient_dtype(parameter)).contiguous()
         for unit, names in zip(units.parts, units.weights, strict=True):
             units.whole.add_module(str(len(units.whole._modules)), unit)
             for path in sorted({name.rpartition(".")[0] for name in names}):
@@ -87,7 +88,10 @@ class FullSharding(Sharding):
         if len(dtypes := {parameter.dtype for parameter in own if parameter.requires_grad}) > 1:
             raise ValueError(f"those that run together are {' and '.join(sorted(map(str, dtypes)))}")
         others = set(self._stage.parameters()).difference(own)
-        fully_shard(unit, mesh=self._mesh, reshard_after_forward=self._level == 3, ignored_params=others)
+        half = self._stage.options.half
+        policy = MixedPrecisionPolicy(half, None if half is None else torch.float32, cast_forward_inputs=False)
+        again = self._level == 3
+        fully_shard(unit, mesh=self._mesh, reshard_after_forward=again, mp_policy=policy, ignored_params=others)
         assert isinstance(unit, FSDPModule)
         # Gradients add up, as microbatches' do: their losses are weighted. Gloo knows no means.
         unit.set_gradient_divide_factor(1.0)

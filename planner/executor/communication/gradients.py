@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from planner.cost.network.link import bucket_bytes
 from planner.errors import PlanError
+from planner.model.options import gradient_dtype
 
 
 class Bucket(ABC):
@@ -65,7 +66,7 @@ class WholeBucket(Bucket):
 
     def _reduce(self, gradients: Mapping[int, Tensor], group: dist.ProcessGroup) -> None:
         first, sizes = self.parameters[0], [parameter.numel() for parameter in self.parameters]
-        self._flat = torch.empty(sum(sizes) + len(sizes), dtype=first.dtype, device=first.device)
+        self._flat = torch.empty(sum(sizes) + len(sizes), dtype=gradient_dtype(first), device=first.device)
         views, present = self._views(self._flat), self._flat[-len(sizes) :]
         copy_all([views[index] for index in gradients], list(gradients.values()))
         present.fill_(1)

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from planner.errors import ModelFileError
 from planner.executor.communication.gradients import Bucket, WholeBucket, chunks, copy_all
+from planner.model.options import gradient_dtype
 from planner.workers.groups import GLOO
 
 # Slices begin at multiples of so many elements. PyTorch computes the last few elements of a tensor one by one on a CPU,
@@ -86,7 +87,12 @@ class Shard:
     stepped: nn.Parameter = field(init=False)  # what the optimizer steps, wherever the parameter's `data` is
 
     def __post_init__(self) -> None:
-        self.stepped = nn.Parameter(self.cut_from(self.parameter.data))
+        self.stepped = nn.Parameter(self.cut_from(self.parameter.data).to(gradient_dtype(self.parameter)))
+
+    @property
+    def is_master(self) -> bool:
+        """Whether what is stepped is a copy in float32 of a weight in half precision."""
+        return self.stepped.dtype != self.parameter.dtype
 
     @property
     def order(self) -> tuple[int, ...]:
@@ -105,11 +111,11 @@ class Shard:
 def divided(state: Mapping[str, Any], shard: Shard) -> dict[str, Any]:
     """Return an optimizer's state of a whole parameter for a shard; raise ModelFileError where it is indivisible."""
     found = dict(state)
-    if shard.whole:
+    if shard.whole and not shard.is_master:
         return found
     for key, value in state.items():
         if isinstance(value, Tensor) and value.shape == shard.parameter.shape:
-            found[key] = shard.cut_from(value).to(shard.stepped.device, copy=True)
+            found[key] = shard.cut_from(value).to(shard.stepped, copy=True)
         elif isinstance(value, Tensor) and value.numel() != 1:
             raise ModelFileError(
                 f"the optimizer keeps for a parameter of shape {tuple(shard.parameter.shape)} a tensor '{key}' of "
@@ -212,7 +218,7 @@ class DividedBucket(Bucket):
 
     def _reduce(self, gradients: Mapping[int, Tensor], group: dist.ProcessGroup) -> None:
         # Gaps and missing gradients must be numbers like others.
-        self._rows = torch.zeros(self._shape, dtype=self.parameters[0].dtype, device=self._wire)
+        self._rows = torch.zeros(self._shape, dtype=gradient_dtype(self.parameters[0]), device=self._wire)
         flat = {index: elements(gradient, self.parameters[index]) for index, gradient in gradients.items()}
         pieces = [piece for piece in self.pieces if piece.parameter in flat]
         copy_all(self._views(pieces), [flat[piece.parameter][piece.start : piece.stop] for piece in pieces])
@@ -236,7 +242,7 @@ class DividedBucket(Bucket):
     def post_weights(self) -> Callable[[], object]:
         """Begin to give all replicas this one's new weights, and return what waits for theirs; gradients are lost."""
         if self._rows is None:  # the gradients were summed elsewhere
-            self._rows = torch.empty(self._shape, dtype=self.parameters[0].dtype, device=self._wire)
+            self._rows = torch.empty(self._shape, dtype=gradient_dtype(self.parameters[0]), device=self._wire)
         stepped = [shard.stepped.data for shard in self.shards.values()]
         copy_all(self._views(self.shards), [elements(weights, weights) for weights in stepped])
         return self.exchange.all_gather(self._rows)
@@ -260,6 +266,8 @@ class Sharding:
         replica: this one's number, and how many there are.
         shared: parameters that other stages hold, too: replicas need the whole gradients, to add them to the others'.
     """
+
+    divides = True  # whether each replica has a part alone
 
     def __init__(
         self,
@@ -337,9 +345,15 @@ class Sharding:
 
     def update(self, step: Callable[[], object]) -> None:
         """Run `step` on the shards where the parameters are now, then exchange the weights; gradients are lost."""
+        masters = [shard for shard in self.shards.values() if shard.is_master]
         for shard in self.shards.values():
-            shard.stepped.data = shard.cut_from(shard.parameter.data)
+            if not shard.is_master:
+                shard.stepped.data = shard.cut_from(shard.parameter.data)
         step()
+        halves = [shard.cut_from(shard.parameter.data) for shard in masters]
+        copy_all(halves, [shard.stepped.data for shard in masters])
+        if not self.divides:
+            return
         self.note("waiting for its replicas' weights", True)
         # All are posted before any is waited for: the next bucket is on its way while this one is copied.
         under_way = [(bucket, bucket.post_weights()) for bucket in self._divided]
@@ -347,6 +361,23 @@ class Sharding:
             wait()
             bucket.store_weights()
         self.note("finishing its update", False)
+
+
+class Masters(Sharding):
+    """Copies in float32 of a stage's weights in half precision, which the optimizer steps; each replica has all."""
+
+    divides = False
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        super().__init__(parameters, (0, 1), (), torch.device("cpu"))
+
+    def divide(self, optimizer: Optimizer, whole: Collection[nn.Parameter] = ()) -> None:
+        self.buckets = [*map(WholeBucket, chunks(self._alone))]
+        self.shards = {each: Shard(each, 0, each.numel(), whole=True) for each in self._alone}
+        self.step_shards(optimizer, {})
+
+    def sum(self, value: Tensor) -> Tensor:
+        return value
 
 
 def _divided(

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from planner.executor.communication.gradients import check_dense
 from planner.model.capture.graph import ValueSpec
+from planner.model.options import gradient_dtype, parameter_like
 from planner.schedule.versions import sharers
 
 
@@ -37,7 +38,7 @@ class SharedGradients:
         """Return the gradients that are exchanged with stage `peer`, as values of a message."""
         shared = {name: self.parameters[name] for name, stages in self._stages.items() if peer in stages}
         return [
-            ValueSpec(name, each.dtype, False, tuple(each.shape), tuple(range(each.dim())))
+            ValueSpec(name, gradient_dtype(each), False, tuple(each.shape), tuple(range(each.dim())))
             for name, each in shared.items()
         ]
 
@@ -67,7 +68,7 @@ class SharedGradients:
             for name, parameter in self.parameters.items():
                 gradient, parameter.grad = parameter.grad, None
                 if gradient is None:
-                    own[name] = torch.zeros_like(parameter)
+                    own[name] = torch.zeros_like(parameter, dtype=gradient_dtype(parameter))
                     continue
                 check_dense(gradient)
                 # A view of a bucket that is kept for later rounds would keep the whole bucket.
@@ -84,7 +85,7 @@ def separate_copies(modules: Sequence[nn.Module]) -> None:
         for name, parameter in list(module.named_parameters(remove_duplicate=False)):
             if parameter in seen:
                 if parameter not in copies:
-                    copies[parameter] = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
+                    copies[parameter] = parameter_like(parameter, parameter.detach().clone())
                 _set_parameter(module, name, copies[parameter])
         seen.update(dict.fromkeys(module.parameters()))
 

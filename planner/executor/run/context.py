@@ -14,7 +14,7 @@ from torch import nn
 
 from planner.errors import PlanError
 from planner.executor.communication.control import message_timeout
-from planner.executor.communication.sharding import Sharding
+from planner.executor.communication.sharding import Masters, Sharding
 from planner.executor.communication.shared_gradients import SharedGradients
 from planner.executor.run.data import BatchSource, make_batches, weighted
 from planner.executor.run.reading_ahead import AHEAD, ReadAhead
@@ -23,6 +23,7 @@ from planner.executor.stage.optimizer import StageOptimizer
 from planner.formats.plan import Plan
 from planner.formats.plan_parts import Stage
 from planner.model.capture.graph import ValueSpec
+from planner.model.options import gradient_dtype
 from planner.model.spec import TrainingSpec
 from planner.model.stage.code import check_compiler
 from planner.model.stage.evaluation import EvaluationStages
@@ -275,7 +276,7 @@ def sharding_of(
     """Return a worker's share of a stage's optimizer; None where each replica has the whole of it."""
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     if not stage.sharded or not trained:
-        return None
+        return Masters(trained) if any(gradient_dtype(each) != each.dtype for each in trained) else None
     # In the order of the process group, which torch sorts by rank: the plan's may be another.
     member = sorted(stage.ranks).index(rank), stage.replicas
     return Sharding(trained, member, shared.parameters.values(), wire)

@@ -63,7 +63,7 @@ class StageReplica:
         self._together = self._ddp is not None or context.plan.stages[stage.number].level > 1
         self._recomputes = context.plan.stages[stage.number].recomputes
         # Replicas have equal gradients, or each a part of them.
-        self._counts_in_norm = context.is_first_replica(stage.number) or sharding is not None
+        self._counts_in_norm = context.is_first_replica(stage.number) or (sharding is not None and sharding.divides)
         self._statistics = MinibatchStatistics(stage.module, replicas)
         self._units: defaultdict[Unit, _InFlight] = defaultdict(_InFlight)  # from their first message on
         self._averaged = 1  # minibatches whose gradients the next update averages

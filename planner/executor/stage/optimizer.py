@@ -84,7 +84,7 @@ class StageOptimizer:
             raise _indivisible(self.optimizer, "weights over ranks", "solve with `tensor=1`")
         self._stepped = {parameter: parameter for parameter in self.parameters}  # what steps, by whole parameters
         if sharding is not None and self.optimizer is not None:
-            whole = kept_whole(self.optimizer)
+            whole = kept_whole(self.optimizer) if sharding.divides else []
             if whole is None:
                 raise _indivisible(
                     self.optimizer, "the optimizer's state over replicas", "solve again with `shard_optimizer=never`"
@@ -172,7 +172,8 @@ class StageOptimizer:
     @property
     def _is_whole(self) -> bool:
         """Whether this worker has all gradients of the stage."""
-        return not self.parameters or (self.sharding is None and self._division.group is None)
+        divides = self.sharding is not None and self.sharding.divides
+        return not self.parameters or (not divides and self._division.group is None)
 
     def _counted_gradients(self, leave_out: Iterable[nn.Parameter] = ()) -> list[Tensor]:
         # Those that several ranks have, the first one counts.

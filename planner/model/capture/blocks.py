@@ -34,7 +34,7 @@ from planner.model.capture.layers import adopt_unused
 from planner.model.capture.operations import Names
 from planner.model.capture.size import BATCH, SizeReader
 from planner.model.loss import loss_of
-from planner.model.options import PLAIN, ModuleOptions, autocasting, lay_out
+from planner.model.options import PLAIN, ModuleOptions, autocasting
 from planner.model.randomness import keep_state
 from planner.model.spec import LossFunction
 from planner.runtime import address_of, runtime_of
@@ -73,9 +73,8 @@ def capture_blocks(
     """
     refuse_untrainable(model)
     example = batch.doubled() if batch.size == 1 else batch
-    if options.channels_last:
-        lay_out(model)
-        example = example.channels_last()
+    options.prepare(model)
+    example = example.prepared(options)
     named = _named(model, blocks)
     build = partial(_graph, model, named, example, loss, options)
     with keep_state(model):

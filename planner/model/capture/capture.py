@@ -30,7 +30,7 @@ from planner.model.capture.operations import MODEL, Names, is_check
 from planner.model.capture.size import SizeReader, is_symbolic
 from planner.model.deferred_weights import allocate_buffers, is_deferred, without_storage
 from planner.model.loss import loss_of
-from planner.model.options import PLAIN, ModuleOptions, lay_out
+from planner.model.options import PLAIN, ModuleOptions
 from planner.model.spec import LossFunction, TrainingSpec
 from planner.runtime import runtime_of
 
@@ -52,11 +52,12 @@ def capture_file(
     if deferred:
         allocate_buffers(model)
     if spec.defines("blocks"):
-        return capture_blocks(model, spec.blocks(model), batch, spec.loss, options=options, values=not deferred)
-    if options.channels_last:
-        lay_out(model)  # now, because without storage nothing can be copied
+        return capture_blocks(
+            model, spec.blocks(model), batch, options.loss(spec.loss), options=options, values=not deferred
+        )
+    options.prepare(model)  # now, because without storage nothing can be copied
     with without_storage(model):
-        return capture(model, batch, spec.loss, options=options)
+        return capture(model, batch, options.loss(spec.loss), options=options)
 
 
 def capture(model: nn.Module, batch: Batch, loss: LossFunction | None, *, options: ModuleOptions = PLAIN) -> LayerGraph:
@@ -68,7 +69,7 @@ def capture(model: nn.Module, batch: Batch, loss: LossFunction | None, *, option
     Raises:
         CaptureError: when the model depends on values of tensors, changes its weights in forward, or makes no loss.
     """
-    return observed(traced(model, batch, loss, channels_last=options.channels_last), options)
+    return observed(traced(model, batch, loss, options), options)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -81,14 +82,12 @@ class Trace:
     output: "_Output"
 
 
-def traced(model: nn.Module, batch: Batch, loss: LossFunction | None, *, channels_last: bool = False) -> Trace:
+def traced(model: nn.Module, batch: Batch, loss: LossFunction | None, options: ModuleOptions = PLAIN) -> Trace:
     """Trace a model, for `observed`; arguments and errors are those of `capture`."""
     refuse_untrainable(model)
     # The tracer takes a size of one for a constant, and a tensor that occurs twice for one input.
-    example = (batch.doubled() if batch.size == 1 else batch).distinct()
-    if channels_last:
-        lay_out(model)
-        example = example.channels_last()
+    options.prepare(model)
+    example = (batch.doubled() if batch.size == 1 else batch).distinct().prepared(options)
     forward = _ForwardToLoss(model, loss)
     leaves, spec = example.flatten()
     tree = spec.unflatten(leaves)

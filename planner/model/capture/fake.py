@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from planner.errors import CaptureError, ModelFileError
 from planner.model.batch import Batch
 from planner.model.capture.operations import enters_region, movable, moved, place_nested
-from planner.model.options import autocasting
+from planner.model.options import autocasting, parameter_like
 from planner.runtime import address_of, runtime_of
 
 T = TypeVar("T")
@@ -70,7 +70,7 @@ def fake_batch(batch: Batch, device: torch.device = CPU) -> Batch:
 
 def _fake_weight(tensor: Tensor, device: torch.device) -> Tensor:
     empty = _without_data(tensor, device)
-    return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+    return parameter_like(tensor, empty) if isinstance(tensor, nn.Parameter) else empty
 
 
 def _without_data(tensor: Tensor, device: torch.device) -> Tensor:

@@ -247,6 +247,7 @@ def graph_digest(graph: LayerGraph, specs: Mapping[fx.Node, ValueSpec]) -> str:
     # Added when they are set only, so that the hashes of graphs without them stay as they were.
     lines += [f"autocast {graph.options.autocast}"] if graph.options.autocast is not None else []
     lines += ["channels-last"] if graph.options.channels_last else []
+    lines += ["master weights"] if graph.options.half is not None else []
     lines += [f"layer {layer.name} {[node.name for node in layer.nodes]}" for layer in graph.layers]
     for node in graph.module.graph.nodes:
         spec = specs.get(node)

@@ -15,7 +15,7 @@ from planner.model.batch import Batch
 from planner.model.capture.failure import failures_placed
 from planner.model.capture.graph import LOSS, GraphLayer, LayerGraph, ValueSpec
 from planner.model.capture.size import evaluate_number, samples_in
-from planner.model.options import autocasting, channels_last, lay_out
+from planner.model.options import autocasting
 from planner.model.randomness import RandomKey, keep_state
 from planner.model.stage import parts
 from planner.model.stage.deferred_norm import TRAINING
@@ -62,7 +62,7 @@ class StageModule(nn.Module):
         self._expressions = tuple(numbers_of(graph, boundary).values())  # in the batch size
         self._numbers: dict[tuple[tuple[torch.Size, torch.dtype], ...], list[Any]] = {}  # by the shapes they are for
         self._results = (*(spec.name for spec in self.sent), *([LOSS] if self.has_loss else []))
-        self._autocast, self._channels_last = graph.options.autocast, graph.options.channels_last
+        self.options = graph.options
         self._recurrent = recurrent_modules(graph, boundary.layers)
         self._key = RandomKey()
         self._observer: LayerObserver | None = None
@@ -115,7 +115,7 @@ class StageModule(nn.Module):
         device = next((tensor.device for tensor in (*values, *inputs) if isinstance(tensor, Tensor)), None)
         if device is None:
             device = next((tensor.device for tensor in self.parameters()), torch.device("cpu"))
-        with autocasting(device.type, self._autocast), failures_placed(self._places):
+        with autocasting(device.type, self.options.autocast), failures_placed(self._places):
             results = self._code.run(device, self._key, self._observer, *inputs, *values, *numbers)
         return dict(zip(self._results, results, strict=True))
 
@@ -129,9 +129,11 @@ class StageModule(nn.Module):
                 f"{_outline(self._batch_spec)}",
                 hint="dataset() and example_batch() must give the model the same arguments",
             )
-        arguments = len(leaves) - spec.children()[-1].num_leaves if self._channels_last else 0  # no targets
+        arguments = len(leaves) - spec.children()[-1].num_leaves  # no targets
         return [
-            channels_last(leaf) if index < arguments and isinstance(leaf := leaves[index], Tensor) else leaves[index]
+            self.options.input(leaves[index])
+            if index < arguments and isinstance(leaves[index], Tensor)
+            else leaves[index]
             for index, _ in self._inputs
         ]
 
@@ -202,6 +204,7 @@ def build_stage(
             hint="a stage is a run of consecutive layers",
         )
     boundary = parts.stage_boundary(graph, positions[0], positions[-1], keep)
+    graph.options.prepare(graph.model)  # again, for deferred weights: they were made after the capture
     blocks = None if graph.blocks is None else StageBlocks(graph, boundary, variant)
     weights = weights_of(graph, boundary.layers) if blocks is None else blocks.weights
     if of is not None:
@@ -224,8 +227,6 @@ def build_stage(
     code = parts.joined(segments, takes, [node.name for node in boundary.makes])
     if units is not None:
         code = replace(code, run=partial(units.whole, code.run))
-    if graph.options.channels_last:
-        lay_out(weights)  # again, for deferred weights: they were made after the capture
     return StageModule(graph, boundary, weights, code, places, variant.division, units)
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, fx, nn
 from planner.errors import PlanError
 from planner.model.capture.graph import LayerGraph
 from planner.model.capture.operations import is_random
+from planner.model.options import parameter_like
 from planner.model.tensor.dimensions import (
     PARTS,
     PRODUCTS,
@@ -183,7 +184,7 @@ def keep_parts(module: nn.Module) -> None:
     for name, whole in list(module.named_parameters(remove_duplicate=False)):
         if name in division.cuts:
             if whole not in parts:
-                parts[whole] = nn.Parameter(division.part(name, whole.detach()).clone(), whole.requires_grad)
+                parts[whole] = parameter_like(whole, division.part(name, whole.detach()).clone())
             path, _, last = name.rpartition(".")
             module.get_submodule(path)._parameters[last] = parts[whole]
 

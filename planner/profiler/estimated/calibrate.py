@@ -78,6 +78,7 @@ class KnownStep(Record):
     dtype: DType = "float32"
     fusion: Literal["compiler"] | None = None
     master_weights: bool = False
+    sums_in_half: bool = False  # of gradients, with master weights
     step_s: _Seconds | None = None  # forward, backward and update
     forward_s: _Seconds | None = None
     backward_s: _Seconds | None = None
@@ -181,7 +182,7 @@ def _timed(step: KnownStep, training_spec: TrainingSpec, kind: Literal["cpu", "c
             f"the step of '{step.model}' ran on a GPU, and the estimate is for a CPU",
             hint="leave 'fusion' and 'master_weights' out of the file, or name a GPU",
         )
-    execution = Execution(kind, None if step.fusion is None else compiler, step.master_weights)
+    execution = Execution(kind, None if step.fusion is None else compiler, step.master_weights, step.sums_in_half)
     trace = trace_step(training_spec, step.batch_size, step.dtype, execution=execution)
     return [Timed(measured_s, partial(_sum, trace, parts)) for parts, measured_s in step.times.items()]
 

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from planner.errors import InputError, PlanError
 from planner.formats.files import Record, load_record
-from planner.formats.profile import TF32, Compiled, DegreeCosts, Device, MemoryFormat, Profile
+from planner.formats.profile import TF32, Compiled, Device, MemoryFormat, Profile
 from planner.model.elementwise import has_divisible_optimizer
 from planner.model.spec import TrainingSpec
 from planner.profiler.estimated.calibrate import Calibration, calibrated
@@ -30,7 +30,6 @@ from planner.profiler.make_profile import make_profile
 from planner.profiler.step.counters import degree_costs
 
 _REMEDY = "see `DeviceFile` in planner/profiler/estimated/estimate.py for its fields"
-_SUMMED = 10 / 6  # a sum in float32 reads and writes 4 bytes, and reads 2; three times 2 bytes in half precision
 _Positive = Annotated[float, Field(gt=0)]
 
 
@@ -88,8 +87,7 @@ class EstimateOptions:
         memory_format: that the plan's stages will have; it does not change the estimate.
         calibration: what was measured on such a device, to fit the achieved shares to first.
         fusion: which operations are fused into one kernel, as by `compiler`; None as PyTorch runs them.
-        master_weights: weights and gradients are in `dtype`, and the optimizer updates copies in float32.
-        float32_gradients: with them, gradients are summed and all-reduced in float32, beside those in `dtype`.
+        master_weights: weights are in `dtype`, gradients summed in float32, and the optimizer steps float32 copies.
         host: kind of program that launches the kernels, of `HOSTS`, or its time per launch; None for "compiled" where
             the compiler fuses, and for what the device says otherwise, which is "eager" in the table.
         tensor: numbers of ranks, for each of which the costs of divided layers are estimated, too.
@@ -102,7 +100,6 @@ class EstimateOptions:
     calibration: Sequence[Calibration] = ()
     fusion: Fusion | None = None
     master_weights: bool = False
-    float32_gradients: bool = False
     host: str | None = None
     tensor: Sequence[int] = ()
     where_divided: bool = False
@@ -143,8 +140,7 @@ class Estimator:
         self._first = self._first or trace
         profile = profile_of_trace(trace, self._spec)
         divisible = has_divisible_optimizer(self._training_spec, trace.graph.model)
-        profile = profile.model_copy(update={"optimizer_elementwise": divisible})
-        return _summed_in_float32(profile) if self._options.float32_gradients else profile
+        return profile.model_copy(update={"optimizer_elementwise": divisible})
 
     def divided(self, profile: Profile) -> Profile:
         """Return a profile of this model with the costs of layers that ranks divide."""
@@ -157,8 +153,7 @@ class Estimator:
                     raise
                 self._degrees.remove(degree)
                 continue
-            each = degree_costs(profile_of_trace(part, self._spec), degree, part.weights, part.counts)
-            costs.append(_degree_in_float32(each) if self._options.float32_gradients else each)
+            costs.append(degree_costs(profile_of_trace(part, self._spec), degree, part.weights, part.counts))
         return profile.model_copy(update={"tensor": tuple(costs)}) if costs else profile
 
     def _trace(self, batch_size: int, degree: int = 1) -> StepTrace:
@@ -168,36 +163,8 @@ class Estimator:
         return trace_step(self._training_spec, batch_size, *how, like=self._first)
 
 
-def _summed_in_float32(profile: Profile) -> Profile:
-    """Return the profile with gradients in float32, to which those in half precision are added."""
-    layers = tuple(
-        layer.model_copy(
-            update={
-                "gradient_bytes": 2 * layer.gradient_bytes,
-                "buffer_bytes": layer.buffer_bytes + layer.gradient_bytes,
-                "accumulate_s": layer.accumulate_s * _SUMMED,
-            }
-        )
-        for layer in profile.layers
-    )
-    return profile.model_copy(update={"layers": layers})
-
-
-def _degree_in_float32(costs: DegreeCosts) -> DegreeCosts:
-    return costs.model_copy(
-        update={
-            "gradient_bytes": tuple(2 * size for size in costs.gradient_bytes),
-            "buffer_bytes": tuple(map(sum, zip(costs.buffer_bytes, costs.gradient_bytes, strict=True))),
-            "accumulate_s": tuple(seconds * _SUMMED for seconds in costs.accumulate_s),
-        }
-    )
-
-
 def _check_kind(device: DeviceSpec, options: EstimateOptions) -> None:
-    if options.float32_gradients and not options.master_weights:
-        message = "gradients in float32 beside others belong to master weights"
-        raise InputError(message, hint="give `master_weights`, too")
-    of_gpus = {"compiled": options.fusion, "master_weights": options.master_weights, "host": options.host}
+    of_gpus = {"compiled": options.fusion, "host": options.host}
     for name, given in of_gpus.items():
         if given and device.kind == "cpu":
             raise InputError(

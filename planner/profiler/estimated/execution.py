@@ -66,8 +66,9 @@ class Execution:
 
     kind: Literal["cpu", "cuda"] = "cpu"  # whose operations run
     fusion: Fusion | None = None  # into one kernel: `compiler`, or the kernels of another program
-    # Weights and gradients in half precision, and copies in float32; otherwise half precision means autocast.
+    # Weights in half precision, and copies in float32; otherwise half precision means autocast.
     master_weights: bool = False
+    sums_in_half: bool = False  # then gradients are in half precision, too, as in Apex and older Megatron
 
 
 EAGER_CPU = Execution()

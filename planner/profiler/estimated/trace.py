@@ -1,10 +1,10 @@
 """Run one training step of a model on tensors without data, and list its operations by layer."""
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.utils._pytree import tree_map
 
 from planner.errors import InputError, LayerError
 from planner.formats.profile import MemoryFormat
@@ -22,7 +21,7 @@ from planner.model.capture.capture import capture_file
 from planner.model.capture.failure import capture_failure, decides_by_values, warn_of_unregistered
 from planner.model.capture.fake import fake_batch, fake_modules, make_fake, on_meta
 from planner.model.capture.graph import LOSS, LayerGraph
-from planner.model.options import ModuleOptions, lay_out
+from planner.model.options import ModuleOptions, gradient_bytes
 from planner.model.spec import TrainingSpec
 from planner.model.stage.parts import OBSERVABLE, LayerObserver
 from planner.model.stage.stage import StageModule, build_stage
@@ -145,10 +144,13 @@ def trace_step(
     """
     check_positive("batch_size", batch_size)
     half = _HALF.get(dtype)
-    if execution.master_weights:
-        training_spec = _in_half(training_spec, half)
-    autocast = None if execution.master_weights else half
-    options = ModuleOptions(autocast, memory_format == "channels-last", device=execution.kind)
+    if execution.master_weights and half is None:
+        raise InputError(
+            "master weights in float32 belong to weights in half precision", hint="give `dtype` float16 or bfloat16"
+        )
+    autocast, halved = (None, half) if execution.master_weights else (half, None)
+    layout = memory_format == "channels-last"
+    options = ModuleOptions(autocast, layout, device=execution.kind, half=halved, sums_in_half=execution.sums_in_half)
     one_rank = first_rank(degree, torch.device("cpu")) if degree > 1 else nullcontext()
     # Without GPUs in the list, fork_rng does not touch them: an estimate needs none.
     with torch.random.fork_rng(devices=[]), one_rank as group:
@@ -162,26 +164,6 @@ def trace_step(
         finally:
             if collects:
                 gc.enable()
-
-
-def _in_half(training_spec: TrainingSpec, half: torch.dtype | None) -> TrainingSpec:
-    if half is None:
-        raise InputError(
-            "master weights in float32 belong to weights in half precision", hint="give `dtype` float16 or bfloat16"
-        )
-    build, examples = training_spec.functions["build_model"], training_spec.functions["example_batch"]
-
-    def halved(leaf: Any) -> Any:
-        return leaf.to(half) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
-
-    def example_batch(batch_size: int) -> Batch:
-        batch = make_batch(examples(batch_size), "example_batch")
-        args, kwargs = tree_map(halved, (batch.args, batch.kwargs))
-        return replace(batch, args=args, kwargs=kwargs)
-
-    functions: dict[str, Callable[..., Any]] = dict(training_spec.functions)
-    functions |= {"build_model": lambda: build().to(half), "example_batch": example_batch}
-    return replace(training_spec, functions=functions)
 
 
 def _fake_blocks(graph: LayerGraph, mode: FakeTensorMode) -> LayerGraph:
@@ -218,8 +200,7 @@ class _Tracer:
             model = spec.build_model() if has_blocks else on_meta(spec.build_model)
             warn_of_unregistered(model)
             if not has_blocks:
-                if self.options.channels_last:
-                    lay_out(model)
+                self.options.prepare(model)
                 (model,) = fake_modules([model], FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv()))
             graph = self._captured(model)
         batch = on_meta(lambda: spec.example_batch(self.batch_size))
@@ -291,7 +272,7 @@ class _Tracer:
         names = first_uses(layer.parameters for layer in graph.layers)
         weights = [{name: parameters[name] for name in own} for own in names]
         trained = [{name: each for name, each in own.items() if each.grad is not None} for own in weights]
-        gradients = [sum(weight.nbytes for weight in own.values()) for own in trained]
+        gradients = [sum(map(gradient_bytes, own.values())) for own in trained]
         # The batch was there before, but in training it comes with the step.
         batch_bytes = sum(tensor.nbytes for tensor in tensors_of_batch(batch))
         peaks = recorder.allocated.peaks

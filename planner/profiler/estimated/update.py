@@ -9,6 +9,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from planner.errors import InputError, first_line
+from planner.model.options import gradient_bytes
 from planner.model.spec import TrainingSpec
 from planner.profiler.estimated.devices import DeviceSpec
 from planner.profiler.estimated.execution import Execution
@@ -96,13 +97,13 @@ def _trace_update(
     step = [operation for operation in recorder.operations if operation.bytes >= least]
     host_launches = sum(len(masters) * _LISTED if op.name.startswith(("_foreach", "_fused")) else 1.0 for op in step)
     if execution.master_weights:
-        # Gradients become float32 before the step, and weights become half again after it.
+        # Weights become half again after the step, and gradients float32 before it, if they were not summed so.
         step += [
             _moving(weight.nbytes + master.nbytes) for weight, master in zip(weights.values(), masters, strict=True)
-        ] * 2
+        ] * (1 + execution.sums_in_half)
         state_bytes += sum(master.nbytes for master in masters)
     # Accumulation reads both gradients and writes their sum.
-    accumulate = [_moving(3 * weight.nbytes) for weight in weights.values()]
+    accumulate = [_moving(weight.nbytes + 2 * gradient_bytes(weight)) for weight in weights.values()]
     return UpdateTrace(Costs(step), state_bytes, Costs(accumulate), workspace_bytes, host_launches)
 
 

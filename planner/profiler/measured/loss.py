@@ -40,7 +40,7 @@ def check_captured(spec: TrainingSpec, graph: LayerGraph, batch: Batch, options:
         return _loss(graph, seed, lambda: unsplit_loss(graph.model, spec, batch, options))
 
     one, again = model(0), model(0)
-    tolerance = max(_SAME, _EPSILONS * torch.finfo(options.autocast or one.dtype).eps)
+    tolerance = max(_SAME, _EPSILONS * torch.finfo(options.autocast or options.half or one.dtype).eps)
 
     def equal(first: Tensor, second: Tensor) -> bool:
         return torch.allclose(first, second, rtol=tolerance, atol=0.0, equal_nan=True)
@@ -79,8 +79,10 @@ def find_loss_mean(spec: TrainingSpec, graph: LayerGraph, batch: Batch, options:
     batch = batch if batch.size > 1 else spec.example_batch(2).to(batch.device_type)
     training = graph.model.training
     graph.model.eval()
+    if options.half is not None:  # whose roundings would hide what a loss is a mean over
+        graph.model.float()
     try:
-        losses = _Losses(spec, graph, replace(options, autocast=None, compiled=False))
+        losses = _Losses(spec, graph, replace(options, autocast=None, half=None, compiled=False))
         weighted = spec.defines("loss_weight")
         # The same batch twice differs where the loss depends on random numbers, as that of a diffusion model does.
         if not losses.explained(batch, [LossMean(over="samples")], parts=1):
@@ -92,6 +94,7 @@ def find_loss_mean(spec: TrainingSpec, graph: LayerGraph, batch: Batch, options:
         return None
     finally:
         graph.model.train(training)
+        options.prepare(graph.model)
 
 
 class _Losses:

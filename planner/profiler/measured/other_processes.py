@@ -18,7 +18,7 @@ import torch
 from planner.errors import InputError, PlannerError, WorkerError
 from planner.formats.profile import Disturbance
 from planner.model.loss import unsplit_loss
-from planner.model.options import ModuleOptions, autocast_dtype, autocast_name, lay_out
+from planner.model.options import ModuleOptions, autocast_dtype, autocast_name
 from planner.model.spec import TrainingSpec, load_model_file
 from planner.profiler.step.timing import StepTimes
 from planner.profiler.step.update import still
@@ -79,6 +79,7 @@ def contention(
         "threads": threads,
         "autocast": autocast_name(options.autocast),
         "channels_last": options.channels_last,
+        "half": autocast_name(options.half),
     }
     with ExitStack() as stack:
         workers = [stack.enter_context(_worker(json.dumps(order))) for _ in range(others)]
@@ -118,12 +119,12 @@ def _train(order: str) -> None:
     """Take training steps until the process is killed."""
     parsed = json.loads(order)
     torch.set_num_threads(parsed["threads"])
-    options = ModuleOptions(autocast_dtype(parsed["autocast"]), parsed["channels_last"])
+    half = autocast_dtype(parsed["half"])
+    options = ModuleOptions(autocast_dtype(parsed["autocast"]), parsed["channels_last"], half=half)
     spec = load_model_file(parsed["model"])
     model = spec.build_model()
     batch = spec.example_batch(parsed["batch_size"])
-    if options.channels_last:
-        lay_out(model)
+    options.prepare(model)
     parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     optimizer = still(spec.optimizer(parameters))
     for step in count():

@@ -41,8 +41,13 @@ class ProfilingOptions(ProfileOptions):
     @property
     def stage(self) -> ModuleOptions:
         """How stages run."""
-        autocast = None if self.dtype == TF32 else autocast_dtype(self.dtype)
-        return ModuleOptions(autocast, self.memory_format == "channels-last", self.compiled)
+        half = None if self.dtype == TF32 else autocast_dtype(self.dtype)
+        if self.master_weights and half is None:
+            raise InputError(
+                f"`dtype={self.dtype}` needs no master weights", hint="give `dtype=bfloat16`, or leave them out"
+            )
+        layout, autocast = self.memory_format == "channels-last", None if self.master_weights else half
+        return ModuleOptions(autocast, layout, self.compiled, half=half if self.master_weights else None)
 
     @property
     def numerics(self) -> Numerics:

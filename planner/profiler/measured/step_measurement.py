@@ -3,7 +3,6 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import accumulate
 
 import torch
@@ -14,6 +13,7 @@ from planner.formats.profile import DegreeCosts
 from planner.model.batch import Batch
 from planner.model.capture.graph import LOSS, LayerGraph
 from planner.model.loss import unsplit_loss
+from planner.model.options import gradient_bytes
 from planner.model.spec import TrainingSpec
 from planner.model.stage.parts import LayerObserver, Variant
 from planner.model.stage.stage import build_stage
@@ -34,7 +34,7 @@ from planner.profiler.step.timing import (
     repeat,
     step_failure,
 )
-from planner.profiler.step.update import layer_updates, still
+from planner.profiler.step.update import Update, layer_updates
 from planner.profiler.this_machine import describe_device, free_memory_bytes, keeps_freed_pages, peak_resident
 
 _LEAST_FRAGMENTS, _STEPS_TO_GROW = 2**24, 5
@@ -111,7 +111,7 @@ class StepMeasurement:
         trained = self._by_layer({name: p for name, p in self._parameters.items() if p.grad is not None})
         updates = layer_updates(self._spec, trained, self._clock, self._device)
         drop_gradients(self._parameters.values())
-        gradients = [sum(p.nbytes for p in layer.values()) for layer in self._by_layer(self._parameters)]
+        gradients = [sum(map(gradient_bytes, layer.values())) for layer in self._by_layer(self._parameters)]
         # Last, because what libraries allocate once in the first steps would count.
         workspaces = self._workspaces(saved, gradients)
         columns = zip(layers, updates, saved, workspaces, self.counts.flops, strict=True)
@@ -138,8 +138,7 @@ class StepMeasurement:
         # Made anew for each measurement and dropped after it, because the optimizer's state takes memory.
         if not self._parameters:
             return Steps(self._clock, [], lambda: None)
-        optimizer = still(self._spec.optimizer(self._parameters))
-        return Steps(self._clock, self._parameters.values(), partial(self._spec.step, optimizer))
+        return Steps(self._clock, self._parameters.values(), Update(self._spec, self._parameters))
 
     def _saved(self) -> list[int]:
         most_bytes = free_memory_bytes() if self._device.type == "cpu" else math.inf

@@ -25,6 +25,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from planner.errors import InputError
 from planner.formats.profile import DEGREE_COLUMNS, DegreeCosts, Profile
+from planner.model.options import gradient_bytes
 from planner.profiler.step.timing import LayerMarks, MarkT
 
 if TYPE_CHECKING:  # importing DTensor takes a second, which only groups are worth
@@ -168,5 +169,5 @@ def degree_costs(
     """
     columns = {name: tuple(getattr(layer, name) for layer in part.layers) for name in DEGREE_COLUMNS}
     columns["weight_bytes"] = tuple(sum(p.nbytes for p in layer.values()) for layer in layers)
-    columns["gradient_bytes"] = tuple(sum(p.nbytes for p in layer.values() if p.requires_grad) for layer in layers)
+    columns["gradient_bytes"] = tuple(sum(map(gradient_bytes, layer.values())) for layer in layers)
     return DegreeCosts(degree=degree, source=part.provenance.source, **counts.reduced, **columns)

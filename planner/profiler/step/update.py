@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from planner.model.options import gradient_dtype
 from planner.model.spec import TrainingSpec
 from planner.profiler.step.allocation import meter_for
 from planner.profiler.step.timing import Clock
@@ -49,8 +50,9 @@ def layer_updates(spec: TrainingSpec, layers: Layers, clock: Clock, device: torc
         if not parameters:
             times.append((0.0, 0))
             continue
-        optimizer = _begun(spec, parameters)
-        times.append((clock.median_s(optimizer.step, _UPDATES), state_bytes_of(optimizer)))
+        update = Update(spec, parameters)
+        update()  # which creates the state
+        times.append((clock.median_s(update, _UPDATES), update.state_bytes))
     # All layers before any is repeated: the caches then hold other gradients, as in a training step.
     rounds = [[_addition_s(parameters, clock) for parameters in layers] for _ in range(_ADDITIONS)]
     additions = [[median(part) for part in zip(*layer, strict=True)] for layer in zip(*rounds, strict=True)]
@@ -64,7 +66,7 @@ def _addition_s(parameters: Mapping[str, nn.Parameter], clock: Clock) -> list[fl
     spans = []
     for parameter in parameters.values():
         assert parameter.grad is not None
-        new = torch.zeros_like(parameter.grad)
+        new = torch.zeros_like(parameter.grad, dtype=parameter.dtype)
         start = clock.mark()
         parameter.grad.add_(new)
         spans.append((start, clock.mark()))
@@ -81,20 +83,37 @@ def update_workspaces(spec: TrainingSpec, layers: Layers, device: torch.device) 
         if sum(parameter.nbytes for parameter in parameters.values()) < _LEAST_METERED_BYTES:
             sizes.append(0)
             continue
-        optimizer, meter = _begun(spec, parameters), meter_for(device)
+        update, meter = Update(spec, parameters), meter_for(device)
+        update()
         with meter:
             meter.mark()
-            optimizer.step()
+            update()
             meter.mark()
         sizes.append(meter.peaks()[1])
     return sizes
 
 
-def _begun(spec: TrainingSpec, parameters: Mapping[str, nn.Parameter]) -> Optimizer:
-    """Return an optimizer that has taken one step, which creates its state."""
-    optimizer = still(spec.optimizer(parameters))
-    spec.step(optimizer)
-    return optimizer
+class Update:
+    """Steps an optimizer at a learning rate of zero, of masters in float32 where weights have them."""
+
+    def __init__(self, spec: TrainingSpec, parameters: Mapping[str, nn.Parameter]) -> None:
+        self._spec = spec
+        halves = [each for each in parameters.values() if gradient_dtype(each) != each.dtype]
+        self._masters = {each: nn.Parameter(each.detach().to(gradient_dtype(each))) for each in halves}
+        stepped = {name: self._masters.get(parameter, parameter) for name, parameter in parameters.items()}
+        self.optimizer = still(spec.optimizer(stepped))
+
+    def __call__(self) -> None:
+        for parameter, master in self._masters.items():
+            master.grad = parameter.grad
+        self._spec.step(self.optimizer)
+        if self._masters:
+            torch._foreach_copy_([each.data for each in self._masters], [each.data for each in self._masters.values()])
+
+    @property
+    def state_bytes(self) -> int:
+        """The bytes that it keeps between steps, once it has stepped."""
+        return state_bytes_of(self.optimizer) + sum(master.nbytes for master in self._masters.values())
 
 
 def state_bytes_of(optimizer: Optimizer) -> int:

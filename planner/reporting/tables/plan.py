@@ -142,6 +142,8 @@ def _memory(limit: int | None) -> str:
 def options_words(record: Profile | Plan) -> str | None:
     """List the options that are set: "autocast to bfloat16, channels-last, compiled"; None without any."""
     autocast = f"autocast to {record.autocast}" if record.autocast else None
+    if record.master_weights:
+        autocast = f"weights in {record.master_weights}, with float32 masters"
     flags = {"TF32": record.tf32, "compiled": record.compiled, "deterministic": record.deterministic}
     words = (autocast, record.memory_format, *(word for word, is_set in flags.items() if is_set))
     return ", ".join(word for word in words if word) or None

@@ -13,7 +13,7 @@ from planner.executor.run.data import make_batches
 from planner.model.batch import Batch
 from planner.model.capture.capture import capture_file
 from planner.model.loss import loss_of
-from planner.model.options import ModuleOptions, lay_out
+from planner.model.options import ModuleOptions
 from planner.model.spec import TrainingSpec, load_model_file
 from planner.model.stage.stage import StageModule, build_stage
 from planner.schedule.instructions import Unit
@@ -107,13 +107,13 @@ def _data_parallel(file: TrainingSpec) -> list[float]:
     """Return the losses of one worker's steps, written out."""
     torch.manual_seed(SEED)
     model = file.build_model().train()
-    lay_out(model)
+    ModuleOptions(channels_last=True).prepare(model)
     optimizer = file.optimizer(list(model.parameters()))
     data = make_batches(file, BATCH_SIZE, 1, SEED)
     losses = []
     for minibatch in range(MINIBATCHES):
         torch.manual_seed(SEED * 1_000_003 + minibatch)
-        batch: Batch = data.batch(Unit(minibatch)).channels_last()
+        batch: Batch = data.batch(Unit(minibatch)).prepared(ModuleOptions(channels_last=True))
         loss = loss_of(model(*batch.args), batch.target, file.loss)
         optimizer.zero_grad()
         torch.autograd.backward(loss)
