@@ -144,7 +144,8 @@ def _theirs(question: Question, plan: Plan, model: Path) -> str:
         return ""
     degree = int(question.replicas.rpartition("x")[2])
     dtype = usual_dtype(question.gpu)
-    profile = planner.estimate(model, batch_size=question.size, device=question.gpu, dtype=dtype, tensor=[degree])
+    how: dict[str, Any] = {"dtype": dtype, "master_weights": plan.master_weights is not None, "tensor": [degree]}
+    profile = planner.estimate(model, batch_size=question.size, device=question.gpu, **how)
     priced, blocks = None, dict[int, int]()
     for _ in range(2):
         priced = planner.price(

@@ -17,6 +17,7 @@ from benchmarks.two_cores.launch import free_port
 from planner.executor.run.train import train_worker
 from planner.formats.profile import Profile
 from planner.model.loss import loss_of
+from planner.model.options import ModuleOptions
 from planner.model.spec import load_model_file
 from planner.workers.job import Job
 from planner.workers.place import set_gpu_variables
@@ -159,7 +160,9 @@ def _plain_step(case: Case, device: str) -> Callable[[], None]:
     model = spec.build_model().to(device).train()
     batch = spec.example_batch(case.batch)
     if case.channels_last:
-        model, batch = model.to(memory_format=torch.channels_last), batch.channels_last()  # type: ignore[call-overload]
+        options = ModuleOptions(channels_last=True)
+        options.prepare(model)
+        batch = batch.prepared(options)
     batch = batch.to(torch.device(device))
     optimizer = spec.optimizer(dict(model.named_parameters()))
     half = HALF.get(case.dtype)

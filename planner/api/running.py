@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from planner.analysis.fit import Fit, minibatch_of
+from planner.analysis.fit import HALVES, Fit, minibatch_of
 from planner.analysis.fit import fit as fit_on
 from planner.catalog.models import find_model
 from planner.errors import ClusterError, InputError, PlanError
@@ -131,7 +131,10 @@ def fit(model: str | Path, gpus: int, options: FitOptions) -> Fit:
         folder = Path(named.name) if options.place is None else folder
         path = named.write(folder, tokens)
     degrees = options.tensor or [degree for degree in TENSOR if gpus // servers % degree == 0]
-    how = EstimateOptions(options.gpu, parse_dtype(dtype), tensor=degrees, where_divided=not options.tensor)
+    masters = not options.autocast and parse_dtype(dtype) in HALVES
+    how = EstimateOptions(
+        options.gpu, parse_dtype(dtype), master_weights=masters, tensor=degrees, where_divided=not options.tensor
+    )
     estimator = Estimator(load_model_file(path), how)
     usual = 1 if options.order.divides else SAMPLES if tokens is None else max(1, TOKENS // tokens)
     profile = estimator.profile(options.batch_size or usual)

@@ -77,7 +77,7 @@ def add_parser(verbs: arguments.Verbs) -> None:
     parser.add_argument("--gpus", type=count, required=True, metavar="N", help="number of GPUs")
     arguments.add_options(parser, FitOptions, "gpu", choices=list(DEVICES), type=str.lower)
     arguments.add_options(parser, FitOptions, "servers", "bandwidth", "memory", "compress", "length")
-    arguments.add_options(parser, FitOptions, "batch_size", "minibatch", "tokens", "dtype")
+    arguments.add_options(parser, FitOptions, "batch_size", "minibatch", "tokens", "dtype", "autocast")
     arguments.add_options(parser, FitOptions, "schedule", choices=arguments.UNCHUNKED)
     arguments.add_rule_arguments(parser, FitOptions)
     help = "folder for model.py, profile.json and plan.json (default: the model's name; for a model file, its own)"

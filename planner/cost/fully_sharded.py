@@ -74,13 +74,15 @@ def fully_sharded(layer_costs: LayerCosts, stage: Candidate, setting: Setting, w
     seconds += (each - 1) * times.accumulate_s + times.update_s
     units, gathers = _unit_bytes(layer_costs, stage), 1 if stage.options.level == 2 else 2 * each
     held, weights_bytes = whole.memory[0], whole.memory[0].weights_bytes
-    part_bytes = -(-weights_bytes // r)
+    # Masters are all that is kept of weights in half precision, whose gradients are summed in float32, beside them.
+    masters = layer_costs.profile.master_weights is not None
+    part_bytes = 0 if masters else -(-weights_bytes // r)
     if stage.options.level == 2:
         gathered_bytes = weights_bytes
     else:
         *own, shared_bytes = units
         gathered_bytes = min(max(map(sum, pairwise([*own, 0]))) + shared_bytes, weights_bytes)
-    gradients_bytes = -(-held.gradients_bytes // r) + min(2 * max(units), held.gradients_bytes)
+    gradients_bytes = -(-held.gradients_bytes // r) + min((2 + masters) * max(units), held.gradients_bytes)
     update = {"weights_bytes": part_bytes + gathered_bytes, "gradients_bytes": gradients_bytes}
     return replace(
         whole,

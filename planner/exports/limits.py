@@ -92,6 +92,7 @@ def model_remarks(plan: Plan, system: str) -> list[str]:
         f"The plan divides the optimizer's state in some stages; {system} does so in all of them.": any(sharded)
         and not all(sharded),
         f"The plan is for {plan.autocast} under autocast: use the same here.": plan.autocast,
+        f"The plan is for weights in {plan.master_weights} with float32 masters: do so here.": plan.master_weights,
         f"The plan is for {plan.memory_format} weights and images: use the same here.": plan.memory_format,
         "The plan is for stages compiled with torch.compile: use the same here.": plan.compiled,
     }

@@ -89,8 +89,11 @@ class FitOptions(SolveOptions):
         told="500k, 1M, 2M or 4M, from 1, 5 and 100 billion parameters on",
     )
     dtype: str | None = option(
-        None, "of products, under autocast; weights are float32", told="bfloat16 where the GPU has it, or float16"
+        None,
+        "of products and weights, whose masters are in float32, as with `master_weights` of `plan profile`",
+        told="bfloat16 where the GPU has it, or float16",
     )
+    autocast: bool = option(False, "keep weights in float32, with products in `dtype` under autocast")
     tensor: Sequence[int] = same(SolveOptions, "tensor", told="1, 2, 4 and 8 inside a server, where the layers divide")
     schedule: Schedule | str = same(SolveOptions, "schedule", FLUSH, told=f"{FLUSH}, whose gradients are never late")
     place: str | Path | None = option(

@@ -85,7 +85,7 @@ def run_model(graph: LayerGraph, batch: Batch, loss: LossFunction | None) -> Ste
     for parameter in model.parameters():
         parameter.grad = None
     before = _buffers(model)
-    batch = batch.channels_last() if graph.options.channels_last else batch
+    batch = batch.prepared(graph.options)
     with autocasting("cpu", graph.options.autocast):
         output = model(*batch.args, **batch.kwargs)
         value = loss_of(output, batch.target, loss)

@@ -17,7 +17,7 @@ from benchmarks.gpu_truth.fused_kernels import megatron
 from planner.errors import InputError
 from planner.model.spec import TrainingSpec, in_memory
 from planner.profiler.estimated.devices import DEVICES, HOSTS
-from planner.profiler.estimated.estimate import EstimateOptions, estimate_profile
+from planner.profiler.estimated.estimate import EstimateOptions, estimate_profile, profile_of_trace
 from planner.profiler.estimated.execution import Execution, Flow, Fusion, compiler, cuda_operations, fused
 from planner.profiler.estimated.operations import Operation, OperationRecorder
 from planner.profiler.estimated.roofline import Costs, shares_of_peak
@@ -301,24 +301,16 @@ def test_captured_kernels_do_not_wait_for_the_host() -> None:
         estimate_profile(attending(), 2, EstimateOptions("cpu", host="graphs"))
 
 
-def test_master_weights_are_sixteen_bytes_per_parameter() -> None:
+def test_master_weights_are_eighteen_bytes_per_parameter() -> None:
     half = estimate_profile(attending(), 2, EstimateOptions("a100", "float16", master_weights=True))
     parameters = sum(parameter.numel() for parameter in Attending().parameters())
     held = sum(layer.weight_bytes + layer.gradient_bytes + layer.optimizer_bytes for layer in half.layers)
     counters = 4 * 4  # Adam's steps, one per tensor
-    assert held == 16 * parameters + counters
-    summed = estimate_profile(
-        attending(), 2, EstimateOptions("a100", "float16", master_weights=True, float32_gradients=True)
-    )
-    assert [layer.gradient_bytes for layer in summed.layers] == [2 * layer.gradient_bytes for layer in half.layers]
-    buffers = sum(
-        after.buffer_bytes - before.buffer_bytes for after, before in zip(summed.layers, half.layers, strict=True)
-    )
-    assert held + 2 * parameters + buffers == 20 * parameters + counters
-    with pytest.raises(InputError, match="belong to master weights"):
-        estimate_profile(attending(), 2, EstimateOptions("a100", "float16", float32_gradients=True))
-    assert half.autocast is None
-    assert half.dtype == "float16"
+    assert held == (2 + 4 + 4 + 8) * parameters + counters
+    assert sum(layer.gradient_bytes for layer in half.layers) == 4 * parameters
+    in_half = trace_step(attending(), 2, "float16", execution=Execution("cuda", master_weights=True, sums_in_half=True))
+    assert sum(layer.gradient_bytes for layer in profile_of_trace(in_half, DEVICES["a100"]).layers) == 2 * parameters
+    assert (half.autocast, half.master_weights, half.dtype) == (None, "float16", "float16")
 
 
 def test_master_weights_need_half_precision() -> None:
