@@ -11,6 +11,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils._pytree import tree_map_only
 
+import planner
+from planner.errors import InputError
+from planner.formats.cluster import flat_cluster
 from planner.formats.plan import Plan
 from planner.model.options import ModuleOptions
 from planner.model.spec import TrainingSpec, load_model_file
@@ -19,7 +22,7 @@ from planner.workers.job import Job, TrainResult
 from tests.executor import eager
 from tests.executor.eager import SEED, Case
 from tests.executor.models import write_model
-from tests.executor.plans import make_plan, sharded, structural_profile
+from tests.executor.plans import in_groups, make_plan, sharded, structural_profile
 from tests.executor.processes import run_jobs
 from tests.executor.reference import Weights, delayed_updates, plain_training
 
@@ -101,17 +104,17 @@ def assert_equal(found: Weights, expected: Weights) -> None:
         assert torch.equal(found[name], tensor), name
 
 
-def test_replicas_train_as_one_process(tmp_path: Path) -> None:
-    path = write_model(tmp_path, "tied", "adamw", samples=SAMPLES)
-    whole = plan_of(path, (2,))
-    plans = [whole, *(sharded(whole, level) for level in (1, 2, 3))]
-    options = TrainingOptions(clip_grad_norm=0.5)
-    alone = eager.run_one(path, plan_of(path, (1,)), options, steps=STEPS)
-    for plan, (result, weights) in zip(
-        plans, eager.run_cases([Case(path, plan, options, STEPS) for plan in plans]), strict=True
-    ):
-        assert losses(result) == pytest.approx(losses(alone[0]), rel=5e-3), plan.config
-        for name, tensor in alone[1].items():
+def test_replicas_and_divided_layers_train_as_one_process(tmp_path: Path) -> None:
+    tied, attention = (write_model(tmp_path, name, "adamw", samples=SAMPLES) for name in ("tied", "attention"))
+    whole, options = plan_of(tied, (2,)), TrainingOptions(clip_grad_norm=0.5)
+    alone = eager.run_cases([Case(path, plan_of(path, (1,)), options, STEPS) for path in (tied, attention)])
+    plans = [(tied, whole), *((tied, sharded(whole, level)) for level in (1, 2, 3))]
+    plans.append((attention, in_groups(plan_of(attention, (1,)), 2)))
+    runs = eager.run_cases([Case(path, plan, options, STEPS) for path, plan in plans])
+    for (path, plan), (result, weights) in zip(plans, runs, strict=True):
+        expected, one = alone[path == attention]
+        assert losses(result) == pytest.approx(losses(expected), rel=5e-3), plan.config
+        for name, tensor in one.items():
             torch.testing.assert_close(weights[name].to(tensor), tensor, rtol=2e-2, atol=2e-2, msg=name)
 
 
@@ -153,3 +156,20 @@ def test_masters_go_on_in_any_plan(tmp_path: Path) -> None:
     one, other = (torch.load(tmp_path / name, weights_only=True) for name in ("whole.pt", "3.pt"))
     for name, tensor in one.items():
         torch.testing.assert_close(other[name], tensor, rtol=2e-2, atol=2e-2, msg=name)
+
+
+def test_the_way_from_a_measured_profile(tmp_path: Path) -> None:
+    path = write_model(tmp_path, "language", "adamw", samples=SAMPLES)
+    how: dict[str, Any] = {"batch_size": 4, "dtype": "bfloat16", "master_weights": True, "seconds": 0.1}
+    profile = planner.profile(path, **how)
+    trained = sum(layer.weight_bytes for layer in profile.layers)
+    assert sum(layer.gradient_bytes for layer in profile.layers) == 2 * trained
+    counters = 4 * 13  # Adam's steps, one per tensor
+    assert sum(layer.optimizer_bytes for layer in profile.layers) == (2 + 4) * trained + counters
+    assert (profile.autocast, profile.master_weights) == (None, "bfloat16")
+    plan = planner.price(profile, flat_cluster(2, 1e9), 2, schedule="1f1b-flush", microbatches=2)
+    assert len(planner.train(path, plan, steps=3).losses) == 3
+    with pytest.raises(InputError, match="sums gradients in the weights' own type, which is bfloat16"):
+        planner.train(path, plan, steps=3, baseline="data-parallel")
+    with pytest.raises(InputError, match="needs no master weights"):
+        planner.profile(path, batch_size=4, master_weights=True)
