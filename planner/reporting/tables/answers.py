@@ -173,8 +173,8 @@ def _head(answer: Fit, plan: Plan) -> list[tuple[str, str | None]]:
         "divided gradients (ZeRO-2)": sum(stage.level == 2 for stage in plan.stages),
         "divided weights (ZeRO-3, FSDP)": sum(stage.level == 3 for stage in plan.stages),
     }
-    whole = len(plan.stages) == 1
-    saving = [f", {what}" + ("" if whole else f" in {n} of {len(plan.stages)} stages") for what, n in saved.items() if n]
+    of_all = f" of {len(plan.stages)} stages" if len(plan.stages) > 1 else ""
+    saving = [f", {what}" + (of_all and f" in {count}{of_all}") for what, count in saved.items() if count]
     return [
         (
             "model",
