@@ -65,7 +65,7 @@ class ModuleOptions:
             kept = each._non_persistent_buffers_set
             buffers = [tensor for name, tensor in each._buffers.items() if name not in kept]
             for weight in () if isinstance(each, _BatchNorm) else (*each._parameters.values(), *buffers):
-                if weight is None or weight.dtype != torch.float32:
+                if weight is None or weight.dtype not in (torch.float32, self.half):
                     continue
                 weight.data = weight.data.to(self.half)
                 if weight.requires_grad and not self.sums_in_half:

@@ -18,6 +18,7 @@ from planner.executor.run import stages
 from planner.executor.run.context import PipelineContext, pipeline_context
 from planner.executor.run.stages import defers
 from planner.formats.plan import Plan
+from planner.model.options import PLAIN, ModuleOptions, gradient_dtype
 from planner.model.spec import TrainingSpec, in_memory, load_model_file
 from planner.options.training import TrainingOptions
 from planner.workers.job import Job
@@ -40,8 +41,16 @@ def model(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return _straight(write_model(tmp_path, name, "sgd", samples=20, more=EVALUATION))
 
 
-def _plan(path: Path, stages: int = 2) -> Plan:
-    return make_plan(structural_profile(path, BATCH_SIZE), (1,) * stages, "1f1b-flush", 2)
+PRETRAINED = """
+from pathlib import Path
+
+def pretrained():
+    return Path(__file__).parent / "w.safetensors"
+"""
+
+
+def _plan(path: Path, stages: int = 2, options: ModuleOptions = PLAIN) -> Plan:
+    return make_plan(structural_profile(path, BATCH_SIZE, options), (1,) * stages, "1f1b-flush", 2)
 
 
 def _context(spec: TrainingSpec, plan: Plan, rank: int, defer: bool | None, evaluate: bool = False) -> PipelineContext:
@@ -66,11 +75,27 @@ def _states(spec: TrainingSpec, plan: Plan, defer: bool | None) -> dict[str, tor
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("model", ["convolutional", "tied", "blocks"], indirect=True)
 def test_equal_to_the_bit_however_they_are_made(model: Path) -> None:
-    spec, plan = load_model_file(model), _plan(model)
-    whole, deferred = (_states(spec, plan, defer) for defer in (False, True))
-    assert whole.keys() == deferred.keys()
-    for name, tensor in whole.items():
-        assert torch.equal(tensor, deferred[name]), name
+    spec = load_model_file(model)
+    for options in (PLAIN, ModuleOptions(half=torch.bfloat16)):
+        plan = _plan(model, options=options)
+        whole, deferred = (_states(spec, plan, defer) for defer in (False, True))
+        assert whole.keys() == deferred.keys()
+        for name, tensor in whole.items():
+            assert torch.equal(tensor, deferred[name]), name
+        assert (torch.bfloat16 in {tensor.dtype for tensor in whole.values()}) == (options.half is not None)
+
+
+@pytest.mark.parametrize("defer", [False, True])
+def test_pretrained_weights_have_masters(tmp_path: Path, defer: bool) -> None:
+    """They are read into memory of their own, whose gradients are summed in float32 like any other's."""
+    path = write_model(tmp_path, "language", "adamw", more=PRETRAINED)
+    spec = load_model_file(path)
+    write_tensors(tmp_path / "w.safetensors", spec.build_model().state_dict())
+    (held,) = _context(spec, _plan(path, 2, ModuleOptions(half=torch.bfloat16)), 0, defer).stages.values()
+    assert held.optimizer.sharding is not None
+    masters = [shard.stepped for shard in held.optimizer.sharding.shards.values()]
+    assert {each.dtype for each in masters} == {torch.float32}
+    assert {gradient_dtype(each) for each in held.module.parameters()} == {torch.float32}
 
 
 @pytest.mark.sampled(4)
