@@ -82,7 +82,8 @@ def run_worker(
     from planner.workers.supervisor import Supervisor
 
     die_with_parent()
-    keep_freed_pages()
+    if job.plan.stages[0].level < 2:  # what fully_shard frees and takes again would lie in pieces, three times as large
+        keep_freed_pages()
     if (interface := job.run_options.interface) is not None:  # torchrun, unlike our launcher, does not set this up
         address_of(interface)  # or an error that lists the host's
         os.environ.update(dict.fromkeys(VARIABLES, interface))
