@@ -50,6 +50,14 @@ def return_free_pages() -> None:
         trim(0)
 
 
+def put_large_blocks_apart() -> Callable[..., object]:
+    """Give large blocks pages of their own from now on, which are returned when freed; return glibc's `mallopt`."""
+    mallopt = _glibc("mallopt") or (lambda *_: 0)
+    mallopt(_M_MMAP_MAX, _MOST_MAPPINGS)
+    mallopt(_M_MMAP_THRESHOLD, _OWN_PAGES_BYTES)
+    return mallopt
+
+
 @contextmanager
 def large_blocks_apart() -> Iterator[None]:
     """Give large blocks pages of their own within the context, which are returned when they are freed.
@@ -59,9 +67,7 @@ def large_blocks_apart() -> Iterator[None]:
     """
     global _keeps_pages
     before, _keeps_pages = _keeps_pages, False
-    mallopt = _glibc("mallopt") or (lambda *_: 0)
-    mallopt(_M_MMAP_MAX, _MOST_MAPPINGS)
-    mallopt(_M_MMAP_THRESHOLD, _OWN_PAGES_BYTES)
+    mallopt = put_large_blocks_apart()
     try:
         yield
     finally:
