@@ -224,7 +224,7 @@ def make_job(model: str | Path, plan: Plan, arguments: TrainArguments) -> Job:
         raise InputError(what, hint=f"leave out `{refused[0]}` or `baseline`")
     elif plan.master_weights is not None:
         what = f"{baseline} sums gradients in the weights' own type, which is {plan.master_weights} in this plan"
-        raise InputError(what, hint="compare with a plan of one stage, as of `plan price --stages 1`")
+        raise InputError(what, hint="compare with a plan that has one stage")
     check_accumulate(plan, options.accumulate)
     check_synchronous_start(plan, options)
     check_loss(plan, options)

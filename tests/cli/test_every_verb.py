@@ -57,6 +57,7 @@ def optimizer(parameters):
     return torch.optim.Adam(parameters)
 """
 TIGHT = ("--gpus", "4", "--bandwidth", "10Gbps", "--memory", "3063MB", "--batch-size", "16", "--minibatch", "64")
+TIGHT += ("--autocast",)
 QUESTIONS = {
     "recomputing": TIGHT,  # 1-1, of which both stages recompute some blocks
     "wide": ("--gpus", "2", "--minibatch", "128"),
@@ -66,7 +67,7 @@ QUESTIONS = {
     "coded": (*TIGHT, "--compress", "int8"),
     "stashing": ("--gpus", "4", "--bandwidth", "10Gbps", "--schedule", "1f1b", "--batch-size", "16"),
     "layers": (*TIGHT, "--granularity", "layer", "--memory", "3013MB"),
-    "servers": ("--gpus", "8", "--servers", "2", "--bandwidth", "nvlink3,10Gbps", "--memory", "2950MB"),
+    "servers": ("--gpus", "8", "--servers", "2", "--bandwidth", "nvlink3,10Gbps", "--memory", "2950MB", "--autocast"),
     "split": (*TIGHT, "--schedule", "zb-h1", "--memory", "3463MB"),
     "gpipe": (*TIGHT, "--schedule", "gpipe", "--gpus", "3", "--minibatch", "48"),
     "sharded": ("--gpus", "4", "--shard-optimizer", "always", "--minibatch", "64", "--batch-size", "4"),
