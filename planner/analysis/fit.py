@@ -124,7 +124,9 @@ def fit(
     for size in tried:
         say(f"{gpus} GPUs, microbatches of {size}")
         profile = known.get(size) or profile_at(size)
-        if not searching.deadline.passed:
+        # Where dividing layers did not pay for one size of microbatches, it does not pay for smaller ones.
+        whole = best is not None and best[0].plan is not None and max(best[0].plan.degrees) == 1
+        if not (searching.deadline.passed or whole):
             profile = divided(profile)
         found = row(profile, gpus, searching.part(1 if size == tried[-1] else FIRST))
         better = best is None or _seconds(found) < _seconds(best[0])
