@@ -36,7 +36,7 @@ class ModuleOptions:
     compiled: bool = False  # whether each stage goes through torch.compile
     device: str = "cpu"  # kind that modules run on: its rules say which dtypes values have under autocast
     half: torch.dtype | None = None  # of weights and inputs, where weights have masters; there is no autocast then
-    sums_in_half: bool = False  # gradients are summed in that dtype, too, as some programs of others do
+    sums_in_half: bool = False  # gradients are summed in it, too, and losses computed, as in some programs of others
 
     def input(self, tensor: Tensor) -> Tensor:
         """Return an argument of the model as the modules take it."""
@@ -45,7 +45,7 @@ class ModuleOptions:
 
     def loss(self, loss: "LossFunction | None") -> "LossFunction | None":
         """Return the model file's loss of outputs in float32: in half precision it would have three digits."""
-        if loss is None or self.half is None:
+        if loss is None or self.half is None or self.sums_in_half:
             return loss
 
         def upcast(leaf: Tensor) -> Tensor:
