@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from planner.errors import CaptureError
 from planner.formats.profile import LossMean
 from planner.model.batch import Batch
-from planner.model.options import ModuleOptions, autocasting
-from planner.model.spec import LossFunction, TrainingSpec
+from planner.model.options import LossFunction, ModuleOptions, autocasting
+from planner.model.spec import TrainingSpec
 
 WeightFunction: TypeAlias = Callable[[Batch], float]
 Shares: TypeAlias = Callable[[Sequence[Batch]], list[float]]

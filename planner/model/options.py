@@ -5,9 +5,10 @@ half precision themselves, with masters: copies in float32 that the optimizer st
 float32 (Micikevicius et al., "Mixed Precision Training", ICLR 2018, section 3.1; as in Megatron-LM).
 """
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,9 @@ from planner.runtime import known_kinds
 if TYPE_CHECKING:
     from planner.formats.plan import Plan
     from planner.formats.profile import Autocast, Profile
-    from planner.model.spec import LossFunction
+
+LossFunction: TypeAlias = Callable[[Any, Any], Tensor]
+"""(output, target) -> the mean loss of the batch, a 0-dimensional tensor."""
 
 _NAMES = {"bfloat16": torch.bfloat16, "bf16": torch.bfloat16, "float16": torch.float16, "fp16": torch.float16}
 # By the number of dimensions: samples, channels, and two or three of space.
@@ -43,7 +46,7 @@ class ModuleOptions:
         tensor = channels_last(tensor) if self.channels_last else tensor
         return tensor.to(self.half) if self.half is not None and tensor.is_floating_point() else tensor
 
-    def loss(self, loss: "LossFunction | None") -> "LossFunction | None":
+    def loss(self, loss: LossFunction | None) -> LossFunction | None:
         """Return the model file's loss of outputs in float32: in half precision it would have three digits."""
         if loss is None or self.half is None or self.sums_in_half:
             return loss

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
@@ -23,6 +23,7 @@ from torch.utils.data import Dataset
 
 from planner.errors import ModelFileError, PlannerError, reason_of
 from planner.model.batch import Batch, make_batch
+from planner.model.options import LossFunction
 
 DEFAULT_BUILDER = "build_model"
 
@@ -78,9 +79,6 @@ def failing_line(cause: BaseException, folder: Path) -> str | None:
 
 
 DEFAULT_LEARNING_RATE = 0.01
-
-LossFunction: TypeAlias = Callable[[Any, Any], Tensor]
-"""(output, target) -> the mean loss of the batch, a 0-dimensional tensor."""
 
 NameInFile = Callable[[str], str | None]
 

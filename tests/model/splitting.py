@@ -14,8 +14,7 @@ from planner.model.batch import Batch
 from planner.model.capture.capture import as_tree
 from planner.model.capture.graph import LayerGraph, ValueSpec
 from planner.model.loss import loss_of
-from planner.model.options import autocasting
-from planner.model.spec import LossFunction
+from planner.model.options import LossFunction, autocasting
 from planner.model.stage.parts import Variant
 from planner.model.stage.stage import StageModule, build_stage
 

@@ -34,9 +34,8 @@ from planner.model.capture.layers import adopt_unused
 from planner.model.capture.operations import Names
 from planner.model.capture.size import BATCH, SizeReader
 from planner.model.loss import loss_of
-from planner.model.options import PLAIN, ModuleOptions, autocasting
+from planner.model.options import PLAIN, LossFunction, ModuleOptions, autocasting
 from planner.model.randomness import keep_state
-from planner.model.spec import LossFunction
 from planner.runtime import address_of, runtime_of
 
 _CONTRACT = "each block takes what the one before it returned, as in nn.Sequential; see docs/guides/own-model.md"

@@ -30,8 +30,8 @@ from planner.model.capture.operations import MODEL, Names, is_check
 from planner.model.capture.size import SizeReader, is_symbolic
 from planner.model.deferred_weights import allocate_buffers, is_deferred, without_storage
 from planner.model.loss import loss_of
-from planner.model.options import PLAIN, ModuleOptions
-from planner.model.spec import LossFunction, TrainingSpec
+from planner.model.options import PLAIN, LossFunction, ModuleOptions
+from planner.model.spec import TrainingSpec
 from planner.runtime import runtime_of
 
 

@@ -15,8 +15,7 @@ from planner.errors import CaptureError
 from planner.formats.profile import Edge
 from planner.model.capture.operations import Names
 from planner.model.capture.size import Size, SizeReader, evaluate, is_symbolic
-from planner.model.options import ModuleOptions
-from planner.model.spec import LossFunction
+from planner.model.options import LossFunction, ModuleOptions
 
 LOSS = "loss"  # the key under which a stage returns the loss
 
