@@ -56,8 +56,19 @@ def loss(output, target):
 def optimizer(parameters):
     return torch.optim.Adam(parameters)
 """
-TIGHT = ("--gpus", "4", "--bandwidth", "10Gbps", "--memory", "3063MB", "--batch-size", "16", "--minibatch", "64")
-TIGHT += ("--autocast",)
+TIGHT = (
+    "--autocast",
+    "--gpus",
+    "4",
+    "--bandwidth",
+    "10Gbps",
+    "--memory",
+    "3063MB",
+    "--batch-size",
+    "16",
+    "--minibatch",
+    "64",
+)
 QUESTIONS = {
     "recomputing": TIGHT,  # 1-1, of which both stages recompute some blocks
     "wide": ("--gpus", "2", "--minibatch", "128"),
