@@ -70,25 +70,30 @@ class FullSharding(Sharding):
     def _divide_stage(self) -> None:
         units, modules = self._stage.units, dict(self._stage.named_modules(remove_duplicate=False))
         assert units is not None
+        half = self._stage.options.half
+        # BatchNorm's, for instance. What is gathered in half precision cannot be gathered together with them.
+        single = {each for each in self._stage.parameters() if half is not None and each.dtype == torch.float32}
         for parameter in self._stage.parameters():  # gathered in half precision, where they have masters
             parameter.data = parameter.data.to(gradient_dtype(parameter)).contiguous()
         for unit, names in zip(units.parts, units.weights, strict=True):
             units.whole.add_module(str(len(units.whole._modules)), unit)
             for path in sorted({name.rpartition(".")[0] for name in names}):
                 unit.hold(modules[path])
-            if names:
-                self._apply(unit, {self._stage.get_parameter(name) for name in names})
+            if own := {self._stage.get_parameter(name) for name in names} - single:
+                self._apply(unit, own, half)
         for module in modules.values():
             units.whole.hold(module)
         divided = set[str]().union(*units.weights)
         held = self._stage.named_parameters(remove_duplicate=False)
-        self._apply(units.whole, {parameter for name, parameter in held if name not in divided})
+        rest = {parameter for name, parameter in held if name not in divided or parameter in single}
+        if rest & single and rest - single:
+            raise ValueError(f"of those that run together some have masters of {half}, and some are in float32")
+        self._apply(units.whole, rest, None if rest & single else half)
 
-    def _apply(self, unit: Unit, own: Collection[nn.Parameter]) -> None:
+    def _apply(self, unit: Unit, own: Collection[nn.Parameter], half: torch.dtype | None) -> None:
         if len(dtypes := {parameter.dtype for parameter in own if parameter.requires_grad}) > 1:
             raise ValueError(f"those that run together are {' and '.join(sorted(map(str, dtypes)))}")
         others = set(self._stage.parameters()).difference(own)
-        half = self._stage.options.half
         policy = MixedPrecisionPolicy(half, None if half is None else torch.float32, cast_forward_inputs=False)
         again = self._level == 3
         fully_shard(unit, mesh=self._mesh, reshard_after_forward=again, mp_policy=policy, ignored_params=others)
