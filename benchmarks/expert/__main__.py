@@ -106,7 +106,7 @@ def answered(question: Question) -> dict[str, str]:
         }
         plan = found.asked.plan
         if plan is None:
-            return row | {"ours": "none fits", "seconds": f"{seconds:.0f}"}
+            return row | {"ours": found.asked.why_not, "seconds": f"{seconds:.0f}"}
         theirs = _theirs(question, plan, Path(folder) / found.model_file)
     fitting = [way for way in plan.baselines if not way.over_memory_bytes]
     fastest = min(fitting, key=lambda way: way.seconds_per_microbatch, default=None)

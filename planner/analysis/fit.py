@@ -15,8 +15,10 @@ from planner.formats.shown import Shown
 from planner.options.solving import SolveOptions
 from planner.options.verbs import SAMPLES
 from planner.schedule.instructions import MICROBATCHES_PER_GPU
+from planner.solver.assemble import complete
 from planner.solver.find_plan import find_plan
 from planner.solver.problem.budget import Budget, Patience
+from planner.units import SLACK
 
 MOST_SIZES, FIRST = 2, 0.6  # of microbatches, for which plans are sought; share of the first one's time
 SOLVING = 0.6  # share of the time for the cluster that was asked about; other numbers of GPUs share the rest
@@ -94,7 +96,7 @@ def fit(
             raise
         except PlannerError as error:  # none fits, or there was too little time
             return FitRow(gpus=count, plan=None, why_not=error.message)
-        return FitRow(gpus=count, plan=with_baselines(profile, plan, patience))
+        return FitRow(gpus=count, plan=_no_slower(profile, with_baselines(profile, plan, patience), options, patience))
 
     def say(step: str) -> None:
         if patience.progress is not None:
@@ -147,6 +149,21 @@ def fit(
             break
     answer = Fit(model=profile.model, asked=asked, others=tuple(sorted(others, key=lambda row: -row.gpus)))
     return answer, profile
+
+
+def _no_slower(profile: Profile, plan: Plan, options: SolveOptions, patience: Patience) -> Plan:
+    """Return the plan, or the fastest of the ways that people use where a search that ran out of time missed it."""
+    cluster, budget = plan.cluster, Budget(patience.at_most(LEAST_S).deadline)
+    each_s, how = plan.predicted.seconds_per_minibatch / plan.microbatches, (plan.schedule, plan.microbatches)
+    alike = (way for way in plan.baselines if not way.over_memory_bytes and (way.schedule, way.microbatches) == how)
+    best = min(alike, key=lambda way: way.seconds_per_microbatch, default=None)
+    if best is None or best.seconds_per_microbatch >= each_s * (1 - SLACK):
+        return plan
+    ways = usual_ways(options, layer_costs_on(profile, cluster), cluster, budget)
+    found = next(way for way in ways if way.name == best.name)
+    gap = 1 - plan.solver.lower_bound_s / found.plan.seconds
+    report = plan.solver.model_copy(update={"gap": max(0.0, gap)})
+    return complete(found.problem, found.plan, report).model_copy(update={"baselines": plan.baselines})
 
 
 def _seconds(row: FitRow) -> float:
