@@ -5,13 +5,16 @@ from __future__ import annotations
 import pytest
 
 from planner.analysis.fit import Fit, fit, minibatch_of
+from planner.api.planning import price
 from planner.errors import InputError
 from planner.formats.cluster import Cluster, flat_cluster
+from planner.formats.plan import Plan
 from planner.formats.profile import Profile
 from planner.options.solving import SolveOptions
 from planner.reporting.tables.answers import fit_report
 from planner.schedule.one_stage import FLUSH
 from planner.solver.find_plan import find_plan
+from planner.solver.problem.budget import Patience
 from tests.samples import layer, profile
 
 MB = 10**6
@@ -53,6 +56,24 @@ def test_fewer_gpus_are_tried_down_to_the_first_that_do_not_fit() -> None:
     text = fit_report(answer)
     assert "yes: " in text
     assert "no plan fits" in text
+
+
+def test_no_row_of_its_table_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a search ran out of time: the answer is then the fastest of the ways that people use."""
+
+    def worst(profile: Profile, cluster: Cluster, options: SolveOptions, patience: Patience) -> Plan:
+        found = price(profile, cluster, cluster.gpus, replicas=1, schedule=FLUSH, microbatches=32)
+        return found.model_copy(update={"solver": found.solver.model_copy(update={"lower_bound_s": 1e-6, "gap": 0.9})})
+
+    monkeypatch.setattr("planner.analysis.fit.find_plan", worst)
+    roomy = {gpus: flat_cluster(gpus, 1e9, 400 * MB) for gpus in (1, 2, 4)}
+    plan = fit(model, undivided, (1,), 4, roomy.__getitem__, OPTIONS)[0].asked.plan
+    assert plan is not None
+    names = {way.name: way for way in plan.baselines if not way.over_memory_bytes}
+    fastest = min(names.values(), key=lambda way: way.seconds_per_microbatch)
+    assert plan.config == fastest.config != "1-1-1-1"
+    assert plan.predicted.seconds_per_minibatch == pytest.approx(32 * fastest.seconds_per_microbatch)
+    assert plan.solver.gap == pytest.approx(1 - 1e-6 / plan.predicted.seconds_per_minibatch)
 
 
 def test_where_it_does_not_fit_more_gpus_are_tried() -> None:
