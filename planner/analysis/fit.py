@@ -152,18 +152,21 @@ def fit(
 
 
 def _no_slower(profile: Profile, plan: Plan, options: SolveOptions, patience: Patience) -> Plan:
-    """Return the plan, or the fastest of the ways that people use where a search that ran out of time missed it."""
-    cluster, budget = plan.cluster, Budget(patience.at_most(LEAST_S).deadline)
-    each_s, how = plan.predicted.seconds_per_minibatch / plan.microbatches, (plan.schedule, plan.microbatches)
-    alike = (way for way in plan.baselines if not way.over_memory_bytes and (way.schedule, way.microbatches) == how)
-    best = min(alike, key=lambda way: way.seconds_per_microbatch, default=None)
-    if best is None or best.seconds_per_microbatch >= each_s * (1 - SLACK):
+    """Return the plan, or the fastest allowed way that people use where a search that ran out of time missed it."""
+    best, best_s = None, plan.predicted.seconds_per_minibatch * (1 - SLACK)
+    fixed, each_s = options.constraints or options.recompute in ("always", "blocks"), best_s / plan.microbatches
+    if fixed or all(way.over_memory_bytes or way.seconds_per_microbatch >= each_s for way in plan.baselines):
         return plan
-    ways = usual_ways(options, layer_costs_on(profile, cluster), cluster, budget)
-    found = next(way for way in ways if way.name == best.name)
-    gap = 1 - plan.solver.lower_bound_s / found.plan.seconds
-    report = plan.solver.model_copy(update={"gap": max(0.0, gap)})
-    return complete(found.problem, found.plan, report).model_copy(update={"baselines": plan.baselines})
+    costs, budget = layer_costs_on(profile, plan.cluster), Budget(patience.at_most(LEAST_S).deadline)
+    for way in usual_ways(options, costs, plan.cluster, budget):
+        problem, allowed = way.problem, way.plan.stages[0].options.level in way.problem.levels
+        alike = (problem.schedule, problem.microbatches) == (plan.schedule, plan.microbatches)
+        if alike and allowed and problem.allows(way.plan) and way.plan.seconds < best_s:
+            best, best_s = way, way.plan.seconds
+    if best is None:
+        return plan
+    report = plan.solver.model_copy(update={"gap": max(0.0, 1 - plan.solver.lower_bound_s / best_s)})
+    return complete(best.problem, best.plan, report).model_copy(update={"baselines": plan.baselines})
 
 
 def _seconds(row: FitRow) -> float:

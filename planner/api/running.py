@@ -121,8 +121,8 @@ def fit(model: str | Path, gpus: int, options: FitOptions) -> Fit:
     if gpus % servers:
         uneven = f"{gpus} GPUs are not divided evenly over {servers} servers"
         raise ClusterError(uneven, hint="give another number of `servers`")
-    dtype = options.dtype or usual_dtype(options.gpu)
-    device_spec(options.gpu, parse_dtype(dtype))  # before anything is written
+    dtype = parse_dtype(options.dtype or usual_dtype(options.gpu))
+    device_spec(options.gpu, dtype)  # before anything is written
     path, tokens = Path(model), None
     folder = path.parent if options.place is None else Path(options.place)
     if path.suffix != ".py":
@@ -131,10 +131,8 @@ def fit(model: str | Path, gpus: int, options: FitOptions) -> Fit:
         folder = Path(named.name) if options.place is None else folder
         path = named.write(folder, tokens)
     degrees = options.tensor or [degree for degree in TENSOR if gpus // servers % degree == 0]
-    masters = not options.autocast and parse_dtype(dtype) in HALVES
-    how = EstimateOptions(
-        options.gpu, parse_dtype(dtype), master_weights=masters, tensor=degrees, where_divided=not options.tensor
-    )
+    masters = not options.autocast and dtype in HALVES
+    how = EstimateOptions(options.gpu, dtype, master_weights=masters, tensor=degrees, where_divided=not options.tensor)
     estimator = Estimator(load_model_file(path), how)
     usual = 1 if options.order.divides else SAMPLES if tokens is None else max(1, TOKENS // tokens)
     profile = estimator.profile(options.batch_size or usual)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from planner.analysis.fit import Fit, fit, minibatch_of
@@ -74,6 +76,18 @@ def test_no_row_of_its_table_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     assert plan.config == fastest.config != "1-1-1-1"
     assert plan.predicted.seconds_per_minibatch == pytest.approx(32 * fastest.seconds_per_microbatch)
     assert plan.solver.gap == pytest.approx(1 - 1e-6 / plan.predicted.seconds_per_minibatch)
+
+    rules: dict[str, SolveOptions] = {
+        "level 0": replace(OPTIONS, shard_optimizer="never"),
+        "level 1": replace(OPTIONS, shard_optimizer="always"),
+        "none": replace(OPTIONS, recompute="always"),
+    }
+    known = model().model_copy(update={"optimizer_elementwise": True})
+    for expected, asked in rules.items():
+        plan = fit(lambda _: known, undivided, (1,), 4, roomy.__getitem__, asked)[0].asked.plan
+        assert plan is not None
+        found = f"level {plan.stages[0].level}" if plan.config == "4" else "none"
+        assert found == expected
 
 
 def test_where_it_does_not_fit_more_gpus_are_tried() -> None:
