@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from planner.executor.communication.links import LinkGroups, lane_of
+from planner.executor.communication.links import End, LinkGroups, lane_of
 from planner.executor.communication.messages import Layouts, Outgoing
 from planner.executor.run.context import PipelineContext, pipeline_context
 from planner.executor.run.loop import Groups, make_worker
@@ -59,15 +59,15 @@ class Neighbours:
 
     @contextmanager
     def reached(self) -> Iterator[None]:
-        """Let `torch.distributed.irecv` take these messages; the call itself goes to a backend that does nothing."""
-        post = dist.irecv
+        """Let receives take these messages; the call itself goes to a backend that does nothing."""
+        post = End.receive
 
-        def irecv(buffer: Tensor, src: int, group: dist.ProcessGroup, tag: int = 0) -> Any:
-            self.hand_over((src, tag, group), buffer)
-            work = post(buffer, src, group, tag=tag)
+        def receive(end: End, buffer: Tensor) -> Any:
+            self.hand_over((end.peer, end.tag, end.group), buffer)
+            work = post(end, buffer)
             return _Filled(work, buffer) if buffer.device.type != "cpu" else work
 
-        with patch.object(dist, "irecv", irecv):
+        with patch.object(End, "receive", receive):
             yield
 
 

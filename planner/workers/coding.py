@@ -27,7 +27,7 @@ class Cast:
         place.copy_(value)
 
     def read(self, place: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-        return place.to(dtype)  # itself, where it is that already
+        return place if self.dtype == dtype else place.to(dtype)
 
 
 @dataclass(frozen=True)

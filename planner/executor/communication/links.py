@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import chain, count
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
@@ -33,6 +33,7 @@ from planner.workers.groups import DataGroups
 from planner.workers.place import Place
 
 Receivers = Callable[[int, Send], Sequence[int]]  # the ranks that take what a rank sends
+_RECEIVES = get_args(Receive)  # a tuple: to ask a union takes three times as long
 
 
 class Lane(NamedTuple):
@@ -94,7 +95,7 @@ class LinkGroups:
 
     Args:
         streams: of all workers by rank, long enough that every pair that ever exchanges messages does.
-        receivers: of each message.
+        receivers: of each message; None where that is who it names.
         made: training's groups, whose lanes are used again over NCCL.
     """
 
@@ -102,7 +103,7 @@ class LinkGroups:
         self,
         groups: DataGroups,
         streams: Mapping[int, Iterable[Instruction]],
-        receivers: Receivers = lambda _, send: (send.peer_rank,),
+        receivers: Receivers | None = None,
         made: "LinkGroups | None" = None,
     ) -> None:
         self._receivers = receivers
@@ -126,8 +127,9 @@ class LinkGroups:
 
     def copies(self, send: Send, rank: int) -> Sequence[Send]:
         """Return what a worker sends to other workers in place of `send`: nothing, or one or several messages."""
-        ranks = self._receivers(rank, send)
-        return (send,) if ranks == (send.peer_rank,) else [replace(send, peer_rank=each) for each in ranks]
+        if self._receivers is None:
+            return (send,)
+        return [replace(send, peer_rank=each) for each in self._receivers(rank, send)]
 
     def towards(self, rank: int) -> list[Lane]:
         """Return the lanes of a worker's receives that have a group of their own."""
@@ -135,6 +137,33 @@ class LinkGroups:
 
     def of(self, lane: Lane) -> dist.ProcessGroup:
         return self._by_direction.get(lane.forward) or self._by_lane[lane]
+
+
+class End:
+    """This worker's end of a lane: what is looked up once, for all its messages, and the messages under way."""
+
+    __slots__ = ("_place", "group", "left", "lane", "passed", "peer", "posted", "sent", "tag")
+
+    def __init__(self, lane: Lane, group: dist.ProcessGroup, rank: int) -> None:
+        self.lane, self.group, self.tag = lane, group, lane.tag
+        self.peer = lane.sender if rank == lane.receiver else lane.receiver
+        self._place = dist.get_group_rank(group, self.peer)
+        self.sent: deque[tuple[dist.Work, Outgoing]] = deque()
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget what is known of the stream."""
+        self.left: Outgoing | None = None  # the newest that has left, to be filled again
+        self.passed: deque[Receive] = deque()  # by the look-ahead of another lane
+        self.posted: deque[Posted] | None = None
+
+    # `isend` and `irecv` of torch.distributed look up and check for each message what does not change.
+
+    def send(self, message: Tensor) -> dist.Work:
+        return self.group.send([message], self._place, self.tag)
+
+    def receive(self, message: Tensor) -> dist.Work:
+        return self.group.recv([message], self._place, self.tag)
 
 
 LayoutOf = Callable[[Receive | Send], Layout]
@@ -155,7 +184,7 @@ class Posted:
 
     def later_check(self) -> Reader:
         """Return what checks a copy of the header; it holds no buffer, whose memory may be needed before."""
-        layout, unit, sender = self.layout, self.receive.unit, f"rank {self.receive.peer_rank}"
+        layout, unit, sender = self.layout, self.receive.unit, self.receive.peer_rank
         return lambda word: check(layout, unit, int(word), sender)
 
 
@@ -184,8 +213,7 @@ class Links(ABC):
         self._groups, self._layout_of, self._place = groups, layout_of, place
         self._most, self._rounds = most, rounds
         self._rank = dist.get_rank()
-        self._sent: defaultdict[Lane, deque[tuple[dist.Work, Outgoing]]] = defaultdict(deque)
-        self._left: dict[Lane, Outgoing] = {}  # the newest that has left, to be filled again
+        self._ends: dict[tuple[type, int, int, int], End] = {}
         self._within: dict[Receive, dict[str, Tensor]] = {}  # between two stages of this worker
         self.follow(stream)
 
@@ -193,8 +221,8 @@ class Links(ABC):
         """Return the values of `receive`; raise WorkerError when another came, on a GPU in one of the next calls."""
         if receive.peer_rank == self._rank:
             return self._within.pop(receive)
-        posted = self._take(receive)
-        return unpack(posted.layout, posted.buffer.to(self._place.compute))
+        posted, compute = self._take(receive, self._end(receive)), self._place.compute
+        return unpack(posted.layout, posted.buffer if compute == self._place.wire else posted.buffer.to(compute))
 
     def send(self, send: Send, values: dict[str, Tensor]) -> None:
         """Start sending `values`, without waiting for the receiver."""
@@ -204,14 +232,14 @@ class Links(ABC):
             self._within[matching_receive(send, self._rank)] = {n: value.detach() for n, value in own.items()}
             return
         for each in self._groups.copies(send, self._rank):
-            lane = lane_of(each, self._rank)
+            end = self._end(each)
             # Before the message is packed, so that it takes the memory of one that has left.
-            self._finish(lane, self._rounds(each.stage) + self._rounds_more if lane.shared else self._most - 1)
-            self._start(each, lane, self._packed(each, lane, values))
+            self._finish(end, self._rounds(each.stage) + self._rounds_more if end.lane.shared else self._most - 1)
+            self._start(each, end, self._packed(each, end, values))
 
     def drain(self) -> None:
-        for lane in self._sent:
-            self._finish(lane, 0)
+        for end in self._ends.values():
+            self._finish(end, 0)
         self.settle()
 
     def expect(self, under_way: Callable[[], Iterable[Receive]]) -> None:
@@ -229,42 +257,42 @@ class Links(ABC):
     @abstractmethod
     def follow(self, stream: Segments) -> None:
         """Prepare to post the messages of another stream of the worker; nothing may be on its way."""
-        self._left.clear()
+        for end in self._ends.values():
+            end.begin()
 
     @abstractmethod
-    def _take(self, receive: Receive) -> Posted: ...
+    def _take(self, receive: Receive, end: End) -> Posted: ...
 
     @abstractmethod
-    def _start(self, send: Send, lane: Lane, message: Outgoing) -> None: ...
+    def _start(self, send: Send, end: End, message: Outgoing) -> None: ...
 
-    def _packed(self, send: Send, lane: Lane, values: dict[str, Tensor]) -> Outgoing:
-        layout = self._layout_of(send)
-        message = self._left.pop(lane, None)
+    def _end(self, message: Receive | Send) -> End:
+        key = type(message), message.stage, message.peer_stage, message.peer_rank
+        found = self._ends.get(key)
+        if found is None:
+            lane = lane_of(message, self._rank)
+            found = self._ends[key] = End(lane, self._groups.of(lane), self._rank)
+        return found
+
+    def _packed(self, send: Send, end: End, values: dict[str, Tensor]) -> Outgoing:
+        layout, message = self._layout_of(send), end.left
         if message is None or message.layout is not layout:
             message = Outgoing(layout, self._place.wire)
+        end.left = None
         message.fill(send.unit, values)
         return message
 
-    def _post_send(self, lane: Lane, message: Outgoing) -> None:
-        work = dist.isend(message.buffer, lane.receiver, self._groups.of(lane), tag=lane.tag)
-        assert work is not None
+    def _post_send(self, end: End, message: Outgoing) -> None:
         # The buffer must live until the transfer ends, and gloo reports the end only to a caller that waits for it.
-        self._sent[lane].append((work, message))
+        end.sent.append((end.send(message.buffer), message))
 
-    def _post_receive(self, receive: Receive, layout: Layout, buffer: Tensor) -> Posted:
-        lane = lane_of(receive, self._rank)
-        work = dist.irecv(buffer, lane.sender, self._groups.of(lane), tag=lane.tag)
-        assert work is not None
-        return Posted(receive, layout, buffer, work)
-
-    def _finish(self, lane: Lane, keep: int) -> None:
-        pending = self._sent[lane]
-        while len(pending) > keep:
-            work, message = pending.popleft()
+    def _finish(self, end: End, keep: int) -> None:
+        while len(end.sent) > keep:
+            work, message = end.sent.popleft()
             # Over NCCL the stream waits, not the host: what fills the buffer next does so after the transfer has ended.
-            wait_for(work, lane.receiver)
-            if not lane.shared:  # those are as large as the weights, and not worth their memory
-                self._left[lane] = message
+            wait_for(work, end.peer)
+            if not end.lane.shared:  # those are as large as the weights, and not worth their memory
+                end.left = message
 
 
 def wait_for(work: dist.Work, peer: int) -> None:
@@ -285,45 +313,39 @@ class GlooLinks(Links):
         super().follow(stream)
         # All lanes share one iteration over the stream, so each keeps what another has passed on its way.
         each_one = chain.from_iterable(stream)
-        self._receives = (each for each in each_one if isinstance(each, Receive) and each.peer_rank != self._rank)
-        self._passed: defaultdict[Lane, deque[Receive]] = defaultdict(deque)
-        self._posted: dict[Lane, deque[Posted]] = {}
+        self._receives = (each for each in each_one if isinstance(each, _RECEIVES) and each.peer_rank != self._rank)
 
-    def _take(self, receive: Receive) -> Posted:
-        lane = lane_of(receive, self._rank)
+    def _take(self, receive: Receive, end: End) -> Posted:
         # Gradients of shared weights are as large as the weights: a second buffer is not worth its memory.
-        ahead = 1 if lane.shared else POSTED
-        queue = self._posted.get(lane)
+        ahead = 1 if end.lane.shared else POSTED
+        queue = end.posted
         if queue is None:
-            queue = self._posted[lane] = deque()
+            queue = end.posted = deque()
             for _ in range(ahead):
-                self._post_next(lane)
-        if not queue:
-            queue.append(self._post(receive))  # the stream was not known in advance
-        posted = queue.popleft()
+                self._post_next(end, queue)
+        posted = queue.popleft() if queue else self._post(receive, end)  # the stream was not known in advance
         assert posted.receive == receive, (posted.receive, receive)
         # Posting takes time. Before the wait, it is hidden by it; after the wait, it would delay the computation.
         if ahead > 1:
-            self._post_next(lane)
+            self._post_next(end, queue)
         posted.wait()
         if ahead == 1:
-            self._post_next(lane)
-        check(posted.layout, receive.unit, header_here(posted.buffer), f"rank {receive.peer_rank}")
+            self._post_next(end, queue)
+        check(posted.layout, receive.unit, header_here(posted.buffer), receive.peer_rank)
         return posted
 
-    def _start(self, send: Send, lane: Lane, message: Outgoing) -> None:
-        self._post_send(lane, message)
+    def _start(self, send: Send, end: End, message: Outgoing) -> None:
+        self._post_send(end, message)
 
-    def _post_next(self, lane: Lane) -> None:
-        passed = self._passed[lane]
-        while not passed:
+    def _post_next(self, end: End, queue: deque[Posted]) -> None:
+        while not end.passed:
             receive = next(self._receives, None)
             if receive is None:
                 return
-            self._passed[lane_of(receive, self._rank)].append(receive)
-        self._posted[lane].append(self._post(passed.popleft()))
+            self._end(receive).passed.append(receive)
+        queue.append(self._post(end.passed.popleft(), end))
 
-    def _post(self, receive: Receive) -> Posted:
+    def _post(self, receive: Receive, end: End) -> Posted:
         layout = self._layout_of(receive)
         buffer = torch.empty(layout.size_bytes, dtype=torch.uint8, device=self._place.wire)
-        return self._post_receive(receive, layout, buffer)
+        return Posted(receive, layout, buffer, end.receive(buffer))

@@ -109,13 +109,13 @@ def header_here(buffer: Tensor) -> int:
     return ctypes.c_int64.from_address(buffer.data_ptr()).value
 
 
-def check(layout: Layout, unit: Unit, word: int, sender: str) -> None:
-    """Raise WorkerError if a message of `sender`, with the header `word`, is not the expected one."""
+def check(layout: Layout, unit: Unit, word: int, sender: int) -> None:
+    """Raise WorkerError if a message of rank `sender`, with the header `word`, is not the expected one."""
     if word == _word(layout, unit):
         return
     checksum, minibatch, microbatch = word >> 48 & _CHECKSUM, word >> 16 & _MINIBATCH, word & _MICROBATCH
     raise WorkerError(
-        f"{sender} sent minibatch {minibatch}, microbatch {microbatch}, layout {checksum:#x}; expected minibatch "
+        f"rank {sender} sent minibatch {minibatch}, microbatch {microbatch}, layout {checksum:#x}; expected minibatch "
         f"{unit.minibatch}, microbatch {unit.microbatch}, layout {layout.checksum:#x}",
         hint="do all hosts run the same version of the planner, the model file and the plan?",
     )

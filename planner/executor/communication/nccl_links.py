@@ -21,14 +21,13 @@ from torch import Tensor
 
 from planner.executor.communication.later import Later
 from planner.executor.communication.links import (
+    End,
     GlooLinks,
-    Lane,
     LayoutOf,
     LinkGroups,
     Links,
     Posted,
     Segments,
-    lane_of,
 )
 from planner.executor.communication.messages import Layouts, Outgoing, header
 from planner.runtime import Event, runtime_of
@@ -74,10 +73,10 @@ class NCCLLinks(Links):
         groups, rank = self._groups, self._rank
         self._runs = (run for segment in stream for run in _runs(groups.copied(segment, rank), rank))
         self._run: deque[Message] = deque()  # what is left of the present one
-        self._waiting: list[tuple[Lane, Outgoing]] = []  # its sends so far
+        self._waiting: list[tuple[End, Outgoing]] = []  # its sends so far
         self._posted: deque[Posted] = deque()  # its receives
         self._early: dict[Receive, Posted] = {}  # posted before a pause
-        self._spare: dict[Lane, _Buffer] = {}
+        self._spare: dict[End, _Buffer] = {}
 
     def expect(self, under_way: Callable[[], Iterable[Receive]]) -> None:
         receives = [receive for receive in under_way() if receive not in self._early]
@@ -88,15 +87,15 @@ class NCCLLinks(Links):
     def settle(self) -> None:
         self._later.flush()
 
-    def _start(self, send: Send, lane: Lane, message: Outgoing) -> None:
+    def _start(self, send: Send, end: End, message: Outgoing) -> None:
         self._reach(send)
         # Packed before, because that may allocate memory; posted with the last send of the run, and the receives
         # after it.
-        self._waiting.append((lane, message))
+        self._waiting.append((end, message))
         if not (self._run and isinstance(self._run[0], Send)):
             self._post()
 
-    def _take(self, receive: Receive) -> Posted:
+    def _take(self, receive: Receive, end: End) -> Posted:
         self._reach(receive)
         posted = self._early.pop(receive, None)
         if posted is None:
@@ -121,25 +120,26 @@ class NCCLLinks(Links):
         prepared = [self._prepared(receive) for receive in receives]
         # From here to the last call nothing may be allocated: the allocator may wait for the whole device, and so for a
         # send just posted, whose receiver waits for what this run has yet to post.
-        for lane, message in self._waiting:
-            self._post_send(lane, message)
+        for end, message in self._waiting:
+            self._post_send(end, message)
         self._waiting.clear()
         for receive, (buffer, spare) in zip(receives, prepared, strict=True):
             self._posted.append(self._post_into(receive, buffer, spare))
 
     def _post_into(self, receive: Receive, buffer: _Buffer, spare: _Buffer | None) -> Posted:
+        end = self._end(receive)
         if spare is not None:
-            self._spare[lane_of(receive, self._rank)] = spare
+            self._spare[end] = spare
         with self._on_side_stream(buffer):
-            return self._post_receive(receive, self._layout_of(receive), buffer.memory)
+            return Posted(receive, self._layout_of(receive), buffer.memory, end.receive(buffer.memory))
 
     def _prepared(self, receive: Receive) -> tuple[_Buffer, _Buffer | None]:
         # The buffer for a message, and one for the next of its lane.
-        lane, size = lane_of(receive, self._rank), self._layout_of(receive).size_bytes
-        kept = self._spare.pop(lane, None)
+        end, size = self._end(receive), self._layout_of(receive).size_bytes
+        kept = self._spare.pop(end, None)
         buffer = kept if kept is not None and len(kept.memory) == size else self._fresh(size)
         # Gradients of shared weights are as large as the weights: a second buffer is not worth its memory.
-        return buffer, None if lane.shared else self._allocated(size)
+        return buffer, None if end.lane.shared else self._allocated(size)
 
     def _allocated(self, size_bytes: int) -> _Buffer:
         memory = torch.empty(size_bytes, dtype=torch.uint8, device=self._place.wire)

@@ -14,6 +14,7 @@ from torch import nn
 
 from planner.errors import PlanError
 from planner.executor.communication.control import message_timeout
+from planner.executor.communication.links import Receivers
 from planner.executor.communication.sharding import Masters, Sharding
 from planner.executor.communication.shared_gradients import SharedGradients
 from planner.executor.run.data import BatchSource, make_batches, weighted
@@ -33,7 +34,7 @@ from planner.plan.shape import shape_of, synchronous_minibatches, synchronous_pa
 from planner.profiler.this_machine import return_free_pages
 from planner.runtime import runtime_of
 from planner.schedule.derived import segment_stream, segments
-from planner.schedule.instructions import LEAD, Instruction, Send
+from planner.schedule.instructions import LEAD, Instruction
 from planner.schedule.schedule import PipelineShape
 from planner.workers.groups import DataGroups
 from planner.workers.heartbeat import Heartbeat
@@ -164,11 +165,13 @@ class PipelineContext:
         plans = (plan_of_tensor_rank(self.job.plan, place) for place in range(max(self.job.plan.degrees)))
         return [replace(shape, ranks=tuple(stage.ranks for stage in plan.stages)) for plan in plans]
 
-    def receivers(self, rank: int, send: Send) -> Sequence[int]:
-        """Return who takes what a rank sends: ranks of the other stage's group."""
+    @property
+    def receivers(self) -> Receivers | None:
+        """Who takes what a rank sends: ranks of the other stage's group; None where all groups have one size."""
         plan = self.job.plan
-        one_size = plan.stages[send.stage].tensor == plan.stages[send.peer_stage].tensor
-        return (send.peer_rank,) if one_size else receivers(plan, send.stage, rank, send.peer_stage, send.peer_rank)
+        if len(set(plan.degrees)) == 1:
+            return None
+        return lambda rank, send: receivers(plan, send.stage, rank, send.peer_stage, send.peer_rank)
 
     @property
     def shapes(self) -> tuple[PipelineShape, ...]:

@@ -33,7 +33,7 @@ def pack(layout: Layout, unit: Unit, values: dict[str, torch.Tensor]) -> torch.T
     return message.buffer
 
 
-def unpack(layout: Layout, unit: Unit, buffer: torch.Tensor, sender: str) -> dict[str, torch.Tensor]:
+def unpack(layout: Layout, unit: Unit, buffer: torch.Tensor, sender: int) -> dict[str, torch.Tensor]:
     """What a receiver does."""
     check(layout, unit, header_here(buffer), sender)
     return values_in(layout, buffer)
@@ -54,7 +54,7 @@ def make_values(batch_size: int) -> dict[str, torch.Tensor]:
 def test_values_of_mixed_types_survive_the_trip(batch_size: int) -> None:
     layout = layout_of(SPECS, batch_size)
     values = make_values(batch_size)
-    got = unpack(layout, Unit(7, 2), pack(layout, Unit(7, 2), values), "rank 0")
+    got = unpack(layout, Unit(7, 2), pack(layout, Unit(7, 2), values), 0)
     assert list(got) == ["h", "mask", "ids"]
     for name, value in values.items():
         assert torch.equal(got[name], value)
@@ -67,14 +67,14 @@ def test_a_message_does_not_change_with_its_source() -> None:
     message = pack(layout, Unit(0), values)
     before = values["h"].clone()
     values["h"].zero_()
-    assert torch.equal(unpack(layout, Unit(0), message, "rank 0")["h"], before)
+    assert torch.equal(unpack(layout, Unit(0), message, 0)["h"], before)
 
 
 def test_a_value_arrives_in_its_memory_order() -> None:
     """Channels last, as after some convolutions: kernels downstream would round differently on a contiguous copy."""
     layout = layout_of([make_spec("image", torch.float32, (3, 4, 5), order=(0, 2, 3, 1))], 2)
     value = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
-    got = unpack(layout, Unit(0), pack(layout, Unit(0), {"image": value}), "rank 0")["image"]
+    got = unpack(layout, Unit(0), pack(layout, Unit(0), {"image": value}), 0)["image"]
     assert torch.equal(got, value)
     assert got.stride() == value.stride()
 
@@ -83,14 +83,14 @@ def test_another_minibatch_is_an_error_that_names_both() -> None:
     layout = layout_of(SPECS, 2)
     message = pack(layout, Unit(3), make_values(2))
     with pytest.raises(WorkerError, match=r"rank 5 sent minibatch 3, .* expected minibatch 4"):
-        unpack(layout, Unit(4), message, "rank 5")
+        unpack(layout, Unit(4), message, 5)
 
 
 def test_another_layout_is_an_error() -> None:
     message = pack(layout_of(SPECS, 2), Unit(3), make_values(2))
     other = layout_of([SPECS[1], SPECS[0], SPECS[2]], 2)
     with pytest.raises(WorkerError, match="layout"):
-        unpack(other, Unit(3), message, "rank 5")
+        unpack(other, Unit(3), message, 5)
 
 
 def test_a_value_of_unexpected_shape_is_refused_before_it_is_sent() -> None:
@@ -105,13 +105,13 @@ def test_what_is_expanded_travels_once() -> None:
     value = torch.randn(2, 1, 5, 4).expand(2, 6, 5, 4)
     layout = layout_of([spec], 2)
     assert layout.size_bytes == 64 + -(-2 * 5 * 4 * 4 // 64) * 64
-    got = unpack(layout, Unit(0), pack(layout, Unit(0), {"keys": value}), "rank 0")["keys"]
+    got = unpack(layout, Unit(0), pack(layout, Unit(0), {"keys": value}), 0)["keys"]
     assert torch.equal(got, value)
     assert got.stride() == value.stride()
     # Its gradient differs from head to head.
     gradient = torch.randn(2, 6, 5, 4)
     layout = layout_of([spec.of_gradient], 2)
-    got = unpack(layout, Unit(0), pack(layout, Unit(0), {"keys": gradient}), "rank 0")["keys"]
+    got = unpack(layout, Unit(0), pack(layout, Unit(0), {"keys": gradient}), 0)["keys"]
     assert torch.equal(got, gradient)
 
 
@@ -122,22 +122,22 @@ def test_another_batch_size_is_an_error() -> None:
     received = torch.zeros(layout.size_bytes, dtype=torch.uint8)
     received[: len(sent)] = sent
     with pytest.raises(WorkerError, match="layout"):
-        unpack(layout, Unit(3), received, "rank 5")
+        unpack(layout, Unit(3), received, 5)
 
 
 def test_another_dtype_of_the_same_size_is_an_error() -> None:
     message = pack(layout_of([make_spec("h", torch.float32, (4,))], 2), Unit(3), {"h": torch.ones(2, 4)})
     with pytest.raises(WorkerError, match="layout"):
-        unpack(layout_of([make_spec("h", torch.int32, (4,))], 2), Unit(3), message, "rank 5")
+        unpack(layout_of([make_spec("h", torch.int32, (4,))], 2), Unit(3), message, 5)
 
 
 def test_another_microbatch_and_a_message_of_somebody_else_are_errors() -> None:
     layout = layout_of(SPECS, 2)
     message = pack(layout, Unit(3, 1), make_values(2))
     with pytest.raises(WorkerError, match=r"microbatch 1, .* microbatch 0"):
-        unpack(layout, Unit(3, 0), message, "rank 5")
+        unpack(layout, Unit(3, 0), message, 5)
     with pytest.raises(WorkerError, match="rank 5 sent"):
-        unpack(layout, Unit(3, 1), torch.zeros_like(message), "rank 5")
+        unpack(layout, Unit(3, 1), torch.zeros_like(message), 5)
 
 
 def test_a_message_that_has_left_is_filled_again() -> None:
@@ -147,7 +147,7 @@ def test_a_message_that_has_left_is_filled_again() -> None:
         values = make_values(2)
         message.fill(Unit(minibatch), values)
         assert int(header(message.buffer)) == header_here(message.buffer)
-        got = unpack(layout, Unit(minibatch), message.buffer, "rank 0")
+        got = unpack(layout, Unit(minibatch), message.buffer, 0)
         assert all(torch.equal(got[name], value) for name, value in values.items())
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from planner.executor.communication import links, nccl_links
 from planner.executor.communication.gradients import WholeBucket
 from planner.executor.communication.later import MOST, Later, _Slot
-from planner.executor.communication.links import GlooLinks, LinkGroups, Links, Posted
+from planner.executor.communication.links import End, GlooLinks, LinkGroups, Links, Posted
 from planner.executor.communication.nccl_links import NCCLLinks, _Buffer
 from planner.executor.communication.sharding import DividedBucket
 from planner.executor.run.worker import PipelineWorker
@@ -66,9 +66,9 @@ def spare_buffer_without_its_event() -> Iterator[None]:
 def send_buffer_refilled_before_its_send() -> Iterator[None]:
     """A message is filled again without a wait for the send before."""
 
-    def finish(own: Links, lane: Any, keep: int) -> None:
-        while len(own._sent[lane]) > keep:
-            own._left[lane] = own._sent[lane].popleft()[1]
+    def finish(own: Links, end: End, keep: int) -> None:
+        while len(end.sent) > keep:
+            end.left = end.sent.popleft()[1]
 
     with patch.object(Links, "_finish", finish):
         yield
@@ -79,9 +79,9 @@ def send_buffer_refilled_at_once() -> Iterator[None]:
     """A message is filled again as soon as it was posted, whatever number may be on its way."""
     original = Links._post_send
 
-    def post(own: Links, lane: Any, message: Any) -> None:
-        original(own, lane, message)
-        own._left[lane] = message
+    def post(own: Links, end: End, message: Any) -> None:
+        original(own, end, message)
+        end.left = message
 
     with patch.object(Links, "_post_send", post):
         yield
@@ -158,8 +158,8 @@ def allocation_between_posts() -> Iterator[None]:
     """Memory for a receive is allocated after the sends before it were posted."""
 
     def post(own: NCCLLinks, first: Any = None) -> None:
-        for lane, message in own._waiting:
-            own._post_send(lane, message)
+        for end, message in own._waiting:
+            own._post_send(end, message)
         own._waiting.clear()
         for receive in (first, *own._run):
             if isinstance(receive, Receive) and receive not in own._early:

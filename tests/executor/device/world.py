@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from planner.executor.communication.links import End
 from planner.executor.run import context
 from tests.executor.device.rules import Hear, Meeting, NCCLDeadlock, Operation, Post, StreamWait, Tell, Work
 from tests.executor.device.simulated import Devices, Mark, Message, OnDevice, RaceError, SimulatedRuntime
@@ -273,6 +274,7 @@ class World:
         replaced: dict[str, object] = {name: getattr(self, name) for name in names}
         replaced |= {
             "get_rank": lambda group=None: self.rank if group is None else group.ranks.index(self.rank),
+            "get_group_rank": lambda group, rank: group.ranks.index(rank),
             "get_world_size": lambda group=None: len((group or self.everyone).ranks),
             "get_backend": lambda group=None: (group or self.everyone).backend,
             "group": type("group", (), {"WORLD": self.everyone}),
@@ -284,6 +286,8 @@ class World:
             patch.multiple(dist, create=True, **replaced),  # type: ignore[call-overload] # names that PyTorch 2.6 has not
             patch.object(context, "await_all", lambda _: self.barrier()),
             patch.object(Tensor, "tolist", lambda tensor: self._listed(tensor)),
+            patch.object(End, "send", lambda end, message: self.isend(message, end.peer, end.group)),
+            patch.object(End, "receive", lambda end, message: self.irecv(message, end.peer, end.group)),
             registered("cpu", SimulatedRuntime(self.devices)),
         ):
             yield
