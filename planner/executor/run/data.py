@@ -21,6 +21,8 @@ KEPT = 3  # minibatches that a pipeline without weight stashing may have in flig
 ENDLESS = 2**40  # minibatches of a run whose end is not known
 RANDOM_BATCHES = 8  # distinct random minibatches, used in turn: making new ones would count as training time
 
+_SIZES = 4096  # of units, that are remembered
+
 # Datasets are read by one thread at a time: those of training and of evaluation may share an open file.
 _ONE_READER = threading.Lock()
 
@@ -35,6 +37,7 @@ class BatchSource(ABC):
 
     def __init__(self, microbatches: int) -> None:
         self.microbatches = microbatches  # per minibatch, after a synchronous start
+        self._sizes: dict[Unit, int] = {}  # every message asks for one
 
     @abstractmethod
     def batch(self, unit: Unit) -> Batch:
@@ -49,8 +52,13 @@ class BatchSource(ABC):
 
     def size(self, unit: Unit) -> int:
         """Return the number of samples of one microbatch; 0 if a last minibatch has fewer samples than microbatches."""
-        samples, parts = self.minibatch_size(unit.minibatch), self.parts(unit.minibatch)
-        return samples // parts + (unit.microbatch < samples % parts)
+        found = self._sizes.get(unit)
+        if found is None:
+            samples, parts = self.minibatch_size(unit.minibatch), self.parts(unit.minibatch)
+            if len(self._sizes) >= _SIZES:
+                self._sizes.clear()
+            found = self._sizes[unit] = samples // parts + (unit.microbatch < samples % parts)
+        return found
 
     def parts(self, minibatch: int) -> int:
         return self.start[1] if self.start is not None and minibatch < self.start[0] else self.microbatches

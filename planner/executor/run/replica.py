@@ -45,7 +45,13 @@ class StageReplica:
         self.optimizer = stage.optimizer
         self.versions = WeightVersions(parameters, stage.module.arrange)
         self.shared = stage.shared
-        self._context, self._data, self._transfers = context, context.data, context.transfers
+        self._context, self._data = context, context.data
+        # Names of what the stage sends, and of what it gets and whose gradients it sends back, by the other stage.
+        ends = context.transfers.items()
+        self._sent = {to: [spec.name for spec in specs] for (own, to), specs in ends if own == self.index}
+        self._with_gradient = {
+            of: [spec.name for spec in specs if spec.requires_grad] for (of, own), specs in ends if own == self.index
+        }
         self._averager = None
         self._ddp: DistributedDataParallel | None = None
         if replicas is not None and context.job.baseline is not None:
@@ -70,7 +76,7 @@ class StageReplica:
         self._rests: dict[Unit, WeightGradients] = {}  # second parts of backwards in two parts
 
     def accept_activation(self, unit: Unit, source: int, values: dict[str, Tensor]) -> None:
-        for name in self._with_gradient(source, self.index):
+        for name in self._with_gradient[source]:
             values[name].requires_grad_()
         self._units[unit].received.update(values)
 
@@ -99,7 +105,7 @@ class StageReplica:
 
     def activation(self, unit: Unit, target: int) -> dict[str, Tensor]:
         outputs = self._units[unit].outputs
-        return {spec.name: outputs.pop(spec.name) for spec in self._transfers[self.index, target]}  # each is sent once
+        return {name: outputs.pop(name) for name in self._sent[target]}  # each is sent once
 
     def accept_gradient(self, unit: Unit, values: dict[str, Tensor]) -> None:
         """Store the gradients that a later stage returned for outputs of `unit`, at this stage's loss scale."""
@@ -160,7 +166,7 @@ class StageReplica:
     def gradient(self, unit: Unit, source: int) -> dict[str, Tensor]:
         """Return the gradients, after the backward of `unit`, of the values that stage `source` sent."""
         record = self._units[unit]
-        received = {name: record.received.pop(name) for name in self._with_gradient(source, self.index)}
+        received = {name: record.received.pop(name) for name in self._with_gradient[source]}
         values = {n: torch.zeros_like(v) if v.grad is None else v.grad for n, v in received.items()}
         self._forget_if_done(unit, record)
         self.optimizer.note_sent(values.values())
@@ -206,9 +212,6 @@ class StageReplica:
         """Return the unit, or the first one of its minibatch that counts where it does not."""
         others = (Unit(unit.minibatch, number) for number in range(self._data.parts(unit.minibatch)))
         return next((each for each in chain([unit], others) if self._share(each)), unit)
-
-    def _with_gradient(self, source: int, target: int) -> list[str]:
-        return [spec.name for spec in self._transfers[source, target] if spec.requires_grad]
 
     def _forget_if_done(self, unit: Unit, record: _InFlight) -> None:
         if not any(value.requires_grad for value in record.received.values()):

@@ -8,6 +8,7 @@ import traceback
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 from unittest import mock
 
@@ -59,25 +60,32 @@ def decides_by_values(error: BaseException | None) -> bool:
     return error is not None
 
 
-@contextlib.contextmanager
-def failures_placed(places: Mapping[str, str]) -> Iterator[None]:
-    """Raise a LayerError, with its place in the user's file, where a captured operation fails while the model trains.
+class FailuresPlaced:
+    """Context that raises a LayerError, with its place in the user's file, where a captured operation fails in training.
 
     `places` are by the names of values in the generated code; the errors of blocks lead to the user's line themselves.
+    One may be entered many times: a generator would take longer for every unit.
     """
-    try:
-        yield
-    except (RuntimeError, IndexError, ValueError, TypeError) as cause:  # that an operation raises on what it gets
+
+    def __init__(self, places: Mapping[str, str]) -> None:
+        self._places = places
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(self, _: type[BaseException] | None, cause: BaseException | None, __: TracebackType | None) -> None:
+        if not isinstance(cause, (RuntimeError, IndexError, ValueError, TypeError)):  # what an operation raises
+            return
         frames = traceback.extract_tb(cause.__traceback__)
         generated = [frame for frame in frames if frame.filename.startswith("<eval_with")]
-        if not generated or not places:
-            raise
+        if not generated or not self._places:
+            return
         # A line of generated code begins with the value that it makes: "linear_1 = torch.nn.functional.linear(...)".
         name = re.match(r"\w+", generated[-1].line or "")
         hint = "does every sample of dataset() fit the model, as those of example_batch() do?"
         if isinstance(cause, torch.OutOfMemoryError):
             hint = "plan with less `memory_bytes`, or with `recompute=auto`"
-        place = places.get(name[0]) if name is not None else None
+        place = self._places.get(name[0]) if name is not None else None
         raise LayerError(reason_of(cause), hint=hint, place=place) from cause
 
 

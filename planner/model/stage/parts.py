@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
 from planner.errors import CaptureError
-from planner.model.capture.failure import failures_placed
+from planner.model.capture.failure import FailuresPlaced
 from planner.model.capture.graph import GraphLayer, LayerGraph
 from planner.model.capture.size import samples_in
 from planner.model.randomness import RandomKey
@@ -172,7 +172,7 @@ def recomputing(segment: Segment, buffers: Sequence[Place], places: Mapping[str,
             if not has_run:
                 before, has_run = _copies(buffers), True
                 return forward(*values)
-            with _replaced(before), failures_placed(places):
+            with _replaced(before), FailuresPlaced(places):
                 return forward(*values)
 
         made: tuple[Tensor, ...] = checkpoint(

@@ -12,7 +12,7 @@ from torch.utils._pytree import TreeSpec
 
 from planner.errors import CaptureError, ModelFileError
 from planner.model.batch import Batch
-from planner.model.capture.failure import failures_placed
+from planner.model.capture.failure import FailuresPlaced
 from planner.model.capture.graph import LOSS, GraphLayer, LayerGraph, ValueSpec
 from planner.model.capture.size import evaluate_number, samples_in
 from planner.model.options import autocasting
@@ -41,7 +41,7 @@ class StageModule(nn.Module):
         boundary: Boundary,
         weights: nn.Module,
         code: Segment,
-        places: Mapping[str, str],
+        places: Mapping[str, str],  # where the user's file makes each value of the code, by the value's name
         division: DividedWeights,
         units: Units | None = None,
     ) -> None:
@@ -56,7 +56,7 @@ class StageModule(nn.Module):
         self.division = division  # which of its weights are parts
         self.__dict__["units"] = units  # they are no modules of the model
         self._code = code  # of the inputs, the received values and the numbers: the sent values, then the loss
-        self._places = places  # where the user's file makes each value of the code, by the value's name
+        self._failures = FailuresPlaced(places)
         self._inputs = tuple((index, graph.specs.get(leaf)) for index, leaf in boundary.inputs)
         self._batch_spec = graph.batch_spec
         self._expressions = tuple(numbers_of(graph, boundary).values())  # in the batch size
@@ -112,10 +112,9 @@ class StageModule(nn.Module):
         inputs = self._read(batch) if self._inputs else []
         values = [received[spec.name] for spec in self.received]
         numbers = self._numbers_for(inputs, values)
-        device = next((tensor.device for tensor in (*values, *inputs) if isinstance(tensor, Tensor)), None)
-        if device is None:
-            device = next((tensor.device for tensor in self.parameters()), torch.device("cpu"))
-        with autocasting(device.type, self.options.autocast), failures_placed(self._places):
+        tensors = values or [leaf for leaf in (*inputs, *self.parameters()) if isinstance(leaf, Tensor)]
+        device = tensors[0].device if tensors else torch.device("cpu")
+        with autocasting(device.type, self.options.autocast), self._failures:
             results = self._code.run(device, self._key, self._observer, *inputs, *values, *numbers)
         return dict(zip(self._results, results, strict=True))
 
@@ -139,11 +138,12 @@ class StageModule(nn.Module):
 
     def _numbers_for(self, inputs: Sequence[Any], received: Sequence[Tensor]) -> Sequence[Any]:
         """Return the numbers that the code takes with these values, whose dtypes and shapes are checked."""
-        given = [*zip(self.received, received, strict=True)]
-        given += [(spec, leaf) for (_, spec), leaf in zip(self._inputs, inputs, strict=True) if spec is not None]
-        seen = tuple([(tensor.shape, tensor.dtype) for _, tensor in given])
+        leaves = [leaf for (_, spec), leaf in zip(self._inputs, inputs, strict=True) if spec is not None]
+        seen = tuple([(tensor.shape, tensor.dtype) for tensor in (*received, *leaves)])
         found = self._numbers.get(seen)
         if found is None:
+            specs = (*self.received, *(spec for _, spec in self._inputs if spec is not None))
+            given = list(zip(specs, (*received, *leaves), strict=True))
             size = self.fixed_batch_size
             if size is None:  # what some value tells; 0 where nothing in the stage depends on it
                 pairs = (pair for spec, tensor in given for pair in zip(spec.sizes, tensor.shape, strict=False))
