@@ -66,8 +66,7 @@ def measure(case: Case, pairs: int, units: int) -> Result:
     plan, spec = plan_of(case), TrainingSpec.from_file(MODEL)
     per_window = units // case.microbatches
     with lone_rank(case.stage, WORKERS):
-        context, worker, neighbours = build(plan, spec, per_window * (2 * pairs + 3))
-        stream = context.stream(0, context.minibatches)
+        context, worker, neighbours, stream = build(plan, spec, per_window * (2 * pairs + 3))
         two, one = (sum(1 for _ in context.stream(0, windows * per_window)) for windows in (2, 1))
 
         def work(run: Callable[[Iterable[Instruction]], object] = worker.run) -> float:
@@ -78,7 +77,7 @@ def measure(case: Case, pairs: int, units: int) -> Result:
         with neighbours.reached():
             work()
             # Of another copy: the worker has units in flight, whose weights must not change.
-            copy, _, _ = build(plan, spec, 1)
+            copy, *_ = build(plan, spec, 1)
             unit, update = bare_unit(copy, copy.stages[case.stage]), bare_update(copy.stages[case.stage])
 
             def bare() -> float:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from planner.executor.communication.links import End, LinkGroups, lane_of
+from planner.executor.communication.links import Ahead, End, LinkGroups, lane_of
 from planner.executor.communication.messages import Layouts, Outgoing
 from planner.executor.run.context import PipelineContext, pipeline_context
 from planner.executor.run.loop import Groups, make_worker
@@ -110,8 +110,8 @@ def lone_rank(rank: int, world: int) -> Iterator[None]:
 
 def build(
     plan: Plan, spec: TrainingSpec, minibatches: int, place: Place = CPU
-) -> tuple[PipelineContext, PipelineWorker, Neighbours]:
-    """Build the worker of this rank, with all messages of `minibatches` waiting for it at `place`."""
+) -> tuple[PipelineContext, PipelineWorker, Neighbours, Ahead]:
+    """Build the worker of this rank and its stream, with all messages of `minibatches` waiting for it at `place`."""
     context = pipeline_context(Job(model=spec.origin, plan=plan, steps=minibatches), spec, place)
     groups = Groups.create(context)
     neighbours = Neighbours(groups.links, place.wire)
@@ -119,5 +119,6 @@ def build(
     neighbours.expect(
         context.stream(0, minibatches), Layouts(context.transfers, shared, context.data.size, with_scale=False)
     )
-    worker = make_worker(context, groups, Observers(context.heartbeat), [context.stream(0, minibatches)])
-    return context, worker, neighbours
+    worker, stream = make_worker(context, groups, Observers(context.heartbeat)), Ahead(context.stream(0, minibatches))
+    worker.links.follow(stream)
+    return context, worker, neighbours, stream

@@ -9,7 +9,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import chain, count
+from itertools import count
 from typing import NamedTuple, get_args
 
 import torch
@@ -118,15 +118,14 @@ class LinkGroups:
             self._by_lane = {lane: known.get(lane) or groups.for_messages(lane.sender, lane.receiver) for lane in lanes}
 
     def copied(self, stream: Iterable[Instruction], rank: int) -> Iterator[Instruction]:
-        """Yield a worker's stream with a send for each receiver."""
+        """Yield a worker's stream with a send for each receiver, without those to itself."""
         for each in stream:
-            if isinstance(each, Send) and each.peer_rank != rank:
-                yield from self.copies(each, rank)
-            else:
-                yield each
+            yield from self.copies(each, rank) if isinstance(each, Send) else (each,)
 
     def copies(self, send: Send, rank: int) -> Sequence[Send]:
         """Return what a worker sends to other workers in place of `send`: nothing, or one or several messages."""
+        if send.peer_rank == rank:
+            return ()
         if self._receivers is None:
             return (send,)
         return [replace(send, peer_rank=each) for each in self._receivers(rank, send)]
@@ -142,7 +141,7 @@ class LinkGroups:
 class End:
     """This worker's end of a lane: what is looked up once, for all its messages, and the messages under way."""
 
-    __slots__ = ("_place", "group", "left", "lane", "passed", "peer", "posted", "sent", "tag")
+    __slots__ = ("_place", "group", "lane", "left", "passed", "peer", "posted", "sent", "tag")
 
     def __init__(self, lane: Lane, group: dist.ProcessGroup, rank: int) -> None:
         self.lane, self.group, self.tag = lane, group, lane.tag
@@ -155,7 +154,7 @@ class End:
         """Forget what is known of the stream."""
         self.left: Outgoing | None = None  # the newest that has left, to be filled again
         self.passed: deque[Receive] = deque()  # by the look-ahead of another lane
-        self.posted: deque[Posted] | None = None
+        self.posted: deque[Posted] = deque()
 
     # `isend` and `irecv` of torch.distributed look up and check for each message what does not change.
 
@@ -167,7 +166,23 @@ class End:
 
 
 LayoutOf = Callable[[Receive | Send], Layout]
-Segments = Iterable[Iterable[Instruction]]  # a worker's stream; between two segments the pipeline is empty
+
+
+class Ahead(Iterator[Instruction]):
+    """A worker's stream, made once for who executes it and for its links, which look ahead in it."""
+
+    def __init__(self, instructions: Iterable[Instruction] = ()) -> None:
+        self._rest, self._seen = iter(instructions), deque[Instruction]()
+
+    def __next__(self) -> Instruction:
+        return self._seen.popleft() if self._seen else next(self._rest)
+
+    def look(self) -> Instruction | None:
+        """Return the next instruction that was neither executed nor seen; None at the end."""
+        found = next(self._rest, None)
+        if found is not None:
+            self._seen.append(found)
+        return found
 
 
 @dataclass(slots=True)
@@ -195,7 +210,6 @@ class Links(ABC):
         most: sends on a lane that may be unfinished at once. With as many as there can be units in flight, the wait for
             the oldest never blocks.
         place: the device that messages are made on, and the device that computes with their values.
-        stream: the worker's instructions, as far as they are known in advance.
         rounds: as `most`, of gradients of shared weights, by stage: rounds that it can be ahead of the slowest sharer.
     """
 
@@ -207,7 +221,6 @@ class Links(ABC):
         layout_of: LayoutOf,
         most: int,
         place: Place,
-        stream: Segments,
         rounds: Callable[[int], int] = lambda _: 0,
     ) -> None:
         self._groups, self._layout_of, self._place = groups, layout_of, place
@@ -215,7 +228,7 @@ class Links(ABC):
         self._rank = dist.get_rank()
         self._ends: dict[tuple[type, int, int, int], End] = {}
         self._within: dict[Receive, dict[str, Tensor]] = {}  # between two stages of this worker
-        self.follow(stream)
+        self.follow(Ahead())
 
     def receive(self, receive: Receive) -> dict[str, Tensor]:
         """Return the values of `receive`; raise WorkerError when another came, on a GPU in one of the next calls."""
@@ -231,11 +244,11 @@ class Links(ABC):
             own = {n: value.clone() if isinstance(send, SendShared) else value for n, value in values.items()}
             self._within[matching_receive(send, self._rank)] = {n: value.detach() for n, value in own.items()}
             return
-        for each in self._groups.copies(send, self._rank):
-            end = self._end(each)
-            # Before the message is packed, so that it takes the memory of one that has left.
-            self._finish(end, self._rounds(each.stage) + self._rounds_more if end.lane.shared else self._most - 1)
-            self._start(each, end, self._packed(each, end, values))
+        sends = self._groups.copies(send, self._rank)
+        ends = list(map(self._end, sends))
+        for end in ends:  # before messages are packed, so that these take the memory of some that have left
+            self._finish(end, self._rounds(send.stage) + self._rounds_more if end.lane.shared else self._most - 1)
+        self._start(sends, [(end, self._packed(send, end, values)) for end in ends])
 
     def drain(self) -> None:
         for end in self._ends.values():
@@ -254,9 +267,12 @@ class Links(ABC):
         """Take memory for messages of microbatches of so many samples, before the first of them."""
         return  # on a CPU taking it holds up nobody
 
-    @abstractmethod
-    def follow(self, stream: Segments) -> None:
-        """Prepare to post the messages of another stream of the worker; nothing may be on its way."""
+    def follow(self, stream: Ahead) -> None:
+        """Prepare to post the messages of another stream, which the worker executes; nothing may be on its way.
+
+        A stream without instructions is of one that is not known in advance.
+        """
+        self._stream = stream
         for end in self._ends.values():
             end.begin()
 
@@ -264,7 +280,7 @@ class Links(ABC):
     def _take(self, receive: Receive, end: End) -> Posted: ...
 
     @abstractmethod
-    def _start(self, send: Send, end: End, message: Outgoing) -> None: ...
+    def _start(self, sends: Sequence[Send], messages: Sequence[tuple[End, Outgoing]]) -> None: ...
 
     def _end(self, message: Receive | Send) -> End:
         key = type(message), message.stage, message.peer_stage, message.peer_rank
@@ -309,41 +325,36 @@ def wait_for(work: dist.Work, peer: int) -> None:
 class GlooLinks(Links):
     """Posts `POSTED` receives per lane ahead, of the worker's stream as far as it is known."""
 
-    def follow(self, stream: Segments) -> None:
-        super().follow(stream)
-        # All lanes share one iteration over the stream, so each keeps what another has passed on its way.
-        each_one = chain.from_iterable(stream)
-        self._receives = (each for each in each_one if isinstance(each, _RECEIVES) and each.peer_rank != self._rank)
-
     def _take(self, receive: Receive, end: End) -> Posted:
         # Gradients of shared weights are as large as the weights: a second buffer is not worth its memory.
         ahead = 1 if end.lane.shared else POSTED
-        queue = end.posted
-        if queue is None:
-            queue = end.posted = deque()
-            for _ in range(ahead):
-                self._post_next(end, queue)
-        posted = queue.popleft() if queue else self._post(receive, end)  # the stream was not known in advance
+        if end.posted:
+            posted = end.posted.popleft()
+        else:
+            posted = self._post(end.passed.popleft() if end.passed else receive, end)
         assert posted.receive == receive, (posted.receive, receive)
         # Posting takes time. Before the wait, it is hidden by it; after the wait, it would delay the computation.
         if ahead > 1:
-            self._post_next(end, queue)
+            self._post_ahead(end, ahead)
         posted.wait()
         if ahead == 1:
-            self._post_next(end, queue)
+            self._post_ahead(end, ahead)
         check(posted.layout, receive.unit, header_here(posted.buffer), receive.peer_rank)
         return posted
 
-    def _start(self, send: Send, end: End, message: Outgoing) -> None:
-        self._post_send(end, message)
+    def _start(self, sends: Sequence[Send], messages: Sequence[tuple[End, Outgoing]]) -> None:
+        for end, message in messages:
+            self._post_send(end, message)
 
-    def _post_next(self, end: End, queue: deque[Posted]) -> None:
-        while not end.passed:
-            receive = next(self._receives, None)
-            if receive is None:
-                return
-            self._end(receive).passed.append(receive)
-        queue.append(self._post(end.passed.popleft(), end))
+    def _post_ahead(self, end: End, ahead: int) -> None:
+        while len(end.posted) < ahead:
+            while not end.passed:
+                each = self._stream.look()
+                if each is None:
+                    return
+                if isinstance(each, _RECEIVES) and each.peer_rank != self._rank:
+                    self._end(each).passed.append(each)
+            end.posted.append(self._post(end.passed.popleft(), end))
 
     def _post(self, receive: Receive, end: End) -> Posted:
         layout = self._layout_of(receive)

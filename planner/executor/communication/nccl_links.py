@@ -11,7 +11,7 @@ what the device had to do until then, not for the computation in between. Header
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -21,17 +21,17 @@ from torch import Tensor
 
 from planner.executor.communication.later import Later
 from planner.executor.communication.links import (
+    Ahead,
     End,
     GlooLinks,
     LayoutOf,
     LinkGroups,
     Links,
     Posted,
-    Segments,
 )
 from planner.executor.communication.messages import Layouts, Outgoing, header
 from planner.runtime import Event, runtime_of
-from planner.schedule.instructions import LEAD, Instruction, Message, Receive, Send
+from planner.schedule.instructions import LEAD, Message, Receive, Send
 from planner.workers.groups import GLOO
 from planner.workers.place import Place
 
@@ -68,10 +68,8 @@ class NCCLLinks(Links):
         with self._runtime.on(self._side):
             self._runtime.reserve(self._place.wire, size_bytes)
 
-    def follow(self, stream: Segments) -> None:
+    def follow(self, stream: Ahead) -> None:
         super().follow(stream)
-        groups, rank = self._groups, self._rank
-        self._runs = (run for segment in stream for run in _runs(groups.copied(segment, rank), rank))
         self._run: deque[Message] = deque()  # what is left of the present one
         self._waiting: list[tuple[End, Outgoing]] = []  # its sends so far
         self._posted: deque[Posted] = deque()  # its receives
@@ -87,16 +85,18 @@ class NCCLLinks(Links):
     def settle(self) -> None:
         self._later.flush()
 
-    def _start(self, send: Send, end: End, message: Outgoing) -> None:
-        self._reach(send)
+    def _start(self, sends: Sequence[Send], messages: Sequence[tuple[End, Outgoing]]) -> None:
+        if not sends:
+            return
+        self._reach(sends)
         # Packed before, because that may allocate memory; posted with the last send of the run, and the receives
         # after it.
-        self._waiting.append((end, message))
+        self._waiting += messages
         if not (self._run and isinstance(self._run[0], Send)):
             self._post()
 
     def _take(self, receive: Receive, end: End) -> Posted:
-        self._reach(receive)
+        self._reach([receive])
         posted = self._early.pop(receive, None)
         if posted is None:
             if not self._posted:
@@ -107,12 +107,24 @@ class NCCLLinks(Links):
         self._later.read(header(posted.buffer), posted.later_check())
         return posted
 
-    def _reach(self, message: Message) -> None:
+    def _reach(self, messages: Sequence[Message]) -> None:
         # Messages on a communicator match by the order of the calls alone, so a worker may not leave its stream.
         if not self._run:
-            self._run = deque(next(self._runs, (message,)))
-        expected = self._run.popleft()
-        assert expected == message, (expected, message)
+            self._run = self._run_from(messages)
+        for message in messages:
+            expected = self._run.popleft()
+            assert expected == message, (expected, message)
+
+    def _run_from(self, messages: Sequence[Message]) -> deque[Message]:
+        run = deque(messages)
+        while isinstance(each := self._stream.look(), Message):
+            # Messages between two stages of one worker travel nowhere, and are left out.
+            more = self._groups.copies(each, self._rank) if isinstance(each, Send) else [each]
+            # A send may need what the receive before it brings, so it cannot be posted together with it.
+            if more and isinstance(each, Send) and isinstance(run[-1], Receive):
+                break
+            run += (message for message in more if message.peer_rank != self._rank)
+        return run
 
     def _post(self, first: Receive | None = None) -> None:
         """Post the sends of the run, and its receives: `first` and those that follow."""
@@ -159,24 +171,6 @@ class NCCLLinks(Links):
         if buffer.free is not None:
             self._side.wait_event(buffer.free)
         return self._runtime.on(self._side)
-
-
-def _runs(segment: Iterable[Instruction], rank: int) -> Iterator[list[Message]]:
-    """Yield the runs of a segment; messages between two stages of one worker travel nowhere, and are left out."""
-    run: list[Message] = []
-    for each in segment:
-        if not isinstance(each, Message):
-            if run:
-                yield run
-            run = []
-        elif each.peer_rank != rank:
-            # A send may need what the receive before it brings, so it cannot be posted together with it.
-            if run and isinstance(each, Send) and isinstance(run[-1], Receive):
-                yield run
-                run = []
-            run.append(each)
-    if run:
-        yield run
 
 
 def links_over(place: Place) -> type[Links]:

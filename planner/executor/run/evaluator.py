@@ -11,7 +11,6 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from planner.executor.communication.control import gather_bytes
-from planner.executor.communication.links import LinkGroups
+from planner.executor.communication.links import Ahead, LinkGroups
 from planner.executor.communication.messages import Layouts
 from planner.executor.communication.nccl_links import links_over
 from planner.executor.run.context import PipelineContext
@@ -113,7 +112,7 @@ class Evaluator:
         streams = {rank: evaluation_stream(shape, rank, batches) for shape in shapes for rank in shape.first_stages}
         groups = LinkGroups(context.groups, streams, context.receivers, links)
         most = 2 * group_size(self._shape)
-        self._links = links_over(context.place)(groups, layouts.layout, most, context.place, ())
+        self._links = links_over(context.place)(groups, layouts.layout, most, context.place)
         self._links.reserve(layouts, fixed or context.microbatch_size)
 
     def run(self, minibatch: int) -> Evaluation | None:
@@ -125,12 +124,13 @@ class Evaluator:
             for _, buffer in sorted(module.named_buffers()) if number in self._replicas else ():
                 dist.broadcast(buffer, self._shape.ranks[number][0], self._replicas[number])
         links, compute = self._links, self._context.place.compute
-        stream = partial(evaluation_stream, self._shape, self._context.rank, len(self._data.sizes))
-        links.follow([stream()])
+        stream = Ahead(evaluation_stream(self._shape, self._context.rank, len(self._data.sizes)))
+        links.follow(stream)
+        ran = 0
         known: dict[tuple[int, Unit], dict[str, Tensor]] = {}  # that a stage has received or made
         # Random numbers that the evaluation draws must not change those of training.
         with torch.no_grad(), runtime_of(compute).random_state_kept(compute):
-            for instruction in stream():
+            for instruction in stream:
                 assert isinstance(instruction, (ReceiveActivation, Forward, SendActivation))
                 self._context.heartbeat.begin(instruction, evaluating=True)
                 values = known.setdefault((instruction.stage, instruction.unit), {})
@@ -138,6 +138,7 @@ class Evaluator:
                     case ReceiveActivation():
                         values.update(links.receive(instruction))
                     case Forward(stage=stage, unit=unit):
+                        ran += 1
                         # The values of the unit before have been sent: free them.
                         for key in [key for key in known if key != (stage, unit) and key[0] == stage]:
                             del known[key]
@@ -153,9 +154,9 @@ class Evaluator:
                     case SendActivation(stage=stage, peer_stage=target):
                         names = [spec.name for spec in self._stages.transfers[stage, target]]
                         links.send(instruction, {name: values[name] for name in names})
-        self._even_out(sum(isinstance(each, Forward) for each in stream()))
+        self._even_out(ran)
         links.drain()
-        links.follow(())  # training needs the memory of the buffers that are left
+        links.follow(Ahead())  # training needs the memory of the buffers that are left
         return self._merge(minibatch, totals)
 
     def _even_out(self, ran: int) -> None:

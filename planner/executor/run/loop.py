@@ -14,7 +14,7 @@ from torch import Tensor
 from planner.executor.checkpoint.checkpointer import Checkpointer, DataPosition
 from planner.executor.checkpoint.stage_parts import Restorable
 from planner.executor.checkpoint.trained_weights import save_gathered
-from planner.executor.communication.links import LinkGroups, Segments
+from planner.executor.communication.links import Ahead, LinkGroups
 from planner.executor.communication.messages import Layouts
 from planner.executor.communication.nccl_links import links_over
 from planner.executor.run.context import PipelineContext
@@ -67,8 +67,8 @@ def all_streams(*shapes: PipelineShape) -> Mapping[int, Iterable[Instruction]]:
     }
 
 
-def make_worker(context: PipelineContext, groups: Groups, observers: Observers, upcoming: Segments) -> PipelineWorker:
-    """Connect this worker's stages with their replicas and neighbours; `upcoming` is as for `Loop`."""
+def make_worker(context: PipelineContext, groups: Groups, observers: Observers) -> PipelineWorker:
+    """Connect this worker's stages with their replicas and neighbours."""
     job, held = context.job, context.stages
     layouts = Layouts(
         context.transfers,
@@ -78,9 +78,7 @@ def make_worker(context: PipelineContext, groups: Groups, observers: Observers, 
         codec=CODECS[context.plan.cluster.compress],
     )
     in_flight = max(shape.in_flight(stage) for shape in context.shapes for stage in range(len(context.plan.stages)))
-    links = links_over(context.place)(
-        groups.links, layouts.layout, in_flight, context.place, upcoming, context.shape.lag
-    )
+    links = links_over(context.place)(groups.links, layouts.layout, in_flight, context.place, context.shape.lag)
     links.reserve(layouts, context.microbatch_size)
     stages = {number: StageReplica(stage, context, groups.replicas.get(number)) for number, stage in held.items()}
     # Under asynchronous schedules each stage clips and scales by itself.
@@ -98,7 +96,7 @@ def make_worker(context: PipelineContext, groups: Groups, observers: Observers, 
 class Loop:
     """One worker's part of the training of a plan; all workers make theirs together, because it makes process groups.
 
-    `upcoming` is a copy of the worker's stream by segments, as far as it is known: links look ahead in it.
+    Links look `ahead` in the stream, where it is known in advance.
     """
 
     def __init__(
@@ -106,21 +104,24 @@ class Loop:
         context: PipelineContext,
         groups: Groups,
         observers: Observers,
-        upcoming: Segments = (),
+        *,
+        ahead: bool = False,
         evaluation_data: EvaluationData | None = None,
     ) -> None:
-        self.worker = make_worker(context, groups, observers, upcoming)
+        self.worker = make_worker(context, groups, observers)
         self.evaluator = None
         if context.evaluation is not None:
             self.evaluator = Evaluator(context, groups.replicas, groups.links, evaluation_data)
         self.evaluations: list[Evaluation] = []  # so far, on the worker that has their results
-        self._context = context
+        self._context, self._ahead = context, ahead
         self.begin(0)
 
     def begin(self, first: int, last: int = ENDLESS) -> None:
         """Begin a stream of the minibatches from `first` to before `last`, with an empty pipeline."""
         self.first, self._last = first, last
-        self._stream = self._context.stream(first, last)
+        self._stream = Ahead(self._context.stream(first, last))
+        if self._ahead:
+            self.worker.links.follow(self._stream)
         self._next: Instruction | None = None
         self._executed = 0
         self._messages: MessagesUnderWay | None = None
@@ -134,7 +135,7 @@ class Loop:
 
     def drain(self, count: int | None = None) -> None:
         """Finish all minibatches in flight, of `count` so far where the stream was begun without its end."""
-        rest = self._stream
+        rest: Iterator[Instruction] = self._stream
         if count is not None:
             # A stream that ends there begins with what was executed of the endless one: they differ at the end only.
             rest = islice(self._context.stream(self.first, count), self._executed, None)

@@ -125,7 +125,7 @@ def train(
         recorder = TraceRecorder(context.rank, options.trace_minibatches, place.compute, peak.now_bytes)
     # Who is told of updates has them read from the device, so only where somebody is.
     observers = Observers(context.heartbeat, None if reporter is None else on_update, recorder)
-    loop = Loop(context, groups, observers, _whole_stream(context, first))
+    loop = Loop(context, groups, observers, ahead=True)
     if context.data.random:  # made at first use, random batches would count as training time
         context.heartbeat.enter("making random data")
         for unit in _units(context, context.stream(first, min(first + RANDOM_BATCHES, context.minibatches))):
@@ -134,7 +134,8 @@ def train(
     peak.forget()
     if place.kind == "cpu" and sys.platform == "linux":
         _let_messages_interrupt(threading.get_native_id())
-    with context.data.reading(_units(context, chain.from_iterable(_whole_stream(context, first)))):
+    whole = chain.from_iterable(context.stream(*segment) for segment in context.segments(first))
+    with context.data.reading(_units(context, whole)):
         context.heartbeat.enter("waiting for the others to start", meeting=True)
         dist.barrier(control_group())
         began_s = time.perf_counter()
@@ -278,11 +279,6 @@ def gather_result(
         checkpoint=None if newest is None else str(newest),
         checkpoint_s=0.0 if checkpointer is None else checkpointer.seconds,
     )
-
-
-def _whole_stream(context: PipelineContext, first: int) -> Iterator[Iterator[Instruction]]:
-    for start, end in context.segments(first):
-        yield context.stream(start, end)
 
 
 def _units(context: PipelineContext, instructions: Iterable[Instruction]) -> Iterator[Unit]:

@@ -61,7 +61,7 @@ def decides_by_values(error: BaseException | None) -> bool:
 
 
 class FailuresPlaced:
-    """Context that raises a LayerError, with its place in the user's file, where a captured operation fails in training.
+    """Context that raises a LayerError, with its place in the user's file, where a captured operation fails.
 
     `places` are by the names of values in the generated code; the errors of blocks lead to the user's line themselves.
     One may be entered many times: a generator would take longer for every unit.

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from datetime import timedelta
 from unittest.mock import patch
 
-from planner.executor.run import train
+from planner.executor.communication.links import Ahead
 from planner.profiler.links import levels
 from planner.workers.place import CPU
 from tests.executor.device.rules import Recording
@@ -21,7 +21,7 @@ from tests.executor.device.world import World
 
 def record_own_loop(run: Run) -> Recording:
     """As `record`, where no worker knows what comes next."""
-    with patch.object(train, "_whole_stream", lambda *_: ()):
+    with patch.object(Ahead, "look", lambda _: None):
         return record(run)
 
 

@@ -114,8 +114,7 @@ def test_reads_are_counted() -> None:
 )
 def test_a_worker_reads_nothing_until_its_stream_ends(case: Case, place: Place) -> None:
     with lone_rank(case.stage, WORKERS):
-        context, worker, neighbours = build(plan_of(case), SPEC, 12, place)
-        stream = context.stream(0, 12)
+        _, worker, neighbours, stream = build(plan_of(case), SPEC, 12, place)
         later = Held()
         with neighbours.reached():
             worker.run(islice(stream, 40))  # first messages are checked at once
@@ -221,8 +220,7 @@ def test_no_instruction_synchronises_a_gpu(stage: int) -> None:
     device = torch.device("cuda", 0)
     case = Case("1f1b-flush", 4, stage)
     with lone_rank(stage, WORKERS):
-        context, worker, neighbours = build(plan_of(case), SPEC, 12, Place(device, device))
-        stream = context.stream(0, 12)
+        _, worker, neighbours, stream = build(plan_of(case), SPEC, 12, Place(device, device))
         with neighbours.reached():
             worker.run(islice(stream, 100))
             try:
