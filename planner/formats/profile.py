@@ -92,11 +92,9 @@ class Device(GrownRecord):
     peak_flops_per_s: Annotated[float, Field(gt=0)] | None = None  # of an estimate's device, in the profile's dtype
 
 
-class KindTimes(Record):
-    """What the profile's layers cost on one kind of device, in their order."""
+class _Times(Record):
+    """What layers cost where they run in another way, in the profile's order."""
 
-    name: str  # for the cluster's `kinds`
-    device: Device
     source: Literal["measured", "estimated", "imported"]
     forward_s: tuple[Seconds, ...]
     backward_s: tuple[Seconds, ...]
@@ -106,20 +104,20 @@ class KindTimes(Record):
     update_workspace_bytes: tuple[Bytes, ...]
 
 
-class DegreeCosts(Record):
+class KindTimes(_Times):
+    """What the profile's layers cost on one kind of device, in their order."""
+
+    name: str  # for the cluster's `kinds`
+    device: Device
+
+
+class DegreeCosts(_Times):
     """What one of `degree` ranks that divide every layer between them has to do and to hold, layer by layer.
 
     Times are without the all-reduces of activations in the group.
     """
 
     degree: Annotated[int, Field(ge=2)]
-    source: Literal["measured", "estimated", "imported"]
-    forward_s: tuple[Seconds, ...]
-    backward_s: tuple[Seconds, ...]
-    update_s: tuple[Seconds, ...]
-    accumulate_s: tuple[Seconds, ...]
-    workspace_bytes: tuple[Bytes, ...]
-    update_workspace_bytes: tuple[Bytes, ...]
     weight_bytes: tuple[Bytes, ...]
     gradient_bytes: tuple[Bytes, ...]
     optimizer_bytes: tuple[Bytes, ...]

@@ -10,20 +10,8 @@ from contextlib import suppress
 from typing import Literal
 
 from planner.formats.files import Record
-from planner.schedule.instructions import (
-    AddShared,
-    AllReduce,
-    Backward,
-    BackwardInput,
-    Instruction,
-    Message,
-    Receive,
-    ReceiveActivation,
-    ReceiveShared,
-    SendActivation,
-    SendShared,
-    Update,
-)
+from planner.schedule import instructions as do
+from planner.schedule.instructions import Instruction, Message, Receive
 
 
 class Beat(Record):
@@ -57,7 +45,7 @@ class Heartbeat:
         if self._began_s is not None and now_s - self._began_s > self._slowest_s:
             self._slowest_s = now_s - self._began_s
         self._began_s = now_s
-        if isinstance(instruction, (Backward, BackwardInput)):
+        if isinstance(instruction, (do.Backward, do.BackwardInput)):
             self._last_backward = instruction.unit[0]
         # Counted, so that an instruction that is repeated is told from one that does not end.
         self._beats += 1
@@ -92,7 +80,7 @@ class Heartbeat:
     def _beat(self, beats: int, instruction: Instruction, slowest_s: float = 0.0, *, evaluating: bool = False) -> Beat:
         return Beat(
             beats=beats,
-            state="waiting" if isinstance(instruction, Message | AllReduce) else "computing",
+            state="waiting" if isinstance(instruction, Message | do.AllReduce) else "computing",
             doing=_words(instruction, self._last_backward, evaluating=evaluating),
             stage=instruction.stage,
             slowest_s=slowest_s,
@@ -101,11 +89,11 @@ class Heartbeat:
 
 def _words(instruction: Instruction, last_backward: int, *, evaluating: bool) -> str:
     match instruction:
-        case AllReduce():
+        case do.AllReduce():
             return f"in the all-reduce of round {instruction.round}"
-        case AddShared():
+        case do.AddShared():
             return f"adding up the shared weights' gradients of round {instruction.round}"
-        case Update():
+        case do.Update():
             # A round has a minibatch for each replica: the worker's own last one tells more than the round's number.
             return f"in the update after minibatch {last_backward}"
     minibatch, microbatch = instruction.unit
@@ -114,8 +102,8 @@ def _words(instruction: Instruction, last_backward: int, *, evaluating: bool) ->
     if not isinstance(instruction, Message):
         words = "".join(f" {c.lower()}" if c.isupper() else c for c in type(instruction).__name__)
         return f"in the{words} of {unit}"
-    what = f"activations of {unit}" if isinstance(instruction, ReceiveActivation | SendActivation) else None
-    if isinstance(instruction, ReceiveShared | SendShared):
+    what = f"activations of {unit}" if isinstance(instruction, do.ReceiveActivation | do.SendActivation) else None
+    if isinstance(instruction, do.ReceiveShared | do.SendShared):
         what = f"shared weights' gradients of round {minibatch}"
     what = what or f"gradients of {unit}"
     if isinstance(instruction, Receive):

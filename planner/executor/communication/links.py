@@ -8,7 +8,6 @@ from abc import ABC, abstractmethod
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from itertools import count
 from typing import NamedTuple, get_args
 
@@ -19,15 +18,8 @@ from torch import Tensor
 from planner.errors import first_line
 from planner.executor.communication.later import Reader
 from planner.executor.communication.messages import Layout, Layouts, Outgoing, check, header_here, unpack
-from planner.schedule.instructions import (
-    POSTED,
-    Instruction,
-    Receive,
-    ReceiveShared,
-    Send,
-    SendShared,
-    matching_receive,
-)
+from planner.schedule import instructions as do
+from planner.schedule.instructions import POSTED, Instruction, Receive, Send
 from planner.workers.failures import ConnectionLostError
 from planner.workers.groups import DataGroups
 from planner.workers.place import Place
@@ -53,16 +45,10 @@ class Lane(NamedTuple):
 
 
 def lane_of(message: Receive | Send, rank: int) -> Lane:
-    shared = isinstance(message, (ReceiveShared, SendShared))
-    if isinstance(message, Send):
-        return _lane(rank, message.peer_rank, message.stage, message.peer_stage, shared)
-    return _lane(message.peer_rank, rank, message.peer_stage, message.stage, shared)
-
-
-@cache  # for every message, a lookup instead of a new Lane
-def _lane(sender: int, receiver: int, from_stage: int, to_stage: int, shared: bool) -> Lane:
-    source, target = sorted((from_stage, to_stage))
-    return Lane(sender, receiver, source, target, from_stage < to_stage, shared)
+    own, peer = (rank, message.stage), (message.peer_rank, message.peer_stage)
+    (sender, start), (receiver, end) = (own, peer) if isinstance(message, Send) else (peer, own)
+    shared = isinstance(message, (do.ReceiveShared, do.SendShared))
+    return Lane(sender, receiver, min(start, end), max(start, end), start < end, shared)
 
 
 def lanes_of(streams: Mapping[int, Iterable[Instruction]]) -> list[Lane]:
@@ -241,8 +227,8 @@ class Links(ABC):
         """Start sending `values`, without waiting for the receiver."""
         if send.peer_rank == self._rank:
             # Both stages add the gradients of shared weights in place, so each needs its own.
-            own = {n: value.clone() if isinstance(send, SendShared) else value for n, value in values.items()}
-            self._within[matching_receive(send, self._rank)] = {n: value.detach() for n, value in own.items()}
+            own = {n: value.clone() if isinstance(send, do.SendShared) else value for n, value in values.items()}
+            self._within[do.matching_receive(send, self._rank)] = {n: value.detach() for n, value in own.items()}
             return
         sends = self._groups.copies(send, self._rank)
         ends = list(map(self._end, sends))

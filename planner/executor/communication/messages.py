@@ -19,16 +19,8 @@ from planner.errors import WorkerError
 from planner.executor.communication.shared_gradients import SharedGradients
 from planner.formats.names import CODECS, Codec
 from planner.model.capture.graph import ValueSpec
-from planner.schedule.instructions import (
-    Receive,
-    ReceiveActivation,
-    ReceiveGradient,
-    ReceiveShared,
-    Send,
-    SendActivation,
-    SendShared,
-    Unit,
-)
+from planner.schedule import instructions as do
+from planner.schedule.instructions import Receive, Send, Unit
 from planner.workers.coding import Coding, coding_of
 
 SCALE = "loss scale"  # the sender's scale, as a value of a message of gradients; no operation's name has a space
@@ -166,14 +158,14 @@ class Layouts:
 
     def received_bytes(self, source: int, target: int, *, forward: bool, shared: bool, samples: int) -> int:
         """Return the size of a message from stage `source` to the later `target`, or back, of `samples` samples."""
-        kind = ReceiveShared if shared else ReceiveActivation if forward else ReceiveGradient
+        kind = do.ReceiveShared if shared else do.ReceiveActivation if forward else do.ReceiveGradient
         return self._make(kind, *((target, source) if forward else (source, target)), samples).size_bytes
 
     def _make(self, kind: type[Receive | Send], stage: int, peer: int, samples: int) -> Layout:
-        if issubclass(kind, (ReceiveShared, SendShared)):
+        if issubclass(kind, (do.ReceiveShared, do.SendShared)):
             return layout_of(self._shared[stage].specs(peer), 1)
         specs = list(self._transfers[min(stage, peer), max(stage, peer)])
-        if not issubclass(kind, (ReceiveActivation, SendActivation)):
+        if not issubclass(kind, (do.ReceiveActivation, do.SendActivation)):
             specs = [spec.of_gradient for spec in specs if spec.requires_grad]
             if self._with_scale:
                 specs.append(ValueSpec(SCALE, torch.float32, requires_grad=False, sizes=(), order=()))

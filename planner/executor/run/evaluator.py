@@ -30,18 +30,9 @@ from planner.model.loss import weight_function
 from planner.model.options import autocasting
 from planner.model.stage.evaluation import separate_buffers, share_buffers
 from planner.runtime import runtime_of
+from planner.schedule import instructions as do
 from planner.schedule.derived import evaluation_stream, group_size, segment_stream
-from planner.schedule.instructions import (
-    Forward,
-    Instruction,
-    Receive,
-    ReceiveActivation,
-    Send,
-    SendActivation,
-    Unit,
-    Update,
-    matching_receive,
-)
+from planner.schedule.instructions import Instruction, Receive, Send, Unit
 from planner.schedule.schedule import Channel, PipelineShape
 from planner.workers.job import Evaluation
 
@@ -61,7 +52,7 @@ class MessagesUnderWay:
             updates = updates_between(self._shape, self._shape.stages_of(rank), self._first, self._point, point)
             for instruction in until_updated(stream, updates):
                 if isinstance(instruction, Send) and instruction.peer_rank == self._rank != rank:
-                    self._sent[matching_receive(instruction, rank)] = None
+                    self._sent[do.matching_receive(instruction, rank)] = None
                 elif isinstance(instruction, Receive) and rank == self._rank:
                     taken.append(instruction)
         for receive in taken:
@@ -131,13 +122,13 @@ class Evaluator:
         # Random numbers that the evaluation draws must not change those of training.
         with torch.no_grad(), runtime_of(compute).random_state_kept(compute):
             for instruction in stream:
-                assert isinstance(instruction, (ReceiveActivation, Forward, SendActivation))
+                assert isinstance(instruction, (do.ReceiveActivation, do.Forward, do.SendActivation))
                 self._context.heartbeat.begin(instruction, evaluating=True)
                 values = known.setdefault((instruction.stage, instruction.unit), {})
                 match instruction:
-                    case ReceiveActivation():
+                    case do.ReceiveActivation():
                         values.update(links.receive(instruction))
-                    case Forward(stage=stage, unit=unit):
+                    case do.Forward(stage=stage, unit=unit):
                         ran += 1
                         # The values of the unit before have been sent: free them.
                         for key in [key for key in known if key != (stage, unit) and key[0] == stage]:
@@ -151,7 +142,7 @@ class Evaluator:
                             values.update(results)
                             if LOSS in results:
                                 totals.update(self._sums(unit, batch, results[LOSS], values))
-                    case SendActivation(stage=stage, peer_stage=target):
+                    case do.SendActivation(stage=stage, peer_stage=target):
                         names = [spec.name for spec in self._stages.transfers[stage, target]]
                         links.send(instruction, {name: values[name] for name in names})
         self._even_out(ran)
@@ -225,7 +216,7 @@ def until_updated(instructions: Iterator[Instruction], updates: Mapping[int, int
     while max(left.values(), default=0) > 0:
         instruction = next(instructions)
         yield instruction
-        if isinstance(instruction, Update):
+        if isinstance(instruction, do.Update):
             left[instruction.stage] -= 1
 
 
