@@ -17,20 +17,7 @@ import torch
 import torch.distributed as dist
 
 from planner.errors import InputError, PlannerError
-from planner.executor.checkpoint.folders import (
-    INDEX,
-    PROBE,
-    STEP,
-    Checkpoint,
-    SavedCheckpoint,
-    StagePart,
-    load_checkpoint,
-    partial_name,
-    prune,
-    remove_leftovers,
-    resolve,
-    sync_folder,
-)
+from planner.executor.checkpoint import folders
 from planner.executor.checkpoint.stage_parts import Restorable, content_of, restore_stage, write_part
 from planner.executor.communication.control import broadcast_bytes, gather_bytes, merge_losses, message_timeout
 from planner.executor.observe.run_log import Past, RunLog
@@ -53,7 +40,7 @@ class DataPosition:
 
 
 class _WorkerPart(Record):
-    parts: tuple[StagePart, ...] = ()
+    parts: tuple[folders.StagePart, ...] = ()
     losses: str  # since the last checkpoint; see `merge_losses`
     evaluations: tuple[Evaluation, ...]
     problem: str | None = None
@@ -83,7 +70,7 @@ class Checkpointer:
         first = 0
         if self.resumed_from is not None:
             self._heartbeat.enter("reading the checkpoint")
-            saved = load_checkpoint(self.resumed_from)
+            saved = folders.load_checkpoint(self.resumed_from)
             saved.check_fits(self._job.plan, self._job.seed)
             for own in self._stages:
                 restore_stage(own, saved)
@@ -105,7 +92,7 @@ class Checkpointer:
         Raise InputError when the model or optimizer has state that no checkpoint can hold.
         """
         began_s = time.perf_counter()
-        folder = self.folder / partial_name(f"{minibatch:08}", self._token)
+        folder = self.folder / folders.partial_name(f"{minibatch:08}", self._token)
         self._heartbeat.enter("writing a checkpoint")
         # Before anything can fail, because ranks that divide a stage's weights gather them together.
         contents = [(own, content_of(own)) for own in self._stages]
@@ -139,19 +126,19 @@ class Checkpointer:
         options = self._job.checkpoints
         writes, chosen = options.every is not None, b""
         if self._rank == 0:
-            token, found = uuid.uuid4().hex[:8], resolve(options.resume, self.folder, writes=writes)
+            token, found = uuid.uuid4().hex[:8], folders.resolve(options.resume, self.folder, writes=writes)
             chosen = json.dumps([token, None if found is None else str(found)]).encode()
             if writes:
                 try:
                     self.folder.mkdir(parents=True, exist_ok=True)
-                    remove_leftovers(self.folder)
-                    (self.folder / partial_name(PROBE, token)).mkdir()
+                    folders.remove_leftovers(self.folder)
+                    (self.folder / folders.partial_name(folders.PROBE, token)).mkdir()
                 except OSError as cause:
                     problem = f"checkpoints cannot be written to '{self.folder}': {cause.strerror}"
                     raise PlannerError(problem, hint="choose another `folder`") from None
         token, resume = json.loads(broadcast_bytes(chosen, self._group))
         if writes:
-            probe = self.folder / partial_name(PROBE, token)
+            probe = self.folder / folders.partial_name(folders.PROBE, token)
             deadline = time.monotonic() + NFS_REMEMBERS_S
             while not probe.exists():
                 if time.monotonic() >= deadline:
@@ -178,7 +165,7 @@ class Checkpointer:
             except PlannerError as cause:
                 self._problem = cause.message
         if self._problem is None:
-            prune(self.folder, self._job.checkpoints.keep)
+            folders.prune(self.folder, self._job.checkpoints.keep)
         else:
             shutil.rmtree(folder, ignore_errors=True)
             what = (
@@ -186,13 +173,13 @@ class Checkpointer:
             )
             _log.warning("%s; training continues, and older checkpoints are kept", what)
 
-    def _publish(self, minibatch: int, folder: Path, parts: list[StagePart]) -> Path:
+    def _publish(self, minibatch: int, folder: Path, parts: list[folders.StagePart]) -> Path:
         # The order matters. Workers synced their files before they reported; the index and the names in the folder are
         # synced before the rename, so that after a crash no complete name stands for missing content. The parent is
         # synced last: only then does the new name itself outlive a crash, and older checkpoints may be removed.
         plan = self._job.plan
         assert plan.graph_hash is not None
-        index = Checkpoint(
+        index = folders.Checkpoint(
             tool=__version__,
             torch=torch.__version__,
             model=plan.model,
@@ -205,15 +192,15 @@ class Checkpointer:
             minibatches_per_epoch=self._data.minibatches_per_epoch,
             parts=tuple(sorted(parts, key=lambda part: (part.stage, part.replica))),
         )
-        save_record(index, folder / INDEX)
-        sync_folder(folder)
-        final = folder.with_name(f"{STEP}{minibatch:08}")
+        save_record(index, folder / folders.INDEX)
+        folders.sync_folder(folder)
+        final = folder.with_name(f"{folders.STEP}{minibatch:08}")
         folder.rename(final)
-        sync_folder(self.folder)
+        folders.sync_folder(self.folder)
         return final
 
 
-def position(saved: SavedCheckpoint, data: DataPosition) -> int:
+def position(saved: folders.SavedCheckpoint, data: DataPosition) -> int:
     """Return the minibatch that comes next, in minibatches of `data`; raise InputError when the data has changed.
 
     If their size has, the run continues in the same epoch at the next whole minibatch: no sample is seen twice.

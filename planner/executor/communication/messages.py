@@ -19,6 +19,7 @@ from planner.errors import WorkerError
 from planner.executor.communication.shared_gradients import SharedGradients
 from planner.formats.names import CODECS, Codec
 from planner.model.capture.graph import ValueSpec
+from planner.runtime import runtime_of
 from planner.schedule import instructions as do
 from planner.schedule.instructions import Receive, Send, Unit
 from planner.workers.coding import Coding, coding_of
@@ -69,17 +70,23 @@ def layout_of(specs: Sequence[ValueSpec], batch_size: int, codec: Codec = CODECS
 class Outgoing:
     """The buffer of a message to send, with views, which take longer to make than to fill again for the next one."""
 
-    __slots__ = ("_header", "_places", "buffer", "layout")
+    __slots__ = ("_header", "_here", "_places", "buffer", "layout")
 
     def __init__(self, layout: Layout, wire: torch.device) -> None:
         self.layout = layout
         self.buffer = torch.empty(layout.size_bytes, dtype=torch.uint8, device=wire)
+        # Where nothing is later than the host it is written at its address: a fill takes longer than all else.
+        self._here = None if runtime_of(wire).asynchronous else _at(self.buffer)
         self._header = header(self.buffer)
         self._places = [(slot, slot.spec.name, slot.place(self.buffer)) for slot in layout.slots]
 
     def fill(self, unit: Unit, values: Mapping[str, Tensor]) -> None:
         """Copy `values` into the buffer; raise WorkerError when one is not what the captured graph says."""
-        self._header.fill_(_word(self.layout, unit))
+        word = _word(self.layout, unit)
+        if self._here is not None:
+            self._here.value = word
+        else:
+            self._header.fill_(word)
         for slot, name, place in self._places:
             value = values[name]
             if value.shape != slot.shape or value.dtype != slot.spec.dtype:
@@ -88,7 +95,7 @@ class Outgoing:
                     f"{slot.spec.dtype} of shape {slot.shape}",
                     hint="a shape that depends on the data cannot cross a cut; keep the layers around it in one stage",
                 )
-            slot.coding.write(place, slot.spec.to_wire(value.detach()))
+            slot.coding.write(place, slot.spec.to_wire(value.detach() if value.requires_grad else value))
 
 
 def header(buffer: Tensor) -> Tensor:
@@ -98,7 +105,11 @@ def header(buffer: Tensor) -> Tensor:
 def header_here(buffer: Tensor) -> int:
     """Return the header of the message in `buffer`, which is in the CPU's memory."""
     # At its address: to make views and read those takes as long as all else that a receiver does.
-    return ctypes.c_int64.from_address(buffer.data_ptr()).value
+    return _at(buffer).value
+
+
+def _at(buffer: Tensor) -> ctypes.c_int64:
+    return ctypes.c_int64.from_address(buffer.data_ptr())
 
 
 def check(layout: Layout, unit: Unit, word: int, sender: int) -> None:
