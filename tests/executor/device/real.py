@@ -20,7 +20,7 @@ from planner.workers.job import Job
 from planner.workers.place import CPU
 from tests.executor.device.runs import Heart, PretendedGPUs, Run
 from tests.executor.device.world import World
-from tests.executor.plans import make_plan, sharded, structural_profile
+from tests.executor.plans import in_groups, make_plan, sharded, structural_profile
 
 # A weight that the first and the last layer share, a value that every block needs, dropout, and a norm with buffers.
 MODEL = """
@@ -31,7 +31,7 @@ class Net(nn.Module):
     def __init__(self):
         super().__init__()
         self.embed = nn.Embedding(19, 8)
-        self.blocks = nn.ModuleList([nn.Linear(16, 8) for _ in range(4)])
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 8)) for _ in range(4)])
         self.norm, self.drop = nn.BatchNorm1d(8), nn.Dropout(0.2)
         self.head = nn.Linear(8, 19, bias=False)
         TIE
@@ -39,7 +39,7 @@ class Net(nn.Module):
     def forward(self, tokens):
         first = x = self.embed(tokens)
         for block in self.blocks:
-            x = x + self.drop(torch.tanh(block(torch.cat([x, first], -1))))
+            x = x + self.drop(block(torch.cat([x, first], -1)))
         return self.head(self.norm(x.transpose(1, 2)).transpose(1, 2))
 
 def build_model():
@@ -74,7 +74,8 @@ def _model_and_plan(run: Run) -> tuple[TrainingSpec, Plan]:
     plan = make_plan(
         structural_profile(path, MICROBATCH), run.replicas, run.schedule, run.microbatches, chunks=run.chunks
     )
-    return load_model_file(str(path)), sharded(plan) if run.sharded else plan
+    plan = sharded(plan) if run.sharded else plan
+    return load_model_file(str(path)), in_groups(plan, *run.degree_of_stage) if run.degrees else plan
 
 
 @cache
@@ -95,6 +96,8 @@ def runs() -> Iterator[Run]:
 
         yield run(1, 1)
         yield run(1, 1, 1) if schedule.chunked else run(2, 1)
+        yield run(1, 1, degrees=(2, 2))
+        yield run(2, 2, degrees=(2, 2)) if schedule.chunked else run(2, 1, degrees=(1, 2))
         last = 2 * chunks - 1
         if schedule.asynchronous:
             yield run(2, 1, accumulate=2) if schedule.stashes else run(1, 2)

@@ -28,6 +28,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from planner.runtime import Runtime
@@ -595,6 +597,11 @@ class OnDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if any(issubclass(each, (DTensor, AsyncCollectiveTensor)) for each in types):
+            return NotImplemented  # it takes itself apart, and its parts come here
+        if func.namespace == "_c10d_functional" and (carry_out := self._world.functional.get(func._opname)):
+            with self:  # its copies are the device's work, too
+                return carry_out(*args)
         if func is torch.ops.aten.lift_fresh.default:
             self._devices.note_of_host(args[0])
         if func.is_view or func.namespace != "aten":

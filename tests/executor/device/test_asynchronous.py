@@ -24,9 +24,11 @@ from tests.executor.device.findings import finding
 from tests.executor.device.rules import Post
 from tests.executor.device.runs import Run, carry_out
 from tests.executor.device.simulated import Devices
+from tests.executor.device.world import World
 
 SHAPES = runs()
-REAL = list(real.runs())
+REAL = [run for run in real.runs() if not run.degrees]
+DIVIDING = [run for run in real.runs() if run.degrees]  # whose ranks divide layers, with PyTorch's DTensor
 SEEDS = (None, 1, 2, 3, 4, 5)  # a device that does nothing before it must, and five that do some of it before
 SLOW = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -49,7 +51,10 @@ def test_no_order_of_a_device_changes_what_is_computed(cases: list[tuple[Run, in
 
 @pytest.mark.parametrize(
     "cases",
-    [drawn(REAL[::2]), pytest.param([(run, seed) for run in REAL for seed in SEEDS[:3]], marks=SLOW)],
+    [
+        drawn(REAL[::2] + DIVIDING[::8]),
+        pytest.param([(run, seed) for run in REAL + DIVIDING for seed in SEEDS[:3]], marks=SLOW),
+    ],
     ids=["some", "all"],
 )
 def test_with_layers_of_a_model_and_its_optimizer(cases: list[tuple[Run, int | None]]) -> None:
@@ -168,6 +173,11 @@ def hits(fault: Callable[[], AbstractContextManager[None]], shapes: tuple[Run, .
 def test_a_missing_wait_is_found(fault: Callable[[], AbstractContextManager[None]], shapes: tuple[Run, ...]) -> None:
     assert not [what for run in shapes[:1] for seed in SEEDS[:3] if (what := finding(run, seed))]
     assert next(hits(fault, shapes), None)
+
+
+def test_a_sum_of_a_group_that_nobody_waits_for_is_found() -> None:
+    with patch.object(World, "_awaited", lambda _, value: value):
+        assert finding(DIVIDING[0], 1, real.make_real_context)
 
 
 @pytest.mark.slow

@@ -20,10 +20,13 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import _disable_current_modes
 
 from planner.executor.communication.links import End
 from planner.executor.run import context
+from planner.model.tensor.group import TensorGroup
 from tests.executor.device.rules import Hear, Meeting, NCCLDeadlock, Operation, Post, StreamWait, Tell, Work
 from tests.executor.device.simulated import Devices, Mark, Message, OnDevice, RaceError, SimulatedRuntime
 from tests.runtimes import registered
@@ -59,6 +62,7 @@ class World:
         self._given: dict[tuple[str, int], dict[int, Tensor]] = defaultdict(dict)  # by communicator and number
         self._met: Counter[tuple[int, str]] = Counter()
         self._come: defaultdict[str, set[int]] = defaultdict(set)  # who has used each communicator
+        self._functional: dict[int, _Done] = {}  # functional collectives to wait for, by what holds their results
         self._errors: list[BaseException] = []
 
     @property
@@ -179,6 +183,42 @@ class World:
         self.until(lambda: src in self._given[name, number])
         self._fill(lambda given: tensor.copy_(given[src]), (name, number))
 
+    @property
+    def functional(self) -> dict[str, Callable[..., Tensor]]:
+        """Functional collectives, which DTensors ask for, by the names of PyTorch's operations."""
+        return {"all_reduce": self._reduced, "all_gather_into_tensor": self._gathered, "wait_tensor": self._awaited}
+
+    def _reduced(self, value: Tensor, op: str, group: str) -> Tensor:
+        assert op == "sum"
+        return self._posted(value.clone(), group, lambda given: torch.stack(given).sum(0))
+
+    def _gathered(self, value: Tensor, size: int, group: str) -> Tensor:
+        rows = value.new_empty(size * value.shape[0], *value.shape[1:])
+        return self._posted(rows, group, torch.cat, give=value)
+
+    def _awaited(self, value: Tensor) -> Tensor:
+        done = self._functional.pop(value.untyped_storage()._cdata, None)
+        if done is not None:
+            done.wait()
+        return value
+
+    def _posted(
+        self, result: Tensor, group: str, combine: Callable[[list[Tensor]], Tensor], give: Tensor | None = None
+    ) -> Tensor:
+        done = self._all(result, self._named(group), combine, async_op=True, give=give)
+        assert done is not None
+        self._functional[result.untyped_storage()._cdata] = done
+        return result
+
+    def _named(self, name: str) -> Group:
+        return next(group for group in self.groups if group.name == name)
+
+    def _connect(self, tensor: TensorGroup, group: Group, _: torch.device) -> None:
+        with _disable_current_modes():
+            tensor._mesh = DeviceMesh("cpu", torch.tensor(group.ranks), _init_backend=False, _rank=self.rank)
+        names: Any = [group.name]
+        tensor._mesh._dim_group_names = names
+
     def _line(self, sender: int, receiver: int) -> tuple[str, int]:
         name = f"from {sender} to {receiver}"
         self._posts[self.rank, name] += 1
@@ -286,6 +326,8 @@ class World:
             patch.multiple(dist, create=True, **replaced),  # type: ignore[call-overload] # names that PyTorch 2.6 has not
             patch.object(context, "await_all", lambda _: self.barrier()),
             patch.object(Tensor, "tolist", lambda tensor: self._listed(tensor)),
+            patch.object(distributed_c10d, "_get_group_size_by_name", lambda name: len(self._named(name).ranks)),
+            patch.object(TensorGroup, "connect", lambda *of: self._connect(*of)),
             patch.object(End, "send", lambda end, message: self.isend(message, end.peer, end.group)),
             patch.object(End, "receive", lambda end, message: self.irecv(message, end.peer, end.group)),
             registered("cpu", SimulatedRuntime(self.devices)),
