@@ -81,6 +81,11 @@ def first_uses(names: Iterable[Sequence[str]]) -> list[list[str]]:
     return new
 
 
+def last_uses(names: Sequence[Sequence[str]]) -> list[list[str]]:
+    """Return by layer the names that no later layer has: in its backward their gradients come into being."""
+    return first_uses(reversed(names))[::-1]
+
+
 def _layers(
     graph: LayerGraph, batch_size: int, measured: Sequence[LayerMeasurement], update_share: float
 ) -> Iterator[Layer]:

@@ -32,7 +32,7 @@ from planner.profiler.estimated.execution import EAGER_CPU, Execution, compiler,
 from planner.profiler.estimated.operations import OperationRecorder, RecurrentWorkspace
 from planner.profiler.estimated.roofline import Costs
 from planner.profiler.estimated.update import Shapes, UpdateTrace, trace_updates
-from planner.profiler.make_profile import LayerMeasurement, Measurement, first_uses
+from planner.profiler.make_profile import LayerMeasurement, Measurement, first_uses, last_uses
 from planner.profiler.step.allocation import beyond_held, saved_bytes, tensors_of_batch
 from planner.profiler.step.counters import LayerCounts, first_rank, layer_counts
 from planner.profiler.step.timing import LayerMarks, StepTimes, drop_gradients
@@ -272,7 +272,8 @@ class _Tracer:
         names = first_uses(layer.parameters for layer in graph.layers)
         weights = [{name: parameters[name] for name in own} for own in names]
         trained = [{name: each for name, each in own.items() if each.grad is not None} for own in weights]
-        gradients = [sum(map(gradient_bytes, own.values())) for own in trained]
+        made = last_uses([layer.parameters for layer in graph.layers])
+        gradients = [sum(gradient_bytes(parameters[n]) for n in own if parameters[n].grad is not None) for own in made]
         # The batch was there before, but in training it comes with the step.
         batch_bytes = sum(tensor.nbytes for tensor in tensors_of_batch(batch))
         peaks = recorder.allocated.peaks

@@ -127,18 +127,11 @@ class _Between:
         return sum(tensor.nbytes for name, tensor in there.items() if name not in self.saved)
 
     def gradient_bytes(self, first: int, end: int) -> int:
-        """Return the bytes of gradients that layers from `end` on have made.
-
-        They are of values from before `first`, and of weights that layers before `end` use, too.
-        """
+        """Return the bytes of gradients, of values from before `first`, that layers from `end` on have made."""
         graph = self._graph
         passing = [node for node in graph.crossing if graph.owner[node] < first and graph.last_use(node) >= end]
         specs = [graph.specs[node] for node in passing]
-        values = sum(spec.of_gradient.size_bytes(self._samples) for spec in specs if spec.requires_grad)
-        before = {name for layer in graph.layers[:end] for name in layer.parameters}
-        shared = before & {name for layer in graph.layers[end:] for name in layer.parameters}
-        weights = [p for name, p in graph.model.named_parameters() if name in shared and p.requires_grad]
-        return values + sum(weight.nbytes for weight in weights)
+        return sum(spec.of_gradient.size_bytes(self._samples) for spec in specs if spec.requires_grad)
 
 
 class _Give(torch.autograd.Function):

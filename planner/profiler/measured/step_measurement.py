@@ -19,7 +19,7 @@ from planner.model.stage.parts import LayerObserver, Variant
 from planner.model.stage.stage import build_stage
 from planner.model.tensor.division import UNDIVIDED, DividedWeights, division_of, keep_parts
 from planner.model.tensor.parallel_plan import tensor_parallel_plan
-from planner.profiler.make_profile import LayerMeasurement, Measurement, first_uses, make_profile
+from planner.profiler.make_profile import LayerMeasurement, Measurement, first_uses, last_uses, make_profile
 from planner.profiler.measured.compiled import measure_compiled
 from planner.profiler.step.allocation import saved_bytes, tensors_of_batch, workspace_bytes
 from planner.profiler.step.counters import Counter, LayerCounts, degree_costs, first_rank, layer_counts
@@ -111,7 +111,9 @@ class StepMeasurement:
         trained = self._by_layer({name: p for name, p in self._parameters.items() if p.grad is not None})
         updates = layer_updates(self._spec, trained, self._clock, self._device)
         drop_gradients(self._parameters.values())
-        gradients = [sum(map(gradient_bytes, layer.values())) for layer in self._by_layer(self._parameters)]
+        made = last_uses([layer.parameters for layer in self._graph.layers[self._span.start : self._span.stop]])
+        known = self._parameters
+        gradients = [sum(gradient_bytes(known[name]) for name in own if name in known) for own in made]
         # Last, because what libraries allocate once in the first steps would count.
         workspaces = self._workspaces(saved, gradients)
         columns = zip(layers, updates, saved, workspaces, self.counts.flops, strict=True)

@@ -64,6 +64,27 @@ def test_a_step_needs_what_the_allocator_counts(tmp_path: Path) -> None:
     assert updates(estimated) == pytest.approx(updates(measured), abs=_SMALL)
 
 
+@pytest.mark.parametrize("how", ["estimated", "measured", "layer by layer"])
+def test_the_gradient_of_a_tied_weight_is_no_workspace_of_the_layers_between(how: str, tmp_path: Path) -> None:
+    """The last layer makes it and the first one adds to it; a stage that has neither does not hold it."""
+    tied, apart = tmp_path / "tied.py", tmp_path / "apart.py"
+    apart.write_text(
+        ATTENDING.replace("self.head = nn.Linear(256, 512)", "self.head = nn.Linear(256, 512, bias=False)")
+    )
+    made = "return Net()", "net = Net()\n    net.head.weight = net.words.weight\n    return net"
+    tied.write_text(apart.read_text().replace(*made))
+    found = []
+    for path in (tied, apart):
+        spec = load_model_file(path)
+        if how == "estimated":
+            layers = estimate_profile(spec, 8, EstimateOptions(device="cpu")).layers
+        else:
+            options = ProfilingOptions(seconds=0.01, repeats=1, layer_by_layer=how != "measured")
+            layers = profile_model(spec, 8, options).layers
+        found.append(workspaces(layers)[1:-2])
+    assert found[0] == pytest.approx(found[1], abs=_SMALL)
+
+
 def workspaces(layers: tuple[Layer, ...]) -> list[int]:
     return [layer.workspace_bytes for layer in layers]
 
