@@ -159,7 +159,7 @@ def dataset():
 """
 
 # Attention with fewer key-value heads and dropout of its own, dropout within and outside of what ranks divide, and an
-# embedding that they divide by its vocabulary.
+# embedding and a head that they divide by the vocabulary.
 ATTENTION = """
 import torch
 import torch.nn.functional as F
@@ -202,7 +202,7 @@ def build_model():
 def tensor_parallel_plan():
     columns, rows = ("query", "key", "value", "up", "gate"), ("out", "down")
     plan = {f"blocks.*.{name}": style for names, style in ((columns, "colwise"), (rows, "rowwise")) for name in names}
-    return plan | {"embed": "embedding_rowwise"}
+    return plan | {"embed": "embedding_rowwise", "head": "colwise_gather_output"}
 
 def example_batch(batch_size):
     tokens = torch.randint(0, 20, (batch_size, 6))

@@ -12,7 +12,6 @@ of a class that a file names.
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
 from typing import Any, ClassVar
 
 import torch
@@ -158,8 +157,8 @@ def take_state(
                 kept = {k: division.whole(name, v) if v.shape == parameter.shape else v for k, v in kept.items()}
             else:
                 sliced = None
-                if division.group is not None and (cut := division.cuts.get(name)) is not None:
-                    sliced = Slice(place=division.group.place, of=division.group.degree, **asdict(cut))
+                if (group := division.group) is not None and (cut := division.cuts.get(name)) is not None:
+                    sliced = Slice(place=group.place, of=group.degree, dimension=cut.dimension, blocks=cut.blocks)
                 of_shard = tuple(key for key, value in kept.items() if value.shape == shard.stepped.shape)
                 part = StatePart(start=shard.start, stop=shard.stop, order=shard.order, tensors=of_shard, slice=sliced)
             if division.is_first_rank or (part is not None and part.slice is not None):

@@ -11,6 +11,7 @@ import ctypes
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -70,23 +71,19 @@ def layout_of(specs: Sequence[ValueSpec], batch_size: int, codec: Codec = CODECS
 class Outgoing:
     """The buffer of a message to send, with views, which take longer to make than to fill again for the next one."""
 
-    __slots__ = ("_header", "_here", "_places", "buffer", "layout")
+    __slots__ = ("_places", "_write_header", "buffer", "layout")
 
     def __init__(self, layout: Layout, wire: torch.device) -> None:
         self.layout = layout
         self.buffer = torch.empty(layout.size_bytes, dtype=torch.uint8, device=wire)
         # Where nothing is later than the host it is written at its address: a fill takes longer than all else.
-        self._here = None if runtime_of(wire).asynchronous else _at(self.buffer)
-        self._header = header(self.buffer)
+        here = not runtime_of(wire).asynchronous
+        self._write_header = partial(setattr, _at(self.buffer), "value") if here else header(self.buffer).fill_
         self._places = [(slot, slot.spec.name, slot.place(self.buffer)) for slot in layout.slots]
 
     def fill(self, unit: Unit, values: Mapping[str, Tensor]) -> None:
         """Copy `values` into the buffer; raise WorkerError when one is not what the captured graph says."""
-        word = _word(self.layout, unit)
-        if self._here is not None:
-            self._here.value = word
-        else:
-            self._header.fill_(word)
+        self._write_header(_word(self.layout, unit))
         for slot, name, place in self._places:
             value = values[name]
             if value.shape != slot.shape or value.dtype != slot.spec.dtype:

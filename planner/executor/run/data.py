@@ -22,7 +22,6 @@ ENDLESS = 2**40  # minibatches of a run whose end is not known
 RANDOM_BATCHES = 8  # distinct random minibatches, used in turn: making new ones would count as training time
 
 _SIZES = 4096  # of units, that are remembered
-
 # Datasets are read by one thread at a time: those of training and of evaluation may share an open file.
 _ONE_READER = threading.Lock()
 

@@ -126,6 +126,7 @@ class Cut:
 
     dimension: int
     blocks: tuple[int, ...] = ()  # their sizes in the whole; none where the dimension is one block
+    gathered: bool = False  # whether the outputs of the product with it are whole right behind
 
     def part(self, whole: Tensor, place: int, of: int) -> Tensor:
         """Return one of so many ranks' part."""

@@ -25,7 +25,7 @@ from planner.model.tensor.dimensions import (
     start_of,
     weight_of,
 )
-from planner.model.tensor.parallel_plan import COLUMNS, ROWS, Plan, style_of
+from planner.model.tensor.parallel_plan import COLUMNS, GATHERED, ROWS, Plan, style_of
 
 if TYPE_CHECKING:  # importing DTensor takes a second, which only plans with groups are worth
     from planner.model.tensor.group import TensorGroup
@@ -78,8 +78,9 @@ class Regions:
         if node in self._opened:
             self._take_apart(node, copy)
         cut = self._weights.get(weight_of(node))
-        # The result is the sum of what the ranks compute with their parts of a weight.
-        if cut is not None and cut.dimension == (PRODUCTS[node.target].inputs if node.target in PRODUCTS else 0):
+        # The result is the sum of what the ranks compute with their parts of a weight, or is gathered.
+        summed = PRODUCTS[node.target].inputs if node.target in PRODUCTS else 0
+        if cut is not None and (cut.gathered or cut.dimension == summed):
             return self._code.call_function(self._group.leave, (copy,))
         if _is_tensor(node) or isinstance(node.meta.get("val"), (tuple, list)):
             self._inside.add(node)
@@ -240,7 +241,7 @@ def division_of(graph: LayerGraph, plan: Plan, group: "TensorGroup") -> DividedW
         aliases = graph.names_of([name])
         modules = {alias.rpartition(".")[0] for alias in aliases}
         styles = {style_of(plan, module) for module in modules - whole}
-        style = next((each for each in (*COLUMNS, *ROWS) if each in styles), None)
+        style = next((each for each in (*COLUMNS, *GATHERED, *ROWS) if each in styles), None)
         if style is None or (parameter.dim() == 1 and style in ROWS):  # the bias of a sum is added once
             continue
         users = [node for module in modules for node in products.get(module, ())]
@@ -250,7 +251,9 @@ def division_of(graph: LayerGraph, plan: Plan, group: "TensorGroup") -> DividedW
                 product = PRODUCTS[node.target]
                 dimension = product.inputs if style in ROWS else product.outputs
         packed = packing(users[0]) if style in COLUMNS and len(users) == 1 else None
-        cut = Cut(dimension, packed.blocks if packed is not None else ())
+        cut = Cut(dimension, packed.blocks if packed is not None else (), style in GATHERED)
+        if cut.gathered and not cut.divides(parameter.shape[dimension], group.degree):
+            continue
         if not cut.divides(parameter.shape[dimension], group.degree):
             size = " + ".join(map(str, cut.blocks or (parameter.shape[dimension],)))
             raise PlanError(

@@ -19,6 +19,7 @@ from planner.model.tensor.dimensions import PRODUCTS, Cut, Packing, dimension_of
 
 Plan = Mapping[str, str]  # how modules are divided, by patterns of their names
 COLUMNS, ROWS = ("colwise", "packed_colwise"), ("rowwise", "embedding_rowwise")
+GATHERED = ("colwise_gather_output", "colwise_rep")  # columns, whose outputs every rank has whole right behind
 
 
 def _declared_plan(training_spec: TrainingSpec, model: nn.Module) -> Plan | None:
