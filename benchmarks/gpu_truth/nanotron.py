@@ -28,6 +28,7 @@ from planner.cost.network.link import Link, backward_and_reduce_s, ring_all_redu
 from planner.formats.cluster import Cluster, Level
 from planner.formats.own_plan import OwnStage
 from planner.formats.profile import Device, Edge, Layer, Profile, Provenance, Value
+from planner.options.verbs import PLANNED
 from planner.profiler.estimated.devices import HOSTS, DeviceSpec
 from planner.profiler.estimated.execution import cuda_operations
 from planner.profiler.estimated.operations import Operation, OperationRecorder
@@ -389,8 +390,9 @@ def summary(judged: Sequence[Judged], spec: DeviceSpec) -> tuple[list[list[str]]
         bias = median(each.error for each in own)
         lines.append([*map(str, job), str(len(own)), f"{error:.1%}", f"{bias:+.1%}", f"{tau:.2f}", f"{regret:+.1%}"])
     assert spec.memory_bytes is not None
-    fit = [each.needed_bytes <= spec.memory_bytes for each in trained]
-    over = [each.needed_bytes > spec.memory_bytes for each in judged if each.run.seconds is None]
+    usable_bytes = PLANNED * spec.memory_bytes  # as `plan fit` plans
+    fit = [each.needed_bytes <= usable_bytes for each in trained]
+    over = [each.needed_bytes > usable_bytes for each in judged if each.run.seconds is None]
     found = {
         "rows": float(len(trained)),
         "median": median(abs(each.error) for each in trained),
