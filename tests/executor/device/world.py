@@ -89,6 +89,7 @@ class World:
 
     def _run(self, worker: Callable[[int], object], rank: int) -> None:
         self._own.rank = rank
+        torch.set_num_threads(1)  # of this thread: several add up in an order that differs between two equal runs
         with self._changed:  # given up only while waiting: one worker runs at a time
             try:
                 with OnDevice(self, self.devices):
