@@ -205,7 +205,7 @@ def tensor_parallel_plan():
     return plan | {"embed": "embedding_rowwise", "head": "colwise_gather_output"}
 
 def example_batch(batch_size):
-    tokens = torch.randint(0, 20, (batch_size, 6))
+    tokens = torch.randint(0, 20, (batch_size, 8))
     return (tokens,), tokens.roll(-1, 1)
 
 def loss(output, target):
@@ -327,7 +327,7 @@ def build_model():
     return Net()
 
 def example_batch(batch_size):
-    tokens = torch.randint(0, 19, (batch_size, 7))
+    tokens = torch.randint(0, 19, (batch_size, 8))
     return (tokens,), tokens.roll(-1, 1)
 
 def loss(output, target):

@@ -1,6 +1,6 @@
 """Generate the code of a stage: the operations of its layers, or calls of the blocks that the model's file names."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -113,7 +113,14 @@ class SegmentBuilder:
     """
 
     def __init__(
-        self, graph: LayerGraph, part: Boundary, variant: Variant, weights: nn.Module, blocks: StageBlocks | None
+        self,
+        graph: LayerGraph,
+        part: Boundary,
+        variant: Variant,
+        weights: nn.Module,
+        blocks: StageBlocks | None,
+        tokens: Mapping[fx.Node, int],
+        borders: Collection[fx.Node],
     ) -> None:
         self._graph, self._part, self._variant, self._blocks = graph, part, variant, blocks
         self._weights = weights
@@ -123,7 +130,7 @@ class SegmentBuilder:
         self._kind: fx.Node | None = None  # of the device, for the graphs nested within that run under autocast
         self._copies: dict[fx.Node, fx.Node] = {}
         self._attributes: dict[fx.Node, str] = {}
-        self._regions = Regions(graph, variant.division, self._new)
+        self._regions = Regions(graph, variant.division, self._new, tokens, borders)
         self._deferred: dict[fx.Node, RunningStatistics] = {}
         if variant.defer_batch_norm and blocks is None:
             nodes = (node for layer in part.layers for node in layer.nodes)
@@ -152,7 +159,7 @@ class SegmentBuilder:
         self._copies |= {node: self._new.placeholder(node.name) for node in taken}
         for index, layer in enumerate(self._part.layers, start=self._part.first):
             self._copy_layer(index, layer)
-        self._new.output(tuple(self._regions.whole(node, self._copies) for node in makes))
+        self._new.output(tuple(self._regions.made(node, self._copies) for node in makes))
         # Only the generated function is kept; the module around it, with the graph, is dropped.
         code = type(fx.GraphModule(self._weights, self._new)).forward
         self.places = {copy.name: place for node, copy in self._copies.items() if (place := user_place(node))}

@@ -120,6 +120,11 @@ def weight_of(node: fx.Node) -> Any:
     return None if product is None else node.args[product.weight]
 
 
+def sums(node: fx.Node, cut: "Cut") -> bool:
+    """Return whether the result of an operation with a divided weight is the sum of what the ranks compute."""
+    return cut.dimension == (PRODUCTS[node.target].inputs if node.target in PRODUCTS else 0)
+
+
 @dataclass(frozen=True)
 class Cut:
     """Along which dimension a tensor is divided, and the blocks of it that are divided each."""
@@ -145,7 +150,7 @@ class Cut:
 
 
 VIEWS = (_aten.view, _aten.reshape, _aten.unflatten)
-_RESHAPES = (*VIEWS, _aten.flatten, _aten._unsafe_view, _aten.unsqueeze, _aten.squeeze)
+RESHAPES = (*VIEWS, _aten.flatten, _aten._unsafe_view, _aten.unsqueeze, _aten.squeeze)
 _COPIES = (_aten.clone, _aten.contiguous, _aten.to, _aten._to_copy, _aten.alias, _aten.detach)
 _SAME = (*_COPIES, _aten.dropout, _aten.expand)
 # These compute, cut or join along a dimension, which is the argument in that place, or else the first one.
@@ -153,6 +158,8 @@ PARTS = (_aten.split, _aten.split_with_sizes, _aten.chunk)  # of their input, al
 _ALONG = dict.fromkeys(PARTS, 2) | dict.fromkeys(
     (_aten.softmax, _aten._softmax, _aten.cat, _aten.slice, _aten.narrow, _aten.select, _aten.unbind), 1
 )
+_NORMS = (_aten.layer_norm, _aten.rms_norm)  # over the last dimensions, whose sizes are the second argument
+_REDUCTIONS = (_aten.mean, _aten.sum, _aten.var)  # over the dimensions that are the second argument
 ONES = (_aten.select, _aten.unbind)  # parts of a single element, without the dimension
 
 
@@ -201,10 +208,14 @@ def dimension_of(node: fx.Node, divided: Mapping[fx.Node, int]) -> int | None:
         return None
     if first in divided:
         before, after = shape_of(first), shape_of(node)
-        if operation in _RESHAPES:
+        if operation in RESHAPES:
             return _viewed(before, after, divided[first])
         if operation in (_aten.transpose, _aten.permute):
             return _moved(node, len(before), divided[first])
+        if operation in _NORMS:
+            return dimension if dimension < len(before) - len(node.args[1]) else None  # type: ignore[arg-type]
+        if operation in _REDUCTIONS:
+            return _left(node, len(before), dimension)
         if operation in _SAME:
             same = len(before) == len(after) and before[dimension] == after[dimension]
             return dimension if same else None
@@ -222,6 +233,17 @@ def _pointwise(node: fx.Node, divided: Mapping[fx.Node, int]) -> int | None:
         if source not in divided and len(others) >= -place and others[place] != 1:
             return None  # a whole value, of which each rank would need its part
     return place + len(shape)
+
+
+def _left(node: fx.Node, rank: int, dimension: int) -> int | None:
+    """Return where a divided dimension is when others are summed up."""
+    given = node.args[1] if len(node.args) > 1 else None
+    if not isinstance(given, (tuple, list)):
+        return None  # of all elements
+    gone = {int(each) % rank for each in given}
+    if dimension in gone:
+        return None
+    return dimension if len(shape_of(node)) == rank else dimension - sum(each < dimension for each in gone)
 
 
 def _viewed(before: Sequence[Any], after: Sequence[Any], dimension: int) -> int | None:

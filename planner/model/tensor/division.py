@@ -1,7 +1,7 @@
 """Which weights a group of ranks divides, and where a stage's code makes values DTensors, and whole again."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
 from operator import getitem
 from typing import TYPE_CHECKING, Any
 
@@ -9,12 +9,13 @@ import torch
 from torch import Tensor, fx, nn
 
 from planner.errors import PlanError
-from planner.model.capture.graph import LayerGraph
+from planner.model.capture.graph import LayerGraph, ValueSpec
 from planner.model.capture.operations import is_random
 from planner.model.options import parameter_like
 from planner.model.tensor.dimensions import (
     PARTS,
     PRODUCTS,
+    RESHAPES,
     VIEWS,
     Cut,
     Packing,
@@ -23,9 +24,11 @@ from planner.model.tensor.dimensions import (
     packing,
     shape_of,
     start_of,
+    sums,
     weight_of,
 )
 from planner.model.tensor.parallel_plan import COLUMNS, GATHERED, ROWS, Plan, style_of
+from planner.model.tensor.tokens import divided_by_tokens
 
 if TYPE_CHECKING:  # importing DTensor takes a second, which only plans with groups are worth
     from planner.model.tensor.group import TensorGroup
@@ -38,10 +41,21 @@ class Regions:
 
     They begin with products whose weights are divided, and end with those whose results the ranks sum up; what leaves
     the piece is whole, too. Operations that DTensor cannot divide run whole on every rank.
+
+    Values that ranks divide by `tokens` are DTensors from a sum on. As `borders` of the stage they are ordinary
+    tensors, whole ones or this rank's parts. Between pieces of a stage they stay DTensors.
     """
 
-    def __init__(self, graph: LayerGraph, division: "DividedWeights", code: fx.Graph) -> None:
-        self._graph, self._code = graph, code
+    def __init__(
+        self,
+        graph: LayerGraph,
+        division: "DividedWeights",
+        code: fx.Graph,
+        tokens: Mapping[fx.Node, int],
+        borders: Collection[fx.Node],
+    ) -> None:
+        self._graph, self._code, self._division = graph, code, division
+        self._tokens, self._borders = tokens, borders
         self._weights: dict[fx.Node, Cut] = {}
         self._packed: dict[fx.Node, Cut] = {}
         self._opened: dict[fx.Node, Packing] = {}
@@ -49,10 +63,10 @@ class Regions:
         self._inside: set[fx.Node] = set()
         self._entered: dict[fx.Node, fx.Node] = {}
         self._left: dict[fx.Node, fx.Node] = {}
+        self._gathered: dict[fx.Node, fx.Node] = {}
         if division.group is not None:
             self._group = division.group
-            names = {node: graph.names.parameter(node) or "" for node in graph.module.graph.nodes}
-            self._weights = {node: division.cuts[name] for node, name in names.items() if name in division.cuts}
+            self._weights = division.weights(graph)
             for node in graph.module.graph.nodes:
                 cut = self._weights.get(weight_of(node)) if node.target in PRODUCTS else None
                 packed = packing(node) if cut is not None and cut.blocks else None
@@ -68,30 +82,46 @@ class Regions:
         """Return what an operation reads in place of the values that it read in the graph."""
         if not self._touches(node):
             return copies.__getitem__
-        return lambda source: (self.whole if self._runs_whole(node) else self._within)(source, copies)
+        if self._runs_whole(node):
+            return lambda source: self.whole(source, copies)
+        by_tokens = node in self._tokens or not _makes_tensors(node)  # what reads a size reads the whole value's
+        return lambda source: self._within(source, copies, by_tokens=by_tokens)
 
     def result(self, node: fx.Node, copy: fx.Node) -> fx.Node:
         """Return the result of an operation, given its copy that `reader` has served."""
-        if not self._touches(node) or self._runs_whole(node):
-            return copy
-        copy.target = self._replaced.get(node.target, copy.target)
-        if node in self._opened:
-            self._take_apart(node, copy)
+        within = self._touches(node) and not self._runs_whole(node)
         cut = self._weights.get(weight_of(node))
+        if within:
+            copy.target = self._replaced.get(node.target, copy.target)
+            if node in self._opened:
+                self._take_apart(node, copy)
+            if (gathered := self._gathered.get(_before_views(node, self._tokens))) is not None:
+                copy.args = (gathered, node.target, *copy.args)  # type: ignore[assignment]
+                copy.target = self._group.product
+        if node in self._tokens and _is_tensor(node):
+            self._inside.add(node)
+            return self._code.call_function(self._group.scatter, (copy, self._tokens[node]))
         # The result is the sum of what the ranks compute with their parts of a weight, or is gathered.
-        summed = PRODUCTS[node.target].inputs if node.target in PRODUCTS else 0
-        if cut is not None and (cut.gathered or cut.dimension == summed):
+        ends = cut is not None and (cut.gathered or sums(node, cut)) and not self._tokens.keys() & node.users.keys()
+        if within and ends:
             return self._code.call_function(self._group.leave, (copy,))
-        if _is_tensor(node) or isinstance(node.meta.get("val"), (tuple, list)):
+        if within and _makes_tensors(node):
             self._inside.add(node)
         return copy
 
+    def made(self, node: fx.Node, copies: dict[fx.Node, fx.Node]) -> fx.Node:
+        """Return a value as the piece returns it."""
+        if node not in self._tokens or (node in self._borders and not self._division.sends_parts):
+            return self.whole(node, copies)
+        part = self._within(node, copies, by_tokens=True)
+        return self._code.call_method("to_local", (part,)) if node in self._borders else part
+
     def whole(self, node: fx.Node, copies: dict[fx.Node, fx.Node]) -> fx.Node:
         """Return a value as it is on every rank."""
-        if node not in self._weights and not (node in self._inside and _is_tensor(node)):
+        if node not in self._weights and node not in self._tokens and not (node in self._inside and _is_tensor(node)):
             return copies[node]
         if node not in self._left:
-            copy = self._within(node, copies)
+            copy = self._within(node, copies, by_tokens=True)
             cut = self._packed.get(node, self._weights.get(node, Cut(0)))
             self._left[node] = self._code.call_function(self._group.leave, (copy, cut.dimension, cut.blocks))
         return self._left[node]
@@ -114,23 +144,65 @@ class Regions:
             copy.target, copy.args, copy.kwargs = self._group.narrow, (value, start, length, dimension), {}
 
     def _touches(self, node: fx.Node) -> bool:
-        return any(source in self._weights or source in self._inside for source in node.all_input_nodes)
+        return any(
+            source in self._weights or source in self._inside or source in self._tokens
+            for source in node.all_input_nodes
+        )
 
     def _runs_whole(self, node: fx.Node) -> bool:
-        """Return whether each rank runs an operation on whole values: nested graphs, and random numbers."""
+        """Return whether each rank runs an operation on whole values: nested graphs, and random numbers.
+
+        So does what takes nothing but values divided by tokens, and does not work on each token alone.
+        """
+        if node in self._tokens or not _makes_tensors(node):
+            return False
+        if self._tokens and all(
+            source in self._tokens or not (source in self._weights or source in self._inside)
+            for source in node.all_input_nodes
+        ):
+            return not self._views_for_products(node)
         if node.target in self._replaced or node.target is getitem:
             return False
         return not isinstance(node.target, torch._ops.OpOverload) or is_random(node, self._graph.module)
 
-    def _within(self, node: fx.Node, copies: dict[fx.Node, fx.Node]) -> fx.Node:
-        """Return a value as operations on divided ones take it."""
-        if node in self._inside or not _is_tensor(node):
+    def _views_for_products(self, node: fx.Node) -> bool:
+        return packet_of(node) in RESHAPES and all(
+            weight_of(user) in self._weights or self._views_for_products(user) for user in node.users
+        )
+
+    def _within(self, node: fx.Node, copies: dict[fx.Node, fx.Node], *, by_tokens: bool = False) -> fx.Node:
+        """Return a value as operations on divided ones take it: whole, or its parts `by_tokens` where it has those."""
+        if node in self._tokens and not by_tokens and _is_tensor(node):
+            if node not in self._gathered:
+                part = self._within(node, copies, by_tokens=True)
+                self._gathered[node] = self._code.call_function(self._group.gather, (part,))
+            return self._gathered[node]
+        inner = node in self._tokens and node not in self._borders  # another piece of the stage may have made it
+        if inner or node in self._inside or not _is_tensor(node):
             return copies[node]
         if node not in self._entered:
-            cut = self._weights.get(node)
-            enter, given = (self._group.enter, ()) if cut is None else (self._group.part, (cut.dimension,))
+            enter, given = self._entrance(node)
             self._entered[node] = self._code.call_function(enter, (copies[node], *given))
         return self._entered[node]
+
+    def _entrance(self, node: fx.Node) -> tuple[Callable[..., Tensor], tuple[int, ...]]:
+        if (cut := self._weights.get(node)) is not None:
+            return self._group.part, (cut.dimension,)
+        if (dimension := self._tokens.get(node)) is not None:
+            return self._group.part if self._division.sends_parts else self._group.scatter, (dimension,)
+        return self._group.enter, ()
+
+
+def _before_views(product: fx.Node, tokens: Collection[fx.Node]) -> Any:
+    """Return the value that a product multiplies, as it is before it is viewed in another shape; None elsewhere."""
+    value: Any = product.args[PRODUCTS[product.target].weight - 1] if product.target in PRODUCTS else None
+    while value is not None and value not in tokens and packet_of(value) in RESHAPES:
+        value = value.args[0]
+    return value
+
+
+def _makes_tensors(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), (Tensor, tuple, list))
 
 
 def _is_tensor(node: fx.Node) -> bool:
@@ -143,11 +215,31 @@ class DividedWeights:
 
     group: "TensorGroup | None" = None  # the ranks; None for a single one
     cuts: Mapping[str, Cut] = field(default_factory=dict)  # by weight, under all of its names, how it is divided
+    by_tokens: bool = False  # whether they divide values by tokens, too
+    sends_parts: bool = False  # whether stages exchange a rank's part of these
 
     @property
     def is_first_rank(self) -> bool:
         """Whether this rank saves and counts what all ranks of the group have alike."""
         return self.group is None or self.group.place == 0
+
+    def weights(self, graph: LayerGraph) -> dict[fx.Node, Cut]:
+        """Return how the weights are divided that a graph reads."""
+        names = {node: graph.names.parameter(node) or "" for node in graph.module.graph.nodes}
+        return {node: self.cuts[name] for node, name in names.items() if name in self.cuts}
+
+    def tokens(self, graph: LayerGraph) -> dict[fx.Node, int]:
+        """Return the values that the ranks divide by tokens, and the dimension of the tokens."""
+        if self.group is None or not self.by_tokens:
+            return {}
+        return divided_by_tokens(graph, self.weights(graph), self.group.degree)
+
+    def sent(self, spec: ValueSpec, tokens: int | None) -> ValueSpec:
+        """Return the spec of what stages exchange of a value, given the dimension of the tokens that ranks divide."""
+        if tokens is None or self.group is None or not self.sends_parts:
+            return spec
+        sizes = (size // self.group.degree if d == tokens else size for d, size in enumerate(spec.sizes))
+        return replace(spec, sizes=tuple(sizes))
 
     def part(self, name: str, whole: Tensor) -> Tensor:
         """Return this rank's part of a weight, or of a tensor of its shape."""

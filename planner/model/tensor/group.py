@@ -5,12 +5,14 @@ whose results they sum up. Between the two they are DTensors. So all that surrou
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
@@ -41,6 +43,35 @@ class TensorGroup:
     def part(self, value: Tensor, dimension: int) -> Tensor:
         """Return the value of which this rank has a part along `dimension`."""
         return DTensor.from_local(value, self.mesh, [Shard(dimension)], run_check=False)
+
+    def scatter(self, value: Tensor, dimension: int) -> Tensor:
+        """Return a value of which each rank keeps its part along `dimension`, where it may be whole or a sum so far."""
+        own = Shard(dimension)
+        whole = value if isinstance(value, DTensor) else self.enter(value)
+        assert isinstance(whole, DTensor)
+        return whole if whole.placements == (own,) else whole.redistribute(placements=[own])
+
+    def gather(self, value: Tensor) -> Tensor:
+        """Return the whole of a value that ranks divide by tokens, for a product whose weight they divide."""
+        whole: Tensor = _Gathered.apply(value)  # type: ignore[no-untyped-call]
+        return whole
+
+    def product(self, gathered: Tensor, compute: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        """Compute with what `gather` returned; the backward gathers it again, from the part that is kept till then."""
+        node = gathered.grad_fn
+        if node is None:
+            return compute(*args, **kwargs)
+        memory = _memory_of(gathered)
+
+        def kept(saved: Tensor) -> Any:
+            is_gathered = isinstance(saved, DTensor) and saved.is_contiguous() and _memory_of(saved) == memory
+            return saved.shape if is_gathered else saved
+
+        def used(kept: Any) -> Tensor:
+            return _again(node).view(kept) if isinstance(kept, torch.Size) else kept
+
+        with saved_tensors_hooks(kept, used):
+            return compute(*args, **kwargs)
 
     def leave(self, value: Tensor, dimension: int = 0, blocks: tuple[int, ...] = ()) -> Tensor:
         """Return a divided value as a tensor that is whole on every rank; `Cut` explains dimension and blocks."""
@@ -130,6 +161,34 @@ class TensorGroup:
         if mask is not None:
             scores = scores.masked_fill(mask.logical_not(), -math.inf) if mask.dtype == torch.bool else scores + mask
         return DTensor.from_local((scores.softmax(-1) * noise) @ v, self.mesh, [own], run_check=False)
+
+
+class _Gathered(torch.autograd.Function):
+    """All ranks' parts of a value, which are gathered again for the backward of products with it."""
+
+    @staticmethod
+    def forward(ctx: Any, part: DTensor) -> DTensor:
+        ctx.save_for_backward(part)
+        ctx.whole = None
+        return part.redistribute(placements=[Replicate()])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: DTensor) -> DTensor:
+        ctx.whole = None
+        return gradient.redistribute(placements=ctx.saved_tensors[0].placements)
+
+
+def _again(gathered: Any) -> DTensor:
+    """Return the whole value in a backward: gathered once for all products with it."""
+    if gathered.whole is None:
+        gathered.whole = gathered.saved_tensors[0].redistribute(placements=[Replicate()])
+    whole: DTensor = gathered.whole
+    return whole
+
+
+def _memory_of(value: Tensor) -> int:
+    own: Tensor = value.detach().to_local()  # type: ignore[attr-defined]
+    return own.untyped_storage().data_ptr()
 
 
 def _expanded(value: Tensor, heads: int) -> Tensor:

@@ -29,7 +29,7 @@ from planner.options.training import CheckpointOptions, TrainingOptions
 from planner.schedule.instructions import Unit
 from planner.workers.job import Job
 from tests.executor.models import write_model
-from tests.executor.plans import in_groups, make_plan, sharded, structural_profile
+from tests.executor.plans import by_tokens, in_groups, make_plan, sharded, structural_profile
 from tests.executor.processes import run_jobs
 from tests.executor.reference import Weights, delayed_updates, double_buffered, plain_training
 from tests.executor.run.test_exactness import recomputing
@@ -89,6 +89,7 @@ def assert_close(found: Weights, expected: Weights) -> None:
 
 
 @pytest.mark.sampled(2)
+@pytest.mark.parametrize("tokens", [False, True], ids=["by weights", "by tokens"])
 @pytest.mark.parametrize(
     ("model", "replicas", "degrees", "schedules", "minibatches"),
     [
@@ -116,6 +117,7 @@ def test_groups_of_ranks_train_as_one_rank_does(
     degrees: tuple[int, ...],
     schedules: Sequence[tuple[str, int]],
     minibatches: int,
+    tokens: bool,
     tmp_path: Path,
 ) -> None:
     """Losses and weights equal those of references that know neither stages nor groups; dropout included."""
@@ -123,6 +125,7 @@ def test_groups_of_ranks_train_as_one_rank_does(
     jobs = []
     for schedule, microbatches in schedules:
         plan = in_groups(make_plan(_profile(str(path)), replicas, schedule, microbatches), *degrees)
+        plan = by_tokens(plan) if tokens else plan
         weights = str(tmp_path / f"{schedule}.pt")
         jobs.append(Job(model=str(path), plan=plan, steps=minibatches, seed=SEED, save_weights=weights))
     for job, result in zip(jobs, run_jobs(jobs, tmp_path), strict=True):
@@ -217,7 +220,6 @@ def test_plans_that_the_executor_cannot_divide_are_refused_before_the_run() -> N
         "same ranks whose groups have different sizes": {"stages": (plan.stages[0], same)},
         "share a weight and": {"shared": (Shared(stages=(0, 1), weights=("a",), gradient_bytes=4),)},
         "are compiled": {"compiled": True},
-        "sequence parallelism": {"cluster": plan.cluster.model_copy(update={"sequence_parallel": True})},
     }
     for message, change in changes.items():
         with pytest.raises(PlanError, match=message):
