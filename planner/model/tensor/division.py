@@ -96,8 +96,8 @@ class Regions:
             if node in self._opened:
                 self._take_apart(node, copy)
             if (gathered := self._gathered.get(_before_views(node, self._tokens))) is not None:
-                copy.args = (gathered, node.target, *copy.args)  # type: ignore[assignment]
-                copy.target = self._group.product
+                product: Any = node.target
+                copy.target, copy.args = self._group.product, (gathered, product, *copy.args)
         if node in self._tokens and _is_tensor(node):
             self._inside.add(node)
             return self._code.call_function(self._group.scatter, (copy, self._tokens[node]))

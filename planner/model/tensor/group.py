@@ -169,19 +169,21 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: DTensor) -> DTensor:
         ctx.save_for_backward(part)
-        ctx.whole = None
+        ctx.placements, ctx.part, ctx.whole = part.placements, None, None
         return part.redistribute(placements=[Replicate()])
 
     @staticmethod
     def backward(ctx: Any, gradient: DTensor) -> DTensor:
         ctx.whole = None
-        return gradient.redistribute(placements=ctx.saved_tensors[0].placements)
+        return gradient.redistribute(placements=ctx.placements)
 
 
 def _again(gathered: Any) -> DTensor:
     """Return the whole value in a backward: gathered once for all products with it."""
+    if gathered.part is None:
+        (gathered.part,) = gathered.saved_tensors  # which a layer that recomputes makes once
     if gathered.whole is None:
-        gathered.whole = gathered.saved_tensors[0].redistribute(placements=[Replicate()])
+        gathered.whole = gathered.part.redistribute(placements=[Replicate()])
     whole: DTensor = gathered.whole
     return whole
 

@@ -141,10 +141,10 @@ def test_checkpoints_go_from_groups_to_single_ranks_and_back(model: str, tmp_pat
     path = write_model(tmp_path, model, "momentum", samples=1000)
     costs = _profile(str(path))
     plans = [
-        in_groups(make_plan(costs, (1, 1), "1f1b-flush", 2), 2),
+        by_tokens(in_groups(make_plan(costs, (1, 1), "1f1b-flush", 2), 2)),
         sharded(make_plan(costs, (2, 2), "1f1b-flush", 2)),
         in_groups(sharded(make_plan(costs, (2,), "1f1b-flush", 2)), 2),
-        in_groups(make_plan(costs, (1,), "1f1b-flush", 2), 4),
+        by_tokens(in_groups(make_plan(costs, (1,), "1f1b-flush", 2), 4)),
         in_groups(sharded(make_plan(costs, (2, 1), "1f1b-flush", 2)), 1, 2),
         make_plan(costs, (1, 1, 2), "1f1b-flush", 2),
     ]
@@ -185,12 +185,13 @@ DIFFERENT: dict[str, dict[str, Any]] = {
 def test_what_a_run_may_do_beside_training_is_as_without_groups(tmp_path: Path) -> None:
     """Norms count every gradient once, evaluation and losses are told once, and tied weights step alike."""
     results = []
-    for first, others in ((1, 1), (2, 2), (2, 1)):  # degree of the first worker's stages, and of the second's
+    # The degree of the first worker's stages and of the second's, and whether groups divide by tokens, too.
+    for first, others, tokens in ((1, 1, False), (2, 2, False), (2, 2, True), (2, 1, True)):
         jobs = []
         for name, case in DIFFERENT.items():
             if name == "tied" and first != others:
                 continue
-            folder = tmp_path / f"{name} {first} {others}"
+            folder = tmp_path / f"{name} {first} {others} {tokens}"
             folder.mkdir()
             path = write_model(folder, "attention", "adamw", samples=32, more=case.get("more", ""))
             stages, schedule = case.get("stages", 2), case["schedule"]
@@ -200,6 +201,7 @@ def test_what_a_run_may_do_beside_training_is_as_without_groups(tmp_path: Path) 
                 plan = recomputing(plan, (True, 2))
             own = plan.stages[0].ranks
             plan = in_groups(plan, *(first if stage.ranks == own else others for stage in plan.stages))
+            plan = by_tokens(plan) if tokens else plan
             weights, options = str(folder / "weights.pt"), case.get("options", TrainingOptions())
             jobs.append(Job(model=str(path), plan=plan, steps=8, seed=SEED, save_weights=weights, options=options))
         saved = ((result, job.save_weights) for job, result in zip(jobs, run_jobs(jobs, tmp_path), strict=True))
