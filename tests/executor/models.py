@@ -252,6 +252,43 @@ del tensor_parallel_plan
 """
 )
 
+# The same with products of flattened tokens, as in GPT-2 of transformers, and norms by the formula, as in its Llama.
+FLATTENED = (
+    ATTENTION
+    + """
+class Product(nn.Module):
+    def __init__(self, inputs, outputs, bias=True):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(inputs, outputs) / 4), nn.Parameter(torch.randn(outputs) / 4)
+
+    def forward(self, x):
+        made = torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight)
+        return made.view(*x.shape[:-1], made.shape[-1])
+
+class Norm(nn.Module):
+    def __init__(self, size):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+
+    def forward(self, x):
+        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
+
+class Block(Block):
+    def __init__(self):
+        super().__init__()
+        self.before, self.between = Norm(16), Norm(16)
+        for name, made in list(self.named_children()):
+            if isinstance(made, nn.Linear):
+                setattr(self, name, Product(made.in_features, made.out_features))
+
+class Net(Net):
+    def __init__(self):
+        super().__init__()
+        self.place = nn.Parameter(torch.randn(1, 8, 16) / 4)
+        self.embed.register_forward_hook(lambda module, given, made: made + self.place)
+"""
+)
+
 # Appended to a model file with a dataset: what to evaluate on, and how.
 EVALUATION = """
 def evaluation_dataset():
@@ -337,7 +374,7 @@ def optimizer(parameters):
     return OPTIMIZER
 """
 
-DIVIDED = {"attention": ATTENTION, "packed": PACKED}
+DIVIDED = {"attention": ATTENTION, "packed": PACKED, "flattened": FLATTENED}
 SHARING = {"tied": TIED.replace("COPIES", "False"), "copies": TIED.replace("COPIES", "True"), "gpt2": GPT2}
 
 

@@ -224,7 +224,7 @@ def build_modules(
         division = division_of(graph, tensor_parallel_plan(spec, graph, tensor.degree), tensor)
         by_tokens = plan.cluster.sequence_parallel
         division = replace(division, by_tokens=by_tokens, sends_parts=by_tokens and len(set(plan.degrees)) == 1)
-        if by_tokens and not division.tokens(graph):
+        if by_tokens and not division.within(graph, ()).tokens:
             raise PlanError(
                 f"{tensor.degree} ranks cannot divide the tokens of any value evenly",
                 hint="take sequences of a multiple of that, or solve without `sequence_parallel`",

@@ -1,6 +1,6 @@
 """Generate the code of a stage: the operations of its layers, or calls of the blocks that the model's file names."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -113,14 +113,7 @@ class SegmentBuilder:
     """
 
     def __init__(
-        self,
-        graph: LayerGraph,
-        part: Boundary,
-        variant: Variant,
-        weights: nn.Module,
-        blocks: StageBlocks | None,
-        tokens: Mapping[fx.Node, int],
-        borders: Collection[fx.Node],
+        self, graph: LayerGraph, part: Boundary, variant: Variant, weights: nn.Module, blocks: StageBlocks | None
     ) -> None:
         self._graph, self._part, self._variant, self._blocks = graph, part, variant, blocks
         self._weights = weights
@@ -130,7 +123,7 @@ class SegmentBuilder:
         self._kind: fx.Node | None = None  # of the device, for the graphs nested within that run under autocast
         self._copies: dict[fx.Node, fx.Node] = {}
         self._attributes: dict[fx.Node, str] = {}
-        self._regions = Regions(graph, variant.division, self._new, tokens, borders)
+        self._regions = Regions(graph, variant.division, self._new)
         self._deferred: dict[fx.Node, RunningStatistics] = {}
         if variant.defer_batch_norm and blocks is None:
             nodes = (node for layer in part.layers for node in layer.nodes)
@@ -157,6 +150,7 @@ class SegmentBuilder:
         self._copies = {node: arguments[name] for node, name in self._attributes.items() if name in arguments}
         self._device, self._key, self._observer = map(self._new.placeholder, ("device", "random_key", "observer"))
         self._copies |= {node: self._new.placeholder(node.name) for node in taken}
+        self._copies |= {node: self._regions.taken(node, self._copies[node]) for node in taken}
         for index, layer in enumerate(self._part.layers, start=self._part.first):
             self._copy_layer(index, layer)
         self._new.output(tuple(self._regions.made(node, self._copies) for node in makes))

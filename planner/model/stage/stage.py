@@ -210,12 +210,13 @@ def build_stage(
     weights = weights_of(graph, boundary.layers) if blocks is None else blocks.weights
     if of is not None:
         use_registries(weights, of)
-    tokens, borders = variant.division.tokens(graph), {*boundary.received, *boundary.sent}
-    specs = {node: variant.division.sent(graph.specs[node], tokens.get(node)) for node in borders}
+    borders = [*boundary.received, *boundary.sent]
+    division = variant.division.within(graph, borders)
+    specs = {node: division.exchanged(node, graph.specs[node]) for node in borders}
     places: dict[str, str] = {}
     segments = []
     for part, again in parts.divided(graph, boundary, [*filter(None, variant.units)] or variant.recompute):
-        builder = SegmentBuilder(graph, part, variant, weights, blocks, tokens, borders)
+        builder = SegmentBuilder(graph, part, replace(variant, division=division), weights, blocks)
         segment = builder.build()
         places |= builder.places
         if again and (not variant.units or tuple(layer.name for layer in part.layers) in variant.recompute):

@@ -159,7 +159,7 @@ _ALONG = dict.fromkeys(PARTS, 2) | dict.fromkeys(
     (_aten.softmax, _aten._softmax, _aten.cat, _aten.slice, _aten.narrow, _aten.select, _aten.unbind), 1
 )
 _NORMS = (_aten.layer_norm, _aten.rms_norm)  # over the last dimensions, whose sizes are the second argument
-_REDUCTIONS = (_aten.mean, _aten.sum, _aten.var)  # over the dimensions that are the second argument
+_SUMS = (_aten.mean, _aten.sum, _aten.var)  # over the dimensions that are the second argument
 ONES = (_aten.select, _aten.unbind)  # parts of a single element, without the dimension
 
 
@@ -175,6 +175,10 @@ def shape_of(node: fx.Node) -> Sequence[Any]:
     return tuple(first.shape) if isinstance(first, Tensor) else ()
 
 
+def is_tensor(node: fx.Node) -> bool:
+    return node.op == "get_attr" or isinstance(node.meta.get("val"), Tensor)
+
+
 def along(node: fx.Node) -> int | None:
     """Return the dimension of its input that an operation computes, cuts or joins along; None for other operations."""
     place = _ALONG.get(packet_of(node))
@@ -184,8 +188,11 @@ def along(node: fx.Node) -> int | None:
     return int(given) % len(shape_of(node.all_input_nodes[0]))  # type: ignore[arg-type]
 
 
-def dimension_of(node: fx.Node, divided: Mapping[fx.Node, int]) -> int | None:
-    """Return the dimension along which an operation's result is divided; None where it does not work on parts alone."""
+def dimension_of(node: fx.Node, divided: Mapping[fx.Node, int], *, parts: bool = False) -> int | None:
+    """Return the dimension along which an operation's result is divided; None where it does not work on parts alone.
+
+    `parts`: whether each rank may take its part of a whole value.
+    """
     if node.target is getitem:
         return divided[node.all_input_nodes[0]]
     operation, first = packet_of(node), node.args[0] if node.args else None
@@ -212,17 +219,17 @@ def dimension_of(node: fx.Node, divided: Mapping[fx.Node, int]) -> int | None:
             return _viewed(before, after, divided[first])
         if operation in (_aten.transpose, _aten.permute):
             return _moved(node, len(before), divided[first])
-        if operation in _NORMS:
-            return dimension if dimension < len(before) - len(node.args[1]) else None  # type: ignore[arg-type]
-        if operation in _REDUCTIONS:
-            return _left(node, len(before), dimension)
+        if operation in (*_NORMS, *_SUMS):
+            given: Any = node.args[1] if len(node.args) > 1 else ()
+            over = range(-len(given), 0) if operation in _NORMS else given
+            return dimension if over and dimension < min(each % len(before) for each in over) else None
         if operation in _SAME:
             same = len(before) == len(after) and before[dimension] == after[dimension]
             return dimension if same else None
-    return _pointwise(node, divided) if torch.Tag.pointwise in node.target.tags else None  # type: ignore[union-attr]
+    return _pointwise(node, divided, parts) if torch.Tag.pointwise in node.target.tags else None  # type: ignore[union-attr]
 
 
-def _pointwise(node: fx.Node, divided: Mapping[fx.Node, int]) -> int | None:
+def _pointwise(node: fx.Node, divided: Mapping[fx.Node, int], parts: bool) -> int | None:
     shape = shape_of(node)
     found = {dimension - len(shape_of(source)) for source, dimension in divided.items()}
     if len(found) > 1:
@@ -230,20 +237,9 @@ def _pointwise(node: fx.Node, divided: Mapping[fx.Node, int]) -> int | None:
     place = found.pop()
     for source in node.all_input_nodes:
         others = shape_of(source)
-        if source not in divided and len(others) >= -place and others[place] != 1:
+        if source not in divided and not parts and len(others) >= -place and others[place] != 1:
             return None  # a whole value, of which each rank would need its part
     return place + len(shape)
-
-
-def _left(node: fx.Node, rank: int, dimension: int) -> int | None:
-    """Return where a divided dimension is when others are summed up."""
-    given = node.args[1] if len(node.args) > 1 else None
-    if not isinstance(given, (tuple, list)):
-        return None  # of all elements
-    gone = {int(each) % rank for each in given}
-    if dimension in gone:
-        return None
-    return dimension if len(shape_of(node)) == rank else dimension - sum(each < dimension for each in gone)
 
 
 def _viewed(before: Sequence[Any], after: Sequence[Any], dimension: int) -> int | None:

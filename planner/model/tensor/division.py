@@ -20,6 +20,7 @@ from planner.model.tensor.dimensions import (
     Cut,
     Packing,
     dimension_of,
+    is_tensor,
     packet_of,
     packing,
     shape_of,
@@ -42,25 +43,18 @@ class Regions:
     They begin with products whose weights are divided, and end with those whose results the ranks sum up; what leaves
     the piece is whole, too. Operations that DTensor cannot divide run whole on every rank.
 
-    Values that ranks divide by `tokens` are DTensors from a sum on. As `borders` of the stage they are ordinary
-    tensors, whole ones or this rank's parts. Between pieces of a stage they stay DTensors.
+    Values that ranks divide by tokens are DTensors from a sum on, also between the pieces of a stage. At the `borders`
+    of the stage they are ordinary tensors: whole, or this rank's part.
     """
 
-    def __init__(
-        self,
-        graph: LayerGraph,
-        division: "DividedWeights",
-        code: fx.Graph,
-        tokens: Mapping[fx.Node, int],
-        borders: Collection[fx.Node],
-    ) -> None:
+    def __init__(self, graph: LayerGraph, division: "DividedWeights", code: fx.Graph) -> None:
         self._graph, self._code, self._division = graph, code, division
-        self._tokens, self._borders = tokens, borders
+        self._tokens = division.tokens
         self._weights: dict[fx.Node, Cut] = {}
         self._packed: dict[fx.Node, Cut] = {}
         self._opened: dict[fx.Node, Packing] = {}
         self._replaced: dict[Any, Callable[..., Tensor]] = {}
-        self._inside: set[fx.Node] = set()
+        self._inside = set(self._tokens)
         self._entered: dict[fx.Node, fx.Node] = {}
         self._left: dict[fx.Node, fx.Node] = {}
         self._gathered: dict[fx.Node, fx.Node] = {}
@@ -78,30 +72,47 @@ class Regions:
                 _aten.scaled_dot_product_attention.default: division.group.attention,
             }
 
+    def taken(self, node: fx.Node, copy: fx.Node) -> fx.Node:
+        """Return a value that enters the piece."""
+        if node not in self._tokens or node not in self._division.borders:
+            return copy
+        enter = self._group.part if self._division.sends_parts else self._group.scatter
+        return self._code.call_function(enter, (copy, self._tokens[node]))
+
+    def made(self, node: fx.Node, copies: dict[fx.Node, fx.Node]) -> fx.Node:
+        """Return a value as it leaves the piece."""
+        if node not in self._tokens or (node in self._division.borders and not self._division.sends_parts):
+            return self.whole(node, copies)
+        return self._code.call_method("to_local", (copies[node],)) if node in self._division.borders else copies[node]
+
     def reader(self, node: fx.Node, copies: dict[fx.Node, fx.Node]) -> Callable[[fx.Node], fx.Node]:
         """Return what an operation reads in place of the values that it read in the graph."""
         if not self._touches(node):
             return copies.__getitem__
         if self._runs_whole(node):
             return lambda source: self.whole(source, copies)
-        by_tokens = node in self._tokens or not _makes_tensors(node)  # what reads a size reads the whole value's
-        return lambda source: self._within(source, copies, by_tokens=by_tokens)
+        # A part knows the size of the whole.
+        tokens = self._tokens if node in self._tokens or not _makes_tensors(node) else {}
+        return lambda source: copies[source] if source in tokens else self._within(source, copies)
 
     def result(self, node: fx.Node, copy: fx.Node) -> fx.Node:
         """Return the result of an operation, given its copy that `reader` has served."""
-        within = self._touches(node) and not self._runs_whole(node)
         cut = self._weights.get(weight_of(node))
-        if within:
+        if within := self._touches(node) and not self._runs_whole(node):
             copy.target = self._replaced.get(node.target, copy.target)
             if node in self._opened:
                 self._take_apart(node, copy)
-            if (gathered := self._gathered.get(_before_views(node, self._tokens))) is not None:
-                product: Any = node.target
-                copy.target, copy.args = self._group.product, (gathered, product, *copy.args)
-        if node in self._tokens and _is_tensor(node):
-            self._inside.add(node)
-            return self._code.call_function(self._group.scatter, (copy, self._tokens[node]))
-        # The result is the sum of what the ranks compute with their parts of a weight, or is gathered.
+            given: list[Any] = [self._gathered[source] for source in node.all_input_nodes if source in self._gathered]
+            if given and cut is not None:
+                compute: Any = node.target
+                copy.target, copy.args = self._group.product, (given[0], compute, *copy.args)
+            elif given and node not in self._tokens and packet_of(node) in RESHAPES:
+                self._gathered[node] = given[0]  # to be recognised by the product that multiplies the view
+        if node in self._tokens:
+            scattered = (copy, self._tokens[node])
+            return self._code.call_function(self._group.scatter, scattered) if is_tensor(node) else copy
+        # The result is the sum of what the ranks compute with their parts of a weight, or is gathered. It stays a sum
+        # where it is scattered next.
         ends = cut is not None and (cut.gathered or sums(node, cut)) and not self._tokens.keys() & node.users.keys()
         if within and ends:
             return self._code.call_function(self._group.leave, (copy,))
@@ -109,19 +120,12 @@ class Regions:
             self._inside.add(node)
         return copy
 
-    def made(self, node: fx.Node, copies: dict[fx.Node, fx.Node]) -> fx.Node:
-        """Return a value as the piece returns it."""
-        if node not in self._tokens or (node in self._borders and not self._division.sends_parts):
-            return self.whole(node, copies)
-        part = self._within(node, copies, by_tokens=True)
-        return self._code.call_method("to_local", (part,)) if node in self._borders else part
-
     def whole(self, node: fx.Node, copies: dict[fx.Node, fx.Node]) -> fx.Node:
         """Return a value as it is on every rank."""
-        if node not in self._weights and node not in self._tokens and not (node in self._inside and _is_tensor(node)):
+        if node not in self._weights and not (node in self._inside and is_tensor(node)):
             return copies[node]
         if node not in self._left:
-            copy = self._within(node, copies, by_tokens=True)
+            copy = copies[node] if node in self._tokens else self._within(node, copies)
             cut = self._packed.get(node, self._weights.get(node, Cut(0)))
             self._left[node] = self._code.call_function(self._group.leave, (copy, cut.dimension, cut.blocks))
         return self._left[node]
@@ -144,21 +148,20 @@ class Regions:
             copy.target, copy.args, copy.kwargs = self._group.narrow, (value, start, length, dimension), {}
 
     def _touches(self, node: fx.Node) -> bool:
-        return any(
-            source in self._weights or source in self._inside or source in self._tokens
-            for source in node.all_input_nodes
-        )
+        return any(map(self._is_divided, node.all_input_nodes))
+
+    def _is_divided(self, node: fx.Node) -> bool:
+        return node in self._weights or node in self._inside
 
     def _runs_whole(self, node: fx.Node) -> bool:
         """Return whether each rank runs an operation on whole values: nested graphs, and random numbers.
 
-        So does what takes nothing but values divided by tokens, and does not work on each token alone.
+        So does what takes nothing divided but tokens, and does not work on each token alone.
         """
-        if node in self._tokens or not _makes_tensors(node):
+        if node in self._tokens:
             return False
-        if self._tokens and all(
-            source in self._tokens or not (source in self._weights or source in self._inside)
-            for source in node.all_input_nodes
+        if _makes_tensors(node) and all(
+            source in self._tokens for source in node.all_input_nodes if self._is_divided(source)
         ):
             return not self._views_for_products(node)
         if node.target in self._replaced or node.target is getitem:
@@ -170,43 +173,23 @@ class Regions:
             weight_of(user) in self._weights or self._views_for_products(user) for user in node.users
         )
 
-    def _within(self, node: fx.Node, copies: dict[fx.Node, fx.Node], *, by_tokens: bool = False) -> fx.Node:
-        """Return a value as operations on divided ones take it: whole, or its parts `by_tokens` where it has those."""
-        if node in self._tokens and not by_tokens and _is_tensor(node):
-            if node not in self._gathered:
-                part = self._within(node, copies, by_tokens=True)
-                self._gathered[node] = self._code.call_function(self._group.gather, (part,))
-            return self._gathered[node]
-        inner = node in self._tokens and node not in self._borders  # another piece of the stage may have made it
-        if inner or node in self._inside or not _is_tensor(node):
+    def _within(self, node: fx.Node, copies: dict[fx.Node, fx.Node]) -> fx.Node:
+        """Return a value as operations on divided ones take it: with all tokens."""
+        if not is_tensor(node) or (node in self._inside and node not in self._tokens):
             return copies[node]
+        if node in self._tokens:
+            if node not in self._gathered:
+                self._gathered[node] = self._code.call_function(self._group.gather, (copies[node],))
+            return self._gathered[node]
         if node not in self._entered:
-            enter, given = self._entrance(node)
+            cut = self._weights.get(node)
+            enter, given = (self._group.enter, ()) if cut is None else (self._group.part, (cut.dimension,))
             self._entered[node] = self._code.call_function(enter, (copies[node], *given))
         return self._entered[node]
-
-    def _entrance(self, node: fx.Node) -> tuple[Callable[..., Tensor], tuple[int, ...]]:
-        if (cut := self._weights.get(node)) is not None:
-            return self._group.part, (cut.dimension,)
-        if (dimension := self._tokens.get(node)) is not None:
-            return self._group.part if self._division.sends_parts else self._group.scatter, (dimension,)
-        return self._group.enter, ()
-
-
-def _before_views(product: fx.Node, tokens: Collection[fx.Node]) -> Any:
-    """Return the value that a product multiplies, as it is before it is viewed in another shape; None elsewhere."""
-    value: Any = product.args[PRODUCTS[product.target].weight - 1] if product.target in PRODUCTS else None
-    while value is not None and value not in tokens and packet_of(value) in RESHAPES:
-        value = value.args[0]
-    return value
 
 
 def _makes_tensors(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), (Tensor, tuple, list))
-
-
-def _is_tensor(node: fx.Node) -> bool:
-    return node.op == "get_attr" or isinstance(node.meta.get("val"), Tensor)
 
 
 @dataclass(frozen=True)
@@ -217,6 +200,8 @@ class DividedWeights:
     cuts: Mapping[str, Cut] = field(default_factory=dict)  # by weight, under all of its names, how it is divided
     by_tokens: bool = False  # whether they divide values by tokens, too
     sends_parts: bool = False  # whether stages exchange a rank's part of these
+    tokens: Mapping[fx.Node, int] = field(default_factory=dict)  # those of a stage's graph, with the tokens' dimension
+    borders: Collection[fx.Node] = ()  # the values that the stage exchanges
 
     @property
     def is_first_rank(self) -> bool:
@@ -228,17 +213,17 @@ class DividedWeights:
         names = {node: graph.names.parameter(node) or "" for node in graph.module.graph.nodes}
         return {node: self.cuts[name] for node, name in names.items() if name in self.cuts}
 
-    def tokens(self, graph: LayerGraph) -> dict[fx.Node, int]:
-        """Return the values that the ranks divide by tokens, and the dimension of the tokens."""
+    def within(self, graph: LayerGraph, borders: Collection[fx.Node]) -> "DividedWeights":
+        """Return the same for a stage that exchanges these values with others."""
         if self.group is None or not self.by_tokens:
-            return {}
-        return divided_by_tokens(graph, self.weights(graph), self.group.degree)
+            return self
+        tokens = divided_by_tokens(graph, self.weights(graph), self.group.degree)
+        return replace(self, tokens=tokens, borders=borders)
 
-    def sent(self, spec: ValueSpec, tokens: int | None) -> ValueSpec:
-        """Return the spec of what stages exchange of a value, given the dimension of the tokens that ranks divide."""
-        if tokens is None or self.group is None or not self.sends_parts:
-            return spec
-        sizes = (size // self.group.degree if d == tokens else size for d, size in enumerate(spec.sizes))
+    def exchanged(self, node: fx.Node, spec: ValueSpec) -> ValueSpec:
+        """Return the spec of what stages exchange of a value."""
+        each = self.group.degree if self.group is not None and self.sends_parts else 1
+        sizes = (size // each if self.tokens.get(node) == place else size for place, size in enumerate(spec.sizes))
         return replace(spec, sizes=tuple(sizes))
 
     def part(self, name: str, whole: Tensor) -> Tensor:

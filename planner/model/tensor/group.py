@@ -6,6 +6,7 @@ whose results they sum up. Between the two they are DTensors. So all that surrou
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -56,21 +57,17 @@ class TensorGroup:
         whole: Tensor = _Gathered.apply(value)  # type: ignore[no-untyped-call]
         return whole
 
-    def product(self, gathered: Tensor, compute: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-        """Compute with what `gather` returned; the backward gathers it again, from the part that is kept till then."""
-        node = gathered.grad_fn
-        if node is None:
-            return compute(*args, **kwargs)
-        memory = _memory_of(gathered)
+    def product(self, gathered: DTensor, compute: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        """Compute with what `gather` returned, or a view of it; the backward gathers it again from the part."""
+        node, like = gathered.grad_fn, (gathered.placements, gathered.numel())
 
         def kept(saved: Tensor) -> Any:
-            is_gathered = isinstance(saved, DTensor) and saved.is_contiguous() and _memory_of(saved) == memory
-            return saved.shape if is_gathered else saved
+            return saved.shape if isinstance(saved, DTensor) and (saved.placements, saved.numel()) == like else saved
 
         def used(kept: Any) -> Tensor:
             return _again(node).view(kept) if isinstance(kept, torch.Size) else kept
 
-        with saved_tensors_hooks(kept, used):
+        with saved_tensors_hooks(kept, used) if node is not None else nullcontext():
             return compute(*args, **kwargs)
 
     def leave(self, value: Tensor, dimension: int = 0, blocks: tuple[int, ...] = ()) -> Tensor:
@@ -186,11 +183,6 @@ def _again(gathered: Any) -> DTensor:
         gathered.whole = gathered.part.redistribute(placements=[Replicate()])
     whole: DTensor = gathered.whole
     return whole
-
-
-def _memory_of(value: Tensor) -> int:
-    own: Tensor = value.detach().to_local()  # type: ignore[attr-defined]
-    return own.untyped_storage().data_ptr()
 
 
 def _expanded(value: Tensor, heads: int) -> Tensor:

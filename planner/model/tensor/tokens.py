@@ -8,12 +8,12 @@ from collections.abc import Mapping
 
 import sympy
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from planner.model.capture.graph import LayerGraph
 from planner.model.capture.operations import is_random
 from planner.model.capture.size import BATCH
-from planner.model.tensor.dimensions import RESHAPES, Cut, dimension_of, packet_of, shape_of, sums, weight_of
+from planner.model.tensor.dimensions import RESHAPES, Cut, dimension_of, is_tensor, packet_of, shape_of, sums, weight_of
 
 
 def divided_by_tokens(graph: LayerGraph, weights: Mapping[fx.Node, Cut], degree: int) -> dict[fx.Node, int]:
@@ -24,29 +24,20 @@ def divided_by_tokens(graph: LayerGraph, weights: Mapping[fx.Node, Cut], degree:
     """
     found = dict[fx.Node, int]()
     for node in graph.module.graph.nodes:
-        cut = weights.get(weight_of(node))
+        cut, sources = weights.get(weight_of(node)), [source for source in node.all_input_nodes if source in found]
         if cut is not None and sums(node, cut):
             start = node
-            while (
-                len(shape_of(start)) == 2 and len(start.users) == 1 and packet_of(next(iter(start.users))) in RESHAPES
-            ):
+            while len(shape_of(start)) == 2 and [packet_of(user) in RESHAPES for user in start.users] == [True]:
                 start = next(iter(start.users))  # samples and tokens are one dimension before that
             if possible := _divisible(graph, start, degree):
                 found[start] = min(possible, key=lambda dimension: (dimension == 0, dimension))
-            continue
-        divided = {source: found[source] for source in node.all_input_nodes if source in found}
-        if cut is not None or not divided or node in found:
-            continue
-        if packet_of(node) is not torch.ops.aten.dropout and is_random(node, graph.module):
-            continue
-        dimension = dimension_of(node, divided | _alike(node, divided))
-        if dimension is not None and (not _is_tensor(node) or dimension in _divisible(graph, node, degree)):
-            found[node] = dimension
+        elif cut is None and sources and node not in found:
+            if is_random(node, graph.module) and packet_of(node) is not torch.ops.aten.dropout:
+                continue
+            dimension = dimension_of(node, {source: found[source] for source in sources}, parts=True)
+            if dimension is not None and (not is_tensor(node) or dimension in _divisible(graph, node, degree)):
+                found[node] = dimension
     return found
-
-
-def _is_tensor(node: fx.Node) -> bool:
-    return isinstance(node.meta.get("val"), Tensor)
 
 
 def _divisible(graph: LayerGraph, node: fx.Node, degree: int) -> list[int]:
@@ -54,15 +45,3 @@ def _divisible(graph: LayerGraph, node: fx.Node, degree: int) -> list[int]:
     sizes = graph.reader.sizes(node.meta["val"]) or ()
     counts = [size if isinstance(size, int) else size / BATCH for size in sizes[:-1]]
     return [dimension for dimension, count in enumerate(counts) if (sympy.sympify(count) / degree).is_Integer]
-
-
-def _alike(node: fx.Node, divided: Mapping[fx.Node, int]) -> dict[fx.Node, int]:
-    """Return the whole values among an operation's arguments of which each rank takes its tokens alone."""
-    source, dimension = next(iter(divided.items()))
-    size, place = shape_of(source)[dimension], dimension - len(shape_of(source))
-    others = {other: shape_of(other) for other in node.all_input_nodes if other not in divided}
-    return {
-        other: place + len(shape)
-        for other, shape in others.items()
-        if len(shape) >= -place and str(shape[place]) == str(size)
-    }

@@ -88,7 +88,7 @@ def assert_close(found: Weights, expected: Weights) -> None:
         torch.testing.assert_close(found[name], tensor, rtol=1e-7, atol=1e-9)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("tokens", [False, True], ids=["by weights", "by tokens"])
 @pytest.mark.parametrize(
     ("model", "replicas", "degrees", "schedules", "minibatches"),
@@ -107,6 +107,8 @@ def assert_close(found: Weights, expected: Weights) -> None:
         pytest.param("packed", (1, 1, 1), (1, 2, 1), PIPELINED[:3], 20, id="1-1x2-1, packed", marks=pytest.mark.slow),
         pytest.param("packed", (2,), (2,), PIPELINED[:3], 20, id="2x2, packed", marks=pytest.mark.slow),
         pytest.param("packed", (1, 1), (4, 2), PIPELINED[:3], 20, id="1x4-1x2, packed", marks=pytest.mark.slow),
+        pytest.param("flattened", (1,), (2,), [("1f1b", 1)], 6, id="1x2, flattened"),
+        pytest.param("flattened", (1, 2), (2, 2), PIPELINED[1:3], 6, id="1x2-2x2, flattened", marks=pytest.mark.slow),
         pytest.param("gpt2", (1,), (2,), PIPELINED[:3], 20, id="1x2, GPT-2", marks=GPT2),
         pytest.param("gpt2", (1, 1), (2, 2), PIPELINED[1:2], 20, id="1x2-1x2, GPT-2", marks=GPT2),
     ],
