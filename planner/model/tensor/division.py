@@ -55,8 +55,7 @@ class Regions:
         self._opened: dict[fx.Node, Packing] = {}
         self._replaced: dict[Any, Callable[..., Tensor]] = {}
         self._inside = set(self._tokens)
-        self._entered: dict[fx.Node, fx.Node] = {}
-        self._left: dict[fx.Node, fx.Node] = {}
+        self._calls: dict[tuple[str, fx.Node], fx.Node] = {}
         self._gathered: dict[fx.Node, fx.Node] = {}
         if division.group is not None:
             self._group = division.group
@@ -124,11 +123,9 @@ class Regions:
         """Return a value as it is on every rank."""
         if node not in self._weights and not (node in self._inside and is_tensor(node)):
             return copies[node]
-        if node not in self._left:
-            copy = copies[node] if node in self._tokens else self._within(node, copies)
-            cut = self._packed.get(node, self._weights.get(node, Cut(0)))
-            self._left[node] = self._code.call_function(self._group.leave, (copy, cut.dimension, cut.blocks))
-        return self._left[node]
+        copy = copies[node] if node in self._tokens else self._within(node, copies)
+        cut = self._packed.get(node, self._weights.get(node, Cut(0)))
+        return self._once(self._group.leave, node, copy, cut.dimension, cut.blocks)
 
     def _take_apart(self, node: fx.Node, copy: fx.Node) -> None:
         """Change an operation on a packed value so that it takes apart what each rank has of it."""
@@ -175,17 +172,20 @@ class Regions:
 
     def _within(self, node: fx.Node, copies: dict[fx.Node, fx.Node]) -> fx.Node:
         """Return a value as operations on divided ones take it: with all tokens."""
-        if not is_tensor(node) or (node in self._inside and node not in self._tokens):
-            return copies[node]
-        if node in self._tokens:
-            if node not in self._gathered:
-                self._gathered[node] = self._code.call_function(self._group.gather, (copies[node],))
+        if is_tensor(node) and node in self._tokens:
+            self._gathered[node] = self._once(self._group.gather, node, copies[node])
             return self._gathered[node]
-        if node not in self._entered:
-            cut = self._weights.get(node)
-            enter, given = (self._group.enter, ()) if cut is None else (self._group.part, (cut.dimension,))
-            self._entered[node] = self._code.call_function(enter, (copies[node], *given))
-        return self._entered[node]
+        if node in self._inside or not is_tensor(node):
+            return copies[node]
+        if (cut := self._weights.get(node)) is not None:
+            return self._once(self._group.part, node, copies[node], cut.dimension)
+        return self._once(self._group.enter, node, copies[node])
+
+    def _once(self, function: Callable[..., Tensor], node: fx.Node, *given: Any) -> fx.Node:
+        """Return the result of a call that is about a value, where all that need it take the same."""
+        if (function.__name__, node) not in self._calls:
+            self._calls[function.__name__, node] = self._code.call_function(function, given)
+        return self._calls[function.__name__, node]
 
 
 def _makes_tensors(node: fx.Node) -> bool:

@@ -62,10 +62,11 @@ class TensorGroup:
         node, like = gathered.grad_fn, (gathered.placements, gathered.numel())
 
         def kept(saved: Tensor) -> Any:
-            return saved.shape if isinstance(saved, DTensor) and (saved.placements, saved.numel()) == like else saved
+            is_like = isinstance(saved, DTensor) and (saved.placements, saved.numel()) == like
+            return (saved.shape, saved.dtype) if is_like else saved  # autocast has rounded it
 
         def used(kept: Any) -> Tensor:
-            return _again(node).view(kept) if isinstance(kept, torch.Size) else kept
+            return _again(node).view(kept[0]).to(kept[1]) if isinstance(kept, tuple) else kept
 
         with saved_tensors_hooks(kept, used) if node is not None else nullcontext():
             return compute(*args, **kwargs)
@@ -101,12 +102,13 @@ class TensorGroup:
     def sum(self, value: Tensor) -> Tensor:
         return DTensor.from_local(value, self.mesh, [Partial()], run_check=False).full_tensor()
 
-    def dropout(self, value: Tensor, p: float, train: bool) -> Tensor:
+    def dropout(self, value: DTensor, p: float, train: bool) -> Tensor:
         """Drop what dropout of the whole value drops: every rank draws all of it, and takes its part."""
         if not train or p == 0:
             return value
         noise = F.dropout(torch.ones(value.shape, dtype=value.dtype, device=value.device), p)
-        return value * self.enter(noise)
+        dimension = next((each.dim for each in value.placements if isinstance(each, Shard)), None)
+        return value * (self.enter(noise) if dimension is None else self.scatter(noise, dimension))
 
     def attention(
         self,

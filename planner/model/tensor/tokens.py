@@ -7,11 +7,9 @@ The sum behind a row product is scattered over the tokens, and the tokens are ga
 from collections.abc import Mapping
 
 import sympy
-import torch
 from torch import fx
 
 from planner.model.capture.graph import LayerGraph
-from planner.model.capture.operations import is_random
 from planner.model.capture.size import BATCH
 from planner.model.tensor.dimensions import RESHAPES, Cut, dimension_of, is_tensor, packet_of, shape_of, sums, weight_of
 
@@ -30,10 +28,8 @@ def divided_by_tokens(graph: LayerGraph, weights: Mapping[fx.Node, Cut], degree:
             while len(shape_of(start)) == 2 and [packet_of(user) in RESHAPES for user in start.users] == [True]:
                 start = next(iter(start.users))  # samples and tokens are one dimension before that
             if possible := _divisible(graph, start, degree):
-                found[start] = min(possible, key=lambda dimension: (dimension == 0, dimension))
+                found[start] = possible[-1]
         elif cut is None and sources and node not in found:
-            if is_random(node, graph.module) and packet_of(node) is not torch.ops.aten.dropout:
-                continue
             dimension = dimension_of(node, {source: found[source] for source in sources}, parts=True)
             if dimension is not None and (not is_tensor(node) or dimension in _divisible(graph, node, degree)):
                 found[node] = dimension
