@@ -86,18 +86,17 @@ class Regions:
 
     def reader(self, node: fx.Node, copies: dict[fx.Node, fx.Node]) -> Callable[[fx.Node], fx.Node]:
         """Return what an operation reads in place of the values that it read in the graph."""
-        if not self._touches(node):
+        if not self._divided(node):
             return copies.__getitem__
         if self._runs_whole(node):
             return lambda source: self.whole(source, copies)
-        # A part knows the size of the whole.
-        tokens = self._tokens if node in self._tokens or not _makes_tensors(node) else {}
+        tokens = self._tokens if node in self._tokens else {}
         return lambda source: copies[source] if source in tokens else self._within(source, copies)
 
     def result(self, node: fx.Node, copy: fx.Node) -> fx.Node:
         """Return the result of an operation, given its copy that `reader` has served."""
         cut = self._weights.get(weight_of(node))
-        if within := self._touches(node) and not self._runs_whole(node):
+        if within := bool(self._divided(node)) and not self._runs_whole(node):
             copy.target = self._replaced.get(node.target, copy.target)
             if node in self._opened:
                 self._take_apart(node, copy)
@@ -115,7 +114,7 @@ class Regions:
         ends = cut is not None and (cut.gathered or sums(node, cut)) and not self._tokens.keys() & node.users.keys()
         if within and ends:
             return self._code.call_function(self._group.leave, (copy,))
-        if within and _makes_tensors(node):
+        if within and (is_tensor(node) or isinstance(node.meta.get("val"), (tuple, list))):
             self._inside.add(node)
         return copy
 
@@ -144,11 +143,9 @@ class Regions:
             start, length = start_of(node) % shape_of(source)[dimension], shape_of(node)[dimension]
             copy.target, copy.args, copy.kwargs = self._group.narrow, (value, start, length, dimension), {}
 
-    def _touches(self, node: fx.Node) -> bool:
-        return any(map(self._is_divided, node.all_input_nodes))
-
-    def _is_divided(self, node: fx.Node) -> bool:
-        return node in self._weights or node in self._inside
+    def _divided(self, node: fx.Node) -> list[fx.Node]:
+        """Return what an operation reads of divided weights and values."""
+        return [source for source in node.all_input_nodes if source in self._weights or source in self._inside]
 
     def _runs_whole(self, node: fx.Node) -> bool:
         """Return whether each rank runs an operation on whole values: nested graphs, and random numbers.
@@ -157,9 +154,7 @@ class Regions:
         """
         if node in self._tokens:
             return False
-        if _makes_tensors(node) and all(
-            source in self._tokens for source in node.all_input_nodes if self._is_divided(source)
-        ):
+        if self._tokens.keys() >= set(self._divided(node)):
             return not self._views_for_products(node)
         if node.target in self._replaced or node.target is getitem:
             return False
@@ -186,10 +181,6 @@ class Regions:
         if (function.__name__, node) not in self._calls:
             self._calls[function.__name__, node] = self._code.call_function(function, given)
         return self._calls[function.__name__, node]
-
-
-def _makes_tensors(node: fx.Node) -> bool:
-    return isinstance(node.meta.get("val"), (Tensor, tuple, list))
 
 
 @dataclass(frozen=True)
