@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from planner.analysis.fit import Fit, fit, minibatch_of
+from planner.analysis.fit import Fit, FitRow, fit, minibatch_of
 from planner.api.planning import price
 from planner.errors import InputError
 from planner.formats.cluster import Cluster, flat_cluster
@@ -95,6 +95,11 @@ def test_where_it_does_not_fit_more_gpus_are_tried() -> None:
     assert answer.asked.plan is None
     assert [(row.gpus, row.plan is not None) for row in answer.others] == [(2, True)]
     assert "it fits 2 of these GPUs" in fit_report(answer)
+
+
+def test_where_nothing_else_was_tried_it_says_so() -> None:
+    text = fit_report(Fit(model="m", asked=FitRow(gpus=8, plan=None, why_not="too large"), others=()))
+    assert text.endswith("no: too large; no other number of GPUs was tried")
 
 
 def test_the_fastest_size_of_microbatches_is_the_answer() -> None:

@@ -28,7 +28,7 @@ from planner.model.stage.stage import StageModule, build_stage
 from planner.options.training import CheckpointOptions, TrainingOptions
 from planner.schedule.instructions import Unit
 from planner.workers.job import Job
-from tests.executor.models import write_model
+from tests.executor.models import SHARED_HEAD, write_model
 from tests.executor.plans import in_groups, make_plan, sharded, structural_profile
 from tests.executor.processes import run_jobs
 from tests.executor.reference import Weights, delayed_updates, double_buffered, plain_training
@@ -106,6 +106,8 @@ def assert_close(found: Weights, expected: Weights) -> None:
         pytest.param("packed", (1, 1, 1), (1, 2, 1), PIPELINED[:3], 20, id="1-1x2-1, packed", marks=pytest.mark.slow),
         pytest.param("packed", (2,), (2,), PIPELINED[:3], 20, id="2x2, packed", marks=pytest.mark.slow),
         pytest.param("packed", (1, 1), (4, 2), PIPELINED[:3], 20, id="1x4-1x2, packed", marks=pytest.mark.slow),
+        pytest.param("tied head", (1, 1), (2, 2), PIPELINED[1:2], 6, id="1x2-1x2, tied head"),
+        pytest.param("tied head", (1,), (2,), PIPELINED[:3], 20, id="1x2, tied head", marks=pytest.mark.slow),
         pytest.param("gpt2", (1,), (2,), PIPELINED[:3], 20, id="1x2, GPT-2", marks=GPT2),
         pytest.param("gpt2", (1, 1), (2, 2), PIPELINED[1:2], 20, id="1x2-1x2, GPT-2", marks=GPT2),
     ],
@@ -159,12 +161,6 @@ def test_checkpoints_go_from_groups_to_single_ranks_and_back(model: str, tmp_pat
 EVALUATION = """
 def evaluation_dataset():
     return Samples(10, seed=8)
-"""
-SHARED_HEAD = """
-class Net(Net):
-    def __init__(self):
-        super().__init__()
-        self.head.weight = self.embed.weight
 """
 DIFFERENT: dict[str, dict[str, Any]] = {
     "clipped apart": {"schedule": "1f1b", "options": TrainingOptions(clip_grad_norm=0.3)},
