@@ -44,7 +44,7 @@ def solve_tied(problem: Problem, answer: Answer) -> Found:
         sent_s = max(exchanged_bytes(problem.layer_costs, found.best.stages)) / problem.link.bandwidth_bytes_per_s
         others = _together(fresh, answer) if sent_s > SLOW * found.best.seconds else ()
         return found.with_best(min((found.best, *others), key=lambda plan: plan.counted_s))
-    plans = [*_together(fresh, answer), *(() if problem.vertical_sync else _counted(fresh, answer))]
+    plans = [*_together(fresh, answer), *_counted(fresh, answer)]
     fitting = [plan for plan in plans if _trains(problem, plan)]
     if not fitting:
         _refuse(fresh, found, answer)
@@ -57,9 +57,7 @@ def _trains(problem: Problem, plan: Evaluation) -> bool:
     shared = shared_between(problem.layer_costs, plan.stages)
     if not shared:
         return True
-    if problem.vertical_sync or not trainable_pairs(
-        shared, [stage.replicas for stage in plan.stages], problem.schedule
-    ):
+    if not trainable_pairs(shared, [stage.replicas for stage in plan.stages], problem.schedule):
         return False
     return copies_fit(problem.layer_costs, plan.stages, plan.price, problem.setting)
 

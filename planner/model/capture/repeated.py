@@ -8,11 +8,10 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 from unittest import mock
 
-from torch import Tensor, fx, nn
+from torch import fx, nn
 from torch.utils._pytree import tree_flatten
 
 from planner.model.capture.operations import MODEL
@@ -20,7 +19,7 @@ from planner.model.capture.operations import MODEL
 _TRACED = 5  # two first blocks, which may do more, two that are compared, and the last one
 _BEFORE, STANDS, _LAST = _TRACED - 3, _TRACED - 2, _TRACED - 1  # the second of these stands for those left out
 _FEWEST = _TRACED + 2  # blocks that make it worth while
-_SIMPLE = (int, float, complex, bool, str, bytes, type(None))
+_REGISTRIES = ("_modules", "_parameters", "_buffers")
 
 
 @contextmanager
@@ -51,28 +50,28 @@ def _are_alike(blocks: Sequence[nn.Module]) -> bool:
     weights = [id(tensor) for block in blocks for tensor in (*block.parameters(), *block.buffers())]
     if len(set(weights)) < len(weights):
         return False
-    first, *others = ([module for _, module in block.named_modules()] for block in blocks[_BEFORE:])
+    first = _facts(blocks[_BEFORE])
     return all(
-        len(first) == len(other) and all(_is_alike(a, _BEFORE, b, number) for a, b in zip(first, other, strict=True))
-        for number, other in enumerate(others, start=_BEFORE + 1)
+        first.keys() == (facts := _facts(block)).keys()
+        and all(_are_same(first[key], facts[key], _BEFORE, number) for key in first)
+        for number, block in enumerate(blocks[_BEFORE + 1 :], start=_BEFORE + 1)
     )
 
 
-def _is_alike(one: nn.Module, number: int, other: nn.Module, number_of_other: int) -> bool:
-    def same(a: Any, b: Any) -> bool:
-        if isinstance(a, Tensor) and isinstance(b, Tensor):
-            return (a.shape, a.dtype, a.stride(), a.requires_grad) == (b.shape, b.dtype, b.stride(), b.requires_grad)
-        if isinstance(a, partial) and isinstance(b, partial):
-            return same((a.func, a.args, a.keywords), (b.func, b.args, b.keywords))
-        if type(a) is type(b) and isinstance(a, (dict, list, tuple, set)):
-            keys = sorted(a, key=repr) == sorted(b, key=repr) if isinstance(a, (dict, set)) else True
-            pairs = [(a[key], b[key]) for key in a] if isinstance(a, dict) and keys else zip(a, b, strict=False)
-            return keys and len(a) == len(b) and (isinstance(a, set) or all(same(x, y) for x, y in pairs))
-        is_number = type(a) is type(b) is int and (a, b) == (number, number_of_other)
-        return a is b or is_number or (type(a) is type(b) and isinstance(a, _SIMPLE) and a == b)
+def _facts(block: nn.Module) -> dict[tuple[str, str], Any]:
+    """Return the attributes of a block's modules, and of its weights what the tracer sees of them."""
+    found: dict[tuple[str, str], Any] = {}
+    for path, module in block.named_modules():
+        own = {"type": type(module)} | {name: each for name, each in vars(module).items() if name not in _REGISTRIES}
+        for name, tensor in (module._parameters | module._buffers).items():
+            own[name] = None if tensor is None else (tensor.shape, tensor.dtype, tensor.stride(), tensor.requires_grad)
+        found |= {(path, name): value for name, value in own.items()}
+    return found
 
-    mine, others = ({name: value for name, value in vars(each).items() if name != "_modules"} for each in (one, other))
-    return type(one) is type(other) and list(one._modules) == list(other._modules) and same(mine, others)
+
+def _are_same(one: Any, other: Any, number: int, number_of_other: int) -> bool:
+    is_number = type(one) is type(other) is int and (one, other) == (number, number_of_other)
+    return one is other or is_number or repr(one) == repr(other)
 
 
 @contextmanager

@@ -35,7 +35,8 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         batch = x.shape[0]
         made: Tensor = self.down(self.act(self.up(self.norm(x)))) * self.scale
-        return x + self.drop(made.reshape(batch * 3, WIDTH)).view(batch, 3, WIDTH)
+        dropped: Tensor = self.drop(made.reshape(batch * 3, WIDTH))
+        return x + dropped.view(batch, 3, WIDTH)
 
 
 class Model(nn.Module):
