@@ -8,7 +8,7 @@ import pytest
 
 from planner.analysis.fit import Fit, FitRow, fit, minibatch_of
 from planner.api.planning import price
-from planner.errors import InputError
+from planner.errors import InputError, PlannerError
 from planner.formats.cluster import Cluster, flat_cluster
 from planner.formats.plan import Plan
 from planner.formats.profile import Profile
@@ -76,6 +76,16 @@ def test_no_row_of_its_table_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     assert plan.config == fastest.config != "1-1-1-1"
     assert plan.predicted.seconds_per_minibatch == pytest.approx(32 * fastest.seconds_per_microbatch)
     assert plan.solver.gap == pytest.approx(1 - 1e-6 / plan.predicted.seconds_per_minibatch)
+
+    def none(profile: Profile, cluster: Cluster, options: SolveOptions, patience: Patience) -> Plan:
+        raise PlannerError("the time limit passed before any plan was found")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("planner.analysis.fit.find_plan", none)
+        same = fit(model, undivided, (1,), 4, roomy.__getitem__, OPTIONS)[0].asked.plan
+    assert same is not None
+    assert same.stages == plan.stages
+    assert same.predicted == plan.predicted
 
     rules: dict[str, SolveOptions] = {
         "level 0": replace(OPTIONS, shard_optimizer="never"),
