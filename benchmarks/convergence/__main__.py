@@ -32,7 +32,6 @@ from planner.solver.choose.baselines import equal_counts
 from planner.solver.evaluate.evaluation import priced
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.states import uncut_groups
-from planner.solver.relaxed_steps import synced
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results.json"
@@ -41,7 +40,7 @@ STAGES, MICROBATCHES, SEED = 4, 4, 0
 ACCURACY, WITHIN = 0.97, 0.02
 DIVIDED: tuple[str, ...] = ("2bw", "1f1b-flush", "zb-h1", "gpipe", "interleaved")
 ONE_PROCESS = "one process"
-SCHEDULES = ("1f1b", "1f1b, vertical sync", "2bw", "1f1b-flush", "zb-h1", "gpipe", "interleaved", "naive")
+SCHEDULES = ("1f1b", "2bw", "1f1b-flush", "zb-h1", "gpipe", "interleaved", "naive")
 
 
 @dataclass(frozen=True)
@@ -148,8 +147,7 @@ def table(name: str, curves: list[Curve]) -> Iterator[str]:
 
 def in_pipeline(module: ModuleType, schedule: str) -> Curve:
     """Train with a schedule in worker processes on this machine."""
-    kind, _, synced = schedule.partition(", ")
-    plan = make_plan(module, kind, vertical_sync=bool(synced))
+    plan = make_plan(module, schedule)
     options = TrainingOptions(evaluate_every=module.EVERY, drop_last=True)
     result = train(str(module.__file__), plan, steps=module.MINIBATCHES, seed=SEED, options=options)
     losses = [float("nan") if each.loss is None else each.loss for each in result.evaluations]
@@ -157,7 +155,7 @@ def in_pipeline(module: ModuleType, schedule: str) -> Curve:
     return Curve(schedule, [each.minibatch for each in result.evaluations], losses, accuracy)
 
 
-def make_plan(module: ModuleType, schedule: str, *, vertical_sync: bool) -> Plan:
+def make_plan(module: ModuleType, schedule: str) -> Plan:
     """Return a plan of stages with equal numbers of layers, because their cost does not matter here."""
     microbatches = MICROBATCHES if schedule in DIVIDED else 1
     profile: Profile = estimate(str(module.__file__), device="cpu", batch_size=module.MINIBATCH // microbatches)
@@ -169,8 +167,7 @@ def make_plan(module: ModuleType, schedule: str, *, vertical_sync: bool) -> Plan
     cut = [[layer for group in groups[first:end] for layer in group] for first, end in pairwise(ends)]
     chosen = priced(problem, candidates(cut, [1] * STAGES))
     report = GIVEN.model_copy(update={"name": "equal layers"})
-    plan = assemble(problem, synced(layer_costs, chosen) if vertical_sync else chosen, report)
-    return plan.model_copy(update={"vertical_sync": vertical_sync})
+    return assemble(problem, chosen, report)
 
 
 def one_process(module: ModuleType) -> Curve:

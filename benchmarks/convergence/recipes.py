@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-from planner.optim import NewestMuon
-from planner.optim.muon import orthogonal
+from docs.examples.newest_muon import NewestMuon, orthogonal
 
 VARIABLE = "CONVERGENCE_RECIPE"
 WEIGHT_DECAY = 0.01

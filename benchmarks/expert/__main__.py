@@ -50,19 +50,33 @@ class Question:
     more: dict[str, Any] = field(default_factory=dict)
 
 
+SLOW = {"servers": 4, "bandwidth": "pcie3,1Gbps"}  # workstations of one GPU each on their office's network
+LAN = {"servers": 2, "bandwidth": "pcie4,10Gbps"}
+MEGATRON = "Korthikanti et al. 2022"
 QUESTIONS = (
     Question("llama-7b", 8, "a100-80gb", "FSDP", "llm-foundry, 7B on 8 A100", FSDP),
     Question("llama-7b", 8, "a100", "FSDP", "llm-foundry, 7B on 8 A100 of 40 GB", FSDP),
     Question("llama-13b", 8, "a100-80gb", "FSDP", "llm-foundry, 13B on 8 A100", FSDP),
     Question("llama-3-8b", 8, "h100", "FSDP", "torchtitan, 8B on 8 H100", FSDP),
+    Question("llama-3-8b", 128, "h100", "FSDP", "torchtitan, 8B on 128 H100", FSDP, more={"length": 8192}),
+    Question("llama-3-70b", 256, "h100", "FSDP", "torchtitan, 70B on 256 H100", FSDP, more={"length": 8192}),
     Question("bert-large", 8, "t4", "DDP in float16", "NVIDIA DeepLearningExamples, BERT on T4", "data parallel"),
+    Question("vit-large", 8, "a100", "DDP", "timm's practice", "data parallel"),
     Question("t5-3b", 4, "a10g", "ZeRO-2", "DeepSpeed's guides, T5-3B", "ZeRO-2"),
     Question("gpt2-xl", 8, "rtx-4090", "ZeRO-1 to 3", "DeepSpeed's guides", "ZeRO"),
+    Question("bert-large", 4, "rtx-3090", "DDP over 1 Gbit/s", "a plain torchrun", "data parallel", more=SLOW),
+    Question("gpt2-medium", 4, "rtx-3090", "DDP over 1 Gbit/s", "a plain torchrun", "data parallel", more=SLOW),
+    Question("mistral-7b", 16, "rtx-4090", "FSDP over 10 Gbit/s", "a plain torchrun", FSDP, more=LAN),
+    Question("gpt-22b", 8, "a100-80gb", "TP8", MEGATRON, stages=1, replicas="1x8", size=4),
+    Question("gpt-neox-20b", 96, "a100", "TP2 PP4 DP12", "Black et al. 2022", stages=4, replicas="12x2", size=4),
     Question("mixtral-8x7b", 16, "h100", "experts divided over a server", "Megatron-LM, mixtral"),
+    Question("qwen3-30b-a3b", 16, "h100", "experts divided over a server", "Megatron-LM, qwen3 MoE"),
+    Question("deepseek-v2-lite", 8, "h100", "experts divided over a server", "Megatron-LM, DeepSeek-V2-Lite"),
     Question("qwen2.5-72b", 32, "h100", "TP8 PP4", "Megatron-LM's practice", stages=4, replicas="1x8"),
     Question("llama-70b", 64, "a100-80gb", "TP8 PP4 DP2", "NeMo, llama2 70B on A100", stages=4, replicas="2x8"),
     Question("gpt3-175b", 512, "h100", "TP4 PP8 DP16", "MLPerf 3.1, 2,048 samples", stages=8, replicas="16x4"),
     Question("bloom-176b", 384, "a100-80gb", "TP4 PP12 DP8", "BLOOM, 2022", stages=12, replicas="8x4", size=2),
+    Question("gpt-530b", 280, "a100-80gb", "TP8 PP35", MEGATRON, stages=35, replicas="1x8", more={"minibatch": 280}),
     Question(
         "llama-3-405b",
         512,

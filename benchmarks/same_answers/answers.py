@@ -65,7 +65,6 @@ def cases() -> dict[str, Case]:
         found[f"plan/{model}/tight4x2/gpipe"] = {"cluster": "tight4x2", "schedule": "gpipe"}
         for cost_model in ("pipedream", "paper"):
             found[f"plan/{model}/flat8/{cost_model}"] = {"cluster": "flat8", "cost_model": cost_model}
-        found[f"plan/{model}/flat8/vertical-sync"] = {"cluster": "flat8", "vertical_sync": True}
         found[f"plan/{model}/flat4/never"] = {"cluster": "flat4", "recompute": "never", "depth": "published"}
     for schedule in SCHEDULES:
         found[f"stream/{schedule}"] = {"schedule": schedule}
@@ -130,7 +129,7 @@ def stream_digests(schedule: str) -> dict[str, str]:
 
 
 def shapes(schedule: str) -> Iterator[tuple[str, Any]]:
-    """Shapes: flat and replicated, with a skip, with tied weights, divided, accumulating, with vertical sync."""
+    """Shapes: flat and replicated, with a skip, with tied weights, divided, accumulating."""
     from planner.schedule.registry import find
     from planner.schedule.schedule import Channel, PipelineShape
 
@@ -151,7 +150,7 @@ def shapes(schedule: str) -> Iterator[tuple[str, Any]]:
         if schedule in DIVIDED:
             variants = [(f"{v} m{m}".strip(), {**o, "microbatches": m}) for v, o in variants for m in (2, 4, 5, 8)]
         if schedule == "1f1b":
-            variants += [("accumulate 3", {"accumulate": 3}), ("vertical sync", {"vertical_sync": True})]
+            variants.append(("accumulate 3", {"accumulate": 3}))
         for (kind, joined), (variant, options) in itertools.product(channels.items(), variants):
             if schedule == "2bw" and options["microbatches"] < max(replicas):
                 continue

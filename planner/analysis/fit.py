@@ -15,7 +15,7 @@ from planner.formats.shown import Shown
 from planner.options.solving import SolveOptions
 from planner.options.verbs import SAMPLES
 from planner.schedule.instructions import MICROBATCHES_PER_GPU
-from planner.solver.assemble import complete
+from planner.solver.assemble import GIVEN, complete
 from planner.solver.find_plan import find_plan
 from planner.solver.problem.budget import Budget, Patience
 from planner.units import SLACK
@@ -90,13 +90,15 @@ def fit(
     patience = patience or Patience.of(options.time_limit_s, options.progress)
 
     def row(profile: Profile, count: int, patience: Patience) -> FitRow:
+        why_not, found, cluster = "", None, cluster_of(count)
         try:
-            plan = find_plan(profile, cluster_of(count), options, patience)
+            found = with_baselines(profile, find_plan(profile, cluster, options, patience), patience)
         except InputError:
             raise
         except PlannerError as error:  # none fits, or there was too little time
-            return FitRow(gpus=count, plan=None, why_not=error.message)
-        return FitRow(gpus=count, plan=_no_slower(profile, with_baselines(profile, plan, patience), options, patience))
+            why_not = error.message
+        plan = _no_slower(profile, cluster, found, options, patience)
+        return FitRow(gpus=count, plan=plan, why_not="" if plan is not None else why_not)
 
     def say(step: str) -> None:
         if patience.progress is not None:
@@ -151,22 +153,32 @@ def fit(
     return answer, profile
 
 
-def _no_slower(profile: Profile, plan: Plan, options: SolveOptions, patience: Patience) -> Plan:
+def _no_slower(
+    profile: Profile, cluster: Cluster, plan: Plan | None, options: SolveOptions, patience: Patience
+) -> Plan | None:
     """Return the plan, or the fastest allowed way that people use where a search that ran out of time missed it."""
-    best, best_s = None, plan.predicted.seconds_per_minibatch * (1 - SLACK)
-    fixed, each_s = options.constraints or options.recompute in ("always", "blocks"), best_s / plan.microbatches
-    if fixed or all(way.over_memory_bytes or way.seconds_per_microbatch >= each_s for way in plan.baselines):
+    best, best_s = None, math.inf if plan is None else plan.predicted.seconds_per_minibatch * (1 - SLACK)
+    asked = options.order, options.microbatches_on(cluster, profile)
+    if options.constraints or options.recompute in ("always", "blocks"):
         return plan
-    costs, budget = layer_costs_on(profile, plan.cluster), Budget(patience.at_most(LEAST_S).deadline)
-    for way in usual_ways(options, costs, plan.cluster, budget):
+    if plan is not None:
+        asked, each_s = (plan.schedule, plan.microbatches), best_s / plan.microbatches
+        if all(way.over_memory_bytes or way.seconds_per_microbatch >= each_s for way in plan.baselines):
+            return plan
+    costs, budget = layer_costs_on(profile, cluster), Budget(patience.at_most(LEAST_S).deadline)
+    for way in usual_ways(options, costs, cluster, budget):
         problem, allowed = way.problem, way.plan.stages[0].options.level in way.problem.levels
-        alike = (problem.schedule, problem.microbatches) == (plan.schedule, plan.microbatches)
+        alike = (problem.schedule, problem.microbatches) == asked
         if alike and allowed and problem.allows(way.plan) and way.plan.seconds < best_s:
             best, best_s = way, way.plan.seconds
     if best is None:
         return plan
-    report = plan.solver.model_copy(update={"gap": max(0.0, 1 - plan.solver.lower_bound_s / best_s)})
-    return complete(best.problem, best.plan, report).model_copy(update={"baselines": plan.baselines})
+    known = GIVEN if plan is None else plan.solver
+    report = known.model_copy(update={"gap": max(0.0, 1 - known.lower_bound_s / best_s)})
+    found = complete(best.problem, best.plan, report)
+    if plan is None:
+        return with_baselines(profile, found, patience)
+    return found.model_copy(update={"baselines": plan.baselines})
 
 
 def _seconds(row: FitRow) -> float:

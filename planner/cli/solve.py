@@ -66,7 +66,7 @@ def add_parser(verbs: arguments.Verbs) -> None:
     arguments.add_options(parser, SolveOptions, "schedule", choices=[*NAMES, *ALL], more=every)
     sizes = "; with several batch sizes, those of the smallest size, and the others make as large a minibatch"
     arguments.add_options(parser, SolveOptions, "microbatches", more=sizes)
-    arguments.add_options(parser, SolveOptions, "minibatch", "chunks", "depth", "accept_divided_loss", "vertical_sync")
+    arguments.add_options(parser, SolveOptions, "minibatch", "chunks", "depth", "accept_divided_loss")
     arguments.add_rule_arguments(parser)
     arguments.add_options(parser, SolveOptions, "cost_model", "solver")
 
@@ -151,7 +151,7 @@ def _chosen(
     from planner.api.planning import SEARCHING
 
     if options.alone or options.cost_model != "resource":
-        alone = "--solver, --vertical-sync, constraints and cost models other than resource"
+        alone = "--solver, constraints and cost models other than resource"
         hint = "give one --schedule and one --profile"
         raise InputError(f"{alone} are for one schedule and one profile", hint=hint)
     schedules = COMPARED if args.schedule in ALL else [options.order]

@@ -25,7 +25,6 @@ class LayerCosts:
     """The work and the footprint of any set of a profile's layers."""
 
     profile: Profile
-    versions: int | None = None  # of its weights that every stage holds, whatever is in flight; None: by the schedule
     # Whether the devices' overheads count elsewhere, but for the communicators that a stage has in any plan, which
     # count as buffers.
     tensors_only: bool = False
@@ -99,12 +98,6 @@ class LayerCosts:
     @cached_property
     def of_tensors(self) -> "LayerCosts":
         return replace(self, tensors_only=True)
-
-    def weights(self, weight_bytes: Floats) -> dict[str, Floats]:
-        """Return the two fields of a footprint for stages whose weights are of this size."""
-        if self.versions is None:
-            return {"weight_bytes": weight_bytes}
-        return {"weight_bytes": np.zeros_like(weight_bytes), "fixed_weight_bytes": self.versions * weight_bytes}
 
     def communicators_bytes(self, work: Work) -> Floats:
         """Return the bytes of a stage's communicators for other stages, where they count as buffers: two for each."""
@@ -198,7 +191,7 @@ class LayerCosts:
         work = self.work(stage)
         return Footprint(
             **self._kept(stage),
-            **self.weights(np.asarray(sum(layer.weight_bytes for layer in layers), dtype=np.float64)),
+            weight_bytes=np.float64(sum(layer.weight_bytes for layer in layers)),
             gradient_bytes=np.float64(sum(layer.gradient_bytes for layer in layers)),
             optimizer_bytes=np.float64(sum(layer.optimizer_bytes for layer in layers)),
             buffer_bytes=np.float64(sum(layer.buffer_bytes for layer in layers)) + self.communicators_bytes(work),

@@ -49,7 +49,7 @@ class Price:
 
 def stage_memory(footprint: Footprint, in_flight: int, versions: int) -> StageMemory:
     return StageMemory(
-        weights_bytes=int(footprint.weight_bytes) * versions + int(footprint.fixed_weight_bytes),
+        weights_bytes=int(footprint.weight_bytes) * versions,
         gradients_bytes=int(footprint.gradient_bytes),
         optimizer_bytes=int(footprint.optimizer_bytes),
         buffers_bytes=int(footprint.buffer_bytes),

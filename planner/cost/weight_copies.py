@@ -1,8 +1,9 @@
 """Cost of duplicated shared weights. Profiles count a shared weight once, in the first layer that uses it."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 from planner.cost.candidate import Candidate
 from planner.cost.layer_costs import LayerCosts
@@ -32,16 +33,30 @@ def copied_in(layer_costs: LayerCosts, stages: Sequence[Candidate]) -> list[list
     return [copied[costs][number] for number, costs in enumerate(own)]
 
 
-def counted_with_copies(profile: Profile) -> Profile | None:
-    """Return the profile with shared weights counted in every layer that uses them; None if there are none."""
+def counted_with_copies(profile: Profile, held: Sequence[tuple[int, int, int]] = ()) -> Profile | None:
+    """Return the profile with shared weights counted in every layer that uses them; None if there are none.
+
+    With `held`, the buffers of a layer have the gradients of another one's weights, too, so many times.
+    """
     copied = copied_layers(profile, [[layer.name] for layer in profile.layers])
     if not any(copied):
         return None
-    layers = []
-    for layer, again in zip(profile.layers, copied, strict=True):
-        more = {name: getattr(layer, name) + sum(getattr(each, name) for each in again) for name in _OF_A_WEIGHT}
-        layers.append(layer.model_copy(update=more))
-    return profile.model_copy(update={"layers": tuple(layers)})
+    place = {layer.name: number for number, layer in enumerate(profile.layers)}
+    again = [[number, *(place[each.name] for each in layers)] for number, layers in enumerate(copied)]
+
+    def counted(columns: Mapping[str, Sequence[Any]]) -> dict[str, tuple[Any, ...]]:
+        more = {name: [sum(columns[name][n] for n in places) for places in again] for name in _OF_A_WEIGHT}
+        more["buffer_bytes"] = [*columns["buffer_bytes"]]
+        for layer, other, times in held:
+            more["buffer_bytes"][layer] += times * columns["gradient_bytes"][other]
+        return {name: tuple(column) for name, column in more.items()}
+
+    names = (*_OF_A_WEIGHT, "buffer_bytes")
+    columns = counted({name: [getattr(layer, name) for layer in profile.layers] for name in names})
+    rows = ({name: columns[name][number] for name in names} for number in place.values())
+    layers = (layer.model_copy(update=row) for layer, row in zip(profile.layers, rows, strict=True))
+    tensor = profile.tensor and tuple(each.model_copy(update=counted(vars(each))) for each in profile.tensor)
+    return profile.model_copy(update={"layers": tuple(layers), "tensor": tensor})
 
 
 def buckets_in(layer_costs: LayerCosts, stage: Candidate, copied: Sequence[Layer]) -> Buckets:
@@ -59,6 +74,12 @@ def buckets_in(layer_costs: LayerCosts, stage: Candidate, copied: Sequence[Layer
     return buckets_of(layers, copied, again_s)
 
 
+def gradients_bytes(layer_costs: LayerCosts, stage: Candidate, names: Iterable[str]) -> int:
+    """Return the bytes of the gradients of layers that one rank of a stage has, or would have."""
+    layers = layer_costs.with_options(stage.options).profile.layers
+    return sum(layers[layer_costs.position[name]].gradient_bytes for name in names)
+
+
 def exchanged_bytes(
     layer_costs: LayerCosts, stages: Sequence[Candidate], depths: Sequence[int] | None = None
 ) -> list[int]:
@@ -67,15 +88,14 @@ def exchanged_bytes(
     They are the messages that it sends, one per replica of the other stage that it serves, and one that it receives.
     With `depths` of 1f1b, a stage that is ahead of others holds these and its own gradients for as many rounds more.
     """
-    layers = {layer.name: layer for layer in layer_costs.profile.layers}
     found: dict[tuple[int, int], set[str]] = {}
     for weight in shared_in(layer_costs, stages):
         # The profile counts a weight in the first layer that uses it.
         found.setdefault(weight.stages, set()).add(weight.layers[0])
     held = [0] * len(stages)
     for (one, other), names in found.items():
-        size = sum(layers[name].gradient_bytes for name in names)
         for own, peer in ((one, other), (other, one)):
+            size = gradients_bytes(layer_costs, stages[own], names)
             ahead = 0 if depths is None else lag(list(found), depths, 1, own)
             served = -(-stages[peer].replicas // stages[own].replicas)
             held[own] += size * (served * (ahead + 1) + ahead + 1)
@@ -127,13 +147,12 @@ def _sent_bytes(layer_costs: LayerCosts, stages: Sequence[Candidate], *, divides
     Replicas all-reduce the gradients of duplicates, and of all shared weights whole even where the optimizer is
     sharded. Each replica of a stage gets the gradients of the other stages with which it shares weights.
     """
-    layers, shared = {layer.name: layer for layer in layer_costs.profile.layers}, shared_in(layer_costs, stages)
-    sent = 0.0
+    sent, shared = 0.0, shared_in(layer_costs, stages)
     for number, (stage, copied) in enumerate(zip(stages, copied_in(layer_costs, stages), strict=True)):
         pairs = {(weight.stages, weight.layers[0]) for weight in shared if number in weight.stages}
         ring = 2 * (stage.replicas - 1) * sum(layer.gradient_bytes for layer in copied)
         if stage.options.sharded:
-            ring += (stage.replicas - 1) * sum(layers[name].gradient_bytes for name in {name for _, name in pairs})
-        received = stage.replicas * sum(layers[name].gradient_bytes for _, name in pairs)
+            ring += (stage.replicas - 1) * gradients_bytes(layer_costs, stage, {name for _, name in pairs})
+        received = stage.replicas * gradients_bytes(layer_costs, stage, [name for _, name in pairs])
         sent += (ring + received) / (1 if divides else stage.replicas)
     return sent

@@ -85,8 +85,6 @@ class Footprint:
     working_bytes: Floats = field(default_factory=lambda: np.asarray(0.0))
     accumulating_bytes: Floats = field(default_factory=lambda: np.asarray(0.0))  # the same under gradient accumulation
     updating_bytes: Floats = field(default_factory=lambda: np.asarray(0.0))  # workspace of the optimizer's step
-    # Weights in all versions, where their number does not depend on what is in flight; `weight_bytes` is 0 then.
-    fixed_weight_bytes: Floats = field(default_factory=lambda: np.asarray(0.0))
 
     @property
     def running_bytes(self) -> Floats:
@@ -121,7 +119,7 @@ class Footprint:
     def total_bytes(self, in_flight: ArrayLike, versions: ArrayLike) -> Floats:
         """Compute the peak bytes with so many microbatches in flight and versions of the weights."""
         fixed = self.gradient_bytes + self.optimizer_bytes + self.buffer_bytes + self.message_bytes
-        fixed = fixed + self.running_bytes + self.fixed_weight_bytes
+        fixed = fixed + self.running_bytes
         return np.asarray(fixed + self.weight_bytes * np.asarray(versions) + self.saved_bytes * np.asarray(in_flight))
 
     def most_in_flight(self, memory_bytes: float, stashing: bool, versions: int = 1) -> Integers:

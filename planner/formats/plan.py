@@ -24,7 +24,6 @@ from planner.formats.plan_parts import (
 )
 from planner.formats.profile import Autocast, Device, LossMean, MemoryFormat
 from planner.formats.shown import Shown
-from planner.schedule.one_stage import ONE_F_ONE_B
 
 REMEDY = "make a plan with: plan solve"
 GIVEN = "given"  # the solver's name in plans whose stages a person chose
@@ -53,7 +52,7 @@ class Plan(Shown, GrownRecord):
     microbatch_size: Annotated[int, Field(ge=1)] | None
     loss: LossMean | None = None  # what it is a mean over; None stands for the samples
     microbatches: Annotated[int, Field(ge=1)] = 1  # per minibatch
-    vertical_sync: bool = False  # under 1f1b: all stages use the weight version of the first stage
+    vertical_sync: Literal[False] = False  # always false; version 0.2 had plans in which it was true
     stages: Annotated[tuple[Stage, ...], Field(min_length=1)]
     transfers: tuple[Transfer, ...]
     shared: tuple[Shared, ...] = ()
@@ -131,8 +130,6 @@ class Plan(Shown, GrownRecord):
 
     @model_validator(mode="after")
     def _check(self) -> "Plan":
-        if self.vertical_sync and not self.schedule.stashes:
-            raise ValueError(f"vertical_sync is for the schedule {ONE_F_ONE_B}, not {self.schedule}")
         known = config_of(self.replicas, self.chunks, self.degrees)
         if self.config not in (known, config_of(self.replicas)):
             raise ValueError(f"config '{self.config}' contradicts the stages, whose ranks make {known}")

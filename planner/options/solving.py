@@ -125,9 +125,6 @@ class SolveOptions(StageRules):
     accept_divided_loss: bool = option(
         False, "divide minibatches even where the loss is no mean over samples: train the microbatches' mean"
     )
-    vertical_sync: bool = option(
-        False, "under 1f1b, run each minibatch with the weights that the first stage has when it enters"
-    )
     cost_model: CostModelName = option("resource", COST_MODEL_HELP)
     solver: SolverName = option(
         "auto", "search: exact; ilp: an integer program, which takes all constraints; auto: the search where it can"
@@ -171,7 +168,7 @@ class SolveOptions(StageRules):
     @property
     def alone(self) -> bool:
         """Whether the question is about one schedule and one profile, and has no alternative to compare it with."""
-        return self.vertical_sync or self.solver != "auto" or not (self.constraints is None or self.constraints.empty)
+        return self.solver != "auto" or not (self.constraints is None or self.constraints.empty)
 
     def microbatches_on(self, cluster: "Cluster", profile: "Profile") -> int:
         """Return the microbatches per minibatch; raise InputError where the profile's or the schedule's make none."""

@@ -57,8 +57,7 @@ def shape_of(plan: Plan) -> PipelineShape:
         schedule=plan.schedule,
         microbatches=plan.microbatches,
         depths=tuple(stage.in_flight for stage in plan.stages),
-        vertical_sync=plan.vertical_sync,
-        shared=() if plan.vertical_sync else trainable_pairs(plan.shared, plan.replicas, plan.schedule),
+        shared=trainable_pairs(plan.shared, plan.replicas, plan.schedule),
     )
 
 
@@ -80,11 +79,9 @@ def check_divided_loss(
 def check_accumulate(plan: Plan, accumulate: int) -> None:
     if accumulate < 1:
         raise InputError(f"`accumulate={accumulate}` never updates", hint="give 1 or more")
-    if accumulate > 1 and (not plan.schedule.stashes or plan.vertical_sync):
-        schedule = plan.schedule.name + (" with vertical sync" if plan.vertical_sync else "")
+    if accumulate > 1 and not plan.schedule.stashes:
         raise InputError(
-            f"`accumulate={accumulate}` is for the schedule {ONE_F_ONE_B} without vertical sync, "
-            f"and the plan's is {schedule}",
+            f"`accumulate={accumulate}` is for the schedule {ONE_F_ONE_B}, and the plan's is {plan.schedule}",
             hint="other schedules divide a minibatch, which may be of any size: solve with more `microbatches`",
         )
 

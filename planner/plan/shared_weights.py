@@ -67,7 +67,4 @@ def obstacle(plan: Plan, shared: Collection[SharedWeight]) -> tuple[str, str] | 
                 f", but under 1f1b update it after {counts[0]} and {counts[1]} minibatches, so that copies would differ"
             )
             return weight.sentence(why), f"{weight.together}; or with `schedule=1f1b-flush`, which is synchronous"
-        if plan.vertical_sync:
-            why = ", whose gradients are applied later than those of other weights, which contradicts vertical sync"
-            return weight.sentence(why), f"{weight.together}; or leave out `vertical_sync`"
     return None

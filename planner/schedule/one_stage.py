@@ -108,17 +108,13 @@ class OneForwardOneBackward(Schedule):
         mine = range(replicas.index(rank), minibatches, len(replicas))
         for is_forward, index in one_forward_one_backward(len(mine), shape.in_flight(stage)):
             if is_forward:
-                version = None if shape.entry is None else shape.entry.version(mine[index], len(replicas))
-                yield from forward(shape, stage, Unit(mine[index]), version)
+                yield from forward(shape, stage, Unit(mine[index]))
                 continue
             round_ = mine[index] // per_round
             last_of_round = index + 1 == len(mine) or mine[index + 1] // per_round > round_
             yield from backward(shape, stage, Unit(mine[index]), last_of_round=last_of_round)
             if last_of_round:
-                kept: tuple[int, ...] = ()
-                if shape.entry is not None:
-                    kept = shape.entry.to_come(mine[index + shape.in_flight(stage) :], len(replicas), round_ + 1)
-                yield from _finish_round(shape, stage, rank, round_, minibatches, kept)
+                yield from _finish_round(shape, stage, rank, round_, minibatches)
         # A last, partial round has no minibatch for this replica, but its weights must follow the others'.
         last_round = (minibatches - 1) // per_round
         if minibatches and (not mine or mine[-1] // per_round < last_round):
@@ -129,16 +125,14 @@ class OneForwardOneBackward(Schedule):
             yield Update(stage, rounds + number)
 
 
-def _finish_round(
-    shape: PipelineShape, stage: int, rank: int, round_: int, minibatches: int, kept: tuple[int, ...] = ()
-) -> Iterator[Instruction]:
+def _finish_round(shape: PipelineShape, stage: int, rank: int, round_: int, minibatches: int) -> Iterator[Instruction]:
     per_round = shape.minibatches_per_update(stage)
     if per_round > 1:
         yield AllReduce(stage, round_, divisor=min(per_round, minibatches - round_ * per_round))
     yield from send_shared(shape, stage, rank, round_)
     if round_ >= shape.lag(stage):
         yield from add_shared(shape, stage, rank, round_ - shape.lag(stage))
-    yield Update(stage, round_, kept)
+    yield Update(stage, round_)
 
 
 ONE_F_ONE_B = OneForwardOneBackward()

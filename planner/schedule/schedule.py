@@ -16,7 +16,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, ClassVar, Literal, TypeVar
 
 from planner.schedule.instructions import Instruction, Unit
-from planner.schedule.versions import Entry, lag, sharers, versions_held
+from planner.schedule.versions import lag, sharers
 
 if TYPE_CHECKING:
     import numpy as np
@@ -155,15 +155,13 @@ class PipelineShape:
     schedule: Schedule
     microbatches: int = 1  # per minibatch; 1 for schedules that do not divide minibatches
     depths: tuple[int, ...] | None = None  # per stage, the most units in flight on a replica; None: the schedule's own
-    vertical_sync: bool = False  # under 1f1b, a minibatch uses the same version of the weights at every stage
     accumulate: int = 1  # minibatches per replica between two updates of 1f1b; the others divide minibatches for that
     shared: tuple[tuple[int, int], ...] = ()  # pairs of stages that hold the same weights (`planner.schedule.versions`)
 
     def __post_init__(self) -> None:
         # What users ask for is checked where they ask (`planner.plan.shape`, `planner.formats.plan`).
         assert self.schedule.divides or self.microbatches == 1
-        assert self.schedule.stashes or (self.accumulate == 1 and not self.vertical_sync)
-        assert not self.vertical_sync or (self.accumulate == 1 and not self.shared)
+        assert self.schedule.stashes or self.accumulate == 1
 
     @property
     def asynchronous(self) -> bool:
@@ -217,8 +215,8 @@ class PipelineShape:
         return len(self.ranks[stage]) * self.accumulate if self.schedule.stashes else 1
 
     def late(self, stage: int) -> int:
-        """Return how many updates late the gradients of `stage` are; with vertical sync, as many as the first one's."""
-        return self.schedule.staleness(self.in_flight(0 if self.vertical_sync else stage))
+        """Return how many updates late the gradients of `stage` are."""
+        return self.schedule.staleness(self.in_flight(stage))
 
     def rank_of(self, stage: int, unit: Unit) -> int:
         """Return the worker that runs `unit` at `stage`, forward and backward: replicas take turns (1F1B-RR)."""
@@ -240,14 +238,8 @@ class PipelineShape:
     def _depths(self) -> tuple[int, ...]:
         return self.schedule.depths_of(self) if self.depths is None else self.depths
 
-    @cached_property
-    def entry(self) -> Entry | None:
-        return Entry(len(self.ranks[0]), self.in_flight(0)) if self.vertical_sync else None
-
     def versions(self, stage: int) -> int:
         """Return the most versions of its weights that one replica of `stage` holds: what memory is planned for."""
-        if self.entry is not None:
-            return versions_held(self.entry, len(self.ranks[stage]))
         return self.schedule.versions(self.in_flight(stage))
 
 

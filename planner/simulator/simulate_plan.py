@@ -34,8 +34,7 @@ def memory_curves(plan: Plan, events: Iterable[Event]) -> tuple[MemoryCurve, ...
         if event.kind in ("forward", "backward", "backward_weight", "update"):
             computed[event.rank, event.stage].append(event)
     held, changes = Counter[int](), defaultdict[int, list[TimedBytes]](list)
-    # Vertical sync holds the same number of versions all the time.
-    stashing = plan.schedule.stashes and not plan.vertical_sync
+    stashing = plan.schedule.stashes
     for number, stage in enumerate(plan.stages):
         memory, versions = stage.memory, plan.schedule.versions(stage.in_flight) if stashing else 1
         version_bytes = memory.weights_bytes // versions

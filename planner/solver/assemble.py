@@ -27,18 +27,17 @@ GIVEN = SolverReport(name=GIVEN_NAME, cost_model="resource", status="feasible", 
 
 
 def complete(problem: Problem, best: Evaluation, report: SolverReport) -> Plan:
-    """Return the plan of the chosen stages with what the searches leave out: copies of shared weights, vertical sync.
+    """Return the plan of the chosen stages with what the searches leave out: copies of shared weights.
 
     Raise InfeasibleError when the copies do not fit the memory.
     """
     price = price_with_copies(problem.layer_costs, best.stages, best.price, problem.setting)
     price = replace(price, memory=with_overheads(problem.layer_costs, best.stages, price.memory, price.workers))
     plan = assemble(problem, Evaluation(best.stages, price), report)
-    plan = plan.model_copy(update={"vertical_sync": problem.vertical_sync})
     before = plan.predicted
-    if before.by != "simulation" or not (problem.vertical_sync or plan.shared):
+    if before.by != "simulation" or not plan.shared:
         return plan
-    # Candidates were simulated without vertical sync and shared weights.
+    # Candidates were simulated without shared weights.
     seconds = simulated_s(plan)
     faster, bound_s = before.seconds_per_minibatch / seconds, min(report.lower_bound_s, seconds)
     rates = ("samples_per_s", "tokens_per_s", "flop_utilisation", "speedup_over_one_gpu", "speedup_over_data_parallel")

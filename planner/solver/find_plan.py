@@ -6,7 +6,6 @@ takes a problem, asks the steps after it about variants that are relaxed or fixe
     solve_degrees      how many ranks divide the layers of a stage: a search for each degree
     solve_with_room    memory that goes to more than tensors: room for as many communicators as the plan has
     solve_tied         copies of tied weights
-    solve_synced       weight versions under vertical sync
     solve_zero_bubble  schedules that are searched as another one
     solve_by_method    the search itself, or an integer program (`planner.solver.methods`)
 """
@@ -37,12 +36,12 @@ from planner.solver.problem.budget import Budget, Patience
 from planner.solver.problem.infeasible import UnexplainedError
 from planner.solver.problem.problem import Problem, Step
 from planner.solver.problem.result import Found
-from planner.solver.relaxed_steps import solve_synced, solve_with_room, solve_zero_bubble
+from planner.solver.relaxed_steps import solve_with_room, solve_zero_bubble
 from planner.solver.search.pipeline_search import PipelineSearch
 from planner.solver.tied import solve_tied
 from planner.units import SLACK
 
-STEPS: tuple[Step, ...] = (solve_degrees, solve_with_room, solve_tied, solve_synced, solve_zero_bubble)
+STEPS: tuple[Step, ...] = (solve_degrees, solve_with_room, solve_tied, solve_zero_bubble)
 
 
 def find_plan(profile: Profile, cluster: Cluster, options: SolveOptions, patience: Patience | None = None) -> Plan:
@@ -75,7 +74,6 @@ def find_plan(profile: Profile, cluster: Cluster, options: SolveOptions, patienc
         options.depth,
         constraints,
         budget,
-        vertical_sync=options.vertical_sync,
         solver=options.solver,
     )
     budget.progress.begin(budget.deadline.at_s, PipelineSearch(problem).relaxed_s())
@@ -112,9 +110,6 @@ def setting_of(options: SolveOptions, profile: Profile, cluster: Cluster) -> Set
 def _check_rules(options: SolveOptions, profile: Profile, setting: Setting) -> None:
     """Refuse what no plan keeps."""
     rules, schedule = options.rules, setting.schedule
-    if options.vertical_sync and not schedule.stashes:
-        wrong = f"`vertical_sync` is for the schedule 1f1b, not for {schedule}"
-        raise InputError(wrong, hint="leave it out, or use `schedule=1f1b`")
     if rules.shard_optimizer == "always" and not profile.may_shard_optimizer:
         raise InputError(
             f"`shard_optimizer=always` needs an optimizer that replicas can divide, and the profile of "

@@ -4,9 +4,6 @@ Overheads: how many communicators a worker has depends on the replicas of its ne
 stage has in any plan; room is kept for more on every device until an answer fits the memory. The first search is a
 relaxation, whose bound holds for all plans.
 
-Vertical sync: stages hold weight versions by the depth of the first stage. Searches are asked for plans whose stages
-all hold the same number of versions; with one version each, this is a relaxation.
-
 zb-h1: the cut that is best for 1f1b-flush, with the time of zb-h1's own streams.
 """
 
@@ -15,12 +12,9 @@ from collections import Counter
 from dataclasses import replace
 
 from planner.cost.communicators import communicators, with_overheads
-from planner.cost.layer_costs import LayerCosts
-from planner.cost.overheads import stage_memory
 from planner.cost.weight_copies import copies_fit
 from planner.errors import InfeasibleError
-from planner.options.solving import UNLIMITED, DepthRule
-from planner.schedule.versions import Entry, versions_held
+from planner.options.solving import UNLIMITED
 from planner.solver.choose.first_plans import FirstPlans, Leaner
 from planner.solver.evaluate.evaluation import TOLERANCE, priced, simulated
 from planner.solver.problem.bounds import balanced_s
@@ -40,46 +34,6 @@ def solve_zero_bubble(problem: Problem, answer: Answer) -> Found:
     best = simulated(problem, priced(problem, flush.best.stages))
     found = replace(flush, bound_s=balanced_s(problem.layer_costs, problem.setting)).with_best(best)
     return FirstPlans(problem).at_least(found)
-
-
-def solve_synced(problem: Problem, answer: Answer) -> Found:
-    """Find the best plan whose versions under vertical sync fit the memory, where it is asked for."""
-    if not problem.vertical_sync:
-        return answer(problem)
-
-    def holding(versions: int, depth: DepthRule) -> Found:
-        problem.budget.seen.clear()  # the same stages are other plans with other versions
-        layer_costs = replace(problem.layer_costs, versions=versions)
-        found = answer(replace(problem, layer_costs=layer_costs, depth=depth))
-        return replace(found, best=synced(problem.layer_costs, found.best))
-
-    relaxed = holding(1, problem.depth)
-    if relaxed.best.fits(problem.cluster):
-        return relaxed
-    # Deeper pipelines hold more versions, so the published depths may fit where chosen ones do not.
-    depths: list[DepthRule] = ["auto", "published"] if problem.depth == "auto" else [problem.depth]
-    for depth in depths:
-        for versions in range(2, problem.cluster.gpus + 2):
-            try:
-                found = holding(versions, depth)
-            except InfeasibleError:
-                break
-            if found.best.fits(problem.cluster):
-                return replace(found, bound_s=min(relaxed.bound_s, found.bound_s))
-    raise InfeasibleError(
-        f"no plan found on {problem.cluster.gpus} GPUs holds the versions of its weights that vertical sync needs",
-        hint="leave `vertical_sync` out, or take `schedule=2bw`, which holds two",
-    )
-
-
-def synced(layer_costs: LayerCosts, plan: Evaluation) -> Evaluation:
-    """Return the plan with the memory of vertical sync's versions."""
-    entry = Entry(plan.stages[0].replicas, plan.price.in_flight[0])
-    memory = tuple(
-        stage_memory(layer_costs.footprint(stage), flying, versions_held(entry, stage.replicas))
-        for stage, flying in zip(plan.stages, plan.price.in_flight, strict=True)
-    )
-    return replace(plan, price=replace(plan.price, memory=memory))
 
 
 _FEW = 5  # communicators beyond those that a search counts, up to which room is made for one at a time
@@ -102,7 +56,7 @@ def solve_with_room(problem: Problem, answer: Answer) -> Found:
     lean: Evaluation | None = None  # the best of the answers that recompute more than they did when they were found
     count = 0
     while not _fits(problem, found.best):
-        other = None if problem.vertical_sync else _leaner(problem, found.best)
+        other = _leaner(problem, found.best)
         lean = other if lean is None or (other is not None and other.saves(lean)) else lean
         close_s = found.best.counted_s * (1 + TOLERANCE)
         if lean is not None and (problem.deadline.passed or lean.counted_s <= close_s):

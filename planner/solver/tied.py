@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.cost.candidate import Candidate
-from planner.cost.weight_copies import copies_fit, counted_with_copies, price_with_copies
+from planner.cost.weight_copies import copies_fit, counted_with_copies, exchanged_bytes, price_with_copies
 from planner.cost.work import IMPOSSIBLE, Integers
 from planner.errors import InfeasibleError, PlannerError
 from planner.plan.shape import trainable_pairs
@@ -27,20 +27,24 @@ from planner.solver.search.chain.search import ANY_TIME_S, Search
 from planner.solver.search.restricted import counts_to_try
 
 _PRECISION = 1e-4
+SLOW = 0.05  # of a minibatch: messages of copies that take so much make other plans worth a search
 _TRIES = 4  # of a search, each with less memory
 
 
 def solve_tied(problem: Problem, answer: Answer) -> Found:
     """Find the best plan of the search `answer` whose copies of tied weights fit the memory and can be trained.
 
-    Raise InfeasibleError if there is none.
+    Where links are so slow that copies cost time, it is compared with a plan without any. Raise InfeasibleError if
+    there is none.
     """
     found = answer(problem)
-    if _trains(problem, found.best):
-        return found
     # The simulations so far were of plans that cannot be used.
     fresh = replace(problem, budget=problem.budget.apart())
-    plans = [*_together(fresh, answer), *(() if problem.vertical_sync else _counted(fresh, answer))]
+    if _trains(problem, found.best):
+        sent_s = max(exchanged_bytes(problem.layer_costs, found.best.stages)) / problem.link.bandwidth_bytes_per_s
+        others = _together(fresh, answer) if sent_s > SLOW * found.best.seconds else ()
+        return found.with_best(min((found.best, *others), key=lambda plan: plan.counted_s))
+    plans = [*_together(fresh, answer), *_counted(fresh, answer)]
     fitting = [plan for plan in plans if _trains(problem, plan)]
     if not fitting:
         _refuse(fresh, found, answer)
@@ -53,9 +57,7 @@ def _trains(problem: Problem, plan: Evaluation) -> bool:
     shared = shared_between(problem.layer_costs, plan.stages)
     if not shared:
         return True
-    if problem.vertical_sync or not trainable_pairs(
-        shared, [stage.replicas for stage in plan.stages], problem.schedule
-    ):
+    if not trainable_pairs(shared, [stage.replicas for stage in plan.stages], problem.schedule):
         return False
     return copies_fit(problem.layer_costs, plan.stages, plan.price, problem.setting)
 
@@ -145,15 +147,12 @@ def _with_copies(problem: Problem, depth: int) -> Problem:
 
     What stages hold to add up gradients counts as buffers: up to `depth` rounds of what they send and receive.
     """
-    counted = counted_with_copies(problem.layer_costs.profile)
+    held = list[tuple[int, int, int]]()
+    for first, *others in _users(problem):  # a copy holds its gradient twice
+        held += [(first, first, 2), *((other, first, 2 * depth + 1) for other in others)]
+    counted = counted_with_copies(problem.layer_costs.profile, held)
     assert counted is not None
-    layers = list(counted.layers)
-    for first, *others in _users(problem):
-        size = problem.layer_costs.profile.layers[first].gradient_bytes
-        # A copy holds its gradient twice.
-        for layer, held in ((first, 2 * size), *((other, 2 * depth * size + size) for other in others)):
-            layers[layer] = layers[layer].model_copy(update={"buffer_bytes": layers[layer].buffer_bytes + held})
-    return problem.with_profile(counted.model_copy(update={"layers": tuple(layers)}))
+    return problem.with_profile(counted)
 
 
 def _users(problem: Problem) -> list[tuple[int, ...]]:

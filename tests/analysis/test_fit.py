@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from planner.analysis.fit import Fit, fit, minibatch_of
+from planner.analysis.fit import Fit, FitRow, fit, minibatch_of
 from planner.api.planning import price
-from planner.errors import InputError
+from planner.errors import InputError, PlannerError
 from planner.formats.cluster import Cluster, flat_cluster
 from planner.formats.plan import Plan
 from planner.formats.profile import Profile
@@ -77,6 +77,16 @@ def test_no_row_of_its_table_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     assert plan.predicted.seconds_per_minibatch == pytest.approx(32 * fastest.seconds_per_microbatch)
     assert plan.solver.gap == pytest.approx(1 - 1e-6 / plan.predicted.seconds_per_minibatch)
 
+    def none(profile: Profile, cluster: Cluster, options: SolveOptions, patience: Patience) -> Plan:
+        raise PlannerError("the time limit passed before any plan was found")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("planner.analysis.fit.find_plan", none)
+        same = fit(model, undivided, (1,), 4, roomy.__getitem__, OPTIONS)[0].asked.plan
+    assert same is not None
+    assert same.stages == plan.stages
+    assert same.predicted == plan.predicted
+
     rules: dict[str, SolveOptions] = {
         "level 0": replace(OPTIONS, shard_optimizer="never"),
         "level 1": replace(OPTIONS, shard_optimizer="always"),
@@ -95,6 +105,11 @@ def test_where_it_does_not_fit_more_gpus_are_tried() -> None:
     assert answer.asked.plan is None
     assert [(row.gpus, row.plan is not None) for row in answer.others] == [(2, True)]
     assert "it fits 2 of these GPUs" in fit_report(answer)
+
+
+def test_where_nothing_else_was_tried_it_says_so() -> None:
+    text = fit_report(Fit(model="m", asked=FitRow(gpus=8, plan=None, why_not="too large"), others=()))
+    assert text.endswith("no: too large; no other number of GPUs was tried")
 
 
 def test_the_fastest_size_of_microbatches_is_the_answer() -> None:

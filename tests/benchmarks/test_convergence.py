@@ -24,7 +24,7 @@ def test_held_out_text_is_not_trained_on() -> None:
 
 @pytest.mark.parametrize("schedule", ["1f1b", "2bw", "interleaved"])
 def test_plans_have_four_stages(schedule: str) -> None:
-    plan = make_plan(digits, schedule, vertical_sync=False)
+    plan = make_plan(digits, schedule)
     assert len(plan.stages) == 4
     assert plan.workers == (2 if schedule == "interleaved" else 4)
 

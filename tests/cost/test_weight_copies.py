@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from planner.analysis.given_plan import price
-from planner.cost.candidate import candidates
+from planner.cost.candidate import StageOptions, candidates
 from planner.cost.layer_costs import LayerCosts
+from planner.cost.tensor import layer_costs_on
 from planner.cost.weight_copies import counted_with_copies, exchanged_bytes
 from planner.errors import InfeasibleError
 from planner.formats.cluster import flat_cluster
@@ -17,6 +20,7 @@ from planner.simulator.simulate_plan import costs_of, simulate
 from planner.simulator.summary import summarize
 from planner.solver import solve
 from tests.samples import layer, profile
+from tests.solver.test_degrees import divided
 
 
 def tied() -> Profile:
@@ -77,6 +81,10 @@ def test_messages_with_the_gradients_of_copies_are_in_the_memory() -> None:
     assert exchanged_bytes(layer_costs, candidates([[0, 1, 2, 3]], [2])) == [0]
     # The second stage is two rounds ahead of the first: three sent, two of its own, and one received.
     assert exchanged_bytes(layer_costs, candidates([[0, 1, 2], [3]], [1, 1]), (3, 1)) == [2 * 10**6, 6 * 10**6]
+    # Each rank of a group has half of the weight.
+    groups = [replace(stage, options=StageOptions(tensor=2)) for stage in candidates([[0], [1, 2], [3]], [1, 1, 1])]
+    on_groups = layer_costs_on(divided(tied(), 2), flat_cluster(6, 1e3))
+    assert exchanged_bytes(on_groups, groups) == [10**6, 0, 10**6]
     plan = solve(tied(), flat_cluster(4, 1e3), schedule="gpipe", microbatches=4)
     messages = 2 * 2 * 8  # of each cut, received and sent, two at once
     communication = [stage.memory.communication_bytes for stage in plan.stages]
@@ -91,6 +99,10 @@ def test_a_profile_that_counts_every_copy() -> None:
     assert [layer.gradient_bytes for layer in counted.layers] == [10**6] * 4
     assert [layer.optimizer_bytes for layer in counted.layers] == [2 * 10**6] * 4
     assert counted.layers[:3] == tied().layers[:3]
+    on_groups = counted_with_copies(divided(tied(), 2))
+    assert on_groups is not None
+    assert on_groups.tensor is not None
+    assert on_groups.tensor[0].gradient_bytes == (5 * 10**5,) * 4
     assert counted_with_copies(profile(layer("a", output_bytes=8), layer("b"))) is None
 
 

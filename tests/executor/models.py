@@ -374,7 +374,13 @@ def optimizer(parameters):
     return OPTIMIZER
 """
 
-DIVIDED = {"attention": ATTENTION, "packed": PACKED, "flattened": FLATTENED}
+SHARED_HEAD = """
+class Net(Net):
+    def __init__(self):
+        super().__init__()
+        self.head.weight = self.embed.weight
+"""
+DIVIDED = {"attention": ATTENTION, "packed": PACKED, "flattened": FLATTENED, "tied head": PACKED + SHARED_HEAD}
 SHARING = {"tied": TIED.replace("COPIES", "False"), "copies": TIED.replace("COPIES", "True"), "gpt2": GPT2}
 
 

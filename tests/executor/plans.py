@@ -24,7 +24,6 @@ from planner.schedule.registry import find
 from planner.solver.assemble import assemble
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import Evaluation
-from planner.solver.relaxed_steps import synced
 
 _OF_COMPILED = [name for name in Compiled.model_fields if name != "runs"]
 
@@ -81,7 +80,6 @@ def make_plan(
     microbatches: int = 1,
     depths: Sequence[int] | None = None,
     chunks: int = 1,
-    vertical_sync: bool = False,
 ) -> Plan:
     """The plan with `replicas` per stage of equally many layers; `depths` in flight, or what the schedule has.
 
@@ -98,8 +96,7 @@ def make_plan(
     if depths is not None:
         cost = replace(cost, in_flight=tuple(depths))
     chosen = Evaluation(tuple(stages), cost)
-    plan = assemble(problem, synced(layer_costs, chosen) if vertical_sync else chosen)
-    return plan.model_copy(update={"vertical_sync": vertical_sync})
+    return assemble(problem, chosen)
 
 
 def in_groups(plan: Plan, *degrees: int) -> Plan:

@@ -46,11 +46,6 @@ class _ReferenceStage:
     def weights_for(self, minibatch: int) -> Weights:
         return self.history[self.rounds_before(minibatch)]
 
-    def weights_of_the_first(self, minibatches: int) -> Weights:
-        """The newest whose rounds are all among the first `minibatches`."""
-        last = max(rounds for rounds in range(len(self.history)) if rounds * self.replicas <= minibatches)
-        return self.history[last]
-
     def finish_round(self) -> None:
         for part in self.parts:
             parameter, total = self.newest[part[0]], self.pending[0][part[0]]
@@ -77,15 +72,13 @@ def delayed_updates(
     minibatches: int,
     depths: Sequence[int] | None = None,
     *,
-    vertical_sync: bool = False,
     copies: Sequence[Sequence[str]] = (),
 ) -> tuple[list[float], Weights]:
     """Losses by minibatch, and the weights at the end, of asynchronous 1F1B with weight stashing.
 
-    `depths` are the d_s of the formula where they are not the published ones. With `vertical_sync` a minibatch sees at
-    every stage the last weights that no minibatch has changed that the first stage's do not know. Each of `copies` are
-    parameters, in the order of their stages, that step as one: with the sum of their gradients, at the depth of the
-    deepest of their stages.
+    `depths` are the d_s of the formula where they are not the published ones. Each of `copies` are parameters, in the
+    order of their stages, that step as one: with the sum of their gradients, at the depth of the deepest of their
+    stages.
     """
     by_name = dict(model.named_parameters())
     copied = {name for group in copies for name in group}
@@ -120,11 +113,7 @@ def delayed_updates(
         weights = {
             name: tensor.clone().requires_grad_()
             for stage in stages
-            for name, tensor in (
-                stage.weights_of_the_first(stages[0].rounds_before(minibatch) * stages[0].replicas)
-                if vertical_sync
-                else stage.weights_for(minibatch)
-            ).items()
+            for name, tensor in stage.weights_for(minibatch).items()
         }
         loss: Tensor = functional_call(
             module, {f"model.{name}": tensor for name, tensor in weights.items()}, (minibatch,)

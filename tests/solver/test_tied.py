@@ -19,8 +19,10 @@ from planner.schedule.registry import find
 from planner.solver import solve
 from tests.cost.test_overheads import on_cuda
 from tests.cost.test_weight_copies import tied
+from tests.solver.test_degrees import divided
 
 GPUS = 4
+SIZES = {"weight_bytes": 1, "gradient_bytes": 1, "optimizer_bytes": 2}  # of a layer, by those of its weights
 
 
 def trains(plan: Plan, model: Profile | None = None) -> bool:
@@ -31,17 +33,19 @@ def trains(plan: Plan, model: Profile | None = None) -> bool:
     return fits and obstacle(plan, shared) is None
 
 
-def every_plan(cluster: Cluster, schedule: str, microbatches: int, model: Profile | None = None) -> Iterator[Plan]:
-    """Every plan without sharding and recomputation that can be trained."""
+def every_plan(
+    cluster: Cluster, schedule: str, microbatches: int, model: Profile | None = None, *, tensor: int = 1
+) -> Iterator[Plan]:
+    """Every plan without sharding and recomputation that can be trained, with all layers divided by `tensor` ranks."""
     model = model or tied()
     names = [layer.name for layer in model.layers]
     for inner in product((False, True), repeat=len(names) - 1):
         ends = [0, *(at + 1 for at, cut in enumerate(inner) if cut), len(names)]
         for replicas in product(range(1, cluster.gpus + 1), repeat=len(ends) - 1):
-            if sum(replicas) > cluster.gpus:
+            if sum(replicas) * tensor > cluster.gpus:
                 continue
             stages = tuple(
-                OwnStage(layers=tuple(names[first:end]), replicas=r)
+                OwnStage(layers=tuple(names[first:end]), replicas=r, tensor=tensor)
                 for (first, end), r in zip(pairwise(ends), replicas, strict=True)
             )
             try:
@@ -61,6 +65,30 @@ def test_no_plan_that_can_be_trained_is_faster(schedule: str, microbatches: int,
     assert trains(plan)
     assert plan.predicted.seconds_per_minibatch <= least_s * (1 + 1e-6)
     assert plan.solver.lower_bound_s <= least_s * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "bandwidth", "expected"),
+    [(1, 300, {"1"}), (1, 1e3, {"4", "1-2-1"}), (2, 300, {"1x2"}), (2, 1e3, {"2x2", "1x2-1x2"}), (2, 1e4, {"2x2"})],
+)
+def test_the_messages_and_the_memory_of_copies_are_counted(tensor: int, bandwidth: float, expected: set[str]) -> None:
+    """Of a large embedding, of which each rank of a group has a part; where links are slow it is better kept whole."""
+    megabytes, made = {"embedding": 6, "one": 1, "two": 1, "head": 0}, tied()
+    layers = [
+        layer.model_copy(update={name: factor * megabytes[layer.name] * 10**6 // 2 for name, factor in SIZES.items()})
+        for layer in made.layers
+    ]
+    model, splits = divided(made.model_copy(update={"layers": tuple(layers)}), 2), set()
+    for memory_bytes in (None, *range(10**7 // tensor, 3 * 10**7 // tensor, 2 * 10**6 // tensor)):
+        cluster = flat_cluster(GPUS, bandwidth, memory_bytes)
+        plans = list(every_plan(cluster, "1f1b-flush", 4, model, tensor=tensor))
+        if plans:
+            plan = solve(model, cluster, schedule="1f1b-flush", microbatches=4, tensor=(tensor,))
+            assert trains(plan, model)
+            splits.add(plan.config)
+            least_s = min(each.predicted.seconds_per_minibatch for each in plans)
+            assert plan.predicted.seconds_per_minibatch <= least_s * (1 + 1e-6), memory_bytes
+    assert splits == expected
 
 
 def test_the_least_memory_that_any_plan_needs_is_enough() -> None:

@@ -19,17 +19,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from planner.errors import InputError, PlannerError
+from planner.executor.checkpoint import tensor_file
 from planner.executor.checkpoint.folders import find, load_checkpoint
 from planner.executor.checkpoint.stage_parts import each_weight
-from planner.executor.checkpoint.tensor_file import (
-    SUFFIX,
-    Fact,
-    aligned,
-    bytes_of,
-    each_tensor,
-    write_each,
-    write_tensors,
-)
 from planner.executor.communication.control import broadcast_bytes, control_group, gather_bytes
 from planner.formats.files import replacing
 
@@ -47,16 +39,16 @@ def save_gathered(state: Mapping[str, Tensor], path: Path) -> None:
         while asked := json.loads(broadcast_bytes(b"", group)):
             rank, name = asked
             if rank == dist.get_rank():
-                dist.send(bytes_of(state[name]), 0, group)
+                dist.send(tensor_file.bytes_of(state[name]), 0, group)
         return
-    facts: dict[str, Fact] = {}
+    facts: dict[str, tensor_file.Fact] = {}
     rank_of: dict[str, int] = {}
     for rank, part in enumerate(parts):
         # Stages that share a weight have equal copies: the last one's is taken.
         for name, dtype, shape in json.loads(part):
-            facts[name], rank_of[name] = Fact(name, getattr(torch, dtype), tuple(shape)), rank
+            facts[name], rank_of[name] = tensor_file.Fact(name, getattr(torch, dtype), tuple(shape)), rank
 
-    def tensor_of(fact: Fact) -> Tensor:
+    def tensor_of(fact: tensor_file.Fact) -> Tensor:
         if rank_of[fact.name] == 0:
             return state[fact.name]
         received = torch.empty(fact.size_bytes, dtype=torch.uint8)
@@ -66,10 +58,10 @@ def save_gathered(state: Mapping[str, Tensor], path: Path) -> None:
         return received.view(fact.dtype).reshape(fact.shape)
 
     def write(path: Path) -> None:
-        ordered = aligned(facts.values())
+        ordered = tensor_file.aligned(facts.values())
         with replacing(path) as temporary:
-            if path.suffix == SUFFIX:
-                write_each(temporary, ordered, map(tensor_of, ordered))
+            if path.suffix == tensor_file.SUFFIX:
+                tensor_file.write_each(temporary, ordered, map(tensor_of, ordered))
             else:
                 torch.save({fact.name: tensor_of(fact) for fact in ordered}, temporary)
 
@@ -117,7 +109,7 @@ def export_weights(checkpoint: str | Path, path: str | Path) -> Exported:
     weights = dict(each_weight(saved.path, saved.first_replicas))
     try:
         with replacing(path) as temporary:
-            written = write_tensors(temporary, weights)
+            written = tensor_file.write_tensors(temporary, weights)
     except OSError as cause:
         problem = f"the weights cannot be written to '{path}': {cause.strerror or cause}"
         raise PlannerError(problem, hint="choose another path") from None
@@ -133,8 +125,8 @@ def read_trained(path: str | Path) -> dict[str, Tensor]:
     if path.is_dir() or not path.exists():
         saved = load_checkpoint(find(path))
         return dict(each_weight(saved.path, saved.first_replicas))
-    if path.suffix == SUFFIX:
-        return dict(each_tensor(path))
+    if path.suffix == tensor_file.SUFFIX:
+        return dict(tensor_file.each_tensor(path))
     state = None
     with suppress(OSError, RuntimeError, EOFError, ValueError, KeyError, UnpicklingError):
         state = torch.load(path, weights_only=True, map_location="cpu")

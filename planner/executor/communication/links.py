@@ -303,8 +303,7 @@ def wait_for(work: dist.Work, peer: int) -> None:
         work.wait()
     except RuntimeError as cause:
         raise ConnectionLostError(
-            f"the connection to rank {peer} broke: {first_line(cause)}",
-            hint="look for the first worker that failed",
+            f"the connection to rank {peer} broke: {first_line(cause)}", hint="look for the first worker that failed"
         ) from cause
 
 

@@ -20,15 +20,7 @@ import torch
 from torch import Tensor
 
 from planner.executor.communication.later import Later
-from planner.executor.communication.links import (
-    Ahead,
-    End,
-    GlooLinks,
-    LayoutOf,
-    LinkGroups,
-    Links,
-    Posted,
-)
+from planner.executor.communication.links import Ahead, End, GlooLinks, LayoutOf, LinkGroups, Links, Posted
 from planner.executor.communication.messages import Layouts, Outgoing, header
 from planner.runtime import Event, runtime_of
 from planner.schedule.instructions import LEAD, Message, Receive, Send

@@ -233,7 +233,7 @@ def check_synchronous_start(plan: Plan, options: TrainingOptions) -> None:
             "synchronous from the first minibatch to the last",
             hint="leave `synchronous_start` out",
         )
-    apart = {"accumulate": options.accumulate > 1, "scale_lr": options.scale_lr, "vertical_sync": plan.vertical_sync}
+    apart = {"accumulate": options.accumulate > 1, "scale_lr": options.scale_lr}
     if name := next((name for name, given in apart.items() if given), None):
         raise InputError(
             f"`synchronous_start={start}` trains minibatches one by one at first, and with `{name}` an update later "

@@ -84,12 +84,7 @@ def make_worker(context: PipelineContext, groups: Groups, observers: Observers) 
     # Under asynchronous schedules each stage clips and scales by itself.
     joint = (job.options.clip_grad_norm is not None or job.scales_loss) and not context.shape.asynchronous
     return PipelineWorker(
-        stages,
-        links,
-        observers,
-        context.place.compute,
-        stop_on_nan=job.run_options.stop_on_nan,
-        joint_norm=joint,
+        stages, links, observers, context.place.compute, stop_on_nan=job.run_options.stop_on_nan, joint_norm=joint
     )
 
 

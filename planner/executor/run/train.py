@@ -83,7 +83,6 @@ def data_parallel(job: Job) -> Job:
         "config": str(workers),
         "schedule": ONE_F_ONE_B if microbatches == 1 else FLUSH,
         "microbatches": microbatches,
-        "vertical_sync": False,
         "stages": (stage,),
         "transfers": (),
         "shared": (),
@@ -157,11 +156,7 @@ def train(
 
 
 def _train_segments(
-    context: PipelineContext,
-    loop: Loop,
-    checkpointer: Checkpointer | None,
-    first: int,
-    reporter: Reporter | None,
+    context: PipelineContext, loop: Loop, checkpointer: Checkpointer | None, first: int, reporter: Reporter | None
 ) -> StartResult | None:
     """Train from minibatch `first` to the end; return what was measured of the synchronous start, if there is one."""
     began_s = time.perf_counter()

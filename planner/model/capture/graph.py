@@ -3,7 +3,7 @@
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -179,6 +179,7 @@ class LayerGraph:
     written: frozenset[fx.Node]  # nodes that read buffers and constants whose memory the forward writes
     hash: str = ""  # see `graph_digest`
     blocks: BlockChain | None = None  # to run instead of the graph's operations
+    repeated: Mapping[str, int] = field(default_factory=dict)  # how many blocks a list has of which few were traced
 
     @cached_property
     def values(self) -> dict[str, ValueSpec]:

@@ -68,11 +68,13 @@ def found_plan(graph: LayerGraph, degree: int) -> dict[str, str]:
         if not failed:
             break
         whole |= failed
-    styles = dict.fromkeys(columns, "colwise") | dict.fromkeys(rows, "rowwise")
-    for node in weights:
-        if node.target is torch.ops.aten.embedding.default and shapes[node][0] % degree == 0:
-            styles[node] = "embedding_rowwise"
-    return {weights[node].rpartition(".")[0]: style for node, style in styles.items()}
+    styles = {weights[node]: "colwise" for node in columns} | {weights[node]: "rowwise" for node in rows}
+    for node, name in read.items():
+        if node.target is torch.ops.aten.embedding.default and parameters[name].shape[0] % degree == 0:
+            users = [other.target in PRODUCTS for other, own in read.items() if own == name]
+            if len(users) == uses[name] <= 2 and name.endswith(".weight"):  # a head may have the embedding's weight
+                styles[name] = GATHERED[0] if any(users) else "embedding_rowwise"
+    return {name.rpartition(".")[0]: style for name, style in styles.items()}
 
 
 def _walk(

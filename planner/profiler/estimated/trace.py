@@ -4,6 +4,7 @@ import gc
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -229,11 +230,9 @@ class _Tracer:
 
     def _captured(self, model: nn.Module) -> LayerGraph:
         """Capture with few samples, as example batches have data; with all where the graph is good for one size."""
-        spec = self.training_spec
-        graph = capture_file(spec, spec.example_batch(min(self.batch_size, _FEW)), model, options=self.options)
-        if graph.batch_size is None:
-            return graph
-        return capture_file(spec, spec.example_batch(self.batch_size), model, options=self.options)
+        spec, capture = self.training_spec, partial(capture_file, model=model, options=self.options, quickly=True)
+        graph = capture(spec, spec.example_batch(min(self.batch_size, _FEW)))
+        return graph if graph.batch_size is None else capture(spec, spec.example_batch(self.batch_size))
 
     def _whole(self, graph: LayerGraph) -> StageModule:
         """Build a stage of all layers."""

@@ -167,13 +167,7 @@ class _PartMeasurement(StepMeasurement):
     """
 
     def __init__(
-        self,
-        spec: TrainingSpec,
-        graph: LayerGraph,
-        batch: Batch,
-        device: torch.device,
-        span: range,
-        between: _Between,
+        self, spec: TrainingSpec, graph: LayerGraph, batch: Batch, device: torch.device, span: range, between: _Between
     ) -> None:
         super().__init__(spec, graph, batch, device, span)
         self._between = between

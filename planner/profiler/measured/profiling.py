@@ -148,12 +148,7 @@ def _loss_mean(
 
 
 def _measure(
-    spec: TrainingSpec,
-    graph: LayerGraph,
-    batch: Batch,
-    device: torch.device,
-    effort: Effort,
-    options: ProfilingOptions,
+    spec: TrainingSpec, graph: LayerGraph, batch: Batch, device: torch.device, effort: Effort, options: ProfilingOptions
 ) -> Measurement:
     """Measure the whole model at once, or part by part where it does not fit the device."""
     if not options.layer_by_layer and _may_fit(graph, device):

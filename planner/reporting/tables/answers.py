@@ -152,9 +152,10 @@ def fit_report(answer: Fit) -> str:
     """Say whether the model fits, how to split it, how fast it is, and what other ways and fewer GPUs give."""
     plan = answer.asked.plan
     if plan is None:
-        fitting = [row.gpus for row in answer.others if row.plan is not None]
-        enough = f"it fits {fitting[-1]} of these GPUs" if fitting else f"nor does it fit {answer.others[0].gpus}"
-        parts = [named_values([("model", answer.model), ("fits", f"no: {answer.asked.why_not}; {enough}")])]
+        others = (f"it fits {row.gpus} of these GPUs" for row in reversed(answer.others) if row.plan is not None)
+        least = f"nor does it fit {answer.others[0].gpus}" if answer.others else "no other number of GPUs was tried"
+        why = f"no: {answer.asked.why_not}; {next(others, least)}"
+        parts = [named_values([("model", answer.model), ("fits", why)])]
     else:
         parts = [named_values(_head(answer, plan)), _ways(plan).text()]
     if answer.others:

@@ -84,8 +84,6 @@ def prediction_lines(plan: Plan) -> list[tuple[str, str | None]]:
 
 
 def schedule_line(plan: Plan) -> str:
-    if plan.vertical_sync:
-        return f"{plan.schedule.title} and vertical sync"
     if len(plan.stages) == 1 and plan.schedule.stashes:
         return f"{plan.schedule}, which with one stage is data parallelism" if plan.workers > 1 else "one stage"
     return plan.schedule.title.format(microbatches=plan.microbatches, chunks=plan.chunks)
@@ -292,7 +290,7 @@ def memory_parts(plan: Plan, stage: int) -> dict[str, int]:
 def stage_table(plan: Plan) -> Table:
     """Tabulate the stages; columns in which nothing is to be said are left out."""
     stages = plan.stages
-    late = [plan.staleness if plan.vertical_sync else plan.schedule.staleness(stage.in_flight) for stage in stages]
+    late = [plan.schedule.staleness(stage.in_flight) for stage in stages]
     # A replica's first backward after an update has no gradients to accumulate into, so one microbatch never does.
     accumulates = plan.microbatches > 1 and any(stage.accumulate_s for stage in stages)
     sent = Counter[int]()  # activations forward and gradients back, per microbatch

@@ -6,7 +6,7 @@ from planner.cost.candidate import Candidate
 from planner.cost.fully_sharded import sharded_times
 from planner.cost.layer_costs import LayerCosts, messages
 from planner.cost.setting import Setting
-from planner.cost.weight_copies import buckets_in, copied_in, shared_in
+from planner.cost.weight_copies import buckets_in, copied_in, gradients_bytes, shared_in
 from planner.formats.plan_parts import Shared, Transfer
 from planner.plan.shape import trainable_pairs
 from planner.plan.shared_weights import SharedWeight
@@ -84,7 +84,6 @@ def transfers(layer_costs: LayerCosts, stages: Sequence[Candidate]) -> tuple[Tra
 
 def shared_between(layer_costs: LayerCosts, stages: Sequence[Candidate]) -> tuple[Shared, ...]:
     """Return the weights that two stages train, for each two stages."""
-    layers = {layer.name: layer for layer in layer_costs.profile.layers}
     found: dict[tuple[int, int], list[SharedWeight]] = {}
     for weight in shared_in(layer_costs, stages):
         found.setdefault(weight.stages, []).append(weight)
@@ -93,7 +92,7 @@ def shared_between(layer_costs: LayerCosts, stages: Sequence[Candidate]) -> tupl
             stages=ends,
             weights=tuple(weight.name for weight in weights),
             # A weight is counted in the first layer that has it.
-            gradient_bytes=sum(layers[name].gradient_bytes for name in {weight.layers[0] for weight in weights}),
+            gradient_bytes=gradients_bytes(layer_costs, stages[ends[0]], {weight.layers[0] for weight in weights}),
         )
         for ends, weights in sorted(found.items())
     )

@@ -105,7 +105,6 @@ class Problem:
     reserve: Reserve = NO_RESERVE  # what was taken off the cluster's memory before: `planner.solver.relaxed_steps`
     most_replicas: int = UNLIMITED  # that a stage may have
     grouped: bool = False  # whether what counts as a GPU is a group of ranks
-    vertical_sync: bool = False  # whether stages run a minibatch with the versions of its entry
     solver: SolverName = "auto"
 
     @property
@@ -259,7 +258,7 @@ class Problem:
         """Return the problem under schedules that need less memory, as far as their gradients are not too late."""
         most, microbatches = self.rules.max_staleness, max(self.microbatches, self.cluster.gpus)
         allowed = (each for each in self.schedule.leaner if most is None or each.staleness(1) <= most)
-        return [replace(self.with_schedule(schedule, microbatches), vertical_sync=False) for schedule in allowed]
+        return [self.with_schedule(schedule, microbatches) for schedule in allowed]
 
     def with_cuts_forbidden(self) -> Problem | None:
         """Return the problem with all constraints but `stage_of` as forbidden cuts; None if they say more."""

@@ -140,7 +140,7 @@ class StateSpace(ABC):
         held = partial(self._held, state, others)
         working, accumulating, updating = self._working(state, others)
         return Footprint(
-            **self.layer_costs.weights(held("weight_bytes")),
+            weight_bytes=held("weight_bytes"),
             gradient_bytes=work.trainable_bytes,
             optimizer_bytes=held("optimizer_bytes"),
             buffer_bytes=held("buffer_bytes") + self.layer_costs.communicators_bytes(work),

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from planner.errors import InputError, PlannerError
-from planner.executor.checkpoint import tensor_file, trained_weights
+from planner.executor.checkpoint import tensor_file
 from planner.executor.checkpoint.tensor_file import Fact, TensorFile
 from planner.executor.checkpoint.trained_weights import read_trained, save_gathered
 from planner.executor.communication.control import join_group
@@ -116,7 +116,7 @@ def _write_on_a_full_disk(folder: Path) -> None:
         return whole(path, facts, tensors)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trained_weights, "write_each", write_some)
+        patch.setattr(tensor_file, "write_each", write_some)
         try:
             save_gathered(_state(dist.get_rank()), folder / "full.safetensors")
         except PlannerError as error:

@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import SGD, Adagrad, AdamW, Optimizer, RMSprop
 from torch.optim import lr_scheduler as schedulers
 
+from docs.examples.newest_muon import NewestMuon
 from planner.errors import InputError
 from planner.executor.checkpoint.optimizer_state import (
     OptimizerState,
@@ -23,7 +24,6 @@ from planner.executor.checkpoint.optimizer_state import (
 )
 from planner.executor.communication.sharding import Sharding
 from planner.model.elementwise import kept_whole
-from planner.optim import NewestMuon
 
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "sgd": lambda p: SGD(p, lr=0.1),

@@ -110,7 +110,6 @@ class Kept:
     schedule: str
     microbatches: int = 1
     more: str = SCHEDULER
-    vertical_sync: bool = False
     options: TrainingOptions = field(default_factory=TrainingOptions)
     float16: bool = False
 
@@ -119,7 +118,7 @@ class Kept:
         folder.mkdir()
         path = write_model(folder, self.model, "momentum", more=self.more)
         profile = structural_profile(path, BATCH_SIZE, ModuleOptions(torch.float16) if self.float16 else PLAIN)
-        plan = make_plan(profile, (1, 1), self.schedule, self.microbatches, vertical_sync=self.vertical_sync)
+        plan = make_plan(profile, (1, 1), self.schedule, self.microbatches)
         whole, stopped = (job_of(path, plan, folder, name, 13) for name in ("whole", "stopped"))
         checkpoints = replace(stopped.checkpoints, resume="auto")
         options = {"options": self.options}
@@ -136,7 +135,7 @@ class Kept:
         pytest.param([Kept("convolutional", "2bw", 2, options=DEFERRED)], id="one"),
         pytest.param(
             [
-                Kept("language", "1f1b", vertical_sync=True),
+                Kept("language", "1f1b"),
                 Kept("language", "1f1b-flush", 2, more=STEEP, float16=True),
             ],
             id="some",
@@ -149,7 +148,6 @@ class Kept:
                 Kept("language", "1f1b", options=TrainingOptions(accumulate=2, clip_grad_norm=0.5)),
                 Kept("language", "1f1b", more=STEEP, float16=True),
                 Kept("language", "2bw", 2, more=STEEP + SCHEDULER, float16=True),
-                Kept("convolutional", "1f1b", vertical_sync=True),
             ],
             id="others",
             marks=pytest.mark.slow,
@@ -157,7 +155,7 @@ class Kept:
     ],
 )
 def test_whatever_a_run_keeps_goes_on(cases: Sequence[Kept], tmp_path: Path) -> None:
-    """Versions under vertical sync, learning rate schedules, float16's loss scales, deferred BatchNorms."""
+    """Learning rate schedules, float16's loss scales, deferred BatchNorms."""
     jobs = [case.jobs(tmp_path / str(index)) for index, case in enumerate(cases)]
     results = run_jobs([job for order in range(3) for job in (each[order] for each in jobs)], tmp_path)
     for index, (case, (whole, stopped, after)) in enumerate(zip(cases, jobs, strict=True)):

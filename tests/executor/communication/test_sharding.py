@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Adafactor, Adagrad, AdamW, Optimizer
 
+from docs.examples.newest_muon import NewestMuon
 from planner.errors import ModelFileError, PlanError
 from planner.executor.communication.sharding import ALIGNMENT, Sharding, divide
 from planner.executor.stage.optimizer import StageOptimizer
 from planner.model.elementwise import ELEMENTWISE, kept_whole
 from planner.model.spec import TrainingSpec, in_memory
-from planner.optim import NewestMuon
 from planner.schedule.instructions import Instruction, Update
 from tests.executor.device.cases import runs
 from tests.schedule.check import _Run

@@ -51,7 +51,6 @@ def run_cases(
     depths: tuple[int, ...] | None = None,
     recompute: tuple[bool | int, ...] | None = None,
     chunks: int = 1,
-    vertical_sync: bool = False,
 ) -> list[tuple[TrainingSpec, Job, TrainResult, Weights]]:
     """Train all cases in one set of processes; return the jobs, their results and the final weights.
 
@@ -61,7 +60,7 @@ def run_cases(
     jobs = []
     for number, (model, optimizer) in enumerate(cases):
         path = write_model(folder, model, optimizer)
-        plan = make_plan(_profile_of(folder, model), replicas, schedule, microbatches, depths, chunks, vertical_sync)
+        plan = make_plan(_profile_of(folder, model), replicas, schedule, microbatches, depths, chunks)
         if recompute is not None:
             plan = recomputing(plan, recompute)
         plan = scattered(plan) if number % 2 else plan
@@ -110,18 +109,14 @@ def _profile_of(folder: Path, model: str) -> Profile:
 
 
 @pytest.mark.parametrize(
-    ("cases", "replicas", "minibatches", "depths", "vertical_sync"),
+    ("cases", "replicas", "minibatches", "depths"),
     [
-        pytest.param(FEW, (2, 1, 1), 10, None, True, id="2-1-1 in sync, few", marks=pytest.mark.slow),
-        pytest.param(CASES, (1, 1, 1), 9, None, True, id="1-1-1 in sync", marks=pytest.mark.slow),
-        pytest.param(CASES, (2, 1), 9, (3, 1), True, id="2-1 in sync, deeper", marks=pytest.mark.slow),
-        pytest.param(CASES, (1, 2), 9, None, True, id="1-2 in sync", marks=pytest.mark.slow),
-        pytest.param(CASES, (1, 1), 9, None, False, id="1-1", marks=pytest.mark.slow),
-        pytest.param(CASES, (1, 1, 1), 9, None, False, id="1-1-1", marks=pytest.mark.slow),
-        pytest.param(CASES, (2, 1), 9, None, False, id="2-1", marks=pytest.mark.slow),
-        pytest.param(FEW, (2, 1, 1), 10, None, False, id="2-1-1 few"),
-        pytest.param(CASES, (2, 1, 1), 10, None, False, id="2-1-1", marks=pytest.mark.slow),
-        pytest.param(CASES, (1, 2), 7, (5, 1), False, id="1-2-deeper", marks=pytest.mark.slow),
+        pytest.param(CASES, (1, 1), 9, None, id="1-1", marks=pytest.mark.slow),
+        pytest.param(CASES, (1, 1, 1), 9, None, id="1-1-1", marks=pytest.mark.slow),
+        pytest.param(CASES, (2, 1), 9, None, id="2-1", marks=pytest.mark.slow),
+        pytest.param(FEW, (2, 1, 1), 10, None, id="2-1-1 few"),
+        pytest.param(CASES, (2, 1, 1), 10, None, id="2-1-1", marks=pytest.mark.slow),
+        pytest.param(CASES, (1, 2), 7, (5, 1), id="1-2-deeper", marks=pytest.mark.slow),
     ],
 )
 def test_asynchronous_1f1b_equals_delayed_updates_to_the_bit(
@@ -129,11 +124,10 @@ def test_asynchronous_1f1b_equals_delayed_updates_to_the_bit(
     replicas: tuple[int, ...],
     minibatches: int,
     depths: tuple[int, ...] | None,
-    vertical_sync: bool,
     tmp_path: Path,
 ) -> None:
     """Covers all optimizers, BatchNorm, dropout, skips, integers, and partial last rounds (9 = 4 * 2 + 1)."""
-    runs = run_cases(tmp_path, cases, replicas, minibatches, depths=depths, vertical_sync=vertical_sync)
+    runs = run_cases(tmp_path, cases, replicas, minibatches, depths=depths)
     for spec, job, result, weights in runs:
         whole = unsplit(spec)
         data = make_batches(spec, BATCH_SIZE, 1, SEED)
@@ -153,14 +147,11 @@ def test_asynchronous_1f1b_equals_delayed_updates_to_the_bit(
             forward_loss,
             minibatches,
             depths,
-            vertical_sync=vertical_sync,
         )
         assert [entry.loss for entry in result.losses] == losses, job.model
         for name, tensor in expected.items():
             assert torch.equal(weights[name], tensor), (job.model, name)
         assert max(report.weight_versions for report in result.reports) > 1
-        if replicas == (1, 1, 1) and vertical_sync:
-            assert [report.weight_versions for report in result.reports] == [3, 3, 3]
 
 
 @pytest.mark.parametrize(

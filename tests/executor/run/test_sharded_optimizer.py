@@ -47,7 +47,7 @@ def optimizer(named_parameters):
 """
 # Matrices of blocks stay whole, each with one replica; embedding, head and biases are divided by elements.
 NEWEST_MUON = """
-from planner.optim import NewestMuon
+from docs.examples.newest_muon import NewestMuon
 
 def optimizer(named_parameters):
     return NewestMuon(named_parameters, lr=0.01)

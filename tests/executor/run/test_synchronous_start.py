@@ -26,7 +26,7 @@ from tests.schedule.check import check_streams
 MINIBATCHES = 11
 START = TrainingOptions(synchronous_start=0.2)
 NEWEST_MUON = """
-from planner.optim import NewestMuon
+from docs.examples.newest_muon import NewestMuon
 
 def optimizer(named_parameters):
     return NewestMuon(named_parameters, lr=0.02)

@@ -18,17 +18,18 @@ from torch import Tensor, nn
 from planner.errors import PlanError
 from planner.executor.checkpoint.trained_weights import read_trained
 from planner.executor.run.data import make_batches
-from planner.executor.run.stages import check_divided
+from planner.executor.run.stages import build_modules, check_divided
 from planner.formats.plan import Plan
 from planner.formats.plan_parts import Shared
 from planner.formats.profile import Profile
 from planner.model.capture.capture import capture_file
 from planner.model.spec import load_model_file
 from planner.model.stage.stage import StageModule, build_stage
+from planner.model.tensor.group import TensorGroup
 from planner.options.training import CheckpointOptions, TrainingOptions
 from planner.schedule.instructions import Unit
 from planner.workers.job import Job
-from tests.executor.models import write_model
+from tests.executor.models import SHARED_HEAD, write_model
 from tests.executor.plans import by_tokens, in_groups, make_plan, sharded, structural_profile
 from tests.executor.processes import run_jobs
 from tests.executor.reference import Weights, delayed_updates, double_buffered, plain_training
@@ -109,6 +110,8 @@ def assert_close(found: Weights, expected: Weights) -> None:
         pytest.param("packed", (1, 1), (4, 2), PIPELINED[:3], 20, id="1x4-1x2, packed", marks=pytest.mark.slow),
         pytest.param("flattened", (1,), (2,), [("1f1b", 1)], 6, id="1x2, flattened"),
         pytest.param("flattened", (1, 2), (2, 2), PIPELINED[1:3], 6, id="1x2-2x2, flattened", marks=pytest.mark.slow),
+        pytest.param("tied head", (1, 1), (2, 2), PIPELINED[1:2], 6, id="1x2-1x2, tied head"),
+        pytest.param("tied head", (1,), (2,), PIPELINED[:3], 20, id="1x2, tied head", marks=pytest.mark.slow),
         pytest.param("gpt2", (1,), (2,), PIPELINED[:3], 20, id="1x2, GPT-2", marks=GPT2),
         pytest.param("gpt2", (1, 1), (2, 2), PIPELINED[1:2], 20, id="1x2-1x2, GPT-2", marks=GPT2),
     ],
@@ -164,12 +167,6 @@ def test_checkpoints_go_from_groups_to_single_ranks_and_back(model: str, tmp_pat
 EVALUATION = """
 def evaluation_dataset():
     return Samples(10, seed=8)
-"""
-SHARED_HEAD = """
-class Net(Net):
-    def __init__(self):
-        super().__init__()
-        self.head.weight = self.embed.weight
 """
 DIFFERENT: dict[str, dict[str, Any]] = {
     "clipped apart": {"schedule": "1f1b", "options": TrainingOptions(clip_grad_norm=0.3)},
@@ -228,3 +225,12 @@ def test_plans_that_the_executor_cannot_divide_are_refused_before_the_run() -> N
     for message, change in changes.items():
         with pytest.raises(PlanError, match=message):
             check_divided(plan.model_copy(update=change))
+
+
+def test_tokens_that_ranks_do_not_divide_evenly_are_refused(tmp_path: Path) -> None:
+    odd = "\n\ndef example_batch(batch_size):\n    x = torch.randint(0, 20, (batch_size, 7))\n    return (x,), x\n"
+    path = write_model(tmp_path, "attention", "sgd", more=odd)
+    plan = by_tokens(in_groups(make_plan(_profile(str(path)), (1,)), 2))
+    job = Job(model=str(path), plan=plan, steps=1, seed=SEED)
+    with pytest.raises(PlanError, match="2 ranks cannot divide the tokens of any value evenly"):
+        build_modules(job, [0], load_model_file(str(path)), "cpu", TensorGroup(2, 0))

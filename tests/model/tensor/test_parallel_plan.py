@@ -156,3 +156,23 @@ def test_weights_with_several_users_and_uneven_sizes_stay_whole() -> None:
     model = Calls(compute, shared=linear(), up=linear(WIDTH, 9), down=linear(9, WIDTH))
     assert found_plan(graph_of(model), 2) == {}
     assert found_plan(graph_of(model), 3) == {"up": "colwise", "down": "rowwise"}
+
+
+def test_a_head_with_the_weight_of_the_embedding_is_divided_with_it() -> None:
+    """By words, and its outputs are gathered; not if they are read in a third place, or are no multiple."""
+    tokens = torch.randint(0, 6, (3, 5))
+
+    def compute(own: nn.ModuleDict, x: Tensor) -> Tensor:
+        made: Tensor = own["head"](own["words"](x))
+        return made
+
+    def found(degree: int, *, thrice: bool = False) -> dict[str, str]:
+        calls = (lambda own, x: compute(own, x) + own["words"].weight.sum()) if thrice else compute
+        model = Calls(calls, words=nn.Embedding(6, WIDTH), head=nn.Linear(WIDTH, 6, bias=False))
+        model["head"].weight = model["words"].weight
+        target = torch.zeros(3, 5, 6)
+        spec = planner.in_memory(model, example_batch=((tokens,), target), loss=F.mse_loss)
+        return found_plan(capture_file(spec, spec.example_batch(3)), degree)
+
+    assert found(2) == found(3) == {"words": "colwise_gather_output"}
+    assert found(4) == found(2, thrice=True) == {}

@@ -277,13 +277,7 @@ class Stages:
 
 
 def stages_alike(
-    ways: WaysOf,
-    schedule: Schedule,
-    microbatches: int,
-    parts_s: PartsOf,
-    most_replicas: int,
-    gpus: int,
-    unit: int = 1,
+    ways: WaysOf, schedule: Schedule, microbatches: int, parts_s: PartsOf, most_replicas: int, gpus: int, unit: int = 1
 ) -> list[Stages]:
     """Return the ways of use to run the stages from each state but the last, on GPUs that are counted in units.
 

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from planner.optim import NewestMuon
-from planner.optim.muon import is_table, orthogonal
+from docs.examples.newest_muon import NewestMuon, is_table, orthogonal
 
 
 class Small(nn.Module):
