@@ -99,7 +99,7 @@ class ClusterOptions(Options):
         told="none, or what `cluster` says",
     )
     sequence_parallel: bool = option(
-        False, "price groups of `tensor` with Megatron's sequence parallelism; such plans are not trained here"
+        False, "groups of `tensor` divide by tokens, too, what each rank would compute whole: sequence parallelism"
     )
     cluster: str | Path | None = option(
         None, "cluster.json, in place of all but `memory`, `compress` and `sequence_parallel`", "FILE", parse=Path

@@ -205,7 +205,7 @@ def tensor_parallel_plan():
     return plan | {"embed": "embedding_rowwise", "head": "colwise_gather_output"}
 
 def example_batch(batch_size):
-    tokens = torch.randint(0, 20, (batch_size, 6))
+    tokens = torch.randint(0, 20, (batch_size, 8))
     return (tokens,), tokens.roll(-1, 1)
 
 def loss(output, target):
@@ -249,6 +249,43 @@ class Net(Net):
         self.blocks.append(Block())
 
 del tensor_parallel_plan
+"""
+)
+
+# The same with products of flattened tokens, as in GPT-2 of transformers, and norms by the formula, as in its Llama.
+FLATTENED = (
+    ATTENTION
+    + """
+class Product(nn.Module):
+    def __init__(self, inputs, outputs, bias=True):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(inputs, outputs) / 4), nn.Parameter(torch.randn(outputs) / 4)
+
+    def forward(self, x):
+        made = torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight)
+        return made.view(*x.shape[:-1], made.shape[-1])
+
+class Norm(nn.Module):
+    def __init__(self, size):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+
+    def forward(self, x):
+        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
+
+class Block(Block):
+    def __init__(self):
+        super().__init__()
+        self.before, self.between = Norm(16), Norm(16)
+        for name, made in list(self.named_children()):
+            if isinstance(made, nn.Linear):
+                setattr(self, name, Product(made.in_features, made.out_features))
+
+class Net(Net):
+    def __init__(self):
+        super().__init__()
+        self.place = nn.Parameter(torch.randn(1, 8, 16) / 4)
+        self.embed.register_forward_hook(lambda module, given, made: made + self.place)
 """
 )
 
@@ -327,7 +364,7 @@ def build_model():
     return Net()
 
 def example_batch(batch_size):
-    tokens = torch.randint(0, 19, (batch_size, 7))
+    tokens = torch.randint(0, 19, (batch_size, 8))
     return (tokens,), tokens.roll(-1, 1)
 
 def loss(output, target):
@@ -343,7 +380,7 @@ class Net(Net):
         super().__init__()
         self.head.weight = self.embed.weight
 """
-DIVIDED = {"attention": ATTENTION, "packed": PACKED, "tied head": PACKED + SHARED_HEAD}
+DIVIDED = {"attention": ATTENTION, "packed": PACKED, "flattened": FLATTENED, "tied head": PACKED + SHARED_HEAD}
 SHARING = {"tied": TIED.replace("COPIES", "False"), "copies": TIED.replace("COPIES", "True"), "gpt2": GPT2}
 
 

@@ -113,6 +113,11 @@ def in_groups(plan: Plan, *degrees: int) -> Plan:
     return plan.model_copy(update={"stages": tuple(stages), "cluster": cluster, "config": config})
 
 
+def by_tokens(plan: Plan) -> Plan:
+    """The plan with sequence parallelism."""
+    return plan.model_copy(update={"cluster": plan.cluster.model_copy(update={"sequence_parallel": True})})
+
+
 def sharded(plan: Plan, level: int = 1) -> Plan:
     """The plan whose replicated stages divide the optimizer, or more, over their replicas."""
     stages = [

@@ -182,8 +182,6 @@ def check_divided(plan: Plan) -> None:
         problem = "stages on the same ranks whose groups have different sizes", one
     elif any(len({plan.stages[stage].tensor for stage in shared.stages}) > 1 for shared in plan.shared):
         problem = "stages that share a weight and whose groups have different sizes", one
-    elif plan.cluster.sequence_parallel:
-        problem = "sequence parallelism", "it is priced alone: solve without `sequence_parallel`"
     elif plan.compiled:
         problem = "divided layers that are compiled", "profile without `compiled`, or solve with `tensor=1`"
     if problem is not None:
@@ -224,6 +222,13 @@ def build_modules(
     division = UNDIVIDED
     if tensor is not None:
         division = division_of(graph, tensor_parallel_plan(spec, graph, tensor.degree), tensor)
+        by_tokens = plan.cluster.sequence_parallel
+        division = replace(division, by_tokens=by_tokens, sends_parts=by_tokens and len(set(plan.degrees)) == 1)
+        if by_tokens and not division.within(graph, ()).tokens:
+            raise PlanError(
+                f"{tensor.degree} ranks cannot divide the tokens of any value evenly",
+                hint="take sequences of a multiple of that, or solve without `sequence_parallel`",
+            )
     # An undivided minibatch is its own microbatch, whose statistics are the whole minibatch's.
     defer_norms = job.options.deferred_batch_norm and plan.microbatches > 1
     alike = Variant(compiled=plan.compiled, defer_batch_norm=defer_norms, division=division)
@@ -241,6 +246,7 @@ def build_modules(
     if initial.evaluation is not None:
         cut, output = [stage.layers for stage in plan.stages], spec.defines("metrics")
         divided = modules if plan.stages[0].level > 1 else None
+        division = replace(division, sends_parts=False)
         evaluated = build_evaluation(
             graph, cut, initial.evaluation, stages, output=output, division=division, of=divided
         )

@@ -150,9 +150,10 @@ class SegmentBuilder:
         self._copies = {node: arguments[name] for node, name in self._attributes.items() if name in arguments}
         self._device, self._key, self._observer = map(self._new.placeholder, ("device", "random_key", "observer"))
         self._copies |= {node: self._new.placeholder(node.name) for node in taken}
+        self._copies |= {node: self._regions.taken(node, self._copies[node]) for node in taken}
         for index, layer in enumerate(self._part.layers, start=self._part.first):
             self._copy_layer(index, layer)
-        self._new.output(tuple(self._regions.whole(node, self._copies) for node in makes))
+        self._new.output(tuple(self._regions.made(node, self._copies) for node in makes))
         # Only the generated function is kept; the module around it, with the graph, is dropped.
         code = type(fx.GraphModule(self._weights, self._new)).forward
         self.places = {copy.name: place for node, copy in self._copies.items() if (place := user_place(node))}

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.utils._pytree import TreeSpec
 
 from planner.errors import CaptureError, ModelFileError
@@ -43,13 +43,14 @@ class StageModule(nn.Module):
         code: Segment,
         places: Mapping[str, str],  # where the user's file makes each value of the code, by the value's name
         division: DividedWeights,
+        specs: Mapping[fx.Node, ValueSpec],  # of the values that it exchanges
         units: Units | None = None,
     ) -> None:
         super().__init__()
         self.layer_names = tuple(layer.name for layer in boundary.layers)
         # Values that come from earlier stages, and that later ones use or that were to be kept, as they are made.
-        self.received = tuple(graph.specs[node] for node in boundary.received)
-        self.sent = tuple(graph.specs[node] for node in boundary.sent)
+        self.received = tuple(specs[node] for node in boundary.received)
+        self.sent = tuple(specs[node] for node in boundary.sent)
         self.has_loss = boundary.loss is not None  # whether `forward` returns the loss
         self.fixed_batch_size = graph.batch_size  # the only number of samples that the stage takes, if any
         self.least_batch_size = _least_batch_size(boundary.layers)  # that the stage can be trained on
@@ -209,10 +210,13 @@ def build_stage(
     weights = weights_of(graph, boundary.layers) if blocks is None else blocks.weights
     if of is not None:
         use_registries(weights, of)
+    borders = [*boundary.received, *boundary.sent]
+    division = variant.division.within(graph, borders)
+    specs = {node: division.exchanged(node, graph.specs[node]) for node in borders}
     places: dict[str, str] = {}
     segments = []
     for part, again in parts.divided(graph, boundary, [*filter(None, variant.units)] or variant.recompute):
-        builder = SegmentBuilder(graph, part, variant, weights, blocks)
+        builder = SegmentBuilder(graph, part, replace(variant, division=division), weights, blocks)
         segment = builder.build()
         places |= builder.places
         if again and (not variant.units or tuple(layer.name for layer in part.layers) in variant.recompute):
@@ -227,7 +231,7 @@ def build_stage(
     code = parts.joined(segments, takes, [node.name for node in boundary.makes])
     if units is not None:
         code = replace(code, run=partial(units.whole, code.run))
-    return StageModule(graph, boundary, weights, code, places, variant.division, units)
+    return StageModule(graph, boundary, weights, code, places, variant.division, specs, units)
 
 
 def warm_up(stage: StageModule, batch: Batch) -> None:

@@ -120,6 +120,11 @@ def weight_of(node: fx.Node) -> Any:
     return None if product is None else node.args[product.weight]
 
 
+def sums(node: fx.Node, cut: "Cut") -> bool:
+    """Return whether the result of an operation with a divided weight is the sum of what the ranks compute."""
+    return cut.dimension == (PRODUCTS[node.target].inputs if node.target in PRODUCTS else 0)
+
+
 @dataclass(frozen=True)
 class Cut:
     """Along which dimension a tensor is divided, and the blocks of it that are divided each."""
@@ -145,7 +150,7 @@ class Cut:
 
 
 VIEWS = (_aten.view, _aten.reshape, _aten.unflatten)
-_RESHAPES = (*VIEWS, _aten.flatten, _aten._unsafe_view, _aten.unsqueeze, _aten.squeeze)
+RESHAPES = (*VIEWS, _aten.flatten, _aten._unsafe_view, _aten.unsqueeze, _aten.squeeze)
 _COPIES = (_aten.clone, _aten.contiguous, _aten.to, _aten._to_copy, _aten.alias, _aten.detach)
 _SAME = (*_COPIES, _aten.dropout, _aten.expand)
 # These compute, cut or join along a dimension, which is the argument in that place, or else the first one.
@@ -153,6 +158,8 @@ PARTS = (_aten.split, _aten.split_with_sizes, _aten.chunk)  # of their input, al
 _ALONG = dict.fromkeys(PARTS, 2) | dict.fromkeys(
     (_aten.softmax, _aten._softmax, _aten.cat, _aten.slice, _aten.narrow, _aten.select, _aten.unbind), 1
 )
+_NORMS = (_aten.layer_norm, _aten.rms_norm)  # over the last dimensions, whose sizes are the second argument
+_SUMS = (_aten.mean, _aten.sum, _aten.var)  # over the dimensions that are the second argument
 ONES = (_aten.select, _aten.unbind)  # parts of a single element, without the dimension
 
 
@@ -168,6 +175,10 @@ def shape_of(node: fx.Node) -> Sequence[Any]:
     return tuple(first.shape) if isinstance(first, Tensor) else ()
 
 
+def is_tensor(node: fx.Node) -> bool:
+    return node.op == "get_attr" or isinstance(node.meta.get("val"), Tensor)
+
+
 def along(node: fx.Node) -> int | None:
     """Return the dimension of its input that an operation computes, cuts or joins along; None for other operations."""
     place = _ALONG.get(packet_of(node))
@@ -177,8 +188,11 @@ def along(node: fx.Node) -> int | None:
     return int(given) % len(shape_of(node.all_input_nodes[0]))  # type: ignore[arg-type]
 
 
-def dimension_of(node: fx.Node, divided: Mapping[fx.Node, int]) -> int | None:
-    """Return the dimension along which an operation's result is divided; None where it does not work on parts alone."""
+def dimension_of(node: fx.Node, divided: Mapping[fx.Node, int], *, parts: bool = False) -> int | None:
+    """Return the dimension along which an operation's result is divided; None where it does not work on parts alone.
+
+    `parts`: whether each rank may take its part of a whole value.
+    """
     if node.target is getitem:
         return divided[node.all_input_nodes[0]]
     operation, first = packet_of(node), node.args[0] if node.args else None
@@ -201,17 +215,21 @@ def dimension_of(node: fx.Node, divided: Mapping[fx.Node, int]) -> int | None:
         return None
     if first in divided:
         before, after = shape_of(first), shape_of(node)
-        if operation in _RESHAPES:
+        if operation in RESHAPES:
             return _viewed(before, after, divided[first])
         if operation in (_aten.transpose, _aten.permute):
             return _moved(node, len(before), divided[first])
+        if operation in (*_NORMS, *_SUMS):
+            given: Any = node.args[1] if len(node.args) > 1 else ()
+            over = range(-len(given), 0) if operation in _NORMS else given
+            return dimension if over and dimension < min(each % len(before) for each in over) else None
         if operation in _SAME:
             same = len(before) == len(after) and before[dimension] == after[dimension]
             return dimension if same else None
-    return _pointwise(node, divided) if torch.Tag.pointwise in node.target.tags else None  # type: ignore[union-attr]
+    return _pointwise(node, divided, parts) if torch.Tag.pointwise in node.target.tags else None  # type: ignore[union-attr]
 
 
-def _pointwise(node: fx.Node, divided: Mapping[fx.Node, int]) -> int | None:
+def _pointwise(node: fx.Node, divided: Mapping[fx.Node, int], parts: bool) -> int | None:
     shape = shape_of(node)
     found = {dimension - len(shape_of(source)) for source, dimension in divided.items()}
     if len(found) > 1:
@@ -219,7 +237,7 @@ def _pointwise(node: fx.Node, divided: Mapping[fx.Node, int]) -> int | None:
     place = found.pop()
     for source in node.all_input_nodes:
         others = shape_of(source)
-        if source not in divided and len(others) >= -place and others[place] != 1:
+        if source not in divided and not parts and len(others) >= -place and others[place] != 1:
             return None  # a whole value, of which each rank would need its part
     return place + len(shape)
 

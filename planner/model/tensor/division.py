@@ -1,7 +1,7 @@
 """Which weights a group of ranks divides, and where a stage's code makes values DTensors, and whole again."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
 from operator import getitem
 from typing import TYPE_CHECKING, Any
 
@@ -9,23 +9,27 @@ import torch
 from torch import Tensor, fx, nn
 
 from planner.errors import PlanError
-from planner.model.capture.graph import LayerGraph
+from planner.model.capture.graph import LayerGraph, ValueSpec
 from planner.model.capture.operations import is_random
 from planner.model.options import parameter_like
 from planner.model.tensor.dimensions import (
     PARTS,
     PRODUCTS,
+    RESHAPES,
     VIEWS,
     Cut,
     Packing,
     dimension_of,
+    is_tensor,
     packet_of,
     packing,
     shape_of,
     start_of,
+    sums,
     weight_of,
 )
 from planner.model.tensor.parallel_plan import COLUMNS, GATHERED, ROWS, Plan, style_of
+from planner.model.tensor.tokens import divided_by_tokens
 
 if TYPE_CHECKING:  # importing DTensor takes a second, which only plans with groups are worth
     from planner.model.tensor.group import TensorGroup
@@ -38,21 +42,24 @@ class Regions:
 
     They begin with products whose weights are divided, and end with those whose results the ranks sum up; what leaves
     the piece is whole, too. Operations that DTensor cannot divide run whole on every rank.
+
+    Values that ranks divide by tokens are DTensors from a sum on, also between the pieces of a stage. At the `borders`
+    of the stage they are ordinary tensors: whole, or this rank's part.
     """
 
     def __init__(self, graph: LayerGraph, division: "DividedWeights", code: fx.Graph) -> None:
-        self._graph, self._code = graph, code
+        self._graph, self._code, self._division = graph, code, division
+        self._tokens = division.tokens
         self._weights: dict[fx.Node, Cut] = {}
         self._packed: dict[fx.Node, Cut] = {}
         self._opened: dict[fx.Node, Packing] = {}
         self._replaced: dict[Any, Callable[..., Tensor]] = {}
-        self._inside: set[fx.Node] = set()
-        self._entered: dict[fx.Node, fx.Node] = {}
-        self._left: dict[fx.Node, fx.Node] = {}
+        self._inside = set(self._tokens)
+        self._calls: dict[tuple[str, fx.Node], fx.Node] = {}
+        self._gathered: dict[fx.Node, fx.Node] = {}
         if division.group is not None:
             self._group = division.group
-            names = {node: graph.names.parameter(node) or "" for node in graph.module.graph.nodes}
-            self._weights = {node: division.cuts[name] for node, name in names.items() if name in division.cuts}
+            self._weights = division.weights(graph)
             for node in graph.module.graph.nodes:
                 cut = self._weights.get(weight_of(node)) if node.target in PRODUCTS else None
                 packed = packing(node) if cut is not None and cut.blocks else None
@@ -64,37 +71,60 @@ class Regions:
                 _aten.scaled_dot_product_attention.default: division.group.attention,
             }
 
+    def taken(self, node: fx.Node, copy: fx.Node) -> fx.Node:
+        """Return a value that enters the piece."""
+        if node not in self._tokens or node not in self._division.borders:
+            return copy
+        enter = self._group.part if self._division.sends_parts else self._group.scatter
+        return self._code.call_function(enter, (copy, self._tokens[node]))
+
+    def made(self, node: fx.Node, copies: dict[fx.Node, fx.Node]) -> fx.Node:
+        """Return a value as it leaves the piece."""
+        if node not in self._tokens or (node in self._division.borders and not self._division.sends_parts):
+            return self.whole(node, copies)
+        return self._code.call_method("to_local", (copies[node],)) if node in self._division.borders else copies[node]
+
     def reader(self, node: fx.Node, copies: dict[fx.Node, fx.Node]) -> Callable[[fx.Node], fx.Node]:
         """Return what an operation reads in place of the values that it read in the graph."""
-        if not self._touches(node):
+        if not self._divided(node):
             return copies.__getitem__
-        return lambda source: (self.whole if self._runs_whole(node) else self._within)(source, copies)
+        if self._runs_whole(node):
+            return lambda source: self.whole(source, copies)
+        tokens = self._tokens if node in self._tokens else {}
+        return lambda source: copies[source] if source in tokens else self._within(source, copies)
 
     def result(self, node: fx.Node, copy: fx.Node) -> fx.Node:
         """Return the result of an operation, given its copy that `reader` has served."""
-        if not self._touches(node) or self._runs_whole(node):
-            return copy
-        copy.target = self._replaced.get(node.target, copy.target)
-        if node in self._opened:
-            self._take_apart(node, copy)
         cut = self._weights.get(weight_of(node))
-        # The result is the sum of what the ranks compute with their parts of a weight, or is gathered.
-        summed = PRODUCTS[node.target].inputs if node.target in PRODUCTS else 0
-        if cut is not None and (cut.gathered or cut.dimension == summed):
+        if within := bool(self._divided(node)) and not self._runs_whole(node):
+            copy.target = self._replaced.get(node.target, copy.target)
+            if node in self._opened:
+                self._take_apart(node, copy)
+            given: list[Any] = [self._gathered[source] for source in node.all_input_nodes if source in self._gathered]
+            if given and cut is not None:
+                compute: Any = node.target
+                copy.target, copy.args = self._group.product, (given[0], compute, *copy.args)
+            elif given and node not in self._tokens and packet_of(node) in RESHAPES:
+                self._gathered[node] = given[0]  # to be recognised by the product that multiplies the view
+        if node in self._tokens:
+            scattered = (copy, self._tokens[node])
+            return self._code.call_function(self._group.scatter, scattered) if is_tensor(node) else copy
+        # The result is the sum of what the ranks compute with their parts of a weight, or is gathered. It stays a sum
+        # where it is scattered next.
+        ends = cut is not None and (cut.gathered or sums(node, cut)) and not self._tokens.keys() & node.users.keys()
+        if within and ends:
             return self._code.call_function(self._group.leave, (copy,))
-        if _is_tensor(node) or isinstance(node.meta.get("val"), (tuple, list)):
+        if within and (is_tensor(node) or isinstance(node.meta.get("val"), (tuple, list))):
             self._inside.add(node)
         return copy
 
     def whole(self, node: fx.Node, copies: dict[fx.Node, fx.Node]) -> fx.Node:
         """Return a value as it is on every rank."""
-        if node not in self._weights and not (node in self._inside and _is_tensor(node)):
+        if node not in self._weights and not (node in self._inside and is_tensor(node)):
             return copies[node]
-        if node not in self._left:
-            copy = self._within(node, copies)
-            cut = self._packed.get(node, self._weights.get(node, Cut(0)))
-            self._left[node] = self._code.call_function(self._group.leave, (copy, cut.dimension, cut.blocks))
-        return self._left[node]
+        copy = copies[node] if node in self._tokens else self._within(node, copies)
+        cut = self._packed.get(node, self._weights.get(node, Cut(0)))
+        return self._once(self._group.leave, node, copy, cut.dimension, cut.blocks)
 
     def _take_apart(self, node: fx.Node, copy: fx.Node) -> None:
         """Change an operation on a packed value so that it takes apart what each rank has of it."""
@@ -113,28 +143,44 @@ class Regions:
             start, length = start_of(node) % shape_of(source)[dimension], shape_of(node)[dimension]
             copy.target, copy.args, copy.kwargs = self._group.narrow, (value, start, length, dimension), {}
 
-    def _touches(self, node: fx.Node) -> bool:
-        return any(source in self._weights or source in self._inside for source in node.all_input_nodes)
+    def _divided(self, node: fx.Node) -> list[fx.Node]:
+        """Return what an operation reads of divided weights and values."""
+        return [source for source in node.all_input_nodes if source in self._weights or source in self._inside]
 
     def _runs_whole(self, node: fx.Node) -> bool:
-        """Return whether each rank runs an operation on whole values: nested graphs, and random numbers."""
+        """Return whether each rank runs an operation on whole values: nested graphs, and random numbers.
+
+        So does what takes nothing divided but tokens, and does not work on each token alone.
+        """
+        if node in self._tokens:
+            return False
+        if self._tokens.keys() >= set(self._divided(node)):
+            return not self._views_for_products(node)
         if node.target in self._replaced or node.target is getitem:
             return False
         return not isinstance(node.target, torch._ops.OpOverload) or is_random(node, self._graph.module)
 
+    def _views_for_products(self, node: fx.Node) -> bool:
+        return packet_of(node) in RESHAPES and all(
+            weight_of(user) in self._weights or self._views_for_products(user) for user in node.users
+        )
+
     def _within(self, node: fx.Node, copies: dict[fx.Node, fx.Node]) -> fx.Node:
-        """Return a value as operations on divided ones take it."""
-        if node in self._inside or not _is_tensor(node):
+        """Return a value as operations on divided ones take it: with all tokens."""
+        if is_tensor(node) and node in self._tokens:
+            self._gathered[node] = self._once(self._group.gather, node, copies[node])
+            return self._gathered[node]
+        if node in self._inside or not is_tensor(node):
             return copies[node]
-        if node not in self._entered:
-            cut = self._weights.get(node)
-            enter, given = (self._group.enter, ()) if cut is None else (self._group.part, (cut.dimension,))
-            self._entered[node] = self._code.call_function(enter, (copies[node], *given))
-        return self._entered[node]
+        if (cut := self._weights.get(node)) is not None:
+            return self._once(self._group.part, node, copies[node], cut.dimension)
+        return self._once(self._group.enter, node, copies[node])
 
-
-def _is_tensor(node: fx.Node) -> bool:
-    return node.op == "get_attr" or isinstance(node.meta.get("val"), Tensor)
+    def _once(self, function: Callable[..., Tensor], node: fx.Node, *given: Any) -> fx.Node:
+        """Return the result of a call that is about a value, where all that need it take the same."""
+        if (function.__name__, node) not in self._calls:
+            self._calls[function.__name__, node] = self._code.call_function(function, given)
+        return self._calls[function.__name__, node]
 
 
 @dataclass(frozen=True)
@@ -143,11 +189,33 @@ class DividedWeights:
 
     group: "TensorGroup | None" = None  # the ranks; None for a single one
     cuts: Mapping[str, Cut] = field(default_factory=dict)  # by weight, under all of its names, how it is divided
+    by_tokens: bool = False  # whether they divide values by tokens, too
+    sends_parts: bool = False  # whether stages exchange a rank's part of these
+    tokens: Mapping[fx.Node, int] = field(default_factory=dict)  # those of a stage's graph, with the tokens' dimension
+    borders: Collection[fx.Node] = ()  # the values that the stage exchanges
 
     @property
     def is_first_rank(self) -> bool:
         """Whether this rank saves and counts what all ranks of the group have alike."""
         return self.group is None or self.group.place == 0
+
+    def weights(self, graph: LayerGraph) -> dict[fx.Node, Cut]:
+        """Return how the weights are divided that a graph reads."""
+        names = {node: graph.names.parameter(node) or "" for node in graph.module.graph.nodes}
+        return {node: self.cuts[name] for node, name in names.items() if name in self.cuts}
+
+    def within(self, graph: LayerGraph, borders: Collection[fx.Node]) -> "DividedWeights":
+        """Return the same for a stage that exchanges these values with others."""
+        if self.group is None or not self.by_tokens:
+            return self
+        tokens = divided_by_tokens(graph, self.weights(graph), self.group.degree)
+        return replace(self, tokens=tokens, borders=borders)
+
+    def exchanged(self, node: fx.Node, spec: ValueSpec) -> ValueSpec:
+        """Return the spec of what stages exchange of a value."""
+        each = self.group.degree if self.group is not None and self.sends_parts else 1
+        sizes = (size // each if self.tokens.get(node) == place else size for place, size in enumerate(spec.sizes))
+        return replace(spec, sizes=tuple(sizes))
 
     def part(self, name: str, whole: Tensor) -> Tensor:
         """Return this rank's part of a weight, or of a tensor of its shape."""

@@ -5,12 +5,15 @@ whose results they sum up. Between the two they are DTensors. So all that surrou
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
@@ -41,6 +44,32 @@ class TensorGroup:
     def part(self, value: Tensor, dimension: int) -> Tensor:
         """Return the value of which this rank has a part along `dimension`."""
         return DTensor.from_local(value, self.mesh, [Shard(dimension)], run_check=False)
+
+    def scatter(self, value: Tensor, dimension: int) -> Tensor:
+        """Return a value of which each rank keeps its part along `dimension`, where it may be whole or a sum so far."""
+        own = Shard(dimension)
+        whole = value if isinstance(value, DTensor) else self.enter(value)
+        assert isinstance(whole, DTensor)
+        return whole if whole.placements == (own,) else whole.redistribute(placements=[own])
+
+    def gather(self, value: Tensor) -> Tensor:
+        """Return the whole of a value that ranks divide by tokens, for a product whose weight they divide."""
+        whole: Tensor = _Gathered.apply(value)  # type: ignore[no-untyped-call]
+        return whole
+
+    def product(self, gathered: DTensor, compute: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        """Compute with what `gather` returned, or a view of it; the backward gathers it again from the part."""
+        node, like = gathered.grad_fn, (gathered.placements, gathered.numel())
+
+        def kept(saved: Tensor) -> Any:
+            is_like = isinstance(saved, DTensor) and (saved.placements, saved.numel()) == like
+            return (saved.shape, saved.dtype) if is_like else saved  # autocast has rounded it
+
+        def used(kept: Any) -> Tensor:
+            return _again(node).view(kept[0]).to(kept[1]) if isinstance(kept, tuple) else kept
+
+        with saved_tensors_hooks(kept, used) if node is not None else nullcontext():
+            return compute(*args, **kwargs)
 
     def leave(self, value: Tensor, dimension: int = 0, blocks: tuple[int, ...] = ()) -> Tensor:
         """Return a divided value as a tensor that is whole on every rank; `Cut` explains dimension and blocks."""
@@ -73,12 +102,13 @@ class TensorGroup:
     def sum(self, value: Tensor) -> Tensor:
         return DTensor.from_local(value, self.mesh, [Partial()], run_check=False).full_tensor()
 
-    def dropout(self, value: Tensor, p: float, train: bool) -> Tensor:
+    def dropout(self, value: DTensor, p: float, train: bool) -> Tensor:
         """Drop what dropout of the whole value drops: every rank draws all of it, and takes its part."""
         if not train or p == 0:
             return value
         noise = F.dropout(torch.ones(value.shape, dtype=value.dtype, device=value.device), p)
-        return value * self.enter(noise)
+        dimension = next((each.dim for each in value.placements if isinstance(each, Shard)), None)
+        return value * (self.enter(noise) if dimension is None else self.scatter(noise, dimension))
 
     def attention(
         self,
@@ -130,6 +160,31 @@ class TensorGroup:
         if mask is not None:
             scores = scores.masked_fill(mask.logical_not(), -math.inf) if mask.dtype == torch.bool else scores + mask
         return DTensor.from_local((scores.softmax(-1) * noise) @ v, self.mesh, [own], run_check=False)
+
+
+class _Gathered(torch.autograd.Function):
+    """All ranks' parts of a value, which are gathered again for the backward of products with it."""
+
+    @staticmethod
+    def forward(ctx: Any, part: DTensor) -> DTensor:
+        ctx.save_for_backward(part)
+        ctx.placements, ctx.part, ctx.whole = part.placements, None, None
+        return part.redistribute(placements=[Replicate()])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: DTensor) -> DTensor:
+        ctx.whole = None
+        return gradient.redistribute(placements=ctx.placements)
+
+
+def _again(gathered: Any) -> DTensor:
+    """Return the whole value in a backward: gathered once for all products with it."""
+    if gathered.part is None:
+        (gathered.part,) = gathered.saved_tensors  # which a layer that recomputes makes once
+    if gathered.whole is None:
+        gathered.whole = gathered.part.redistribute(placements=[Replicate()])
+    whole: DTensor = gathered.whole
+    return whole
 
 
 def _expanded(value: Tensor, heads: int) -> Tensor:

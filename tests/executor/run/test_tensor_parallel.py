@@ -18,18 +18,19 @@ from torch import Tensor, nn
 from planner.errors import PlanError
 from planner.executor.checkpoint.trained_weights import read_trained
 from planner.executor.run.data import make_batches
-from planner.executor.run.stages import check_divided
+from planner.executor.run.stages import build_modules, check_divided
 from planner.formats.plan import Plan
 from planner.formats.plan_parts import Shared
 from planner.formats.profile import Profile
 from planner.model.capture.capture import capture_file
 from planner.model.spec import load_model_file
 from planner.model.stage.stage import StageModule, build_stage
+from planner.model.tensor.group import TensorGroup
 from planner.options.training import CheckpointOptions, TrainingOptions
 from planner.schedule.instructions import Unit
 from planner.workers.job import Job
 from tests.executor.models import SHARED_HEAD, write_model
-from tests.executor.plans import in_groups, make_plan, sharded, structural_profile
+from tests.executor.plans import by_tokens, in_groups, make_plan, sharded, structural_profile
 from tests.executor.processes import run_jobs
 from tests.executor.reference import Weights, delayed_updates, double_buffered, plain_training
 from tests.executor.run.test_exactness import recomputing
@@ -88,7 +89,8 @@ def assert_close(found: Weights, expected: Weights) -> None:
         torch.testing.assert_close(found[name], tensor, rtol=1e-7, atol=1e-9)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("tokens", [False, True], ids=["by weights", "by tokens"])
 @pytest.mark.parametrize(
     ("model", "replicas", "degrees", "schedules", "minibatches"),
     [
@@ -106,6 +108,8 @@ def assert_close(found: Weights, expected: Weights) -> None:
         pytest.param("packed", (1, 1, 1), (1, 2, 1), PIPELINED[:3], 20, id="1-1x2-1, packed", marks=pytest.mark.slow),
         pytest.param("packed", (2,), (2,), PIPELINED[:3], 20, id="2x2, packed", marks=pytest.mark.slow),
         pytest.param("packed", (1, 1), (4, 2), PIPELINED[:3], 20, id="1x4-1x2, packed", marks=pytest.mark.slow),
+        pytest.param("flattened", (1,), (2,), [("1f1b", 1)], 6, id="1x2, flattened"),
+        pytest.param("flattened", (1, 2), (2, 2), PIPELINED[1:3], 6, id="1x2-2x2, flattened", marks=pytest.mark.slow),
         pytest.param("tied head", (1, 1), (2, 2), PIPELINED[1:2], 6, id="1x2-1x2, tied head"),
         pytest.param("tied head", (1,), (2,), PIPELINED[:3], 20, id="1x2, tied head", marks=pytest.mark.slow),
         pytest.param("gpt2", (1,), (2,), PIPELINED[:3], 20, id="1x2, GPT-2", marks=GPT2),
@@ -118,6 +122,7 @@ def test_groups_of_ranks_train_as_one_rank_does(
     degrees: tuple[int, ...],
     schedules: Sequence[tuple[str, int]],
     minibatches: int,
+    tokens: bool,
     tmp_path: Path,
 ) -> None:
     """Losses and weights equal those of references that know neither stages nor groups; dropout included."""
@@ -125,6 +130,7 @@ def test_groups_of_ranks_train_as_one_rank_does(
     jobs = []
     for schedule, microbatches in schedules:
         plan = in_groups(make_plan(_profile(str(path)), replicas, schedule, microbatches), *degrees)
+        plan = by_tokens(plan) if tokens else plan
         weights = str(tmp_path / f"{schedule}.pt")
         jobs.append(Job(model=str(path), plan=plan, steps=minibatches, seed=SEED, save_weights=weights))
     for job, result in zip(jobs, run_jobs(jobs, tmp_path), strict=True):
@@ -140,10 +146,10 @@ def test_checkpoints_go_from_groups_to_single_ranks_and_back(model: str, tmp_pat
     path = write_model(tmp_path, model, "momentum", samples=1000)
     costs = _profile(str(path))
     plans = [
-        in_groups(make_plan(costs, (1, 1), "1f1b-flush", 2), 2),
+        by_tokens(in_groups(make_plan(costs, (1, 1), "1f1b-flush", 2), 2)),
         sharded(make_plan(costs, (2, 2), "1f1b-flush", 2)),
         in_groups(sharded(make_plan(costs, (2,), "1f1b-flush", 2)), 2),
-        in_groups(make_plan(costs, (1,), "1f1b-flush", 2), 4),
+        by_tokens(in_groups(make_plan(costs, (1,), "1f1b-flush", 2), 4)),
         in_groups(sharded(make_plan(costs, (2, 1), "1f1b-flush", 2)), 1, 2),
         make_plan(costs, (1, 1, 2), "1f1b-flush", 2),
     ]
@@ -178,12 +184,13 @@ DIFFERENT: dict[str, dict[str, Any]] = {
 def test_what_a_run_may_do_beside_training_is_as_without_groups(tmp_path: Path) -> None:
     """Norms count every gradient once, evaluation and losses are told once, and tied weights step alike."""
     results = []
-    for first, others in ((1, 1), (2, 2), (2, 1)):  # degree of the first worker's stages, and of the second's
+    # The degree of the first worker's stages and of the second's, and whether groups divide by tokens, too.
+    for first, others, tokens in ((1, 1, False), (2, 2, False), (2, 2, True), (2, 1, True)):
         jobs = []
         for name, case in DIFFERENT.items():
             if name == "tied" and first != others:
                 continue
-            folder = tmp_path / f"{name} {first} {others}"
+            folder = tmp_path / f"{name} {first} {others} {tokens}"
             folder.mkdir()
             path = write_model(folder, "attention", "adamw", samples=32, more=case.get("more", ""))
             stages, schedule = case.get("stages", 2), case["schedule"]
@@ -193,6 +200,7 @@ def test_what_a_run_may_do_beside_training_is_as_without_groups(tmp_path: Path) 
                 plan = recomputing(plan, (True, 2))
             own = plan.stages[0].ranks
             plan = in_groups(plan, *(first if stage.ranks == own else others for stage in plan.stages))
+            plan = by_tokens(plan) if tokens else plan
             weights, options = str(folder / "weights.pt"), case.get("options", TrainingOptions())
             jobs.append(Job(model=str(path), plan=plan, steps=8, seed=SEED, save_weights=weights, options=options))
         saved = ((result, job.save_weights) for job, result in zip(jobs, run_jobs(jobs, tmp_path), strict=True))
@@ -213,8 +221,16 @@ def test_plans_that_the_executor_cannot_divide_are_refused_before_the_run() -> N
         "same ranks whose groups have different sizes": {"stages": (plan.stages[0], same)},
         "share a weight and": {"shared": (Shared(stages=(0, 1), weights=("a",), gradient_bytes=4),)},
         "are compiled": {"compiled": True},
-        "sequence parallelism": {"cluster": plan.cluster.model_copy(update={"sequence_parallel": True})},
     }
     for message, change in changes.items():
         with pytest.raises(PlanError, match=message):
             check_divided(plan.model_copy(update=change))
+
+
+def test_tokens_that_ranks_do_not_divide_evenly_are_refused(tmp_path: Path) -> None:
+    odd = "\n\ndef example_batch(batch_size):\n    x = torch.randint(0, 20, (batch_size, 7))\n    return (x,), x\n"
+    path = write_model(tmp_path, "attention", "sgd", more=odd)
+    plan = by_tokens(in_groups(make_plan(_profile(str(path)), (1,)), 2))
+    job = Job(model=str(path), plan=plan, steps=1, seed=SEED)
+    with pytest.raises(PlanError, match="2 ranks cannot divide the tokens of any value evenly"):
+        build_modules(job, [0], load_model_file(str(path)), "cpu", TensorGroup(2, 0))
