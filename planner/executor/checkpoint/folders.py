@@ -85,7 +85,8 @@ class SavedCheckpoint:
         index = self.index
         if index.graph_hash != plan.graph_hash:
             problem = f"the checkpoint '{self.path}' is of another model than the plan: '{index.model}', '{plan.model}'"
-            raise InputError(problem, hint="resume with a plan for the same model; its cut and schedule may differ")
+            hint = "its operations, sizes and precision must be the same; cut and schedule of the plan may differ"
+            raise InputError(problem, hint=hint)
         if seed not in (None, index.seed):
             problem = f"the checkpoint '{self.path}' is of a run with seed {index.seed}, not {seed}"
             raise InputError(problem, hint=f"resume with `seed={index.seed}` or without a seed")
