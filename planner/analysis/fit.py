@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from planner.analysis.compare import LEAST_S, usual_ways, with_baselines
 from planner.cost.tensor import layer_costs_on
-from planner.errors import InputError, PlannerError
+from planner.errors import InfeasibleError, InputError, PlannerError
 from planner.formats.cluster import Cluster
 from planner.formats.files import Record
 from planner.formats.names import FLOAT_BYTES
@@ -87,7 +87,7 @@ def fit(
             is fastest, and for the next smaller one; where none of them fits, upwards until plans are no faster.
         patience: how long all answers may take together, in place of the options' time limit.
     """
-    patience = patience or Patience.of(options.time_limit_s, options.progress)
+    patience, unfinished = patience or Patience.of(options.time_limit_s, options.progress), set[int]()
 
     def row(profile: Profile, count: int, patience: Patience) -> FitRow:
         why_not, found, cluster = "", None, cluster_of(count)
@@ -97,6 +97,7 @@ def fit(
             raise
         except PlannerError as error:  # none fits, or there was too little time
             why_not = error.message
+            unfinished.update([] if isinstance(error, InfeasibleError) else [count])
         plan = _no_slower(profile, cluster, found, options, patience)
         return FitRow(gpus=count, plan=plan, why_not="" if plan is not None else why_not)
 
@@ -112,11 +113,11 @@ def fit(
         fitting = [way.seconds_per_microbatch for way in ways if not way.over_memory_bytes]
         return min(fitting, default=math.inf) / (profile.microbatch_size or 1)
 
-    searching = patience.part(SOLVING)
-    known, quick = dict[int, Profile](), dict[int, float]()
+    known, quick = {sizes[0]: profile_at(sizes[0])}, dict[int, float]()
+    searching = patience.part(SOLVING)  # of what the capture of the model has left
     for size in sizes:
         say(f"estimating microbatches of {size}")
-        known[size] = profile_at(size)
+        known[size] = known.get(size) or profile_at(size)
         quick[size] = by_usual_ways(known[size]) if len(sizes) > 1 else 0.0
         if quick[size] > min(quick.values()) or math.isinf(quick[size]) or searching.deadline.passed:
             break
@@ -139,6 +140,8 @@ def fit(
             break
     assert best is not None
     asked, profile = best
+    if asked.plan is None and gpus in unfinished:
+        asked = row(profile, gpus, patience.part(1.0))
     others = list[FitRow]()
     fewer = [gpus // 2**n for n in range(1, gpus.bit_length())]
     counts = [gpus * 2**n for n in range(1, MOST_TIMES.bit_length())] if asked.plan is None else fewer

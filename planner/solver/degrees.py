@@ -22,7 +22,7 @@ import numpy as np
 from planner.cost.candidate import StageOptions
 from planner.cost.recomputation import exact_everywhere
 from planner.cost.work import Floats, Integers
-from planner.errors import InfeasibleError
+from planner.errors import InfeasibleError, InputError, PlannerError
 from planner.plan.blocks import block_ends
 from planner.solver.evaluate.evaluation import fastest, priced
 from planner.solver.methods import cut_after
@@ -44,7 +44,8 @@ def solve_degrees(problem: Problem, answer: Answer) -> Found:
     degrees, mixes = problem.rules.tensor, _mixes(problem)
     if degrees == (1,):
         return answer(problem)
-    found, obstacle = list[Found](), None
+    found = list[Found]()
+    obstacle: PlannerError | None = None
 
     def apart(share: float) -> Problem:
         """Return the problem with part of the time and a budget of its own: the same stages are other plans."""
@@ -55,8 +56,10 @@ def solve_degrees(problem: Problem, answer: Answer) -> Found:
         own = apart(1 / (len(degrees) + mixes - number))
         try:
             alone = answer(own.on_groups_of(degree))
-        except InfeasibleError as error:
-            obstacle = error
+        except InputError:
+            raise
+        except PlannerError as error:  # that there was too little time says more than that nothing fits
+            obstacle = error if obstacle is None or isinstance(obstacle, InfeasibleError) else obstacle
         else:
             found.append(replace(alone, best=alone.best.divided(degree)))
         budget.count += own.budget.count

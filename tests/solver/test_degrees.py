@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import combinations, permutations
 
 import numpy as np
@@ -24,9 +25,10 @@ from planner.plan.shape import shape_of
 from planner.schedule.registry import find
 from planner.simulator.simulate_plan import simulate, simulated_s
 from planner.solver import solve
-from planner.solver.degrees import MixedDegrees, cuts_by_degree, relaxed_seconds
+from planner.solver.degrees import MixedDegrees, cuts_by_degree, relaxed_seconds, solve_degrees
+from planner.solver.methods import solve_by_method
 from planner.solver.problem.problem import Problem
-from planner.solver.problem.result import stages_along
+from planner.solver.problem.result import Found, stages_along
 from planner.solver.problem.states import Chain
 from tests.samples import layer, profile
 from tests.solver.every_plan import EveryPlan
@@ -248,3 +250,19 @@ def test_old_files_mean_what_they_meant() -> None:
     plan = solve(plain, flat_cluster(8, 100.0))
     assert "tensor" not in plan.model_dump_json()
     assert plain.digest == Profile.model_validate_json(plain.model_dump_json()).digest
+
+
+def test_a_degree_that_had_too_little_time_does_not_hide_the_others() -> None:
+    model = divided(profile(*(layer(f"l{n}", 100, 200, output_bytes=8, weight_bytes=10) for n in range(4))), 2)
+    cluster = flat_cluster(4, 1e3)
+    rules = StageRules(tensor=(1, 2))
+    problem = Problem(layer_costs_on(model, cluster), Setting(cluster, find("1f1b-flush"), 4), rules)
+
+    def late(asked: Problem, *, both: bool = False) -> Found:
+        if both or not asked.grouped:
+            raise PlannerError("the time limit passed")
+        return solve_by_method(asked)
+
+    assert {stage.options.tensor for stage in solve_degrees(problem, late).best.stages} == {2}
+    with pytest.raises(PlannerError, match="the time limit passed"):
+        solve_degrees(problem, partial(late, both=True))
