@@ -69,7 +69,7 @@ def test_a_part_of_a_run_lies_where_its_own_simulation_does(part: range) -> None
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b-flush", "2bw"])
 def test_schedules_that_divide_a_minibatch_refuse(schedule: str) -> None:
     plan = plan_of(equal_layers(2), (1, 1), schedule=schedule, microbatches=2)
-    with pytest.raises(InputError, match=f"`accumulate=2` is for the schedule 1f1b .* is {schedule}"):
+    with pytest.raises(InputError, match=f"`accumulate=2` is for the schedule 1f1b.* is {schedule}"):
         simulate(plan, accumulate=2)
     with pytest.raises(InputError, match="`accumulate=0` never updates"):
         check_accumulate(plan, 0)

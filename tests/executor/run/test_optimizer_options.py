@@ -150,7 +150,7 @@ def test_streams_that_accumulate_fit_together(replicas: tuple[int, ...], accumul
 def test_only_1f1b_accumulates(tmp_path: Path) -> None:
     path = write_model(tmp_path, "language", "sgd")
     plan = make_plan(structural_profile(path, 4), (1, 1), "gpipe", 2)
-    with pytest.raises(InputError, match=r"`accumulate=2` is for the schedule 1f1b .* is gpipe"):
+    with pytest.raises(InputError, match=r"`accumulate=2` is for the schedule 1f1b.* is gpipe"):
         make_job(path, plan, TrainArguments(options=TrainingOptions(accumulate=2)))
 
 
