@@ -283,16 +283,19 @@ def predict(run: Run, spec: DeviceSpec, program: Program, links: Links) -> tuple
                     update_s=update_s,
                     outputs=(Value(name=name, output_bytes=sent, gradient_bytes=sent),) if sent else (),
                     weight_bytes=2 * own,
-                    gradient_bytes=4 * own,
+                    # Those in half precision, each of which is added to the sum in float32, which always exists.
+                    gradient_bytes=2 * own,
+                    buffer_bytes=4 * own,
                     optimizer_bytes=ceil(12 * share),
-                    buffer_bytes=2 * own,  # gradients in half precision, until they are added
                     saved_bytes=block.saved_bytes,
-                    workspace_bytes=block.workspace_bytes,
+                    # The logits in half precision live as long as the model's forward.
+                    workspace_bytes=block.workspace_bytes + (logit_bytes if kind == "loss" else 0),
                 )
             )
     edges = tuple(Edge(source=a.name, value=a.name, target=b.name) for a, b in pairwise(layers))
     profile = Profile(
         model="llama",
+        graph_hash="nanotron",  # so that what the running layer needs counts
         device=Device(kind="cuda", name=spec.name, memory_bytes=spec.memory_bytes),
         optimizer_elementwise=True,
         microbatch_size=run.samples,
@@ -306,7 +309,7 @@ def predict(run: Run, spec: DeviceSpec, program: Program, links: Links) -> tuple
     ends_s = [0.0]
     for stage in plan.stages if run.replicas > 1 else ():
         bucket_s = float(ring_all_reduce_s(_BUCKET_BYTES, run.replicas, reducing))
-        reduce_s = stage.memory.gradients_bytes / _BUCKET_BYTES * bucket_s
+        reduce_s = 2 * stage.memory.gradients_bytes / _BUCKET_BYTES * bucket_s
         ends_s.append(float(backward_and_reduce_s(stage.backward_s, reduce_s, reducing)) - stage.backward_s)
     needed = max(plan.memory_bytes(number) for number in range(len(plan.stages)))
     return plan.predicted.seconds_per_minibatch + max(ends_s), needed
