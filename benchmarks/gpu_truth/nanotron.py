@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import argparse
 import csv
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import combinations, pairwise, product
 from math import ceil, copysign
 from statistics import mean, median
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -42,6 +43,13 @@ H100 = device("h100")
 KINDS = ("embedding", "layer", "head", "loss")
 
 
+class Rates(NamedTuple):
+    """Bytes per second of collectives of all GPUs of some servers."""
+
+    reduce_bytes_per_s: float
+    gather_bytes_per_s: float
+
+
 @dataclass(frozen=True)
 class Run:
     """One configuration, and what was measured of it; `seconds` are those of a minibatch, None out of memory."""
@@ -56,8 +64,13 @@ class Run:
     sharded: bool
     seconds: float | None
     reserved_bytes: float | None
-    all_reduce_bytes_per_s: float | None
-    all_gather_bytes_per_s: float | None
+    rates: Rates | None  # of collectives of all its GPUs, as its job measured them; None out of memory
+    checked: bool  # every rank of a group says what it is about to do before each collective
+
+    @property
+    def servers(self) -> int:
+        """Of the job."""
+        return max(1, self.gpus // _PER_SERVER)
 
     @property
     def job(self) -> tuple[float, int]:
@@ -86,8 +99,8 @@ def runs() -> Iterator[Run]:
                 row["zero"] == "1",
                 tokens / speed if trained else None,
                 float(row["peak_reserved_GB"]) * _GIB if trained else None,
-                float(row["allreduce_GBps"]) * 1e9 if trained else None,
-                float(row["allgather_GBps"]) * 1e9 if trained else None,
+                Rates(float(row["allreduce_GBps"]) * 1e9, float(row["allgather_GBps"]) * 1e9) if trained else None,
+                trained and number["gpus"] > _PER_SERVER and float(row["allreduce_intra_GBps"]) < _CHECKED_GBPS,
             )
 
 
@@ -99,8 +112,17 @@ class Block:
     backward: Costs
     saved_bytes: int
     workspace_bytes: int
-    parameters: int
-    weights: int  # tensors
+    sizes: tuple[int, ...]  # elements of each weight
+
+    @property
+    def weights(self) -> int:
+        """Number of tensors."""
+        return len(self.sizes)
+
+    @property
+    def parameters(self) -> int:
+        """Elements of all weights."""
+        return sum(self.sizes)
 
 
 @cache
@@ -125,16 +147,20 @@ def block_of(llama: Llama, kind: str, samples: int) -> Block:
         Costs(recorder.operations[middle:end]),
         saved,
         max(0, forward - saved, backward - saved - gradients),
-        sum(weight.numel() for weight in weights),
-        len(weights),
+        tuple(weight.numel() for weight in reversed(weights)),
     )
 
 
 def stages_of(llama: Llama, count: int) -> list[list[str]]:
-    """Return the blocks of each stage, as nanotron balances them (`models/base.py`, `models/llama.py`)."""
+    """Return the blocks of each stage, as nanotron balances layers and head (`models/base.py`, `models/llama.py`).
+
+    The loss is computed with the head. In the code a head that fills a stage leaves the loss to the next one, and sends
+    it the logits: 1 GB per sample, 21 ms through a server's network. Deep pipelines took equally long across servers
+    and within them, and as long as head and loss together.
+    """
     h = llama.hidden
     costs = {"layer": 4 * h * h + 3 * llama.ffn * h, "head": llama.vocab * h}
-    blocks = ["embedding", *["layer"] * llama.layers, "norm", "head", "loss"]
+    blocks = ["embedding", *["layer"] * llama.layers, "norm", "head"]
     total = llama.layers * costs["layer"] + costs["head"]
     stages: list[list[str]] = [[] for _ in range(count)]
     number, done = 0, 0
@@ -144,7 +170,9 @@ def stages_of(llama: Llama, count: int) -> list[list[str]]:
         done += costs.get(block, 0)
         if done > total * ((number + 1) / count):
             number += 1
-    return [stage for stage in stages if stage]
+    stages = [stage for stage in stages if stage]
+    stages[-1].append("loss")
+    return stages
 
 
 @dataclass(frozen=True)
@@ -152,17 +180,13 @@ class Links:
     """What collectives and messages of a job reach.
 
     Attributes:
-        reduce_bytes_per_s, gather_bytes_per_s: of all-reduces and all-gathers over the job's servers.
-        servers: of the job.
-        near_s, far_s: of one step of a ring, within a server and to the next one.
+        rates: of collectives over all GPUs of so many servers.
+        step_s: of a ring across servers.
         message_s: of one tensor to the next stage, with the two messages that announce its shape.
     """
 
-    reduce_bytes_per_s: float
-    gather_bytes_per_s: float
-    servers: int
-    near_s: float
-    far_s: float
+    rates: Mapping[int, Rates]
+    step_s: float
     message_s: float
 
     def ring(self, ranks: int, per_server: int, *, gathers: bool = False) -> Link:
@@ -170,21 +194,28 @@ class Links:
         if ranks <= per_server:
             nearest = min((size for size in _INSIDE if size >= ranks), default=_PER_SERVER)
             return Link(*_INSIDE[nearest])
-        far = ranks // per_server
-        step_s = ((ranks - far) * self.near_s + far * self.far_s) / ranks
-        rate = self.gather_bytes_per_s if gathers else self.reduce_bytes_per_s
-        if not gathers and self.servers * rate < _FALLING:
-            rate *= self.servers / far
-        return Link(min(rate, _NICS) * per_server / _PER_SERVER, step_s)
+        servers = ranks // per_server
+        rates = self.rates[servers]
+        if gathers:
+            rate, step_s, steps = rates.gather_bytes_per_s, self.step_s, servers * _PER_SERVER - 1
+        else:
+            rate, step_s = rates.reduce_bytes_per_s, ((ranks - servers) * _NEAR_S + servers * _FAR_S) / ranks
+            steps = 2 * (servers * _PER_SERVER - 1)
+        # Their rate is that of 1 GiB, over all ranks of the servers and with their steps.
+        moved = 2**30 * steps / (servers * _PER_SERVER)
+        rate = moved / max(moved / _NICS, moved / rate - steps * step_s)
+        return Link(rate * per_server / _PER_SERVER, step_s)
 
 
-@dataclass(frozen=True)
-class Program:
-    """What a host spends."""
+class Program(NamedTuple):
+    """What a host spends, and how far apart servers are."""
 
     launch_s: float
     collective_s: float
     message_s: float  # of one tensor to the next stage, with the two messages that announce its shape
+    check_s: float  # of a collective whose ranks are checked first, per rank of its group, within a server
+    check_far_s: float  # the same across servers
+    step_s: float  # of a ring across servers
 
 
 def collective_s(run: Run, size_bytes: float, links: Links) -> float:
@@ -242,7 +273,9 @@ def _times(run: Run, kind: str, spec: DeviceSpec, program: Program, links: Links
         forward_n += 3  # of largest logits, those of the targets, and sums
     # Each weight's gradient is added in a launch of its own.
     launches = np.array([block.forward.launches.sum(), block.backward.launches.sum() + block.weights])
-    return device, launches * program.launch_s + np.array([forward_n, backward_n]) * program.collective_s
+    check_s = program.check_s if run.llama.tensor <= _PER_SERVER else program.check_far_s
+    each_s = program.collective_s + run.checked * run.llama.tensor * check_s
+    return device, launches * program.launch_s + np.array([forward_n, backward_n]) * each_s
 
 
 def predict(run: Run, spec: DeviceSpec, program: Program, links: Links) -> tuple[float, int]:
@@ -307,9 +340,12 @@ def predict(run: Run, spec: DeviceSpec, program: Program, links: Links) -> tuple
     own_stages = [OwnStage(layers=tuple(next(names) for _ in blocks)) for blocks in stages]
     plan = price(profile, _groups(run, len(stages), links), own_stages, run.microbatches)
     ends_s = [0.0]
-    for stage in plan.stages if run.replicas > 1 else ():
+    for stage, blocks in zip(plan.stages, stages, strict=True) if run.replicas > 1 else ():
         bucket_s = float(ring_all_reduce_s(_BUCKET_BYTES, run.replicas, reducing))
         reduce_s = 2 * stage.memory.gradients_bytes / _BUCKET_BYTES * bucket_s
+        if run.checked and not run.sharded:
+            sizes = [size for kind in reversed(blocks) for size in block_of(llama, kind, run.samples).sizes]
+            reduce_s += _buckets(sizes) * run.replicas * program.check_far_s
         ends_s.append(float(backward_and_reduce_s(stage.backward_s, reduce_s, reducing)) - stage.backward_s)
     needed = max(plan.memory_bytes(number) for number in range(len(plan.stages)))
     return plan.predicted.seconds_per_minibatch + max(ends_s), needed
@@ -346,28 +382,43 @@ class Judged:
 # Rings in a server, by ranks: bytes per second, and seconds of a step, of all-gathers and reduce-scatters of 16 to 64
 # MB (NCCL 2.27 on H100, aiconfigurator).
 _INSIDE = {2: (260e9, 20e-6), 4: (318e9, 9e-6), 8: (336e9, 5e-6)}
+_NEAR_S, _FAR_S = 3.4e-6, 14e-6  # steps of a ring in NCCL's own model (src/graph/tuning.cc, 2.2x), in a server and beyond
 _CHANNELS = 24  # processors of an H100 that NCCL's rings take within a server: an assumption
 # Of an eager host, as `devices.HOSTS`: a collective is launched like any kernel, and so are three messages.
-EAGER = Program(HOSTS["eager"], HOSTS["eager"], 4 * HOSTS["eager"])
-_TIMES = ((25e-6, 50e-6, 75e-6), (25e-6, 100e-6, 300e-6), (100e-6, 2e-3, 6e-3))  # among which calibration chooses
-_EACH = 8  # of the runs, one so many is fitted
+EAGER = Program(HOSTS["eager"], HOSTS["eager"], 4 * HOSTS["eager"], 0.333e-3, 0.333e-3, 40e-6)
 _BUCKET_BYTES = 50e6  # DistributedDataParallel's 25 MB in half precision
-# In some jobs the all-reduce of all GPUs reaches 860 GB/s over the number of servers, from 4 to 64 of them, in others
-# more. In the former a ring through fewer servers is faster.
-_FALLING = 950e9
-# Steps of rings: in a server as above, and to the next one, which is an assumption.
-_NEAR_S, _FAR_S = 5e-6, 25e-6
+_CHECKED_GBPS = 440.0
 
 
-def links_of(run: Run, message_s: float) -> Links:
+def _buckets(sizes: Sequence[int]) -> int:
+    """Return the number of buckets of gradients in half precision: one is full at 25 MB, and has whole weights."""
+    count, held = 0, 0
+    for size in sizes:
+        held += 2 * size
+        if held >= _BUCKET_BYTES / 2:
+            count, held = count + 1, 0
+    return count + (held > 0)
+
+
+def links_of(run: Run, program: Program) -> Links:
     """Return the links of a run, as its job measured them; rows out of memory, whose speed nobody asks, get any."""
-    reduce, gather = run.all_reduce_bytes_per_s or 340e9, run.all_gather_bytes_per_s or 170e9
-    return Links(reduce, gather, max(1, run.gpus // _PER_SERVER), _NEAR_S, _FAR_S, message_s)
+    own = {} if run.rates is None or run.checked else {run.servers: run.rates}
+    return Links({**usual_rates(), **own}, program.step_s, program.message_s)
+
+
+@cache
+def usual_rates() -> Mapping[int, Rates]:
+    """Return the medians of what jobs measured that check nothing, by their servers."""
+    measured = [run for run in runs() if run.rates is not None and not run.checked]
+    return {
+        servers: Rates(*(median(each) for each in zip(*(r.rates for r in measured if r.servers == servers), strict=True)))
+        for servers in {run.servers for run in measured}
+    }
 
 
 def judge(spec: DeviceSpec, chosen: Sequence[Run], program: Program) -> list[Judged]:
     """Price runs."""
-    return [Judged(run, *predict(run, spec, program, links_of(run, program.message_s))) for run in chosen]
+    return [Judged(run, *predict(run, spec, program, links_of(run, program))) for run in chosen]
 
 
 def calibrated(spec: DeviceSpec, chosen: Sequence[Run]) -> Program:
