@@ -13,8 +13,8 @@ import csv
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import combinations, pairwise, product
-from math import ceil, copysign
+from itertools import combinations, pairwise
+from math import ceil, copysign, log
 from statistics import mean, median
 from typing import NamedTuple
 
@@ -278,10 +278,20 @@ def _times(run: Run, kind: str, spec: DeviceSpec, program: Program, links: Links
     return device, launches * program.launch_s + np.array([forward_n, backward_n]) * each_s
 
 
-def predict(run: Run, spec: DeviceSpec, program: Program, links: Links) -> tuple[float, int]:
-    """Return the seconds of a minibatch and the bytes that its fullest GPU needs.
+class Predicted(NamedTuple):
+    """What is predicted of a run: seconds of a minibatch, and bytes of its fullest GPU."""
+
+    seconds: float
+    needed_bytes: int
+    reserved_bytes: int  # by PyTorch's allocator
+
+
+def predict(run: Run, spec: DeviceSpec, program: Program, links: Links) -> Predicted:
+    """Return a run's speed and memory.
 
     Replicas are alike, so one of them is priced, and the all-reduce of its gradients is added as the cost model says.
+    A backward scatters one gradient of all tokens per product that gathered its input. PyTorch keeps each until the
+    collective's stream has passed it, and a host that is ahead of its device begins the next forward before that.
     """
     t, llama = run.llama.tensor, run.llama
     hidden_bytes = 2 * llama.seq * run.samples * llama.hidden // t
@@ -290,8 +300,12 @@ def predict(run: Run, spec: DeviceSpec, program: Program, links: Links) -> tuple
     layers: list[Layer] = []
     reducing = links.ring(run.replicas, max(1, _PER_SERVER // t))
     known = {kind: _times(run, kind, spec, program, links) for kind in KINDS}
+    pendings: list[int] = []
     for blocks in stages:
         device, host = (sum(known[kind][part] for kind in blocks) for part in (0, 1))
+        ahead = t > 1 and run.microbatches > 1 and bool(host.sum() < device.sum())
+        products = 2 * blocks.count("layer") + blocks.count("head")
+        pendings.append(ahead * products * 2 * llama.seq * run.samples * llama.hidden)
         factor = np.maximum(1.0, host / np.maximum(device, 1e-12))
         for kind in blocks:
             block, times = block_of(llama, kind, run.samples), known[kind][0]
@@ -347,8 +361,10 @@ def predict(run: Run, spec: DeviceSpec, program: Program, links: Links) -> tuple
             sizes = [size for kind in reversed(blocks) for size in block_of(llama, kind, run.samples).sizes]
             reduce_s += _buckets(sizes) * run.replicas * program.check_far_s
         ends_s.append(float(backward_and_reduce_s(stage.backward_s, reduce_s, reducing)) - stage.backward_s)
-    needed = max(plan.memory_bytes(number) for number in range(len(plan.stages)))
-    return plan.predicted.seconds_per_minibatch + max(ends_s), needed
+    extra = [pending + 2 * llama.seq * run.samples * llama.hidden * 2 * (t > 1) for pending in pendings]
+    needed = max(plan.memory_bytes(number) + more for number, more in enumerate(extra))
+    tensors = [plan.tensor_bytes(number) + more for number, more in enumerate(extra)]
+    return Predicted(plan.predicted.seconds_per_minibatch + max(ends_s), needed, max(tensors))
 
 
 def _groups(run: Run, stages: int, links: Links) -> Cluster:
@@ -364,8 +380,12 @@ class Judged:
     """A run with its prediction."""
 
     run: Run
-    seconds: float
-    needed_bytes: int
+    predicted: Predicted
+
+    @property
+    def seconds(self) -> float:
+        """Predicted, of a minibatch."""
+        return self.predicted.seconds
 
     @property
     def measured_s(self) -> float:
@@ -386,6 +406,16 @@ _NEAR_S, _FAR_S = 3.4e-6, 14e-6  # steps of a ring in NCCL's own model (src/grap
 _CHANNELS = 24  # processors of an H100 that NCCL's rings take within a server: an assumption
 # Of an eager host, as `devices.HOSTS`: a collective is launched like any kernel, and so are three messages.
 EAGER = Program(HOSTS["eager"], HOSTS["eager"], 4 * HOSTS["eager"], 0.333e-3, 0.333e-3, 40e-6)
+_TRIED = {
+    "launch_s": (25e-6, 38e-6, 50e-6, 65e-6),
+    "collective_s": (40e-6, 80e-6, 120e-6, 160e-6, 200e-6, 250e-6, 300e-6),
+    "message_s": (150e-6, 500e-6, 1e-3, 2e-3),
+    "check_s": (150e-6, 180e-6, 210e-6, 240e-6, 270e-6, 300e-6, 333e-6),
+    "check_far_s": (200e-6, 230e-6, 260e-6, 290e-6, 333e-6),
+    "step_s": (25e-6, 30e-6, 35e-6, 40e-6, 45e-6, 50e-6, 60e-6),
+}
+_ROUNDS = 2
+_EACH = 8  # of the runs, one so many is fitted
 _BUCKET_BYTES = 50e6  # DistributedDataParallel's 25 MB in half precision
 _CHECKED_GBPS = 440.0
 
@@ -418,14 +448,27 @@ def usual_rates() -> Mapping[int, Rates]:
 
 def judge(spec: DeviceSpec, chosen: Sequence[Run], program: Program) -> list[Judged]:
     """Price runs."""
-    return [Judged(run, *predict(run, spec, program, links_of(run, program))) for run in chosen]
+    return [Judged(run, predict(run, spec, program, links_of(run, program))) for run in chosen]
 
 
 def calibrated(spec: DeviceSpec, chosen: Sequence[Run]) -> Program:
-    """Return the host that fits a part of these runs best: the least median absolute error."""
+    """Return the host and links that fit a part of these runs best, found one figure at a time.
+
+    The loss is the mean absolute logarithm of predicted over measured seconds, of which a run counts half at most:
+    some took ten times as long as others like them.
+    """
     part = [run for run in chosen if run.seconds is not None][::_EACH]
-    hosts = [Program(*times) for times in product(*_TIMES)]
-    return min(hosts, key=lambda host: median(abs(each.error) for each in judge(spec, part, host)))
+
+    def loss(program: Program) -> float:
+        return mean(min(0.5, abs(log(each.seconds / each.measured_s))) for each in judge(spec, part, program))
+
+    best, least = EAGER, loss(EAGER)
+    for _ in range(_ROUNDS):
+        for name, values in _TRIED.items():
+            for value in values:
+                if (found := loss(tried := best._replace(**{name: value}))) < least:
+                    best, least = tried, found
+    return best
 
 
 def summary(judged: Sequence[Judged], spec: DeviceSpec) -> tuple[list[list[str]], dict[str, float]]:
@@ -445,8 +488,8 @@ def summary(judged: Sequence[Judged], spec: DeviceSpec) -> tuple[list[list[str]]
         lines.append([*map(str, job), str(len(own)), f"{error:.1%}", f"{bias:+.1%}", f"{tau:.2f}", f"{regret:+.1%}"])
     assert spec.memory_bytes is not None
     usable_bytes = PLANNED * spec.memory_bytes  # as `plan fit` plans
-    fit = [each.needed_bytes <= usable_bytes for each in trained]
-    over = [each.needed_bytes > usable_bytes for each in judged if each.run.seconds is None]
+    fit = [each.predicted.needed_bytes <= usable_bytes for each in trained]
+    over = [each.predicted.needed_bytes > usable_bytes for each in judged if each.run.seconds is None]
     found = {
         "rows": float(len(trained)),
         "median": median(abs(each.error) for each in trained),
@@ -455,6 +498,7 @@ def summary(judged: Sequence[Judged], spec: DeviceSpec) -> tuple[list[list[str]]
         "least_tau": min(taus),
         "regret": mean(regrets),
         "worst_regret": max(regrets),
+        "memory": mean(abs(each.predicted.reserved_bytes / (each.run.reserved_bytes or 1) - 1) for each in trained),
         "trained_fit": mean(fit),
         "out_of_memory": mean(over) if over else 1.0,
     }
