@@ -212,7 +212,7 @@ def make_job(model: str | Path, plan: Plan, arguments: TrainArguments) -> Job:
     options, baseline = arguments.options or TrainingOptions(), arguments.baseline
     checkpoints, run_options = arguments.checkpoints or CheckpointOptions(), arguments.run_options or RunOptions()
     asked = vars(options) | vars(arguments)
-    only_plans = {"accumulate": 1, "synchronous_start": 0.0, "deferred_batch_norm": False, "evaluate_every": None}
+    only_plans = {"accumulate": 1, "synchronous_start": 0.0, "evaluate_every": None}
     only_plans |= {"save_weights": None, "defer_weights": None}
     refused = [name for name, usual in only_plans.items() if asked[name] != usual]
     if baseline is None:

@@ -50,9 +50,6 @@ class TrainingOptions(Options):
         told="none",
     )
     deterministic: bool = option(False, "use only algorithms that give the same bits in every run, or end the run")
-    deferred_batch_norm: bool = option(
-        False, "update BatchNorm's statistics once per minibatch, from all microbatches on all replicas"
-    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -229,9 +229,7 @@ def build_modules(
                 f"{tensor.degree} ranks cannot divide the tokens of any value evenly",
                 hint="take sequences of a multiple of that, or solve without `sequence_parallel`",
             )
-    # An undivided minibatch is its own microbatch, whose statistics are the whole minibatch's.
-    defer_norms = job.options.deferred_batch_norm and plan.microbatches > 1
-    alike = Variant(compiled=plan.compiled, defer_batch_norm=defer_norms, division=division)
+    alike = Variant(compiled=plan.compiled, division=division)
     modules = {}
     for number in stages:
         stage = plan.stages[number]
