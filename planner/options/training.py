@@ -42,13 +42,6 @@ class TrainingOptions(Options):
     accumulate: int = option(
         1, "under 1f1b, update after K minibatches per replica, with their mean gradient", "K", least=1
     )
-    synchronous_start: float = option(
-        0.0,
-        "under 1f1b and 2bw, drain the pipeline after each of the first minibatches: a share, as 0.2, or a number",
-        "X",
-        positive=True,
-        told="none",
-    )
     deterministic: bool = option(False, "use only algorithms that give the same bits in every run, or end the run")
 
 

@@ -206,7 +206,7 @@ class StageReplica:
 
     def _counting(self, unit: Unit) -> Unit:
         """Return the unit, or the first one of its minibatch that counts where it does not."""
-        others = (Unit(unit.minibatch, number) for number in range(self._data.parts(unit.minibatch)))
+        others = (Unit(unit.minibatch, number) for number in range(self._data.microbatches))
         return next((each for each in chain([unit], others) if self._share(each)), unit)
 
     def _forget_if_done(self, unit: Unit, record: _InFlight) -> None:
