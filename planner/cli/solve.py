@@ -114,12 +114,12 @@ def solve(args: argparse.Namespace) -> int:
     planner.save_plan(plan, args.output)
     output.print_answer(plan, args.json)
     output.print_written(args.output)
-    for kind, message, hint in _complaints(plan, profile):
+    for kind, message, hint in complaints(plan, profile):
         output.print_complaint(kind, message, hint)
     return 0
 
 
-def _complaints(plan: planner.Plan, profile: planner.Profile) -> Iterator[tuple[str, str, str]]:
+def complaints(plan: planner.Plan, profile: planner.Profile) -> Iterator[tuple[str, str, str]]:
     """Yield the notes and warnings on a plan: which they are, what they say, and a hint."""
     from planner.plan.shared_weights import obstacle, shared_weights, trained_parameters
     from planner.reporting.tables.plan import staleness_warning
