@@ -126,7 +126,7 @@ def add_plan_argument(parser: argparse.ArgumentParser) -> None:
 
 def add_profile_argument(parser: argparse.ArgumentParser, more: str = "") -> None:
     """Declare --profile for a verb that solves; `more`: what else it may name."""
-    help = f"profile to read, from `plan profile` or a graph.txt that PipeDream published{more}; or one for each kind "
+    help = f"profile to read, from `plan profile`{more}; or one for each kind "
     help += "of GPU, as in a100=a.json,t4=b.json (default: %(default)s)"
     parser.add_argument("--profile", default=str(PROFILE), metavar="FILE", help=help)
 

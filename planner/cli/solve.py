@@ -98,7 +98,7 @@ def add_parser(verbs: arguments.Verbs) -> None:
 
 def solve(args: argparse.Namespace) -> int:
     from planner.api.planning import solved
-    from planner.formats.importers import read_profiles
+    from planner.formats.device_kinds import read_profiles
 
     with arguments.patience_of(args) as patience:
         profiles = read_profiles(args.profile)
@@ -176,7 +176,7 @@ def fit(args: argparse.Namespace) -> int:
 def price(args: argparse.Namespace) -> int:
     """Price, save, and print the plan; raise InfeasibleError if it does not fit the memory."""
     from planner.analysis.given_plan import missing_memory
-    from planner.formats.importers import read_one_profile
+    from planner.formats.device_kinds import read_one_profile
 
     profile = read_one_profile(args.profile)
     cluster = arguments.cluster_of(args, profile)
