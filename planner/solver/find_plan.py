@@ -146,6 +146,7 @@ def _report(problem: Problem, found: Found) -> SolverReport:
         cost_model=problem.setting.cost_model,
         status="optimal" if optimal else "feasible",
         lower_bound_s=bound_s,
+        bound_of=found.bound_of,
         gap=(seconds - bound_s) / seconds,
         seconds=0.0,
         cost_model_s=seconds if cost_model_s is None else cost_model_s,

@@ -2,8 +2,10 @@
 
 They are what people use without a planner: data parallelism, and pipelines of equal blocks or equal times with the same
 number of replicas for every stage, with the optimizer's state whole or divided over the replicas, on all GPUs and on a
-half, a quarter and so on of them. A stage that does not fit the memory recomputes as little as makes it fit. Where none
-of these plans fits, one walk over some of the cuts finds a plan that does, of stages as large as their memory allows.
+half, a quarter and so on of them. Under schedules that drain, each number of replicas has as many stages as there are
+GPUs for: as on 35 groups of GPUs 35, 17, 11, 8, 7. A stage that does not fit the memory recomputes as little as makes
+it fit. Where none of these plans fits, one walk over some of the cuts finds a plan that does, of stages as large as
+their memory allows.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -99,9 +101,11 @@ def fitting_plans(problem: Problem) -> Iterator[Evaluation]:
     leaner, usual, priced_once = Leaner(problem), list(_usual_plans(problem)), set[int]()
     plans: list[tuple[float, int, Evaluation | None]] = [(least_s, n, None) for n, (least_s, _, _) in enumerate(usual)]
     heapify(plans)
-    while plans:
+    found = False
+    while plans and not (found and problem.deadline.passed):
         _, number, plan = heappop(plans)
         if plan is not None:
+            found = True
             yield plan
             continue
         stages = [replace(stage, options=usual[number][2]) for stage in usual[number][1]]
@@ -120,23 +124,45 @@ def _usual_plans(problem: Problem) -> Iterator[tuple[float, Sequence[Candidate],
     gpus = problem.cluster.gpus
     most_replicas = min(problem.most_replicas, problem.microbatches if problem.schedule.divides else gpus)
     most_stages = min(gpus, problem.rules.max_stages or gpus)
-    layers_s = column(problem.layer_costs, "forward_s") + column(problem.layer_costs, "backward_s")
-    counts = [2**power for power in range(min(most_stages, len(layers_s)).bit_length())]
+    drains = problem.schedule.formula == "synchronous" and problem.schedule.pipelined
+    memory = None if problem.cluster.kinds else problem.cluster.memory_bytes
+    gradients = ("gradient_bytes",) if problem.microbatches > 1 else ()  # of a single one not all exist at once
+    layers_s, kept, optimizer = (
+        sum(column(problem.layer_costs, name) for name in names)
+        for names in (("forward_s", "backward_s"), ("weight_bytes", *gradients), ("optimizer_bytes",))
+    )
+    counts = _stages_to_try(problem, min(most_stages, len(layers_s)))
     for stages, equal in zip(counts, equal_times(problem.layer_costs, counts, problem.budget.deadline), strict=False):
         if len(equal) < stages:
             return  # there are fewer cuts
         blocks = equal_blocks(problem.layer_costs, stages)
         for cut in [equal, blocks] if len(blocks) == stages and blocks != equal else [equal]:
-            slowest_s = max(float(layers_s[list(stage.layers)].sum()) for stage in cut)
+            rows = [list(stage.layers) for stage in cut]
+            slowest_s, total_s = max(float(layers_s[own].sum()) for own in rows), float(layers_s.sum())
             if problem.cluster.kinds:
-                slowest_s = 0.0  # the devices may be faster than the profiled one
+                slowest_s = total_s = 0.0  # the devices may be faster than the profiled one
+            # Where the state does not fit, no recomputation helps.
+            state = [(float(kept[own].sum()), float(optimizer[own].sum())) for own in rows]
             for used in counts_to_try(gpus) if stages == 1 else (gpus >> power for power in range(gpus.bit_length())):
                 replicas = used // stages
                 if 1 <= replicas <= most_replicas:
-                    least_s = slowest_s * problem.microbatches / replicas * (1 - SLACK)
+                    least_s = slowest_s * problem.microbatches / replicas
+                    if drains:
+                        least_s = total_s + max(0.0, least_s - slowest_s)
                     for level in problem.levels if replicas > 1 else (0,):
+                        parts = [replicas if level > least else 1 for least in (1, 0)]
+                        held = max(whole / parts[0] + divided / parts[1] for whole, divided in state)
                         if level < 2 or (stages == 1 and problem.microbatches % replicas == 0):
-                            yield least_s, cut, StageOptions(replicas, level=level)
+                            if memory is None or held <= memory:
+                                yield least_s * (1 - SLACK), cut, StageOptions(replicas, level=level)
+
+
+def _stages_to_try(problem: Problem, most: int) -> list[int]:
+    """Return numbers of stages, ascending: the powers of two, and under schedules that drain whatever uses all GPUs."""
+    gpus, regular = problem.cluster.gpus, set[int]()
+    if not (problem.schedule.asynchronous or problem.cluster.kinds):
+        regular = {gpus // replicas for replicas in range(1, gpus + 1)}
+    return sorted(each for each in {*(2**power for power in range(most.bit_length())), *regular} if each <= most)
 
 
 class Leaner:

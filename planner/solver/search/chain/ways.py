@@ -22,6 +22,7 @@ from planner.cost.work import Floats, Footprint, Integers, Record, Work
 from planner.options.solving import UNLIMITED, RecomputeRule
 from planner.schedule.schedule import Schedule
 from planner.solver.problem.bounds import balanced_s
+from planner.solver.problem.drained import drained_s
 from planner.solver.problem.problem import Limits, Problem
 from planner.solver.problem.states import StateSpace
 
@@ -224,9 +225,14 @@ class WaysOf:
 
 
 def relaxed_s(problem: Problem, space: StateSpace) -> float:
-    """Return seconds that no plan is below, whatever its cuts: perfect balance, no communication, the leanest ways."""
-    ways = WaysOf(space, problem.limits, prices_shards=problem.simulates)
-    return balanced_s(problem.layer_costs, problem.setting, ways.least)
+    """Return seconds that no plan is below, whatever its cuts: perfect balance, no communication, the leanest ways.
+
+    Under synchronous schedules the bound knows the bubble and the memory, too; it is infinite where no plan fits.
+    """
+    ways, schedule = WaysOf(space, problem.limits, prices_shards=problem.simulates), problem.schedule
+    least_s = balanced_s(problem.layer_costs, problem.setting, ways.least)
+    drains = schedule.formula == "synchronous" and not (schedule.splits_backward or problem.cluster.kinds)
+    return max(least_s, drained_s(problem)) if drains else least_s
 
 
 def most_after(schedule: Schedule, microbatches: int, replicas: Integers, most: Integers, gpus: int) -> Integers:
