@@ -128,7 +128,7 @@ def _usual_plans(problem: Problem) -> Iterator[tuple[float, Sequence[Candidate],
     memory = None if problem.cluster.kinds else problem.cluster.memory_bytes
     gradients = ("gradient_bytes",) if problem.microbatches > 1 else ()  # of a single one not all exist at once
     layers_s, kept, optimizer = (
-        sum(column(problem.layer_costs, name) for name in names)
+        np.sum([column(problem.layer_costs, name) for name in names], axis=0)
         for names in (("forward_s", "backward_s"), ("weight_bytes", *gradients), ("optimizer_bytes",))
     )
     counts = _stages_to_try(problem, min(most_stages, len(layers_s)))
@@ -152,9 +152,9 @@ def _usual_plans(problem: Problem) -> Iterator[tuple[float, Sequence[Candidate],
                     for level in problem.levels if replicas > 1 else (0,):
                         parts = [replicas if level > least else 1 for least in (1, 0)]
                         held = max(whole / parts[0] + divided / parts[1] for whole, divided in state)
-                        if level < 2 or (stages == 1 and problem.microbatches % replicas == 0):
-                            if memory is None or held <= memory:
-                                yield least_s * (1 - SLACK), cut, StageOptions(replicas, level=level)
+                        may = level < 2 or (stages == 1 and problem.microbatches % replicas == 0)
+                        if may and (memory is None or held <= memory):
+                            yield least_s * (1 - SLACK), cut, StageOptions(replicas, level=level)
 
 
 def _stages_to_try(problem: Problem, most: int) -> list[int]:

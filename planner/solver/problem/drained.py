@@ -67,7 +67,7 @@ class _Drained:
     def alone_s(self, below_s: float) -> float:
         """Return the least seconds of a single stage, or `below_s` if that is less."""
         problem, once_s, costs = self._problem, float(self._own_s.sum()), self._problem.layer_costs
-        # Its blocks recompute each by itself, as all of them at once save nothing at the peak, and keep what enters them.
+        # Its blocks recompute one by one, as all at once save nothing at the peak, and keep what enters them.
         units = units_of(costs, range(len(costs.block_of)))
         saved, forward_s = (
             np.array([sum(getattr(costs.profile.layers[each], name) for each in unit) for unit in units], dtype=float)
@@ -107,7 +107,8 @@ class _Drained:
         divided = self._most if max(problem.levels) > 0 else 1
         sums = np.concatenate(([0.0], np.cumsum(self._kept + self._optimizer / divided)))
         ends = np.searchsorted(sums, sums + self._memory, side="right") - 1
-        most_s = np.concatenate(([0.0], np.cumsum(self._own_s + self._forward_s)))
+        again_s = 0.0 if problem.recompute == "never" else self._forward_s
+        most_s = np.concatenate(([0.0], np.cumsum(self._own_s + again_s)))
         longest_s, stages, end = float(np.max(most_s[ends] - most_s)), 0, 0
         while end < len(self._groups) and ends[end] > end:
             stages, end = stages + 1, int(ends[end])
@@ -123,9 +124,9 @@ class _Drained:
         for begin_s, end_s in pairwise(limits_s.tolist()):
             flying = np.minimum(microbatches * after_s / (end_s + longest_s), microbatches)
             held = self._saved * flying
-            again_s = self._again_s(state + float(held.sum()) - gpus * self._memory, held, self._forward_s)
-            busiest_s = max(begin_s, ratio * (once_s + again_s) - longest_s)
-            found_s = min(found_s, filling_s + again_s + busiest_s)
+            more_s = self._again_s(state + float(held.sum()) - gpus * self._memory, held, self._forward_s)
+            busiest_s = max(begin_s, ratio * (once_s + more_s) - longest_s)
+            found_s = min(found_s, filling_s + more_s + busiest_s)
         return found_s
 
     def _crossing_s(self) -> float:
