@@ -77,7 +77,7 @@ class _Drained:
         shared = Counter(value for each in entering for value in each)
         entering_bytes = [sum(costs.traffic[value].output_bytes for value in each) for each in entering]
         gains = saved - [sum(costs.traffic[n].output_bytes for n in each if shared[n] == 1) for each in entering]
-        for level in problem.levels:
+        for level in sorted({0, *problem.levels}):  # a single replica divides nothing
             for replicas in range(self._most, int(level > 0), -1):
                 share = -(-problem.microbatches // replicas)
                 if share * once_s >= below_s:
