@@ -191,6 +191,8 @@ def _theirs(question: Question, plan: Plan, model: Path) -> str:
     lacks = max(map(priced.lacking_bytes, range(len(priced.stages))))
     again = ", recomputing" if any(stage.recomputes for stage in priced.stages) else ""
     over = priced.predicted.seconds_per_minibatch / plan.predicted.seconds_per_minibatch
+    if plan.predicted.by != "simulation":
+        again += ", ours not simulated"
     return f"{over:.2f}x{again}" + (f", does not fit ({lacks / 1e9:.0f} GB too many)" if lacks else "")
 
 

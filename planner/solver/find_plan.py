@@ -89,16 +89,15 @@ def find_plan(profile: Profile, cluster: Cluster, options: SolveOptions, patienc
 
 
 def or_interleaved(profile: Profile, plan: Plan, options: SolveOptions, patience: Patience) -> Plan:
-    """Return the fastest regular interleaved plan where that is faster than a plan under 1f1b-flush, else the plan."""
+    """Return the fastest regular interleaved plan where it is `PAYS` faster than a plan under 1f1b-flush, or the plan.
+
+    So much must several times as many messages earn, for what waits for them is not all known.
+    """
     cluster, budget = plan.cluster, Budget.unlimited(patience.deadline)
-    if (
-        not (options.constraints is None or options.constraints.empty)
-        or cluster.kinds
-        or options.cost_model != "resource"
-    ):
+    if options.alone or cluster.kinds or options.cost_model != "resource":
         return plan
-    options = replace(options, tensor=options.tensor or usual_degrees(profile, cluster), microbatches=None)
-    options = replace(options, minibatch=None, microbatches=plan.microbatches)
+    degrees = options.tensor or usual_degrees(profile, cluster)
+    options = replace(options, tensor=degrees, minibatch=None, microbatches=plan.microbatches)
     costs = layer_costs_on(profile, cluster)
     problem = Problem(costs, setting_of(options, profile, cluster), options.rules, options.depth, budget=budget)
     waits = 1 if plan.predicted.by == "simulation" else 1 + WAITING

@@ -19,6 +19,7 @@ from planner.cost.candidate import Candidate, StageOptions
 from planner.cost.recomputation import Recomputation
 from planner.solver.choose.baselines import equal_blocks, equal_times
 from planner.solver.evaluate.evaluation import priced, simulated
+from planner.solver.evaluate.pipelines import MOST_COMPUTATIONS
 from planner.solver.problem.budget import Budget
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import Evaluation, Found
@@ -27,7 +28,7 @@ from planner.solver.search.pipeline_search import PipelineSearch
 from planner.solver.search.restricted import counts_to_try
 from planner.units import SLACK
 
-GRACE_S = 1.0  # to simulate these plans after the time limit: otherwise nobody knows which is the fastest
+GRACE_S = 3.0  # to simulate these plans after the time limit: otherwise nobody knows which is the fastest
 MOST_SIMULATED = 3  # of the best by the cost model, before the search begins
 MOST_CUTS = 100  # among which any plan that fits is sought
 
@@ -82,9 +83,11 @@ class FirstPlans:
 
     def _consider(self, problem: Problem, plans: Iterable[Evaluation]) -> None:
         """Simulate plans, the fastest by the cost model first, as long as one may be the best."""
+        left = MOST_COMPUTATIONS
         for plan in plans:
-            if self.best is not None and plan.seconds >= self.best.counted_s:
-                break  # simulating only adds waiting
+            left -= len(plan.stages) * problem.microbatches
+            if self.best is not None and (plan.seconds >= self.best.counted_s or left < 0):
+                break  # simulating only adds waiting, and of large plans it takes seconds
             evaluation = simulated(problem, plan) if problem.simulates else plan
             if self.best is None or evaluation.saves(self.best):
                 self.best = evaluation

@@ -307,10 +307,19 @@ def stages_alike(
         sum_s = np.array(np.broadcast_to(sum_s, (1, len(those)))[0])
         return Stages(those, sum_s, np.where(after >= 0, max_s, np.nan), after)
 
+    def may_fit(state: int, others: Integers) -> Integers:
+        """Return those of `others` whose stages fit if nothing is saved, on one replica or on as many as possible."""
+        if limits.memory_bytes is None:
+            return others
+        those = ways.all(state, others)
+        lean = replace(those, footprint=those.footprint.least()).footprint_on(replicas[[0, -1]]).divided(microbatches)
+        fits = (lean.total_bytes(1, schedule.versions(1)) <= limits.memory_bytes).any(axis=0)
+        return others[np.isin(np.arange(len(others)), those.stage[fits])]
+
     found = list[Stages]()
     for state in range(len(space) - 1):
         limits.deadline.check()
-        others = space.among_later(state, np.arange(state + 1, len(space)))
+        others = may_fit(state, space.among_later(state, np.arange(state + 1, len(space))))
         plainest = of_use(ways.all(state, others))
         limited = (plainest.after < gpus // unit).any(axis=0)
         choosing = ways.choosing(plainest.ways, limited, len(others))
