@@ -184,7 +184,8 @@ def _no_slower(
     if best is None:
         return plan
     known = GIVEN if plan is None else plan.solver
-    report = known.model_copy(update={"gap": max(0.0, 1 - known.lower_bound_s / best_s)})
+    bound_s = min(known.lower_bound_s, best_s)
+    report = known.model_copy(update={"lower_bound_s": bound_s, "gap": 1 - bound_s / best_s})
     found = complete(best.problem, best.plan, report)
     if plan is None:
         return with_baselines(profile, found, patience)

@@ -31,9 +31,10 @@ from planner.plan.shape import check_divided_loss
 from planner.solver.assemble import complete
 from planner.solver.choose.interleaving import interleaved
 from planner.solver.degrees import relaxed_seconds, solve_degrees
-from planner.solver.evaluate.evaluation import TOLERANCE
+from planner.solver.evaluate.evaluation import TOLERANCE, evaluate
+from planner.solver.evaluate.pipelines import too_large
 from planner.solver.methods import PAYS, solve_by_method
-from planner.solver.problem.budget import Budget, Patience
+from planner.solver.problem.budget import Budget, Deadline, Patience
 from planner.solver.problem.infeasible import UnexplainedError
 from planner.solver.problem.problem import Problem, Step
 from planner.solver.problem.result import WAITING, Found
@@ -41,6 +42,8 @@ from planner.solver.relaxed_steps import solve_with_room, solve_zero_bubble
 from planner.solver.search.pipeline_search import PipelineSearch
 from planner.solver.tied import solve_tied
 from planner.units import SLACK
+
+LAST_S = 5.0  # after the time limit, to simulate an answer that would not be otherwise
 
 STEPS: tuple[Step, ...] = (solve_degrees, solve_with_room, solve_tied, solve_zero_bubble)
 
@@ -82,6 +85,11 @@ def find_plan(profile: Profile, cluster: Cluster, options: SolveOptions, patienc
         found = answered(problem)
     except UnexplainedError as error:
         raise error.explanation() from None
+    drained = not (problem.schedule.asynchronous or cluster.kinds) and problem.simulates
+    if drained and not (found.best.simulated or too_large(problem, found.best.stages)):
+        # Without its waiting, which may be half of its time, nobody could compare the plan with others.
+        last = replace(problem, budget=Budget.unlimited(Deadline.after(LAST_S)))
+        found = found.with_best(evaluate(last, found.best.stages))
     plan = complete(problem, found.best, _report(problem, found))
     if accepted and plan.loss is not None:
         plan = plan.model_copy(update={"loss": plan.loss.model_copy(update={"accepted": True})})

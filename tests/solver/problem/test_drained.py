@@ -77,7 +77,7 @@ def test_bound_of_equal_stages_is_the_published_bubble() -> None:
 
 
 def test_bound_knows_what_memory_makes_recompute() -> None:
-    """One GPU lacks 24 of the 48 B that are saved: the first block gains 6 B, each other one less the 1 B entering it."""
+    """One GPU lacks 24 of the 48 B that are saved: a block gains 6 B, and one less where a value of 1 B enters it."""
     problem = even_problem(flat_cluster(1, 1e12, 160 + 24), 4, StageRules())
     assert drained_s(problem) == pytest.approx(4 * (16.0 + 1.0 + 18 / 5))
     never = even_problem(flat_cluster(1, 1e12, 160 + 24), 4, StageRules(recompute="never"))

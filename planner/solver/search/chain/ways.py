@@ -308,13 +308,13 @@ def stages_alike(
         return Stages(those, sum_s, np.where(after >= 0, max_s, np.nan), after)
 
     def may_fit(state: int, others: Integers) -> Integers:
-        """Return those of `others` whose stages fit if nothing is saved, on one replica or on as many as possible."""
+        """Return the first of `others`, and those whose stages fit if nothing is saved, on one replica or the most."""
         if limits.memory_bytes is None:
             return others
         those = ways.all(state, others)
         lean = replace(those, footprint=those.footprint.least()).footprint_on(replicas[[0, -1]]).divided(microbatches)
         fits = (lean.total_bytes(1, schedule.versions(1)) <= limits.memory_bytes).any(axis=0)
-        return others[np.isin(np.arange(len(others)), those.stage[fits])]
+        return others[np.isin(np.arange(len(others)), [0, *those.stage[fits]])]
 
     found = list[Stages]()
     for state in range(len(space) - 1):
