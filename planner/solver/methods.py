@@ -27,6 +27,7 @@ from planner.solver.search.integer.ilp import needs_program, solve_by_program
 from planner.solver.search.pipeline_search import PipelineSearch
 
 PAYS = 0.02  # share of the time that cuts inside blocks must save
+BETWEEN = "cuts between blocks"  # what the bound of a search over blocks holds for
 PRECISION = 2e-3  # of searches over blocks: less than timings vary
 # Cuts up to which a search looks inside blocks. It takes longer under synchronous schedules, and where the memory is
 # limited: then every stage may recompute any of its blocks.
@@ -57,15 +58,18 @@ def solve_blocks_first(problem: Problem, answer: Callable[[Problem], Found]) -> 
         if layers > most:
             raise
         return answer(problem)  # smaller stages may fit
-    bound_s = PipelineSearch(problem).relaxed_s()  # over all cuts
-    if bound_s < found.best.seconds * (1 - PAYS) and not problem.deadline.passed:
-        everywhere = layers <= most
+    bound_s, bound_of = PipelineSearch(problem).relaxed_s(), ""  # over all cuts
+    pays, everywhere = bound_s < found.best.seconds * (1 - PAYS), layers <= most and not problem.deadline.passed
+    if pays and not problem.deadline.passed:
         cuts = frozenset(range(layers - 1)) if everywhere else ends | _beside(problem, ends, found.best)
         if cuts != ends and len(cuts) <= most:
             inside = answer(problem if everywhere else cut_after(problem, cuts))
             bound_s = inside.bound_s if everywhere else bound_s
             best = inside if inside.best.saves(found.best, PAYS) else found
-    return replace(best, bound_s=min(bound_s, best.best.seconds))
+    # Of plans that cut between blocks a search knows well how little the memory leaves to recompute.
+    if pays and not (everywhere or problem.schedule.asynchronous) and best is found and found.bound_s > bound_s:
+        bound_s, bound_of = found.bound_s, BETWEEN
+    return replace(best, bound_s=min(bound_s, best.best.seconds), bound_of=bound_of)
 
 
 def _beside(problem: Problem, ends: frozenset[int], plan: Evaluation) -> frozenset[int]:

@@ -87,7 +87,8 @@ def solve_with_room(problem: Problem, answer: Answer) -> Found:
             ) from None
     if lean is not None and (lean.saves(found.best) or not _fits(problem, found.best)):
         found = found.with_best(lean)
-    return replace(found, bound_s=min(relaxed.bound_s, found.bound_s))
+    # A search for plans that leave more room may have had too little time for a bound as good.
+    return replace(relaxed, name=found.name).with_best(found.best)
 
 
 def _fits(problem: Problem, plan: Evaluation) -> bool:

@@ -16,7 +16,7 @@ from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import Evaluation
 
 MOST_WORKERS = 64  # beyond, simulating takes too long
-MOST_COMPUTATIONS = 2**12  # forwards of a minibatch on all workers, likewise
+MOST_COMPUTATIONS = 20_000  # forwards of a minibatch on all workers, likewise
 
 
 def too_large(problem: Problem, stages: Sequence[Candidate]) -> bool:
