@@ -87,9 +87,12 @@ def test_fit_answers_with_an_interleaved_plan_where_that_is_faster() -> None:
     def cluster_of(gpus: int) -> Cluster:
         return flat_cluster(gpus, 1e6, 40 * WEIGHT)
 
+    def undivided(profile: Profile) -> Profile:
+        return profile
+
     options = SolveOptions(schedule=FLUSH, microbatches=8)
-    plain = fit(profile_at, profile_at, (4,), 8, cluster_of, options)[0].asked.plan
-    plan = fit(profile_at, profile_at, (4,), 8, cluster_of, options, interleaves=True)[0].asked.plan
+    plain = fit(profile_at, undivided, (4,), 8, cluster_of, options)[0].asked.plan
+    plan = fit(profile_at, undivided, (4,), 8, cluster_of, options, interleaves=True)[0].asked.plan
     assert plain is not None
     assert plan is not None
     assert plain.schedule is FLUSH
