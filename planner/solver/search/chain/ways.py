@@ -313,8 +313,8 @@ def stages_alike(
             return others
         those = ways.all(state, others)
         lean = replace(those, footprint=those.footprint.least()).footprint_on(replicas[[0, -1]]).divided(microbatches)
-        fits = (lean.total_bytes(1, schedule.versions(1)) <= limits.memory_bytes).any(axis=0)
-        return others[np.isin(np.arange(len(others)), [0, *those.stage[fits]])]
+        fits = np.broadcast_to(lean.total_bytes(1, schedule.versions(1)) <= limits.memory_bytes, (2, len(those)))
+        return others[np.isin(np.arange(len(others)), [0, *those.stage[fits.any(axis=0)]])]
 
     found = list[Stages]()
     for state in range(len(space) - 1):
