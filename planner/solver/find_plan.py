@@ -108,9 +108,9 @@ def or_interleaved(profile: Profile, plan: Plan, options: SolveOptions, patience
     options = replace(options, tensor=degrees, minibatch=None, microbatches=plan.microbatches)
     costs = layer_costs_on(profile, cluster)
     problem = Problem(costs, setting_of(options, profile, cluster), options.rules, options.depth, budget=budget)
-    waits = 1 if plan.predicted.by == "simulation" else 1 + WAITING
-    found = interleaved(problem, plan.predicted.seconds_per_minibatch * waits * (1 - PAYS))
-    if found is None:
+    waiting = plan.predicted.by == "simulation"  # is part of its seconds
+    found = interleaved(problem, plan.predicted.seconds_per_minibatch * (1 if waiting else 1 + WAITING) * (1 - PAYS))
+    if found is None or (waiting and not found[1].simulated):
         return plan
     own, best = found
     report = _report(own, Found(best, relaxed_seconds(own)))
