@@ -16,7 +16,7 @@ from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import Evaluation
 
 MOST_WORKERS = 64  # beyond, simulating takes too long
-MOST_COMPUTATIONS = 10_000  # forwards of a minibatch on all workers, of all chunks together, likewise
+MOST_COMPUTATIONS = 2**14  # forwards of a minibatch on all workers, of all chunks together, likewise
 
 
 def too_large(problem: Problem, stages: Sequence[Candidate]) -> bool:

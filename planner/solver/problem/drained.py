@@ -29,6 +29,7 @@ from planner.cost.recomputation import units_of
 from planner.cost.work import Floats
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.states import column, is_linear, uncut_groups
+from planner.units import SLACK
 
 STEPS = 64  # of X, between which the bound takes the better end of each of its parts
 
@@ -122,7 +123,7 @@ class _Drained:
         limits_s = np.linspace(least_s, least_s + (1 + ratio) * float(self._forward_s.sum()), STEPS + 1)
         found_s = float(limits_s[-1] + filling_s)
         for begin_s, end_s in pairwise(limits_s.tolist()):
-            flying = np.minimum(microbatches * after_s / (end_s + longest_s), microbatches)
+            flying = np.minimum(microbatches * after_s / max(end_s + longest_s, SLACK), microbatches)
             held = self._saved * flying
             more_s = self._again_s(state + float(held.sum()) - gpus * self._memory, held, self._forward_s)
             busiest_s = max(begin_s, ratio * (once_s + more_s) - longest_s)
