@@ -56,8 +56,8 @@ def sharded_times(layer_costs: LayerCosts, stage: Candidate, setting: Setting) -
 
     forward_s, backward_s = float(work.forward_s), float(work.backward_s)
     # Each unit has an exchange of its own, with the latencies of its steps.
-    units = [size for size in _unit_bytes(layer_costs, stage) if size]
-    gather_s, share = sum(map(half_s, units)), float(work.trainable_bytes) / (sum(units) or 1)
+    units = _unit_bytes(layer_costs, stage)
+    gather_s, share = sum(map(half_s, units)), float(work.trainable_bytes) / max(1, sum(units))
     exchange_s = sum(half_s(size * share) for size in units)
     if layer_costs.profile.device.kind == "cpu":
         link, exchange_s = replace(link, overlap=False), 2 * exchange_s
