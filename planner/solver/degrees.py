@@ -47,7 +47,7 @@ def solve_degrees(problem: Problem, answer: Answer) -> Found:
         return answer(problem)
     found = list[Found]()
     obstacle: PlannerError | None = None
-    missed_s = math.inf  # that no plan is below whose degree was not searched
+    missed = list[int]()  # degrees that were not searched
 
     def apart(share: float) -> Problem:
         """Return the problem with part of the time and a budget of its own: the same stages are other plans."""
@@ -60,7 +60,7 @@ def solve_degrees(problem: Problem, answer: Answer) -> Found:
     for number, degree in enumerate(order):
         best_s = min((each.best.counted_s for each in found), default=math.inf)
         if found and not mixes and (best_s < least_s[degree] or problem.deadline.passed):
-            missed_s = min(missed_s, least_s[degree])
+            missed.append(degree)
             continue
         left = len(degrees) + mixes - number
         own = apart(1 / (left if problem.schedule.asynchronous else min(left, 2)))
@@ -70,7 +70,7 @@ def solve_degrees(problem: Problem, answer: Answer) -> Found:
             raise
         except PlannerError as error:  # that there was too little time says more than that nothing fits
             obstacle = error if obstacle is None or isinstance(obstacle, InfeasibleError) else obstacle
-            missed_s = missed_s if isinstance(error, InfeasibleError) else min(missed_s, least_s[degree])
+            missed += [] if isinstance(error, InfeasibleError) else [degree]
         else:
             found.append(replace(alone, best=alone.best.divided(degree)))
         budget.count += own.budget.count
@@ -84,8 +84,12 @@ def solve_degrees(problem: Problem, answer: Answer) -> Found:
         assert obstacle is not None
         raise obstacle
     best = min((each.best for each in found), key=lambda plan: (plan.counted_s, plan.gpus))
-    first = min(found, key=lambda each: each.bound_s)
-    bound_s, bound_of = min(first.bound_s, missed_s), first.bound_of
+    bound_s, bound_of = min(each.bound_s for each in found), max(each.bound_of for each in found)
+    for degree in missed:
+        own = problem.on_groups_of(degree)
+        if bound_of:  # then the others' bounds are of plans that cut between blocks
+            own = cut_after(own, block_ends(problem.layer_costs.profile))
+        bound_s = min(bound_s, PipelineSearch(own).relaxed_s())
     if len(degrees) > 1 and not mixes:
         if problem.schedule.asynchronous:  # plans of several sizes count for the bound, too
             bound_s = min(bound_s, relaxed_seconds(problem))

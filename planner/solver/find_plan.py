@@ -85,7 +85,7 @@ def find_plan(profile: Profile, cluster: Cluster, options: SolveOptions, patienc
         found = answered(problem)
     except UnexplainedError as error:
         raise error.explanation() from None
-    drained = not (problem.schedule.asynchronous or cluster.kinds) and problem.simulates
+    drained = problem.schedule.formula == "synchronous" and problem.simulates and not cluster.kinds
     if drained and not (found.best.simulated or too_large(problem, found.best.stages)):
         # Without its waiting, which may be half of its time, nobody could compare the plan with others.
         last = replace(problem, budget=Budget.unlimited(Deadline.after(LAST_S)))

@@ -30,6 +30,7 @@ from planner.units import SLACK
 
 GRACE_S = 3.0  # to simulate these plans after the time limit: otherwise nobody knows which is the fastest
 MOST_SIMULATED = 3  # of the best by the cost model, before the search begins
+MOST_AT_ONCE = 2**12  # forwards of a minibatch of plans that are simulated before the search: parts of a second
 MOST_CUTS = 100  # among which any plan that fits is sought
 
 
@@ -42,8 +43,8 @@ class FirstPlans:
         self.best: Evaluation | None = None
 
     def evaluate(self) -> None:
-        """Find the fastest of them, of which the best by the cost model are simulated."""
-        self._consider(self._hurried(), islice(self._fitting, MOST_SIMULATED))
+        """Find the fastest of them, of which the best by the cost model are simulated, unless that takes seconds."""
+        self._consider(self._hurried(), islice(self._fitting, MOST_SIMULATED), MOST_AT_ONCE)
 
     def last_resort(self) -> Evaluation | None:
         """Return the best of them; where none fits the memory, any plan that does, or None if no such plan is found."""
@@ -64,6 +65,8 @@ class FirstPlans:
         problem = self._hurried()
         if problem.simulates and not found.best.simulated:  # time ran out before its waiting was known
             found = found.with_best(simulated(problem, found.best))
+        if self.best is not None and problem.simulates and not self.best.simulated:
+            self.best = simulated(problem, self.best)
         # No plan is faster, and with many layers these take longer to find than the search took. But the search has no
         # level 2, which may save recomputation.
         if self.best is None and found.best.seconds <= found.bound_s * (1 + SLACK) and 2 not in problem.levels:
@@ -81,14 +84,15 @@ class FirstPlans:
         given = self._problem.budget
         return replace(self._problem, budget=replace(given.apart(), deadline=given.deadline.at_least(GRACE_S), seen={}))
 
-    def _consider(self, problem: Problem, plans: Iterable[Evaluation]) -> None:
-        """Simulate plans, the fastest by the cost model first, as long as one may be the best."""
+    def _consider(self, problem: Problem, plans: Iterable[Evaluation], most: int = MOST_COMPUTATIONS) -> None:
+        """Simulate plans of up to so many forwards, the fastest by the cost model first, while one may be the best."""
         left = MOST_COMPUTATIONS
         for plan in plans:
-            left -= len(plan.stages) * problem.microbatches
+            forwards = len(plan.stages) * problem.microbatches
+            left -= forwards
             if self.best is not None and (plan.seconds >= self.best.counted_s or left < 0):
                 break  # simulating only adds waiting, and of large plans it takes seconds
-            evaluation = simulated(problem, plan) if problem.simulates else plan
+            evaluation = simulated(problem, plan) if problem.simulates and forwards <= most else plan
             if self.best is None or evaluation.saves(self.best):
                 self.best = evaluation
         if problem.deadline.at_s is not None:  # otherwise the search looks at all that may be faster
