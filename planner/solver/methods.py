@@ -18,6 +18,7 @@ from planner.solver.choose.improvement import fastest_simulated, improved
 from planner.solver.evaluate.evaluation import fastest, priced
 from planner.solver.mixed import solve_mixed
 from planner.solver.problem.budget import LATER, OutOfTimeError
+from planner.solver.problem.drained import with_single_stages
 from planner.solver.problem.infeasible import Fits, UnexplainedError, explain
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import Evaluation, Found, stages_along
@@ -128,7 +129,12 @@ def searched(problem: Problem) -> Found:
         if first.best is None or not problem.simulates:
             raise
         found = Found(first.best, PipelineSearch(problem).relaxed_s())
-    return least_late(problem, improved(problem, first.at_least(found))) if problem.simulates else found
+    if not problem.simulates:
+        return found
+    found = first.at_least(found)
+    if max(problem.levels) > 1 and not problem.cluster.kinds:  # the search has none of these
+        found = replace(found, bound_s=with_single_stages(problem, found.bound_s))
+    return least_late(problem, improved(problem, found))
 
 
 def least_late(problem: Problem, found: Found) -> Found:

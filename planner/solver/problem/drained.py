@@ -46,6 +46,11 @@ def drained_s(problem: Problem) -> float:
     return drained.alone_s(drained.several_s() if several else np.inf)
 
 
+def with_single_stages(problem: Problem, bound_s: float) -> float:
+    """Return a bound on other plans, or on a single stage whose replicas divide gradients and weights, if less."""
+    return _Drained(problem, uncut_groups(problem.layer_costs)).alone_s(bound_s)
+
+
 class _Drained:
     """The least time of the plans of a problem, with a row for each group of layers that no cut may separate."""
 
