@@ -22,6 +22,7 @@ from planner.formats.plan_parts import short_config
 from planner.plan.blocks import units_of_stage
 from planner.profiler.estimated.devices import usual_dtype
 from planner.reporting.tables.plan import share_of_speed
+from planner.units import SLACK
 
 HERE = Path(__file__).parent
 FSDP = "ZeRO-3"
@@ -132,6 +133,7 @@ def answered(question: Question) -> dict[str, str]:
         "over theirs": theirs,
         "fastest of the usual ways": "" if fastest is None else fastest.name,
         "over it": "" if fastest is None else f"{share_of_speed(plan, fastest) ** -1:.2f}x",
+        "gap": _gap(plan),
         "trains here": _trains(plan),
         "seconds": f"{seconds:.0f}",
     }
@@ -141,9 +143,19 @@ def _described(plan: Plan) -> str:
     level = max(stage.level for stage in plan.stages)
     again = sum(bool(stage.recomputes) for stage in plan.stages)
     parts = [short_config(plan.config), f"microbatch {plan.microbatch_size}"]
+    parts += [f"interleaved, {plan.chunks} chunks"] if plan.chunks > 1 else []
     parts += [f"ZeRO-{level}"] if level else []
     parts += [f"{again} of {len(plan.stages)} recompute"] if again else []
     return ", ".join(parts)
+
+
+def _gap(plan: Plan) -> str:
+    """Return how much faster another plan could be at most, and by the cost model alone, which no waiting adds to."""
+    solver, seconds = plan.solver, plan.predicted.seconds_per_minibatch
+    gap = f"{solver.gap:.0%}"
+    if solver.cost_model_s is not None and solver.cost_model_s < seconds * (1 - SLACK):
+        gap += f", by the cost model {max(0.0, 1 - solver.lower_bound_s / solver.cost_model_s):.0%}"
+    return gap + (f" ({solver.bound_of})" if solver.bound_of else "")
 
 
 def _theirs(question: Question, plan: Plan, model: Path) -> str:
@@ -179,6 +191,8 @@ def _theirs(question: Question, plan: Plan, model: Path) -> str:
     lacks = max(map(priced.lacking_bytes, range(len(priced.stages))))
     again = ", recomputing" if any(stage.recomputes for stage in priced.stages) else ""
     over = priced.predicted.seconds_per_minibatch / plan.predicted.seconds_per_minibatch
+    if plan.predicted.by != "simulation":
+        again += ", ours not simulated"
     return f"{over:.2f}x{again}" + (f", does not fit ({lacks / 1e9:.0f} GB too many)" if lacks else "")
 
 

@@ -15,8 +15,9 @@ from planner.formats.shown import Shown
 from planner.options.solving import SolveOptions
 from planner.options.verbs import SAMPLES
 from planner.schedule.instructions import MICROBATCHES_PER_GPU
+from planner.schedule.one_stage import FLUSH
 from planner.solver.assemble import GIVEN, complete
-from planner.solver.find_plan import find_plan
+from planner.solver.find_plan import find_plan, or_interleaved
 from planner.solver.problem.budget import Budget, Patience
 from planner.units import SLACK
 
@@ -77,6 +78,8 @@ def fit(
     cluster_of: Callable[[int], Cluster],
     options: SolveOptions,
     patience: Patience | None = None,
+    *,
+    interleaves: bool = False,
 ) -> tuple[Fit, Profile]:
     """Find the fastest plan for a number of GPUs and for others, each with the same minibatch, and its profile.
 
@@ -86,6 +89,7 @@ def fit(
         sizes: of microbatches, ascending. Plans are sought for the one at which the fastest of the ways that people use
             is fastest, and for the next smaller one; where none of them fits, upwards until plans are no faster.
         patience: how long all answers may take together, in place of the options' time limit.
+        interleaves: whether plans under 1f1b-flush compete with interleaved ones.
     """
     patience, unfinished = patience or Patience.of(options.time_limit_s, options.progress), set[int]()
 
@@ -99,6 +103,9 @@ def fit(
             why_not = error.message
             unfinished.update([] if isinstance(error, InfeasibleError) else [count])
         plan = _no_slower(profile, cluster, found, options, patience)
+        if plan is not None and interleaves and plan.schedule is FLUSH:
+            best = or_interleaved(profile, plan, options, patience)
+            plan = plan if best is plan else best.model_copy(update={"baselines": plan.baselines})
         return FitRow(gpus=count, plan=plan, why_not="" if plan is not None else why_not)
 
     def say(step: str) -> None:
@@ -177,7 +184,8 @@ def _no_slower(
     if best is None:
         return plan
     known = GIVEN if plan is None else plan.solver
-    report = known.model_copy(update={"gap": max(0.0, 1 - known.lower_bound_s / best_s)})
+    bound_s = min(known.lower_bound_s, best_s)
+    report = known.model_copy(update={"lower_bound_s": bound_s, "gap": 1 - bound_s / best_s})
     found = complete(best.problem, best.plan, report)
     if plan is None:
         return with_baselines(profile, found, patience)
