@@ -1,6 +1,6 @@
 """Which weights a group of ranks divides, and where a stage's code makes values DTensors, and whole again."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Container, Mapping
 from dataclasses import dataclass, field, replace
 from operator import getitem
 from typing import TYPE_CHECKING, Any
@@ -28,6 +28,7 @@ from planner.model.tensor.dimensions import (
     sums,
     weight_of,
 )
+from planner.model.tensor.experts import EXPERTS, Experts, Routing, find_experts, offsets_of, writes
 from planner.model.tensor.parallel_plan import COLUMNS, GATHERED, ROWS, Plan, style_of
 from planner.model.tensor.tokens import divided_by_tokens
 
@@ -45,11 +46,15 @@ class Regions:
 
     Values that ranks divide by tokens are DTensors from a sum on, also between the pieces of a stage. At the `borders`
     of the stage they are ordinary tensors: whole, or this rank's part.
+
+    Rows of a rank's experts, and what is summed up behind them, are ordinary tensors within the piece.
     """
 
     def __init__(self, graph: LayerGraph, division: "DividedWeights", code: fx.Graph) -> None:
         self._graph, self._code, self._division = graph, code, division
-        self._tokens = division.tokens
+        self._tokens, self._experts = division.tokens, division.experts
+        self._rows = dict[fx.Node, Routing]()  # values of which this piece has the rows of a rank's experts
+        self._summands = set[fx.Node]()  # values that are so far what this rank adds
         self._weights: dict[fx.Node, Cut] = {}
         self._packed: dict[fx.Node, Cut] = {}
         self._opened: dict[fx.Node, Packing] = {}
@@ -84,10 +89,28 @@ class Regions:
             return self.whole(node, copies)
         return self._code.call_method("to_local", (copies[node],)) if node in self._division.borders else copies[node]
 
+    def first(self, node: fx.Node, copies: Container[fx.Node], inside: Container[fx.Node]) -> list[fx.Node]:
+        """Return what of a piece must run before an operation, although the graph has it later: what tells its rows."""
+        routing, needed = self._experts.rows.get(node), set[fx.Node]()
+        ahead = [] if routing is None else [routing.offsets]
+        while ahead:
+            if (value := ahead.pop()) in copies or value.op == "get_attr":
+                continue
+            if value not in inside or writes(value):
+                return []  # every rank computes all rows then
+            needed.add(value)
+            ahead += value.all_input_nodes
+        return [each for each in self._graph.module.graph.nodes if each in needed] if needed else []
+
     def reader(self, node: fx.Node, copies: dict[fx.Node, fx.Node]) -> Callable[[fx.Node], fx.Node]:
         """Return what an operation reads in place of the values that it read in the graph."""
+        if (routing := self._experts.rows.get(node)) is not None and routing.offsets in copies:
+            self._rows[node] = routing
+            return lambda source: self._by_experts(node, source, copies)
+        if node in self._experts.sums:
+            return lambda source: self._summand(source, copies)
         if not self._divided(node):
-            return copies.__getitem__
+            return lambda source: self._added(source, copies)
         if self._runs_whole(node):
             return lambda source: self.whole(source, copies)
         tokens = self._tokens if node in self._tokens else {}
@@ -95,6 +118,13 @@ class Regions:
 
     def result(self, node: fx.Node, copy: fx.Node) -> fx.Node:
         """Return the result of an operation, given its copy that `reader` has served."""
+        if node in self._rows:
+            return copy
+        if node in self._experts.sums and not (self._rows.keys() | self._summands).isdisjoint(node.all_input_nodes):
+            if self._experts.sums[node]:
+                return self._code.call_function(self._group.sum, (copy,))
+            self._summands.add(node)
+            return copy
         cut = self._weights.get(weight_of(node))
         if within := bool(self._divided(node)) and not self._runs_whole(node):
             copy.target = self._replaced.get(node.target, copy.target)
@@ -121,7 +151,7 @@ class Regions:
     def whole(self, node: fx.Node, copies: dict[fx.Node, fx.Node]) -> fx.Node:
         """Return a value as it is on every rank."""
         if node not in self._weights and not (node in self._inside and is_tensor(node)):
-            return copies[node]
+            return self._added(node, copies)
         copy = copies[node] if node in self._tokens else self._within(node, copies)
         cut = self._packed.get(node, self._weights.get(node, Cut(0)))
         return self._once(self._group.leave, node, copy, cut.dimension, cut.blocks)
@@ -174,9 +204,37 @@ class Regions:
             return copies[node]
         if (cut := self._weights.get(node)) is not None:
             return self._once(self._group.part, node, copies[node], cut.dimension)
-        return self._once(self._group.enter, node, copies[node])
+        return self._once(self._group.enter, node, self._added(node, copies))
 
-    def _once(self, function: Callable[..., Tensor], node: fx.Node, *given: Any) -> fx.Node:
+    def _by_experts(self, node: fx.Node, source: fx.Node, copies: dict[fx.Node, fx.Node]) -> fx.Node:
+        """Return what an operation on a rank's rows reads in place of a value."""
+        routing, is_product = self._rows[node], offsets_of(node) is not None
+        if source in self._rows:
+            return copies[source]
+        if is_product and source is node.args[1]:
+            return self._once(self._group.matrices, source, self._within(source, copies))
+        if is_product and source is routing.offsets:
+            return self._code.call_function(getitem, (self._calls["rows", routing.offsets], 0))
+        whole = self._once(self._group.alone, source, self.whole(source, copies))
+        has_rows = len(shape_of(source)) == len(shape_of(node)) and shape_of(source)[0] != 1
+        if source is node.args[0] if packet_of(node) is _aten.index else not has_rows:
+            return whole
+        rows = self._once(self._group.rows, routing.offsets, copies[routing.offsets], routing.experts, whole)
+        return self._once(self._group.take, source, whole, rows)
+
+    def _summand(self, node: fx.Node, copies: dict[fx.Node, fx.Node]) -> fx.Node:
+        """Return what a rank adds to a value."""
+        if (routing := self._rows.get(node)) is None:
+            return copies[node]
+        return self._once(self._group.summand, node, copies[node], self._calls["rows", routing.offsets])
+
+    def _added(self, node: fx.Node, copies: dict[fx.Node, fx.Node]) -> fx.Node:
+        """Return a value with what all ranks add to it."""
+        if node not in self._rows and node not in self._summands:
+            return copies[node]
+        return self._once(self._group.sum, node, self._summand(node, copies))
+
+    def _once(self, function: Callable[..., object], node: fx.Node, *given: Any) -> fx.Node:
         """Return the result of a call that is about a value, where all that need it take the same."""
         if (function.__name__, node) not in self._calls:
             self._calls[function.__name__, node] = self._code.call_function(function, given)
@@ -192,6 +250,7 @@ class DividedWeights:
     by_tokens: bool = False  # whether they divide values by tokens, too
     sends_parts: bool = False  # whether stages exchange a rank's part of these
     tokens: Mapping[fx.Node, int] = field(default_factory=dict)  # those of a stage's graph, with the tokens' dimension
+    experts: Experts = field(default_factory=Experts)  # those of a stage's graph
     borders: Collection[fx.Node] = ()  # the values that the stage exchanges
 
     @property
@@ -206,10 +265,12 @@ class DividedWeights:
 
     def within(self, graph: LayerGraph, borders: Collection[fx.Node]) -> "DividedWeights":
         """Return the same for a stage that exchanges these values with others."""
-        if self.group is None or not self.by_tokens:
+        if self.group is None:
             return self
-        tokens = divided_by_tokens(graph, self.weights(graph), self.group.degree)
-        return replace(self, tokens=tokens, borders=borders)
+        experts, tokens = find_experts(graph, self.cuts), dict[fx.Node, int]()
+        if self.by_tokens:
+            tokens = divided_by_tokens(graph, self.weights(graph), self.group.degree)
+        return replace(self, experts=experts, tokens=tokens, borders=borders)
 
     def exchanged(self, node: fx.Node, spec: ValueSpec) -> ValueSpec:
         """Return the spec of what stages exchange of a value."""
@@ -304,12 +365,14 @@ def division_of(graph: LayerGraph, plan: Plan, group: "TensorGroup") -> DividedW
         if node.target in PRODUCTS and (name := weights.get(weight_of(node))) is not None:
             products.setdefault(name.rpartition(".")[0], []).append(node)
     whole = {module for module, own in products.items() if any(_splits_heads(each, group.degree) for each in own)}
-    found = {}
+    experts, found = find_experts(graph).counts, {}
     for name, parameter in graph.model.named_parameters():
         aliases = graph.names_of([name])
         modules = {alias.rpartition(".")[0] for alias in aliases}
         styles = {style_of(plan, module) for module in modules - whole}
         style = next((each for each in (*COLUMNS, *GATHERED, *ROWS) if each in styles), None)
+        if name in experts:
+            style = EXPERTS if style_of(plan, name) == EXPERTS else None
         if style is None or (parameter.dim() == 1 and style in ROWS):  # the bias of a sum is added once
             continue
         users = [node for module in modules for node in products.get(module, ())]

@@ -7,17 +7,27 @@ whose results they sum up. Between the two they are DTensors. So all that surrou
 import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from planner.model.tensor.dimensions import Cut
+
+
+class Rows(NamedTuple):
+    """The rows of a rank's experts, among those of all."""
+
+    offsets: Tensor  # where those of each expert end, from the first one on
+    start: int
+    length: int
+    total: int
 
 
 class TensorGroup:
@@ -76,6 +86,39 @@ class TensorGroup:
         assert isinstance(value, DTensor)
         whole: Tensor = value.redistribute(placements=[Replicate()]).to_local()
         return Cut(dimension, blocks).whole(whole.chunk(self.degree, dimension)) if blocks else whole
+
+    def rows(self, offsets: Tensor, experts: int, whole: Tensor) -> Rows:
+        """Return which rows of a value belong to this rank's experts, given where those of each expert end.
+
+        Without data, as many as any other rank's. The host waits for the offsets, as sizes depend on them.
+        """
+        each, total = experts // self.degree, whole.shape[0]
+        if isinstance(offsets, FakeTensor):
+            return Rows(offsets[:each], self.place * total // self.degree, total // self.degree, total)
+        first, ends = self.place * each, [0, *offsets.tolist()]
+        start = ends[first]
+        return Rows(offsets[first : first + each] - start, start, ends[first + each] - start, total)
+
+    def take(self, value: Tensor, rows: Rows) -> Tensor:
+        """Return this rank's rows of a value."""
+        return value.narrow(0, rows.start, rows.length)
+
+    def summand(self, value: Tensor, rows: Rows) -> Tensor:
+        """Return a value with zeros for the rows of other ranks."""
+        after = rows.total - rows.start - rows.length
+        return F.pad(value, (*[0, 0] * (value.dim() - 1), rows.start, after))
+
+    def alone(self, value: Tensor) -> Tensor:
+        """Return a value that all ranks have whole, for a computation that each does for itself with a part."""
+        if not value.requires_grad:
+            return value
+        own: Tensor = DTensor.from_local(value, self.mesh, [Replicate()]).to_local(grad_placements=[Partial()])
+        return own
+
+    def matrices(self, weights: Tensor) -> Tensor:
+        """Return this rank's experts of weights that are whole, or divided by experts."""
+        own: Tensor = self.scatter(weights, 0).to_local()  # type: ignore[attr-defined]
+        return own
 
     def split(self, value: Tensor, sizes: Sequence[int], dimension: int) -> tuple[Tensor, ...]:
         """Return the blocks of a packed value, of these sizes in the whole, each of which the ranks divide."""

@@ -37,7 +37,7 @@ from tests.executor.run.test_exactness import recomputing
 from tests.samples import layer, profile
 
 BATCH_SIZE, SEED = 4, 3
-GPT2 = pytest.mark.skipif(not find_spec("transformers"), reason="needs transformers")
+TRANSFORMERS = pytest.mark.skipif(not find_spec("transformers"), reason="needs transformers")
 DOUBLE = """
 def build_model():
     return Net().double()
@@ -83,10 +83,10 @@ def _profile(path: str) -> Profile:
     return structural_profile(Path(path), BATCH_SIZE)
 
 
-def assert_close(found: Weights, expected: Weights) -> None:
+def assert_close(found: Weights, expected: Weights, rtol: float = 1e-7, atol: float = 1e-9) -> None:
     assert found.keys() >= expected.keys()  # a tied weight is saved under all of its names
     for name, tensor in expected.items():
-        torch.testing.assert_close(found[name], tensor, rtol=1e-7, atol=1e-9)
+        torch.testing.assert_close(found[name], tensor, rtol=rtol, atol=atol)
 
 
 @pytest.mark.sampled(3)
@@ -112,8 +112,13 @@ def assert_close(found: Weights, expected: Weights) -> None:
         pytest.param("flattened", (1, 2), (2, 2), PIPELINED[1:3], 6, id="1x2-2x2, flattened", marks=pytest.mark.slow),
         pytest.param("tied head", (1, 1), (2, 2), PIPELINED[1:2], 6, id="1x2-1x2, tied head"),
         pytest.param("tied head", (1,), (2,), PIPELINED[:3], 20, id="1x2, tied head", marks=pytest.mark.slow),
-        pytest.param("gpt2", (1,), (2,), PIPELINED[:3], 20, id="1x2, GPT-2", marks=GPT2),
-        pytest.param("gpt2", (1, 1), (2, 2), PIPELINED[1:2], 20, id="1x2-1x2, GPT-2", marks=GPT2),
+        pytest.param("gpt2", (1,), (2,), PIPELINED[:3], 20, id="1x2, GPT-2", marks=TRANSFORMERS),
+        pytest.param("gpt2", (1, 1), (2, 2), PIPELINED[1:2], 20, id="1x2-1x2, GPT-2", marks=TRANSFORMERS),
+        pytest.param("experts", (1,), (2,), [("1f1b", 1)], 6, id="1x2, experts"),
+        pytest.param("experts", (1, 1), (4, 2), PIPELINED[:3], 6, id="1x4-1x2, experts", marks=pytest.mark.slow),
+        pytest.param("experts", (2,), (2,), PIPELINED[1:3], 6, id="2x2, experts", marks=pytest.mark.slow),
+        pytest.param("mixtral", (1,), (2,), PIPELINED[:2], 6, id="1x2, Mixtral", marks=TRANSFORMERS),
+        pytest.param("mixtral", (1, 1), (2, 2), PIPELINED[1:2], 6, id="1x2-1x2, Mixtral", marks=TRANSFORMERS),
     ],
 )
 def test_groups_of_ranks_train_as_one_rank_does(
@@ -126,6 +131,7 @@ def test_groups_of_ranks_train_as_one_rank_does(
     tmp_path: Path,
 ) -> None:
     """Losses and weights equal those of references that know neither stages nor groups; dropout included."""
+    double = model not in ("experts", "mixtral")
     path = write_model(tmp_path, model, "momentum", more=DOUBLE if model == "gpt2" else "")
     jobs = []
     for schedule, microbatches in schedules:
@@ -135,8 +141,8 @@ def test_groups_of_ranks_train_as_one_rank_does(
         jobs.append(Job(model=str(path), plan=plan, steps=minibatches, seed=SEED, save_weights=weights))
     for job, result in zip(jobs, run_jobs(jobs, tmp_path), strict=True):
         losses, expected = Reference(path, job.plan.microbatches).train(job.plan, minibatches)
-        assert [entry.loss for entry in result.losses] == pytest.approx(losses, rel=1e-7)
-        assert_close(torch.load(str(job.save_weights), weights_only=True), expected)
+        assert [entry.loss for entry in result.losses] == pytest.approx(losses, rel=1e-7 if double else 1e-5)
+        assert_close(torch.load(str(job.save_weights), weights_only=True), expected, *() if double else (1e-4, 1e-6))
 
 
 @pytest.mark.slow
