@@ -89,6 +89,8 @@ def model_remarks(plan: Plan, system: str) -> list[str]:
         "which is another loss: weigh them in the loss function.": plan.loss is not None and plan.loss.weighs,
         f"Groups of {degree} ranks divide the layers. {system}'s layers say themselves what is divided of them; the "
         "plan's costs are of what the planned model says.": degree > 1,
+        f"Of {plan.experts} experts of a layer, each rank of a group has a part. `plan train` gives it the rows that "
+        f"chose them, and sums up what it makes of them; {system} exchanges tokens by all-to-alls.": plan.experts,
         f"The plan divides the optimizer's state in some stages; {system} does so in all of them.": any(sharded)
         and not all(sharded),
         f"The plan is for {plan.autocast} under autocast: use the same here.": plan.autocast,

@@ -39,11 +39,14 @@ def megatron_arguments(plan: Plan) -> str:
         f"--num-layers {sum(counts)}": True,
         f"--pipeline-model-parallel-size {target.pipeline}": True,
         f"--tensor-model-parallel-size {target.tensor}": target.tensor > 1,
+        f"--num-experts {plan.experts}": plan.experts,
+        f"--expert-model-parallel-size {target.tensor} --expert-tensor-parallel-size 1": plan.experts,
         # E embedding, t a transformer layer, L loss, | between stages
         f'--pipeline-model-parallel-layout "E{layout}L"': not even,
         f"--num-layers-per-virtual-pipeline-stage {counts[0]}": even and plan.chunks > 1,
         f"--recompute-granularity full --recompute-method {method}": any(units),
-        "--sequence-parallel": plan.cluster.sequence_parallel and target.tensor > 1,
+        # Megatron refuses to divide layers with experts otherwise.
+        "--sequence-parallel": (plan.cluster.sequence_parallel or plan.experts) and target.tensor > 1,
         "--use-distributed-optimizer": target.sharded,
         f"--micro-batch-size {size}": size,
         f"--global-batch-size {size * target.microbatches * target.replicas}": size,
@@ -102,6 +105,7 @@ def torchtitan_config(plan: Plan) -> str:
     fields: dict[str, object] = {
         "pipeline_parallel_degree": target.pipeline,
         "tensor_parallel_degree": target.tensor,
+        **({} if plan.experts is None else {"expert_parallel_degree": target.tensor}),
         "data_parallel_replicate_degree": 1 if target.sharded else target.replicas,
         "data_parallel_shard_degree": target.replicas if target.sharded else 1,
     }

@@ -289,8 +289,8 @@ class Net(Net):
 """
 )
 
-# The same with experts, of which each token goes to two: their grouped products are captured in bfloat16. The second block drops
-# values between them.
+# The same with experts, of which each token goes to two. Grouped products are captured in bfloat16 alone. The second
+# block drops values between them.
 EXPERTS = (
     ATTENTION
     + """

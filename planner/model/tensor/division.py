@@ -52,7 +52,7 @@ class Regions:
 
     def __init__(self, graph: LayerGraph, division: "DividedWeights", code: fx.Graph) -> None:
         self._graph, self._code, self._division = graph, code, division
-        self._tokens, self._experts = division.tokens, division.experts
+        self._tokens, self._experts = division.tokens, division.routed
         self._rows = dict[fx.Node, Routing]()  # values of which this piece has the rows of a rank's experts
         self._summands = set[fx.Node]()  # values that are so far what this rank adds
         self._weights: dict[fx.Node, Cut] = {}
@@ -247,10 +247,11 @@ class DividedWeights:
 
     group: "TensorGroup | None" = None  # the ranks; None for a single one
     cuts: Mapping[str, Cut] = field(default_factory=dict)  # by weight, under all of its names, how it is divided
+    experts: Mapping[str, int] = field(default_factory=dict)  # by weight that they divide by experts, how many it has
     by_tokens: bool = False  # whether they divide values by tokens, too
     sends_parts: bool = False  # whether stages exchange a rank's part of these
     tokens: Mapping[fx.Node, int] = field(default_factory=dict)  # those of a stage's graph, with the tokens' dimension
-    experts: Experts = field(default_factory=Experts)  # those of a stage's graph
+    routed: Experts = field(default_factory=Experts)  # values of a stage's graph that belong to experts
     borders: Collection[fx.Node] = ()  # the values that the stage exchanges
 
     @property
@@ -267,10 +268,10 @@ class DividedWeights:
         """Return the same for a stage that exchanges these values with others."""
         if self.group is None:
             return self
-        experts, tokens = find_experts(graph, self.cuts), dict[fx.Node, int]()
+        routed, tokens = find_experts(graph, self.cuts), dict[fx.Node, int]()
         if self.by_tokens:
             tokens = divided_by_tokens(graph, self.weights(graph), self.group.degree)
-        return replace(self, experts=experts, tokens=tokens, borders=borders)
+        return replace(self, routed=routed, tokens=tokens, borders=borders)
 
     def exchanged(self, node: fx.Node, spec: ValueSpec) -> ValueSpec:
         """Return the spec of what stages exchange of a value."""
@@ -393,7 +394,7 @@ def division_of(graph: LayerGraph, plan: Plan, group: "TensorGroup") -> DividedW
                 hint="solve with smaller degrees in `tensor`",
             )
         found.update(dict.fromkeys(aliases, cut))
-    return DividedWeights(group, found)
+    return DividedWeights(group, found, {name: count for name, count in experts.items() if name in found})
 
 
 def _splits_heads(product: fx.Node, degree: int) -> bool:

@@ -26,7 +26,7 @@ from planner.model.options import ModuleOptions, gradient_bytes
 from planner.model.spec import TrainingSpec
 from planner.model.stage.parts import OBSERVABLE, LayerObserver
 from planner.model.stage.stage import StageModule, build_stage
-from planner.model.tensor.division import UNDIVIDED, division_of, keep_parts
+from planner.model.tensor.division import UNDIVIDED, DividedWeights, division_of, keep_parts
 from planner.model.tensor.parallel_plan import tensor_parallel_plan
 from planner.profiler.estimated.devices import DeviceSpec, DType
 from planner.profiler.estimated.execution import EAGER_CPU, Execution, compiler, cuda_operations, fused
@@ -68,6 +68,7 @@ class StepTrace:
     known_updates: dict[Shapes, UpdateTrace]  # of this trace and of those like it
     weights: list[dict[str, nn.Parameter]]  # by the first layer that uses them; a rank's parts, where ranks divide them
     counts: LayerCounts
+    division: DividedWeights  # of the weights, where ranks divide them
     unfused: Costs | None = None  # where a compiler fuses
     tokens_per_sample: int | None = None  # of a batch of token ids
     with_data: bool = False  # because its sizes depend on values
@@ -293,6 +294,7 @@ class _Tracer:
             updates=_for_all(trace_updates(trained, self.training_spec, self.execution, self.known_updates), stands),
             known_updates=self.known_updates,
             weights=_for_all(weights, stands),
+            division=stage.division,
             counts=LayerCounts(
                 flops=_for_all(counts.flops, stands),
                 reduced={name: tuple(_for_all(column, stands)) for name, column in counts.reduced.items()},
