@@ -130,10 +130,18 @@ def fit(
         say(f"{gpus} GPUs, microbatches of {size}")
         profile = known.get(size) or profile_at(size)
         # Where dividing layers did not pay for one size of microbatches, it does not pay for smaller ones.
-        whole = best is not None and best[0].plan is not None and max(best[0].plan.degrees) == 1
+        whole = best is not None and best[0].plan is not None and max(best[0].plan.degrees) == 1 and size < likely
         if not (searching.deadline.passed or whole):
             profile = divided(profile)
+        if best is None and (degrees := [costs.degree for costs in profile.tensor or () if costs.experts]):
+            tried[1:] = [size * max(degrees)]  # so that ranks which divide experts have as many samples each
         found = row(profile, gpus, searching.part(1 if size == tried[-1] else FIRST))
+        if best is not None and best[0].plan is not None and found.plan is not None and found.plan.by_samples:
+            # In the usual ways, a rank has as many samples as before.
+            scale, ways = size / (best[1].microbatch_size or size), best[0].plan.baselines
+            each_s = [{"seconds_per_microbatch": scale * way.seconds_per_microbatch} for way in ways]
+            scaled = tuple(way.model_copy(update=each) for way, each in zip(ways, each_s, strict=True))
+            found = found.model_copy(update={"plan": found.plan.model_copy(update={"baselines": scaled})})
         better = best is None or _seconds(found) < _seconds(best[0])
         best = (found, profile) if best is None or better else best
         if not better or searching.deadline.passed or best[0].plan is None:

@@ -7,6 +7,7 @@ from collections import defaultdict
 from planner.errors import PlanError
 from planner.exports.limits import comment, model_remarks, target_of
 from planner.formats.plan import Plan
+from planner.plan.rank_groups import sample_parts
 
 _BLOCK = re.compile(r"((?:(.+?)\.)?(\d+))(?:\.|$)")  # "h.0" of "h.0.attn", the name of its list, and its number
 
@@ -34,13 +35,13 @@ def megatron_arguments(plan: Plan) -> str:
         said.append(f"{', '.join(map(str, units))} layers of the stages recompute; Megatron takes one number for all.")
     every = max(units) >= max(counts)
     method = "uniform --recompute-num-layers 1" if every else f"block --recompute-num-layers {max(units)}"
-    size = plan.microbatch_size or 0
+    size = (plan.microbatch_size or 0) // sample_parts(plan)
     arguments = {
         f"--num-layers {sum(counts)}": True,
         f"--pipeline-model-parallel-size {target.pipeline}": True,
         f"--tensor-model-parallel-size {target.tensor}": target.tensor > 1,
         f"--num-experts {plan.experts}": plan.experts,
-        f"--expert-model-parallel-size {target.tensor} --expert-tensor-parallel-size 1": plan.experts,
+        f"--expert-model-parallel-size {plan.degrees[0]} --expert-tensor-parallel-size 1": plan.experts,
         # E embedding, t a transformer layer, L loss, | between stages
         f'--pipeline-model-parallel-layout "E{layout}L"': not even,
         f"--num-layers-per-virtual-pipeline-stage {counts[0]}": even and plan.chunks > 1,
@@ -101,11 +102,11 @@ def torchtitan_config(plan: Plan) -> str:
         said.append("torchtitan divides weights and gradients, too (FSDP), not the optimizer's state alone.")
     if any(stage.recompute for stage in plan.stages):
         said.append("Some stages recompute: set activation_checkpoint of the job.")
-    size = plan.microbatch_size or 1
+    size = (plan.microbatch_size or 1) // sample_parts(plan)
     fields: dict[str, object] = {
         "pipeline_parallel_degree": target.pipeline,
         "tensor_parallel_degree": target.tensor,
-        **({} if plan.experts is None else {"expert_parallel_degree": target.tensor}),
+        **({} if plan.experts is None else {"expert_parallel_degree": plan.degrees[0]}),
         "data_parallel_replicate_degree": 1 if target.sharded else target.replicas,
         "data_parallel_shard_degree": target.replicas if target.sharded else 1,
     }

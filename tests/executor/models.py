@@ -332,7 +332,8 @@ class Block(Block):
 def build_model():
     return Net()
 
-del tensor_parallel_plan
+def tensor_parallel_plan(found=tensor_parallel_plan):
+    return found() | {f"blocks.*.experts.{name}": "grouped_gemm" for name in ("both", "down")}
 """
 )
 
@@ -451,6 +452,7 @@ DIVIDED = {
     "flattened": FLATTENED,
     "tied head": PACKED + SHARED_HEAD,
     "experts": EXPERTS,
+    "experts alone": EXPERTS + "\ndel tensor_parallel_plan\n",
     "mixtral": MIXTRAL,
 }
 SHARING = {"tied": TIED.replace("COPIES", "False"), "copies": TIED.replace("COPIES", "True"), "gpt2": GPT2}

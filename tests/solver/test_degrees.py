@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from itertools import combinations, permutations
+from typing import Any
 
 import numpy as np
 import pytest
@@ -43,7 +44,7 @@ def divided(model: Profile, *degrees: int, rng: np.random.Generator | None = Non
     known = []
     for degree in degrees:
         kept = 1 - shares * (1 - 1 / degree)
-        columns = {
+        columns: dict[str, Any] = {
             name: tuple(
                 getattr(each, name) * part if name.endswith("_s") else round(getattr(each, name) * part)
                 for each, part in zip(model.layers, kept.tolist(), strict=True)

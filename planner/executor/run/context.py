@@ -17,7 +17,7 @@ from planner.executor.communication.control import message_timeout
 from planner.executor.communication.links import Receivers
 from planner.executor.communication.sharding import Masters, Sharding
 from planner.executor.communication.shared_gradients import SharedGradients
-from planner.executor.run.data import BatchSource, make_batches, weighted
+from planner.executor.run.data import BatchSource, OfRank, make_batches, weighted
 from planner.executor.run.reading_ahead import AHEAD, ReadAhead
 from planner.executor.run.stages import build_modules, check_sizes, tensor_group, transferred
 from planner.executor.stage.optimizer import StageOptimizer
@@ -29,7 +29,7 @@ from planner.model.spec import TrainingSpec
 from planner.model.stage.code import check_compiler
 from planner.model.stage.evaluation import EvaluationStages
 from planner.model.stage.stage import StageModule, warm_up
-from planner.plan.rank_groups import plan_of_tensor_rank, receivers
+from planner.plan.rank_groups import plan_of_tensor_rank, receivers, sample_parts
 from planner.plan.shape import shape_of, synchronous_minibatches, synchronous_part
 from planner.profiler.this_machine import return_free_pages
 from planner.runtime import runtime_of
@@ -103,7 +103,8 @@ class PipelineContext:
 
     @property
     def minibatch_size(self) -> int:
-        return self.microbatch_size * self.data.microbatches
+        assert self.job.plan.microbatch_size is not None  # as above
+        return self.job.plan.microbatch_size * self.data.microbatches
 
     @property
     def sizes(self) -> set[int]:
@@ -212,19 +213,23 @@ def pipeline_context(
         module.to(place.compute)
     return_free_pages()  # of the model: workers keep what they free for the next step otherwise
 
-    start = None
+    start, ranks = None, sample_parts(job.plan)
     shape = replace(shape_of(plan), accumulate=options.accumulate, shared=tuple(sorted(built.shared)))
     if data is None:
         assert plan.microbatch_size is not None  # or building the modules had failed
         # After the model: dataset() may draw random numbers, which must not change the initial weights.
-        made = make_batches(spec, plan.microbatch_size, plan.microbatches, job.seed, drop_last=options.drop_last)
+        made = make_batches(
+            spec, plan.microbatch_size, ranks * plan.microbatches, job.seed, drop_last=options.drop_last
+        )
         if options.synchronous_start:
             first = synchronous_part(plan)
             length = synchronous_minibatches(options.synchronous_start, made.minibatches(job.steps, job.epochs))
             start = SynchronousStart(length, replace(shape_of(first), shared=shape.shared))
-            made.start = length, first.microbatches
+            made.start = length, ranks * first.microbatches
         whole = any(module.has_loss for module in modules.values())
         data = ReadAhead(weighted(made, plan.loss, spec, whole=whole), place.compute)
+    if tensor is not None and plan.by_samples:
+        data = OfRank(data, tensor.place, ranks)
     check_sizes(modules.values(), data.last_sizes)
     check_sizes(modules.values(), data.start_sizes, of_start=True)
     held = {}

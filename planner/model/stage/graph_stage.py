@@ -124,7 +124,6 @@ class SegmentBuilder:
         self._copies: dict[fx.Node, fx.Node] = {}
         self._attributes: dict[fx.Node, str] = {}
         self._regions = Regions(graph, variant.division, self._new)
-        self._inside = {node for layer in part.layers for node in layer.nodes}
         self._deferred: dict[fx.Node, RunningStatistics] = {}
         if variant.defer_batch_norm and blocks is None:
             nodes = (node for layer in part.layers for node in layer.nodes)
@@ -178,8 +177,7 @@ class SegmentBuilder:
             self._copies[call] = self._new.call_function(self._blocks.code_of(index), values)
         for node in layer.nodes:
             if node not in self._copies:
-                for each in (*self._regions.first(node, self._copies, self._inside), node):
-                    self._copy(each)
+                self._copy(node)
         if self._variant.observable:
             # Of a layer's values the one whose backward runs first; of operations, that is the last.
             specs, path = self._graph.specs, self._graph.loss_path

@@ -1,6 +1,6 @@
 """Which weights a group of ranks divides, and where a stage's code makes values DTensors, and whole again."""
 
-from collections.abc import Callable, Collection, Container, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from operator import getitem
 from typing import TYPE_CHECKING, Any
@@ -28,8 +28,8 @@ from planner.model.tensor.dimensions import (
     sums,
     weight_of,
 )
-from planner.model.tensor.experts import EXPERTS, Experts, Routing, find_experts, offsets_of, writes
-from planner.model.tensor.parallel_plan import COLUMNS, GATHERED, ROWS, Plan, style_of
+from planner.model.tensor.experts import EXPERTS, Experts, Routing, find_experts, offsets_of
+from planner.model.tensor.parallel_plan import COLUMNS, GATHERED, ROWS, Plan, divides_samples, style_of
 from planner.model.tensor.tokens import divided_by_tokens
 
 if TYPE_CHECKING:  # importing DTensor takes a second, which only plans with groups are worth
@@ -54,7 +54,6 @@ class Regions:
         self._graph, self._code, self._division = graph, code, division
         self._tokens, self._experts = division.tokens, division.routed
         self._rows = dict[fx.Node, Routing]()  # values of which this piece has the rows of a rank's experts
-        self._summands = set[fx.Node]()  # values that are so far what this rank adds
         self._weights: dict[fx.Node, Cut] = {}
         self._packed: dict[fx.Node, Cut] = {}
         self._opened: dict[fx.Node, Packing] = {}
@@ -63,7 +62,11 @@ class Regions:
         self._calls: dict[tuple[str, fx.Node], fx.Node] = {}
         self._gathered: dict[fx.Node, fx.Node] = {}
         if division.group is not None:
-            self._group = division.group
+            self._group = group = division.group
+            # How rows get to the ranks of their experts, there, and back.
+            self._moves: tuple[Callable[..., object], ...] = (group.rows, group.take, group.summand)
+            if division.by_samples:
+                self._moves = group.exchange, group.give, group.back
             self._weights = division.weights(graph)
             for node in graph.module.graph.nodes:
                 cut = self._weights.get(weight_of(node)) if node.target in PRODUCTS else None
@@ -89,26 +92,12 @@ class Regions:
             return self.whole(node, copies)
         return self._code.call_method("to_local", (copies[node],)) if node in self._division.borders else copies[node]
 
-    def first(self, node: fx.Node, copies: Container[fx.Node], inside: Container[fx.Node]) -> list[fx.Node]:
-        """Return what of a piece must run before an operation, although the graph has it later: what tells its rows."""
-        routing, needed = self._experts.rows.get(node), set[fx.Node]()
-        ahead = [] if routing is None else [routing.offsets]
-        while ahead:
-            if (value := ahead.pop()) in copies or value.op == "get_attr":
-                continue
-            if value not in inside or writes(value):
-                return []  # every rank computes all rows then
-            needed.add(value)
-            ahead += value.all_input_nodes
-        return [each for each in self._graph.module.graph.nodes if each in needed] if needed else []
-
     def reader(self, node: fx.Node, copies: dict[fx.Node, fx.Node]) -> Callable[[fx.Node], fx.Node]:
         """Return what an operation reads in place of the values that it read in the graph."""
-        if (routing := self._experts.rows.get(node)) is not None and routing.offsets in copies:
-            self._rows[node] = routing
+        reads_rows = offsets_of(node) is not None or not self._rows.keys().isdisjoint(node.all_input_nodes)
+        if reads_rows and node in self._experts.rows:
+            self._rows[node] = self._experts.rows[node]
             return lambda source: self._by_experts(node, source, copies)
-        if node in self._experts.sums:
-            return lambda source: self._summand(source, copies)
         if not self._divided(node):
             return lambda source: self._added(source, copies)
         if self._runs_whole(node):
@@ -119,11 +108,6 @@ class Regions:
     def result(self, node: fx.Node, copy: fx.Node) -> fx.Node:
         """Return the result of an operation, given its copy that `reader` has served."""
         if node in self._rows:
-            return copy
-        if node in self._experts.sums and not (self._rows.keys() | self._summands).isdisjoint(node.all_input_nodes):
-            if self._experts.sums[node]:
-                return self._code.call_function(self._group.sum, (copy,))
-            self._summands.add(node)
             return copy
         cut = self._weights.get(weight_of(node))
         if within := bool(self._divided(node)) and not self._runs_whole(node):
@@ -207,32 +191,33 @@ class Regions:
         return self._once(self._group.enter, node, self._added(node, copies))
 
     def _by_experts(self, node: fx.Node, source: fx.Node, copies: dict[fx.Node, fx.Node]) -> fx.Node:
-        """Return what an operation on a rank's rows reads in place of a value."""
+        """Return what an operation on the rows of a rank's experts reads in place of a value."""
         routing, is_product = self._rows[node], offsets_of(node) is not None
         if source in self._rows:
             return copies[source]
         if is_product and source is node.args[1]:
             return self._once(self._group.matrices, source, self._within(source, copies))
+        routes, take, _ = self._moves
         if is_product and source is routing.offsets:
-            return self._code.call_function(getitem, (self._calls["rows", routing.offsets], 0))
-        whole = self._once(self._group.alone, source, self.whole(source, copies))
-        has_rows = len(shape_of(source)) == len(shape_of(node)) and shape_of(source)[0] != 1
-        if source is node.args[0] if packet_of(node) is _aten.index else not has_rows:
-            return whole
-        rows = self._once(self._group.rows, routing.offsets, copies[routing.offsets], routing.experts, whole)
-        return self._once(self._group.take, source, whole, rows)
-
-    def _summand(self, node: fx.Node, copies: dict[fx.Node, fx.Node]) -> fx.Node:
-        """Return what a rank adds to a value."""
-        if (routing := self._rows.get(node)) is None:
-            return copies[node]
-        return self._once(self._group.summand, node, copies[node], self._calls["rows", routing.offsets])
+            return self._code.call_function(getitem, (self._calls[routes.__name__, source], 0))
+        whole = self.whole(source, copies)
+        if not self._division.by_samples:
+            whole = self._once(self._group.alone, source, whole)
+        if not is_product:
+            return whole  # the same for every row
+        rows = self._once(routes, routing.offsets, copies[routing.offsets], routing.experts, whole)
+        return self._once(take, source, whole, rows)
 
     def _added(self, node: fx.Node, copies: dict[fx.Node, fx.Node]) -> fx.Node:
-        """Return a value with what all ranks add to it."""
-        if node not in self._rows and node not in self._summands:
-            return copies[node]
-        return self._once(self._group.sum, node, self._summand(node, copies))
+        """Return a value with all of its rows, or with what all ranks add to its gradient."""
+        by_samples, copy = self._division.by_samples, copies[node]
+        if (routing := self._rows.get(node)) is not None:
+            routes, _, back = self._moves
+            copy = self._once(back, node, copy, self._calls[routes.__name__, routing.offsets])
+            return copy if by_samples else self._once(self._group.sum, node, copy)
+        if by_samples and self._graph.names.parameter(node) is not None:
+            return self._once(self._group.alone, node, copy)
+        return copy
 
     def _once(self, function: Callable[..., object], node: fx.Node, *given: Any) -> fx.Node:
         """Return the result of a call that is about a value, where all that need it take the same."""
@@ -248,6 +233,7 @@ class DividedWeights:
     group: "TensorGroup | None" = None  # the ranks; None for a single one
     cuts: Mapping[str, Cut] = field(default_factory=dict)  # by weight, under all of its names, how it is divided
     experts: Mapping[str, int] = field(default_factory=dict)  # by weight that they divide by experts, how many it has
+    by_samples: bool = False  # whether each has samples of its own, and divides no other weights
     by_tokens: bool = False  # whether they divide values by tokens, too
     sends_parts: bool = False  # whether stages exchange a rank's part of these
     tokens: Mapping[fx.Node, int] = field(default_factory=dict)  # those of a stage's graph, with the tokens' dimension
@@ -259,6 +245,10 @@ class DividedWeights:
         """Whether this rank saves and counts what all ranks of the group have alike."""
         return self.group is None or self.group.place == 0
 
+    def samples_of(self, size: int) -> int:
+        """Return how many samples of a microbatch a rank has."""
+        return size // self.group.degree if self.group is not None and self.by_samples else size
+
     def weights(self, graph: LayerGraph) -> dict[fx.Node, Cut]:
         """Return how the weights are divided that a graph reads."""
         names = {node: graph.names.parameter(node) or "" for node in graph.module.graph.nodes}
@@ -269,7 +259,7 @@ class DividedWeights:
         if self.group is None:
             return self
         routed, tokens = find_experts(graph, self.cuts), dict[fx.Node, int]()
-        if self.by_tokens:
+        if self.by_tokens and not self.by_samples:
             tokens = divided_by_tokens(graph, self.weights(graph), self.group.degree)
         return replace(self, routed=routed, tokens=tokens, borders=borders)
 
@@ -353,8 +343,11 @@ def whole_state(module: nn.Module, *, kept: bool = True) -> dict[str, Tensor]:
     return {name: wholes[id(tensor)] for name, tensor in state.items()}
 
 
-def division_of(graph: LayerGraph, plan: Plan, group: "TensorGroup") -> DividedWeights:
-    """Return how the ranks divide the weights of a captured model; raise PlanError where they cannot."""
+def division_of(graph: LayerGraph, plan: Plan, group: "TensorGroup", samples: int = 0) -> DividedWeights:
+    """Return how the ranks divide the weights of a captured model; raise PlanError where they cannot.
+
+    Where they divide nothing but experts, each has a part of a microbatch's `samples`.
+    """
     if graph.blocks is not None:
         raise PlanError(
             "ranks divide the products of a captured graph, and the model file names blocks, which run as they are",
@@ -394,7 +387,8 @@ def division_of(graph: LayerGraph, plan: Plan, group: "TensorGroup") -> DividedW
                 hint="solve with smaller degrees in `tensor`",
             )
         found.update(dict.fromkeys(aliases, cut))
-    return DividedWeights(group, found, {name: count for name, count in experts.items() if name in found})
+    by_samples = divides_samples(graph, group.degree, samples) and set(plan.values()) == {EXPERTS}
+    return DividedWeights(group, found, {name: n for name, n in experts.items() if name in found}, by_samples)
 
 
 def _splits_heads(product: fx.Node, degree: int) -> bool:

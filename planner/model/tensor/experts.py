@@ -1,29 +1,31 @@
 """Expert parallelism: the grouped products of a mixture of experts, whose experts the ranks of a group divide.
 
 Tokens are sorted by their expert, and a grouped product multiplies each expert's rows with its own matrix. A rank has
-the matrices of its experts, takes the rows that chose them, and the ranks sum up what their experts add to each token:
-one all-reduce of the tokens forward and one backward, as behind a row product. Every rank routes all tokens alike. So
-do the expert plans of transformers, which divide experts and not tokens (Rajbhandari et al., "DeepSpeed-MoE", 2022,
-section 5, exchange tokens by two all-to-alls instead).
+the matrices of its experts. There are two ways to get it the rows that chose them:
+
+- Each rank has a part of the samples, and the whole of all other weights. The ranks exchange rows by an all-to-all
+  before the products and by one behind them, and twice again in the backward (Lepikhin et al., "GShard", 2021, section
+  3.1); and they all-reduce the gradients of what they have alike.
+- All ranks have all tokens, as between divided products of other layers. Each takes the rows of its experts, and they
+  sum up what they make of them.
 """
 
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import fx
 
 from planner.model.capture.graph import LayerGraph
 from planner.model.capture.operations import is_random
-from planner.model.tensor.dimensions import COPIES, RESHAPES, dimension_of, is_tensor, packet_of, shape_of
+from planner.model.tensor.dimensions import COPIES, dimension_of, packet_of, shape_of
 
 _aten = torch.ops.aten
 # The last is what transformers captures where the first is not there.
 GROUPED = ("_grouped_mm", "grouped_mm_fallback")
 EXPERTS = "grouped_gemm"  # how plans of transformers call a weight whose experts are divided
 _VIEWS = (_aten.transpose, _aten.permute)
-_LINEAR = (*RESHAPES, *COPIES, *_VIEWS, _aten.sum, _aten.mean)
 
 
 class Routing(NamedTuple):
@@ -38,7 +40,6 @@ class Experts:
     """What ranks compute of a graph's grouped products."""
 
     rows: Mapping[fx.Node, Routing] = field(default_factory=dict)  # values of which a rank has its experts' rows
-    sums: Mapping[fx.Node, bool] = field(default_factory=dict)  # summands behind them; whether the ranks add them here
     counts: Mapping[str, int] = field(default_factory=dict)  # experts, by name of the divided weights
 
 
@@ -47,28 +48,20 @@ def find_experts(graph: LayerGraph, divided: Container[str] | None = None) -> Ex
 
     A weight can be divided if nothing but grouped products uses it.
     """
-    nodes: list[fx.Node] = list(graph.module.graph.nodes)
     counts, products = dict[str, int](), dict[fx.Node, Routing]()
-    for node in nodes:
+    for node in graph.module.graph.nodes:
         name = graph.names.parameter(node)
         if name is not None and (divided is None or name in divided) and (own := _products(node)):
             products |= own
             counts[name] = next(iter(own.values())).experts
     rows = dict[fx.Node, Routing]()
-    for node in nodes:
+    for node in graph.module.graph.nodes if products else ():
         known = {source: rows[source] for source in node.all_input_nodes if source in rows}
         if node in products:
             rows[node] = products[node]
-        elif len(set(known.values())) == 1 and not is_random(node, graph.module):
-            writes_another = writes(node) and node.args[0] not in known
-            if not writes_another and dimension_of(node, dict.fromkeys(known, 0), parts=True) == 0:
-                rows[node] = next(iter(known.values()))
-    for node in reversed(nodes):  # what only these rows read, such as the tokens in the order of their experts
-        if node.users and node not in rows and all(_reads_rows(user, node, rows) for user in node.users):
-            is_taken = packet_of(node) is _aten.index and len(_indices(node)) == 1
-            if is_taken or (packet_of(node) in COPIES and len(shape_of(node)) > 1):
-                rows[node] = rows[next(iter(node.users))]
-    return Experts(rows, _sums(nodes, rows), counts)
+        elif len(routes := set(known.values())) == 1 and _keeps_rows(graph, node, known):
+            rows[node] = routes.pop()
+    return Experts(rows, counts)
 
 
 def _products(weight: fx.Node) -> dict[fx.Node, Routing]:
@@ -94,37 +87,9 @@ def offsets_of(node: fx.Node) -> fx.Node | None:
     return given if dimensions == [2, 3] and isinstance(given, fx.Node) else None
 
 
-def _reads_rows(user: fx.Node, node: fx.Node, rows: Mapping[fx.Node, Routing]) -> bool:
-    return user in rows and (offsets_of(user) is None or user.args[0] is node)
-
-
-def writes(node: fx.Node) -> bool:
-    """Return whether an operation changes a value in place."""
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
-
-
-def _indices(node: fx.Node) -> list[Any]:
-    return list(node.args[1])  # type: ignore[arg-type]
-
-
-def _sums(nodes: Iterable[fx.Node], rows: Mapping[fx.Node, Routing]) -> dict[fx.Node, bool]:
-    """Return the summands behind experts' rows, up to where something is not linear in them."""
-    found = dict[fx.Node, bool]()
-    for node in nodes:
-        read = [source for source in node.all_input_nodes if source in rows]
-        if node in rows or len(read) != 1 or not _is_linear_in(read[0], node):
-            continue
-        value: fx.Node | None = node
-        while value is not None:
-            after = next((user for user in value.users if _is_linear_in(value, user)), None)
-            found[value] = after is None
-            value = after
-    return found
-
-
-def _is_linear_in(value: fx.Node, node: fx.Node) -> bool:
-    """Return whether only this operation reads a value, and takes sums to the sums of what it makes of summands."""
-    if len(value.users) > 1 or not node.args or node.args[0] is not value or not is_tensor(node):
+def _keeps_rows(graph: LayerGraph, node: fx.Node, known: Mapping[fx.Node, Routing]) -> bool:
+    """Return whether an operation makes each row of one row of these values, and needs nothing else that has rows."""
+    is_mutable = isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+    if is_random(node, graph.module) or (is_mutable and node.args[0] not in known):
         return False
-    takes = packet_of(node) is _aten.index and value not in _indices(node)
-    return takes or packet_of(node) in _LINEAR
+    return dimension_of(node, dict.fromkeys(known, 0)) == 0

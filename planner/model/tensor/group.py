@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
@@ -28,6 +29,16 @@ class Rows(NamedTuple):
     start: int
     length: int
     total: int
+
+
+class Exchange(NamedTuple):
+    """How ranks that have samples of their own exchange rows, so that each has those of its experts."""
+
+    offsets: Tensor  # where the rows of each of this rank's experts end
+    order: Tensor  # of the rows that come, by sender, in which they are by expert
+    back: Tensor  # the inverse
+    sends: list[int]  # rows to each rank
+    takes: list[int]
 
 
 class TensorGroup:
@@ -110,10 +121,37 @@ class TensorGroup:
 
     def alone(self, value: Tensor) -> Tensor:
         """Return a value that all ranks have whole, for a computation that each does for itself with a part."""
-        if not value.requires_grad:
-            return value
-        own: Tensor = DTensor.from_local(value, self.mesh, [Replicate()]).to_local(grad_placements=[Partial()])
-        return own
+        made: Tensor = _Alone.apply(value, self.mesh.get_group()) if value.requires_grad else value  # type: ignore[no-untyped-call]
+        return made
+
+    def exchange(self, offsets: Tensor, experts: int, whole: Tensor) -> Exchange:
+        """Return how the rows of a value of this rank's samples get to the ranks of their experts.
+
+        Without data, and where the others are not there, it gets as many as it gives; see `rows`.
+        """
+        given = offsets.diff(prepend=offsets.new_zeros(1)).view(self.degree, experts // self.degree)
+        taken = self._moved(given)
+        if dist.get_backend(self.mesh.get_group()) == "fake":
+            taken = given
+        if isinstance(offsets, FakeTensor):
+            sends = takes = [whole.shape[0] // self.degree] * self.degree
+        else:
+            sends, takes = torch.stack([given.sum(1), taken.sum(1)]).tolist()
+        own = torch.arange(taken.shape[1], device=offsets.device).repeat(self.degree)
+        order = own.repeat_interleave(taken.flatten(), output_size=sum(takes)).argsort(stable=True)
+        return Exchange(taken.sum(0).cumsum(0).to(offsets.dtype), order, order.argsort(), sends, takes)
+
+    def give(self, value: Tensor, rows: Exchange) -> Tensor:
+        """Return the rows of this rank's experts, of the values of all ranks."""
+        return self._moved(value, rows.takes, rows.sends)[rows.order]
+
+    def back(self, value: Tensor, rows: Exchange) -> Tensor:
+        """Return the rows of this rank's samples, of the values that all ranks made of their experts' rows."""
+        return self._moved(value[rows.back], rows.sends, rows.takes)
+
+    def _moved(self, value: Tensor, takes: list[int] | None = None, sends: list[int] | None = None) -> Tensor:
+        moved: Tensor = funcol.all_to_all_single_autograd(value, takes, sends, self.mesh.get_group())
+        return moved
 
     def matrices(self, weights: Tensor) -> Tensor:
         """Return this rank's experts of weights that are whole, or divided by experts."""
@@ -203,6 +241,20 @@ class TensorGroup:
         if mask is not None:
             scores = scores.masked_fill(mask.logical_not(), -math.inf) if mask.dtype == torch.bool else scores + mask
         return DTensor.from_local((scores.softmax(-1) * noise) @ v, self.mesh, [own], run_check=False)
+
+
+class _Alone(torch.autograd.Function):
+    """A value as it is, whose gradient is the sum of what the ranks have."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        summed: Tensor = torch.ops._c10d_functional.wait_tensor(funcol.all_reduce(gradient, "sum", ctx.group))
+        return summed, None
 
 
 class _Gathered(torch.autograd.Function):

@@ -36,10 +36,15 @@ def style_of(plan: Plan, name: str) -> str | None:
     return plan.get(name, plan.get(general))
 
 
-def tensor_parallel_plan(training_spec: TrainingSpec, graph: LayerGraph, degree: int) -> Plan:
-    """Return how so many ranks divide a model's modules: as it says, or else as its graph allows."""
+def tensor_parallel_plan(training_spec: TrainingSpec, graph: LayerGraph, degree: int, samples: int = 0) -> Plan:
+    """Return how so many ranks divide a model's modules: as it says, or else as its graph allows.
+
+    Of a model with experts they divide these alone, where each rank can have a part of a microbatch's `samples`.
+    """
     if training_spec.defines("tensor_parallel_plan"):
         return training_spec.tensor_parallel_plan()
+    if divides_samples(graph, degree, samples) and (experts := expert_plan(graph, degree)):
+        return experts
     if (declared := _models_own_plan(graph.model)) is not None:
         return {**declared, **expert_plan(graph, degree)}
     if found := found_plan(graph, degree):
@@ -76,6 +81,11 @@ def found_plan(graph: LayerGraph, degree: int) -> dict[str, str]:
             if len(users) == uses[name] <= 2 and name.endswith(".weight"):  # a head may have the embedding's weight
                 styles[name] = GATHERED[0] if any(users) else "embedding_rowwise"
     return {name.rpartition(".")[0]: style for name, style in styles.items()} | expert_plan(graph, degree)
+
+
+def divides_samples(graph: LayerGraph, degree: int, samples: int) -> bool:
+    """Return whether so many ranks can have a part of the samples each."""
+    return samples > 0 and samples % degree == 0 and graph.batch_size is None
 
 
 def expert_plan(graph: LayerGraph, degree: int) -> dict[str, str]:

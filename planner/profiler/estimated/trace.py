@@ -205,7 +205,6 @@ class _Tracer:
                 self.options.prepare(model)
                 (model,) = fake_modules([model], FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv()))
             graph = self._captured(model)
-        batch = on_meta(lambda: spec.example_batch(self.batch_size))
         # The device's own operations; with data, those of the CPU that computes.
         operations = cuda_operations() if self.execution.kind == "cuda" else nullcontext()
         try:
@@ -213,9 +212,11 @@ class _Tracer:
             if has_blocks:
                 with FakeTensorMode(allow_non_fake_inputs=True) as mode, operations:
                     fake = _fake_blocks(graph, mode)
-                    return self._run(fake, self._whole(fake), fake_batch(batch), range(len(fake.layers)))
+                    stage = self._whole(fake)
+                    return self._run(fake, stage, fake_batch(self._batch(stage)), range(len(fake.layers)))
             with abridged(graph) as (shorter, stands):
                 stage = self._whole(shorter)
+                batch = self._batch(stage)
                 with FakeTensorMode(), operations:
                     make_fake(stage)
                     trace = self._run(shorter, stage, fake_batch(batch), stands)
@@ -225,9 +226,15 @@ class _Tracer:
                 raise cause if has_blocks else capture_failure(cause, model) from cause
         if not has_blocks:
             graph = self._captured(spec.build_model())
-        batch = make_batch(spec.example_batch(self.batch_size), "example_batch")
-        trace = self._run(graph, self._whole(graph), batch, range(len(graph.layers)))
+        stage = self._whole(graph)
+        batch = make_batch(spec.example_batch(stage.division.samples_of(self.batch_size)), "example_batch")
+        trace = self._run(graph, stage, batch, range(len(graph.layers)))
         return replace(trace, with_data=True)
+
+    def _batch(self, stage: StageModule) -> Batch:
+        """Return a batch without data, of the samples that the rank has."""
+        size = stage.division.samples_of(self.batch_size)
+        return on_meta(lambda: self.training_spec.example_batch(size))
 
     def _captured(self, model: nn.Module) -> LayerGraph:
         """Capture with few samples, as example batches have data; with all where the graph is good for one size."""
@@ -239,8 +246,8 @@ class _Tracer:
         """Build a stage of all layers."""
         division = UNDIVIDED
         if self.group is not None:
-            plan = tensor_parallel_plan(self.training_spec, graph, self.group.degree)
-            division = division_of(graph, plan, self.group)
+            plan = tensor_parallel_plan(self.training_spec, graph, self.group.degree, self.batch_size)
+            division = division_of(graph, plan, self.group, self.batch_size)
         variant = replace(OBSERVABLE, division=division)
         stage = build_stage(graph, [layer.name for layer in graph.layers], variant=variant)
         keep_parts(stage)
