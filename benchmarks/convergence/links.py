@@ -53,7 +53,6 @@ class Case:
         minibatches: trained of it; where only the time is of interest, a few.
         stages: of a block each, one per worker; for `DDP` and `LOCAL`, workers.
         parts: microbatches of a minibatch, where the schedule divides it.
-        synchronous_start: share of the minibatches.
         seed: of first weights and data.
         bandwidth: of each worker's link.
         clip: `--clip-grad-norm`.
@@ -66,7 +65,6 @@ class Case:
     minibatches: int
     stages: int
     parts: int
-    synchronous_start: float
     seed: int
     bandwidth: str
     compress: str = "none"
@@ -83,7 +81,7 @@ class Case:
     @property
     def named(self) -> str:
         """The name, with what a run does about late gradients."""
-        return with_remedies(self.name, self.synchronous_start, self.late_lr, self.clip)
+        return with_remedies(self.name, 0.0, self.late_lr, self.clip)
 
     @property
     def whole(self) -> bool:
@@ -127,7 +125,6 @@ def main() -> None:
     parser.add_argument("--stages", type=int, choices=(4, 8), default=4)
     parser.add_argument("--parts", type=int, default=4, help="microbatches of a minibatch, where it is divided")
     parser.add_argument("--seeds", default="0")
-    parser.add_argument("--synchronous-start", type=float, default=0.0)
     parser.add_argument("--bandwidth", default="1Gbps")
     parser.add_argument("--clip", type=float, help="as --clip-grad-norm of plan train")
     parser.add_argument("--late-lr", type=float, default=0.0, help="as of plan train; synchronous runs have none")
@@ -148,9 +145,8 @@ def main() -> None:
             for name in args.contenders.split(";"):
                 contender, _, compress = name.partition("+")
                 late = contender not in (DDP, LOCAL) and find(contender).asynchronous
-                start = args.synchronous_start if late else 0.0
                 minibatches = args.only or args.minibatches
-                case = Case(contender, recipe, minibatches, args.stages, args.parts, start, seed, args.bandwidth)
+                case = Case(contender, recipe, minibatches, args.stages, args.parts, seed, args.bandwidth)
                 late_lr = args.late_lr if late else 0.0
                 case = replace(case, compress=compress or "none", clip=args.clip, late_lr=late_lr)
                 run = train_replicas(bed, links, case) if case.compared else train(bed, links, case)
@@ -166,7 +162,6 @@ def train(bed: Testbed, links: Cluster, case: Case) -> Run:
     options = TrainingOptions(
         evaluate_every=case.minibatches if case.whole and case.contender != DDP else None,
         drop_last=True,
-        synchronous_start=case.synchronous_start,
         clip_grad_norm=case.clip,
         late_lr=case.late_lr,
     )

@@ -13,6 +13,8 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor, nn
 
 from benchmarks.gpu_truth.gpt import Gpt
 from planner.cost.tensor import by_tokens
@@ -30,6 +32,7 @@ from planner.formats.profile import (
 from planner.profiler.estimated.devices import DeviceSpec, DType
 from planner.profiler.estimated.estimate import profile_of_trace
 from planner.profiler.estimated.execution import Execution
+from planner.profiler.estimated.operations import OperationRecorder
 from planner.profiler.estimated.trace import StepTrace, trace_step
 
 _SUMS = (
@@ -196,3 +199,15 @@ def chain(model: str, parts: Parts, layers: Sequence[Layer], sends: Sequence[flo
         edges=tuple(edges),
         provenance=Provenance(tool="benchmarks.gpu_truth", source="estimated"),
     )
+
+
+def both_ways(block: nn.Module, x: Tensor) -> OperationRecorder:
+    """Record a block's forward and backward, whose operations end at `until[1:3]`, and begin at `until[0]`."""
+    recorder = OperationRecorder(gpu=True)
+    with recorder:
+        recorder.end_span()
+        y = block(x)
+        recorder.end_span()
+        y.backward(torch.empty_like(y))
+        recorder.end_span()
+    return recorder

@@ -72,7 +72,7 @@ def _optimizer(parameters: Iterable[nn.Parameter]) -> AdamW:
     return AdamW(parameters, lr=1e-4, fused=True)
 
 
-def _norm(gpt: Gpt) -> nn.Module:
+def norm(gpt: Gpt) -> nn.Module:
     return nn.RMSNorm(gpt.hidden, eps=1e-5) if gpt.gated else nn.LayerNorm(gpt.hidden)
 
 
@@ -137,10 +137,10 @@ class _Mlp(nn.Module):
         return result
 
 
-class _Layer(nn.Module):
+class Layer(nn.Module):
     def __init__(self, gpt: Gpt) -> None:
         super().__init__()
-        self.norm1, self.norm2 = _norm(gpt), _norm(gpt)
+        self.norm1, self.norm2 = norm(gpt), norm(gpt)
         self.attention, self.mlp = _Attention(gpt), _Mlp(gpt)
         self.dropout1, self.dropout2 = nn.Dropout(gpt.dropout), nn.Dropout(gpt.dropout)
 
@@ -170,8 +170,8 @@ class _Model(nn.Module):
     def __init__(self, gpt: Gpt) -> None:
         super().__init__()
         self.embedding = _Embedding(gpt)
-        self.layers = nn.ModuleList(_Layer(gpt) for _ in range(gpt.layers))
-        self.norm = _norm(gpt)
+        self.layers = nn.ModuleList(Layer(gpt) for _ in range(gpt.layers))
+        self.norm = norm(gpt)
         self.head = nn.Linear(gpt.hidden, gpt.vocab // gpt.tensor, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:

@@ -10,18 +10,19 @@ from __future__ import annotations
 
 import argparse
 import csv
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import combinations, pairwise, product
-from math import ceil, copysign
+from itertools import combinations, pairwise
+from math import ceil, copysign, log
 from statistics import mean, median
+from typing import NamedTuple
 
 import numpy as np
-import torch
 from tabulate import tabulate
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from benchmarks.gpu_truth.by_layers import both_ways
 from benchmarks.gpu_truth.nanotron_model import Llama as Llama
 from benchmarks.gpu_truth.rows import ANCHORS, device, price
 from planner.cost.network.link import Link, backward_and_reduce_s, ring_all_reduce_s
@@ -31,7 +32,7 @@ from planner.formats.profile import Device, Edge, Layer, Profile, Provenance, Va
 from planner.options.verbs import PLANNED
 from planner.profiler.estimated.devices import HOSTS, DeviceSpec
 from planner.profiler.estimated.execution import cuda_operations
-from planner.profiler.estimated.operations import Operation, OperationRecorder
+from planner.profiler.estimated.operations import Operation
 from planner.profiler.estimated.roofline import Costs, Floats
 from planner.profiler.step.allocation import saved_bytes
 
@@ -40,6 +41,13 @@ _PER_SERVER = 8
 _NVLINK, _NICS = 450e9, 8 * 50e9  # bytes per second and direction: data sheets of the H100 and of its servers
 H100 = device("h100")
 KINDS = ("embedding", "layer", "head", "loss")
+
+
+class Rates(NamedTuple):
+    """Bytes per second of collectives of all GPUs of some servers."""
+
+    reduce_bytes_per_s: float
+    gather_bytes_per_s: float
 
 
 @dataclass(frozen=True)
@@ -56,8 +64,13 @@ class Run:
     sharded: bool
     seconds: float | None
     reserved_bytes: float | None
-    all_reduce_bytes_per_s: float | None
-    all_gather_bytes_per_s: float | None
+    rates: Rates | None  # of collectives of all its GPUs, as its job measured them; None out of memory
+    checked: bool  # every rank of a group says what it is about to do before each collective
+
+    @property
+    def servers(self) -> int:
+        """Of the job."""
+        return max(1, self.gpus // _PER_SERVER)
 
     @property
     def job(self) -> tuple[float, int]:
@@ -86,8 +99,8 @@ def runs() -> Iterator[Run]:
                 row["zero"] == "1",
                 tokens / speed if trained else None,
                 float(row["peak_reserved_GB"]) * _GIB if trained else None,
-                float(row["allreduce_GBps"]) * 1e9 if trained else None,
-                float(row["allgather_GBps"]) * 1e9 if trained else None,
+                Rates(float(row["allreduce_GBps"]) * 1e9, float(row["allgather_GBps"]) * 1e9) if trained else None,
+                trained and number["gpus"] > _PER_SERVER and float(row["allreduce_intra_GBps"]) < _CHECKED_GBPS,
             )
 
 
@@ -99,8 +112,17 @@ class Block:
     backward: Costs
     saved_bytes: int
     workspace_bytes: int
-    parameters: int
-    weights: int  # tensors
+    sizes: tuple[int, ...]  # elements of each weight
+
+    @property
+    def weights(self) -> int:
+        """Number of tensors."""
+        return len(self.sizes)
+
+    @property
+    def parameters(self) -> int:
+        """Elements of all weights."""
+        return sum(self.sizes)
 
 
 @cache
@@ -109,13 +131,7 @@ def block_of(llama: Llama, kind: str, samples: int) -> Block:
     with FakeTensorMode(), cuda_operations():
         module, x = replace(llama, layers=1).blocks(samples)[kind]
         (saved,) = saved_bytes([module], lambda _: module(x))
-        recorder = OperationRecorder(gpu=True)
-        with recorder:
-            recorder.end_span()
-            y = module(x)
-            recorder.end_span()
-            y.backward(torch.empty_like(y))
-            recorder.end_span()
+        recorder = both_ways(module, x)
         weights = list(module.parameters())
     start, middle, end = recorder.until
     _, forward, backward = recorder.allocated.peaks[:3]
@@ -125,16 +141,20 @@ def block_of(llama: Llama, kind: str, samples: int) -> Block:
         Costs(recorder.operations[middle:end]),
         saved,
         max(0, forward - saved, backward - saved - gradients),
-        sum(weight.numel() for weight in weights),
-        len(weights),
+        tuple(weight.numel() for weight in reversed(weights)),
     )
 
 
 def stages_of(llama: Llama, count: int) -> list[list[str]]:
-    """Return the blocks of each stage, as nanotron balances them (`models/base.py`, `models/llama.py`)."""
+    """Return the blocks of each stage, as nanotron balances layers and head (`models/base.py`, `models/llama.py`).
+
+    The loss is computed with the head. In the code a head that fills a stage leaves the loss to the next one, and sends
+    it the logits: 1 GB per sample, 21 ms through a server's network. Deep pipelines took equally long across servers
+    and within them, and as long as head and loss together.
+    """
     h = llama.hidden
     costs = {"layer": 4 * h * h + 3 * llama.ffn * h, "head": llama.vocab * h}
-    blocks = ["embedding", *["layer"] * llama.layers, "norm", "head", "loss"]
+    blocks = ["embedding", *["layer"] * llama.layers, "norm", "head"]
     total = llama.layers * costs["layer"] + costs["head"]
     stages: list[list[str]] = [[] for _ in range(count)]
     number, done = 0, 0
@@ -144,7 +164,9 @@ def stages_of(llama: Llama, count: int) -> list[list[str]]:
         done += costs.get(block, 0)
         if done > total * ((number + 1) / count):
             number += 1
-    return [stage for stage in stages if stage]
+    stages = [stage for stage in stages if stage]
+    stages[-1].append("loss")
+    return stages
 
 
 @dataclass(frozen=True)
@@ -152,17 +174,13 @@ class Links:
     """What collectives and messages of a job reach.
 
     Attributes:
-        reduce_bytes_per_s, gather_bytes_per_s: of all-reduces and all-gathers over the job's servers.
-        servers: of the job.
-        near_s, far_s: of one step of a ring, within a server and to the next one.
+        rates: of collectives over all GPUs of so many servers.
+        step_s: of a ring across servers.
         message_s: of one tensor to the next stage, with the two messages that announce its shape.
     """
 
-    reduce_bytes_per_s: float
-    gather_bytes_per_s: float
-    servers: int
-    near_s: float
-    far_s: float
+    rates: Mapping[int, Rates]
+    step_s: float
     message_s: float
 
     def ring(self, ranks: int, per_server: int, *, gathers: bool = False) -> Link:
@@ -170,21 +188,28 @@ class Links:
         if ranks <= per_server:
             nearest = min((size for size in _INSIDE if size >= ranks), default=_PER_SERVER)
             return Link(*_INSIDE[nearest])
-        far = ranks // per_server
-        step_s = ((ranks - far) * self.near_s + far * self.far_s) / ranks
-        rate = self.gather_bytes_per_s if gathers else self.reduce_bytes_per_s
-        if not gathers and self.servers * rate < _FALLING:
-            rate *= self.servers / far
-        return Link(min(rate, _NICS) * per_server / _PER_SERVER, step_s)
+        servers = ranks // per_server
+        rates = self.rates[min(self.rates, key=lambda known: abs(log(known / servers)))]
+        if gathers:
+            rate, step_s, steps = rates.gather_bytes_per_s, self.step_s, servers * _PER_SERVER - 1
+        else:
+            rate, step_s = rates.reduce_bytes_per_s, ((ranks - servers) * _NEAR_S + servers * _FAR_S) / ranks
+            steps = 2 * (servers * _PER_SERVER - 1)
+        # Their rate is that of 1 GiB, over all ranks of the servers and with their steps.
+        moved = 2**30 * steps / (servers * _PER_SERVER)
+        rate = moved / max(moved / _NICS, moved / rate - steps * step_s)
+        return Link(rate * per_server / _PER_SERVER, step_s)
 
 
-@dataclass(frozen=True)
-class Program:
-    """What a host spends."""
+class Program(NamedTuple):
+    """What a host spends, and how far apart servers are."""
 
     launch_s: float
     collective_s: float
     message_s: float  # of one tensor to the next stage, with the two messages that announce its shape
+    check_s: float  # of a collective whose ranks are checked first, per rank of its group, within a server
+    check_far_s: float  # the same across servers
+    step_s: float  # of a ring across servers
 
 
 def collective_s(run: Run, size_bytes: float, links: Links) -> float:
@@ -242,13 +267,25 @@ def _times(run: Run, kind: str, spec: DeviceSpec, program: Program, links: Links
         forward_n += 3  # of largest logits, those of the targets, and sums
     # Each weight's gradient is added in a launch of its own.
     launches = np.array([block.forward.launches.sum(), block.backward.launches.sum() + block.weights])
-    return device, launches * program.launch_s + np.array([forward_n, backward_n]) * program.collective_s
+    check_s = program.check_s if run.llama.tensor <= _PER_SERVER else program.check_far_s
+    each_s = program.collective_s + run.checked * run.llama.tensor * check_s
+    return device, launches * program.launch_s + np.array([forward_n, backward_n]) * each_s
 
 
-def predict(run: Run, spec: DeviceSpec, program: Program, links: Links) -> tuple[float, int]:
-    """Return the seconds of a minibatch and the bytes that its fullest GPU needs.
+class Predicted(NamedTuple):
+    """What is predicted of a run: seconds of a minibatch, and bytes of its fullest GPU."""
+
+    seconds: float
+    needed_bytes: int
+    reserved_bytes: int  # by PyTorch's allocator
+
+
+def predict(run: Run, spec: DeviceSpec, program: Program, links: Links) -> Predicted:
+    """Return a run's speed and memory.
 
     Replicas are alike, so one of them is priced, and the all-reduce of its gradients is added as the cost model says.
+    A backward scatters one gradient of all tokens per product that gathered its input. PyTorch keeps each until the
+    collective's stream has passed it, and a host that is ahead of its device begins the next forward before that.
     """
     t, llama = run.llama.tensor, run.llama
     hidden_bytes = 2 * llama.seq * run.samples * llama.hidden // t
@@ -257,8 +294,12 @@ def predict(run: Run, spec: DeviceSpec, program: Program, links: Links) -> tuple
     layers: list[Layer] = []
     reducing = links.ring(run.replicas, max(1, _PER_SERVER // t))
     known = {kind: _times(run, kind, spec, program, links) for kind in KINDS}
+    pendings: list[int] = []
     for blocks in stages:
-        device, host = (sum(known[kind][part] for kind in blocks) for part in (0, 1))
+        device, host = (np.sum([known[kind][part] for kind in blocks], axis=0) for part in (0, 1))
+        ahead = t > 1 and run.microbatches > 1 and bool(host.sum() < device.sum())
+        products = 2 * blocks.count("layer") + blocks.count("head")
+        pendings.append(ahead * products * 2 * llama.seq * run.samples * llama.hidden)
         factor = np.maximum(1.0, host / np.maximum(device, 1e-12))
         for kind in blocks:
             block, times = block_of(llama, kind, run.samples), known[kind][0]
@@ -307,12 +348,17 @@ def predict(run: Run, spec: DeviceSpec, program: Program, links: Links) -> tuple
     own_stages = [OwnStage(layers=tuple(next(names) for _ in blocks)) for blocks in stages]
     plan = price(profile, _groups(run, len(stages), links), own_stages, run.microbatches)
     ends_s = [0.0]
-    for stage in plan.stages if run.replicas > 1 else ():
+    for stage, blocks in zip(plan.stages, stages, strict=True) if run.replicas > 1 else ():
         bucket_s = float(ring_all_reduce_s(_BUCKET_BYTES, run.replicas, reducing))
         reduce_s = 2 * stage.memory.gradients_bytes / _BUCKET_BYTES * bucket_s
+        if run.checked and not run.sharded:
+            sizes = [size for kind in reversed(blocks) for size in block_of(llama, kind, run.samples).sizes]
+            reduce_s += buckets(sizes) * run.replicas * program.check_far_s
         ends_s.append(float(backward_and_reduce_s(stage.backward_s, reduce_s, reducing)) - stage.backward_s)
-    needed = max(plan.memory_bytes(number) for number in range(len(plan.stages)))
-    return plan.predicted.seconds_per_minibatch + max(ends_s), needed
+    extra = [pending + 2 * llama.seq * run.samples * llama.hidden * 2 * (t > 1) for pending in pendings]
+    needed = max(plan.memory_bytes(number) + more for number, more in enumerate(extra))
+    tensors = [plan.tensor_bytes(number) + more for number, more in enumerate(extra)]
+    return Predicted(plan.predicted.seconds_per_minibatch + max(ends_s), needed, max(tensors))
 
 
 def _groups(run: Run, stages: int, links: Links) -> Cluster:
@@ -328,8 +374,12 @@ class Judged:
     """A run with its prediction."""
 
     run: Run
-    seconds: float
-    needed_bytes: int
+    predicted: Predicted
+
+    @property
+    def seconds(self) -> float:
+        """Predicted, of a minibatch."""
+        return self.predicted.seconds
 
     @property
     def measured_s(self) -> float:
@@ -346,35 +396,77 @@ class Judged:
 # Rings in a server, by ranks: bytes per second, and seconds of a step, of all-gathers and reduce-scatters of 16 to 64
 # MB (NCCL 2.27 on H100, aiconfigurator).
 _INSIDE = {2: (260e9, 20e-6), 4: (318e9, 9e-6), 8: (336e9, 5e-6)}
+_NEAR_S, _FAR_S = 3.4e-6, 14e-6  # steps of a ring in NCCL's own model (src/graph/tuning.cc), in a server and beyond
 _CHANNELS = 24  # processors of an H100 that NCCL's rings take within a server: an assumption
-# Of an eager host, as `devices.HOSTS`: a collective is launched like any kernel, and so are three messages.
-EAGER = Program(HOSTS["eager"], HOSTS["eager"], 4 * HOSTS["eager"])
-_TIMES = ((25e-6, 50e-6, 75e-6), (25e-6, 100e-6, 300e-6), (100e-6, 2e-3, 6e-3))  # among which calibration chooses
+# Of an eager host, as `devices.HOSTS`: a collective is launched like any kernel, and so are three messages. Checks, and
+# steps of rings across servers, are those of the all-reduces and all-gathers that measured the jobs' rates.
+EAGER = Program(HOSTS["eager"], HOSTS["eager"], 4 * HOSTS["eager"], 0.333e-3, 0.333e-3, 40e-6)
+_TRIED = {
+    "launch_s": (25e-6, 38e-6, 50e-6, 65e-6, 80e-6),
+    "collective_s": (40e-6, 80e-6, 120e-6, 160e-6, 200e-6, 250e-6, 300e-6),
+    "message_s": (150e-6, 500e-6, 1e-3, 2e-3),
+    "check_s": (150e-6, 180e-6, 210e-6, 240e-6, 270e-6, 300e-6, 333e-6),
+    "check_far_s": (200e-6, 230e-6, 260e-6, 290e-6, 333e-6),
+    "step_s": (25e-6, 30e-6, 35e-6, 40e-6, 45e-6, 50e-6, 60e-6),
+}
+_ROUNDS = 2
 _EACH = 8  # of the runs, one so many is fitted
 _BUCKET_BYTES = 50e6  # DistributedDataParallel's 25 MB in half precision
-# In some jobs the all-reduce of all GPUs reaches 860 GB/s over the number of servers, from 4 to 64 of them, in others
-# more. In the former a ring through fewer servers is faster.
-_FALLING = 950e9
-# Steps of rings: in a server as above, and to the next one, which is an assumption.
-_NEAR_S, _FAR_S = 5e-6, 25e-6
+# Of an all-reduce within a server: 458 GB/s in jobs on several servers that check nothing, and 425 in those that do.
+_CHECKED_GBPS = 440.0
 
 
-def links_of(run: Run, message_s: float) -> Links:
+def buckets(sizes: Sequence[int]) -> int:
+    """Return the number of buckets of gradients in half precision: one is full at 25 MB, and has whole weights."""
+    count, held = 0, 0
+    for size in sizes:
+        held += 2 * size
+        if held >= _BUCKET_BYTES / 2:
+            count, held = count + 1, 0
+    return count + (held > 0)
+
+
+def links_of(run: Run, program: Program) -> Links:
     """Return the links of a run, as its job measured them; rows out of memory, whose speed nobody asks, get any."""
-    reduce, gather = run.all_reduce_bytes_per_s or 340e9, run.all_gather_bytes_per_s or 170e9
-    return Links(reduce, gather, max(1, run.gpus // _PER_SERVER), _NEAR_S, _FAR_S, message_s)
+    own = {} if run.rates is None or run.checked else {run.servers: run.rates}
+    return Links({**usual_rates(), **own}, program.step_s, program.message_s)
+
+
+@cache
+def usual_rates() -> Mapping[int, Rates]:
+    """Return the medians of what jobs measured that check nothing, by their servers."""
+    measured = [run for run in runs() if run.rates is not None and not run.checked]
+    return {
+        servers: Rates(
+            *(median(each) for each in zip(*(r.rates for r in measured if r.servers == servers), strict=True))
+        )
+        for servers in {run.servers for run in measured}
+    }
 
 
 def judge(spec: DeviceSpec, chosen: Sequence[Run], program: Program) -> list[Judged]:
     """Price runs."""
-    return [Judged(run, *predict(run, spec, program, links_of(run, program.message_s))) for run in chosen]
+    return [Judged(run, predict(run, spec, program, links_of(run, program))) for run in chosen]
 
 
 def calibrated(spec: DeviceSpec, chosen: Sequence[Run]) -> Program:
-    """Return the host that fits a part of these runs best: the least median absolute error."""
+    """Return the host and links that fit a part of these runs best, found one figure at a time.
+
+    The loss is the mean absolute logarithm of predicted over measured seconds, of which a run counts half at most:
+    some took ten times as long as others like them.
+    """
     part = [run for run in chosen if run.seconds is not None][::_EACH]
-    hosts = [Program(*times) for times in product(*_TIMES)]
-    return min(hosts, key=lambda host: median(abs(each.error) for each in judge(spec, part, host)))
+
+    def loss(program: Program) -> float:
+        return mean(min(0.5, abs(log(each.seconds / each.measured_s))) for each in judge(spec, part, program))
+
+    best, least = EAGER, loss(EAGER)
+    for _ in range(_ROUNDS):
+        for name, values in _TRIED.items():
+            for value in values:
+                if (found := loss(tried := best._replace(**{name: value}))) < least:
+                    best, least = tried, found
+    return best
 
 
 def summary(judged: Sequence[Judged], spec: DeviceSpec) -> tuple[list[list[str]], dict[str, float]]:
@@ -394,8 +486,8 @@ def summary(judged: Sequence[Judged], spec: DeviceSpec) -> tuple[list[list[str]]
         lines.append([*map(str, job), str(len(own)), f"{error:.1%}", f"{bias:+.1%}", f"{tau:.2f}", f"{regret:+.1%}"])
     assert spec.memory_bytes is not None
     usable_bytes = PLANNED * spec.memory_bytes  # as `plan fit` plans
-    fit = [each.needed_bytes <= usable_bytes for each in trained]
-    over = [each.needed_bytes > usable_bytes for each in judged if each.run.seconds is None]
+    fit = [each.predicted.needed_bytes <= usable_bytes for each in trained]
+    over = [each.predicted.needed_bytes > usable_bytes for each in judged if each.run.seconds is None]
     found = {
         "rows": float(len(trained)),
         "median": median(abs(each.error) for each in trained),
@@ -404,6 +496,7 @@ def summary(judged: Sequence[Judged], spec: DeviceSpec) -> tuple[list[list[str]]
         "least_tau": min(taus),
         "regret": mean(regrets),
         "worst_regret": max(regrets),
+        "memory": mean(abs(each.predicted.reserved_bytes / (each.run.reserved_bytes or 1) - 1) for each in trained),
         "trained_fit": mean(fit),
         "out_of_memory": mean(over) if over else 1.0,
     }

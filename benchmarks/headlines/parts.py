@@ -303,6 +303,7 @@ _OF_NANOTRON: Sequence[tuple[str, str, str, _Better, float]] = (
     ("worst_regret", "regret, worst job", "+.0%", "lower", 0.01),
     ("trained_fit", "trained runs predicted to fit", ".1%", "higher", 0.005),
     ("out_of_memory", "runs out of memory predicted not to fit", ".0%", "higher", 0.01),
+    ("memory", "mean error of reserved memory", ".0%", "lower", 0.005),
 )
 
 

@@ -15,7 +15,6 @@ from benchmarks.overhead.stand_in import Neighbours
 from planner.executor.communication.links import Links
 from planner.executor.run.replica import StageReplica
 from planner.executor.run.worker import PipelineWorker
-from planner.executor.stage.minibatch_statistics import MinibatchStatistics
 from planner.executor.stage.versions import WeightVersions
 from planner.model.randomness import RandomKey
 from planner.model.stage.stage import StageModule
@@ -32,7 +31,6 @@ PARTS: dict[str, Sequence[Place]] = {
         for name in ("accept_activation", "activation", "accept_gradient", "gradient", "forward", "backward", "update")
     ],
     "versions": [(WeightVersions, name) for name in ("stash", "stashed", "restored", "update")],
-    "statistics": [(MinibatchStatistics, "begin"), (MinibatchStatistics, "commit")],
     "random keys": [(StageModule, "set_random_key"), (RandomKey, "seed_of")],
     "checks of values": [(StageModule, "forward")],
     "losses": [(PipelineWorker, "_log_loss")],

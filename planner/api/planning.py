@@ -16,7 +16,6 @@ from planner.formats.device_kinds import cluster_for
 from planner.formats.files import write_text
 from planner.formats.importers import is_profile, read_one_profile, read_profile
 from planner.formats.own_plan import OwnPlan, OwnStage, load_own_plan
-from planner.formats.pipedream import graph_txt
 from planner.formats.plan import Plan, load_plan
 from planner.formats.profile import Profile
 from planner.formats.timeline import Timeline
@@ -231,33 +230,28 @@ def _chosen(name: str, given: Any, stages: int) -> dict[int, bool | int]:
 
 
 @checked
-def show(
-    file: Plan | Profile | str | Path = PLAN, *, by: Any = "order", top: int | None = None, format: str = "table"
-) -> str:
+def show(file: Plan | Profile | str | Path = PLAN, *, by: Any = "order", top: int | None = None) -> str:
     """Write a plan or a profile, or what their files hold, as tables.
 
     Args:
         file: a plan, a profile, or the path of one; also a graph.txt that PipeDream published.
         by: sorts a profile's layers: "order" of execution, or "time", "output", "weights", "saved", the largest first.
         top: shows only the first layers of a profile.
-        format: "table", "json", or of a profile "graph.txt".
 
     Raises:
         PlanError, ProfileError: for files that are neither.
-        InputError: for a format of profiles, and a plan.
 
     Example:
         >>> print(planner.show("profiles/vgg16/cpu.json", by="time", top=1).splitlines()[0])
         model      vgg16
     """
-    what = file if isinstance(file, Plan | Profile) else (read_profile if is_profile(Path(file)) else load_plan)(file)
-    if isinstance(what, Plan) and format not in ("table", "json"):
-        raise InputError(f"`format={format}` is for profiles, and '{file}' is a plan", hint="name a profile")
-    if format == "json":
-        return what.model_dump_json(indent=1)
-    if isinstance(what, Plan):
-        return plan_report(what)
-    return graph_txt(what).rstrip("\n") if format == "graph.txt" else profile_report(what, by=by, top=top)
+    what = file if isinstance(file, Plan | Profile) else plan_or_profile(file)
+    return plan_report(what) if isinstance(what, Plan) else profile_report(what, by=by, top=top)
+
+
+def plan_or_profile(path: str | Path) -> Plan | Profile:
+    """Read a file, which holds one or the other."""
+    return read_profile(path) if is_profile(Path(path)) else load_plan(path)
 
 
 @keywords_of(ReportOptions)

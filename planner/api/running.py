@@ -13,7 +13,7 @@ from planner.catalog.models import find_model
 from planner.errors import ClusterError, InputError, PlanError
 from planner.executor.checkpoint.folders import seed_of_run
 from planner.executor.observe.progress import check_tensorboard
-from planner.executor.run.agreement import check_loss, check_synchronous_start, device_kind
+from planner.executor.run.agreement import check_loss, device_kind
 from planner.executor.run.stages import check_divided
 from planner.executor.worker import launch
 from planner.formats.cluster import Cluster, flat_cluster, hierarchical_cluster
@@ -212,8 +212,7 @@ def make_job(model: str | Path, plan: Plan, arguments: TrainArguments) -> Job:
     options, baseline = arguments.options or TrainingOptions(), arguments.baseline
     checkpoints, run_options = arguments.checkpoints or CheckpointOptions(), arguments.run_options or RunOptions()
     asked = vars(options) | vars(arguments)
-    only_plans = {"accumulate": 1, "synchronous_start": 0.0, "deferred_batch_norm": False, "evaluate_every": None}
-    only_plans |= {"save_weights": None, "defer_weights": None}
+    only_plans = {"accumulate": 1, "evaluate_every": None, "save_weights": None, "defer_weights": None}
     refused = [name for name, usual in only_plans.items() if asked[name] != usual]
     if baseline is None:
         check_trainable(plan)
@@ -224,7 +223,6 @@ def make_job(model: str | Path, plan: Plan, arguments: TrainArguments) -> Job:
         what = f"{baseline} sums gradients in the weights' own type, which is {plan.master_weights} in this plan"
         raise InputError(what, hint="compare with a plan that has one stage")
     check_accumulate(plan, options.accumulate)
-    check_synchronous_start(plan, options)
     check_loss(plan, options)
     if options.tensorboard is not None:
         check_tensorboard()

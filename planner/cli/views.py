@@ -46,13 +46,6 @@ def add_show(verbs: arguments.Verbs) -> None:
     )
     help = "show only the first N layers of a profile (default: all)"
     parser.add_argument("--top", type=count, metavar="N", help=help)
-    parser.add_argument(
-        "--format",
-        choices=["table", "json", "graph.txt"],
-        default="table",
-        help="how to print; graph.txt (PipeDream's format, for its optimizer) is for profiles (default: %(default)s)",
-    )
-    parser.add_argument("--json", action="store_const", const="json", dest="format", help="the same as --format json")
 
 
 def add_simulate(verbs: arguments.Verbs) -> None:
@@ -80,7 +73,10 @@ def add_report(verbs: arguments.Verbs) -> None:
 
 
 def show(args: argparse.Namespace) -> int:
-    print(output.as_flags(planner.show(args.file, by=args.by, top=args.top, format=args.format)))
+    from planner.api.planning import plan_or_profile
+
+    shown = plan_or_profile(args.file)
+    output.print_answer(shown, args.json, planner.show(shown, by=args.by, top=args.top))
     return 0
 
 

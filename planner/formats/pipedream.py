@@ -1,4 +1,4 @@
-"""Read and write profiles in the format of those that PipeDream published, graph.txt.
+"""Read profiles in the format of those that PipeDream published, graph.txt.
 
     node7 -- LSTM(2048, 1024) -- forward_compute_time=3.19, backward_compute_time=5.348, activation_size=[6.0; 1.0], ...
     <TAB>node6 -- node7
@@ -75,52 +75,6 @@ def load_graph_txt(path: Path) -> Profile:
         ),
         provenance=Provenance(tool=f"planner {__version__}, from '{path.name}'", source="imported"),
     )
-
-
-def graph_txt(profile: Profile) -> str:
-    """Return `profile` in PipeDream's format, for its optimizer and tools that read it.
-
-    Backward times include the optimizer's step. If a layer's values go to different layers, each gets a `__getitem__`
-    node. The format cannot say that a value has no gradient.
-    """
-    imported = profile.provenance.source == "imported"
-    names = {layer.name: layer.name if imported else f"node{n}" for n, layer in enumerate(profile.layers, 1)}
-    users: dict[tuple[str, str], set[str]] = {}
-    for edge in profile.edges:
-        users.setdefault((edge.source, edge.value), set()).add(edge.target)
-    nodes: list[str] = []
-    edges: list[tuple[str, str]] = []
-    for layer in profile.layers:
-        node = names[layer.name]
-        nodes.append(_node_line(layer, node, imported))
-        targets = [users.get((layer.name, value.name), set()) for value in layer.outputs]
-        parts = len(targets) > 1 and any(used != targets[0] for used in targets)
-        for index, (value, used) in enumerate(zip(layer.outputs, targets, strict=True)):
-            source = f"{node}_{index}" if parts else node
-            if parts:
-                nodes.append(_line(source, f"__getitem__({index})", 0.0, 0.0, str(value.output_bytes), 0))
-                edges.append((node, source))
-            edges += [(source, names[target]) for target in used]
-    position = {name: index for index, name in enumerate(names.values())}
-    edges = sorted(set(edges), key=lambda edge: [(position.get(n.partition("_")[0], -1), n) for n in edge])
-    return "".join(f"{line}\n" for line in nodes) + "".join(f"\t{a} -- {b}\n" for a, b in edges)
-
-
-def _node_line(layer: Layer, node: str, imported: bool) -> str:
-    description = layer.op if layer.name == node else f"{layer.op}({layer.name})"
-    description = re.sub(r"\s+", " ", description).replace(" -- ", " - ")
-    if description.startswith(("Input", "__getitem__")) and not imported:
-        description = f"_{description}"  # those names have a meaning in the format
-    sizes = [str(value.output_bytes) for value in layer.outputs]
-    if not sizes and imported:
-        sizes = [str(layer.saved_bytes)]
-    activation = sizes[0] if len(sizes) == 1 else f"[{'; '.join(sizes)}]" if sizes else "0"
-    return _line(node, description, layer.forward_s, layer.backward_s + layer.update_s, activation, layer.weight_bytes)
-
-
-def _line(node: str, description: str, forward_s: float, backward_s: float, activation: str, weight_bytes: int) -> str:
-    times = f"forward_compute_time={forward_s * 1e3!r}, backward_compute_time={backward_s * 1e3!r}"
-    return f"{node} -- {description} -- {times}, activation_size={activation}, parameter_size={weight_bytes}"
 
 
 def _add(graph: Any, number: int, line: str) -> None:

@@ -1,4 +1,4 @@
-"""Turn a plan into the shape that schedules work on, and into the plan of its synchronous start."""
+"""Turn a plan into the shape that schedules work on, and check that they can."""
 
 import math
 from collections.abc import Sequence
@@ -11,43 +11,6 @@ from planner.formats.profile import LossMean
 from planner.schedule.one_stage import ONE_F_ONE_B
 from planner.schedule.registry import SCHEDULES
 from planner.schedule.schedule import Channel, PipelineShape, Schedule
-
-_PARTS_PER_STAGE = 2  # microbatches of a minibatch: the pipeline idles for a third of the time, or less
-
-
-def synchronous_part(plan: Plan) -> Plan:
-    """Return an asynchronous plan with the same stages and minibatches, which drains after every minibatch.
-
-    Minibatches that the plan does not divide are divided into up to two microbatches per stage, as many as divide its
-    samples evenly. Times are taken to shrink in proportion.
-    """
-    schedule, samples = plan.schedule.drained, plan.microbatch_size or 1
-    most = 1 if plan.schedule.divides else _PARTS_PER_STAGE * len(plan.stages)
-    parts = max(parts for parts in range(1, most + 1) if samples % parts == 0)
-    microbatches = plan.microbatches * parts
-    shape = PipelineShape(tuple(stage.ranks for stage in plan.stages), (), schedule, microbatches)
-    stages = []
-    for number, stage in enumerate(plan.stages):
-        shorter = {
-            "in_flight": shape.in_flight(number),
-            "forward_s": stage.forward_s / parts,
-            "backward_s": stage.backward_s / parts,
-            "recompute_s": None if stage.recompute_s is None else stage.recompute_s / parts,
-            "ready_s": tuple(seconds / parts for seconds in stage.ready_s),
-        }
-        stages.append(stage.model_copy(update=shorter))
-    transfers = []
-    for each in plan.transfers:
-        smaller = {"output_bytes": each.output_bytes // parts, "gradient_bytes": each.gradient_bytes // parts}
-        transfers.append(each.model_copy(update=smaller))
-    size = None if plan.microbatch_size is None else plan.microbatch_size // parts
-    changes = {"microbatch_size": size, "microbatches": microbatches, "schedule": schedule}
-    return plan.model_copy(update={**changes, "stages": tuple(stages), "transfers": tuple(transfers)})
-
-
-def synchronous_minibatches(start: float, minibatches: int) -> int:
-    """Return the length of a synchronous start of `start`, a share below 1 or a number of minibatches."""
-    return round(start * minibatches) if start < 1 else min(int(start), minibatches)
 
 
 def shape_of(plan: Plan) -> PipelineShape:

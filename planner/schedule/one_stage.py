@@ -51,7 +51,6 @@ class DoubleBuffered(Schedule):
     placed = False
     deepens = True
     weight_versions = 2
-    drained = FLUSH
 
     def versions_suffice(self, microbatches: int, replicas: int, in_flight: int) -> bool:
         # Every minibatch finds the one before the last done.
@@ -96,7 +95,6 @@ class OneForwardOneBackward(Schedule):
     divides = False
     stashes = True
     deepens = True
-    drained = FLUSH
     leaner = (TWO_BW, FLUSH)
 
     def deepest(self, replicas: int, microbatches: int) -> int | None:

@@ -84,11 +84,6 @@ class Schedule(ABC):
         """The nearest schedule with one stage per worker."""
         return self
 
-    @property
-    def drained(self) -> Schedule:
-        """The schedule that drains the pipeline after every minibatch, with as many stages: itself if it does."""
-        return self
-
     def worker_of(self, stage: int, workers: int) -> int:
         return stage % workers
 

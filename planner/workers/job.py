@@ -80,15 +80,6 @@ class Evaluation(Record):
         return ", ".join(f"{name} {math.nan if value is None else value:.4f}" for name, value in found.items())
 
 
-class StartResult(Record):
-    """What a run measured in its synchronous start."""
-
-    minibatches: int
-    schedule: str
-    microbatches: int  # per minibatch
-    samples_per_s: float  # with its first and its last minibatch, between which the pipeline fills and drains
-
-
 class TrainResult(Shown, Record):
     """What a run measured, and what the plan predicted.
 
@@ -108,7 +99,6 @@ class TrainResult(Shown, Record):
     seconds: float  # the whole run, start-up and drain included
     samples_per_s: float  # steady state
     predicted_samples_per_s: float | None
-    synchronous_start: StartResult | None = None  # where this run trained minibatches of it
     random_data: bool  # without dataset() batches are random, and losses mean nothing
     losses: tuple[Loss, ...]
     evaluations: tuple[Evaluation, ...] = ()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from statistics import median
+from statistics import fmean, median
 
 import pytest
 
@@ -11,6 +11,7 @@ from benchmarks.gpu_truth import aceso, calculon, nanotron, own_h200, sailor, vt
 from benchmarks.gpu_truth.by_layers import in_sequence, parts_of
 from benchmarks.gpu_truth.calibrated import calibrated
 from benchmarks.gpu_truth.gpt import Gpt
+from benchmarks.gpu_truth.llm_foundry import A100, H100, pairs
 from benchmarks.gpu_truth.nanotron_model import Llama
 from benchmarks.gpu_truth.rows import ANCHORS, Prediction, Row, device, half_precision
 from benchmarks.gpu_truth.summary import scatter_svg, summary
@@ -122,7 +123,40 @@ def test_nanotron_balances_the_head_against_layers() -> None:
     llama = Llama(16, 2048, 32, 8192, 131072, 4096)
     counts = [[stage.count(kind) for kind in nanotron.KINDS] for stage in nanotron.stages_of(llama, 2)]
     assert counts == [[1, 11, 0, 0], [0, 5, 1, 1]]
-    assert nanotron.stages_of(llama, 8)[-2:] == [["head"], ["loss"]]
+    assert nanotron.stages_of(llama, 8)[-1] == ["head", "loss"]
+
+
+def test_nanotron_reduces_whole_weights_in_buckets_of_25_mb() -> None:
+    assert nanotron.buckets([5_000_000, 7_500_000, 1_000_000, 30_000_000, 1_000_000]) == 3
+
+
+@needs_anchors
+def test_checked_collectives_take_a_third_of_a_millisecond_per_rank() -> None:
+    """The all-reduce of 1 GiB, which measures the bandwidth of a job, waits for its check from 64 GPUs on."""
+    each_s = []
+    for run in nanotron.runs():
+        if run.checked and run.gpus >= 64 and run.rates is not None:
+            moved = 2 * (run.gpus - 1) / run.gpus * 2**30
+            each_s.append(moved / run.rates.reduce_bytes_per_s / run.gpus)
+    assert len(each_s) > 100
+    assert median(each_s) == pytest.approx(nanotron.EAGER.check_s, rel=0.05)
+
+
+@needs_anchors
+def test_steps_of_rings_across_servers_are_those_of_measured_all_gathers() -> None:
+    """From 8 to 64 servers an all-gather of 1 GiB moves as much per rank, and has more steps."""
+    seconds = {
+        servers: (1 - 1 / (8 * servers)) * 2**30 / nanotron.usual_rates()[servers].gather_bytes_per_s
+        for servers in (8, 64)
+    }
+    assert (seconds[64] - seconds[8]) / (8 * 56) == pytest.approx(nanotron.EAGER.step_s, rel=0.05)
+
+
+def test_an_h100_is_as_much_faster_than_an_a100_as_in_equal_runs() -> None:
+    found = [(pair.a100_s / pair.h100_s, pair.seconds(A100) / pair.seconds(H100)) for pair in pairs()]
+    measured, estimated = zip(*found, strict=True)
+    assert len(found) == 37
+    assert fmean(estimated) == pytest.approx(fmean(measured), rel=0.03)
 
 
 def test_a_rank_of_nanotron_does_its_part() -> None:

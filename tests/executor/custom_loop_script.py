@@ -12,7 +12,6 @@ from torch import nn
 
 import planner
 from planner.executor.communication.control import join_group
-from planner.options.training import TrainingOptions
 from tests.executor import eager
 
 CHANGES = 3  # minibatches before a drain in the middle
@@ -52,7 +51,7 @@ def in_memory(folder: Path) -> None:
     )
     plan = planner.load_plan(folder / "memory.json")
     generator = torch.Generator().manual_seed(1)
-    with planner.pipeline(plan, file, options=TrainingOptions(deferred_batch_norm=True)) as pipeline:
+    with planner.pipeline(plan, file) as pipeline:
         for _ in range(4):
             pipeline.step((torch.randn(8, 6, generator=generator), torch.randn(8, 1, generator=generator)))
         pipeline.save_weights(folder / "memory.weights")

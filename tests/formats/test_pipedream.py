@@ -8,8 +8,8 @@ import pytest
 
 from planner.errors import ProfileError
 from planner.formats.importers import is_profile, read_profile
-from planner.formats.pipedream import graph_txt, load_graph_txt
-from planner.formats.profile import Edge, Profile, Value, load_profile, save_profile
+from planner.formats.pipedream import load_graph_txt
+from planner.formats.profile import save_profile
 from tests.samples import layer, profile
 
 LINE = "{} -- {} -- forward_compute_time={}, backward_compute_time={}, activation_size={}, parameter_size={}"
@@ -86,75 +86,3 @@ def test_a_bad_line_is_named(path: Path, old: str, new: str, complaint: str) -> 
     with pytest.raises(ProfileError) as caught:
         read_profile(path)
     assert complaint in caught.value.message
-
-
-def _written(of: Profile, folder: Path) -> Profile:
-    path = folder / "written.txt"
-    path.write_text(graph_txt(of), encoding="utf-8")
-    return load_graph_txt(path)
-
-
-def _assert_alike(one: Profile, other: Profile) -> None:
-    assert len(one.layers) == len(other.layers)
-    for mine, theirs in zip(one.layers, other.layers, strict=True):
-        assert (mine.name, mine.op, mine.weight_bytes, mine.saved_bytes) == (
-            *(theirs.name, theirs.op, theirs.weight_bytes, theirs.saved_bytes),
-        )
-        assert mine.outputs == theirs.outputs
-        assert mine.forward_s == pytest.approx(theirs.forward_s, rel=1e-12)
-        assert mine.backward_s == pytest.approx(theirs.backward_s, rel=1e-12)
-    assert one.edges == other.edges
-
-
-def test_an_imported_profile_is_written_as_it_was_read(path: Path, tmp_path: Path) -> None:
-    read = load_graph_txt(path)
-    _assert_alike(_written(read, tmp_path), read)
-
-
-ANCHORS = Path(__file__).parents[3] / "shared" / "anchors" / "pipedream"
-
-
-@pytest.mark.parametrize("name", ["alexnet", "gnmt", "inception_v3", "resnet50", "vgg16"])
-def test_published_profiles_survive_the_round_trip(name: str, tmp_path: Path) -> None:
-    if not ANCHORS.is_dir():
-        pytest.skip(f"needs the published profiles in {ANCHORS}")
-    read = load_graph_txt(ANCHORS / f"{name}.txt")
-    _assert_alike(_written(read, tmp_path), read)
-
-
-@pytest.mark.parametrize("name", ["vgg16", "resnet50", "gpt2", "lstm_lm"])
-def test_our_own_profiles_as_graph_txt(name: str, tmp_path: Path) -> None:
-    """Updates count as backward; each value of a layer with several can be told apart."""
-    own = load_profile(Path(__file__).parents[2] / "profiles" / name / "cpu.json")
-    read = _written(own, tmp_path)
-    named = [one for one in read.layers if one.op != "__getitem__"]
-    assert [one.op for one in named] == [one.op for one in own.layers]
-    for mine, theirs in zip(named, own.layers, strict=True):
-        assert mine.forward_s == pytest.approx(theirs.forward_s)
-        assert mine.backward_s == pytest.approx(theirs.backward_s + theirs.update_s)
-        assert mine.weight_bytes == theirs.weight_bytes
-        assert sum(v.output_bytes for v in mine.outputs) == sum(v.output_bytes for v in theirs.outputs)
-
-
-def test_values_that_go_different_ways_get_nodes_of_their_own(tmp_path: Path) -> None:
-    first = layer("first").model_copy(
-        update={"outputs": tuple(Value(name=n, output_bytes=b, gradient_bytes=b) for n, b in (("x", 5), ("y", 7)))}
-    )
-    own = profile(first, layer("InputNorm"), layer("last"), edges=[]).model_copy(
-        update={
-            "edges": (
-                Edge(source="first", value="x", target="InputNorm"),
-                Edge(source="first", value="y", target="last"),
-            )
-        }
-    )
-    read = _written(own, tmp_path)
-    assert [(one.name, one.op) for one in read.layers][:3] == [
-        ("node1", own.layers[0].op),
-        ("node1_0", "__getitem__"),
-        ("node1_1", "__getitem__"),
-    ]
-    assert [v.output_bytes for one in read.layers[:3] for v in one.outputs] == [12, 5, 7]
-    assert {(edge.source, edge.target) for edge in read.edges} == {
-        *(("node1", "node1_0"), ("node1", "node1_1"), ("node1_0", "node2"), ("node1_1", "node3")),
-    }

@@ -16,12 +16,12 @@ from operator import mul
 import torch
 import torch.distributed as dist
 
-from planner.errors import InputError, PlanError
+from planner.errors import PlanError
 from planner.executor.communication.control import join_group, message_timeout
 from planner.formats.names import DeviceType
 from planner.formats.plan import Plan
 from planner.options.training import TrainingOptions
-from planner.plan.shape import check_divided_loss, check_versions, deadlock, synchronous_part
+from planner.plan.shape import check_divided_loss, check_versions, deadlock
 from planner.runtime import check_kind, known_kinds
 from planner.simulator.simulate_plan import costs_of
 from planner.simulator.simulation import Simulation
@@ -205,38 +205,11 @@ def same_for_all(job: Job) -> dict[str, str]:
 def check_loss(plan: Plan, options: TrainingOptions) -> None:
     """Check that the plan trains on the loss that the model file defines; raise InputError with what to do instead."""
     accepted = options.accept_divided_loss
-    parts = (plan, synchronous_part(plan)) if options.synchronous_start else (plan,)
-    for part in parts:
-        check_divided_loss(plan.model, plan.loss, part.schedule, part.microbatches, accepted=accepted)
-    divided = any(part.schedule.divides and part.microbatches > 1 for part in parts) or max(plan.replicas) > 1
+    check_divided_loss(plan.model, plan.loss, plan.schedule, plan.microbatches, accepted=accepted)
+    divided = (plan.schedule.divides and plan.microbatches > 1) or max(plan.replicas) > 1
     if plan.loss is None and divided and not accepted and os.environ.get("RANK", "0") == "0":
         _log.warning(
             f"warning: what the loss of '{plan.model}' is a mean over is not known, so the parts of a minibatch count "
             "by their samples; hint: `plan profile` finds it by running the model, which estimates do not; with "
             "labels that the loss ignores, define loss_weight(target)"
-        )
-
-
-def check_synchronous_start(plan: Plan, options: TrainingOptions) -> None:
-    """Check that a run of `plan` can begin with a synchronous start; raise InputError with what to do instead."""
-    start = options.synchronous_start
-    if not start:
-        return
-    if start > 1 and start != int(start):
-        raise InputError(
-            f"`synchronous_start={start}` is neither a share of the minibatches nor a number of them",
-            hint="give a share from 0 to 1, as 0.2, or a whole number",
-        )
-    if not plan.schedule.asynchronous:
-        raise InputError(
-            f"`synchronous_start={start}` is for asynchronous schedules, and the plan's, {plan.schedule}, is "
-            "synchronous from the first minibatch to the last",
-            hint="leave `synchronous_start` out",
-        )
-    apart = {"accumulate": options.accumulate > 1, "scale_lr": options.scale_lr}
-    if name := next((name for name, given in apart.items() if given), None):
-        raise InputError(
-            f"`synchronous_start={start}` trains minibatches one by one at first, and with `{name}` an update later "
-            "has others",
-            hint=f"leave out `{name}` or `synchronous_start`",
         )

@@ -30,7 +30,7 @@ from planner.model.stage.code import check_compiler
 from planner.model.stage.evaluation import EvaluationStages
 from planner.model.stage.stage import StageModule, warm_up
 from planner.plan.rank_groups import plan_of_tensor_rank, receivers, sample_parts
-from planner.plan.shape import shape_of, synchronous_minibatches, synchronous_part
+from planner.plan.shape import shape_of
 from planner.profiler.this_machine import return_free_pages
 from planner.runtime import runtime_of
 from planner.schedule.derived import segment_stream, segments
@@ -58,14 +58,6 @@ class HeldStage:
     shared: SharedGradients
 
 
-@dataclass(frozen=True)
-class SynchronousStart:
-    """The first minibatches of a run, and the shape of their streams."""
-
-    minibatches: int
-    shape: PipelineShape
-
-
 @dataclass(frozen=True, kw_only=True)
 class PipelineContext:
     """One worker's view of a job."""
@@ -80,7 +72,6 @@ class PipelineContext:
     groups: DataGroups
     shape: PipelineShape
     tensor: "TensorGroup | None" = None  # the ranks that divide this worker's layers with it
-    start: SynchronousStart | None = None  # of the run
     stages: Mapping[int, HeldStage]  # of this worker, by number: one, or several chunks
     transfers: Mapping[tuple[int, int], Sequence[ValueSpec]]  # by (source, target) stage, to and from this worker's
     evaluation: EvaluationStages | None  # the same stages of the evaluation graph, if the job evaluates
@@ -109,7 +100,7 @@ class PipelineContext:
     @property
     def sizes(self) -> set[int]:
         """Sizes of all microbatches that have samples."""
-        return {self.microbatch_size, *filter(None, (*self.data.last_sizes, *self.data.start_sizes))}
+        return {self.microbatch_size, *filter(None, self.data.last_sizes)}
 
     def await_models(self) -> None:
         """Wait until all workers have built their models, before the first operation that has a time-out."""
@@ -134,7 +125,7 @@ class PipelineContext:
         # The allocator still has what the stages took when they ran once.
         if self.plan.stages[0].level < 2:  # the streams of fully_shard take memory of their own
             runtime.reserve(compute, max(0, tensors_bytes - runtime.peak_bytes(compute)))
-        copies = LEAD + AHEAD + max(shape.in_flight(stage) for shape in self.shapes for stage in self.stages)
+        copies = LEAD + AHEAD + max(map(self.shape.in_flight, self.stages))
         for size in self.sizes:
             batch = self.spec.example_batch(size)
             held = [batch.pinned(compute) for _ in range(copies)]  # the allocator of pinned memory keeps it, too
@@ -155,11 +146,7 @@ class PipelineContext:
 
     def stream(self, first: int, last: int) -> Iterator[Instruction]:
         """Yield this worker's instructions for minibatches `first` to `last` (exclusive), from an empty pipeline."""
-        return segment_stream(self.shape_at(first), min(self.stages), self.rank, first, last)
-
-    def shape_at(self, minibatch: int) -> PipelineShape:
-        """Return the shape of the segment that begins with `minibatch`."""
-        return self.start.shape if self.start is not None and minibatch < self.start.minibatches else self.shape
+        return segment_stream(self.shape, min(self.stages), self.rank, first, last)
 
     def shapes_of_tensor_ranks(self, shape: PipelineShape) -> list[PipelineShape]:
         """Return a shape for each place in the tensor-parallel groups; a rank's own is the first that has the rank."""
@@ -174,15 +161,9 @@ class PipelineContext:
             return None
         return lambda rank, send: receivers(plan, send.stage, rank, send.peer_stage, send.peer_rank)
 
-    @property
-    def shapes(self) -> tuple[PipelineShape, ...]:
-        return (self.shape,) if self.start is None else (self.start.shape, self.shape)
-
     def segments(self, first: int) -> Iterator[tuple[int, int]]:
-        """Yield the parts of the run from minibatch `first` on, between which the pipeline runs empty."""
-        start = 0 if self.start is None else self.start.minibatches
-        for part in ((first, min(start, self.minibatches)), (max(first, start), self.minibatches)):
-            yield from segments(*part, self.job.checkpoints.every)
+        """Return the parts of the run from minibatch `first` on, between which the pipeline runs empty."""
+        return segments(first, self.minibatches, self.job.checkpoints.every)
 
     def is_first_replica(self, stage: int) -> bool:
         """Return whether this worker, or its tensor-parallel group, is the first replica of `stage`."""
@@ -213,25 +194,18 @@ def pipeline_context(
         module.to(place.compute)
     return_free_pages()  # of the model: workers keep what they free for the next step otherwise
 
-    start, ranks = None, sample_parts(job.plan)
+    ranks = sample_parts(job.plan)
     shape = replace(shape_of(plan), accumulate=options.accumulate, shared=tuple(sorted(built.shared)))
     if data is None:
         assert plan.microbatch_size is not None  # or building the modules had failed
         # After the model: dataset() may draw random numbers, which must not change the initial weights.
-        made = make_batches(
-            spec, plan.microbatch_size, ranks * plan.microbatches, job.seed, drop_last=options.drop_last
-        )
-        if options.synchronous_start:
-            first = synchronous_part(plan)
-            length = synchronous_minibatches(options.synchronous_start, made.minibatches(job.steps, job.epochs))
-            start = SynchronousStart(length, replace(shape_of(first), shared=shape.shared))
-            made.start = length, ranks * first.microbatches
+        microbatches = ranks * plan.microbatches
+        made = make_batches(spec, plan.microbatch_size, microbatches, job.seed, drop_last=options.drop_last)
         whole = any(module.has_loss for module in modules.values())
         data = ReadAhead(weighted(made, plan.loss, spec, whole=whole), place.compute)
     if tensor is not None and plan.by_samples:
         data = OfRank(data, tensor.place, ranks)
     check_sizes(modules.values(), data.last_sizes)
-    check_sizes(modules.values(), data.start_sizes, of_start=True)
     held = {}
     for number, module in modules.items():
         shared = SharedGradients(number, module, built.shared)
@@ -261,7 +235,6 @@ def pipeline_context(
         groups=groups,
         shape=shape,
         tensor=tensor,
-        start=start,
         stages=held,
         transfers=transfers,
         evaluation=built.evaluation,

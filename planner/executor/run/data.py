@@ -32,10 +32,9 @@ class BatchSource(ABC):
     random = False  # whether it is made up, so that losses mean nothing
     device = torch.device("cpu")  # that the batches are copied to, from pinned memory
     last_size = 0  # samples of an epoch's last minibatch, if it is smaller
-    start: tuple[int, int] | None = None  # minibatches of a synchronous start, and the microbatches of each
 
     def __init__(self, microbatches: int) -> None:
-        self.microbatches = microbatches  # per minibatch, after a synchronous start
+        self.microbatches = microbatches  # per minibatch
         self._sizes: dict[Unit, int] = {}  # every message asks for one
 
     @abstractmethod
@@ -53,25 +52,16 @@ class BatchSource(ABC):
         """Return the number of samples of one microbatch; 0 if a last minibatch has fewer samples than microbatches."""
         found = self._sizes.get(unit)
         if found is None:
-            samples, parts = self.minibatch_size(unit.minibatch), self.parts(unit.minibatch)
+            samples, parts = self.minibatch_size(unit.minibatch), self.microbatches
             if len(self._sizes) >= _SIZES:
                 self._sizes.clear()
             found = self._sizes[unit] = samples // parts + (unit.microbatch < samples % parts)
         return found
 
-    def parts(self, minibatch: int) -> int:
-        return self.start[1] if self.start is not None and minibatch < self.start[0] else self.microbatches
-
     @property
     def last_sizes(self) -> tuple[int, ...]:
         """Microbatch sizes of an epoch's last minibatch, if it is smaller."""
-        ways = (self.microbatches, *(() if self.start is None else self.start[1:]))
-        return tuple(size for parts in ways for size in even_sizes(self.last_size, parts)) if self.last_size else ()
-
-    @property
-    def start_sizes(self) -> tuple[int, ...]:
-        """Microbatch sizes of a synchronous start, if there is one."""
-        return () if self.start is None else tuple(even_sizes(self.minibatch_size(0), self.start[1]))
+        return tuple(even_sizes(self.last_size, self.microbatches)) if self.last_size else ()
 
     def reading(self, units: Iterable[Unit]) -> AbstractContextManager[object]:
         """Return a context in which the source may read `units` ahead."""
@@ -128,7 +118,7 @@ class DatasetBatches(BatchSource):
 
     def batch(self, unit: Unit) -> Batch:
         epoch, position = divmod(unit.minibatch, self.minibatches_per_epoch)
-        sizes = even_sizes(self.minibatch_size(unit.minibatch), self.parts(unit.minibatch))
+        sizes = even_sizes(self.minibatch_size(unit.minibatch), self.microbatches)
         start = position * self._size + sum(sizes[: unit.microbatch])
         with _ONE_READER:
             if epoch != self._epoch:
@@ -160,18 +150,17 @@ class RandomBatches(BatchSource):
         self._example_batch = example_batch
         self._microbatch_size = microbatch_size
         self._seed = seed
-        self._made: dict[tuple[int, int], Batch] = {}
+        self._made: dict[int, Batch] = {}
 
     def batch(self, unit: Unit) -> Batch:
-        parts = self.parts(unit.minibatch)
-        which = unit.minibatch % RANDOM_BATCHES * parts + unit.microbatch
-        if (parts, which) not in self._made:
+        which = unit.minibatch % RANDOM_BATCHES * self.microbatches + unit.microbatch
+        if which not in self._made:
             # A seed of its own, so that workers agree on a batch whatever else they have made before.
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(self._seed * 1_000_003 + which)
                 made = self._example_batch(self.size(unit))
-            self._made[parts, which] = made.pinned(self.device)
-        return self._made[parts, which]
+            self._made[which] = made.pinned(self.device)
+        return self._made[which]
 
     def minibatch_size(self, minibatch: int) -> int:
         return self._microbatch_size * self.microbatches
@@ -220,7 +209,7 @@ class ChangedBatches(BatchSource):
 
     def __init__(self, source: BatchSource) -> None:
         super().__init__(source.microbatches)
-        self.random, self.last_size, self.start = source.random, source.last_size, source.start
+        self.random, self.last_size = source.random, source.last_size
         self._source = source
 
     def batch(self, unit: Unit) -> Batch:
@@ -255,9 +244,6 @@ class OfRank(ChangedBatches):
         self._check(self.minibatch_size(unit.minibatch))
         return self._source.size(self.numbered(unit))
 
-    def parts(self, minibatch: int) -> int:
-        return self._source.parts(minibatch) // self._ranks
-
     def share(self, unit: Unit) -> float:
         return self._source.share(self.numbered(unit))
 
@@ -273,8 +259,7 @@ class OfRank(ChangedBatches):
 def weighted(source: BatchSource, mean: LossMean | None, spec: TrainingSpec, *, whole: bool = True) -> BatchSource:
     """Return the batches with the shares that the plan's loss asks for."""
     shares = shares_function(mean, spec)
-    undivided = source.microbatches == 1 and source.start is None
-    return source if shares is None or undivided else WeightedBatches(source, shares, whole=whole)
+    return source if shares is None or source.microbatches == 1 else WeightedBatches(source, shares, whole=whole)
 
 
 class WeightedBatches(ChangedBatches):
@@ -300,7 +285,7 @@ class WeightedBatches(ChangedBatches):
         with self._lock:
             if number not in self._read:
                 # Larger microbatches come first, so that empty ones are the last.
-                units = [Unit(number, microbatch) for microbatch in range(self.parts(number))]
+                units = [Unit(number, microbatch) for microbatch in range(self.microbatches)]
                 parts = [self._source.batch(unit) for unit in units if self.size(unit)]
                 while len(self._read) >= KEPT:
                     del self._read[min(self._read)]

@@ -2,10 +2,9 @@
 
 import math
 import time
-from collections import ChainMap
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 
 import torch.distributed as dist
@@ -41,8 +40,8 @@ class Groups:
     @classmethod
     def create(cls, context: PipelineContext) -> "Groups":
         """Make the groups. torch.distributed wants every worker to make every group, in the same order."""
-        by_tensor_rank = list(zip(*map(context.shapes_of_tensor_ranks, context.shapes), strict=True))
-        streams = ChainMap(*(dict(all_streams(*shapes)) for shapes in by_tensor_rank))
+        shapes = context.shapes_of_tensor_ranks(context.shape)
+        streams = {rank: stream for shape in reversed(shapes) for rank, stream in all_streams(shape).items()}
         links = LinkGroups(context.groups, streams, context.receivers)
         for ranks in groups_of_ranks(context.job.plan):
             group = context.groups.for_collectives(ranks)
@@ -50,21 +49,17 @@ class Groups:
                 context.tensor.connect(group, context.place.compute)
         replicas = {}
         # Stages whose groups are smaller than others come several times, once for each place in larger groups.
-        for index, ranks in dict.fromkeys(each for shape, *_ in by_tensor_rank for each in enumerate(shape.ranks)):
+        for index, ranks in dict.fromkeys(each for shape in shapes for each in enumerate(shape.ranks)):
             made = context.groups.for_collectives(ranks) if len(ranks) > 1 else None
             if made is not None and context.rank in ranks:
                 replicas[index] = made
         return cls(links, replicas)
 
 
-def all_streams(*shapes: PipelineShape) -> Mapping[int, Iterable[Instruction]]:
+def all_streams(shape: PipelineShape) -> Mapping[int, Iterable[Instruction]]:
     """Return all workers' streams, long enough that each replica exchanges messages with all that it ever does."""
-    minibatches = math.lcm(*shapes[0].replicas)
-    return {
-        # A list, because streams that were made later would all be of the last rank.
-        rank: chain(*[stream(shape, stage, rank, minibatches) for shape in shapes])
-        for rank, stage in shapes[0].first_stages.items()
-    }
+    minibatches = math.lcm(*shape.replicas)
+    return {rank: stream(shape, stage, rank, minibatches) for rank, stage in shape.first_stages.items()}
 
 
 def make_worker(context: PipelineContext, groups: Groups, observers: Observers) -> PipelineWorker:
@@ -77,7 +72,7 @@ def make_worker(context: PipelineContext, groups: Groups, observers: Observers) 
         with_scale=job.scales_loss,
         codec=CODECS[context.plan.cluster.compress],
     )
-    in_flight = max(shape.in_flight(stage) for shape in context.shapes for stage in range(len(context.plan.stages)))
+    in_flight = max(map(context.shape.in_flight, range(len(context.plan.stages))))
     links = links_over(context.place)(groups.links, layouts.layout, in_flight, context.place, context.shape.lag)
     links.reserve(layouts, context.microbatch_size)
     stages = {number: StageReplica(stage, context, groups.replicas.get(number)) for number, stage in held.items()}
@@ -138,7 +133,7 @@ class Loop:
 
     def run_to_evaluation(self, point: int) -> None:
         """Execute until all stages have had their updates of the minibatches before `point`; others stay in flight."""
-        shape = self._context.shape_at(self.first)
+        shape = self._context.shape
         if self._messages is None:
             self._messages = MessagesUnderWay(shape, self._context.rank, self.first, self._last)
         updates = updates_between(shape, self._context.stages, self.first, self._point, point)

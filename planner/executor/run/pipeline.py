@@ -342,11 +342,6 @@ def pipeline(
         PlannerError: for anything wrong with the model, the plan or the environment.
     """
     spec = model if isinstance(model, TrainingSpec) else TrainingSpec.from_file(model)
-    if options is not None and options.synchronous_start:
-        raise InputError(
-            "`synchronous_start` is not for a loop of your own, which feeds the minibatches itself",
-            hint="begin with a plan for a synchronous schedule, save a checkpoint, and load it with this plan",
-        )
     options = replace(options or TrainingOptions(), evaluate_every=1 if evaluates else None)
     job = Job(model=spec.origin, plan=plan, seed=seed, device=device, backend=backend, options=options)
     return Pipeline(job, spec)

@@ -16,7 +16,6 @@ from torch.utils.hooks import RemovableHandle
 from planner.executor.communication.gradients import GradientAverager, WholeBucket, chunks
 from planner.executor.communication.messages import SCALE
 from planner.executor.run.context import HeldStage, PipelineContext
-from planner.executor.stage.minibatch_statistics import MinibatchStatistics
 from planner.executor.stage.split_backward import WeightGradients, input_gradients
 from planner.executor.stage.versions import WeightVersions
 from planner.model.capture.graph import LOSS
@@ -70,7 +69,6 @@ class StageReplica:
         self._recomputes = context.plan.stages[stage.number].recomputes
         # Replicas have equal gradients, or each a part of them.
         self._counts_in_norm = context.is_first_replica(stage.number) or (sharding is not None and sharding.divides)
-        self._statistics = MinibatchStatistics(stage.module, replicas)
         self._units: defaultdict[Unit, _InFlight] = defaultdict(_InFlight)  # from their first message on
         self._averaged = 1  # minibatches whose gradients the next update averages
         self._rests: dict[Unit, WeightGradients] = {}  # second parts of backwards in two parts
@@ -93,7 +91,6 @@ class StageReplica:
             return
         taken = self._counting(unit) if self._together else unit
         batch = self._data.batch(taken).to(device) if self.module.needs_batch else None
-        self._statistics.begin(unit.minibatch)
         # Updates of a stage without trained parameters make no versions.
         self.versions.stash(unit, version if self.optimizer.parameters else None)
         self.module.set_random_key(self._context.job.seed, unit.minibatch, self._data.numbered(unit).microbatch)
@@ -188,7 +185,7 @@ class StageReplica:
         """Return this replica's part of the squared norm over all stages."""
         return self.optimizer.squared_norm(self.shared.counted_elsewhere) if self._counts_in_norm else 0.0
 
-    def update(self, round_: int, kept: Collection[int] = (), squared_norm: float | None = None) -> None:
+    def update(self, kept: Collection[int] = (), squared_norm: float | None = None) -> None:
         """Step the optimizer with the gradients of a round, which makes a new weight version beside those `kept`."""
         if self.optimizer.parameters:
             self.versions.update(lambda: self.optimizer.step(squared_norm), kept)
@@ -197,7 +194,6 @@ class StageReplica:
             self.optimizer.step(squared_norm)
         self.optimizer.advance(self._averaged)
         self._averaged = 1
-        self._statistics.commit(round_)
 
     def _weighted(self, unit: Unit, loss: Tensor) -> Tensor:
         share = self._share(unit)
@@ -211,7 +207,7 @@ class StageReplica:
 
     def _counting(self, unit: Unit) -> Unit:
         """Return the unit, or the first one of its minibatch that counts where it does not."""
-        others = (Unit(unit.minibatch, number) for number in range(self._data.parts(unit.minibatch)))
+        others = (Unit(unit.minibatch, number) for number in range(self._data.microbatches))
         return next((each for each in chain([unit], others) if self._share(each)), unit)
 
     def _forget_if_done(self, unit: Unit, record: _InFlight) -> None:

@@ -230,9 +230,7 @@ def build_modules(
                 f"{tensor.degree} ranks cannot divide the tokens of any value evenly",
                 hint="take sequences of a multiple of that, or solve without `sequence_parallel`",
             )
-    # An undivided minibatch is its own microbatch, whose statistics are the whole minibatch's.
-    defer_norms = job.options.deferred_batch_norm and plan.microbatches > 1
-    alike = Variant(compiled=plan.compiled, defer_batch_norm=defer_norms, division=division)
+    alike = Variant(compiled=plan.compiled, division=division)
     modules = {}
     for number in stages:
         stage = plan.stages[number]
@@ -281,11 +279,8 @@ def _shared(job: Job, graph: LayerGraph, spec: TrainingSpec) -> SharedNames:
     return found
 
 
-def check_sizes(modules: Iterable[StageModule], sizes: Iterable[int], *, of_start: bool = False) -> None:
-    """Raise ModelFileError for `sizes` of microbatches, at an epoch's end or of a start, that stages do not accept."""
-    whose, hint = "the last minibatch of an epoch", "leave it out with `drop_last`"
-    if of_start:
-        whose, hint = "a minibatch of the synchronous start", "leave out `synchronous_start`"
+def check_sizes(modules: Iterable[StageModule], sizes: Iterable[int]) -> None:
+    """Raise ModelFileError for `sizes` of microbatches, at an epoch's end, that stages do not accept."""
     for module, size in product(modules, sorted(set(sizes) - {0})):
         problem = None
         if module.fixed_batch_size not in (None, size):
@@ -293,7 +288,11 @@ def check_sizes(modules: Iterable[StageModule], sizes: Iterable[int], *, of_star
         elif size < module.least_batch_size:
             problem = "of which BatchNorm cannot take the variance"
         if problem is not None:
-            raise ModelFileError(f"{whose} has microbatches of {size} sample{'s' * (size > 1)}, {problem}", hint=hint)
+            whose = "the last minibatch of an epoch"
+            raise ModelFileError(
+                f"{whose} has microbatches of {size} sample{'s' * (size > 1)}, {problem}",
+                hint="leave it out with `drop_last`",
+            )
 
 
 def transferred(plan: Plan, modules: Mapping[int, StageModule]) -> dict[tuple[int, int], list[ValueSpec]]:

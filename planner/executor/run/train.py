@@ -32,7 +32,7 @@ from planner.model.tensor.division import own_memory
 from planner.schedule.instructions import Forward, Instruction, Unit, Update
 from planner.schedule.one_stage import FLUSH, ONE_F_ONE_B
 from planner.workers.heartbeat import Heartbeat
-from planner.workers.job import Evaluation, Job, StartResult, TrainResult, WorkerReport
+from planner.workers.job import Evaluation, Job, TrainResult, WorkerReport
 from planner.workers.supervisor import Supervisor
 
 TimelineCallback = Callable[[Timeline], None]
@@ -138,11 +138,11 @@ def train(
         context.heartbeat.enter("waiting for the others to start", meeting=True)
         dist.barrier(control_group())
         began_s = time.perf_counter()
-        start = _train_segments(context, loop, checkpointer, first, reporter)
+        _train_segments(context, loop, checkpointer, first, reporter)
         context.heartbeat.enter("waiting for the last worker", meeting=True)
         dist.barrier(control_group())
         seconds = time.perf_counter() - began_s
-    result = gather_result(context, loop, peak, checkpointer, first, seconds, start)
+    result = gather_result(context, loop, peak, checkpointer, first, seconds)
     if context.job.save_weights is not None:
         save_weights(context, Path(context.job.save_weights))
     if checkpointer is not None:
@@ -157,37 +157,24 @@ def train(
 
 def _train_segments(
     context: PipelineContext, loop: Loop, checkpointer: Checkpointer | None, first: int, reporter: Reporter | None
-) -> StartResult | None:
-    """Train from minibatch `first` to the end; return what was measured of the synchronous start, if there is one."""
-    began_s = time.perf_counter()
+) -> None:
+    """Train from minibatch `first` to the end."""
     worker = loop.worker
-    result = None
     every = context.job.options.evaluate_every
     for start, end in context.segments(first):
         loop.begin(start, end)
         at_end = end == context.minibatches
-        shape = context.shape_at(start)
-        for point in () if every is None else evaluation_points(shape, start, end, every, at_end=at_end):
+        for point in () if every is None else evaluation_points(context.shape, start, end, every, at_end=at_end):
             loop.run_to_evaluation(point)
             evaluation = loop.evaluate(point)
             if evaluation is not None and reporter is not None:
                 reporter.evaluated(evaluation, worker.log)
         loop.drain()
         worker.settle()
-        if context.start is not None and end == context.start.minibatches:
-            seconds = time.perf_counter() - began_s - worker.log.paused_s
-            result = StartResult(
-                minibatches=end,
-                schedule=context.start.shape.schedule.name,
-                microbatches=context.start.shape.microbatches,
-                samples_per_s=sum(map(context.data.minibatch_size, range(first, end))) / seconds,
-            )
-            worker.log.completions.clear()  # the plan's speed is measured from here on
         if checkpointer is not None and context.job.checkpoints.every is not None:
             checkpointer.save(end, worker.log.losses, loop.evaluations)
     context.heartbeat.enter("waiting for the last messages", meeting=True)
     worker.drain()
-    return result
 
 
 def restore(context: PipelineContext) -> tuple[Checkpointer | None, int]:
@@ -213,7 +200,6 @@ def gather_result(
     checkpointer: Checkpointer | None,
     first: int,
     seconds: float,
-    start: StartResult | None,
 ) -> TrainResult | None:
     """Gather what all workers measured on rank 0, which returns the result; None elsewhere. All workers call it."""
     job, plan, shape, data, place = context.job, context.plan, context.shape, context.data, context.place
@@ -264,7 +250,6 @@ def gather_result(
         predicted_samples_per_s=None
         if job.baseline is not None
         else job.predicted_samples_per_s or plan.predicted.samples_per_s,
-        synchronous_start=start,
         random_data=data.random,
         losses=(*past.losses, *losses),
         evaluations=(*past.evaluations, *map(Evaluation.model_validate_json, evaluations)),

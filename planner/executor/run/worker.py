@@ -156,7 +156,7 @@ class PipelineWorker:
             self.gradient_norm = math.sqrt(norm)
             self._observers.heartbeat.begin(instruction)
         for each in self._due:
-            self.stages[each.stage].update(each.round, each.kept, norm)
+            self.stages[each.stage].update(each.kept, norm)
             self._note_update(each)
         self._due.clear()
 

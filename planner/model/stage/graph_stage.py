@@ -1,6 +1,6 @@
 """Generate the code of a stage: the operations of its layers, or calls of the blocks that the model's file names."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,9 +12,7 @@ from planner.model.capture.operations import enters_autocast, is_random, movable
 from planner.model.capture.size import is_symbolic
 from planner.model.loss import loss_of
 from planner.model.randomness import reseed
-from planner.model.stage import deferred_norm
 from planner.model.stage.code import FUNCTIONS, compiled
-from planner.model.stage.deferred_norm import DeferredNorm, RunningStatistics
 from planner.model.stage.parts import Boundary, LayerObserver, Segment, Variant
 from planner.model.stage.weights import holder_of, place_of, weights_of
 from planner.model.tensor.division import Regions
@@ -44,17 +42,6 @@ class StageBlocks:
         # Then the names that no module inside has: other names of tied weights, and weights that no block uses.
         weights_of(graph, boundary.layers, self.weights)
         self._calls = {block: compiled(block) if variant.compiled else block for block in blocks}
-        self._gathered: list[RunningStatistics] = []
-        for path, module in graph.model.named_modules() if variant.defer_batch_norm else ():
-            norm = deferred_norm.defer_module(path, module) if module in inside else None
-            if norm is not None:
-                self.weights.add_module(norm.running.module, norm)
-                self._gathered.append(norm.running)
-
-    def written_in(self, layers: Iterable[GraphLayer]) -> set[str]:
-        """Return the names of the buffers of `layers`, any of which blocks may write, and of their DeferredNorms."""
-        buffers = {name for layer in layers for name in layer.buffers}
-        return buffers | {running.module for running in self._gathered if running.mean in buffers}
 
     def code_of(self, index: int) -> Callable[..., Any]:
         """Return what runs the blocks of a layer: from the tensors that it takes to those that it makes, or the loss.
@@ -124,18 +111,12 @@ class SegmentBuilder:
         self._copies: dict[fx.Node, fx.Node] = {}
         self._attributes: dict[fx.Node, str] = {}
         self._regions = Regions(graph, variant.division, self._new)
-        self._deferred: dict[fx.Node, RunningStatistics] = {}
-        if variant.defer_batch_norm and blocks is None:
-            nodes = (node for layer in part.layers for node in layer.nodes)
-            found = {node: deferred_norm.running_statistics(node, graph.names) for node in nodes}
-            self._deferred = {node: running for node, running in found.items() if running is not None}
 
     def written(self) -> set[str]:
-        """Return the names of the buffers that the built segment writes, and of the DeferredNorms that it calls."""
+        """Return the names of the buffers that the built segment writes; blocks may write any of theirs."""
         if self._blocks is not None:
-            return self._blocks.written_in(self._part.layers)
-        written = {name for node, name in self._attributes.items() if node in self._graph.written}
-        return written | {running.module for running in self._deferred.values()}
+            return {name for layer in self._part.layers for name in layer.buffers}
+        return {name for node, name in self._attributes.items() if node in self._graph.written}
 
     def build(self) -> Segment:
         taken = [*self._part.takes, *numbers_of(self._graph, self._part)]
@@ -186,20 +167,9 @@ class SegmentBuilder:
             self._new.call_function(_notify, (self._observer, index, last))
 
     def _copy(self, node: fx.Node) -> None:
-        if self._deferred and deferred_norm.counts_minibatches(node, self._graph.names, self._deferred.values()):
-            return  # the executor counts whole minibatches instead
         for source in node.all_input_nodes:
             if source.op == "get_attr" and source not in self._copies:
                 self._copies[source] = self._new.get_attr(self._attributes[source])
-        if node in self._deferred:
-            running = self._deferred[node]
-            if running.module not in self._weights._modules:
-                norm = DeferredNorm(running, self._weights.get_buffer(running.mean))
-                self._weights.add_module(running.module, norm)
-            given = (*node.args[: deferred_norm.MEAN], node.args[deferred_norm.EPS], node.args[deferred_norm.CUDNN])
-            taken = [self._regions.whole(a, self._copies) if isinstance(a, fx.Node) else a for a in given]
-            self._copies[node] = self._new.call_module(running.module, tuple(taken))
-            return
         if enters_autocast(node.target) and self._kind is None:
             self._kind = self._new.call_function(getattr, (self._device, "type"))
         copy = self._new.node_copy(node, self._regions.reader(node, self._copies))

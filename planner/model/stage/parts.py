@@ -38,7 +38,6 @@ class Variant:
 
     observable: bool = False  # tell an observer of every layer: what is compiled or recomputes cannot
     compiled: bool = False  # torch.compile makes one piece of code of the layers, or of each block
-    defer_batch_norm: bool = False  # BatchNorms in training gather statistics, see `DeferredNorm`
     recompute: tuple[tuple[str, ...], ...] = ()  # groups of layers, by name
     division: DividedWeights = UNDIVIDED  # the weights that a group of ranks divides
     units: tuple[tuple[str, ...], ...] = ()  # all layers, by name, where replicas divide the weights of each unit
@@ -191,15 +190,15 @@ Buffers = Sequence[tuple[Place, Tensor]]
 
 
 def places_of(weights: nn.Module, names: Set[str]) -> list[Place]:
-    """Return where the tree has the buffers called `names`, and those of modules called so, under all names."""
+    """Return where the tree has the buffers called `names`, under all their names."""
     found = [
-        (path, f"{path}.{name}".removeprefix("."), Place(module._buffers, name), buffer)
+        (f"{path}.{name}".removeprefix("."), Place(module._buffers, name), buffer)
         for path, module in weights.named_modules()
         for name, buffer in module._buffers.items()
         if buffer is not None
     ]
-    wanted = {id(buffer) for path, name, _, buffer in found if path in names or name in names}
-    return [place for _, _, place, buffer in found if id(buffer) in wanted]
+    wanted = {id(buffer) for name, _, buffer in found if name in names}
+    return [place for _, place, buffer in found if id(buffer) in wanted]
 
 
 def _copies(places: Sequence[Place]) -> Buffers:

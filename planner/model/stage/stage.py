@@ -18,12 +18,13 @@ from planner.model.capture.size import evaluate_number, samples_in
 from planner.model.options import autocasting
 from planner.model.randomness import RandomKey, keep_state
 from planner.model.stage import parts
-from planner.model.stage.deferred_norm import TRAINING
 from planner.model.stage.graph_stage import SegmentBuilder, StageBlocks, numbers_of
 from planner.model.stage.parts import AS_CAPTURED, Boundary, LayerObserver, Segment, Variant
 from planner.model.stage.units import Units, units_of
 from planner.model.stage.weights import join_weights, recurrent_modules, use_registries, weights_of
 from planner.model.tensor.division import DividedWeights
+
+TRAINING = 5  # batch_norm's argument
 
 
 class StageModule(nn.Module):

@@ -33,14 +33,11 @@ def training_report(result: "TrainResult") -> str:
 
 
 def _training_lines(result: "TrainResult") -> list[tuple[str, str | None]]:
-    measured, start = result.samples_per_s, result.synchronous_start
+    measured = result.samples_per_s
     name = f" ({result.device_name})" if result.device_name is not None else ""
-    predicted = begun = deferred = resumed = None
+    predicted = deferred = resumed = None
     if (expected := result.predicted_samples_per_s) is not None:
         predicted = f"{expected:.1f} samples/s ({percent_error(expected, measured)})"
-    if start is not None:
-        how = f"the first {start.minibatches} minibatches, {start.schedule} with {start.microbatches} microbatches"
-        begun = f"{how}: {start.samples_per_s:.1f} samples/s"
     if own := sum(report.deferred_weights for report in result.reports):
         deferred = f"made stage by stage: {own} of {result.workers} workers made only their own"
     if result.resumed_from is not None:
@@ -52,7 +49,6 @@ def _training_lines(result: "TrainResult") -> list[tuple[str, str | None]]:
         ("minibatches", f"{result.minibatches} of {result.minibatch_size} samples in {result.seconds:.1f} s"),
         ("measured", f"{measured:.1f} samples/s in steady state" if measured else "too few minibatches to measure"),
         ("predicted", predicted),
-        ("synchronous start", begun),
         ("weights", deferred),
         *(("restarted", f"after {reason}") for reason in result.restarts),
         ("resumed from", resumed),

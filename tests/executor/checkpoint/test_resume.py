@@ -99,7 +99,6 @@ def loss(output, target):
 def optimizer(parameters):
     return torch.optim.SGD(parameters, lr=1e-4)
 """
-DEFERRED = TrainingOptions(deferred_batch_norm=True)
 
 
 @dataclass(frozen=True)
@@ -132,7 +131,7 @@ class Kept:
 @pytest.mark.parametrize(
     "cases",
     [
-        pytest.param([Kept("convolutional", "2bw", 2, options=DEFERRED)], id="one"),
+        pytest.param([Kept("convolutional", "2bw", 2)], id="one"),
         pytest.param(
             [
                 Kept("language", "1f1b"),
@@ -143,8 +142,8 @@ class Kept:
         ),
         pytest.param(
             [
-                Kept("convolutional", "zb-h1", 3, options=DEFERRED),
-                Kept("blocks", "gpipe", 2, options=DEFERRED),
+                Kept("convolutional", "zb-h1", 3),
+                Kept("blocks", "gpipe", 2),
                 Kept("language", "1f1b", options=TrainingOptions(accumulate=2, clip_grad_norm=0.5)),
                 Kept("language", "1f1b", more=STEEP, float16=True),
                 Kept("language", "2bw", 2, more=STEEP + SCHEDULER, float16=True),
@@ -155,7 +154,7 @@ class Kept:
     ],
 )
 def test_whatever_a_run_keeps_goes_on(cases: Sequence[Kept], tmp_path: Path) -> None:
-    """Learning rate schedules, float16's loss scales, deferred BatchNorms."""
+    """Learning rate schedules, float16's loss scales, BatchNorms."""
     jobs = [case.jobs(tmp_path / str(index)) for index, case in enumerate(cases)]
     results = run_jobs([job for order in range(3) for job in (each[order] for each in jobs)], tmp_path)
     for index, (case, (whole, stopped, after)) in enumerate(zip(cases, jobs, strict=True)):

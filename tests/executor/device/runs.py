@@ -155,7 +155,7 @@ class _Summed(torch.autograd.Function):
 class _Stage(nn.Module):
     """One weight, and those that it shares; what it computes depends on all that it receives."""
 
-    needs_batch, deferred_norms, received = False, (), ()
+    needs_batch, received = False, ()
 
     def __init__(
         self, number: int, run: Run, transfers: dict[tuple[int, int], list[ValueSpec]], tensor: _TensorGroup | None

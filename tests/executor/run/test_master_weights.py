@@ -124,7 +124,7 @@ def test_statistics_of_batches_stay_in_float32(tmp_path: Path) -> None:
     (result, weights), (expected, one) = (
         eager.run_one(path, plan, TrainingOptions(), steps=3) for plan in (cut, alone)
     )
-    deferred, _ = eager.run_one(path, plan_of(path, (1,)), TrainingOptions(deferred_batch_norm=True), steps=3)
+    divided, _ = eager.run_one(path, plan_of(path, (1,)), TrainingOptions(), steps=3)
     assert losses(result) == losses(expected)
     assert_equal(weights, one)
     kinds = {name.rpartition(".")[2]: str(tensor.dtype) for name, tensor in weights.items() if ".norm." in name}
@@ -132,8 +132,8 @@ def test_statistics_of_batches_stay_in_float32(tmp_path: Path) -> None:
     assert weights["stem.weight"].dtype == torch.bfloat16
     for level in (2, 3):
         plan = sharded(plan_of(path, (2,)), level)
-        result, _ = eager.run_one(path, plan, TrainingOptions(deferred_batch_norm=True), steps=3)
-        assert losses(result) == pytest.approx(losses(deferred), rel=5e-3)
+        result, _ = eager.run_one(path, plan, TrainingOptions(), steps=3)
+        assert losses(result) == pytest.approx(losses(divided), rel=5e-3)
 
 
 def test_losses_in_float16_are_scaled(tmp_path: Path) -> None:

@@ -96,7 +96,6 @@ def _profile(path: Path, options: ModuleOptions) -> Profile:
 
 
 CLIPPED = TrainingOptions(clip_grad_norm=0.3)
-DEFERRED = TrainingOptions(deferred_batch_norm=True)
 FEW = [
     Case("language", "adamw", "1f1b", options=TrainingOptions(accumulate=2, clip_grad_norm=0.3, scale_lr=True)),
     Case("tied", "adamw", "1f1b-flush", 3, more=SCHEDULER),
@@ -106,7 +105,7 @@ FEW = [
 THREE = [
     Case("language", "adamw", "1f1b", more=SCHEDULER),
     Case("language", "adamw", "2bw", 3, (1, 2), options=CLIPPED),
-    Case("convolutional", "adamw", "1f1b-flush", 4, (1, 2), options=DEFERRED),
+    Case("convolutional", "adamw", "1f1b-flush", 4, (1, 2)),
     Case("language", "adamw", "gpipe", 3, more=GROUPS),
     Case("language", "adamw", "1f1b-flush", 2, options=CLIPPED),
     Case("language", "sgd", "1f1b", more=STEEP, float16=True),
@@ -130,7 +129,7 @@ FOUR = [
     ],
 )
 def test_dividing_the_optimizer_changes_nothing(cases: Sequence[Case], tmp_path: Path) -> None:
-    """Under all schedules, with clipping, accumulation, schedulers, tied weights, overflows, deferred BatchNorm."""
+    """Under all schedules, with clipping, accumulation, schedulers, tied weights, overflows, BatchNorm."""
     jobs = [case.jobs(tmp_path / str(index)) for index, case in enumerate(cases)]
     results = run_jobs([job for both in jobs for job in both], tmp_path)
     for case, both, whole, divided in zip(cases, jobs, results[::2], results[1::2], strict=True):

@@ -189,7 +189,6 @@ DIFFERENT: dict[str, dict[str, Any]] = {
     "clipped apart": {"schedule": "1f1b", "options": TrainingOptions(clip_grad_norm=0.3)},
     "clipped together": {"schedule": "1f1b-flush", "options": TrainingOptions(clip_grad_norm=0.3)},
     "evaluated": {"schedule": "1f1b", "options": TrainingOptions(evaluate_every=4), "more": EVALUATION},
-    "synchronous start": {"schedule": "1f1b", "options": TrainingOptions(synchronous_start=0.5)},
     "recomputed": {"schedule": "1f1b", "recompute": True},
     "interleaved": {"schedule": "interleaved", "stages": 4},
     "zb-v": {"schedule": "zb-v", "stages": 4},

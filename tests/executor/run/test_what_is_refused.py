@@ -70,9 +70,6 @@ def test_a_loss_of_whole_batches_is_not_divided(tmp_path: Path, monkeypatch: pyt
         make_job(path, plan, TrainArguments(baseline="data-parallel"))
     with pytest.raises(InputError, match=why):
         planner.pipeline(plan, path)
-    undivided = contrastive_plan(path, "1f1b", 1)
-    with pytest.raises(InputError, match=why):
-        make_job(path, undivided, TrainArguments(options=TrainingOptions(synchronous_start=0.5)))
 
 
 def test_a_divided_loss_can_be_accepted(tmp_path: Path) -> None:

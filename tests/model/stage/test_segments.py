@@ -83,12 +83,12 @@ def _train(stage: StageModule, batches: Sequence[Batch]) -> list[Tensor]:
     return found
 
 
-def _assert_equal(graph: LayerGraph, batches: Sequence[Batch], groups: Groups, *, defer: bool = False) -> None:
+def _assert_equal(graph: LayerGraph, batches: Sequence[Batch], groups: Groups) -> None:
     names = [layer.name for layer in graph.layers]
     torch.manual_seed(5)
-    plain = _train(build_stage(graph, names, variant=Variant(defer_batch_norm=defer)), batches)
+    plain = _train(build_stage(graph, names), batches)
     torch.manual_seed(6)  # must not matter
-    again = _train(build_stage(graph, names, variant=Variant(defer_batch_norm=defer, recompute=groups)), batches)
+    again = _train(build_stage(graph, names, variant=Variant(recompute=groups)), batches)
     assert len(plain) == len(again)
     assert all(torch.equal(one, other) for one, other in zip(plain, again, strict=True))
 
@@ -128,8 +128,6 @@ def test_equal_in_other_precisions_layouts_and_in_blocks(
     batches = [spec.example_batch(4) for _ in range(5)]
     groups = CHOICES[choice]([layer.name for layer in graph.layers])
     _assert_equal(graph, batches, groups)
-    if model in ("convolutional", "blocks"):
-        _assert_equal(graph, batches, groups, defer=True)
 
 
 @pytest.mark.slow
