@@ -20,6 +20,7 @@ class Target:
     replicas: int  # of every stage
     pipeline: int  # workers, or groups of them, that a pipeline has
     tensor: int  # ranks of a group; those that have samples of their own are replicas instead
+    size: int | None  # samples of a microbatch, if known
     microbatches: int  # that each copy of the pipeline runs between two updates
     sharded: bool  # whether the system must divide the optimizer's state: in all stages, or in none
     remarks: list[str]  # how its schedule and messages differ from the plan's
@@ -58,7 +59,8 @@ def target_of(plan: Plan, system: str) -> Target:
     sharded = any(stage.sharded for stage in plan.stages)
     said = [text for text, holds in remarks.items() if holds]
     copies = sample_parts(plan)
-    return Target(replicas * copies, pipeline, plan.degrees[0] // copies, microbatches, sharded, said)
+    size = plan.microbatch_size and plan.microbatch_size // copies
+    return Target(replicas * copies, pipeline, plan.degrees[0] // copies, size, microbatches, sharded, said)
 
 
 def shared_weights(plan: Plan) -> dict[tuple[int, ...], list[str]]:

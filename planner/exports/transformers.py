@@ -7,7 +7,6 @@ from collections import defaultdict
 from planner.errors import PlanError
 from planner.exports.limits import comment, model_remarks, target_of
 from planner.formats.plan import Plan
-from planner.plan.rank_groups import sample_parts
 
 _BLOCK = re.compile(r"((?:(.+?)\.)?(\d+))(?:\.|$)")  # "h.0" of "h.0.attn", the name of its list, and its number
 
@@ -35,7 +34,7 @@ def megatron_arguments(plan: Plan) -> str:
         said.append(f"{', '.join(map(str, units))} layers of the stages recompute; Megatron takes one number for all.")
     every = max(units) >= max(counts)
     method = "uniform --recompute-num-layers 1" if every else f"block --recompute-num-layers {max(units)}"
-    size = (plan.microbatch_size or 0) // sample_parts(plan)
+    size = target.size or 0
     arguments = {
         f"--num-layers {sum(counts)}": True,
         f"--pipeline-model-parallel-size {target.pipeline}": True,
@@ -102,7 +101,7 @@ def torchtitan_config(plan: Plan) -> str:
         said.append("torchtitan divides weights and gradients, too (FSDP), not the optimizer's state alone.")
     if any(stage.recompute for stage in plan.stages):
         said.append("Some stages recompute: set activation_checkpoint of the job.")
-    size = (plan.microbatch_size or 1) // sample_parts(plan)
+    size = target.size or 1
     fields: dict[str, object] = {
         "pipeline_parallel_degree": target.pipeline,
         "tensor_parallel_degree": target.tensor,
