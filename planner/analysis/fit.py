@@ -77,6 +77,7 @@ def fit(
     cluster_of: Callable[[int], Cluster],
     options: SolveOptions,
     patience: Patience | None = None,
+    ranks: int = 1,
 ) -> tuple[Fit, Profile]:
     """Find the fastest plan for a number of GPUs and for others, each with the same minibatch, and its profile.
 
@@ -85,6 +86,7 @@ def fit(
         divided: adds the costs of layers that ranks divide to a profile.
         sizes: of microbatches, ascending. Plans are sought for the one at which the fastest of the ways that people use
             is fastest, and for the next smaller one; where none of them fits, upwards until plans are no faster.
+        ranks: at most, that divide layers.
         patience: how long all answers may take together, in place of the options' time limit.
     """
     patience, unfinished = patience or Patience.of(options.time_limit_s, options.progress), set[int]()
@@ -125,16 +127,20 @@ def fit(
     tried = [likely, *(size for size in reversed(known) if size < likely)][:MOST_SIZES]
     if math.isinf(quick[likely]):
         tried = list(sizes)
+    # Layers with experts are divided for microbatches of which each rank has as many samples as in other plans.
+    shared = likely * ranks
+    mixtures = any("grouped_mm" in layer.op for layer in known[likely].layers) and likely < shared
+    mixtures &= len(sizes) > 1 and (options.minibatch or 1) % shared == 0
+    tried[1:1] = [shared] if mixtures else []
     best: tuple[FitRow, Profile] | None = None
     for size in tried:
         say(f"{gpus} GPUs, microbatches of {size}")
         profile = known.get(size) or profile_at(size)
         # Where dividing layers did not pay for one size of microbatches, it does not pay for smaller ones.
-        whole = best is not None and best[0].plan is not None and max(best[0].plan.degrees) == 1 and size < likely
-        if not (searching.deadline.passed or whole):
+        whole = best is not None and best[0].plan is not None and max(best[0].plan.degrees) == 1
+        divides = size == shared if mixtures else not whole
+        if divides and not searching.deadline.passed:
             profile = divided(profile)
-        if best is None and (degrees := [costs.degree for costs in profile.tensor or () if costs.experts]):
-            tried[1:] = [size * max(degrees)]  # so that ranks which divide experts have as many samples each
         found = row(profile, gpus, searching.part(1 if size == tried[-1] else FIRST))
         if best is not None and best[0].plan is not None and found.plan is not None and found.plan.by_samples:
             # In the usual ways, a rank has as many samples as before.
@@ -144,7 +150,7 @@ def fit(
             found = found.model_copy(update={"plan": found.plan.model_copy(update={"baselines": scaled})})
         better = best is None or _seconds(found) < _seconds(best[0])
         best = (found, profile) if best is None or better else best
-        if not better or searching.deadline.passed or best[0].plan is None:
+        if (not better and size != shared) or searching.deadline.passed or best[0].plan is None:
             break
     assert best is not None
     asked, profile = best

@@ -230,6 +230,40 @@ def test_what_a_run_may_do_beside_training_is_as_without_groups(tmp_path: Path) 
                 torch.testing.assert_close(divided[name], tensor, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.slow
+def test_ranks_with_samples_of_their_own_do_all_that_a_run_may_do(tmp_path: Path) -> None:
+    """Evaluation gives every rank all samples, norms count each gradient once, and checkpoints have all experts."""
+    # Four of 36 samples are too few for a minibatch, and left out.
+    path = write_model(tmp_path, "experts alone", "momentum", samples=36, more=EVALUATION)
+    # Attention would drop values in evaluation, too.
+    path.write_text(path.read_text(encoding="utf-8").replace("dropout_p=0.1", "dropout_p=0.0"), encoding="utf-8")
+    options = TrainingOptions(evaluate_every=4, clip_grad_norm=0.3, drop_last=True)
+    one = make_plan(structural_profile(path, 2), (1,), "1f1b-flush", 4)
+    divided = in_groups(make_plan(structural_profile(path, 4), (1, 1), "1f1b-flush", 2), 2)
+    divided = divided.model_copy(update={"by_samples": True})
+    runs = []
+    for number, (plan, steps) in enumerate(((one, 8), (divided, 8), (one, 12))):
+        folder, weights = str(tmp_path / f"checkpoints {min(number, 1)}"), str(tmp_path / f"{number}.pt")
+        job = Job(
+            model=str(path),
+            plan=plan,
+            steps=steps,
+            seed=SEED,
+            options=options,
+            save_weights=weights,
+            checkpoints=CheckpointOptions(every=4, folder=folder, resume="auto" if number == 2 else None),
+        )
+        (result,) = run_jobs([job], tmp_path)
+        runs.append((result, torch.load(weights, weights_only=True)))
+    (expected, whole), (found, gathered), (resumed, _) = runs
+    assert [each.loss for each in found.losses] == pytest.approx([each.loss for each in expected.losses], rel=1e-3)
+    for before, after in zip(expected.evaluations, found.evaluations, strict=True):
+        assert after.loss == pytest.approx(before.loss, rel=1e-3)
+    assert found.minibatch_size == expected.minibatch_size == 8
+    assert [each.minibatch for each in resumed.losses] == list(range(12))
+    assert {name: each.shape for name, each in gathered.items()} == {n: each.shape for n, each in whole.items()}
+
+
 def test_plans_that_the_executor_cannot_divide_are_refused_before_the_run() -> None:
     plan = in_groups(make_plan(profile(*(layer(name) for name in "abc")), (2, 1)), 2, 1)
     same = plan.stages[0].model_copy(update={"tensor": 1})
