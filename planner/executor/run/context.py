@@ -94,8 +94,7 @@ class PipelineContext:
 
     @property
     def minibatch_size(self) -> int:
-        assert self.job.plan.microbatch_size is not None  # as above
-        return self.job.plan.microbatch_size * self.data.microbatches
+        return self.microbatch_size * sample_parts(self.job.plan) * self.data.microbatches
 
     @property
     def sizes(self) -> set[int]:
