@@ -170,7 +170,7 @@ def degree_costs(
         layers: its weights, each in the first layer that uses it.
     """
     columns: dict[str, Any] = {name: tuple(getattr(each, name) for each in part.layers) for name in DEGREE_COLUMNS}
-    columns["by_samples"] = division.by_samples
+    columns["by_samples"] = division.by_samples or None
     columns["weight_bytes"] = tuple(sum(p.nbytes for p in layer.values()) for layer in layers)
     columns["gradient_bytes"] = tuple(sum(map(gradient_bytes, layer.values())) for layer in layers)
     columns |= counts.reduced
