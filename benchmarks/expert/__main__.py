@@ -54,6 +54,7 @@ class Question:
 SLOW = {"servers": 4, "bandwidth": "pcie3,1Gbps"}  # workstations of one GPU each on their office's network
 LAN = {"servers": 2, "bandwidth": "pcie4,10Gbps"}
 MEGATRON = "Korthikanti et al. 2022"
+EXPERTS = "experts divided over 8 GPUs"
 QUESTIONS = (
     Question("llama-7b", 8, "a100-80gb", "FSDP", "llm-foundry, 7B on 8 A100", FSDP),
     Question("llama-7b", 8, "a100", "FSDP", "llm-foundry, 7B on 8 A100 of 40 GB", FSDP),
@@ -70,9 +71,9 @@ QUESTIONS = (
     Question("mistral-7b", 16, "rtx-4090", "FSDP over 10 Gbit/s", "a plain torchrun", FSDP, more=LAN),
     Question("gpt-22b", 8, "a100-80gb", "TP8", MEGATRON, stages=1, replicas="1x8", size=4),
     Question("gpt-neox-20b", 96, "a100", "TP2 PP4 DP12", "Black et al. 2022", stages=4, replicas="12x2", size=4),
-    Question("mixtral-8x7b", 16, "h100", "experts divided over a server", "Megatron-LM, mixtral"),
-    Question("qwen3-30b-a3b", 16, "h100", "experts divided over a server", "Megatron-LM, qwen3 MoE"),
-    Question("deepseek-v2-lite", 8, "h100", "experts divided over a server", "Megatron-LM, DeepSeek-V2-Lite"),
+    Question("mixtral-8x7b", 16, "h100", EXPERTS, "Megatron-LM, mixtral", stages=2, replicas="1x8", size=32),
+    Question("qwen3-30b-a3b", 16, "h100", EXPERTS, "Megatron-LM, qwen3 MoE", stages=2, replicas="1x8", size=16),
+    Question("deepseek-v2-lite", 8, "h100", EXPERTS, "Megatron-LM, V2-Lite", stages=1, replicas="1x8", size=32),
     Question("qwen2.5-72b", 32, "h100", "TP8 PP4", "Megatron-LM's practice", stages=4, replicas="1x8"),
     Question("llama-70b", 64, "a100-80gb", "TP8 PP4 DP2", "NeMo, llama2 70B on A100", stages=4, replicas="2x8"),
     Question("gpt3-175b", 512, "h100", "TP4 PP8 DP16", "MLPerf 3.1, 2,048 samples", stages=8, replicas="16x4"),

@@ -10,7 +10,7 @@ Edges from one node are one value here, which crosses a cut once. Such a profile
 
 import graphlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -56,6 +56,10 @@ class _Graph(BaseModel):
     edges: tuple[_Edge, ...]
 
 
+def _divided(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    return {name: tuple(row.get(name, 0) for row in rows) for name in _COLUMNS}  # all-reduces: none
+
+
 def load_piper(path: Path) -> Profile:
     """Read a graph, with the memory of its devices; raise ProfileError naming the file and what is wrong in it."""
     try:
@@ -89,7 +93,7 @@ def load_piper(path: Path) -> Profile:
             DegreeCosts(
                 degree=degree,
                 source="imported",
-                **{name: tuple(row.get(name, 0) for row in columns[degree]) for name in _COLUMNS},  # all-reduces: none
+                **_divided(columns[degree]),
             )
             for degree in degrees[1:]
         )

@@ -78,6 +78,7 @@ def fit(
     cluster_of: Callable[[int], Cluster],
     options: SolveOptions,
     patience: Patience | None = None,
+    ranks: int = 1,
     *,
     interleaves: bool = False,
 ) -> tuple[Fit, Profile]:
@@ -88,6 +89,7 @@ def fit(
         divided: adds the costs of layers that ranks divide to a profile.
         sizes: of microbatches, ascending. Plans are sought for the one at which the fastest of the ways that people use
             is fastest, and for the next smaller one; where none of them fits, upwards until plans are no faster.
+        ranks: at most, that divide layers.
         patience: how long all answers may take together, in place of the options' time limit.
         interleaves: whether plans under 1f1b-flush compete with interleaved ones.
     """
@@ -132,18 +134,30 @@ def fit(
     tried = [likely, *(size for size in reversed(known) if size < likely)][:MOST_SIZES]
     if math.isinf(quick[likely]):
         tried = list(sizes)
+    # Layers with experts are divided for microbatches of which each rank has as many samples as in other plans.
+    shared = likely * ranks
+    mixtures = any("grouped_mm" in layer.op for layer in known[likely].layers) and likely < shared
+    mixtures &= len(sizes) > 1 and (options.minibatch or 1) % shared == 0
+    tried[1:1] = [shared] if mixtures else []
     best: tuple[FitRow, Profile] | None = None
     for size in tried:
         say(f"{gpus} GPUs, microbatches of {size}")
         profile = known.get(size) or profile_at(size)
         # Where dividing layers did not pay for one size of microbatches, it does not pay for smaller ones.
         whole = best is not None and best[0].plan is not None and max(best[0].plan.degrees) == 1
-        if not (searching.deadline.passed or whole):
+        divides = size == shared if mixtures else not whole
+        if divides and not searching.deadline.passed:
             profile = divided(profile)
         found = row(profile, gpus, searching.part(1 if size == tried[-1] else FIRST))
+        if best is not None and best[0].plan is not None and found.plan is not None and found.plan.by_samples:
+            # In the usual ways, a rank has as many samples as before.
+            scale, ways = size / (best[1].microbatch_size or size), best[0].plan.baselines
+            each_s = [{"seconds_per_microbatch": scale * way.seconds_per_microbatch} for way in ways]
+            scaled = tuple(way.model_copy(update=each) for way, each in zip(ways, each_s, strict=True))
+            found = found.model_copy(update={"plan": found.plan.model_copy(update={"baselines": scaled})})
         better = best is None or _seconds(found) < _seconds(best[0])
         best = (found, profile) if best is None or better else best
-        if not better or searching.deadline.passed or best[0].plan is None:
+        if (not better and size != shared) or searching.deadline.passed or best[0].plan is None:
             break
     assert best is not None
     asked, profile = best

@@ -103,7 +103,7 @@ def _mixes(problem: Problem) -> bool:
     setting, profile = problem.setting, problem.layer_costs.profile
     alike = not problem.cluster.kinds and len(problem.cluster.joined) == 1
     plain = problem.constraints.empty and problem.rules.max_stages is None and not profile.tied_parameters
-    plain &= problem.solver != "ilp"
+    plain &= problem.solver != "ilp" and not any(costs.by_samples for costs in profile.tensor or ())
     searched = problem.schedule.asynchronous and problem.simulates and setting.chunks == 1
     return len(problem.rules.tensor) > 1 and alike and plain and searched
 
