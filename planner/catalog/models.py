@@ -35,9 +35,7 @@ def _read() -> tuple[dict[str, Config], dict[str, str]]:
 
 MODELS, ALIASES = _read()
 # What names on a hub have besides: "meta-llama/Llama-3.1-8B-Instruct", "google/vit-large-patch16-224".
-_BESIDES = re.compile(
-    r"^(.*/)?(meta-(?=llama))?|-(hf|base|instruct(-\d{4})?|chat|it|pt|v0\.\d|v1|(un)?cased|patch\d.*)(?=-|$)"
-)
+_BESIDES = re.compile(r"^(.*/)?(meta-(?=llama))?|-(hf|base|instruct|chat|it|pt|v0\.\d|v1|(un)?cased|patch\d.*)(?=-|$)")
 
 
 LENGTH = 2048  # tokens of a sample, where the model takes as many

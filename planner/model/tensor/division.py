@@ -28,7 +28,7 @@ from planner.model.tensor.dimensions import (
     sums,
     weight_of,
 )
-from planner.model.tensor.experts import EXPERTS, Experts, Routing, find_experts, offsets_of
+from planner.model.tensor.experts import EXPERTS, Experts, find_experts, offsets_of
 from planner.model.tensor.parallel_plan import COLUMNS, GATHERED, ROWS, Plan, divides_samples, style_of
 from planner.model.tensor.tokens import divided_by_tokens
 
@@ -53,7 +53,7 @@ class Regions:
     def __init__(self, graph: LayerGraph, division: "DividedWeights", code: fx.Graph) -> None:
         self._graph, self._code, self._division = graph, code, division
         self._tokens, self._experts = division.tokens, division.routed
-        self._rows = dict[fx.Node, Routing]()  # values of which this piece has the rows of a rank's experts
+        self._rows = dict[fx.Node, fx.Node]()  # values of which this piece has the rows of a rank's experts; offsets
         self._weights: dict[fx.Node, Cut] = {}
         self._packed: dict[fx.Node, Cut] = {}
         self._opened: dict[fx.Node, Packing] = {}
@@ -192,28 +192,28 @@ class Regions:
 
     def _by_experts(self, node: fx.Node, source: fx.Node, copies: dict[fx.Node, fx.Node]) -> fx.Node:
         """Return what an operation on the rows of a rank's experts reads in place of a value."""
-        routing, is_product = self._rows[node], offsets_of(node) is not None
+        offsets, is_product = self._rows[node], offsets_of(node) is not None
         if source in self._rows:
             return copies[source]
         if is_product and source is node.args[1]:
             return self._once(self._group.matrices, source, self._within(source, copies))
         routes, take, _ = self._moves
-        if is_product and source is routing.offsets:
+        if is_product and source is offsets:
             return self._code.call_function(getitem, (self._calls[routes.__name__, source], 0))
         whole = self.whole(source, copies)
         if not self._division.by_samples:
             whole = self._once(self._group.alone, source, whole)
         if not is_product:
             return whole  # the same for every row
-        rows = self._once(routes, routing.offsets, copies[routing.offsets], routing.experts, whole)
+        rows = self._once(routes, offsets, copies[offsets], whole)
         return self._once(take, source, whole, rows)
 
     def _added(self, node: fx.Node, copies: dict[fx.Node, fx.Node]) -> fx.Node:
         """Return a value with all of its rows, or with what all ranks add to its gradient."""
         by_samples, copy = self._division.by_samples, copies[node]
-        if (routing := self._rows.get(node)) is not None:
+        if (offsets := self._rows.get(node)) is not None:
             routes, _, back = self._moves
-            copy = self._once(back, node, copy, self._calls[routes.__name__, routing.offsets])
+            copy = self._once(back, node, copy, self._calls[routes.__name__, offsets])
             return copy if by_samples else self._once(self._group.sum, node, copy)
         if by_samples and self._graph.names.parameter(node) is not None:
             return self._once(self._group.alone, node, copy)

@@ -12,7 +12,6 @@ the matrices of its experts. There are two ways to get it the rows that chose th
 
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 from torch import fx
@@ -28,18 +27,12 @@ EXPERTS = "grouped_gemm"  # how plans of transformers call a weight whose expert
 _VIEWS = (_aten.transpose, _aten.permute)
 
 
-class Routing(NamedTuple):
-    """Which rows of a value belong to which expert."""
-
-    offsets: fx.Node  # where the rows of each expert end
-    experts: int
-
-
 @dataclass(frozen=True)
 class Experts:
     """What ranks compute of a graph's grouped products."""
 
-    rows: Mapping[fx.Node, Routing] = field(default_factory=dict)  # values of which a rank has its experts' rows
+    # Values of which a rank has its experts' rows, each with the value that tells where the rows of each expert end.
+    rows: Mapping[fx.Node, fx.Node] = field(default_factory=dict)
     counts: Mapping[str, int] = field(default_factory=dict)  # experts, by name of the divided weights
 
 
@@ -48,28 +41,28 @@ def find_experts(graph: LayerGraph, divided: Container[str] | None = None) -> Ex
 
     A weight can be divided if nothing but grouped products uses it.
     """
-    counts, products = dict[str, int](), dict[fx.Node, Routing]()
+    counts, products = dict[str, int](), dict[fx.Node, fx.Node]()
     for node in graph.module.graph.nodes:
         name = graph.names.parameter(node)
         if name is not None and (divided is None or name in divided) and (own := _products(node)):
             products |= own
-            counts[name] = next(iter(own.values())).experts
-    rows = dict[fx.Node, Routing]()
+            counts[name] = int(shape_of(next(iter(own.values())))[0])
+    rows = dict[fx.Node, fx.Node]()
     for node in graph.module.graph.nodes if products else ():
         known = {source: rows[source] for source in node.all_input_nodes if source in rows}
         if node in products:
             rows[node] = products[node]
-        elif len(routes := set(known.values())) == 1 and _keeps_rows(graph, node, known):
-            rows[node] = routes.pop()
+        elif len(offsets := set(known.values())) == 1 and _keeps_rows(graph, node, known):
+            rows[node] = offsets.pop()
     return Experts(rows, counts)
 
 
-def _products(weight: fx.Node) -> dict[fx.Node, Routing]:
-    """Return the grouped products of rows that use a weight, or views of it; nothing if anything else does."""
-    found = dict[fx.Node, Routing]()
+def _products(weight: fx.Node) -> dict[fx.Node, fx.Node]:
+    """Return the grouped products that use a weight or views of it, with offsets; nothing if anything else does."""
+    found = dict[fx.Node, fx.Node]()
     for user in weight.users:
         if (offsets := offsets_of(user)) is not None and user.args[1] is weight:
-            found[user] = Routing(offsets, int(shape_of(offsets)[0]))
+            found[user] = offsets
         elif packet_of(user) in (*_VIEWS, *COPIES) and (own := _products(user)):
             found |= own
         else:
@@ -87,7 +80,7 @@ def offsets_of(node: fx.Node) -> fx.Node | None:
     return given if dimensions == [2, 3] and isinstance(given, fx.Node) else None
 
 
-def _keeps_rows(graph: LayerGraph, node: fx.Node, known: Mapping[fx.Node, Routing]) -> bool:
+def _keeps_rows(graph: LayerGraph, node: fx.Node, known: Mapping[fx.Node, fx.Node]) -> bool:
     """Return whether an operation makes each row of one row of these values, and needs nothing else that has rows."""
     is_mutable = isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
     if is_random(node, graph.module) or (is_mutable and node.args[0] not in known):

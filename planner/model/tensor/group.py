@@ -98,12 +98,12 @@ class TensorGroup:
         whole: Tensor = value.redistribute(placements=[Replicate()]).to_local()
         return Cut(dimension, blocks).whole(whole.chunk(self.degree, dimension)) if blocks else whole
 
-    def rows(self, offsets: Tensor, experts: int, whole: Tensor) -> Rows:
+    def rows(self, offsets: Tensor, whole: Tensor) -> Rows:
         """Return which rows of a value belong to this rank's experts, given where those of each expert end.
 
         Without data, as many as any other rank's. The host waits for the offsets, as sizes depend on them.
         """
-        each, total = experts // self.degree, whole.shape[0]
+        each, total = offsets.shape[0] // self.degree, whole.shape[0]
         if isinstance(offsets, FakeTensor):
             return Rows(offsets[:each], self.place * total // self.degree, total // self.degree, total)
         first, ends = self.place * each, [0, *offsets.tolist()]
@@ -124,12 +124,12 @@ class TensorGroup:
         made: Tensor = _Alone.apply(value, self.mesh.get_group()) if value.requires_grad else value  # type: ignore[no-untyped-call]
         return made
 
-    def exchange(self, offsets: Tensor, experts: int, whole: Tensor) -> Exchange:
+    def exchange(self, offsets: Tensor, whole: Tensor) -> Exchange:
         """Return how the rows of a value of this rank's samples get to the ranks of their experts.
 
         Without data, and where the others are not there, it gets as many as it gives; see `rows`.
         """
-        given = offsets.diff(prepend=offsets.new_zeros(1)).view(self.degree, experts // self.degree)
+        given = offsets.diff(prepend=offsets.new_zeros(1)).view(self.degree, -1)
         taken = self._moved(given)
         if dist.get_backend(self.mesh.get_group()) == "fake":
             taken = given

@@ -56,7 +56,7 @@ def test_rows_are_those_of_products_and_of_what_is_between_them(tmp_path: Path) 
     spec = load_model_file(write_model(tmp_path, "experts", "sgd"))
     found = find_experts(capture_file(spec, spec.example_batch(4)))
     assert found.counts == {f"blocks.{n}.experts.{name}": COUNT for n in range(2) for name in ("both", "down")}
-    one = {node.name for node, routing in found.rows.items() if routing.offsets.name == "to"}
+    one = {node.name for node, offsets in found.rows.items() if offsets.name == "to"}
     assert {"_grouped_mm", "silu", "mul", "dropout_1", "_grouped_mm_1", "to_4"} <= one
     assert not one & {"index", "to_3", "mul_1", "index_2"}
     # The second block drops values between its products, which depends on all rows.
