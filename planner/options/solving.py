@@ -129,7 +129,9 @@ class SolveOptions(StageRules):
         "equation of its SOSP 2019 paper",
     )
     solver: SolverName = option(
-        "auto", "search: exact; ilp: an integer program, which takes all constraints; auto: the search where it can"
+        "auto",
+        "search: exact, over all stages of consecutive layers in the profile's order; ilp: an integer program over the "
+        "same; auto: the search where it can",
     )
     constraints: "Constraints | None" = option(None, "what the plan must respect beside memory", flag=None)
     time_limit_s: float | None = option(
