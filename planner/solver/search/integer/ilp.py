@@ -12,6 +12,7 @@ from planner.errors import InfeasibleError, InputError, PlannerError
 from planner.options.solving import SolverName
 from planner.solver.evaluate.evaluation import evaluate, priced
 from planner.solver.problem.budget import Budget, OutOfTimeError
+from planner.solver.problem.drained import with_single_stages
 from planner.solver.problem.infeasible import PLENTY, against_constraints, explain
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import Evaluation, Found, IlpAnswer
@@ -60,7 +61,8 @@ def solve_by_program(problem: Problem) -> Found:
         ) from None
     if found is None:
         raise _infeasible(problem)
-    return replace(found, best=evaluate(problem, found.best.stages))
+    bound_s = with_single_stages(problem, found.bound_s)  # the program has none of these
+    return Found(evaluate(problem, found.best.stages), bound_s, found.name)
 
 
 def _found(problem: Problem) -> Found | None:
@@ -107,7 +109,7 @@ def solve_ilp(problem: Problem, solver: "MilpName | None" = None) -> IlpAnswer |
     answer = Flow(problem, columns, solver).solve()
     if answer is None:
         return None
-    if not columns.space.complete:  # this says nothing of other cuts
+    if not columns.complete:  # this says nothing of other stages
         bound_s = min(answer.bound_s, relaxed_s(problem, columns.space))
         answer = replace(answer, bound_s=bound_s, optimal=answer.optimal and bound_s >= answer.seconds * (1 - SLACK))
     return replace(answer, stages=_ranked(problem, answer))
@@ -118,11 +120,6 @@ def _refuse(problem: Problem) -> None:
         raise InputError(
             f"the integer program prices clusters of one level, not of {len(problem.cluster.joined)}",
             hint="use `solver=search`, or give `gpus` and the bandwidth of the slowest level",
-        )
-    if problem.recompute == "blocks":
-        raise InputError(
-            "the integer program recomputes whole stages or nothing, not block by block",
-            hint="use `recompute=auto`, or leave out what only the integer program takes",
         )
 
 

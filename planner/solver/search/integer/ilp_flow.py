@@ -20,11 +20,13 @@ import numpy as np
 import pulp
 
 from planner.cost.candidate import Candidate, StageOptions
+from planner.cost.recomputation import exact_everywhere
 from planner.cost.work import Integers
 from planner.errors import InputError
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import IlpAnswer
 from planner.solver.problem.states import Chain, StateSpace
+from planner.solver.search.chain.fewest import FEW_STATES
 from planner.solver.search.chain.ways import Stages, stages_on
 from planner.solver.search.graph.downsets import Downsets, enumerate_downsets
 from planner.units import SLACK
@@ -90,6 +92,13 @@ class Columns:
                 )
         return found
 
+    @property
+    def complete(self) -> bool:
+        """Whether no stage is missing but those whose replicas divide gradients and weights."""
+        chooses = self.problem.recompute == "auto" and self.problem.cluster.has_memory_limit
+        exact = len(self.space) <= FEW_STATES and all(exact_everywhere(each.layer_costs) for each in self._spaces)
+        return self.space.complete and (exact or not chooses)
+
     def layers(self, column: Column) -> frozenset[int]:
         return self.sets[column.end] - self.sets[column.start]
 
@@ -113,7 +122,8 @@ class Columns:
         limit = min((each for each in limits if each is not None), default=None)
         if (kinds, number) not in self._stages_of:
             count = sum(problem.count(problem.kinds[each]) for each in kinds)
-            self._stages_of[kinds, number] = stages_on(problem, self._spaces[number], limit, count, whole_stages=True)
+            whole = len(self.space) > FEW_STATES
+            self._stages_of[kinds, number] = stages_on(problem, self._spaces[number], limit, count, whole_stages=whole)
         stages = self._stages_of[kinds, number][state]
         pace = pace and pace.model_copy(update={"memory_bytes": limit})
         for way in np.flatnonzero(np.isin(stages.ways.others, others)):
