@@ -10,14 +10,15 @@ from planner.formats.cluster import Cluster
 from planner.formats.files import Record
 from planner.formats.names import FLOAT_BYTES
 from planner.formats.plan import Plan
-from planner.formats.profile import Profile
+from planner.formats.profile import Layer, Profile, Value
 from planner.formats.shown import Shown
 from planner.options.solving import SolveOptions
 from planner.options.verbs import SAMPLES
 from planner.schedule.instructions import MICROBATCHES_PER_GPU
 from planner.schedule.one_stage import FLUSH
 from planner.solver.assemble import GIVEN, complete
-from planner.solver.find_plan import find_plan, or_interleaved
+from planner.solver.find_plan import find_plan, or_interleaved, setting_of
+from planner.solver.problem.bounds import balanced_s
 from planner.solver.problem.budget import Budget, Patience
 from planner.units import SLACK
 
@@ -27,6 +28,8 @@ SOLVING = 0.6  # share of the time for the cluster that was asked about; other n
 MINIBATCH_TOKENS: Mapping[float, int] = {100e9: 4_000_000, 5e9: 2_000_000, 1e9: 1_000_000, 0: 500_000}
 HALVES = "bfloat16", "float16"
 MOST_TIMES = 16  # as many GPUs as asked are tried where the model does not fit
+BALANCED = 0.02  # of the least time: a way that is so near to it leaves nothing to divide layers for
+WORSE = 0.05  # how much slower the next size must look, if layers are no more efficient there, not to be estimated
 
 
 class FitRow(Record):
@@ -122,12 +125,23 @@ def fit(
         fitting = [way.seconds_per_microbatch for way in ways if not way.over_memory_bytes]
         return min(fitting, default=math.inf) / (profile.microbatch_size or 1)
 
+    def least_s(profile: Profile) -> float:
+        """Return seconds of a sample that no plan is below: ranks that divide a layer take no less in all."""
+        cluster = cluster_of(gpus)
+        setting = setting_of(options, profile, cluster)
+        seconds = balanced_s(layer_costs_on(profile, cluster), setting) / setting.microbatches
+        return seconds / (profile.microbatch_size or 1)
+
     known, quick = {sizes[0]: profile_at(sizes[0])}, dict[int, float]()
     searching = patience.part(SOLVING)  # of what the capture of the model has left
     for size in sizes:
         say(f"estimating microbatches of {size}")
-        known[size] = known.get(size) or profile_at(size)
-        quick[size] = by_usual_ways(known[size]) if len(sizes) > 1 else 0.0
+        if size not in known:
+            before = max(known)
+            if by_usual_ways(_grown(known[before], size)) > quick[before] * (1 + WORSE):
+                break
+            known[size] = profile_at(size)
+        quick[size] = by_usual_ways(known[size])
         if quick[size] > min(quick.values()) or math.isinf(quick[size]) or searching.deadline.passed:
             break
     likely = min(quick, key=lambda size: quick[size])
@@ -145,7 +159,8 @@ def fit(
         profile = known.get(size) or profile_at(size)
         # Where dividing layers did not pay for one size of microbatches, it does not pay for smaller ones.
         whole = best is not None and best[0].plan is not None and max(best[0].plan.degrees) == 1
-        divides = size == shared if mixtures else not whole
+        balanced = quick.get(size, math.inf) <= least_s(profile) * (1 + BALANCED)
+        divides = size == shared if mixtures else not (whole or balanced)
         if divides and not searching.deadline.passed:
             profile = divided(profile)
         found = row(profile, gpus, searching.part(1 if size == tried[-1] else FIRST))
@@ -175,6 +190,21 @@ def fit(
             break
     answer = Fit(model=profile.model, asked=asked, others=tuple(sorted(others, key=lambda row: -row.gpus)))
     return answer, profile
+
+
+def _grown(profile: Profile, size: int) -> Profile:
+    """Return the profile for larger microbatches of so many samples, if each takes as long as before."""
+    times = size / (profile.microbatch_size or 1)
+
+    def grown(record: Layer | Value, *names: str) -> dict[str, object]:
+        return {name: getattr(record, name) * times for name in names}
+
+    layers = []
+    for layer in profile.layers:
+        values = (each.model_copy(update=grown(each, "output_bytes", "gradient_bytes")) for each in layer.outputs)
+        sums = grown(layer, "forward_s", "backward_s", "saved_bytes", "workspace_bytes")
+        layers.append(layer.model_copy(update={"outputs": tuple(values), **sums}))
+    return profile.model_copy(update={"layers": tuple(layers), "microbatch_size": size})
 
 
 def _no_slower(
