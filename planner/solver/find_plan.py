@@ -119,11 +119,7 @@ def or_interleaved(profile: Profile, plan: Plan, options: SolveOptions, patience
         report = _report(found.problem, Found(best, bound_s, bound_of=bound_of))
         with suppress(InfeasibleError):  # copies of weights that several stages use do not fit
             return complete(found.problem, best, report.model_copy(update={"seconds": known.seconds}))
-    if bound_s == known.lower_bound_s:
-        return plan
-    seconds = plan.predicted.seconds_per_minibatch
-    both = {"lower_bound_s": bound_s, "bound_of": bound_of, "gap": (seconds - bound_s) / seconds}
-    return plan.model_copy(update={"solver": known.model_copy(update=both)})
+    return plan
 
 
 def answered(problem: Problem, steps: Sequence[Step] = STEPS) -> Found:

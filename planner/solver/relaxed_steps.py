@@ -53,6 +53,8 @@ def solve_with_room(problem: Problem, answer: Answer) -> Found:
         return replace(found, best=_charged(problem, found.best))
 
     relaxed = found = with_room_for(0)
+    if found.bound_s >= problem.hopeless_s:
+        return found
     lean: Evaluation | None = None  # the best of the answers that recompute more than they did when they were found
     count = 0
     while not _fits(problem, found.best):

@@ -7,6 +7,7 @@ best plan has all users of a tied weight in one stage, or counts the weight in e
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,16 +39,24 @@ def solve_tied(problem: Problem, answer: Answer) -> Found:
     there is none.
     """
     found = answer(problem)
+    if found.bound_s >= problem.hopeless_s:
+        return found
     # The simulations so far were of plans that cannot be used.
     fresh = replace(problem, budget=problem.budget.apart())
     if _trains(problem, found.best):
         sent_s = max(exchanged_bytes(problem.layer_costs, found.best.stages)) / problem.link.bandwidth_bytes_per_s
         others = _together(fresh, answer) if sent_s > SLOW * found.best.seconds else ()
         return found.with_best(min((found.best, *others), key=lambda plan: plan.counted_s))
-    plans = [*_together(fresh, answer), *_counted(fresh, answer)]
+    plans, none_has_room = list(_together(fresh, answer)), False
+    try:
+        plans += _counted(fresh, answer)
+    except InfeasibleError:
+        none_has_room = True
     fitting = [plan for plan in plans if _trains(problem, plan)]
     if not fitting:
         _refuse(fresh, found, answer)
+        if none_has_room:  # or there is more to say than that its copies do not fit
+            price_with_copies(problem.layer_costs, found.best.stages, found.best.price, problem.setting)
         return found
     by_simulation = all(plan.simulated for plan in fitting)
     return found.with_best(min(fitting, key=lambda plan: plan.seconds if by_simulation else plan.counted_s))
@@ -90,8 +99,7 @@ def _together(problem: Problem, answer: Answer) -> Iterator[Evaluation]:
 
 def _counted(problem: Problem, answer: Answer) -> Iterator[Evaluation]:
     if not problem.schedule.stashes or problem.cluster.kinds or not problem.constraints.empty:
-        with contextlib.suppress(PlannerError):
-            yield from _evaluated(problem, answer(_with_copies(problem, 1)).best.stages)
+        yield from _roomier(problem, answer)
         return
     gpus, best_s, users = problem.cluster.gpus, np.inf, sorted(set().union(*_users(problem)))
     # The deeper the pipeline, the more rounds of gradients wait for the sums of tied weights.
@@ -104,6 +112,41 @@ def _counted(problem: Problem, answer: Answer) -> Iterator[Evaluation]:
             for plan in _even(problem, other, search, best_s):
                 best_s = min(best_s, plan.seconds)
                 yield plan
+
+
+def _roomier(problem: Problem, answer: Answer) -> Iterator[Evaluation]:
+    """Yield plans with tied weights counted in every layer, with less and less memory while none fits.
+
+    What is counted is for one replica of another stage that each serves, and may be too little. Raise InfeasibleError
+    where no plan has room even for that, as far as the search is exact.
+    """
+    smaller = problem
+    for number in range(_TRIES):
+        try:
+            stages = answer(_with_copies(smaller, 1)).best.stages
+        except PlannerError as error:
+            if number == 0 and isinstance(error, InfeasibleError) and not problem.cluster.kinds:
+                raise
+            return
+        plans = list(_evaluated(problem, stages))
+        yield from plans
+        lacking = min(_lacking_bytes(problem, plan) for plan in plans)
+        if lacking <= 0 or problem.deadline.passed:
+            return
+        smaller = smaller.with_cluster(smaller.cluster.with_memory(partial(_less, lacking)))
+
+
+def _less(by: int, memory_bytes: int) -> int:
+    return max(1, memory_bytes - by)
+
+
+def _lacking_bytes(problem: Problem, plan: Evaluation) -> int:
+    """Return by how many bytes the GPU that lacks most exceeds its memory with the copies."""
+    roomy = replace(problem.setting, cluster=problem.cluster.model_copy(update={"memory_bytes": None}))
+    free = [replace(stage, options=replace(stage.options, kind=None)) for stage in plan.stages]
+    held = price_with_copies(problem.layer_costs, free, plan.price, roomy).gpu_bytes
+    limits = [problem.cluster.memory_of(stage.options.kind) for stage in plan.stages]
+    return max((own - limit for own, limit in zip(held, limits, strict=True) if limit is not None), default=0)
 
 
 def _even(problem: Problem, counted: Problem, search: "_EvenSearch", below_s: float) -> Iterator[Evaluation]:

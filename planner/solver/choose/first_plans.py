@@ -10,12 +10,14 @@ their memory allows.
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 from heapq import heapify, heappop, heappush
 from itertools import accumulate, islice, takewhile
 
 import numpy as np
 
 from planner.cost.candidate import Candidate, StageOptions
+from planner.cost.kinds import with_kinds
 from planner.cost.recomputation import Recomputation
 from planner.solver.choose.baselines import equal_blocks, equal_times
 from planner.solver.evaluate.evaluation import priced, simulated
@@ -181,25 +183,29 @@ class Leaner:
     """Lets stages that do not fit the memory recompute as little as makes them fit."""
 
     def __init__(self, problem: Problem) -> None:
-        self._problem, self._recomputation = problem, Recomputation(problem.layer_costs, problem.rules.recompute)
+        self._problem = problem
+        self._choices = cache(Recomputation(problem.layer_costs, problem.rules.recompute).choices)
 
     def lean_enough(self, stages: Sequence[Candidate]) -> Evaluation | None:
         """Return the priced plan, with stages that recompute as memory demands; None if it does not fit anyhow."""
-        problem, choices = self._problem, [self._recomputation.choices(stage.layers) for stage in stages]
+        problem, choices = self._problem, [self._choices(stage.layers) for stage in stages]
         rows = [0] * len(stages)
         while True:
             again = [each.groups(row) for each, row in zip(choices, rows, strict=True)]
             ways = [replace(stage.options, recompute=groups) for stage, groups in zip(stages, again, strict=True)]
-            plan = priced(problem, [replace(stage, options=way) for stage, way in zip(stages, ways, strict=True)])
-            if plan.fits(problem.cluster):
-                return plan if problem.allows(plan) else None
-            for number, (each, row, held) in enumerate(zip(choices, rows, plan.price.gpu_bytes, strict=True)):
-                limit = problem.cluster.memory_of(plan.stages[number].options.kind)
-                if limit is not None and held > limit:
+            lean = [replace(stage, options=way) for stage, way in zip(stages, ways, strict=True)]
+            placed = with_kinds(problem.layer_costs, lean, problem.setting)
+            in_flight, gpu_bytes = problem.holds(placed)
+            limits = [problem.cluster.memory_of(stage.options.kind) for stage in placed]
+            lacks = [0 if limit is None else held - limit for held, limit in zip(gpu_bytes, limits, strict=True)]
+            if max(lacks) <= 0:
+                return plan if problem.allows(plan := priced(problem, placed)) else None
+            for number, (each, row, missing) in enumerate(zip(choices, rows, lacks, strict=True)):
+                if missing > 0:
                     # The quickest choice after this one that should save these bytes. The bytes at work depend on the
                     # microbatches, too, so that a choice that seems too large may just do.
-                    holds = plan.price.in_flight[number] * each.saved_bytes + each.working_bytes
-                    enough = np.flatnonzero(holds[row + 1 :] <= holds[row] - (held - limit))
+                    kept = in_flight[number] * each.saved_bytes + each.working_bytes
+                    enough = np.flatnonzero(kept[row + 1 :] <= kept[row] - missing)
                     rows[number] = row + 1 + int(enough[0]) if len(enough) else max(row + 1, len(each) - 1)
             if any(row == len(each) for row, each in zip(rows, choices, strict=True)):
                 return None

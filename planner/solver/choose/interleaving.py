@@ -58,7 +58,7 @@ def interleaved(problem: Problem, below_s: float) -> Interleaved:
         known = plan if too_large(own, plan.stages) or own.deadline.passed else evaluate(own, plan.stages)
         if known.counted_s < (below_s if answer.best is None else answer.best.counted_s):
             setting = replace(problem.setting, schedule=INTERLEAVED, chunks=own.setting.chunks)
-            answer = Interleaved(replace(problem, setting=setting), known.divided(degree), bound_s)
+            answer = replace(answer, problem=replace(problem, setting=setting), best=known.divided(degree))
     return answer
 
 

@@ -341,21 +341,24 @@ def _at_chosen_depths(problem: Problem, candidate: Evaluation, below_s: float) -
 
 def _hiding_messages(problem: Problem, candidate: Evaluation, below_s: float) -> _Choice | None:
     """Choose between the published depths of a synchronous pipeline and those that hide its messages."""
-    budget, pipeline = problem.budget, pipeline_for(problem, candidate)
-    published, best_s = candidate.price.in_flight, budget.steady_s(pipeline, needed=math.isinf(below_s))
+    budget, pipeline, published = problem.budget, pipeline_for(problem, candidate), candidate.price.in_flight
+    deepens, deeper, hides = problem.schedule.deepens and len(published) > 1, published, False
+    if deepens and problem.depth == "auto":
+        wanted = hiding_depths(pipeline, published, candidate.price.bottleneck.busy_s / problem.microbatches)
+        fitting = tuple(map(min, wanted, _deepest(problem, candidate)))
+        hides = published != fitting == wanted
+        deeper = fitting if hides or len(published) <= SHORT else published
+    at_deeper = replace(pipeline, shape=replace(pipeline.shape, depths=deeper))
+    if hides and math.isfinite(below_s):  # the published depths wait for every message
+        return None if (hidden_s := budget.steady_s(at_deeper)) is None else (deeper, hidden_s)
+    best_s = budget.steady_s(pipeline, needed=math.isinf(below_s))
     if best_s is None:
         return None
-    if not problem.schedule.deepens or len(published) == 1:
+    if not deepens:
         return None, best_s
-    unit_s = candidate.price.bottleneck.busy_s / problem.microbatches
-    wanted = hiding_depths(pipeline, published, unit_s)
-    if problem.depth == "auto" and best_s <= below_s * FAR and wanted != published:
-        deeper = tuple(map(min, wanted, _deepest(problem, candidate)))
-        worth = deeper != published and (deeper == wanted or len(deeper) <= SHORT)
-        at_deeper = replace(pipeline, shape=replace(pipeline.shape, depths=deeper))
-        deeper_s = budget.steady_s(at_deeper) if worth else None
-        if deeper_s is not None and deeper_s < best_s * (1 - SLACK):
-            return deeper, deeper_s
+    deeper_s = budget.steady_s(at_deeper) if best_s <= below_s * FAR and deeper != published else None
+    if deeper_s is not None and deeper_s < best_s * (1 - SLACK):
+        return deeper, deeper_s
     return published, best_s
 
 
