@@ -85,7 +85,7 @@ def test_the_search_is_near_the_best_of_all_plans(
     """With sharded optimizers and recomputed layers; benchmarks/mixed_gpus says how near, on more instances."""
     model, cluster = instance
     problem = Problem(LayerCosts(model), Setting(cluster, find(schedule), microbatches))
-    best = brute_force(problem, in_order=True)
+    best = brute_force(problem)
     if best is None:
         with pytest.raises(InfeasibleError):
             solve_mixed(problem)
@@ -142,7 +142,7 @@ def test_no_plan_is_below_the_bound_of_the_integer_program(schedule: str, microb
     proven = 0
     for model, cluster in map(recomputing_by_blocks, seeds):
         problem = Problem(LayerCosts(model), Setting(cluster, find(schedule), microbatches))
-        best = brute_force(problem, in_order=True)
+        best = brute_force(problem)
         if best is None:
             continue
         plan = solve(model, cluster, schedule=schedule, microbatches=microbatches)

@@ -80,7 +80,7 @@ def test_stages_recompute_more_than_they_must_where_that_makes_the_pipeline_deep
     plain = evaluate(asked, candidates([range(2), range(2, 4)], [1, 1]))
     best = improved(asked, Found(plain, 0.0)).best
     assert (plain.price.in_flight, best.price.in_flight) == ((2, 1), (3, 1))
-    every = (evaluate(asked, stages) for stages in plans(asked, 2, in_order=True))
+    every = (evaluate(asked, stages) for stages in plans(asked, 2))
     fastest_s = min(plan.seconds for plan in every if asked.allows(plan))
     assert best.seconds == pytest.approx(fastest_s)
     assert best.seconds == pytest.approx(16 / 18 * plain.seconds)
@@ -105,7 +105,7 @@ def test_cuts_move_with_replicas() -> None:
 
 
 def test_long_pipelines_recompute_to_run_deeper_where_they_wait_for_messages() -> None:
-    """Ten stages of one layer, whose messages take two thirds of what they compute; at the published depths all fit as is."""
+    """Ten stages of one layer, whose messages take two thirds of what they compute, and which fit as they are."""
     layers = [layer(f"h.{n}", output_bytes=1, saved_bytes=10) for n in range(10)]
     costs, cluster = LayerCosts(profile(*layers)), flat_cluster(10, 1.0, 130)
     problem = Problem(costs, Setting(cluster, find("1f1b-flush"), 40))

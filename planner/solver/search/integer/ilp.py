@@ -43,8 +43,6 @@ def needs_program(problem: Problem, solver: SolverName) -> bool:
 def _beyond_the_search(problem: Problem) -> str | None:
     if problem.cluster.kinds and (problem.schedule.chunked or len(problem.cluster.joined) > 1):
         return "GPUs of several kinds" + ("" if problem.schedule.chunked else " on several levels")
-    if problem.with_cuts_forbidden() is None:
-        return "layers kept together that are no neighbours in the profile's order"
     return None
 
 
@@ -105,11 +103,11 @@ def solve_ilp(problem: Problem, solver: "MilpName | None" = None) -> IlpAnswer |
 
     _refuse(problem)
     solver = solver or installed()[0]
-    columns = Columns(problem, all_cuts=not problem.keeps_order)
+    columns = Columns(problem)
     answer = Flow(problem, columns, solver).solve()
     if answer is None:
         return None
-    if not columns.complete:  # this says nothing of other stages
+    if not columns.knows_choices:  # this says nothing of others
         bound_s = min(answer.bound_s, relaxed_s(problem, columns.space))
         answer = replace(answer, bound_s=bound_s, optimal=answer.optimal and bound_s >= answer.seconds * (1 - SLACK))
     return replace(answer, stages=_ranked(problem, answer))
