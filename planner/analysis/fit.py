@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 from planner.analysis.compare import LEAST_S, usual_ways, with_baselines
 from planner.cost.tensor import layer_costs_on
@@ -10,7 +11,7 @@ from planner.formats.cluster import Cluster
 from planner.formats.files import Record
 from planner.formats.names import FLOAT_BYTES
 from planner.formats.plan import Plan
-from planner.formats.profile import Layer, Profile, Value
+from planner.formats.profile import Profile
 from planner.formats.shown import Shown
 from planner.options.solving import SolveOptions
 from planner.options.verbs import SAMPLES
@@ -30,6 +31,7 @@ HALVES = "bfloat16", "float16"
 MOST_TIMES = 16  # as many GPUs as asked are tried where the model does not fit
 BALANCED = 0.02  # of the least time: a way that is so near to it leaves nothing to divide layers for
 WORSE = 0.05  # how much slower the next size must look, if layers are no more efficient there, not to be estimated
+_R = TypeVar("_R", bound=Record)
 
 
 class FitRow(Record):
@@ -127,10 +129,9 @@ def fit(
 
     def least_s(profile: Profile) -> float:
         """Return seconds of a sample that no plan is below: ranks that divide a layer take no less in all."""
-        cluster = cluster_of(gpus)
-        setting = setting_of(options, profile, cluster)
-        seconds = balanced_s(layer_costs_on(profile, cluster), setting) / setting.microbatches
-        return seconds / (profile.microbatch_size or 1)
+        setting = setting_of(options, profile, cluster_of(gpus))
+        seconds = balanced_s(layer_costs_on(profile, setting.cluster), setting)
+        return seconds / setting.microbatches / (profile.microbatch_size or 1)
 
     known, quick = {sizes[0]: profile_at(sizes[0])}, dict[int, float]()
     searching = patience.part(SOLVING)  # of what the capture of the model has left
@@ -196,14 +197,12 @@ def _grown(profile: Profile, size: int) -> Profile:
     """Return the profile for larger microbatches of so many samples, if each takes as long as before."""
     times = size / (profile.microbatch_size or 1)
 
-    def grown(record: Layer | Value, *names: str) -> dict[str, object]:
-        return {name: getattr(record, name) * times for name in names}
+    def grown(record: _R, *names: str) -> _R:
+        return record.model_copy(update={name: getattr(record, name) * times for name in names})
 
-    layers = []
-    for layer in profile.layers:
-        values = (each.model_copy(update=grown(each, "output_bytes", "gradient_bytes")) for each in layer.outputs)
-        sums = grown(layer, "forward_s", "backward_s", "saved_bytes", "workspace_bytes")
-        layers.append(layer.model_copy(update={"outputs": tuple(values), **sums}))
+    layers = [grown(layer, "forward_s", "backward_s", "saved_bytes", "workspace_bytes") for layer in profile.layers]
+    values = [tuple(grown(each, "output_bytes", "gradient_bytes") for each in layer.outputs) for layer in layers]
+    layers = [layer.model_copy(update={"outputs": own}) for layer, own in zip(layers, values, strict=True)]
     return profile.model_copy(update={"layers": tuple(layers), "microbatch_size": size})
 
 

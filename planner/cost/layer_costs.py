@@ -17,7 +17,6 @@ from planner.formats.device_kinds import profile_on
 from planner.formats.names import CODECS, FLOAT_BYTES, GPU_KINDS, HALF_BYTES, Codec
 from planner.formats.profile import Profile
 from planner.plan.blocks import blocks_of
-from planner.plan.shared_weights import shared_parameters
 from planner.schedule.instructions import LEAD, POSTED
 
 
@@ -44,11 +43,6 @@ class LayerCosts:
         self._footprints: dict[tuple[frozenset[int], frozenset[int], Groups], Footprint] = {}
         self._about: list[LayerCosts] = []
         self._variants: dict[tuple[str | None, float] | int, LayerCosts] = {}  # by kind of device, and by degree
-
-    @cached_property
-    def shared_parameters(self) -> dict[str, set[str]]:
-        """Trained parameters that several layers use, by layer."""
-        return shared_parameters(self.profile)
 
     @cached_property
     def traffic(self) -> tuple[Traffic, ...]:

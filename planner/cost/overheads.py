@@ -33,7 +33,10 @@ class Price:
     @property
     def gpu_bytes(self) -> tuple[int, ...]:
         """Each stage's GPU's memory, with the GPU's other stages."""
-        return gpu_bytes(self.memory, self.workers)
+        held: Counter[int] = Counter()
+        for worker, memory in zip(self.workers, self.memory, strict=True):
+            held[worker] += memory.total_bytes
+        return tuple(held[worker] for worker in self.workers)
 
     @property
     def chunks(self) -> int:
@@ -42,14 +45,6 @@ class Price:
     @property
     def workers(self) -> Sequence[int]:
         return self.worker_of or range(len(self.memory))
-
-
-def gpu_bytes(memory: Sequence[StageMemory], workers: Sequence[int]) -> tuple[int, ...]:
-    """Return the memory of each stage's GPU, that of the GPU's other stages included."""
-    held: Counter[int] = Counter()
-    for worker, own in zip(workers, memory, strict=True):
-        held[worker] += own.total_bytes
-    return tuple(held[worker] for worker in workers)
 
 
 def stage_memory(footprint: Footprint, in_flight: int, versions: int) -> StageMemory:

@@ -14,11 +14,10 @@ from planner.cost.models.published import PaperModel, PipedreamModel
 from planner.cost.models.synchronous import SynchronousModel
 from planner.cost.network.link import link_of
 from planner.cost.network.topology import Busy
-from planner.cost.overheads import Price, gpu_bytes, stage_memory
+from planner.cost.overheads import Price, stage_memory
 from planner.cost.setting import Setting
 from planner.errors import InputError
 from planner.formats.names import CostModelName
-from planner.formats.plan_parts import StageMemory
 from planner.schedule.registry import SCHEDULES
 
 ASYNCHRONOUS: dict[CostModelName, type[StageModel]] = {
@@ -53,36 +52,15 @@ def price(layer_costs: LayerCosts, stages: Sequence[Candidate], setting: Setting
         (stage,) = stages
         less = replace(stage, options=replace(stage.options, level=1))
         return fully_sharded(layer_costs, stage, setting, price(layer_costs, [less], setting))
-    plan, model = UnpricedPlan(layer_costs, stages, setting), cost_model_of(setting)
-    time, worker_of = model.time(plan), tuple(setting.workers_of(len(stages)))
-    in_flight, memory = _held(plan, model, worker_of)
-    return Price(time.seconds, time.bottleneck, in_flight, memory, _sent_bytes(plan), worker_of)
-
-
-def holds(
-    layer_costs: LayerCosts, stages: Sequence[Candidate], setting: Setting
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the units in flight and the bytes of each stage's GPU, as in the plan's price, which takes longer."""
-    if stages[0].options.level > 1:
-        whole = price(layer_costs, stages, setting)
-        return whole.in_flight, whole.gpu_bytes
-    worker_of = tuple(setting.workers_of(len(stages)))
-    in_flight, memory = _held(UnpricedPlan(layer_costs, stages, setting), cost_model_of(setting), worker_of)
-    return in_flight, gpu_bytes(memory, worker_of)
-
-
-def _held(
-    plan: UnpricedPlan, model: CostModel, worker_of: Sequence[int]
-) -> tuple[tuple[int, ...], tuple[StageMemory, ...]]:
-    """Return the units in flight and the memory of each stage."""
-    held, layer_costs, setting = model.held(plan), plan.layer_costs, plan.setting
+    plan, model, schedule = UnpricedPlan(layer_costs, stages, setting), cost_model_of(setting), setting.schedule
+    time, held = model.time(plan), model.held(plan)
     memory = tuple(
-        stage_memory(
-            layer_costs.footprint(stage).divided(setting.microbatches), saved, setting.schedule.versions(saved)
-        )
-        for stage, saved in zip(plan.stages, held.saved, strict=True)
+        stage_memory(layer_costs.footprint(stage).divided(setting.microbatches), saved, schedule.versions(saved))
+        for stage, saved in zip(stages, held.saved, strict=True)
     )
-    return held.in_flight, with_overheads(layer_costs, plan.stages, memory, worker_of)
+    worker_of = tuple(setting.workers_of(len(stages)))
+    memory = with_overheads(layer_costs, stages, memory, worker_of)
+    return Price(time.seconds, time.bottleneck, held.in_flight, memory, _sent_bytes(plan), worker_of)
 
 
 def busy_resources(layer_costs: LayerCosts, stages: Sequence[Candidate], setting: Setting) -> Sequence[Busy]:

@@ -13,7 +13,7 @@ from planner.cost.setting import Setting
 from planner.errors import InfeasibleError
 from planner.formats.plan_parts import StageMemory
 from planner.formats.profile import Layer, Profile
-from planner.plan.shared_weights import SharedWeight, copied_layers, shared_weights
+from planner.plan.shared_weights import SharedWeight, copied_layers, shared_weights, trained_parameters
 from planner.schedule.versions import lag
 from planner.units import format_bytes
 
@@ -22,7 +22,7 @@ _OF_A_WEIGHT = ("update_s", "accumulate_s", "weight_bytes", "gradient_bytes", "o
 
 def shared_in(layer_costs: LayerCosts, stages: Sequence[Candidate]) -> list[SharedWeight]:
     """Return the trained weights that two of the stages hold, for each pair."""
-    return list(shared_weights(_names(layer_costs, stages), layer_costs.shared_parameters))
+    return list(shared_weights(_names(layer_costs, stages), trained_parameters(layer_costs.profile)))
 
 
 def copied_in(layer_costs: LayerCosts, stages: Sequence[Candidate]) -> list[list[Layer]]:

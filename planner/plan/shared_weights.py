@@ -1,6 +1,5 @@
 """Find the weights that several stages share, and what prevents training them."""
 
-from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -49,19 +48,11 @@ def trained_parameters(profile: Profile) -> dict[str, set[str]]:
     return {layer.name: trained.intersection(layer.parameters) for layer in profile.layers}
 
 
-def shared_parameters(profile: Profile) -> dict[str, set[str]]:
-    """Return the trained parameters that several layers use, of each of these layers."""
-    trained = trained_parameters(profile)
-    users = Counter(name for own in trained.values() for name in own)
-    found = {layer: {name for name in own if users[name] > 1} for layer, own in trained.items()}
-    return {layer: own for layer, own in found.items() if own}
-
-
 def copied_layers(profile: Profile, stages: Sequence[Sequence[str]]) -> list[list[Layer]]:
     """Return, for each stage, the layers of earlier stages whose trained weights it copies, each as a whole."""
     layer_of = {layer.name: layer for layer in profile.layers}
     copied: list[set[str]] = [set() for _ in stages]
-    for weight in shared_weights(stages, shared_parameters(profile)):
+    for weight in shared_weights(stages, trained_parameters(profile)):
         if layer_of[weight.layers[0]].gradient_bytes:
             copied[weight.stages[1]].add(weight.layers[0])
     return [[layer_of[name] for name in sorted(names)] for names in copied]

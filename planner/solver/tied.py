@@ -8,6 +8,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +19,7 @@ from planner.cost.work import IMPOSSIBLE, Integers
 from planner.errors import InfeasibleError, PlannerError
 from planner.plan.shape import trainable_pairs
 from planner.plan.shared_weights import trained_parameters
+from planner.solver.choose.first_plans import fitting_plans
 from planner.solver.evaluate.evaluation import evaluate, priced
 from planner.solver.evaluate.pipelines import shared_between
 from planner.solver.problem.bounds import Bounds
@@ -52,7 +54,7 @@ def solve_tied(problem: Problem, answer: Answer) -> Found:
         plans += _counted(fresh, answer)
     except InfeasibleError:
         none_has_room = True
-    fitting = [plan for plan in plans if _trains(problem, plan)]
+    fitting = [plan for plan in plans if _trains(problem, plan)] or list(_usual(fresh))
     if not fitting:
         _refuse(fresh, found, answer)
         if none_has_room:  # or there is more to say than that its copies do not fit
@@ -97,9 +99,20 @@ def _together(problem: Problem, answer: Answer) -> Iterator[Evaluation]:
         yield answer(replace(problem, constraints=constraints)).best
 
 
+def _usual(problem: Problem) -> Iterator[Evaluation]:
+    """Yield the best by the cost model of the plans that take no search and can be trained, if there is any."""
+    plans = iter(()) if problem.schedule.chunked or not problem.constraints.empty else fitting_plans(problem)
+    for plan in islice(filter(partial(_trains, problem), plans), 1):
+        yield evaluate(problem, plan.stages)
+
+
 def _counted(problem: Problem, answer: Answer) -> Iterator[Evaluation]:
     if not problem.schedule.stashes or problem.cluster.kinds or not problem.constraints.empty:
-        yield from _roomier(problem, answer)
+        try:
+            yield from _evaluated(problem, answer(_with_copies(problem, 1)).best.stages)
+        except PlannerError as error:
+            if isinstance(error, InfeasibleError):
+                raise
         return
     gpus, best_s, users = problem.cluster.gpus, np.inf, sorted(set().union(*_users(problem)))
     # The deeper the pipeline, the more rounds of gradients wait for the sums of tied weights.
@@ -112,41 +125,6 @@ def _counted(problem: Problem, answer: Answer) -> Iterator[Evaluation]:
             for plan in _even(problem, other, search, best_s):
                 best_s = min(best_s, plan.seconds)
                 yield plan
-
-
-def _roomier(problem: Problem, answer: Answer) -> Iterator[Evaluation]:
-    """Yield plans with tied weights counted in every layer, with less and less memory while none fits.
-
-    What is counted is for one replica of another stage that each serves, and may be too little. Raise InfeasibleError
-    where no plan has room even for that, as far as the search is exact.
-    """
-    smaller = problem
-    for number in range(_TRIES):
-        try:
-            stages = answer(_with_copies(smaller, 1)).best.stages
-        except PlannerError as error:
-            if number == 0 and isinstance(error, InfeasibleError) and not problem.cluster.kinds:
-                raise
-            return
-        plans = list(_evaluated(problem, stages))
-        yield from plans
-        lacking = min(_lacking_bytes(problem, plan) for plan in plans)
-        if lacking <= 0 or problem.deadline.passed:
-            return
-        smaller = smaller.with_cluster(smaller.cluster.with_memory(partial(_less, lacking)))
-
-
-def _less(by: int, memory_bytes: int) -> int:
-    return max(1, memory_bytes - by)
-
-
-def _lacking_bytes(problem: Problem, plan: Evaluation) -> int:
-    """Return by how many bytes the GPU that lacks most exceeds its memory with the copies."""
-    roomy = replace(problem.setting, cluster=problem.cluster.model_copy(update={"memory_bytes": None}))
-    free = [replace(stage, options=replace(stage.options, kind=None)) for stage in plan.stages]
-    held = price_with_copies(problem.layer_costs, free, plan.price, roomy).gpu_bytes
-    limits = [problem.cluster.memory_of(stage.options.kind) for stage in plan.stages]
-    return max((own - limit for own, limit in zip(held, limits, strict=True) if limit is not None), default=0)
 
 
 def _even(problem: Problem, counted: Problem, search: "_EvenSearch", below_s: float) -> Iterator[Evaluation]:

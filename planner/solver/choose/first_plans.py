@@ -17,7 +17,6 @@ from itertools import accumulate, islice, takewhile
 import numpy as np
 
 from planner.cost.candidate import Candidate, StageOptions
-from planner.cost.kinds import with_kinds
 from planner.cost.recomputation import Recomputation
 from planner.solver.choose.baselines import equal_blocks, equal_times
 from planner.solver.evaluate.evaluation import priced, simulated
@@ -193,19 +192,16 @@ class Leaner:
         while True:
             again = [each.groups(row) for each, row in zip(choices, rows, strict=True)]
             ways = [replace(stage.options, recompute=groups) for stage, groups in zip(stages, again, strict=True)]
-            lean = [replace(stage, options=way) for stage, way in zip(stages, ways, strict=True)]
-            placed = with_kinds(problem.layer_costs, lean, problem.setting)
-            in_flight, gpu_bytes = problem.holds(placed)
-            limits = [problem.cluster.memory_of(stage.options.kind) for stage in placed]
-            lacks = [0 if limit is None else held - limit for held, limit in zip(gpu_bytes, limits, strict=True)]
-            if max(lacks) <= 0:
-                return plan if problem.allows(plan := priced(problem, placed)) else None
-            for number, (each, row, missing) in enumerate(zip(choices, rows, lacks, strict=True)):
-                if missing > 0:
+            plan = priced(problem, [replace(stage, options=way) for stage, way in zip(stages, ways, strict=True)])
+            if plan.fits(problem.cluster):
+                return plan if problem.allows(plan) else None
+            for number, (each, row, held) in enumerate(zip(choices, rows, plan.price.gpu_bytes, strict=True)):
+                limit = problem.cluster.memory_of(plan.stages[number].options.kind)
+                if limit is not None and held > limit:
                     # The quickest choice after this one that should save these bytes. The bytes at work depend on the
                     # microbatches, too, so that a choice that seems too large may just do.
-                    kept = in_flight[number] * each.saved_bytes + each.working_bytes
-                    enough = np.flatnonzero(kept[row + 1 :] <= kept[row] - missing)
+                    holds = plan.price.in_flight[number] * each.saved_bytes + each.working_bytes
+                    enough = np.flatnonzero(holds[row + 1 :] <= holds[row] - (held - limit))
                     rows[number] = row + 1 + int(enough[0]) if len(enough) else max(row + 1, len(each) - 1)
             if any(row == len(each) for row, each in zip(rows, choices, strict=True)):
                 return None

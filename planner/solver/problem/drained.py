@@ -20,12 +20,11 @@ fits the memory.
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import chain, combinations, pairwise
+from itertools import pairwise
 
 import numpy as np
 
 from planner.cost.candidate import StageOptions
-from planner.cost.kinds import everything_on
 from planner.cost.recomputation import units_of
 from planner.cost.work import Floats
 from planner.solver.problem.problem import Problem
@@ -49,19 +48,8 @@ def drained_s(problem: Problem) -> float:
 
 def with_single_stages(problem: Problem, bound_s: float) -> float:
     """Return a bound on other plans, or on a single stage whose replicas divide gradients and weights, if less."""
-    levels, cluster, costs = [level for level in problem.levels if level > 1], problem.cluster, problem.layer_costs
-    if not cluster.kinds:
-        return _Drained(problem, uncut_groups(costs)).alone_s(bound_s, levels)
-    for kinds in chain.from_iterable(combinations(cluster.kind_ranks, n + 1) for n in range(len(cluster.kinds))):
-        ranks = [rank for own in kinds for rank in own]
-        for replicas in range(len(kinds), len(ranks) + 1):
-            # As many of these kinds, in whatever ranks: the slowest kind counts, and what must recompute does not.
-            stage = everything_on(costs, cluster, ranks)
-            for level in levels if replicas > 1 and problem.microbatches % replicas == 0 else ():
-                options = replace(stage.options, replicas=replicas, level=level)
-                alone = problem.price([replace(stage, ranks=stage.ranks[:replicas], options=options)])
-                bound_s = min(bound_s, alone.seconds_per_minibatch)
-    return bound_s
+    levels = [level for level in problem.levels if level > 1]
+    return _Drained(problem, uncut_groups(problem.layer_costs)).alone_s(bound_s, levels)
 
 
 class _Drained:

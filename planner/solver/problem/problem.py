@@ -19,7 +19,7 @@ from planner.cost.models.synchronous import SynchronousModel
 from planner.cost.network.link import Link, link_of
 from planner.cost.network.topology import Topology, places_matter
 from planner.cost.overheads import NO_RESERVE, Price, Reserve
-from planner.cost.pricing import holds, price
+from planner.cost.pricing import price
 from planner.cost.setting import Setting
 from planner.cost.work import Floats, Work
 from planner.formats.cluster import Cluster, DeviceKind
@@ -186,11 +186,6 @@ class Problem:
         within, groups, degree = self.in_groups(stages)
         priced = price(within.layer_costs, groups, within.setting)
         return replace(priced, communication_bytes=priced.communication_bytes * degree)
-
-    def holds(self, stages: Sequence[Candidate]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the units in flight and the bytes of each stage's GPU, as in the plan's price, which takes longer."""
-        within, groups, _ = self.in_groups(stages)
-        return holds(within.layer_costs, groups, within.setting)
 
     def in_groups(self, stages: Sequence[Candidate]) -> tuple[Problem, Sequence[Candidate], int]:
         """Return a plan as one of the cluster's groups of ranks, with their size, where all stages have one size."""

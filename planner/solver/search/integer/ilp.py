@@ -12,10 +12,10 @@ from planner.errors import InfeasibleError, InputError, PlannerError
 from planner.options.solving import SolverName
 from planner.solver.evaluate.evaluation import evaluate, priced
 from planner.solver.problem.budget import Budget, OutOfTimeError
-from planner.solver.problem.drained import with_single_stages
 from planner.solver.problem.infeasible import PLENTY, against_constraints, explain
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import Evaluation, Found, IlpAnswer
+from planner.solver.problem.states import Chain
 from planner.solver.search.chain.ways import relaxed_s
 from planner.units import SLACK
 
@@ -59,8 +59,9 @@ def solve_by_program(problem: Problem) -> Found:
         ) from None
     if found is None:
         raise _infeasible(problem)
-    bound_s = with_single_stages(problem, found.bound_s)  # the program has none of these
-    return Found(evaluate(problem, found.best.stages), bound_s, found.name)
+    if max(problem.levels) > 1:  # no column divides gradients and weights
+        found = replace(found, bound_s=min(found.bound_s, relaxed_s(problem, Chain(problem.layer_costs))))
+    return replace(found, best=evaluate(problem, found.best.stages))
 
 
 def _found(problem: Problem) -> Found | None:
@@ -107,7 +108,7 @@ def solve_ilp(problem: Problem, solver: "MilpName | None" = None) -> IlpAnswer |
     answer = Flow(problem, columns, solver).solve()
     if answer is None:
         return None
-    if not columns.knows_choices:  # this says nothing of others
+    if not columns.exact:  # this says nothing of others
         bound_s = min(answer.bound_s, relaxed_s(problem, columns.space))
         answer = replace(answer, bound_s=bound_s, optimal=answer.optimal and bound_s >= answer.seconds * (1 - SLACK))
     return replace(answer, stages=_ranked(problem, answer))

@@ -26,7 +26,6 @@ from planner.errors import InputError
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import IlpAnswer
 from planner.solver.problem.states import Chain
-from planner.solver.search.chain.fewest import FEW_STATES
 from planner.solver.search.chain.ways import Stages, stages_on
 from planner.units import SLACK
 
@@ -86,11 +85,10 @@ class Columns:
         return found
 
     @property
-    def knows_choices(self) -> bool:
-        """Whether the stages have every choice of recomputing blocks that some memory limit makes the best one."""
+    def exact(self) -> bool:
+        """Whether no stage of use is missing but those that divide gradients and weights."""
         chooses = self.problem.recompute == "auto" and self.problem.cluster.has_memory_limit
-        few = len(self.space) <= FEW_STATES and all(exact_everywhere(each.layer_costs) for each in self._spaces)
-        return few or not chooses
+        return not chooses or all(exact_everywhere(space.layer_costs) for space in self._spaces)
 
     def layers(self, column: Column) -> frozenset[int]:
         return self.sets[column.end] - self.sets[column.start]
@@ -115,8 +113,7 @@ class Columns:
         limit = min((each for each in limits if each is not None), default=None)
         if (kinds, number) not in self._stages_of:
             count = sum(problem.count(problem.kinds[each]) for each in kinds)
-            whole = len(self.space) > FEW_STATES
-            self._stages_of[kinds, number] = stages_on(problem, self._spaces[number], limit, count, whole_stages=whole)
+            self._stages_of[kinds, number] = stages_on(problem, self._spaces[number], limit, count)
         stages = self._stages_of[kinds, number][state]
         pace = pace and pace.model_copy(update={"memory_bytes": limit})
         for way in np.flatnonzero(np.isin(stages.ways.others, others)):
