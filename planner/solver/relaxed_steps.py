@@ -21,6 +21,7 @@ from planner.solver.problem.bounds import balanced_s
 from planner.solver.problem.infeasible import UnexplainedError
 from planner.solver.problem.problem import Answer, Problem
 from planner.solver.problem.result import Evaluation, Found
+from planner.solver.tied import usual
 from planner.units import format_bytes
 
 
@@ -81,6 +82,8 @@ def solve_with_room(problem: Problem, answer: Answer) -> Found:
             with contextlib.suppress(InfeasibleError):  # stages of one replica have few communicators
                 if _fits(problem, (straight := with_room_for(0, 1)).best):
                     return relaxed.with_best(straight.best)
+            if (plan := usual(problem)) is not None:
+                return relaxed.with_best(plan)
             why = cause.explanation() if isinstance(cause, UnexplainedError) else cause
             raise InfeasibleError(
                 f"no plan was found on {problem.cluster.gpus} GPUs that leaves room for its communicators, of "
@@ -89,6 +92,8 @@ def solve_with_room(problem: Problem, answer: Answer) -> Found:
             ) from None
     if lean is not None and (lean.saves(found.best) or not _fits(problem, found.best)):
         found = found.with_best(lean)
+    if not _fits(problem, found.best) and (plan := usual(problem)) is not None:
+        return relaxed.with_best(plan)
     price_with_copies(problem.layer_costs, found.best.stages, found.best.price, problem.setting)  # or say why not
     # A search for plans that leave more room may have had too little time for a bound as good.
     return replace(relaxed, name=found.name).with_best(found.best)

@@ -8,7 +8,6 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,7 +53,9 @@ def solve_tied(problem: Problem, answer: Answer) -> Found:
         plans += _counted(fresh, answer)
     except InfeasibleError:
         none_has_room = True
-    fitting = [plan for plan in plans if _trains(problem, plan)] or list(_usual(fresh))
+    fitting = [plan for plan in plans if _trains(problem, plan)]
+    if not fitting and (plan := usual(fresh)) is not None:
+        fitting = [plan]
     if not fitting:
         _refuse(fresh, found, answer)
         if none_has_room:  # or there is more to say than that its copies do not fit
@@ -99,11 +100,12 @@ def _together(problem: Problem, answer: Answer) -> Iterator[Evaluation]:
         yield answer(replace(problem, constraints=constraints)).best
 
 
-def _usual(problem: Problem) -> Iterator[Evaluation]:
-    """Yield the best by the cost model of the plans that take no search and can be trained, if there is any."""
-    plans = iter(()) if problem.schedule.chunked or not problem.constraints.empty else fitting_plans(problem)
-    for plan in islice(filter(partial(_trains, problem), plans), 1):
-        yield evaluate(problem, plan.stages)
+def usual(problem: Problem) -> Evaluation | None:
+    """Return the best by the cost model of the plans that take no search and can be trained; None without one."""
+    if problem.schedule.chunked or not problem.constraints.empty:
+        return None
+    plan = next(filter(partial(_trains, problem), fitting_plans(problem)), None)
+    return None if plan is None else evaluate(problem, plan.stages)
 
 
 def _counted(problem: Problem, answer: Answer) -> Iterator[Evaluation]:
