@@ -51,6 +51,7 @@ def solve_with_room(problem: Problem, answer: Answer) -> Found:
         reserve, of_tensors = overheads.reserve(count), problem.layer_costs.of_tensors
         other = problem.with_cluster(problem.cluster.with_memory(reserve.room))
         found = answer(replace(other, layer_costs=of_tensors, reserve=reserve, most_replicas=most_replicas))
+        price_with_copies(of_tensors, found.best.stages, found.best.price, other.setting)  # or say why not
         return replace(found, best=_charged(problem, found.best))
 
     relaxed = found = with_room_for(0)

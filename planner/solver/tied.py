@@ -16,11 +16,13 @@ from planner.cost.candidate import Candidate
 from planner.cost.weight_copies import copies_fit, counted_with_copies, exchanged_bytes, price_with_copies
 from planner.cost.work import IMPOSSIBLE, Integers
 from planner.errors import InfeasibleError, PlannerError
+from planner.plan.blocks import block_ends
 from planner.plan.shape import trainable_pairs
 from planner.plan.shared_weights import trained_parameters
 from planner.solver.choose.first_plans import fitting_plans
 from planner.solver.evaluate.evaluation import evaluate, priced
 from planner.solver.evaluate.pipelines import shared_between
+from planner.solver.methods import cut_after
 from planner.solver.problem.bounds import Bounds
 from planner.solver.problem.problem import Answer, Limits, Problem
 from planner.solver.problem.result import CutPath, Evaluation, Found, stages_along
@@ -48,18 +50,12 @@ def solve_tied(problem: Problem, answer: Answer) -> Found:
         sent_s = max(exchanged_bytes(problem.layer_costs, found.best.stages)) / problem.link.bandwidth_bytes_per_s
         others = _together(fresh, answer) if sent_s > SLOW * found.best.seconds else ()
         return found.with_best(min((found.best, *others), key=lambda plan: plan.counted_s))
-    plans, none_has_room = list(_together(fresh, answer)), False
-    try:
-        plans += _counted(fresh, answer)
-    except InfeasibleError:
-        none_has_room = True
+    plans = [*_together(fresh, answer), *_counted(fresh, answer)]
     fitting = [plan for plan in plans if _trains(problem, plan)]
-    if not fitting and (plan := usual(fresh)) is not None:
-        fitting = [plan]
+    if (plan := usual(fresh)) is not None:
+        fitting.append(plan)
     if not fitting:
         _refuse(fresh, found, answer)
-        if none_has_room:  # or there is more to say than that its copies do not fit
-            price_with_copies(problem.layer_costs, found.best.stages, found.best.price, problem.setting)
         return found
     by_simulation = all(plan.simulated for plan in fitting)
     return found.with_best(min(fitting, key=lambda plan: plan.seconds if by_simulation else plan.counted_s))
@@ -104,17 +100,16 @@ def usual(problem: Problem) -> Evaluation | None:
     """Return the best by the cost model of the plans that take no search and can be trained; None without one."""
     if problem.schedule.chunked or not problem.constraints.empty:
         return None
-    plan = next(filter(partial(_trains, problem), fitting_plans(problem)), None)
+    ends = frozenset[int]() if problem.rules.granularity == "layer" else block_ends(problem.layer_costs.profile)
+    plans = fitting_plans(cut_after(problem, ends) if ends else problem)
+    plan = next(filter(partial(_trains, problem), plans), None)
     return None if plan is None else evaluate(problem, plan.stages)
 
 
 def _counted(problem: Problem, answer: Answer) -> Iterator[Evaluation]:
     if not problem.schedule.stashes or problem.cluster.kinds or not problem.constraints.empty:
-        try:
+        with contextlib.suppress(PlannerError):
             yield from _evaluated(problem, answer(_with_copies(problem, 1)).best.stages)
-        except PlannerError as error:
-            if isinstance(error, InfeasibleError):
-                raise
         return
     gpus, best_s, users = problem.cluster.gpus, np.inf, sorted(set().union(*_users(problem)))
     # The deeper the pipeline, the more rounds of gradients wait for the sums of tied weights.
