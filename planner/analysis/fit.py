@@ -119,10 +119,10 @@ def fit(
         if patience.progress is not None:
             patience.progress.step = step
 
-    def by_usual_ways(profile: Profile) -> float:
+    def by_usual_ways(profile: Profile, most_s: float = LEAST_S) -> float:
         """Return the seconds of a sample in the fastest of the ways that people use; infinity where none fits."""
         cluster = cluster_of(gpus)
-        budget = Budget(searching.at_most(LEAST_S).deadline)
+        budget = Budget(searching.at_most(most_s).deadline)
         ways = usual_ways(options, layer_costs_on(profile, cluster), cluster, budget)
         fitting = [way.seconds_per_microbatch for way in ways if not way.over_memory_bytes]
         return min(fitting, default=math.inf) / (profile.microbatch_size or 1)
@@ -139,7 +139,7 @@ def fit(
         say(f"estimating microbatches of {size}")
         if size not in known:
             before = max(known)
-            if by_usual_ways(_grown(known[before], size)) > quick[before] * (1 + WORSE):
+            if by_usual_ways(_grown(known[before], size), 0.0) > quick[before] * (1 + WORSE):
                 break
             known[size] = profile_at(size)
         quick[size] = by_usual_ways(known[size])
