@@ -30,7 +30,7 @@ MINIBATCH_TOKENS: Mapping[float, int] = {100e9: 4_000_000, 5e9: 2_000_000, 1e9: 
 HALVES = "bfloat16", "float16"
 MOST_TIMES = 16  # as many GPUs as asked are tried where the model does not fit
 BALANCED = 0.02  # of the least time: a way that is so near to it leaves nothing to divide layers for
-WORSE = 0.05  # how much slower the next size must look, if layers are no more efficient there, not to be estimated
+WORSE = 0.05  # how much slower the next size must look, on the line through two smaller ones, not to be estimated
 _R = TypeVar("_R", bound=Record)
 
 
@@ -137,11 +137,11 @@ def fit(
     searching = patience.part(SOLVING)  # of what the capture of the model has left
     for size in sizes:
         say(f"estimating microbatches of {size}")
-        if size not in known:
-            before = max(known)
-            if by_usual_ways(_grown(known[before], size), 0.0) > quick[before] * (1 + WORSE):
+        if len(quick) > 1:
+            one, other = list(quick)[-2:]
+            if by_usual_ways(_extended(known[one], known[other], size), 0.0) > quick[other] * (1 + WORSE):
                 break
-            known[size] = profile_at(size)
+        known[size] = known.get(size) or profile_at(size)
         quick[size] = by_usual_ways(known[size])
         if quick[size] > min(quick.values()) or math.isinf(quick[size]) or searching.deadline.passed:
             break
@@ -193,17 +193,24 @@ def fit(
     return answer, profile
 
 
-def _grown(profile: Profile, size: int) -> Profile:
-    """Return the profile for larger microbatches of so many samples, if each takes as long as before."""
-    times = size / (profile.microbatch_size or 1)
+def _extended(one: Profile, other: Profile, size: int) -> Profile:
+    """Return the profile for microbatches of so many samples, on the line through those for two smaller ones."""
+    first, second = one.microbatch_size or 1, other.microbatch_size or 1
+    times = (size - second) / (second - first)
 
-    def grown(record: _R, *names: str) -> _R:
-        return record.model_copy(update={name: getattr(record, name) * times for name in names})
+    def along(smaller: _R, larger: _R, *names: str) -> _R:
+        pairs = {name: (getattr(smaller, name), getattr(larger, name)) for name in names}
+        return larger.model_copy(
+            update={name: max(0, end + times * (end - begin)) for name, (begin, end) in pairs.items()}
+        )
 
-    layers = [grown(layer, "forward_s", "backward_s", "saved_bytes", "workspace_bytes") for layer in profile.layers]
-    values = [tuple(grown(each, "output_bytes", "gradient_bytes") for each in layer.outputs) for layer in layers]
-    layers = [layer.model_copy(update={"outputs": own}) for layer, own in zip(layers, values, strict=True)]
-    return profile.model_copy(update={"layers": tuple(layers), "microbatch_size": size})
+    layers = []
+    for smaller, larger in zip(one.layers, other.layers, strict=True):
+        values = zip(smaller.outputs, larger.outputs, strict=True)
+        outputs = tuple(along(*each, "output_bytes", "gradient_bytes") for each in values)
+        layer = along(smaller, larger, "forward_s", "backward_s", "saved_bytes", "workspace_bytes")
+        layers.append(layer.model_copy(update={"outputs": outputs}))
+    return other.model_copy(update={"layers": tuple(layers), "microbatch_size": size})
 
 
 def _no_slower(
