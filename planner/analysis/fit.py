@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
 
 from planner.analysis.compare import LEAST_S, usual_ways, with_baselines
 from planner.cost.tensor import layer_costs_on
@@ -31,7 +30,6 @@ HALVES = "bfloat16", "float16"
 MOST_TIMES = 16  # as many GPUs as asked are tried where the model does not fit
 BALANCED = 0.02  # of the least time: a way that is so near to it leaves nothing to divide layers for
 WORSE = 0.05  # how much slower the next size must look, on the line through two smaller ones, not to be estimated
-_R = TypeVar("_R", bound=Record)
 
 
 class FitRow(Record):
@@ -194,22 +192,17 @@ def fit(
 
 
 def _extended(one: Profile, other: Profile, size: int) -> Profile:
-    """Return the profile for microbatches of so many samples, on the line through those for two smaller ones."""
+    """Return the profile for microbatches of so many samples, on the line through those for two smaller ones.
+
+    But for what layers exchange: pipelines look faster than they are.
+    """
+    names = "forward_s", "backward_s", "saved_bytes", "workspace_bytes"
     first, second = one.microbatch_size or 1, other.microbatch_size or 1
-    times = (size - second) / (second - first)
-
-    def along(smaller: _R, larger: _R, *names: str) -> _R:
-        pairs = {name: (getattr(smaller, name), getattr(larger, name)) for name in names}
-        return larger.model_copy(
-            update={name: max(0, end + times * (end - begin)) for name, (begin, end) in pairs.items()}
-        )
-
-    layers = []
-    for smaller, larger in zip(one.layers, other.layers, strict=True):
-        values = zip(smaller.outputs, larger.outputs, strict=True)
-        outputs = tuple(along(*each, "output_bytes", "gradient_bytes") for each in values)
-        layer = along(smaller, larger, "forward_s", "backward_s", "saved_bytes", "workspace_bytes")
-        layers.append(layer.model_copy(update={"outputs": outputs}))
+    times, layers = (size - second) / (second - first), []
+    for pair in zip(one.layers, other.layers, strict=True):
+        ends = {name: [getattr(layer, name) for layer in pair] for name in names}
+        line = {name: max(0, end + times * (end - begin)) for name, (begin, end) in ends.items()}
+        layers.append(pair[1].model_copy(update=line))
     return other.model_copy(update={"layers": tuple(layers), "microbatch_size": size})
 
 
