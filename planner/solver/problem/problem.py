@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -72,6 +73,7 @@ class Problem:
     depth: DepthRule = "auto"
     constraints: Constraints = field(default_factory=Constraints)
     budget: Budget = field(default_factory=Budget, compare=False)  # of all searches for one plan and its variants
+    hopeless_s: float = math.inf  # seconds from which on a plan is of no use, because another one is faster
     precision: float = 0.0  # how much faster, relatively, other plans may be than the answer of a search
     reserve: Reserve = NO_RESERVE  # what was taken off the cluster's memory before: `planner.solver.relaxed_steps`
     most_replicas: int = UNLIMITED  # that a stage may have

@@ -324,17 +324,11 @@ def stages_alike(
 
 
 def stages_on(
-    problem: Problem,
-    space: Chain,
-    memory_bytes: int | None,
-    most: int,
-    link: Link | None = None,
-    *,
-    whole_stages: bool = False,
+    problem: Problem, space: Chain, memory_bytes: int | None, most: int, link: Link | None = None
 ) -> list[Stages]:
     """Return the stages on up to so many GPUs of a kind, which are priced with a link: see `stages_alike`."""
     schedule, microbatches = problem.schedule, problem.microbatches
-    limits = replace(problem.limits, memory_bytes=memory_bytes, whole_stages=whole_stages)
+    limits = replace(problem.limits, memory_bytes=memory_bytes)
     ways = WaysOf(space, limits, prices_shards=problem.simulates)
     most = min(most, microbatches) if schedule.divides else most if schedule.pipelined else 1
     parts_s = partial(problem.parts_s, link=link)
