@@ -65,6 +65,7 @@ class Run:
     seconds: float | None
     reserved_bytes: float | None
     rates: Rates | None  # of collectives of all its GPUs, as its job measured them; None out of memory
+    near_reduce_bytes_per_s: float | None  # the same of an all-reduce within a server
     checked: bool  # every rank of a group says what it is about to do before each collective
 
     @property
@@ -105,6 +106,7 @@ def runs() -> Iterator[Run]:
                 tokens / speed if trained else None,
                 float(row["peak_reserved_GB"]) * _GIB if trained else None,
                 Rates(float(row["allreduce_GBps"]) * 1e9, float(row["allgather_GBps"]) * 1e9) if trained else None,
+                float(row["allreduce_intra_GBps"]) * 1e9 if trained else None,
                 trained and number["gpus"] > PER_SERVER and float(row["allreduce_intra_GBps"]) < _CHECKED_GBPS,
             )
 
@@ -272,9 +274,9 @@ def times_of(run: Run, kind: str, spec: DeviceSpec, program: Program, links: Lin
         forward_n += 3  # of largest logits, those of the targets, and sums
     # Each weight's gradient is added in a launch of its own.
     launches = np.array([block.forward.launches.sum(), block.backward.launches.sum() + block.weights])
-    check_s = program.check_s if run.llama.tensor <= PER_SERVER else program.check_far_s
-    each_s = program.collective_s + run.checked * run.llama.tensor * check_s
-    return device, launches * program.launch_s + np.array([forward_n, backward_n]) * each_s
+    launches_s = launches * program.launch_s + _TRITON.get(kind, 0) * _TRITON_S
+    each_s = program.collective_s + _check_s(run, run.llama.tensor, program)
+    return device, launches_s + np.array([forward_n, backward_n]) * each_s
 
 
 def layer_of(run: Run, kind: str, number: int, seconds: Floats, spec: DeviceSpec) -> Layer:
@@ -338,7 +340,6 @@ def predict(run: Run, spec: DeviceSpec, program: Program, links: Links) -> Predi
     t, llama = run.llama.tensor, run.llama
     stages = stages_of(llama, run.stages)
     layers: list[Layer] = []
-    reducing = links.ring(run.replicas, max(1, PER_SERVER // t))
     known = {kind: times_of(run, kind, spec, program, links) for kind in KINDS}
     pendings: list[int] = []
     for blocks in stages:
@@ -350,25 +351,56 @@ def predict(run: Run, spec: DeviceSpec, program: Program, links: Links) -> Predi
         for kind in blocks:
             layer = layer_of(run, kind, len(layers), known[kind][0] * factor, spec)
             update_s = layer.update_s + 5 * block_of(llama, kind, run.samples).weights * program.launch_s
-            if run.sharded and run.replicas > 1:
-                update_s += float(ring_all_reduce_s(layer.weight_bytes, run.replicas, reducing)) / 2
             layers.append(layer.model_copy(update={"update_s": update_s}))
     profile = profile_of(layers, run.samples, spec)
     names = iter(layer.name for layer in layers)
     own_stages = [OwnStage(layers=tuple(next(names) for _ in blocks)) for blocks in stages]
     plan = price(profile, _groups(run, len(stages), links), own_stages, run.microbatches)
-    ends_s = [0.0]
-    for stage, blocks in zip(plan.stages, stages, strict=True) if run.replicas > 1 else ():
-        bucket_s = float(ring_all_reduce_s(_BUCKET_BYTES, run.replicas, reducing))
-        reduce_s = 2 * stage.memory.gradients_bytes / _BUCKET_BYTES * bucket_s
-        if run.checked and not run.sharded:
-            sizes = [size for kind in reversed(blocks) for size in block_of(llama, kind, run.samples).sizes]
-            reduce_s += buckets(sizes) * run.replicas * program.check_far_s
-        ends_s.append(float(backward_and_reduce_s(stage.backward_s, reduce_s, reducing)) - stage.backward_s)
+    ends_s = [
+        synchronize_s(run, blocks, stage.backward_s, program, links)
+        for stage, blocks in zip(plan.stages, stages, strict=True)
+    ]
     extra = [pending + 2 * llama.seq * run.samples * llama.hidden * 2 * (t > 1) for pending in pendings]
     needed = max(plan.memory_bytes(number) + more for number, more in enumerate(extra))
     tensors = [plan.tensor_bytes(number) + more for number, more in enumerate(extra)]
-    return Predicted(plan.predicted.seconds_per_minibatch + max(ends_s), needed, max(tensors))
+    return Predicted(plan.predicted.seconds_per_minibatch + max(ends_s), needed, tensors[0])
+
+
+def synchronize_s(run: Run, blocks: Sequence[str], backward_s: float, program: Program, links: Links) -> float:
+    """Return the seconds of what the ranks of a stage do together after the last backward.
+
+    DistributedDataParallel reduces buckets of gradients beside the backward. With a divided optimizer nanotron does not
+    use it, and reduces all gradients at once, in float32, after the last backward (`trainer.py`: `make_ddp`). Then the
+    norms' gradients are summed over the ranks that divide layers, the embedding's with those of a tied head on another
+    stage, the norm of all over the ranks of a replica, and the loss over replicas. All ranks wait for each other at the
+    end of the step, whose time is logged.
+    """
+    llama, t, r = run.llama, run.llama.tensor, run.replicas
+    own = [kind for kind in reversed(blocks) if kind != "head" or run.stages > 1]  # one stage has one matrix for both
+    traced = [block_of(llama, kind, run.samples) for kind in own]
+    sizes = [size for block in traced for size in block.sizes]
+    reducing, spent_s, checked = links.ring(r, max(1, PER_SERVER // t)), 0.0, [run.gpus, t * run.stages, r]
+    if r > 1 and run.sharded:
+        spent_s += float(ring_all_reduce_s(4 * sum(sizes), r, reducing))
+        spent_s += float(ring_all_reduce_s(2 * sum(sizes), r, reducing)) / 2  # gathers weights
+        spent_s += r * len(sizes) * _COPY_S
+        checked += [r, r]
+    elif r > 1:
+        bucket_s = float(ring_all_reduce_s(_BUCKET_BYTES, r, reducing))
+        reduce_s = 4 * sum(sizes) / _BUCKET_BYTES * bucket_s + buckets(sizes) * _check_s(run, r, program)
+        spent_s += float(backward_and_reduce_s(backward_s, reduce_s, reducing)) - backward_s
+    if t > 1:
+        checked.append(t)
+    if run.stages > 1 and {"embedding", "head"} & set(blocks):
+        spent_s += 4 * llama.vocab * llama.hidden / t / (NVLINK if r * t < PER_SERVER else NICS / PER_SERVER)
+        checked.append(2)
+    return spent_s + sum(_check_s(run, ranks, program) for ranks in checked)
+
+
+def _check_s(run: Run, ranks: int, program: Program) -> float:
+    """Return the seconds of the check before a collective of so many ranks."""
+    near = ranks == run.llama.tensor <= PER_SERVER or run.gpus <= PER_SERVER
+    return run.checked * ranks * (program.check_s if near else program.check_far_s) if ranks > 1 else 0.0
 
 
 def _groups(run: Run, stages: int, links: Links) -> Cluster:
@@ -408,9 +440,17 @@ class Judged:
 _INSIDE = {2: (260e9, 20e-6), 4: (318e9, 9e-6), 8: (336e9, 5e-6)}
 _NEAR_S, _FAR_S = 3.4e-6, 14e-6  # steps of a ring in NCCL's own model (src/graph/tuning.cc), in a server and beyond
 _CHANNELS = 24  # processors of an H100 that NCCL's rings take within a server: an assumption
-# Of an eager host, as `devices.HOSTS`: a collective is launched like any kernel, and so are three messages. Checks, and
-# steps of rings across servers, are those of the all-reduces and all-gathers that measured the jobs' rates.
-EAGER = Program(HOSTS["eager"], HOSTS["eager"], 4 * HOSTS["eager"], 0.333e-3, 0.333e-3, 40e-6)
+# Kernels in Triton each way: norms, and the rotary embedding of queries and of keys. Launching one with many arguments
+# takes 62 us with PyTorch 2.2 (triton-lang/triton, pull request 3503), 57 more than a launch from C++.
+_TRITON, _TRITON_S = {"layer": 4, "head": 1}, 57e-6
+# A slice, a view and a copy in Python's loop over ranks and weights: 3 us without the copy, measured on an EPYC (Zen 5)
+# with torch 2.13, and the copy's launch.
+_COPY_S = 3e-6 + HOSTS["fused"]
+# Of an eager host that runs in bfloat16 (README, the H200): a collective is launched like any kernel, and so are three
+# messages and their tensor. Checks, and steps of rings across servers, are those of the all-reduces and all-gathers
+# that measured the jobs' rates.
+_EAGER_S = 44e-6
+EAGER = Program(_EAGER_S, _EAGER_S, 4 * _EAGER_S, 0.2e-3, 0.29e-3, 40e-6)
 _TRIED = {
     "launch_s": (25e-6, 38e-6, 50e-6, 65e-6, 80e-6),
     "collective_s": (40e-6, 80e-6, 120e-6, 160e-6, 200e-6, 250e-6, 300e-6),
