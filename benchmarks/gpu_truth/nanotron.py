@@ -26,6 +26,7 @@ from benchmarks.gpu_truth.by_layers import both_ways
 from benchmarks.gpu_truth.nanotron_model import Llama as Llama
 from benchmarks.gpu_truth.rows import ANCHORS, device, price
 from planner.cost.network.link import Link, backward_and_reduce_s, ring_all_reduce_s
+from planner.cost.overheads import FRAGMENTED
 from planner.formats.cluster import Cluster, Level
 from planner.formats.own_plan import OwnStage
 from planner.formats.profile import Device, Edge, Layer, Profile, Provenance, Value
@@ -323,11 +324,11 @@ def profile_of(layers: Sequence[Layer], samples: int, spec: DeviceSpec) -> Profi
 
 
 class Predicted(NamedTuple):
-    """What is predicted of a run: seconds of a minibatch, and bytes of its fullest GPU."""
+    """What is predicted of a run: seconds of a minibatch, and bytes that its fullest GPU needs."""
 
     seconds: float
     needed_bytes: int
-    reserved_bytes: int  # by PyTorch's allocator
+    reserved_bytes: int  # by PyTorch's allocator on rank 0, which is of the first stage and logs
 
 
 def predict(run: Run, spec: DeviceSpec, program: Program, links: Links) -> Predicted:
@@ -341,60 +342,69 @@ def predict(run: Run, spec: DeviceSpec, program: Program, links: Links) -> Predi
     stages = stages_of(llama, run.stages)
     layers: list[Layer] = []
     known = {kind: times_of(run, kind, spec, program, links) for kind in KINDS}
-    pendings: list[int] = []
+    pendings, hosts_s = list[int](), list[float]()
     for blocks in stages:
         device, host = (np.sum([known[kind][part] for kind in blocks], axis=0) for part in (0, 1))
         ahead = t > 1 and run.microbatches > 1 and bool(host.sum() < device.sum())
         products = 2 * blocks.count("layer") + blocks.count("head")
+        hosts_s.append(float(host[1]))
         pendings.append(ahead * products * 2 * llama.seq * run.samples * llama.hidden)
         factor = np.maximum(1.0, host / np.maximum(device, 1e-12))
         for kind in blocks:
-            layer = layer_of(run, kind, len(layers), known[kind][0] * factor, spec)
-            update_s = layer.update_s + 5 * block_of(llama, kind, run.samples).weights * program.launch_s
-            layers.append(layer.model_copy(update={"update_s": update_s}))
+            layers.append(layer_of(run, kind, len(layers), known[kind][0] * factor, spec))
     profile = profile_of(layers, run.samples, spec)
     names = iter(layer.name for layer in layers)
     own_stages = [OwnStage(layers=tuple(next(names) for _ in blocks)) for blocks in stages]
     plan = price(profile, _groups(run, len(stages), links), own_stages, run.microbatches)
     ends_s = [
-        synchronize_s(run, blocks, stage.backward_s, program, links)
-        for stage, blocks in zip(plan.stages, stages, strict=True)
+        synchronize_s(run, blocks, stage.backward_s, host_s, program, links)
+        for stage, blocks, host_s in zip(plan.stages, stages, hosts_s, strict=True)
     ]
     extra = [pending + 2 * llama.seq * run.samples * llama.hidden * 2 * (t > 1) for pending in pendings]
     needed = max(plan.memory_bytes(number) + more for number, more in enumerate(extra))
     tensors = [plan.tensor_bytes(number) + more for number, more in enumerate(extra)]
-    return Predicted(plan.predicted.seconds_per_minibatch + max(ends_s), needed, tensors[0])
+    reserved = round(tensors[0] * (1 + FRAGMENTED))
+    return Predicted(plan.predicted.seconds_per_minibatch + max(ends_s), needed, reserved)
 
 
-def synchronize_s(run: Run, blocks: Sequence[str], backward_s: float, program: Program, links: Links) -> float:
-    """Return the seconds of what the ranks of a stage do together after the last backward.
+def synchronize_s(
+    run: Run, blocks: Sequence[str], backward_s: float, host_s: float, program: Program, links: Links
+) -> float:
+    """Return the seconds that follow the last backward of a stage, beside its update.
 
-    DistributedDataParallel reduces buckets of gradients beside the backward. With a divided optimizer nanotron does not
-    use it, and reduces all gradients at once, in float32, after the last backward (`trainer.py`: `make_ddp`). Then the
-    norms' gradients are summed over the ranks that divide layers, the embedding's with those of a tied head on another
-    stage, the norm of all over the ranks of a replica, and the loss over replicas. All ranks wait for each other at the
-    end of the step, whose time is logged.
+    DistributedDataParallel reduces buckets of gradients beside the backward; their checks hold its host up. With a
+    divided optimizer nanotron does not use it, and reduces all gradients at once, in float32, after the last backward
+    (`trainer.py`: `make_ddp`). Then the norms' gradients are summed over the ranks that divide layers, the embedding's
+    with those of a tied head on another stage, the norm of all over the ranks of a replica, and the loss over replicas.
+    All ranks wait for each other at the end of the step, whose time is logged. Host and device are taken to follow each
+    other here: of 1.34 billion parameters that is nearer than the longer of the two, and of 3.57 billion, too.
+
+    Args:
+        run, blocks: the run, and what the stage has.
+        backward_s: of the stage.
+        host_s: of the stage's host, in a backward.
+        program, links: as in `predict`.
     """
     llama, t, r = run.llama, run.llama.tensor, run.replicas
     own = [kind for kind in reversed(blocks) if kind != "head" or run.stages > 1]  # one stage has one matrix for both
-    traced = [block_of(llama, kind, run.samples) for kind in own]
-    sizes = [size for block in traced for size in block.sizes]
-    reducing, spent_s, checked = links.ring(r, max(1, PER_SERVER // t)), 0.0, [run.gpus, t * run.stages, r]
+    sizes = [size for kind in own for size in block_of(llama, kind, run.samples).sizes]
+    reducing, longer_s, device_s = links.ring(r, max(1, PER_SERVER // t)), 0.0, 0.0
+    update_host_s, checked = 5 * len(sizes) * program.launch_s, [run.gpus, t * run.stages, r, t]
     if r > 1 and run.sharded:
-        spent_s += float(ring_all_reduce_s(4 * sum(sizes), r, reducing))
-        spent_s += float(ring_all_reduce_s(2 * sum(sizes), r, reducing)) / 2  # gathers weights
-        spent_s += r * len(sizes) * _COPY_S
+        device_s += float(ring_all_reduce_s(4 * sum(sizes), r, reducing))
+        device_s += float(ring_all_reduce_s(2 * sum(sizes), r, reducing)) / 2  # gathers weights
+        update_host_s += r * len(sizes) * _COPY_S
         checked += [r, r]
     elif r > 1:
         bucket_s = float(ring_all_reduce_s(_BUCKET_BYTES, r, reducing))
-        reduce_s = 4 * sum(sizes) / _BUCKET_BYTES * bucket_s + buckets(sizes) * _check_s(run, r, program)
-        spent_s += float(backward_and_reduce_s(backward_s, reduce_s, reducing)) - backward_s
-    if t > 1:
-        checked.append(t)
+        longer_s = max(backward_s, host_s + buckets(sizes) * _check_s(run, r, program))
+        longer_s = float(backward_and_reduce_s(longer_s, 4 * sum(sizes) / _BUCKET_BYTES * bucket_s, reducing))
+        longer_s -= backward_s
     if run.stages > 1 and {"embedding", "head"} & set(blocks):
-        spent_s += 4 * llama.vocab * llama.hidden / t / (NVLINK if r * t < PER_SERVER else NICS / PER_SERVER)
+        device_s += 4 * llama.vocab * llama.hidden / t / (NVLINK if r * t < PER_SERVER else NICS / PER_SERVER)
         checked.append(2)
-    return spent_s + sum(_check_s(run, ranks, program) for ranks in checked)
+    update_host_s += sum(_check_s(run, ranks, program) for ranks in checked)
+    return longer_s + device_s + update_host_s
 
 
 def _check_s(run: Run, ranks: int, program: Program) -> float:

@@ -160,7 +160,7 @@ def test_a_divided_optimizer_leaves_all_of_the_reduction_to_the_end() -> None:
     links = nanotron.Links({2: rates}, nanotron.EAGER.step_s, nanotron.EAGER.message_s)
 
     def seconds(run: nanotron.Run) -> float:
-        return nanotron.synchronize_s(run, nanotron.stages_of(llama, 1)[0], 1.0, nanotron.EAGER, links)
+        return nanotron.synchronize_s(run, nanotron.stages_of(llama, 1)[0], 1.0, 0.0, nanotron.EAGER, links)
 
     sizes = [size for kind in ("embedding", "loss") for size in nanotron.block_of(llama, kind, 1).sizes]
     sizes += 4 * nanotron.block_of(llama, "layer", 1).sizes
