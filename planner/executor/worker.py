@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     TimelineCallback = Callable[[Timeline], None]
 
 _SHOWN_EVERY_S = 0.2
-# What fully_shard frees and takes again comes to lie in pieces: kept blocks of this size and more took twice the memory.
+# What fully_shard frees and takes again comes to lie in pieces: to keep larger blocks, too, took twice the memory.
 _APART_BYTES = 2**22
 
 
