@@ -22,6 +22,7 @@ LINK_BYTES_PER_S = 6e6  # of the slowest link: what 16 workers on 2 cores can su
 LEAST_WHOLE_S = 1.0  # for a minibatch of the whole model
 SHARE_S = 0.15  # for a device's share of a minibatch
 LOSS_BLOCK = Block(0.0, 0.0, 0.0, 0, 0)  # what the loss takes
+_COLUMNS = [each.name for each in fields(Divided) if each.name != "by_samples"]
 MOST_BLOCKS = 48  # more are joined, because a sleep per layer costs this machine about 0.1 ms
 
 
@@ -140,8 +141,9 @@ def _divided(profile: Profile) -> Sequence[Divided | None]:
     if not profile.tensor:
         return [None] * len(profile.layers)
     costs = profile.tensor[0]
-    names = [each.name.replace("weight_bytes", "gradient_bytes") for each in fields(Divided)]
-    return [Divided(*row) for row in zip(*(getattr(costs, name) for name in names), strict=True)]
+    names = [each.replace("weight_bytes", "gradient_bytes") for each in _COLUMNS]
+    rows = zip(*(getattr(costs, name) for name in names), strict=True)
+    return [Divided(*row, by_samples=bool(costs.by_samples)) for row in rows]
 
 
 def _seconds(block: Block) -> float:
@@ -196,7 +198,8 @@ def _degree_costs(blocks: Sequence[Block], layers: Sequence[Layer], degree: int)
     columns: dict[str, Any] = {name: tuple(getattr(layer, name) for layer in layers) for name in DEGREE_COLUMNS}
     nothing = Divided(0.0, 0.0, 0.0, 0, 0, 0, 0, 0)
     every = [block.divided or nothing for block in blocks] + [nothing] * (len(layers) - len(blocks))
-    columns |= {each.name: tuple(getattr(one, each.name) for one in every) for each in fields(Divided)}
+    columns |= {name: tuple(getattr(one, name) for one in every) for name in _COLUMNS}
+    columns["by_samples"] = any(one.by_samples for one in every) or None
     # As the layer makes its weight: of at least one element.
     weights = tuple(
         max(1, one.weight_bytes // ELEMENT_BYTES) * ELEMENT_BYTES if layer.weight_bytes else 0

@@ -15,9 +15,8 @@ level 2 its part of the weights is not one with the gathered ones. Weights that 
 whole model runs.
 
 Exchanges overlap with the computation beside them, except for the first part of the weights or the last of the
-gradients, and for the weights after an update. On CPUs nothing overlaps, for `fully_shard` has no streams there, and
-gloo's reduce-scatter is an all-reduce of which a part is kept. Level 1 may be in any stage of a plan: see
-`planner.cost.models`.
+gradients, and for the weights after an update. On CPUs nothing overlaps, for `fully_shard` has no streams there. Level
+1 may be in any stage of a plan: see `planner.cost.models`.
 """
 
 from collections.abc import Sequence
@@ -60,7 +59,7 @@ def sharded_times(layer_costs: LayerCosts, stage: Candidate, setting: Setting) -
     gather_s, share = sum(map(half_s, units)), float(work.trainable_bytes) / max(1, sum(units))
     exchange_s = sum(half_s(size * share) for size in units)
     if layer_costs.profile.device.kind == "cpu":
-        link, exchange_s = replace(link, overlap=False), 2 * exchange_s
+        link = replace(link, overlap=False)
     after_s = gather_s
     if stage.options.level == 3:
         after_s, exchange_s = 0.0, exchange_s + gather_s

@@ -109,7 +109,7 @@ class Stage(GrownRecord):
     tensor: Annotated[int, Field(ge=1)] = 1  # ranks of a replica, which divide every layer between them
     in_flight: Annotated[int, Field(ge=1)]  # minibatches (microbatches) in flight per replica, at most
     sharded: bool = False  # the replicas divide the optimizer's state, and each updates its part
-    sharding_level: Annotated[int, Field(ge=1, le=3)] = 1  # where sharded: 2 the gradients as well, 3 the weights, too
+    sharding_level: Annotated[int, Field(ge=1, le=3)] = 1  # of a plan's only stage: 2 gradients, too, 3 weights, too
     # Groups of layers that keep only the values which enter them, and run their forward again before their own
     # backward; true: the whole stage is one group.
     recompute: bool | tuple[tuple[str, ...], ...] = False

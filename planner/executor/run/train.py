@@ -29,6 +29,7 @@ from planner.formats.plan_parts import Stage, StageMemory
 from planner.formats.timeline import Timeline
 from planner.model.spec import TrainingSpec
 from planner.model.tensor.division import own_memory
+from planner.plan.rank_groups import sample_parts
 from planner.schedule.instructions import Forward, Instruction, Unit, Update
 from planner.schedule.one_stage import FLUSH, ONE_F_ONE_B
 from planner.workers.heartbeat import Heartbeat
@@ -245,8 +246,8 @@ def gather_result(
         minibatch_size=context.minibatch_size,
         samples=sum(data.minibatch_size(minibatch) for minibatch in range(first, context.minibatches)),
         seconds=seconds,
-        # Every sample passes the last stage once.
-        samples_per_s=sum(reports[rank].samples_per_s for rank in plan.stages[-1].ranks),
+        # Every sample passes the last stage once; ranks that divide samples, too, have as many each.
+        samples_per_s=sample_parts(job.plan) * sum(reports[rank].samples_per_s for rank in plan.stages[-1].ranks),
         predicted_samples_per_s=None
         if job.baseline is not None
         else job.predicted_samples_per_s or plan.predicted.samples_per_s,
