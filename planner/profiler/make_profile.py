@@ -118,10 +118,11 @@ def _outputs(graph: LayerGraph, layer: GraphLayer, batch_size: int) -> Iterator[
     for node in layer.nodes:
         if (spec := graph.values.get(node.name)) is not None:
             coded = spec.requires_grad and (spec.dtype.itemsize != FLOAT_BYTES or graph.options.autocast is not None)
-            gradient_bytes = spec.of_gradient.size_bytes(batch_size) if spec.requires_grad else 0
+            extent = graph.longest(batch_size)
+            gradient_bytes = spec.of_gradient.size_bytes(extent) if spec.requires_grad else 0
             yield Value(
                 name=spec.name,
-                output_bytes=spec.size_bytes(batch_size),
+                output_bytes=spec.size_bytes(extent),
                 gradient_bytes=gradient_bytes,
                 element_bytes=spec.dtype.itemsize if coded else None,
             )

@@ -17,6 +17,7 @@ from planner.formats.plan_parts import config_of
 from planner.formats.profile import Compiled, Device, Edge, Layer, Profile, Provenance, Value
 from planner.model.capture.capture import capture_file
 from planner.model.capture.graph import ValueSpec
+from planner.model.capture.size import Extent
 from planner.model.options import PLAIN, ModuleOptions, autocast_name
 from planner.model.spec import load_model_file
 from planner.plan.rank_groups import on_ranks
@@ -35,7 +36,7 @@ def structural_profile(path: Path, batch_size: int, options: ModuleOptions = PLA
     sizes = {name: 4 * parameter.numel() for name, parameter in graph.model.named_parameters()}
     outputs: dict[int, list[Value]] = {}
     for node in graph.crossing:
-        outputs.setdefault(graph.owner[node], []).append(_value(graph.specs[node], batch_size))
+        outputs.setdefault(graph.owner[node], []).append(_value(graph.specs[node], graph.longest(batch_size)))
     layers = []
     for index, layer in enumerate(graph.layers):
         weight_bytes = sum(sizes[name] for name in layer.parameters)
@@ -68,8 +69,8 @@ def structural_profile(path: Path, batch_size: int, options: ModuleOptions = PLA
     )
 
 
-def _value(spec: ValueSpec, batch_size: int) -> Value:
-    size = math.prod(spec.shape(batch_size)) * spec.dtype.itemsize
+def _value(spec: ValueSpec, extent: Extent) -> Value:
+    size = math.prod(spec.shape(extent)) * spec.dtype.itemsize
     return Value(name=spec.name, output_bytes=size, gradient_bytes=size if spec.requires_grad else 0)
 
 

@@ -17,13 +17,14 @@ from planner.executor.communication.control import message_timeout
 from planner.executor.communication.links import Receivers
 from planner.executor.communication.sharding import Masters, Sharding
 from planner.executor.communication.shared_gradients import SharedGradients
-from planner.executor.run.data import BatchSource, make_batches, weighted
+from planner.executor.run.data import BatchSource, VaryingBatches, make_batches, weighted
 from planner.executor.run.reading_ahead import AHEAD, ReadAhead
 from planner.executor.run.stages import build_modules, check_sizes, tensor_group, transferred
 from planner.executor.stage.optimizer import StageOptimizer
 from planner.formats.plan import Plan
 from planner.formats.plan_parts import Stage
 from planner.model.capture.graph import ValueSpec
+from planner.model.lengths import Length
 from planner.model.options import gradient_dtype
 from planner.model.spec import TrainingSpec
 from planner.model.stage.code import check_compiler
@@ -75,6 +76,7 @@ class PipelineContext:
     stages: Mapping[int, HeldStage]  # of this worker, by number: one, or several chunks
     transfers: Mapping[tuple[int, int], Sequence[ValueSpec]]  # by (source, target) stage, to and from this worker's
     evaluation: EvaluationStages | None  # the same stages of the evaluation graph, if the job evaluates
+    lengths: Sequence[Length] = ()  # of batches, that vary
     deferred: bool = False  # whether the weights of other stages were never made
 
     @cached_property
@@ -200,6 +202,8 @@ def pipeline_context(
         made = make_batches(spec, plan.microbatch_size, plan.microbatches, job.seed, drop_last=options.drop_last)
         whole = any(module.has_loss for module in modules.values())
         data = ReadAhead(weighted(made, plan.loss, spec, whole=whole), place.compute)
+    if built.lengths:
+        data = VaryingBatches(data, built.lengths)
     check_sizes(modules.values(), data.last_sizes)
     held = {}
     for number, module in modules.items():
@@ -233,6 +237,7 @@ def pipeline_context(
         stages=held,
         transfers=transfers,
         evaluation=built.evaluation,
+        lengths=built.lengths,
         deferred=built.deferred,
     )
     alone = tensor is None and everywhere is None  # others run together

@@ -2,7 +2,7 @@
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -12,18 +12,60 @@ from torch.utils.data import Dataset
 from planner.errors import InputError, ModelFileError
 from planner.formats.profile import LossMean
 from planner.model.batch import Batch, collate, make_batch
+from planner.model.capture.size import Extent
+from planner.model.lengths import Length, lengths_of
 from planner.model.loss import Shares, shares_by_samples, shares_function
 from planner.model.spec import TrainingSpec
 from planner.options.training import STEPS
-from planner.schedule.instructions import Unit
+from planner.schedule.instructions import POSTED, Unit
 
 KEPT = 3  # minibatches that a pipeline without weight stashing may have in flight, and one in the making
 ENDLESS = 2**40  # minibatches of a run whose end is not known
 RANDOM_BATCHES = 8  # distinct random minibatches, used in turn: making new ones would count as training time
 
+Collate = Callable[[Sequence[Any]], Batch]
+
 _SIZES = 4096  # of units, that are remembered
 # Datasets are read by one thread at a time: those of training and of evaluation may share an open file.
 _ONE_READER = threading.Lock()
+
+
+class Extents:
+    """The extents of units, whose lengths are read off the batches that `read` returns.
+
+    The newest `kept` batches stay, so that one is read once for its messages and for the stages of a worker.
+    """
+
+    def __init__(
+        self, read: Callable[[Unit], Batch], size: Callable[[Unit], int], lengths: Sequence[Length], kept: int
+    ) -> None:
+        self._read, self._size, self._lengths, self._kept = read, size, lengths, kept
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget all units: others will have their numbers."""
+        self._batches: dict[Unit, Batch] = {}
+        self._found: dict[Unit, tuple[int, ...]] = {}
+
+    def batch(self, unit: Unit) -> Batch:
+        """Return the samples of a unit; raise ModelFileError for a length beyond what lengths() says."""
+        if unit not in self._batches:
+            batch = self._read(unit)
+            what = f"microbatch {unit.microbatch} of minibatch {unit.minibatch}"
+            self._found[unit] = lengths_of(batch, self._lengths, what)
+            self._batches[unit] = batch
+            for held, most in ((self._batches, self._kept), (self._found, _SIZES)):
+                if len(held) > most:
+                    del held[next(iter(held))]
+        return self._batches[unit]
+
+    def of(self, unit: Unit) -> Extent:
+        samples = self._size(unit)
+        # Without samples a microbatch has no lengths of its own; the first one of a minibatch has samples.
+        read = unit if samples else Unit(unit.minibatch)
+        if read not in self._found:
+            self.batch(read)
+        return (samples, *self._found[read])
 
 
 class BatchSource(ABC):
@@ -58,6 +100,10 @@ class BatchSource(ABC):
             found = self._sizes[unit] = samples // parts + (unit.microbatch < samples % parts)
         return found
 
+    def extent(self, unit: Unit) -> Extent:
+        """Return the extent of one microbatch."""
+        return self.size(unit)
+
     @property
     def last_sizes(self) -> tuple[int, ...]:
         """Microbatch sizes of an epoch's last minibatch, if it is smaller."""
@@ -83,8 +129,8 @@ def make_batches(
     """Divide the model file's dataset into minibatches, or make random ones if it has none."""
     dataset = spec.dataset()
     if dataset is None:
-        return RandomBatches(spec.example_batch, microbatch_size, microbatches, seed)
-    return DatasetBatches(dataset, microbatch_size, microbatches, seed, drop_last=drop_last)
+        return RandomBatches(spec.random_batch, microbatch_size, microbatches, seed)
+    return DatasetBatches(dataset, microbatch_size, microbatches, seed, drop_last=drop_last, collate=spec.collate)
 
 
 class DatasetBatches(BatchSource):
@@ -94,10 +140,17 @@ class DatasetBatches(BatchSource):
     """
 
     def __init__(
-        self, dataset: Dataset[Any], microbatch_size: int, microbatches: int, seed: int, *, drop_last: bool = False
+        self,
+        dataset: Dataset[Any],
+        microbatch_size: int,
+        microbatches: int,
+        seed: int,
+        *,
+        drop_last: bool = False,
+        collate: Collate = collate,
     ) -> None:
         super().__init__(microbatches)
-        self._dataset = dataset
+        self._dataset, self._collate = dataset, collate
         self._size = microbatch_size * microbatches
         self._seed = seed
         self._samples = len(dataset)  # type: ignore[arg-type]  # map-style datasets have a length, their base does not
@@ -123,7 +176,7 @@ class DatasetBatches(BatchSource):
                 self._order = torch.randperm(self._samples, generator=generator).tolist()
                 self._epoch = epoch
             samples = [self._dataset[index] for index in self._order[start : start + sizes[unit.microbatch]]]
-            batch = collate(samples)
+            batch = self._collate(samples)
         return batch.pinned(self.device)
 
     def minibatch_size(self, minibatch: int) -> int:
@@ -183,8 +236,10 @@ class EvaluationData:
 class EvaluationBatches(EvaluationData):
     """A map-style dataset in its own order, in batches of `size` samples; the last one may be smaller."""
 
-    def __init__(self, dataset: Dataset[Any], size: int, *, drop_last: bool = False) -> None:
-        self._dataset = dataset
+    def __init__(
+        self, dataset: Dataset[Any], size: int, *, drop_last: bool = False, collate: Collate = collate
+    ) -> None:
+        self._dataset, self._collate = dataset, collate
         self._size = size
         samples = len(dataset)  # type: ignore[arg-type]  # as above
         self.sizes = [size] * (samples // size) + [samples % size] * (not drop_last and samples % size > 0)
@@ -197,7 +252,7 @@ class EvaluationBatches(EvaluationData):
     def batch(self, unit: Unit) -> Batch:
         start = unit.minibatch * self._size
         with _ONE_READER:
-            return collate([self._dataset[index] for index in range(start, start + self.size(unit))])
+            return self._collate([self._dataset[index] for index in range(start, start + self.size(unit))])
 
 
 class ChangedBatches(BatchSource):
@@ -219,6 +274,35 @@ class ChangedBatches(BatchSource):
 
     def share(self, unit: Unit) -> float:
         return self._source.share(unit)
+
+
+class VaryingBatches(ChangedBatches):
+    """Batches of which some `lengths` vary, so that every worker reads those that pass it."""
+
+    def __init__(self, source: BatchSource, lengths: Sequence[Length]) -> None:
+        super().__init__(source)
+        kept = KEPT * source.microbatches + POSTED
+        self._extents = Extents(source.batch, self.size, lengths, kept)
+
+    def batch(self, unit: Unit) -> Batch:
+        return self._extents.batch(unit)
+
+    def extent(self, unit: Unit) -> Extent:
+        return self._extents.of(unit)
+
+    def reading(self, units: Iterable[Unit]) -> AbstractContextManager[object]:
+        # A unit that several stages of a worker take is read once.
+        newest: dict[Unit, None] = {}
+
+        def once() -> Iterator[Unit]:
+            for unit in units:
+                if unit not in newest:
+                    newest[unit] = None
+                    if len(newest) > _SIZES:
+                        del newest[next(iter(newest))]
+                    yield unit
+
+        return self._source.reading(once())
 
 
 def weighted(source: BatchSource, mean: LossMean | None, spec: TrainingSpec, *, whole: bool = True) -> BatchSource:

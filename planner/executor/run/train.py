@@ -264,7 +264,9 @@ def gather_result(
 def _units(context: PipelineContext, instructions: Iterable[Instruction]) -> Iterator[Unit]:
     """Yield the units whose samples this worker reads, in the order of its forwards."""
     for each in instructions:
-        if isinstance(each, Forward) and context.stages[each.stage].module.needs_batch and context.data.size(each.unit):
+        if not isinstance(each, Forward) or not context.data.size(each.unit):
+            continue
+        if context.lengths or context.stages[each.stage].module.needs_batch:
             yield each.unit
 
 

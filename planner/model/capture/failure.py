@@ -6,7 +6,7 @@ import logging
 import re
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from planner.errors import CaptureError, LayerError, PlannerError, reason_of
 from planner.model.capture.operations import scope_of
+from planner.model.lengths import Varying
 
 _log = logging.getLogger(__name__)
 _LIBRARIES = (Path(torch.__file__).parent, Path(__file__).parents[2])  # whose frames are not the user's
@@ -99,6 +100,36 @@ def user_place(node: fx.Node) -> str | None:
     if scope is None:
         return "loss()" if frames else None
     return f"module '{scope}'" if scope else None
+
+
+def refuse_pinned(model: nn.Module, placeholders: Sequence[fx.Node], lengths: Varying) -> None:
+    """Raise CaptureError where what the tracer assumed of sizes does not hold for all lengths that may come."""
+    shapes: list[Any] = [
+        node.meta["val"].shape if isinstance(node.meta["val"], Tensor) else () for node in placeholders
+    ]
+    pinned = [place for place in lengths.places if isinstance(shapes[place[0]][place[1]], int)]
+    symbolic = {
+        (leaf, place): size.node
+        for leaf, shape in enumerate(shapes)
+        for place, size in enumerate(shape)
+        if isinstance(size, torch.SymInt)
+    }
+    # Before what the tracer put in their place: the guards are of these.
+    guards = next(iter(symbolic.values())).shape_env.guards if symbolic else ()
+    for named, sizes in lengths.examples:
+        values = {node._expr: sizes.get(place, node.hint) for place, node in symbolic.items()}
+        failing = next((guard for guard in guards if guard.expr.subs(values) == False), None)  # noqa: E712  # sympy's
+        if failing is None and not pinned:
+            continue
+        where = None if failing is None else failing.sloc.maybe_user_loc  # "code  # file:line in function"
+        place = "" if where is None else f", at {where.split('  # ')[-1]}"
+        given = ", ".join(f"{name} {length}" for name, length in named.items())
+        raise CaptureError(
+            f"{type(model).__name__} does not compute the same for all that lengths() says: what it does for the "
+            f"greatest ones is another thing for {given}{place}",
+            hint="take sizes from the inputs' shapes in place of numbers, and without `if`; or let lengths() say less, "
+            "and pad to the rest",
+        )
 
 
 def refuse_untrainable(model: nn.Module) -> None:

@@ -100,7 +100,8 @@ def _measure_runs(
 
     # Fewer bytes than uncompiled: compiled code recomputes some values instead of saving them.
     saved = saved_bytes(stages, forward)
-    exchanged = [sum(spec.size_bytes(batch.size) for spec in (*stage.received, *stage.sent)) for stage in stages]
+    extent = graph.longest(batch.size)
+    exchanged = [sum(spec.size_bytes(extent) for spec in (*stage.received, *stage.sent)) for stage in stages]
     for done in range(effort.warmup):
         effort.progress("compiling", done / effort.warmup)
         measure(StepTimes(), [StepTimes() for _ in spans])

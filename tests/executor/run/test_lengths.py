@@ -1,0 +1,253 @@
+"""Batches whose lengths vary train as in one process, which knows nothing of stages, captures and messages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from planner.executor.run.data import make_batches
+from planner.formats.plan import Plan
+from planner.formats.profile import LossMean, Profile
+from planner.model.batch import Batch
+from planner.model.spec import TrainingSpec, load_model_file
+from planner.options.training import CheckpointOptions, TrainingOptions
+from planner.schedule.instructions import Unit
+from planner.schedule.registry import find
+from planner.workers.job import Job, TrainResult
+from tests.executor.plans import by_tokens, in_groups, make_plan, sharded, structural_profile
+from tests.executor.processes import run_jobs
+from tests.executor.reference import Weights, delayed_updates, double_buffered, plain_training
+from tests.executor.run.test_exactness import recomputing
+
+SIZE, SEED, SAMPLES = 4, 3, 60
+
+# A causal language model. Padded to the longest of each microbatch; padding counts in no loss.
+CAUSAL = '''
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(16), nn.Linear(16, 48), nn.Linear(16, 16)
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x):
+        heads = [part.unflatten(-1, (4, 4)).transpose(1, 2) for part in self.qkv(self.norm(x)).chunk(3, -1)]
+        x = x + self.out(F.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(x)))
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.place = nn.Embedding(23, 16), nn.Embedding(12, 16)
+        self.blocks = nn.ModuleList([Block() for _ in range(4)])
+        self.head = nn.Linear(16, 23)
+
+    def forward(self, tokens):
+        x = self.embed(tokens) + self.place(torch.arange(tokens.shape[1], device=tokens.device))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+def build_model():
+    return Net().double()
+
+def lengths():
+    return {"words": (3, 12)}
+
+def example_batch(batch_size, words):
+    tokens = torch.randint(1, 23, (batch_size, words + 1))
+    return (tokens[:, :-1],), tokens[:, 1:]
+
+def sample(number):
+    generator = torch.Generator().manual_seed(number)
+    words = int(torch.randint(3, 13, (), generator=generator))
+    return torch.randint(1, 23, (words + 1,), generator=generator)
+
+class Sentences(torch.utils.data.Dataset):
+    def __init__(self, first, count):
+        self.first, self.count = first, count
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, index):
+        return sample(self.first + index)
+
+def dataset():
+    return Sentences(0, SAMPLES)
+
+def evaluation_dataset():
+    return Sentences(1000, 14)
+
+def collate(samples):
+    inputs = nn.utils.rnn.pad_sequence([each[:-1] for each in samples], batch_first=True)
+    return (inputs,), nn.utils.rnn.pad_sequence([each[1:] for each in samples], batch_first=True, padding_value=-100)
+
+def loss(output, target):
+    return F.cross_entropy(output.flatten(0, 1), target.flatten())
+
+def optimizer(parameters):
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+'''
+
+# An encoder and a decoder, each with a length of its own; labels are padded.
+TRANSLATOR = (
+    CAUSAL
+    + '''
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.source, self.target = nn.Embedding(23, 16), nn.Embedding(23, 16)
+        self.encoder = nn.ModuleList([nn.TransformerEncoderLayer(16, 4, 32, 0.0, batch_first=True) for _ in range(2)])
+        self.decoder = nn.ModuleList([nn.TransformerDecoderLayer(16, 4, 32, 0.0, batch_first=True) for _ in range(2)])
+        self.head = nn.Linear(16, 23)
+
+    def forward(self, source, target):
+        memory = self.source(source)
+        for layer in self.encoder:
+            memory = layer(memory)
+        x = self.target(target)
+        for layer in self.decoder:
+            x = layer(x, memory)
+        return self.head(x)
+
+def lengths():
+    return {"source": (3, 12), "target": (2, 9)}
+
+def example_batch(batch_size, source, target):
+    labels = torch.randint(1, 23, (batch_size, target + 1))
+    return (torch.randint(1, 23, (batch_size, source)), labels[:, :-1]), labels[:, 1:]
+
+def collate(samples):
+    pad = lambda rows, value: nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=value)
+    targets = [each.flip(0)[: 3 + len(each) // 2] for each in samples]
+    return (pad(samples, 0)[:, :12], pad([t[:-1] for t in targets], 0)), pad([t[1:] for t in targets], -100)
+'''
+)
+
+MODELS = {"causal": CAUSAL, "translator": TRANSLATOR}
+
+
+def write(folder: Path, model: str) -> Path:
+    path = folder / f"{model}.py"
+    path.write_text(MODELS[model].replace("SAMPLES", str(SAMPLES)), encoding="utf-8")
+    return path
+
+
+def by_labels(plan: Plan) -> Plan:
+    """The plan whose microbatches count by their labels that are no padding."""
+    return plan.model_copy(update={"loss": LossMean(over="labels", ignored=-100)})
+
+
+def train(folder: Path, jobs: Sequence[Job]) -> list[tuple[TrainResult, Weights]]:
+    named = [job.model_copy(update={"save_weights": str(folder / f"{n}.pt")}) for n, job in enumerate(jobs)]
+    results = run_jobs(named, folder)
+    return [(r, torch.load(str(j.save_weights), weights_only=True)) for r, j in zip(results, named, strict=True)]
+
+
+def loss_of(model: nn.Module, spec: TrainingSpec, batch: Batch) -> Tensor:
+    """The loss of the model as its file has it."""
+    assert spec.loss is not None
+    return spec.loss(model(*batch.args, **batch.kwargs), batch.target)
+
+
+class Reference:
+    """The model of a file in one process."""
+
+    def __init__(self, path: Path, plan: Plan, profile: Profile) -> None:
+        self.spec, self.plan = load_model_file(str(path)), plan
+        torch.manual_seed(SEED)
+        self.model = self.spec.build_model()
+        self.data = make_batches(self.spec, SIZE, plan.microbatches, SEED)
+        owner = {name: layer.name for layer in profile.layers for name in layer.parameters}
+        stage_of = {layer: index for index, stage in enumerate(plan.stages) for layer in stage.layers}
+        names = [name for name, _ in self.model.named_parameters()]
+        self.names = [[n for n in names if stage_of[owner[n]] == s] for s in range(len(plan.stages))]
+        self.seen: set[tuple[int, ...]] = set()
+
+    def microbatch(self, minibatch: int, number: int) -> Batch:
+        batch = self.data.batch(Unit(minibatch, number))
+        self.seen.add(tuple(batch.args[0].shape))
+        return batch
+
+    def train(self, minibatches: int) -> tuple[list[float], Weights]:
+        """Train on the plan's data, by the formula of its schedule."""
+        if self.plan.schedule.name == "1f1b":
+            return delayed_updates(
+                self.model,
+                self.names,
+                self.plan.replicas,
+                self.spec.optimizer,
+                lambda model, minibatch: loss_of(model, self.spec, self.microbatch(minibatch, 0)),
+                minibatches,
+            )
+        if self.plan.schedule.name == "2bw":
+
+            def scaled(model: nn.Module, minibatch: int, number: int) -> Tensor:
+                share = self.shares(minibatch)[number] * self.plan.microbatches
+                return loss_of(model, self.spec, self.microbatch(minibatch, number)) * share
+
+            microbatches = self.plan.microbatches
+            return double_buffered(
+                self.model, self.names, self.plan.replicas, self.spec.optimizer, scaled, minibatches, microbatches
+            )
+
+        def losses(model: nn.Module, minibatch: int) -> list[Tensor]:
+            count = self.plan.microbatches
+            parts = [self.microbatch(minibatch, number) for number in range(count)]
+            shares = self.shares(minibatch)
+            return [loss_of(model, self.spec, p) * s * count for p, s in zip(parts, shares, strict=True)]
+
+        return plain_training(self.model, self.spec.optimizer, losses, minibatches)
+
+    def shares(self, minibatch: int) -> list[float]:
+        """The share of each microbatch in the labels that are no padding."""
+        counts = [
+            int((self.microbatch(minibatch, number).target != -100).sum()) for number in range(self.plan.microbatches)
+        ]
+        return [count / sum(counts) for count in counts]
+
+
+CASES = [
+    ("1f1b", (1, 1), 1),
+    ("1f1b", (2, 1, 1), 1),
+    ("1f1b-flush", (1, 1), 3),
+    ("1f1b-flush", (2, 2), 4),
+    ("gpipe", (1, 1), 3),
+    ("2bw", (1, 1), 3),
+    ("2bw", (2, 1, 1), 4),
+    ("zb-h1", (1, 1), 3),
+    ("interleaved", (1,) * 4, 4),
+]
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("workers", [2, 4])
+def test_losses_and_weights_equal_one_process(model: str, workers: int, tmp_path: Path) -> None:
+    path = write(tmp_path, model)
+    profile = structural_profile(path, SIZE)
+    plans = []
+    for schedule, replicas, microbatches in CASES:
+        chunks = 2 if find(schedule).chunked else 1
+        if sum(replicas) // chunks == workers:
+            plans.append(by_labels(make_plan(profile, replicas, schedule, microbatches, chunks=chunks)))
+    if workers == 2:
+        plans.append(recomputing(plans[1], (True, 2)))
+    else:
+        plans.append(sharded(plans[1]))
+    minibatches = 7
+    jobs = [Job(model=str(path), plan=plan, steps=minibatches, seed=SEED) for plan in plans]
+    for plan, (result, weights) in zip(plans, train(tmp_path, jobs), strict=True):
+        reference = Reference(path, plan, profile)
+        losses, expected = reference.train(minibatches)
+        assert len({shape[1] for shape in reference.seen}) > 2  # or nothing varied
+        assert [entry.loss for entry in result.losses] == pytest.approx(losses, rel=1e-9), plan.schedule.name
+        for name, tensor in expected.items():
+            torch.testing.assert_close(weights[name], tensor, rtol=1e-7, atol=1e-9, msg=f"{plan.schedule.name} {name}")
