@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Sampler
 
 from planner.errors import ModelFileError, PlannerError, reason_of
 from planner.model.batch import Batch, collate, make_batch
@@ -121,6 +121,11 @@ _FUNCTIONS = {
     "example_batch": _Function("batch_size"),
     "lengths": _Function("", "a dict of names with the least and the greatest length", _is_lengths),
     "collate": _Function("samples"),
+    "sampler": _Function(
+        "microbatch_size, microbatches, seed",
+        "a sampler of indices with a length",
+        lambda value: isinstance(value, Sampler) and len(value) >= 0,  # type: ignore[arg-type]
+    ),
     "loss": _Function("output, target"),
     "loss_weight": _Function("target", "a number of labels, 0 or more", lambda value: 0 <= float(value) < math.inf),
     "optimizer": _Function("parameters", "a torch.optim.Optimizer", lambda value: isinstance(value, Optimizer)),
@@ -194,6 +199,7 @@ class TrainingSpec:
         pretrained: Any = None,
         lengths: Mapping[str, tuple[int, int]] | None = None,
         collate: Callable[[list[Any]], Any] | None = None,
+        sampler: Callable[[int, int, int], Sampler[int]] | None = None,
     ) -> "TrainingSpec":
         """Describe a model that exists already, for `profile` and `pipeline`, as a model file would.
 
@@ -201,8 +207,8 @@ class TrainingSpec:
             model: every worker makes the same one, weights included: seed before you build it.
             example_batch: (args, target) or (args, kwargs, target) of at least one sample; or as this function of a
                 model file, which it must be with `lengths`.
-            loss, optimizer, scheduler, loss_weight, metrics, on_update, blocks, collate: as these functions of a model
-                file.
+            loss, optimizer, scheduler, loss_weight, metrics, on_update, blocks, collate, sampler: as these functions
+                of a model file.
             dataset, evaluation_dataset, tensor_parallel_plan, lengths: what these functions of a model file return.
             pretrained: what pretrained() of a model file returns. The model's weights may then be on the meta device.
         """
@@ -344,6 +350,10 @@ class TrainingSpec:
     def dataset(self) -> Dataset[Any] | None:
         """Return the training data, a map-style dataset of (args, target) per sample; None where there is none."""
         return self._call("dataset") if self.defines("dataset") else None
+
+    def sampler(self, microbatch_size: int, microbatches: int, seed: int) -> Sampler[int] | None:
+        """Return the user's order of the training data; None where that is random."""
+        return self._call("sampler", microbatch_size, microbatches, seed) if self.defines("sampler") else None
 
     def evaluation_dataset(self) -> Dataset[Any]:
         """Return the data to evaluate on, like `dataset`."""

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Sampler
 
 from planner.errors import InputError, ModelFileError
 from planner.formats.profile import LossMean
@@ -130,11 +130,21 @@ def make_batches(
     dataset = spec.dataset()
     if dataset is None:
         return RandomBatches(spec.random_batch, microbatch_size, microbatches, seed)
-    return DatasetBatches(dataset, microbatch_size, microbatches, seed, drop_last=drop_last, collate=spec.collate)
+    return DatasetBatches(
+        dataset,
+        microbatch_size,
+        microbatches,
+        seed,
+        drop_last=drop_last,
+        collate=spec.collate,
+        sampler=spec.sampler(microbatch_size, microbatches, seed),
+    )
 
 
 class DatasetBatches(BatchSource):
     """Minibatches of a map-style dataset, shuffled in each epoch by a generator seeded with seed and epoch.
+
+    A `sampler` gives another order.
 
     The last minibatch of an epoch has the remaining samples, unless `drop_last` leaves it out.
     """
@@ -148,12 +158,14 @@ class DatasetBatches(BatchSource):
         *,
         drop_last: bool = False,
         collate: Collate = collate,
+        sampler: Sampler[int] | None = None,
     ) -> None:
         super().__init__(microbatches)
-        self._dataset, self._collate = dataset, collate
+        self._dataset, self._collate, self._sampler = dataset, collate, sampler
         self._size = microbatch_size * microbatches
         self._seed = seed
-        self._samples = len(dataset)  # type: ignore[arg-type]  # map-style datasets have a length, their base does not
+        # Map-style datasets have a length, their base does not.
+        self._samples = len(dataset if sampler is None else sampler)  # type: ignore[arg-type]
         whole, rest = divmod(self._samples, self._size)
         self.last_size = 0 if drop_last else rest
         self.minibatches_per_epoch = whole + (self.last_size > 0)
@@ -171,13 +183,28 @@ class DatasetBatches(BatchSource):
         start = position * self._size + sum(sizes[: unit.microbatch])
         with _ONE_READER:
             if epoch != self._epoch:
-                # A generator of its own: the order must not depend on what else draws random numbers.
-                generator = torch.Generator().manual_seed(self._seed * 1_000_003 + epoch)
-                self._order = torch.randperm(self._samples, generator=generator).tolist()
-                self._epoch = epoch
+                self._order, self._epoch = self._order_of(epoch), epoch
             samples = [self._dataset[index] for index in self._order[start : start + sizes[unit.microbatch]]]
             batch = self._collate(samples)
         return batch.pinned(self.device)
+
+    def _order_of(self, epoch: int) -> list[int]:
+        if self._sampler is None:
+            # A generator of its own: the order must not depend on what else draws random numbers.
+            generator = torch.Generator().manual_seed(self._seed * 1_000_003 + epoch)
+            found: list[int] = torch.randperm(self._samples, generator=generator).tolist()
+            return found
+        if (set_epoch := getattr(self._sampler, "set_epoch", None)) is not None:
+            set_epoch(epoch)
+        order, again = list(self._sampler), list(self._sampler)
+        if order != again or len(order) != self._samples:
+            what = "another order each time" if order != again else f"{len(order)} samples, and says {self._samples}"
+            raise ModelFileError(
+                f"{type(self._sampler).__name__}, which sampler() returned, gives {what}",
+                hint="all workers must find the same order: let it depend on seed and set_epoch(epoch) alone, as "
+                "planner.model.samplers.BucketSampler does",
+            )
+        return order
 
     def minibatch_size(self, minibatch: int) -> int:
         last = minibatch % self.minibatches_per_epoch == self.minibatches_per_epoch - 1

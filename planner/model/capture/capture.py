@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -17,6 +17,7 @@ from planner.model.batch import Batch
 from planner.model.capture.blocks import capture_blocks
 from planner.model.capture.failure import (
     capture_failure,
+    noting_places,
     refuse_assignments,
     refuse_custom_autograd,
     refuse_loss,
@@ -144,7 +145,11 @@ def traced(
             for leaf, value in enumerate(leaves)
         ]
     )
-    with silent_tracer(), refuse_custom_autograd(), recurrence_untraced() if places else nullcontext():
+    with ExitStack() as contexts:
+        for context in (silent_tracer(), refuse_custom_autograd()):
+            contexts.enter_context(context)
+        for context in (recurrence_untraced(), noting_places()) if places else ():
+            contexts.enter_context(context)
         try:
             # Not strict: the user's Python runs as it is. The contexts around find what this silently loses.
             module = export(forward, tree, dynamic_shapes=dynamic, strict=False).module()

@@ -18,15 +18,15 @@ from planner.options.training import CheckpointOptions, TrainingOptions
 from planner.schedule.instructions import Unit
 from planner.schedule.registry import find
 from planner.workers.job import Job, TrainResult
-from tests.executor.plans import by_tokens, in_groups, make_plan, sharded, structural_profile
+from tests.executor.plans import in_groups, make_plan, sharded, structural_profile
 from tests.executor.processes import run_jobs
 from tests.executor.reference import Weights, delayed_updates, double_buffered, plain_training
 from tests.executor.run.test_exactness import recomputing
 
-SIZE, SEED, SAMPLES = 4, 3, 60
+SIZE, SEED, SAMPLES = 2, 3, 60
 
 # A causal language model. Padded to the longest of each microbatch; padding counts in no loss.
-CAUSAL = '''
+CAUSAL = """
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -95,12 +95,12 @@ def loss(output, target):
 
 def optimizer(parameters):
     return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
-'''
+"""
 
 # An encoder and a decoder, each with a length of its own; labels are padded.
 TRANSLATOR = (
     CAUSAL
-    + '''
+    + """
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
@@ -129,7 +129,7 @@ def collate(samples):
     pad = lambda rows, value: nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=value)
     targets = [each.flip(0)[: 3 + len(each) // 2] for each in samples]
     return (pad(samples, 0)[:, :12], pad([t[:-1] for t in targets], 0)), pad([t[1:] for t in targets], -100)
-'''
+"""
 )
 
 MODELS = {"causal": CAUSAL, "translator": TRANSLATOR}
@@ -251,3 +251,125 @@ def test_losses_and_weights_equal_one_process(model: str, workers: int, tmp_path
         assert [entry.loss for entry in result.losses] == pytest.approx(losses, rel=1e-9), plan.schedule.name
         for name, tensor in expected.items():
             torch.testing.assert_close(weights[name], tensor, rtol=1e-7, atol=1e-9, msg=f"{plan.schedule.name} {name}")
+
+
+GNMT = """
+from pathlib import Path
+import torch
+import torch.nn.functional as F
+from planner.model.samplers import BucketSampler
+from planner.model.spec import import_file
+
+GNMT8 = import_file(Path("ROOT/profiles/gnmt8/model.py"))
+WORDS = [int(2 + 40 * torch.rand((), generator=torch.Generator().manual_seed(number)) ** 2) for number in range(60)]
+
+def build_model():
+    model = GNMT8.GNMT(2, 8, 30).double()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    return model
+
+def lengths():
+    return {"source": (2, 42), "target": (2, 43)}
+
+def example_batch(batch_size, source, target):
+    words = torch.randint(1, 30, (batch_size, target + 1))
+    return (torch.randint(1, 30, (batch_size, source)), words[:, :-1]), words[:, 1:]
+
+class Sentences(torch.utils.data.Dataset):
+    def __len__(self):
+        return len(WORDS)
+
+    def __getitem__(self, index):
+        generator = torch.Generator().manual_seed(index)
+        return [torch.randint(1, 30, (WORDS[index] + more,), generator=generator) for more in (0, 2)]
+
+def dataset():
+    return Sentences()
+
+def sampler(microbatch_size, microbatches, seed):
+    return BucketSampler(WORDS, microbatch_size, microbatches, seed=seed, pool=4)
+
+def collate(samples):
+    pad = lambda rows, value: torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=value)
+    sources, targets = zip(*samples)
+    return (pad(sources, 0), pad([each[:-1] for each in targets], 0)), pad([each[1:] for each in targets], -100)
+
+def loss(output, target):
+    return F.cross_entropy(output.flatten(0, 1), target.flatten())
+
+def optimizer(parameters):
+    return torch.optim.SGD(parameters, lr=0.1)
+""".replace("ROOT", str(Path(__file__).resolve().parents[3]))
+
+
+def test_gnmt_in_buckets(tmp_path: Path) -> None:
+    """Of LSTM layers over sentences of any length, which PyTorch's tracer would unroll and pin."""
+    path = tmp_path / "gnmt.py"
+    path.write_text(GNMT, encoding="utf-8")
+    profile = structural_profile(path, SIZE)
+    plans = [by_labels(make_plan(profile, (1, 1), *how)) for how in (("1f1b", 1), ("1f1b-flush", 3), ("2bw", 3))]
+    jobs = [Job(model=str(path), plan=plan, steps=8, seed=SEED) for plan in plans]
+    for plan, (result, weights) in zip(plans, train(tmp_path, jobs), strict=True):
+        reference = Reference(path, plan, profile)
+        losses, expected = reference.train(8)
+        assert len({shape[1] for shape in reference.seen}) > 4
+        assert [entry.loss for entry in result.losses] == pytest.approx(losses, rel=1e-9), plan.schedule.name
+        for name, tensor in expected.items():
+            torch.testing.assert_close(weights[name], tensor, rtol=1e-7, atol=1e-9, msg=f"{plan.schedule.name} {name}")
+
+
+def test_groups_of_ranks_that_divide_layers(tmp_path: Path) -> None:
+    path = write(tmp_path, "causal")
+    profile = structural_profile(path, SIZE)
+    plan = by_labels(make_plan(profile, (1, 1), "1f1b-flush", 3))
+    ((result, weights),) = train(tmp_path, [Job(model=str(path), plan=in_groups(plan, 2), steps=5, seed=SEED)])
+    losses, expected = Reference(path, plan, profile).train(5)
+    assert [entry.loss for entry in result.losses] == pytest.approx(losses, rel=1e-9)
+    for name, tensor in expected.items():
+        torch.testing.assert_close(weights[name], tensor, rtol=1e-7, atol=1e-9, msg=name)
+
+
+def test_evaluation_and_resuming_within_an_epoch(tmp_path: Path) -> None:
+    """The second run begins in the middle of the buckets of the first."""
+    path = tmp_path / "causal.py"
+    more = """
+from planner.model.samplers import BucketSampler
+
+def sampler(microbatch_size, microbatches, seed):
+    return BucketSampler([len(sample(number)) for number in range(SAMPLES)], microbatch_size, microbatches, seed=seed)
+"""
+    path.write_text((CAUSAL + more).replace("SAMPLES", str(SAMPLES)), encoding="utf-8")
+    profile = structural_profile(path, SIZE)
+    plan = by_labels(make_plan(profile, (1, 1), "1f1b-flush", 3))
+    options = TrainingOptions(evaluate_every=3)
+    checkpoints = CheckpointOptions(folder=str(tmp_path / "saved"), every=4, keep=9)
+    whole = Job(model=str(path), plan=plan, steps=11, seed=SEED, options=options)
+    first = whole.model_copy(update={"steps": 4, "checkpoints": checkpoints})
+    second = whole.model_copy(update={"checkpoints": CheckpointOptions(resume=str(tmp_path / "saved"))})
+    (one, weights), _, (rest, resumed) = train(tmp_path, [whole, first, second])
+    assert [entry.loss for entry in one.losses[4:]] == [entry.loss for entry in rest.losses]
+    assert all(torch.equal(tensor, resumed[name]) for name, tensor in weights.items())
+
+    reference = Reference(path, plan, profile)
+    spec, counted, total = reference.spec, 0, 0.0
+    reference.train(11)
+    data = spec.evaluation_dataset()
+    with torch.no_grad():
+        for start in range(0, 14, SIZE):
+            batch = spec.collate([data[index] for index in range(start, start + SIZE)])
+            labels = int((batch.target != -100).sum())
+            total += float(loss_of(reference.model, spec, batch)) * labels
+            counted += labels
+    assert [each.minibatch for each in one.evaluations] == [3, 6, 9, 11]
+    assert one.evaluations[-1].loss == pytest.approx(total / counted, rel=1e-9)
+
+
+def test_a_length_beyond_the_greatest_ends_the_run_before_it_is_sent(tmp_path: Path) -> None:
+    path = tmp_path / "long.py"
+    source = CAUSAL.replace("SAMPLES", "8").replace('"words": (3, 12)', '"words": (3, 10)')
+    path.write_text(source, encoding="utf-8")
+    plan = by_labels(make_plan(structural_profile(path, SIZE), (1, 1), "1f1b-flush", 2))
+    with pytest.raises(AssertionError, match=r"has a length of 1[12] in dimension 1 of its tensor 0.* is 3 to 10"):
+        run_jobs([Job(model=str(path), plan=plan, steps=2, seed=SEED)], tmp_path)
