@@ -138,10 +138,13 @@ class PipelineContext:
                 self.run_once(self.evaluation.modules.values(), [self.evaluation.batch_size or self.microbatch_size])
 
     def run_once(self, modules: Iterable[StageModule], sizes: Iterable[int]) -> None:
-        """Run stages on batches of `sizes` samples, and leave no trace of it."""
+        """Run stages on batches of `sizes` samples, the shortest and the longest, and leave no trace of it."""
         compute = self.place.compute
         with runtime_of(compute).random_state_kept(compute):
-            batches = [self.spec.example_batch(size).to(compute) for size in sizes]
+            between = self.spec.lengths().items()
+            extremes = [{name: pair[end] for name, pair in between} for end in (range(2) if between else range(1))]
+            made = (self.spec.example_batch(size, lengths) for size, lengths in product(sizes, extremes))
+            batches = [batch.to(compute) for batch in made]
             for module, batch in product(modules, batches):
                 warm_up(module, batch)
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from planner.executor.run.data import make_batches
-from planner.formats.plan import Plan
+from planner.formats.plan import Plan, save_plan
 from planner.formats.profile import LossMean, Profile
 from planner.model.batch import Batch
 from planner.model.spec import TrainingSpec, load_model_file
@@ -19,7 +23,7 @@ from planner.schedule.instructions import Unit
 from planner.schedule.registry import find
 from planner.workers.job import Job, TrainResult
 from tests.executor.plans import in_groups, make_plan, sharded, structural_profile
-from tests.executor.processes import run_jobs
+from tests.executor.processes import TIMEOUT_S, run_jobs
 from tests.executor.reference import Weights, delayed_updates, double_buffered, plain_training
 from tests.executor.run.test_exactness import recomputing
 
@@ -373,3 +377,59 @@ def test_a_length_beyond_the_greatest_ends_the_run_before_it_is_sent(tmp_path: P
     plan = by_labels(make_plan(structural_profile(path, SIZE), (1, 1), "1f1b-flush", 2))
     with pytest.raises(AssertionError, match=r"has a length of 1[12] in dimension 1 of its tensor 0.* is 3 to 10"):
         run_jobs([Job(model=str(path), plan=plan, steps=2, seed=SEED)], tmp_path)
+
+
+OWN_LOOP = """
+import json, sys, torch, planner
+from planner.options.training import TrainingOptions
+
+torch.set_num_threads(1)
+spec = planner.load_model_file("causal.py")
+generator = torch.Generator().manual_seed(5)
+
+def batch(size, words):
+    tokens = torch.randint(1, 23, (size, words + 1), generator=generator)
+    return (tokens[:, :-1],), tokens[:, 1:]
+
+with planner.pipeline(planner.load_plan("plan.json"), "causal.py", seed=SEED, evaluates=True) as pipeline:
+    for words in (5, 12, 3, 9):
+        pipeline.step(batch(6, words))
+    pipeline.drain()
+    evaluations = [pipeline.evaluate([batch(2, a), batch(2, b)]).loss for a, b in ((4, 11), (8, 3))]
+    print(json.dumps([list(pipeline.losses.values()), evaluations]), flush=True)
+    pipeline.step(batch(6, 13))
+"""
+
+
+def test_a_loop_of_the_users_own(tmp_path: Path) -> None:
+    path = write(tmp_path, "causal")
+    save_plan(make_plan(structural_profile(path, 2), (1, 1), "1f1b-flush", 3), tmp_path / "plan.json")
+    (tmp_path / "script.py").write_text(OWN_LOOP.replace("SEED", str(SEED)), encoding="utf-8")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "script.py"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(Path.cwd())}
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False, env=environment, cwd=tmp_path
+    )
+    assert "minibatch 4 has a length of 13 in dimension 1" in done.stderr, done.stderr
+    losses, evaluations = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("[[")))
+
+    spec = load_model_file(str(path))
+    torch.manual_seed(SEED)
+    model = spec.build_model()
+    generator = torch.Generator().manual_seed(5)
+
+    def batch(size: int, words: int) -> Batch:
+        tokens = torch.randint(1, 23, (size, words + 1), generator=generator)
+        return Batch((tokens[:, :-1],), target=tokens[:, 1:])
+
+    optimizer, expected = spec.optimizer(model.parameters()), []
+    for words in (5, 12, 3, 9):
+        optimizer.zero_grad()
+        loss = loss_of(model, spec, batch(6, words))
+        torch.autograd.backward(loss)
+        optimizer.step()
+        expected.append(float(loss.detach()))
+    assert losses == pytest.approx(expected, rel=1e-9)
+    with torch.no_grad():
+        means = [[float(loss_of(model, spec, batch(2, words))) for words in pair] for pair in ((4, 11), (8, 3))]
+    assert evaluations == pytest.approx([sum(pair) / 2 for pair in means], rel=1e-9)

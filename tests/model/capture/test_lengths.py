@@ -14,6 +14,7 @@ from planner.model.capture.capture import capture_file
 from planner.model.capture.size import BATCH, extent_told, length_symbol, telling
 from planner.model.lengths import Length
 from planner.model.spec import in_memory, load_model_file
+from planner.model.stage.parts import COMPILED
 from planner.model.stage.stage import build_stage
 
 MODEL = """
@@ -147,3 +148,19 @@ def test_sizes_tell_lengths() -> None:
     assert extent_told(sizes, (7, 15, 9, 6, 2), 2) == (3, 5, 5)
     assert extent_told((7, 2 * BATCH), (7, 6), 0) == 3
     assert extent_told((7, length + other), (7, 6), 2) == (0, 0, 0)
+
+
+@pytest.mark.filterwarnings("ignore")  # those of the compiler are not ours
+def test_compiled_code_is_for_all_lengths(tmp_path: Path) -> None:
+    path = tmp_path / "model.py"
+    source = MODEL.replace("BODY", "").replace("x, (state, _) = self.lstm(x)", "x = torch.cat([x, x[..., :4]], -1)")
+    path.write_text(source.replace("x, _ = self.gru(x + state.mean())", "x = x[..., 4:]"), encoding="utf-8")
+    spec = load_model_file(str(path))
+    graph = capture_file(spec, spec.example_batch(2))
+    stage = build_stage(graph, [layer.name for layer in graph.layers], variant=COMPILED)
+    torch._dynamo.utils.counters.clear()
+    assert spec.loss is not None
+    for words in (20, 3, 9, 14):
+        batch = spec.example_batch(2, {"words": words})
+        torch.testing.assert_close(stage(batch, {})["loss"], spec.loss(graph.model(*batch.args), batch.target))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
