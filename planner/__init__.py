@@ -71,13 +71,13 @@ if TYPE_CHECKING:
     from planner.formats.cluster import save_cluster as save_cluster
     from planner.formats.constraints import Constraints as Constraints
     from planner.formats.device_kinds import profile_of_kinds as profile_of_kinds
-    from planner.formats.importers import read_profile
     from planner.formats.own_plan import OwnPlan as OwnPlan
     from planner.formats.own_plan import OwnStage as OwnStage
     from planner.formats.plan import Plan as Plan
     from planner.formats.plan import load_plan as load_plan
     from planner.formats.plan import save_plan as save_plan
     from planner.formats.profile import Profile as Profile
+    from planner.formats.profile import load_profile as load_profile
     from planner.formats.profile import save_profile as save_profile
     from planner.formats.timeline import Timeline as Timeline
     from planner.formats.timeline import load_timeline as load_timeline
@@ -99,11 +99,9 @@ if TYPE_CHECKING:
     from planner.solver.problem.budget import Patience as Patience
     from planner.workers.job import TrainResult as TrainResult
 
-    load_profile = read_profile
-
 # The names above, each with its module: read from this file, so that they are declared once.
 _IMPORTED = re.findall(r"^    from (\S+) import \w+ as (\w+)$", Path(__file__).read_text("utf-8"), re.MULTILINE)
-_HOMES = {"load_profile": "planner.formats.importers"} | {name: module for module, name in _IMPORTED}
+_HOMES = {name: module for module, name in _IMPORTED}
 
 __all__ = sorted(name for name in _HOMES if name.islower())  # functions, for `help(planner)`; others are types
 
@@ -112,7 +110,7 @@ def __getattr__(name: str) -> object:
     if name not in _HOMES:
         raise AttributeError(f"module 'planner' has no attribute '{name}'")
     import_module("planner.reporting.shown")  # so that records show their tables
-    return getattr(import_module(_HOMES[name]), "read_profile" if name == "load_profile" else name)
+    return getattr(import_module(_HOMES[name]), name)
 
 
 def __dir__() -> list[str]:

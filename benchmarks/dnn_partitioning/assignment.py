@@ -59,7 +59,6 @@ class Assignment:
         runs = self._variables(problem, "x", len(self.groups), cat=pulp.LpBinary)
         for row in runs:
             problem += pulp.lpSum(row) == 1
-        self._pin(problem, runs)
         self._load(problem, runs, longest)
         self._break_ties(problem, runs)
         outcome = run(problem, self.solver, deadline.left_s)
@@ -77,12 +76,6 @@ class Assignment:
 
     def _variables(self, problem: pulp.LpProblem, name: str, count: int, cat: str = pulp.LpContinuous) -> Variables:
         return [[problem.add_variable(f"{name}{n}_{d}", 0, 1, cat) for d in range(self.gpus)] for n in range(count)]
-
-    def _pin(self, problem: pulp.LpProblem, runs: Variables) -> None:
-        position, constraints = self.request.layer_costs.position, self.request.constraints
-        for numbers in (constraints.stage_of, constraints.gpu_of):  # a device is a stage
-            for name, device in numbers.items():
-                problem += runs[self.group_of[position[name]]][device] == 1
 
     def _load(self, problem: pulp.LpProblem, runs: Variables, longest: pulp.LpVariable) -> None:
         """Add the rows of every device's load and memory."""
@@ -117,8 +110,7 @@ class Assignment:
 
     def _break_ties(self, problem: pulp.LpProblem, runs: Variables) -> None:
         """Put the n-th group on one of the first n devices where all are alike: permuted solutions are not searched."""
-        constraints = self.request.constraints
-        if not (constraints.stage_of or constraints.gpu_of or self.request.cluster.kinds):
+        if not self.request.cluster.kinds:
             for number, row in enumerate(runs):
                 for variable in row[number + 1 :]:
                     problem += variable == 0

@@ -37,8 +37,8 @@ from planner.profiler.estimated.roofline import Costs, Floats
 from planner.profiler.step.allocation import saved_bytes
 
 _GIB = 2**30
-_PER_SERVER = 8
-_NVLINK, _NICS = 450e9, 8 * 50e9  # bytes per second and direction: data sheets of the H100 and of its servers
+PER_SERVER = 8
+NVLINK, NICS = 450e9, 8 * 50e9  # bytes per second and direction: data sheets of the H100 and of its servers
 H100 = device("h100")
 KINDS = ("embedding", "layer", "head", "loss")
 
@@ -70,7 +70,12 @@ class Run:
     @property
     def servers(self) -> int:
         """Of the job."""
-        return max(1, self.gpus // _PER_SERVER)
+        return max(1, self.gpus // PER_SERVER)
+
+    @property
+    def minibatch(self) -> int:
+        """Samples."""
+        return self.replicas * self.samples * self.microbatches
 
     @property
     def job(self) -> tuple[float, int]:
@@ -100,7 +105,7 @@ def runs() -> Iterator[Run]:
                 tokens / speed if trained else None,
                 float(row["peak_reserved_GB"]) * _GIB if trained else None,
                 Rates(float(row["allreduce_GBps"]) * 1e9, float(row["allgather_GBps"]) * 1e9) if trained else None,
-                trained and number["gpus"] > _PER_SERVER and float(row["allreduce_intra_GBps"]) < _CHECKED_GBPS,
+                trained and number["gpus"] > PER_SERVER and float(row["allreduce_intra_GBps"]) < _CHECKED_GBPS,
             )
 
 
@@ -186,19 +191,19 @@ class Links:
     def ring(self, ranks: int, per_server: int, *, gathers: bool = False) -> Link:
         """Return the link of a ring of so many ranks, of which each server has so many."""
         if ranks <= per_server:
-            nearest = min((size for size in _INSIDE if size >= ranks), default=_PER_SERVER)
+            nearest = min((size for size in _INSIDE if size >= ranks), default=PER_SERVER)
             return Link(*_INSIDE[nearest])
         servers = ranks // per_server
         rates = self.rates[min(self.rates, key=lambda known: abs(log(known / servers)))]
         if gathers:
-            rate, step_s, steps = rates.gather_bytes_per_s, self.step_s, servers * _PER_SERVER - 1
+            rate, step_s, steps = rates.gather_bytes_per_s, self.step_s, servers * PER_SERVER - 1
         else:
             rate, step_s = rates.reduce_bytes_per_s, ((ranks - servers) * _NEAR_S + servers * _FAR_S) / ranks
-            steps = 2 * (servers * _PER_SERVER - 1)
+            steps = 2 * (servers * PER_SERVER - 1)
         # Their rate is that of 1 GiB, over all ranks of the servers and with their steps.
-        moved = 2**30 * steps / (servers * _PER_SERVER)
-        rate = moved / max(moved / _NICS, moved / rate - steps * step_s)
-        return Link(rate * per_server / _PER_SERVER, step_s)
+        moved = 2**30 * steps / (servers * PER_SERVER)
+        rate = moved / max(moved / NICS, moved / rate - steps * step_s)
+        return Link(rate * per_server / PER_SERVER, step_s)
 
 
 class Program(NamedTuple):
@@ -217,7 +222,7 @@ def collective_s(run: Run, size_bytes: float, links: Links) -> float:
     tensor = run.llama.tensor
     if tensor == 1:
         return 0.0
-    return float(ring_all_reduce_s(size_bytes, tensor, links.ring(tensor, _PER_SERVER, gathers=True))) / 2
+    return float(ring_all_reduce_s(size_bytes, tensor, links.ring(tensor, PER_SERVER, gathers=True))) / 2
 
 
 def _product_s(spec: DeviceSpec, m: int, n: int, k: int) -> float:
@@ -258,7 +263,7 @@ def exposed_s(run: Run, kind: str, spec: DeviceSpec, links: Links) -> tuple[floa
     return forward_s, backward_s, len(columns) + len(row_widths), 2 * len(columns) + len(row_widths)
 
 
-def _times(run: Run, kind: str, spec: DeviceSpec, program: Program, links: Links) -> tuple[Floats, Floats]:
+def times_of(run: Run, kind: str, spec: DeviceSpec, program: Program, links: Links) -> tuple[Floats, Floats]:
     """Return the seconds of a block's forward and backward on the device, and on its host."""
     block = block_of(run.llama, kind, run.samples)
     *exposed, forward_n, backward_n = exposed_s(run, kind, spec, links)
@@ -267,9 +272,52 @@ def _times(run: Run, kind: str, spec: DeviceSpec, program: Program, links: Links
         forward_n += 3  # of largest logits, those of the targets, and sums
     # Each weight's gradient is added in a launch of its own.
     launches = np.array([block.forward.launches.sum(), block.backward.launches.sum() + block.weights])
-    check_s = program.check_s if run.llama.tensor <= _PER_SERVER else program.check_far_s
+    check_s = program.check_s if run.llama.tensor <= PER_SERVER else program.check_far_s
     each_s = program.collective_s + run.checked * run.llama.tensor * check_s
     return device, launches * program.launch_s + np.array([forward_n, backward_n]) * each_s
+
+
+def layer_of(run: Run, kind: str, number: int, seconds: Floats, spec: DeviceSpec) -> Layer:
+    """Return a block of one rank as a layer, given the seconds of its forward and its backward."""
+    llama, block = run.llama, block_of(run.llama, kind, run.samples)
+    hidden_bytes, logit_bytes = (2 * llama.seq * run.samples * n // llama.tensor for n in (llama.hidden, llama.vocab))
+    sent = {"loss": 0, "head": logit_bytes}.get(kind, hidden_bytes)
+    tied = kind == "head" and run.stages == 1
+    own = 0 if tied else block.parameters
+    share = own / run.replicas if run.sharded else own
+    updates_per_s = spec.bandwidth_bytes_per_s * spec.achieved_bandwidth["update"]
+    name = f"{kind}.{number}"
+    return Layer(
+        name=name,
+        op=kind,
+        forward_s=float(seconds[0]),
+        backward_s=float(seconds[1]) + 10 * own / updates_per_s,
+        # Clipping reads and scales all gradients, which are zeroed at the end.
+        update_s=(34 * share + 16 * own) / updates_per_s,
+        outputs=(Value(name=name, output_bytes=sent, gradient_bytes=sent),) if sent else (),
+        weight_bytes=2 * own,
+        # Those in half precision, each of which is added to the sum in float32, which always exists.
+        gradient_bytes=2 * own,
+        buffer_bytes=4 * own,
+        optimizer_bytes=ceil(12 * share),
+        saved_bytes=block.saved_bytes,
+        # The logits in half precision live as long as the model's forward.
+        workspace_bytes=block.workspace_bytes + (logit_bytes if kind == "loss" else 0),
+    )
+
+
+def profile_of(layers: Sequence[Layer], samples: int, spec: DeviceSpec) -> Profile:
+    """Return the profile of layers in a row."""
+    return Profile(
+        model="llama",
+        graph_hash="nanotron",  # so that what the running layer needs counts
+        device=Device(kind="cuda", name=spec.name, memory_bytes=spec.memory_bytes),
+        optimizer_elementwise=True,
+        microbatch_size=samples,
+        layers=tuple(layers),
+        edges=tuple(Edge(source=a.name, value=a.name, target=b.name) for a, b in pairwise(layers)),
+        provenance=Provenance(tool="benchmarks.gpu_truth", source="estimated"),
+    )
 
 
 class Predicted(NamedTuple):
@@ -288,12 +336,10 @@ def predict(run: Run, spec: DeviceSpec, program: Program, links: Links) -> Predi
     collective's stream has passed it, and a host that is ahead of its device begins the next forward before that.
     """
     t, llama = run.llama.tensor, run.llama
-    hidden_bytes = 2 * llama.seq * run.samples * llama.hidden // t
-    logit_bytes = 2 * llama.seq * run.samples * llama.vocab // t
     stages = stages_of(llama, run.stages)
     layers: list[Layer] = []
-    reducing = links.ring(run.replicas, max(1, _PER_SERVER // t))
-    known = {kind: _times(run, kind, spec, program, links) for kind in KINDS}
+    reducing = links.ring(run.replicas, max(1, PER_SERVER // t))
+    known = {kind: times_of(run, kind, spec, program, links) for kind in KINDS}
     pendings: list[int] = []
     for blocks in stages:
         device, host = (np.sum([known[kind][part] for kind in blocks], axis=0) for part in (0, 1))
@@ -301,49 +347,14 @@ def predict(run: Run, spec: DeviceSpec, program: Program, links: Links) -> Predi
         products = 2 * blocks.count("layer") + blocks.count("head")
         pendings.append(ahead * products * 2 * llama.seq * run.samples * llama.hidden)
         factor = np.maximum(1.0, host / np.maximum(device, 1e-12))
-        for kind in blocks:
-            block, times = block_of(llama, kind, run.samples), known[kind][0]
-            tied = kind == "head" and run.stages == 1
-            own = 0 if tied else block.parameters
-            share = own / run.replicas if run.sharded else own
-            # Clipping reads and scales all gradients, which are zeroed at the end.
-            moved = 34.0 * share + 16.0 * own
-            update_s = moved / (spec.bandwidth_bytes_per_s * spec.achieved_bandwidth["update"])
+        layers += [layer_of(run, kind, len(layers) + n, known[kind][0] * factor, spec) for n, kind in enumerate(blocks)]
+        for number, kind in enumerate(blocks, len(layers) - len(blocks)):
+            layer = layers[number]
+            update_s = layer.update_s + 5 * block_of(llama, kind, run.samples).weights * program.launch_s
             if run.sharded and run.replicas > 1:
-                update_s += float(ring_all_reduce_s(2.0 * own, run.replicas, reducing)) / 2
-            update_s += 5 * block.weights * program.launch_s  # clipping, the step and two copies, weight by weight
-            accumulate_s = 10.0 * own / (spec.bandwidth_bytes_per_s * spec.achieved_bandwidth["update"])
-            name = f"{kind}.{len(layers)}"
-            sent = {"embedding": hidden_bytes, "layer": hidden_bytes, "head": logit_bytes, "loss": 0}[kind]
-            layers.append(
-                Layer(
-                    name=name,
-                    op=kind,
-                    forward_s=float(times[0] * factor[0]),
-                    backward_s=float(times[1] * factor[1]) + accumulate_s,
-                    update_s=update_s,
-                    outputs=(Value(name=name, output_bytes=sent, gradient_bytes=sent),) if sent else (),
-                    weight_bytes=2 * own,
-                    # Those in half precision, each of which is added to the sum in float32, which always exists.
-                    gradient_bytes=2 * own,
-                    buffer_bytes=4 * own,
-                    optimizer_bytes=ceil(12 * share),
-                    saved_bytes=block.saved_bytes,
-                    # The logits in half precision live as long as the model's forward.
-                    workspace_bytes=block.workspace_bytes + (logit_bytes if kind == "loss" else 0),
-                )
-            )
-    edges = tuple(Edge(source=a.name, value=a.name, target=b.name) for a, b in pairwise(layers))
-    profile = Profile(
-        model="llama",
-        graph_hash="nanotron",  # so that what the running layer needs counts
-        device=Device(kind="cuda", name=spec.name, memory_bytes=spec.memory_bytes),
-        optimizer_elementwise=True,
-        microbatch_size=run.samples,
-        layers=tuple(layers),
-        edges=edges,
-        provenance=Provenance(tool="benchmarks.gpu_truth", source="estimated"),
-    )
+                update_s += float(ring_all_reduce_s(layer.weight_bytes, run.replicas, reducing)) / 2
+            layers[number] = layer.model_copy(update={"update_s": update_s})
+    profile = profile_of(layers, run.samples, spec)
     names = iter(layer.name for layer in layers)
     own_stages = [OwnStage(layers=tuple(next(names) for _ in blocks)) for blocks in stages]
     plan = price(profile, _groups(run, len(stages), links), own_stages, run.microbatches)
@@ -364,8 +375,8 @@ def predict(run: Run, spec: DeviceSpec, program: Program, links: Links) -> Predi
 def _groups(run: Run, stages: int, links: Links) -> Cluster:
     """Return the cluster of the groups of ranks of one replica, whose stages are as far apart as theirs."""
     t = run.llama.tensor
-    near = run.replicas * t < _PER_SERVER
-    rate = _NVLINK if near else _NICS / _PER_SERVER
+    near = run.replicas * t < PER_SERVER
+    rate = NVLINK if near else NICS / PER_SERVER
     return Cluster(levels=(Level(size=stages, bandwidth_bytes_per_s=rate, latency_s=0.0 if near else links.message_s),))
 
 
@@ -378,14 +389,14 @@ class Judged:
 
     @property
     def seconds(self) -> float:
-        """Predicted, of a minibatch."""
-        return self.predicted.seconds
+        """Predicted, of a sample: a few runs of a job have another minibatch than the others."""
+        return self.predicted.seconds / self.run.minibatch
 
     @property
     def measured_s(self) -> float:
-        """Seconds of a minibatch of a run that trained."""
+        """Seconds of a sample of a run that trained."""
         assert self.run.seconds is not None
-        return self.run.seconds
+        return self.run.seconds / self.run.minibatch
 
     @property
     def error(self) -> float:

@@ -13,9 +13,9 @@ from pathlib import Path
 
 from tabulate import tabulate
 
+from benchmarks.graph_txt import load_graph_txt
 from benchmarks.kept import printed
 from planner.formats.cluster import Cluster, flat_cluster, hierarchical_cluster
-from planner.formats.importers import read_profile
 from planner.formats.names import CostModelName
 from planner.formats.plan import Plan
 from planner.formats.profile import Device, Edge, Layer, Profile, Provenance, Value, load_profile
@@ -75,7 +75,7 @@ def published_table() -> str:
     for run in runs:
         if run["gpus_per_level"] != [4, 4]:
             continue
-        profile = read_profile(ANCHORS / f"{run['profile']}.txt")
+        profile = load_graph_txt(ANCHORS / f"{run['profile']}.txt")
         levels = hierarchical_cluster((4, 4), (INNER, OUTER))
         flat, _ = timed(profile, flat_cluster(16, OUTER), published=True)
         ours, ours_s = timed(profile, levels, published=True)
@@ -145,7 +145,7 @@ def orders_table() -> str:
     for file in sorted(ANCHORS.glob("*.txt")):
         if file.stem.isupper():  # the licence
             continue
-        profile = read_profile(file)
+        profile = load_graph_txt(file)
         for schedule in ORDERED:
             for sizes in ORDERED_SERVERS:
                 cluster = hierarchical_cluster(sizes, (INNER, OUTER))

@@ -15,11 +15,11 @@ import tempfile
 import time
 from pathlib import Path
 
+from benchmarks.graph_txt import load_graph_txt
 from benchmarks.graphs import chain
 from benchmarks.kept import printed
 from benchmarks.solver_speed.published import ChainLayer, best_time_s
 from planner.formats.cluster import flat_cluster
-from planner.formats.pipedream import load_graph_txt
 from planner.formats.plan import Plan
 from planner.formats.profile import Profile
 from planner.solver import solve

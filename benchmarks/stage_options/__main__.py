@@ -51,12 +51,14 @@ class Shape:
     schedule: str
     recompute: float = 0.0  # share of each stage's blocks that recompute, each by itself
     whole: bool = False  # each stage recomputes as one group
-    sharded: bool = False
+    level: int = 0  # 1: the replicas divide the optimizer's state, 2: gradients, too, 3: weights, too
+    masters: bool = False  # weights in bfloat16, with float32 masters
 
     def __str__(self) -> str:
         parts = ["-".join(map(str, self.replicas)), self.schedule]
-        parts += ["sharded"] * self.sharded + ["whole stages recompute"] * self.whole
-        return ", ".join(parts + [f"{self.recompute:.0%} of the blocks recompute"] * (self.recompute > 0))
+        parts += [f"ZeRO-{self.level}"] * (self.level > 0) + ["whole stages recompute"] * self.whole
+        parts += [f"{self.recompute:.0%} of the blocks recompute"] * (self.recompute > 0)
+        return ", ".join(parts + ["master weights"] * self.masters)
 
     def plan(self, profile: Profile, cluster: Cluster) -> Plan:
         """Return the plan, priced and simulated."""
@@ -65,7 +67,8 @@ class Shape:
             OwnStage(
                 blocks=blocks,
                 replicas=r,
-                sharded=self.sharded and r > 1,
+                sharded=self.level > 0 and r > 1,
+                sharding_level=max(1, self.level),
                 recompute=self.whole or round(blocks * self.recompute) or False,
             )
             for r in self.replicas
@@ -81,16 +84,24 @@ SHAPES = (
     Shape((1, 1), "gpipe", 1.0),
     Shape((1, 1), "gpipe", whole=True),
     Shape((1, 1), "1f1b", 0.5),
-    Shape((2,), "1f1b-flush", sharded=True),
-    Shape((2,), "1f1b-flush", 0.5, sharded=True),
+    Shape((2,), "1f1b-flush", level=1),
+    Shape((2,), "1f1b-flush", 0.5, level=1),
+    Shape((2,), "1f1b-flush", level=2),
+    Shape((2,), "1f1b-flush", level=3),
+    Shape((1, 1), "1f1b-flush", masters=True),
+    Shape((2,), "1f1b-flush", level=3, masters=True),
 )
 EMULATED = (
     Shape((1, 1, 1, 1), "1f1b-flush", 0.5),
     Shape((1, 1, 1, 1), "1f1b-flush", whole=True),
-    Shape((2, 2), "1f1b-flush", sharded=True),
-    Shape((2, 2), "1f1b-flush", 0.5, sharded=True),
-    Shape((2, 2), "1f1b", sharded=True),
-    Shape((2, 2), "1f1b", 0.5, sharded=True),
+    Shape((2, 2), "1f1b-flush", level=1),
+    Shape((2, 2), "1f1b-flush", 0.5, level=1),
+    Shape((2, 2), "1f1b", level=1),
+    Shape((2, 2), "1f1b", 0.5, level=1),
+    Shape((4,), "1f1b-flush", level=1),
+    Shape((4,), "1f1b-flush", level=2),
+    Shape((4,), "1f1b-flush", level=3),
+    Shape((4,), "1f1b-flush", 1.0, level=3),
 )
 
 
@@ -107,9 +118,8 @@ def main() -> None:
     if arguments.plans:
         shapes = tuple(shapes[row] for row in arguments.plans)
     load = os.getloadavg()[0]
-    profile = measure(MODEL, batch_size=BATCH_SIZE, device="cpu", seconds=PROFILE_S, processes=2)
     rows = []
-    for row in (_emulated if arguments.emulated else _measured)(profile, shapes, arguments.seconds):
+    for row in (_emulated if arguments.emulated else _measured)(shapes, arguments.seconds):
         rows.append(row)
         print(row, file=sys.stderr, flush=True)
     about = {"date": time.strftime("%Y-%m-%d"), "torch": torch.__version__, "load": round(load, 1)}
@@ -122,11 +132,24 @@ def main() -> None:
         README.write_text(f"{head}{MARKER}\n\n{_tables(content)}\n", encoding="utf-8")
 
 
-def _measured(profile: Profile, shapes: Sequence[Shape], seconds: float) -> Iterator[dict[str, Any]]:
+def _profile(*, masters: bool = False) -> Profile:
+    return measure(
+        MODEL,
+        batch_size=BATCH_SIZE,
+        device="cpu",
+        seconds=PROFILE_S,
+        processes=2,
+        dtype="bfloat16" if masters else "float32",
+        master_weights=masters,
+    )
+
+
+def _measured(shapes: Sequence[Shape], seconds: float) -> Iterator[dict[str, Any]]:
     """Train in two workers: for the times, and once more for the memory, where freed pages are given back."""
     cluster = measure_host(2, "cpu")
+    profiles = {masters: _profile(masters=masters) for masters in {shape.masters for shape in shapes}}
     for shape in shapes:
-        plan = shape.plan(profile, cluster)
+        plan = shape.plan(profiles[shape.masters], cluster)
         predicted_s = plan.predicted.seconds_per_minibatch
         # Every unit in flight, and an update after each.
         least = 2 if plan.microbatches > 1 else 3 * plan.stages[0].in_flight
@@ -145,9 +168,9 @@ def _measured(profile: Profile, shapes: Sequence[Shape], seconds: float) -> Iter
         }
 
 
-def _emulated(profile: Profile, shapes: Sequence[Shape], seconds: float) -> Iterator[dict[str, Any]]:
+def _emulated(shapes: Sequence[Shape], seconds: float) -> Iterator[dict[str, Any]]:
     """Train in four workers whose layers sleep for their times; forwards that run again sleep again."""
-    there = flat_cluster(4, 1.25e8)
+    profile, there = _profile(), flat_cluster(4, 1.25e8)
     scale = fitting_scale(profile, there)
     with tempfile.TemporaryDirectory(prefix="stage-options-") as folder, testbed(4) as bed:
         emulated = emulate(profile, scale, Path(folder))

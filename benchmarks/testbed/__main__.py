@@ -21,10 +21,9 @@ from benchmarks.testbed.predict import balanced_stages, given_plan
 from planner.cli.output import print_complaint
 from planner.errors import InputError, PlannerError
 from planner.formats.cluster import Cluster, hierarchical_cluster
-from planner.formats.importers import read_profile
 from planner.formats.names import CODEC_NAMES
 from planner.formats.plan import Plan
-from planner.formats.profile import Profile
+from planner.formats.profile import Profile, load_profile
 from planner.schedule.registry import NAMES
 from planner.solver import solve
 from planner.units import parse_bandwidth
@@ -56,7 +55,7 @@ def main() -> None:
 
 
 def _run(arguments: argparse.Namespace) -> None:
-    profile = read_profile(arguments.profile)
+    profile = load_profile(arguments.profile)
     target = _cluster(arguments)
     _replicas(arguments, target)
     scale = fitting_scale(profile, target, arguments.link)

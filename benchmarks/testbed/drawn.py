@@ -24,7 +24,7 @@ from benchmarks.testbed.emulate import LINK_BYTES_PER_S, as_chain
 from benchmarks.testbed.predictions import Case, run_case
 from planner.errors import PlannerError, first_line
 from planner.formats.cluster import hierarchical_cluster
-from planner.formats.importers import read_profile
+from planner.formats.profile import load_profile
 from planner.schedule.registry import SCHEDULES, find
 
 FOLDER = Path(__file__).parent
@@ -86,7 +86,7 @@ def endless(seed: int) -> Iterator[Case]:
     """Yield random cases."""
     rng = random.Random(seed)
     paths = sorted((ROOT / "profiles").glob("*/cpu.json"))
-    blocks = {path.parent.name: len(as_chain(read_profile(path))) for path in paths}
+    blocks = {path.parent.name: len(as_chain(load_profile(path))) for path in paths}
     while True:
         yield _draw(rng, blocks)
 

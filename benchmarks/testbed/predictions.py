@@ -27,10 +27,9 @@ from benchmarks.testbed.picture import scatter_svg
 from benchmarks.testbed.predict import balanced_stages, given_plan, in_proportion
 from planner.formats.cluster import Cluster, hierarchical_cluster
 from planner.formats.constraints import Constraints
-from planner.formats.importers import read_profile
 from planner.formats.names import CodecName
 from planner.formats.plan import Plan
-from planner.formats.profile import Profile
+from planner.formats.profile import Profile, load_profile
 from planner.solver import solve
 from planner.units import parse_bandwidth
 
@@ -144,7 +143,7 @@ def run_case(bed: Testbed, case: Case, seconds: float, folder: Path, message_byt
     Raises:
         PlannerError: where there is no plan, or it cannot be trained.
     """
-    profile = read_profile(ROOT / "profiles" / case.model / "cpu.json")
+    profile = load_profile(ROOT / "profiles" / case.model / "cpu.json")
     there = hierarchical_cluster(case.sizes, [parse_bandwidth(rate) for rate in case.bandwidths])
     scale = fitting_scale(profile, there, case.link_bytes_per_s)
     emulated = emulate(profile, scale, folder)

@@ -20,9 +20,8 @@ from benchmarks.testbed.emulate import emulate, fitting_scale
 from benchmarks.testbed.measure import Measured, described, run_plan
 from benchmarks.testbed.predict import balanced_stages, given_plan
 from planner.formats.cluster import Cluster, flat_cluster
-from planner.formats.importers import read_profile
 from planner.formats.plan import Plan
-from planner.formats.profile import Profile
+from planner.formats.profile import Profile, load_profile
 from planner.solver import solve
 from planner.units import parse_bandwidth
 
@@ -42,7 +41,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=10.0, help="of each run, after its start-up")
     parser.add_argument("--save", action="store_true", help=f"write {TABLE.name}")
     arguments = parser.parse_args()
-    profile = read_profile(ROOT / "profiles" / arguments.model / "cpu.json")
+    profile = load_profile(ROOT / "profiles" / arguments.model / "cpu.json")
     there = flat_cluster(arguments.gpus, parse_bandwidth(arguments.bandwidth))
     scale = fitting_scale(profile, there)
     runs: list[Measured] = []

@@ -11,8 +11,8 @@ from benchmarks.testbed.buckets import scaled_buckets
 from benchmarks.testbed.emulate import emulate, fitting_scale
 from benchmarks.testbed.predict import balanced_stages, given_plan
 from planner.formats.cluster import flat_cluster
-from planner.formats.importers import read_profile
 from planner.formats.plan import Plan
+from planner.formats.profile import load_profile
 from planner.formats.timeline import Timeline
 from planner.options.training import RunOptions
 from planner.reporting.trace import load_run
@@ -46,7 +46,7 @@ class EmulatedCase:
 
 def run_case(bed: Testbed, case: EmulatedCase, seconds: float, folder: Path) -> tuple[Plan, Timeline]:
     """Shape and measure the links, plan, and train for about `seconds`, recording every minibatch."""
-    profile = read_profile(ROOT / "profiles" / case.model / "cpu.json")
+    profile = load_profile(ROOT / "profiles" / case.model / "cpu.json")
     there = flat_cluster(DEVICES, parse_bandwidth(case.bandwidth))
     scale = fitting_scale(profile, there)
     emulated = emulate(profile, scale, folder / case.name)

@@ -12,12 +12,11 @@ from planner.analysis.sweep import MOST_POINTS, bandwidth_sweep
 from planner.arguments import checked
 from planner.errors import ClusterError, InputError, PlannerError
 from planner.formats.cluster import Cluster, DeviceKind, flat_cluster, hierarchical_cluster, load_cluster
-from planner.formats.device_kinds import cluster_for
+from planner.formats.device_kinds import cluster_for, is_profile, read_one_profile
 from planner.formats.files import write_text
-from planner.formats.importers import is_profile, read_one_profile, read_profile
 from planner.formats.own_plan import OwnPlan, OwnStage, load_own_plan
 from planner.formats.plan import Plan, load_plan
-from planner.formats.profile import Profile
+from planner.formats.profile import Profile, load_profile
 from planner.formats.timeline import Timeline
 from planner.options.cluster import ClusterOptions, listed
 from planner.options.numbers import is_count
@@ -234,7 +233,7 @@ def show(file: Plan | Profile | str | Path = PLAN, *, by: Any = "order", top: in
     """Write a plan or a profile, or what their files hold, as tables.
 
     Args:
-        file: a plan, a profile, or the path of one; also a graph.txt that PipeDream published.
+        file: a plan, a profile, or the path of one.
         by: sorts a profile's layers: "order" of execution, or "time", "output", "weights", "saved", the largest first.
         top: shows only the first layers of a profile.
 
@@ -251,7 +250,7 @@ def show(file: Plan | Profile | str | Path = PLAN, *, by: Any = "order", top: in
 
 def plan_or_profile(path: str | Path) -> Plan | Profile:
     """Read a file, which holds one or the other."""
-    return read_profile(path) if is_profile(Path(path)) else load_plan(path)
+    return load_profile(path) if is_profile(Path(path)) else load_plan(path)
 
 
 @keywords_of(ReportOptions)

@@ -77,7 +77,7 @@ def add_parser(verbs: arguments.Verbs) -> None:
 
 def run_question(args: argparse.Namespace) -> int:
     """Compare or explain the plan of the arguments, and print the answer."""
-    from planner.formats.importers import read_one_profile
+    from planner.formats.device_kinds import read_one_profile
 
     question: Callable[..., Any] = getattr(planner, args.verb)
     with arguments.patience_of(args) as patience:
@@ -89,8 +89,8 @@ def run_question(args: argparse.Namespace) -> int:
 
 def run_sweep(args: argparse.Namespace) -> int:
     from planner.analysis.sweep import spread
+    from planner.formats.device_kinds import read_one_profile
     from planner.formats.files import write_text
-    from planner.formats.importers import read_one_profile
     from planner.reporting.svg import sweep_svg
 
     if args.plot is not None and args.plot.suffix != ".svg":

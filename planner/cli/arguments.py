@@ -12,9 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, Union, get_a
 
 import planner
 from planner.cli.output import as_flags, searching
-from planner.errors import InputError
 from planner.options.cluster import ClusterOptions
-from planner.options.numbers import is_count
 from planner.options.option import Option, flag_of, given, options_in, refuse
 from planner.options.solving import TIME_LIMIT_S, SolveOptions, StageRules
 from planner.schedule.registry import SCHEDULES
@@ -33,8 +31,6 @@ UNCHUNKED = [schedule.name for schedule in SCHEDULES if not schedule.chunked]
 _CLUSTER = tuple(each.name for each, _ in options_in(ClusterOptions))
 _SOLVING = ("schedule", "microbatches", "minibatch", "cost_model", "accept_divided_loss")
 _CONSTRAINTS = {
-    "--pin": ("LAYER=STAGE", "put the layer in that stage, counted from 0"),
-    "--pin-gpu": ("LAYER=RANK", "run the layer on the GPU of that rank, in a cluster whose GPUs differ"),
     "--colocate": ("LAYER,LAYER", "keep these layers in one stage"),
     "--forbid-cut-after": ("LAYER", "keep the layer in one stage with the next one in the profile"),
 }
@@ -113,32 +109,14 @@ def add_constraint_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("constraints", "layers are named as in the profile; each option may be repeated")
     for flag, (metavar, help) in _CONSTRAINTS.items():
         group.add_argument(flag, action="append", default=[], metavar=metavar, help=help)
-    help = "constraints.json, in place of the arguments above"
-    group.add_argument("--constraints", type=Path, metavar="FILE", help=help)
 
 
 def constraints_of(args: argparse.Namespace) -> Constraints:
-    """Return the constraints that the arguments describe; raise InputError when they do not describe any."""
-    from planner.formats.constraints import Constraints, load_constraints
+    """Return the constraints that the arguments describe."""
+    from planner.formats.constraints import Constraints
 
-    described = Constraints(
-        stage_of=dict(_pair(text, "--pin", "STAGE") for text in args.pin),
-        gpu_of=dict(_pair(text, "--pin-gpu", "RANK") for text in args.pin_gpu),
-        together=tuple(tuple(text.split(",")) for text in args.colocate),
-        no_cut_after=tuple(args.forbid_cut_after),
-    )
-    if args.constraints is None:
-        return described
-    if not described.empty:
-        raise InputError("--constraints and other constraints are both given", hint="write all of them into the file")
-    return load_constraints(args.constraints)
-
-
-def _pair(text: str, option: str, what: str) -> tuple[str, int]:
-    layer, separator, number = text.rpartition("=")
-    if not separator or not is_count(number):
-        raise InputError(f"{option} '{text}' is not LAYER={what}", hint=f"for example: {option} classifier.6=1")
-    return layer, int(number)
+    together = tuple(tuple(text.split(",")) for text in args.colocate)
+    return Constraints(together=together, no_cut_after=tuple(args.forbid_cut_after))
 
 
 def add_plan_argument(parser: argparse.ArgumentParser) -> None:
@@ -148,7 +126,7 @@ def add_plan_argument(parser: argparse.ArgumentParser) -> None:
 
 def add_profile_argument(parser: argparse.ArgumentParser, more: str = "") -> None:
     """Declare --profile for a verb that solves; `more`: what else it may name."""
-    help = f"profile to read, from `plan profile` or a graph.txt that PipeDream published{more}; or one for each kind "
+    help = f"profile to read, from `plan profile`{more}; or one for each kind "
     help += "of GPU, as in a100=a.json,t4=b.json (default: %(default)s)"
     parser.add_argument("--profile", default=str(PROFILE), metavar="FILE", help=help)
 

@@ -98,7 +98,7 @@ def add_parser(verbs: arguments.Verbs) -> None:
 
 def solve(args: argparse.Namespace) -> int:
     from planner.api.planning import solved
-    from planner.formats.importers import read_profiles
+    from planner.formats.device_kinds import read_profiles
 
     with arguments.patience_of(args) as patience:
         profiles = read_profiles(args.profile)
@@ -114,12 +114,12 @@ def solve(args: argparse.Namespace) -> int:
     planner.save_plan(plan, args.output)
     output.print_answer(plan, args.json)
     output.print_written(args.output)
-    for kind, message, hint in _complaints(plan, profile):
+    for kind, message, hint in complaints(plan, profile):
         output.print_complaint(kind, message, hint)
     return 0
 
 
-def _complaints(plan: planner.Plan, profile: planner.Profile) -> Iterator[tuple[str, str, str]]:
+def complaints(plan: planner.Plan, profile: planner.Profile) -> Iterator[tuple[str, str, str]]:
     """Yield the notes and warnings on a plan: which they are, what they say, and a hint."""
     from planner.plan.shared_weights import obstacle, shared_weights, trained_parameters
     from planner.reporting.tables.plan import staleness_warning
@@ -176,7 +176,7 @@ def fit(args: argparse.Namespace) -> int:
 def price(args: argparse.Namespace) -> int:
     """Price, save, and print the plan; raise InfeasibleError if it does not fit the memory."""
     from planner.analysis.given_plan import missing_memory
-    from planner.formats.importers import read_one_profile
+    from planner.formats.device_kinds import read_one_profile
 
     profile = read_one_profile(args.profile)
     cluster = arguments.cluster_of(args, profile)

@@ -9,7 +9,7 @@ from planner.options.numbers import count
 from planner.options.verbs import ReportOptions
 
 SHOW = """\
-Show a plan or a profile: the files that the other verbs write, or a graph.txt that PipeDream published.
+Show a plan or a profile: the files that the other verbs write.
 
     plan show                                          plan.json
     plan show profile.json --by time --top 10          the ten slowest layers

@@ -15,7 +15,9 @@ level 2 its part of the weights is not one with the gathered ones. Weights that 
 whole model runs.
 
 Exchanges overlap with the computation beside them, except for the first part of the weights or the last of the
-gradients, and for the weights after an update. Level 1 may be in any stage of a plan: see `planner.cost.models`.
+gradients, and for the weights after an update. On CPUs nothing overlaps, for `fully_shard` has no streams there, and
+gloo's reduce-scatter is an all-reduce of which a part is kept. Level 1 may be in any stage of a plan: see
+`planner.cost.models`.
 """
 
 from collections.abc import Sequence
@@ -53,7 +55,12 @@ def sharded_times(layer_costs: LayerCosts, stage: Candidate, setting: Setting) -
         return float(ring_all_reduce_s(size_bytes, r, link)) / 2
 
     forward_s, backward_s = float(work.forward_s), float(work.backward_s)
-    gather_s, exchange_s = half_s(sum(_unit_bytes(layer_costs, stage))), half_s(float(work.trainable_bytes))
+    # Each unit has an exchange of its own, with the latencies of its steps.
+    units = _unit_bytes(layer_costs, stage)
+    gather_s, share = sum(map(half_s, units)), float(work.trainable_bytes) / max(1, sum(units))
+    exchange_s = sum(half_s(size * share) for size in units)
+    if layer_costs.profile.device.kind == "cpu":
+        link, exchange_s = replace(link, overlap=False), 2 * exchange_s
     after_s = gather_s
     if stage.options.level == 3:
         after_s, exchange_s = 0.0, exchange_s + gather_s

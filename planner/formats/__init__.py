@@ -1,1 +1,1 @@
-"""The files that users see: profile, plan, cluster, constraints and timeline, and importers of other formats."""
+"""The files that users see: profile, plan, cluster, constraints and timeline."""

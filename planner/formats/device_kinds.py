@@ -1,11 +1,17 @@
-"""Profiles of one model on several kinds of devices, which share layers and bytes, but not times and workspaces."""
+"""Profiles of one model on several kinds of devices, which share layers and bytes, but not times and workspaces.
 
+Also reads the profiles that a command line names: one, several batch sizes, or one for each kind.
+"""
+
+import json
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
-from planner.errors import ClusterError, ProfileError
+from planner.errors import ClusterError, InputError, ProfileError
 from planner.formats.cluster import Cluster, DeviceKind
-from planner.formats.profile import KIND_COLUMNS, KindTimes, Layer, Profile
+from planner.formats.profile import KIND_COLUMNS, KindTimes, Layer, Profile, load_profile
 
 # What must be equal, of profiles and of their layers.
 _OF_PROFILES = (
@@ -34,6 +40,39 @@ def profile_of_kinds(profiles: Mapping[str, Profile]) -> Profile:
                     hint="profile the same model file with the same options on each kind of device",
                 )
     return base.model_copy(update={"kinds": tuple(_times(name, profile) for name, profile in profiles.items())})
+
+
+def read_profiles(text: str) -> list[Profile]:
+    """Read FILE, FILE,FILE of several batch sizes, or NAME=FILE,NAME=FILE of kinds of devices as one profile."""
+    parts = [part.rpartition("=") for part in text.split(",")]
+    if Path(text).exists():
+        return [load_profile(text)]
+    if "=" not in text:
+        return [load_profile(path) for _, _, path in parts]
+    names = [name for name, _, _ in parts]
+    if "" in names or len(set(names)) < len(names):
+        raise InputError(
+            f"`profile={text}` does not name each kind of GPU once", hint="write NAME=FILE,NAME=FILE, as in a100=a.json"
+        )
+    return [profile_of_kinds({name: load_profile(path) for name, _, path in parts})]
+
+
+def read_one_profile(text: str) -> Profile:
+    """Read one profile, which may be of several kinds of devices; raise InputError for several batch sizes."""
+    first, *others = read_profiles(text)
+    if others:
+        raise InputError(
+            f"`profile={text}` are {len(others) + 1} profiles, and this verb takes one",
+            hint="name the kinds of GPUs that they are of, as in a100=a.json,t4=b.json; or give one",
+        )
+    return first
+
+
+def is_profile(path: Path) -> bool:
+    with suppress(OSError, ValueError):  # loading it will say what is wrong
+        content: object = json.loads(path.read_text(encoding="utf-8"))
+        return isinstance(content, dict) and "layers" in content and "stages" not in content
+    return False
 
 
 def profile_on(profile: Profile, kind: DeviceKind) -> Profile:

@@ -276,7 +276,12 @@ class Profile(Shown, Record):
 
 
 def load_profile(path: Path | str) -> Profile:
-    """Read `profile.json`; raise ProfileError naming the file, the field and the value that is wrong."""
+    """Read `profile.json`; raise ProfileError naming the file, the field and the value that is wrong.
+
+    Example:
+        >>> planner.load_profile("profiles/vgg16/cpu.json").microbatch_size
+        32
+    """
     return load_record(Profile, path, ProfileError, REMEDY)
 
 

@@ -66,7 +66,7 @@ def find_plan(profile: Profile, cluster: Cluster, options: SolveOptions, patienc
     budget = Budget(patience.deadline, progress=patience.progress or Progress())
     _check_rules(options, profile, setting)
     constraints = options.constraints or Constraints()
-    constraints.check(profile, cluster)
+    constraints.check(profile)
     problem = Problem(
         layer_costs_on(profile, cluster),
         setting,

@@ -1,7 +1,6 @@
 """The methods that find a plan, and the one that a problem needs.
 
-search   exact; GPUs alike; layers pinned to stages; other constraints that are forbidden cuts. Also good plans for
-         GPUs that differ, on any levels
+search   exact; GPUs alike; constraints that are forbidden cuts. Also good plans for GPUs that differ, on any levels
 ilp      an integer program: all constraints, GPUs that differ; clusters of one level
 
 A model of repeated blocks is cut between its blocks first, and inside blocks where that pays.
@@ -94,7 +93,7 @@ def solve_by_method(problem: Problem) -> Found:
     Raise PlannerError if the deadline passes before any plan is found.
     """
     within = problem.with_cuts_forbidden()
-    unlike = problem.cluster.kinds and not problem.constraints.gpu_of and not problem.schedule.chunked
+    unlike = problem.cluster.kinds and not problem.schedule.chunked
     if unlike and within is not None and problem.solver in ("auto", "search"):
         return _on_mixed_gpus(problem, within)
     if needs_program(problem, problem.solver):

@@ -92,21 +92,20 @@ class LineSearch:
 
     def within(self, limit_s: float) -> LinePlan | None:
         """Return the plan of least sum with a maximum within the limit; None without one."""
-        answer, numbering = self._walk(limit_s, 0), self._problem.limits.numbering
-        if answer is None or numbering.allows([stage.layers for stage in answer.stages]):
+        answer, limits = self._walk(limit_s, 0), self._problem.limits
+        if answer is None or limits.allows_stages(len(answer.stages)):
             return answer
-        return self._walk(limit_s, numbering.most(self._space, self.gpus))
+        return self._walk(limit_s, limits.most_stages(self._space, self.gpus))
 
     def _walk(self, limit_s: float, numbers: int) -> LinePlan | None:
         """Return the plan of least sum within the limit, of at most `numbers` numbered stages; 0 for any stages."""
         last, many = len(self._space) - 1, max(numbers, 1)
-        walk, numbering = _Walk(many, last, self.gpus), self._problem.limits.numbering
+        walk = _Walk(many, last, self.gpus)
         rest = slice(1, many + 1) if numbers else slice(0, 1)
         batch = max(1, _BATCH // ((self.gpus + 1) * many))
         for state in range(last - 1, -1, -1):
             if self._problem.deadline.passed:
                 return None
-            may = numbering.numbers(self._space, state, np.arange(state + 1, last + 1), many)
             for run, (on, spans) in enumerate(self._runs):
                 stages = on.stages[state]
                 ways, replicas = _worth_a_try(stages, limit_s)
@@ -122,8 +121,6 @@ class LineSearch:
                     at = np.arange(many)[:, None, None], others, left
                     totals = stages.sum_s[way, None] + walk.sums[rest][at]
                     totals[:, ~spans[r - 1]] = np.inf
-                    if numbers:
-                        totals[~may[:, stages.ways.stage[way]]] = np.inf
                     used = walk.used[rest][at] + r[:, None]
                     for number in range(many):
                         pick = totals[number].argmin(axis=0)

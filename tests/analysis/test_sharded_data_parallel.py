@@ -11,7 +11,7 @@ from planner.analysis.given_plan import problem_of
 from planner.cost.candidate import Candidate, candidates
 from planner.cost.layer_costs import LayerCosts
 from planner.formats.cluster import Cluster, flat_cluster
-from planner.formats.profile import Profile
+from planner.formats.profile import Device, Profile
 from planner.options.solving import SolveOptions
 from planner.reporting.tables.answers import comparison_report
 from planner.schedule.one_stage import FLUSH
@@ -29,12 +29,13 @@ LAYERS = [
     )
     for n in range(8)
 ]
-MODEL = profile(*LAYERS)
+ON_CPUS = profile(*LAYERS)
+MODEL = ON_CPUS.model_copy(update={"device": Device(kind="cuda", name="imagined")})
 SLOW = flat_cluster(GPUS, 1e8)  # an all-reduce takes 6 s, beside 8 s of forward and 16 s of backward
 
 
-def problem(microbatches: int, cluster: Cluster = SLOW) -> Problem:
-    return problem_of(SolveOptions(schedule=FLUSH, microbatches=microbatches), LayerCosts(MODEL), cluster)
+def problem(microbatches: int, cluster: Cluster = SLOW, model: Profile = MODEL) -> Problem:
+    return problem_of(SolveOptions(schedule=FLUSH, microbatches=microbatches), LayerCosts(model), cluster)
 
 
 def everywhere(gpus: int) -> list[Candidate]:
@@ -95,6 +96,12 @@ def test_without_overlap_all_exchanges_are_waited_for() -> None:
     assert found.seconds == pytest.approx(24 + 3 * 3 + 1)
 
 
+def test_on_cpus_nothing_overlaps_and_gradients_are_all_reduced() -> None:
+    half_s, asked = 3.0, problem(GPUS, model=ON_CPUS)
+    assert at_level(asked, 2).seconds == pytest.approx(24 + 2 * half_s + half_s + 1)
+    assert at_level(asked, 3).seconds == pytest.approx(24 + 2 * half_s + 2 * half_s + 1)
+
+
 def test_stage_2_of_one_microbatch_is_a_stage_whose_optimizer_is_sharded() -> None:
     """It sends and waits for the same; the cost of such stages is an independent program."""
     asked = problem(GPUS)
@@ -117,7 +124,7 @@ def test_equal_stages_are_those_that_divide_the_gpus() -> None:
 
 
 def test_where_data_parallelism_does_not_fit_another_way_is_the_measure() -> None:
-    comparison = compare(MODEL, flat_cluster(GPUS, 1e8, 900 * 10**6))
+    comparison = compare(ON_CPUS, flat_cluster(GPUS, 1e8, 900 * 10**6))
     rows = {row.name: row for row in comparison.rows}
     assert rows["data parallel"].over_memory_bytes > 0
     assert comparison.over is not None

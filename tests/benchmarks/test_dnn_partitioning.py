@@ -160,7 +160,6 @@ def test_bad_workloads_are_named(tmp_path: Path, changes: dict[str, object], mes
     memory=memories,
     speeds=st.lists(st.sampled_from([0.5, 1.0, 2.0]), min_size=3, max_size=3),
     mixed=st.booleans(),
-    pinned=st.booleans(),
 )
 def test_placements_that_are_not_contiguous_against_all_of_them(
     model: Profile,
@@ -170,20 +169,15 @@ def test_placements_that_are_not_contiguous_against_all_of_them(
     memory: int | None,
     speeds: list[float],
     mixed: bool,
-    pinned: bool,
 ) -> None:
     kinds = tuple(DeviceKind(count=1, speed=speed) for speed in speeds[:gpus]) if mixed else ()
     level = Level(size=gpus, bandwidth_bytes_per_s=bandwidth, latency_s=latency)
     cluster = Cluster(levels=(level,), memory_bytes=memory, kinds=kinds)
-    first = model.layers[0].name
-    constraints = Constraints(stage_of={first: gpus - 1} if pinned else {})
     layer_costs = LayerCosts(model)
-    answer = solve_ilp(LoadProblem(layer_costs, Setting(cluster), constraints=constraints, contiguous=False), NO_HURRY)
-    joined = constraints.groups(model)
+    answer = solve_ilp(LoadProblem(layer_costs, Setting(cluster), contiguous=False), NO_HURRY)
+    joined = Constraints().groups(model)
     best = math.inf
     for devices in product(range(gpus), repeat=len(model.layers)):
-        if pinned and devices[0] != gpus - 1:
-            continue
         if any(len({devices[n] for n in group}) > 1 for group in joined):
             continue
         loads, held = [0.0] * gpus, [0] * gpus
@@ -229,9 +223,6 @@ def test_without_a_solution_in_time_the_contiguous_plan_stands_in(monkeypatch: p
     assert not answer.optimal
     assert answer.bound_s == pytest.approx(6.0)
     assert answer.seconds == pytest.approx(6.0)
-    pinned = replace(request, constraints=Constraints(stage_of={"a": 1}))
-    with pytest.raises(TimeoutError):
-        solve_ilp(pinned, Deadline.after(10.0))
 
 
 def test_a_placement_that_is_not_contiguous_balances_the_load() -> None:

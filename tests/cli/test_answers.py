@@ -107,16 +107,11 @@ def test_sweeps(folder: Path) -> None:
     assert plan("sweep", *levels, cwd=folder).returncode == 0
 
 
-def test_a_published_profile_knows_no_samples(tmp_path: Path) -> None:
-    lines = [
-        f"node{i} -- Linear -- forward_compute_time={i}.0, backward_compute_time={i}.0, activation_size=1000.0, "
-        "parameter_size=1000000.0"
-        for i in (1, 2, 3)
-    ]
-    lines += ["\tnode1 -- node2", "\tnode2 -- node3"]
-    (tmp_path / "graph.txt").write_text("\n".join(lines))
+def test_a_profile_without_a_batch_size_knows_no_samples(tmp_path: Path) -> None:
+    layers = [layer(f"node{i}", 0.001 * i, 0.001 * i, output_bytes=1000, weight_bytes=1_000_000) for i in (1, 2, 3)]
+    save_profile(profile(*layers).model_copy(update={"microbatch_size": None}), tmp_path / "profile.json")
     for verb, bandwidth in (("compare", "1Gbps"), ("explain", "1Gbps"), ("sweep", "1Gbps:2Gbps")):
-        done = plan(verb, "--profile", "graph.txt", "--gpus", "2", "--bandwidth", bandwidth, cwd=tmp_path)
+        done = plan(verb, "--gpus", "2", "--bandwidth", bandwidth, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
         assert "samples/s" not in done.stdout
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from planner.formats.importers import read_one_profile
+from planner.formats.device_kinds import read_one_profile
 from planner.profiler.estimated.devices import DEVICES
 from tests.cli.in_process import plan
 from tests.cli.test_profile import MODEL

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from planner.cli.solve import complaints
+from planner.formats.plan import load_plan
+from planner.formats.profile import load_profile
 from tests.cli.in_process import plan
 
 MODEL = """
@@ -40,9 +43,14 @@ def test_a_weight_of_two_stages_is_named_when_solving_and_trained(tmp_path: Path
     (tmp_path / "model.py").write_text(MODEL)
     assert plan("profile", "model.py", "--batch-size", "4", "--repeats", "3", cwd=tmp_path).returncode == 0
     solve = ("solve", "--gpus", "2", "--bandwidth", "100Gbps")
-    pinned = plan(*solve, "--pin", "embedding=0", "--pin", "head=1", cwd=tmp_path)
-    assert pinned.returncode == 0, pinned.stderr
-    assert "note: stages 0 and 1 share the weight 'embedding.weight'" in pinned.stderr
+    priced = plan("price", *solve[1:], "--stages", "middle.1", cwd=tmp_path)
+    assert priced.returncode == 0, priced.stderr
+    (note,) = (
+        text
+        for kind, text, _ in complaints(load_plan(tmp_path / "plan.json"), load_profile(tmp_path / "profile.json"))
+        if kind == "note" and "share the weight" in text
+    )
+    assert note.startswith("stages 0 and 1 share the weight 'embedding.weight'")
     trained = plan("train", "model.py", "--steps", "3", cwd=tmp_path)
     assert trained.returncode == 0, trained.stderr
     together = plan(*solve, "--colocate", "embedding,head", cwd=tmp_path)

@@ -80,6 +80,16 @@ def test_the_table_for_people_says_that_random_data_means_nothing(folder: Path) 
     assert process.stderr == "", "no progress where stderr is no terminal"
 
 
+def test_checks_of_every_collective_are_worth_a_warning(folder: Path) -> None:
+    command = [sys.executable, "-m", "planner", "train", "model.py", "--steps", "4"]
+    environment = {**os.environ, "TORCH_DISTRIBUTED_DEBUG": "DETAIL", "PYTHONPATH": str(Path.cwd())}
+    process = subprocess.run(
+        command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False, env=environment, cwd=folder
+    )
+    assert process.returncode == 0, process.stderr
+    assert process.stderr.count("TORCH_DISTRIBUTED_DEBUG=DETAIL checks every collective first") == 1
+
+
 def test_the_data_parallel_baseline_runs_on_as_many_workers(folder: Path) -> None:
     process = plan_train(folder, "model.py", "--steps", "21", "--baseline", "data-parallel", "--json")
     assert process.returncode == 0, process.stderr

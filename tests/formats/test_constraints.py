@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from planner.errors import InputError
-from planner.formats.cluster import Cluster, DeviceKind, Level, flat_cluster
-from planner.formats.constraints import Constraints, load_constraints
+from planner.formats.cluster import Cluster, DeviceKind, Level
+from planner.formats.constraints import Constraints
 from tests.samples import layer, profile
 
 MODEL = profile(*(layer(name, output_bytes=1) for name in "abcde"), no_cut_after=("a",))
@@ -16,12 +14,8 @@ BRANCHES = profile(*(layer(name, output_bytes=1) for name in "abcd"), edges=[("a
 
 
 def test_groups_are_closed_over_everything_that_joins() -> None:
-    constraints = Constraints(together=(("b", "d"),), no_cut_after=("d",), gpu_of={"c": 1})
+    constraints = Constraints(together=(("b", "d"),), no_cut_after=("d",))
     assert constraints.groups(MODEL) == [frozenset({0, 1, 3, 4}), frozenset({2})]
-
-
-def test_layers_on_one_gpu_share_a_stage() -> None:
-    assert Constraints(gpu_of={"c": 1, "e": 1}).groups(MODEL)[1:] == [frozenset({2, 4}), frozenset({3})]
 
 
 def test_layers_together_forbid_the_cuts_between_them() -> None:
@@ -32,34 +26,12 @@ def test_layers_together_forbid_the_cuts_between_them() -> None:
     neighbours = Constraints(together=(("b", "c"),)).as_forbidden_cuts(BRANCHES, in_order=False)
     assert neighbours is not None
     assert neighbours.no_cut_after == ("b",)
-    assert Constraints(stage_of={"a": 0}).as_forbidden_cuts(MODEL, in_order=True) is None
 
 
-@pytest.mark.parametrize(
-    ("constraints", "message"),
-    [
-        (Constraints(together=(("a", "z"),)), "layer 'z'"),
-        (Constraints(stage_of={"a": 2}), "on stage 2, but 2 GPUs"),
-        (Constraints(gpu_of={"a": 5}), "on GPU 5"),
-    ],
-)
-def test_what_does_not_exist_is_named(constraints: Constraints, message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        constraints.check(MODEL, flat_cluster(2, 1.0))
-
-
-def test_files_are_checked(tmp_path: Path) -> None:
-    file = tmp_path / "constraints.json"
-    file.write_text('{"schema_version": 1, "stage_of": {"a": 1}, "together": [["b", "c"]]}')
-    assert load_constraints(file) == Constraints(stage_of={"a": 1}, together=(("b", "c"),))
-    file.write_text('{"schema_version": 1, "contiguous": true}')
-    assert load_constraints(file).empty
-    file.write_text('{"schema_version": 1, "contiguous": false}')
-    with pytest.raises(InputError, match="contiguous = False: Input should be True"):
-        load_constraints(file)
-    file.write_text('{"schema_version": 1, "pins": {}}')
-    with pytest.raises(InputError, match="pins"):
-        load_constraints(file)
+@pytest.mark.parametrize("constraints", [Constraints(together=(("a", "z"),)), Constraints(no_cut_after=("z",))])
+def test_what_does_not_exist_is_named(constraints: Constraints) -> None:
+    with pytest.raises(InputError, match="layer 'z'"):
+        constraints.check(MODEL)
 
 
 def test_kinds_cover_the_cluster() -> None:

@@ -9,8 +9,7 @@ import pytest
 
 from planner.errors import ClusterError, InputError, ProfileError
 from planner.formats.cluster import Cluster, DeviceKind, Level, flat_cluster
-from planner.formats.device_kinds import cluster_for, profile_of_kinds, profile_on
-from planner.formats.importers import read_one_profile, read_profiles
+from planner.formats.device_kinds import cluster_for, profile_of_kinds, profile_on, read_one_profile, read_profiles
 from planner.formats.profile import Device, Layer, Profile, load_profile, save_profile
 from tests.samples import layer, profile
 

@@ -21,7 +21,7 @@ RESOLUTION = 1e-11  # relative difference of times that count as equal
 
 
 def brute_force(problem: Problem, *, in_order: bool = False) -> Evaluation | None:
-    """Return the fastest plan that fits the memory, or None. Of the constraints only `stage_of` counts.
+    """Return the fastest plan that fits the memory, or None, whatever the constraints.
 
     Among equally fast plans, fewer GPUs win, then fewer stages, then fewer stages that recompute.
 

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.graph_txt import load_graph_txt
 from planner.cost.candidate import Candidate
 from planner.cost.layer_costs import LayerCosts
 from planner.cost.network.link import Link
 from planner.errors import InfeasibleError, InputError, ProfileError
 from planner.formats.cluster import flat_cluster
-from planner.formats.pipedream import load_graph_txt
 from planner.formats.profile import Profile
 from planner.schedule.registry import find
 from planner.solver import solve

@@ -32,7 +32,7 @@ def against_constraints(problem: Problem) -> InfeasibleError:
     """Return the error for constraints that no plan respects."""
     return InfeasibleError(
         f"no plan on {problem.cluster.gpus} GPUs respects the constraints, whatever the memory",
-        hint="leave some of them out: layers that a stage needs must not be pinned to a later one",
+        hint="leave some of them out",
     )
 
 

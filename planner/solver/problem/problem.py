@@ -1,17 +1,16 @@
 """The problem that the solver solves, as one record that every search takes.
 
-`Limits` say what a plan may use, and `Numbering` how many stages it may have and which number has the stage of a layer.
+`Limits` say what a plan may use.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import pairwise
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from planner.cost.candidate import Candidate
 from planner.cost.layer_costs import LayerCosts
@@ -21,7 +20,7 @@ from planner.cost.network.topology import Topology, places_matter
 from planner.cost.overheads import NO_RESERVE, Price, Reserve
 from planner.cost.pricing import price
 from planner.cost.setting import Setting
-from planner.cost.work import Floats, Integers, Work
+from planner.cost.work import Floats, Work
 from planner.formats.cluster import Cluster, DeviceKind
 from planner.formats.constraints import Constraints
 from planner.formats.plan_parts import why_whole
@@ -36,42 +35,6 @@ from planner.solver.problem.states import StateSpace, is_linear, uncut_groups
 
 
 @dataclass(frozen=True)
-class Numbering:
-    """The numbers that stages may have, from 0."""
-
-    most_stages: int | None = None
-    pins: tuple[tuple[int, int], ...] = ()  # layers, by position, and the number of the stage that must have them
-
-    def allows(self, stages: Iterable[Collection[int]]) -> bool:
-        """Return whether a plan of these stages, each given by its layers, keeps the limits."""
-        numbered = list(stages)
-        if self.most_stages is not None and len(numbered) > self.most_stages:
-            return False
-        return all(number < len(numbered) and layer in numbered[number] for layer, number in self.pins)
-
-    def allows_path(self, space: StateSpace, states: Sequence[int]) -> bool:
-        """Return whether a path over a space keeps the limits."""
-        return self == Numbering() or self.allows(space.layers(*ends) for ends in pairwise(states))
-
-    def most(self, space: StateSpace, gpus: int) -> int:
-        """Return how many stages a plan over the space has at most."""
-        most = min(gpus, len(space) - 1)
-        return most if self.most_stages is None else min(most, self.most_stages)
-
-    def numbers(self, space: StateSpace, state: int, others: Integers, count: int) -> NDArray[np.bool_]:
-        """Return which of `count` numbers each stage from the state may have: (number, stage)."""
-        inside = np.zeros((count, len(others)), dtype=np.int64)
-        total = np.zeros(len(others), dtype=np.int64)
-        for layer, number in self.pins:
-            holds = space.holds(layer)
-            within = holds[others] & ~holds[state]
-            total += within
-            if number < count:
-                inside[number] += within
-        return np.asarray(inside == total)
-
-
-@dataclass(frozen=True)
 class Limits:
     """What the plans of one search may use, and when the search ends."""
 
@@ -79,7 +42,6 @@ class Limits:
     memory_bytes: int | None = None  # of each GPU
     rules: StageRules = field(default_factory=StageRules)
     deadline: Deadline = NO_HURRY  # when it passes, the best plan so far is the answer
-    numbering: Numbering = field(default_factory=Numbering)
     deepest: int = UNLIMITED  # the most units in flight that a stage may have, for its gradients' sake
     most_sharded: int = UNLIMITED  # replicas of a sharded stage, none of which may idle
     most_replicas: int = UNLIMITED
@@ -89,6 +51,15 @@ class Limits:
     def counts_gpus(self) -> bool:
         """Whether the GPUs after a stage decide whether it may be: they are in flight, or late, by them."""
         return self.memory_bytes is not None or self.deepest < UNLIMITED
+
+    def allows_stages(self, count: int) -> bool:
+        """Return whether a plan may have so many stages."""
+        return self.rules.max_stages is None or count <= self.rules.max_stages
+
+    def most_stages(self, space: StateSpace, gpus: int) -> int:
+        """Return how many stages a plan over the space has at most."""
+        most = min(gpus, len(space) - 1)
+        return most if self.rules.max_stages is None else min(most, self.rules.max_stages)
 
 
 @dataclass(frozen=True)
@@ -136,18 +107,10 @@ class Problem:
             self.cluster.memory_bytes,
             self.rules,
             self.deadline,
-            self.numbering,
             self.rules.deepest(self.schedule),
             self.microbatches if self.schedule.divides or not self.schedule.pipelined else UNLIMITED,
             self.most_replicas,
         )
-
-    @property
-    def numbering(self) -> Numbering:
-        """How many stages a plan may have, and the numbers of the stages that layers are pinned to."""
-        position = self.layer_costs.position
-        pins = sorted((position[name], number) for name, number in self.constraints.stage_of.items())
-        return Numbering(self.rules.max_stages, tuple(pins))
 
     def allows(self, plan: Evaluation) -> bool:
         """Return whether a plan fits the memory, its versions suffice, no sharded replica idles, and so on."""
@@ -158,7 +121,7 @@ class Problem:
             idle = stage.replicas > most_here or (stage.options.level > 1 and self.microbatches % stage.replicas > 0)
             if late or idle or not schedule.versions_suffice(self.microbatches, stage.replicas, depth):
                 return False
-        return self.numbering.allows([stage.layers for stage in plan.stages]) and plan.fits(self.cluster)
+        return limits.allows_stages(len(plan.stages)) and plan.fits(self.cluster)
 
     @property
     def keeps_order(self) -> bool:
@@ -261,15 +224,13 @@ class Problem:
         return [self.with_schedule(schedule, microbatches) for schedule in allowed]
 
     def with_cuts_forbidden(self) -> Problem | None:
-        """Return the problem with all constraints but `stage_of` as forbidden cuts; None if they say more."""
+        """Return the problem with all constraints as forbidden cuts; None if they say more."""
         layer_costs, constraints = self.layer_costs, self.constraints
         if constraints.empty:
             return self
         in_order = self.keeps_order or is_linear(layer_costs, uncut_groups(layer_costs))
-        others = constraints.model_copy(update={"stage_of": {}})
-        profile = others.as_forbidden_cuts(layer_costs.profile, in_order=in_order)
-        pinned = Constraints(stage_of=constraints.stage_of)
-        return None if profile is None else replace(self.with_profile(profile), constraints=pinned)
+        profile = constraints.as_forbidden_cuts(layer_costs.profile, in_order=in_order)
+        return None if profile is None else replace(self.with_profile(profile), constraints=Constraints())
 
 
 Answer = Callable[[Problem], Found]

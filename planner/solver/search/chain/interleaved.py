@@ -50,7 +50,7 @@ class InterleavedSearch:
         """Return the numbers of workers and copies worth a try, the most promising first."""
         setting, gpus = self.setting, self.limits.gpus
         chunks, microbatches = setting.chunks, setting.microbatches
-        longest = self.limits.numbering.most(self._space, gpus * chunks) // chunks
+        longest = self.limits.most_stages(self._space, gpus * chunks) // chunks
         models = [
             InterleavedShape(setting.schedule, self.link, workers, chunks, copies, microbatches)
             for workers in range(2, longest + 1)

@@ -115,7 +115,7 @@ class Search:
     def within(self, target_s: float) -> CutPath | None:
         """Return a plan with the fewest GPUs that meets the (positive) target, or None if there are too few GPUs."""
         path = self._walk(target_s)
-        if path is None or self.limits.numbering.allows_path(self.space, path.states):
+        if path is None or self.limits.allows_stages(len(path.options)):
             return path
         return self._numbered(target_s)
 
@@ -169,9 +169,9 @@ class Search:
         return self._trace(states, [int(replicas[state]) for state in states[:-1]], target_s)
 
     def _numbered(self, target_s: float) -> CutPath | None:
-        """Return such a plan whose stages have numbers that they may have; the last walk's suffixes are its bounds."""
-        space, numbering, last = self.space, self.limits.numbering, len(self.space) - 1
-        most, room = numbering.most(space, self.gpus), self._room_at(target_s)
+        """Return such a plan of as many stages as there may be; the last walk's suffixes are its bounds."""
+        space, last = self.space, len(self.space) - 1
+        most, room = self.limits.most_stages(space, self.gpus), self._room_at(target_s)
         gpus = np.full((most + 1, last + 1), IMPOSSIBLE, dtype=np.int64)  # by the stages before, and the state
         rest = np.zeros((2, most + 1, last + 1), dtype=np.int64)  # stages of the suffix, and those that recompute
         choice = np.zeros((2, most + 1, last + 1), dtype=np.int64)  # next state and replicas
@@ -183,10 +183,9 @@ class Search:
             numbers = np.arange(1) if state == 0 else np.arange(1, most)
             if not len(others) or not len(numbers):
                 continue
-            may = numbering.numbers(space, state, others, most)[numbers]
             room_of = np.minimum(room[state], self.gpus - numbers)
             after = gpus[numbers + 1][:, others]
-            rows, columns = np.nonzero(may & (after < room_of[:, None]))
+            rows, columns = np.nonzero(after < room_of[:, None])
             if not len(rows):
                 continue
             ends = others[columns]
@@ -252,7 +251,5 @@ class Search:
 
     def _data_parallel(self, replicas: Integers) -> CutPath | None:
         last = len(self.space) - 1
-        if not self.limits.numbering.allows_path(self.space, (0, last)):
-            return None
         best = self._fewest.quickest(0, last, replicas, 0)
         return None if best is None else CutPath((0, last), (best[0],), best[1])

@@ -19,7 +19,7 @@ from planner.cost.candidate import StageOptions
 from planner.cost.models.synchronous import SynchronousModel
 from planner.cost.work import Floats, Integers, Work
 from planner.solver.problem.budget import NO_HURRY, OutOfTimeError
-from planner.solver.problem.problem import Limits, Numbering
+from planner.solver.problem.problem import Limits
 from planner.solver.problem.result import RESOLUTION, CutPath
 from planner.solver.problem.states import StateSpace
 from planner.solver.search.chain.ways import Stages, WaysOf, stages_alike
@@ -56,7 +56,7 @@ class SynchronousSearch:
         self._replicas = np.arange(1, most // self._unit + 1)
         self._ways = WaysOf(space, limits)
         tables = _KNOWN.setdefault(space, {})
-        alike = replace(limits, deadline=NO_HURRY, numbering=Numbering())
+        alike = replace(limits, deadline=NO_HURRY, rules=replace(limits.rules, max_stages=None))
         # Links that take the same seconds are one key, however their all-reduces' bandwidth is written.
         link = replace(model.link, all_reduce_bandwidth_bytes_per_s=model.link.ring_bytes_per_s)
         key = model.schedule.name, model.microbatches, link, alike
@@ -71,7 +71,7 @@ class SynchronousSearch:
         if multiple > 1:
             uneven = (self._replicas * self._unit % multiple > 0)[:, None]
             self._stages = [replace(each, max_s=np.where(uneven, np.nan, each.max_s)) for each in self._stages]
-        self._asked = multiple, limits.numbering
+        self._asked = multiple, limits.rules.max_stages
         if sum(each.after.size for stages, _ in tables.values() for each in stages) > _MOST_KEPT:
             tables.clear()
 
@@ -131,10 +131,10 @@ class SynchronousSearch:
 
     def within(self, limit_s: float) -> tuple[CutPath, float, float] | None:
         """Return the path of least sum with a maximum within the limit, its sum and its maximum; None without one."""
-        answer, numbering = self._walk(limit_s, 0), self.limits.numbering
-        if answer is None or numbering.allows_path(self.space, answer[0].states):
+        answer = self._walk(limit_s, 0)
+        if answer is None or self.limits.allows_stages(len(answer[0].options)):
             return answer
-        return self._walk(limit_s, numbering.most(self.space, self.gpus))
+        return self._walk(limit_s, self.limits.most_stages(self.space, self.gpus))
 
     def _walk(self, limit_s: float, numbers: int) -> tuple[CutPath, float, float] | None:
         """Return the path of least sum within the limit, of at most `numbers` numbered stages; 0 for any stages."""
@@ -156,7 +156,6 @@ class SynchronousSearch:
                 self._cut_short = True  # there is an answer already
                 return None
             stages, most = self._stages[state], int(room[state])
-            may = self.limits.numbering.numbers(self.space, state, stages.ways.others, many) if numbers else None
             for columns, r in self._worth_a_try(stages, limit_s, most, needed):
                 left = np.arange(most + 1) - r[:, None]
                 after = np.minimum(np.maximum(left, 0), stages.after[r - 1, columns][:, None])
@@ -164,8 +163,6 @@ class SynchronousSearch:
                     rest = sums[number + 1 if numbers else 0]
                     totals = stages.sum_s[columns, None] + rest[stages.ways.others[columns, None], after]
                     totals[left < 0] = np.inf
-                    if may is not None:
-                        totals[~may[number, columns]] = np.inf
                     pick = totals.argmin(axis=0)
                     least = totals[pick, np.arange(most + 1)]
                     better = np.flatnonzero(least < sums[number, state, : most + 1])

@@ -1,7 +1,6 @@
 """Integer programs for what the exact search cannot express, and to check the search: which problems need one.
 
-`ilp_flow` has the formulation: stages between cuts, with replicas, memory, every schedule, GPUs of several kinds, and
-pinned layers.
+`ilp_flow` has the formulation: stages between cuts, with replicas, memory, every schedule, and GPUs of several kinds.
 """
 
 from dataclasses import replace
@@ -41,13 +40,8 @@ def needs_program(problem: Problem, solver: SolverName) -> bool:
 
 
 def _beyond_the_search(problem: Problem) -> str | None:
-    constraints = problem.constraints
     if problem.cluster.kinds and (problem.schedule.chunked or len(problem.cluster.joined) > 1):
         return "GPUs of several kinds" + ("" if problem.schedule.chunked else " on several levels")
-    if constraints.gpu_of:
-        return "layers pinned to a GPU"
-    if constraints.stage_of and problem.schedule.chunked:
-        return "layers pinned to a stage"
     if problem.with_cuts_forbidden() is None:
         return "layers kept together that are no neighbours in the profile's order"
     return None
@@ -120,10 +114,9 @@ def solve_ilp(problem: Problem, solver: "MilpName | None" = None) -> IlpAnswer |
 
 
 def _refuse(problem: Problem) -> None:
-    constraints, cluster = problem.constraints, problem.cluster
-    if len(cluster.joined) > 1:
+    if len(problem.cluster.joined) > 1:
         raise InputError(
-            f"the integer program prices clusters of one level, not of {len(cluster.joined)}",
+            f"the integer program prices clusters of one level, not of {len(problem.cluster.joined)}",
             hint="use `solver=search`, or give `gpus` and the bandwidth of the slowest level",
         )
     if problem.recompute == "blocks":
@@ -131,28 +124,20 @@ def _refuse(problem: Problem) -> None:
             "the integer program recomputes whole stages or nothing, not block by block",
             hint="use `recompute=auto`, or leave out what only the integer program takes",
         )
-    if constraints.gpu_of and not cluster.kinds:
-        name, rank = next(iter(constraints.gpu_of.items()))
-        raise InputError(
-            f"layer '{name}' cannot be pinned to GPU {rank} of a cluster whose GPUs are all alike",
-            hint="pin it to a stage, or give the cluster's kinds in cluster.json",
-        )
 
 
 def _ranked(problem: Problem, answer: IlpAnswer) -> tuple[Candidate, ...]:
-    """Return the stages with ranks where GPUs differ: pinned ones, and as many more of their kinds as they need."""
-    cluster, position, stages = problem.cluster, problem.layer_costs.position, answer.stages
+    """Return the stages with ranks where GPUs differ: as many of their kinds as they need."""
+    cluster, stages = problem.cluster, answer.stages
     if not cluster.kinds:
         return stages
-    pinned = {position[name]: rank for name, rank in problem.constraints.gpu_of.items()}
-    ranks = [{pinned[layer] for layer in stage.layers if layer in pinned} for stage in stages]
-    slots = [number for number, stage in enumerate(stages) for _ in range(stage.replicas - len(ranks[number]))]
+    slots = [number for number, stage in enumerate(stages) for _ in range(stage.replicas)]
     taken: dict[int, int] = {}  # slots by rank
 
     def seat(slot: int, tried: set[int]) -> bool:
         for kind in sorted(answer.kinds[slots[slot]]):
             for rank in cluster.kind_ranks[kind]:
-                if rank in tried or rank in pinned.values():
+                if rank in tried:
                     continue
                 tried.add(rank)
                 if rank not in taken or seat(taken[rank], tried):
@@ -161,6 +146,7 @@ def _ranked(problem: Problem, answer: IlpAnswer) -> tuple[Candidate, ...]:
         return False
 
     assert all(seat(slot, set()) for slot in range(len(slots))), "the program counts the GPUs of all sets of kinds"
+    ranks: list[set[int]] = [set() for _ in stages]
     for rank, slot in taken.items():
         ranks[slots[slot]].add(rank)
     kinds = (kind_on(problem.layer_costs, cluster, *each) for each in zip(stages, ranks, strict=True))

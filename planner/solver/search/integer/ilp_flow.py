@@ -5,7 +5,6 @@ by leaving stages out, because a relaxed variable for it would be too weak. All 
 a plan's times are summed over its stages, so rounding inside the solver does not matter.
 
 What a stage holds depends on the GPUs after it. Where that matters, nodes are pairs of a cut and the GPUs after it.
-Where layers are pinned to stages, the number of the stage becomes part of the node.
 """
 
 import math
@@ -123,8 +122,7 @@ class Columns:
             for r in range(len(kinds), len(stages.after) + 1):
                 max_s = float(stages.max_s[r - 1, way])
                 after = min(int(stages.after[r - 1, way]), problem.cluster.gpus - r)
-                # Pins may need more replicas than are fastest.
-                useless = not problem.constraints.gpu_of and any(max_s >= s and after <= room for s, room in smaller)
+                useless = any(max_s >= s and after <= room for s, room in smaller)
                 if after >= 0 and not useless:
                     options = replace(stages.ways.options(int(way), r), kind=pace)
                     yield Column(state, end, options, kinds, sum_s, max_s, after)
@@ -189,7 +187,7 @@ def run(problem: pulp.LpProblem, name: MilpName, time_limit_s: float | None = No
     return Outcome("unknown", bound if math.isfinite(bound) else -math.inf)
 
 
-Node = tuple[int, int, int]  # state, GPUs after it, stages before it; -1 where it does not matter
+Node = tuple[int, int]  # state, GPUs after it; -1 where they do not matter
 
 
 @dataclass(frozen=True)
@@ -222,8 +220,7 @@ class Flow:
     def __init__(self, problem: Problem, columns: Columns, solver: MilpName) -> None:
         self.problem, self.columns, self.solver = problem, columns, solver
         self.gpus = problem.cluster.gpus
-        self._pins = _Pins(problem)
-        self.arcs = _arcs(problem, columns, self._pins)
+        self.arcs = _arcs(problem, columns)
         self._scale = _SCALE * self.gpus / float(columns.space.compute_s[-1])
 
     def solve(self) -> IlpAnswer | None:
@@ -313,15 +310,14 @@ class Flow:
             balance[arc.head].append((variable, -1.0))
         begins = [(x, 1.0) for x, arc in zip(chosen, arcs, strict=True) if arc.column.start == 0]
         program += _weighted(begins) == 1
-        for (state, _, _), terms in balance.items():
+        for (state, _), terms in balance.items():
             if state not in (0, self.columns.last):
                 program += _weighted(terms) == 0
         # A stage may have GPUs of several kinds. All get theirs if those that must be of some kinds are no more than
         # there are of these, for every set of kinds (Hall 1935).
         for kinds in sets_of(len(self.problem.kinds)):
-            within = [(x, arc.column) for x, arc in zip(chosen, arcs, strict=True) if arc.column.kinds <= kinds]
-            used = ((x, column.replicas - len(self._pins.ranks(self.columns.layers(column)))) for x, column in within)
-            program += _weighted(used) <= sum(map(self._pins.unpinned, kinds))
+            used = ((x, arc.column.replicas) for x, arc in zip(chosen, arcs, strict=True) if arc.column.kinds <= kinds)
+            program += _weighted(used) <= sum(self.problem.count(self.problem.kinds[kind]) for kind in kinds)
         if (most := self.problem.rules.max_stages) is not None:
             program += _weighted((x, 1.0) for x in chosen) <= most
         return chosen
@@ -332,57 +328,24 @@ class Flow:
         return IlpAnswer(stages, best.seconds, bound_s, optimal, tuple(column.kinds for column in best.columns))
 
 
-def _arcs(problem: Problem, columns: Columns, pins: "_Pins") -> list[_Arc]:
+def _arcs(problem: Problem, columns: Columns) -> list[_Arc]:
     gpus = problem.cluster.gpus
-    usable = [column for column in columns.all if pins.allow(columns.layers(column), column)]
     # Nodes with GPUs multiply the arcs, so they are only made where some stage limits the GPUs after it.
-    count_gpus = any(column.most_after < gpus - column.replicas for column in usable)
-    most_stages = min(gpus, len(columns.states) - 1)
-    places = range(most_stages) if pins.stages else (-1,)
+    count_gpus = any(column.most_after < gpus - column.replicas for column in columns.all)
     arcs: list[_Arc] = []
-    for column in usable:
-        allowed = pins.numbers(columns.layers(column)) or places
+    for column in columns.all:
         afters: Sequence[int] = range(min(column.most_after, gpus - column.replicas) + 1) if count_gpus else (-1,)
         for after in afters:
             if (column.end == columns.last) != (after <= 0) and count_gpus:
                 continue
             before = after + column.replicas if count_gpus else -1
-            for place in allowed:
-                if place >= 0 and (column.start == 0) != (place == 0):
-                    continue
-                following = place + 1 if place >= 0 else -1
-                arcs.append(_Arc(column, (column.start, before, place), (column.end, after, following)))
+            arcs.append(_Arc(column, (column.start, before), (column.end, after)))
         if len(arcs) > MOST_ARCS:
             raise InputError(
                 f"more than {MOST_ARCS} places for stages are too many for an integer program",
                 hint="use `solver=search`, fewer GPUs, or forbid cuts",
             )
     return arcs
-
-
-class _Pins:
-    def __init__(self, problem: Problem) -> None:
-        position, constraints = problem.layer_costs.position, problem.constraints
-        self.stages = {position[name]: number for name, number in constraints.stage_of.items()}
-        self.gpus = {position[name]: rank for name, rank in constraints.gpu_of.items()}
-        self._kind = {rank: n for n, ranks in enumerate(problem.cluster.kind_ranks) for rank in ranks}
-        self._problem = problem
-
-    def ranks(self, layers: frozenset[int]) -> set[int]:
-        return {rank for layer, rank in self.gpus.items() if layer in layers}
-
-    def numbers(self, layers: frozenset[int]) -> set[int]:
-        return {number for layer, number in self.stages.items() if layer in layers}
-
-    def unpinned(self, kind: int) -> int:
-        pinned = sum(self._kind.get(rank) == kind for rank in set(self.gpus.values()))
-        return self._problem.count(self._problem.kinds[kind]) - pinned
-
-    def allow(self, layers: frozenset[int], column: Column) -> bool:
-        """Return whether the stage has the kind of the GPUs that its layers are pinned to, and enough replicas."""
-        ranks = self.ranks(layers)
-        alike = all(self._kind[rank] in column.kinds for rank in ranks)
-        return alike and len(ranks) <= column.replicas and len(self.numbers(layers)) <= 1
 
 
 def _weighted(terms: Iterable[tuple[pulp.LpVariable, float]]) -> pulp.LpAffineExpression:

@@ -13,7 +13,7 @@ from planner.cost.setting import Setting
 from planner.cost.work import Integers
 from planner.solver.evaluate.evaluation import priced_path
 from planner.solver.problem.budget import OutOfTimeError
-from planner.solver.problem.problem import Limits, Numbering, Problem
+from planner.solver.problem.problem import Limits, Problem
 from planner.solver.problem.result import RESOLUTION, BoundedPath, CutPath, stages_along, with_replicas
 from planner.solver.problem.states import StateSpace
 from planner.solver.search.chain.search import Search
@@ -53,7 +53,7 @@ class PathPrices:
         Where several resources are equally busy, no single step of local search lowers the seconds; evening out does.
         """
         problem, cluster, limits = self.problem, self.problem.cluster, self.problem.limits
-        limited = limits.counts_gpus or limits.numbering != Numbering()
+        limited = limits.counts_gpus or limits.rules.max_stages is not None
         if not problem.schedule.stashes or (limited and not np.isfinite(self.seconds(path))):
             return self.seconds(path)
         setting = Setting(cluster, cost_model=problem.setting.cost_model)

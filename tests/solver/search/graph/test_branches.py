@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.graph_txt import load_graph_txt
 from benchmarks.graphs import encoder_decoder_like, nasnet_like, unet_like
 from planner.cost.layer_costs import LayerCosts
 from planner.cost.network.link import Link, link_of
@@ -14,7 +15,6 @@ from planner.cost.setting import Setting
 from planner.errors import InfeasibleError
 from planner.formats.cluster import flat_cluster
 from planner.formats.names import CostModelName
-from planner.formats.pipedream import load_graph_txt
 from planner.formats.profile import Profile
 from planner.options.solving import RecomputeRule, StageRules
 from planner.schedule.registry import find

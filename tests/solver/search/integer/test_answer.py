@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from planner.errors import InfeasibleError, InputError
+from planner.errors import InfeasibleError
 from planner.formats.cluster import Cluster, DeviceKind, Level, flat_cluster
 from planner.formats.constraints import Constraints
 from planner.solver import solve
@@ -30,20 +30,12 @@ def test_constraints_are_kept_by_every_solver() -> None:
         home = {each: n for n, stage in enumerate(plan.stages) for each in stage.layers}
         assert home["b"] == home["c"] == home["d"]
         assert plan.profile_digest == CHAIN.digest
-    pins = Constraints(stage_of={"c": 2})
-    pinned = [solve(CHAIN, flat_cluster(3, 1e9), solver=name, constraints=pins) for name in ("auto", "ilp")]
-    assert all("c" in plan.stages[2].layers for plan in pinned)
-    assert len({plan.predicted.seconds_per_minibatch for plan in pinned}) == 1
-    assert pinned[0].solver.name == "search"
-    with pytest.raises(InputError, match="the search does not take layers pinned to a GPU"):
-        solve(CHAIN, flat_cluster(3, 1e9), solver="search", constraints=Constraints(gpu_of={"c": 2}))
 
 
-def test_constraints_or_memory_that_no_plan_meets_are_told_apart() -> None:
-    with pytest.raises(InfeasibleError, match="respects the constraints"):
-        solve(CHAIN, flat_cluster(3, 1e9), constraints=Constraints(stage_of={"a": 1}))
+def test_memory_that_no_plan_fits_is_told() -> None:
+    apart = Constraints(no_cut_after=("a",))
     with pytest.raises(InfeasibleError, match="no plan fits 3 GPUs") as caught:
-        solve(CHAIN, flat_cluster(3, 1e9, 300), constraints=Constraints(stage_of={"b": 1}))
+        solve(CHAIN, flat_cluster(3, 1e9, 300), constraints=apart)
     assert "`memory_bytes=" in caught.value.hint
     level = Level(size=2, bandwidth_bytes_per_s=1e9)
     mixed = Cluster(levels=(level,), memory_bytes=100, kinds=(DeviceKind(count=1), DeviceKind(count=1, speed=2.0)))

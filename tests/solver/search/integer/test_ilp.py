@@ -143,10 +143,8 @@ def respects(layer_costs: LayerCosts, stages: tuple[Candidate, ...], constraints
     home = {layer_costs.profile.layers[n].name: number for number, stage in enumerate(stages) for n in stage.layers}
     names = [each.name for each in layer_costs.profile.layers]
     following = dict(pairwise(names))
-    return (
-        all(home[name] == stage for name, stage in constraints.stage_of.items())
-        and all(len({home[name] for name in group}) <= 1 for group in constraints.together)
-        and all(home[name] == home[following.get(name, name)] for name in constraints.no_cut_after)
+    return all(len({home[name] for name in group}) <= 1 for group in constraints.together) and all(
+        home[name] == home[following.get(name, name)] for name in constraints.no_cut_after
     )
 
 
@@ -177,7 +175,6 @@ def constrained(draw: st.DrawFn) -> tuple[Profile, Cluster, Constraints]:
         kinds=kinds,
     )
     constraints = Constraints(
-        stage_of={name: draw(st.integers(0, 2)) for name in draw(some)},
         together=(tuple(draw(some)), tuple(draw(some))),
         no_cut_after=tuple(draw(some)),
     )
@@ -210,24 +207,12 @@ def test_constraints_and_kinds_against_every_plan(
         assert kind is None or min(cluster.kind_of(rank).speed for rank in stage.ranks) == kind.speed
 
 
-def test_gpus_that_layers_are_pinned_to_run_them(solver: MilpName) -> None:
-    model = profile(layer("a", output_bytes=1), layer("b", output_bytes=1), layer("c"))
-    cluster = Cluster(
-        levels=(Level(size=4, bandwidth_bytes_per_s=1e9),), kinds=(DeviceKind(count=2, speed=2.0), DeviceKind(count=2))
-    )
-    constraints = Constraints(gpu_of={"a": 3, "c": 1})
-    answer = solve_ilp(Problem(LayerCosts(model), Setting(cluster), constraints=constraints), solver)
-    assert answer is not None
-    assert 3 in answer.stages[0].ranks
-    assert 1 in answer.stages[-1].ranks
-
-
 def test_what_is_not_expressible_is_refused_in_one_sentence() -> None:
     layer_costs = LayerCosts(profile(layer("a", output_bytes=1), layer("b")))
     levels = (Level(size=2, bandwidth_bytes_per_s=2.0), Level(size=2, bandwidth_bytes_per_s=1.0))
     for problem, message in (
         (Problem(layer_costs, Setting(Cluster(levels=levels))), "clusters of one level"),
-        (Problem(layer_costs, Setting(flat_cluster(2, 1.0)), constraints=Constraints(gpu_of={"a": 1})), "all alike"),
+        (Problem(layer_costs, Setting(flat_cluster(2, 1.0)), StageRules(recompute="blocks")), "not block by block"),
     ):
         with pytest.raises(InputError, match=message):
             solve_ilp(problem)

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from benchmarks.graph_txt import load_graph_txt
 from planner.cost.layer_costs import LayerCosts
 from planner.cost.setting import Setting
 from planner.errors import InfeasibleError
 from planner.formats.cluster import Cluster, flat_cluster, hierarchical_cluster
-from planner.formats.importers import read_profile
 from planner.formats.names import CostModelName
 from planner.formats.profile import Profile
 from planner.options.solving import RecomputeRule, StageRules
@@ -207,7 +207,7 @@ def test_four_published_servers(name: str, most_s: float) -> None:
     file = pathlib.Path(__file__).parents[4].parent / "shared" / "anchors" / "pipedream" / f"{name}.txt"
     if not file.exists():
         pytest.skip("the published profiles are not beside the project")
-    plan = solve(read_profile(file), hierarchical_cluster((4, 4), (16e9, 1.25e9)), cost_model="pipedream")
+    plan = solve(load_graph_txt(file), hierarchical_cluster((4, 4), (16e9, 1.25e9)), cost_model="pipedream")
     assert plan.solver.status == "optimal"
     assert plan.predicted.seconds_per_minibatch <= most_s
 

@@ -6,11 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.graph_txt import load_graph_txt
 from planner.errors import ProfileError
-from planner.formats.importers import is_profile, read_profile
-from planner.formats.pipedream import load_graph_txt
-from planner.formats.profile import save_profile
-from tests.samples import layer, profile
 
 LINE = "{} -- {} -- forward_compute_time={}, backward_compute_time={}, activation_size={}, parameter_size={}"
 GRAPH = "\n".join(
@@ -57,16 +54,6 @@ def test_nodes_become_layers_in_execution_order_without_bookkeeping(path: Path) 
     assert read.microbatch_size is None
 
 
-def test_the_format_is_told_by_content(path: Path, tmp_path: Path) -> None:
-    assert read_profile(path) == load_graph_txt(path)
-    ours = profile(layer("a"))
-    save_profile(ours, tmp_path / "misnamed.txt")
-    assert read_profile(tmp_path / "misnamed.txt") == ours
-    assert is_profile(path)
-    assert is_profile(tmp_path / "misnamed.txt")
-    assert not is_profile(tmp_path)
-
-
 @pytest.mark.parametrize(
     ("old", "new", "complaint"),
     [
@@ -84,5 +71,5 @@ def test_the_format_is_told_by_content(path: Path, tmp_path: Path) -> None:
 def test_a_bad_line_is_named(path: Path, old: str, new: str, complaint: str) -> None:
     path.write_text(GRAPH.replace(old, new, 1))
     with pytest.raises(ProfileError) as caught:
-        read_profile(path)
+        load_graph_txt(path)
     assert complaint in caught.value.message

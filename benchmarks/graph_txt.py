@@ -23,14 +23,6 @@ _HINT = "a line is 'node1 -- Conv2d(...) -- forward_compute_time=1.0, backward_c
 parameter_size=4.0', or an edge: a tab and 'node1 -- node2'"
 
 
-def is_graph_txt(path: Path) -> bool:
-    try:
-        with path.open(encoding="utf-8") as file:
-            return re.match(r"[^\s{\[\"]+ -- ", file.read(4096).lstrip()) is not None
-    except (OSError, UnicodeDecodeError):
-        return False  # loading it will say what is wrong
-
-
 def load_graph_txt(path: Path) -> Profile:
     """Read a published profile; raise ProfileError naming the file and the line."""
     import networkx  # takes longer than most commands
