@@ -152,7 +152,7 @@ def refuse_pinned(model: nn.Module, placeholders: Sequence[fx.Node], lengths: Va
         raise CaptureError(
             f"{type(model).__name__} does not compute the same for all that lengths() says: what it does for the "
             f"greatest ones is another thing for {given}{place}",
-            hint="take sizes from the inputs' shapes in place of numbers, and without `if`; or let lengths() say less, "
+            hint="take sizes from the inputs' shapes in place of numbers, and without branches on them; or let lengths() say less, "
             "and pad to the rest",
         )
 

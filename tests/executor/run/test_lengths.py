@@ -232,8 +232,15 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("workers", [2, 4])
+@pytest.mark.parametrize(
+    ("model", "workers"),
+    [
+        pytest.param("translator", 2, id="translator 2"),
+        pytest.param("causal", 4, id="causal 4"),
+        pytest.param("causal", 2, id="causal 2", marks=pytest.mark.slow),
+        pytest.param("translator", 4, id="translator 4", marks=pytest.mark.slow),
+    ],
+)
 def test_losses_and_weights_equal_one_process(model: str, workers: int, tmp_path: Path) -> None:
     path = write(tmp_path, model)
     profile = structural_profile(path, SIZE)
