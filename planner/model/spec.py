@@ -199,7 +199,7 @@ class TrainingSpec:
         pretrained: Any = None,
         lengths: Mapping[str, tuple[int, int]] | None = None,
         collate: Callable[[list[Any]], Any] | None = None,
-        sampler: Callable[[int, int, int], Sampler[int]] | None = None,
+        sampler: Callable[[int, int, int], Any] | None = None,
     ) -> "TrainingSpec":
         """Describe a model that exists already, for `profile` and `pipeline`, as a model file would.
 

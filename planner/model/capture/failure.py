@@ -152,8 +152,8 @@ def refuse_pinned(model: nn.Module, placeholders: Sequence[fx.Node], lengths: Va
         raise CaptureError(
             f"{type(model).__name__} does not compute the same for all that lengths() says: what it does for the "
             f"greatest ones is another thing for {given}{place}",
-            hint="take sizes from the inputs' shapes in place of numbers, and do not branch on them; or let lengths() say "
-            "less, and pad to the rest",
+            hint="take sizes from the inputs' shapes in place of numbers, and do not branch on them; or let lengths() "
+            "say less, and pad to the rest",
         )
 
 
