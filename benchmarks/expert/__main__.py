@@ -22,6 +22,7 @@ from planner.formats.plan_parts import short_config
 from planner.plan.blocks import units_of_stage
 from planner.profiler.estimated.devices import usual_dtype
 from planner.reporting.tables.plan import share_of_speed
+from planner.units import SLACK
 
 HERE = Path(__file__).parent
 FSDP = "ZeRO-3"
@@ -53,6 +54,7 @@ class Question:
 SLOW = {"servers": 4, "bandwidth": "pcie3,1Gbps"}  # workstations of one GPU each on their office's network
 LAN = {"servers": 2, "bandwidth": "pcie4,10Gbps"}
 MEGATRON = "Korthikanti et al. 2022"
+EXPERTS = "experts divided over 8 GPUs"
 QUESTIONS = (
     Question("llama-7b", 8, "a100-80gb", "FSDP", "llm-foundry, 7B on 8 A100", FSDP),
     Question("llama-7b", 8, "a100", "FSDP", "llm-foundry, 7B on 8 A100 of 40 GB", FSDP),
@@ -69,9 +71,9 @@ QUESTIONS = (
     Question("mistral-7b", 16, "rtx-4090", "FSDP over 10 Gbit/s", "a plain torchrun", FSDP, more=LAN),
     Question("gpt-22b", 8, "a100-80gb", "TP8", MEGATRON, stages=1, replicas="1x8", size=4),
     Question("gpt-neox-20b", 96, "a100", "TP2 PP4 DP12", "Black et al. 2022", stages=4, replicas="12x2", size=4),
-    Question("mixtral-8x7b", 16, "h100", "experts divided over a server", "Megatron-LM, mixtral"),
-    Question("qwen3-30b-a3b", 16, "h100", "experts divided over a server", "Megatron-LM, qwen3 MoE"),
-    Question("deepseek-v2-lite", 8, "h100", "experts divided over a server", "Megatron-LM, DeepSeek-V2-Lite"),
+    Question("mixtral-8x7b", 16, "h100", EXPERTS, "Megatron-LM, mixtral", stages=2, replicas="1x8", size=32),
+    Question("qwen3-30b-a3b", 16, "h100", EXPERTS, "Megatron-LM, qwen3 MoE", stages=2, replicas="1x8", size=16),
+    Question("deepseek-v2-lite", 8, "h100", EXPERTS, "Megatron-LM, V2-Lite", stages=1, replicas="1x8", size=32),
     Question("qwen2.5-72b", 32, "h100", "TP8 PP4", "Megatron-LM's practice", stages=4, replicas="1x8"),
     Question("llama-70b", 64, "a100-80gb", "TP8 PP4 DP2", "NeMo, llama2 70B on A100", stages=4, replicas="2x8"),
     Question("gpt3-175b", 512, "h100", "TP4 PP8 DP16", "MLPerf 3.1, 2,048 samples", stages=8, replicas="16x4"),
@@ -132,6 +134,7 @@ def answered(question: Question) -> dict[str, str]:
         "over theirs": theirs,
         "fastest of the usual ways": "" if fastest is None else fastest.name,
         "over it": "" if fastest is None else f"{share_of_speed(plan, fastest) ** -1:.2f}x",
+        "gap": _gap(plan),
         "trains here": _trains(plan),
         "seconds": f"{seconds:.0f}",
     }
@@ -141,9 +144,19 @@ def _described(plan: Plan) -> str:
     level = max(stage.level for stage in plan.stages)
     again = sum(bool(stage.recomputes) for stage in plan.stages)
     parts = [short_config(plan.config), f"microbatch {plan.microbatch_size}"]
+    parts += [f"interleaved, {plan.chunks} chunks"] if plan.chunks > 1 else []
     parts += [f"ZeRO-{level}"] if level else []
     parts += [f"{again} of {len(plan.stages)} recompute"] if again else []
     return ", ".join(parts)
+
+
+def _gap(plan: Plan) -> str:
+    """Return how much faster another plan could be at most, and by the cost model alone, which no waiting adds to."""
+    solver, seconds = plan.solver, plan.predicted.seconds_per_minibatch
+    gap = f"{solver.gap:.0%}"
+    if solver.cost_model_s is not None and solver.cost_model_s < seconds * (1 - SLACK):
+        gap += f", by the cost model {max(0.0, 1 - solver.lower_bound_s / solver.cost_model_s):.0%}"
+    return gap + (f" ({solver.bound_of})" if solver.bound_of else "")
 
 
 def _theirs(question: Question, plan: Plan, model: Path) -> str:
@@ -179,6 +192,8 @@ def _theirs(question: Question, plan: Plan, model: Path) -> str:
     lacks = max(map(priced.lacking_bytes, range(len(priced.stages))))
     again = ", recomputing" if any(stage.recomputes for stage in priced.stages) else ""
     over = priced.predicted.seconds_per_minibatch / plan.predicted.seconds_per_minibatch
+    if plan.predicted.by != "simulation":
+        again += ", ours not simulated"
     return f"{over:.2f}x{again}" + (f", does not fit ({lacks / 1e9:.0f} GB too many)" if lacks else "")
 
 

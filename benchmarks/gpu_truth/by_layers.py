@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -138,6 +139,10 @@ def divided(whole: Profile, parts: Mapping[int, Profile], reduces: Reduces) -> P
     """
     hidden_bytes = whole.layers[0].outputs[0].output_bytes
     forward, backward = reduces
+
+    def columns(part: Profile) -> dict[str, Any]:
+        return {name: tuple(getattr(layer, name) for layer in part.layers) for name in DEGREE_COLUMNS}
+
     costs = (
         DegreeCosts(
             degree=degree,
@@ -146,7 +151,7 @@ def divided(whole: Profile, parts: Mapping[int, Profile], reduces: Reduces) -> P
             backward_reduced_bytes=tuple(count * hidden_bytes for count in backward),
             forward_reduces=tuple(forward),
             backward_reduces=tuple(backward),
-            **{name: tuple(getattr(layer, name) for layer in part.layers) for name in DEGREE_COLUMNS},
+            **columns(part),
         )
         for degree, part in sorted(parts.items())
     )

@@ -10,7 +10,7 @@ Edges from one node are one value here, which crosses a cut once. Such a profile
 
 import graphlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,7 +22,7 @@ from planner.formats.profile import DegreeCosts, Device, Edge, Layer, Profile, P
 from planner.version import __version__
 
 RECOMPUTING = "activation recomp"
-_COLUMNS = DegreeCosts.model_fields.keys() - {"degree", "source"}
+_COLUMNS = DegreeCosts.model_fields.keys() - {"degree", "source", "by_samples", "experts"}
 _HINT = "such a file has 'maxDevices', 'nodes' with 'TMPCs', and 'edges'"
 
 
@@ -54,6 +54,10 @@ class _Graph(BaseModel):
     maxMemoryPerDevice: float = Field(gt=0)  # noqa: N815
     nodes: tuple[_Node, ...] = Field(min_length=1)
     edges: tuple[_Edge, ...]
+
+
+def _divided(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    return {name: tuple(row.get(name, 0) for row in rows) for name in _COLUMNS}  # all-reduces: none
 
 
 def load_piper(path: Path) -> Profile:
@@ -89,7 +93,7 @@ def load_piper(path: Path) -> Profile:
             DegreeCosts(
                 degree=degree,
                 source="imported",
-                **{name: tuple(row.get(name, 0) for row in columns[degree]) for name in _COLUMNS},  # all-reduces: none
+                **_divided(columns[degree]),
             )
             for degree in degrees[1:]
         )

@@ -21,7 +21,7 @@ from benchmarks.testbed.predict import balanced_stages, given_plan
 from planner.cli.output import print_complaint
 from planner.errors import InputError, PlannerError
 from planner.formats.cluster import Cluster, hierarchical_cluster
-from planner.formats.names import CODEC_NAMES
+from planner.formats.names import CODECS
 from planner.formats.plan import Plan
 from planner.formats.profile import Profile, load_profile
 from planner.schedule.registry import NAMES
@@ -41,7 +41,7 @@ def main() -> None:
     parser.add_argument("--schedule", choices=NAMES, default="1f1b")
     parser.add_argument("--microbatches", type=int, default=1)
     parser.add_argument("--config", help="replicas per stage, of equal time, instead of the best plan: 2-1-1")
-    parser.add_argument("--compress", choices=CODEC_NAMES, default="none", help="what stages send")
+    parser.add_argument("--compress", choices=CODECS, default="none", help="what stages send")
     parser.add_argument("--seconds", type=float, default=15.0, help="of each measured run")
     parser.add_argument("--link", type=float, default=LINK_BYTES_PER_S, help="bytes/s of the slowest link here")
     arguments = parser.parse_args()

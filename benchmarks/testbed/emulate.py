@@ -193,9 +193,7 @@ def _profile(path: Path, blocks: list[Block], size: int, name: str, degree: int)
 
 def _degree_costs(blocks: Sequence[Block], layers: Sequence[Layer], degree: int) -> DegreeCosts:
     """Return the costs of the emulated layers on one of so many ranks."""
-    columns: dict[str, tuple[Any, ...]] = {
-        name: tuple(getattr(layer, name) for layer in layers) for name in DEGREE_COLUMNS
-    }
+    columns: dict[str, Any] = {name: tuple(getattr(layer, name) for layer in layers) for name in DEGREE_COLUMNS}
     nothing = Divided(0.0, 0.0, 0.0, 0, 0, 0, 0, 0)
     every = [block.divided or nothing for block in blocks] + [nothing] * (len(layers) - len(blocks))
     columns |= {each.name: tuple(getattr(one, each.name) for one in every) for each in fields(Divided)}

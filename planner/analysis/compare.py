@@ -23,7 +23,7 @@ from planner.schedule.one_stage import FLUSH, GPIPE
 from planner.schedule.schedule import Schedule
 from planner.solver.choose.baselines import equal_blocks, equal_time, recomputing
 from planner.solver.evaluate.evaluation import evaluate
-from planner.solver.find_plan import find_plan
+from planner.solver.find_plan import find_plan, or_interleaved
 from planner.solver.problem.budget import LATER, Budget, Patience
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import Evaluation
@@ -272,6 +272,7 @@ def with_synchronous(
     drained = replace(options, schedule=FLUSH, microbatches=None, max_staleness=None)
     try:
         found = find_plan(profile, plan.cluster, drained, patience.at_most(max(LEAST_S, plan.solver.seconds)))
+        found = or_interleaved(profile, found, drained, patience.at_most(LEAST_S))
     except PlannerError as error:
         return plan.noting(f"there is no synchronous plan to compare it with: {error.message}")
     speed = plan.predicted.seconds_per_minibatch / plan.microbatches

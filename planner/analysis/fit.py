@@ -15,8 +15,9 @@ from planner.formats.shown import Shown
 from planner.options.solving import SolveOptions
 from planner.options.verbs import SAMPLES
 from planner.schedule.instructions import MICROBATCHES_PER_GPU
+from planner.schedule.one_stage import FLUSH
 from planner.solver.assemble import GIVEN, complete
-from planner.solver.find_plan import find_plan
+from planner.solver.find_plan import find_plan, or_interleaved
 from planner.solver.problem.budget import Budget, Patience
 from planner.units import SLACK
 
@@ -77,6 +78,9 @@ def fit(
     cluster_of: Callable[[int], Cluster],
     options: SolveOptions,
     patience: Patience | None = None,
+    ranks: int = 1,
+    *,
+    interleaves: bool = False,
 ) -> tuple[Fit, Profile]:
     """Find the fastest plan for a number of GPUs and for others, each with the same minibatch, and its profile.
 
@@ -85,7 +89,9 @@ def fit(
         divided: adds the costs of layers that ranks divide to a profile.
         sizes: of microbatches, ascending. Plans are sought for the one at which the fastest of the ways that people use
             is fastest, and for the next smaller one; where none of them fits, upwards until plans are no faster.
+        ranks: at most, that divide layers.
         patience: how long all answers may take together, in place of the options' time limit.
+        interleaves: whether plans under 1f1b-flush compete with interleaved ones.
     """
     patience, unfinished = patience or Patience.of(options.time_limit_s, options.progress), set[int]()
 
@@ -99,6 +105,9 @@ def fit(
             why_not = error.message
             unfinished.update([] if isinstance(error, InfeasibleError) else [count])
         plan = _no_slower(profile, cluster, found, options, patience)
+        if plan is not None and interleaves and plan.schedule is FLUSH:
+            best = or_interleaved(profile, plan, options, patience)
+            plan = plan if best is plan else best.model_copy(update={"baselines": plan.baselines})
         return FitRow(gpus=count, plan=plan, why_not="" if plan is not None else why_not)
 
     def say(step: str) -> None:
@@ -125,18 +134,30 @@ def fit(
     tried = [likely, *(size for size in reversed(known) if size < likely)][:MOST_SIZES]
     if math.isinf(quick[likely]):
         tried = list(sizes)
+    # Layers with experts are divided for microbatches of which each rank has as many samples as in other plans.
+    shared = likely * ranks
+    mixtures = any("grouped_mm" in layer.op for layer in known[likely].layers) and likely < shared
+    mixtures &= len(sizes) > 1 and (options.minibatch or 1) % shared == 0
+    tried[1:1] = [shared] if mixtures else []
     best: tuple[FitRow, Profile] | None = None
     for size in tried:
         say(f"{gpus} GPUs, microbatches of {size}")
         profile = known.get(size) or profile_at(size)
         # Where dividing layers did not pay for one size of microbatches, it does not pay for smaller ones.
         whole = best is not None and best[0].plan is not None and max(best[0].plan.degrees) == 1
-        if not (searching.deadline.passed or whole):
+        divides = size == shared if mixtures else not whole
+        if divides and not searching.deadline.passed:
             profile = divided(profile)
         found = row(profile, gpus, searching.part(1 if size == tried[-1] else FIRST))
+        if best is not None and best[0].plan is not None and found.plan is not None and found.plan.by_samples:
+            # In the usual ways, a rank has as many samples as before.
+            scale, ways = size / (best[1].microbatch_size or size), best[0].plan.baselines
+            each_s = [{"seconds_per_microbatch": scale * way.seconds_per_microbatch} for way in ways]
+            scaled = tuple(way.model_copy(update=each) for way, each in zip(ways, each_s, strict=True))
+            found = found.model_copy(update={"plan": found.plan.model_copy(update={"baselines": scaled})})
         better = best is None or _seconds(found) < _seconds(best[0])
         best = (found, profile) if best is None or better else best
-        if not better or searching.deadline.passed or best[0].plan is None:
+        if (not better and size != shared) or searching.deadline.passed or best[0].plan is None:
             break
     assert best is not None
     asked, profile = best
@@ -177,7 +198,8 @@ def _no_slower(
     if best is None:
         return plan
     known = GIVEN if plan is None else plan.solver
-    report = known.model_copy(update={"gap": max(0.0, 1 - known.lower_bound_s / best_s)})
+    bound_s = min(known.lower_bound_s, best_s)
+    report = known.model_copy(update={"lower_bound_s": bound_s, "gap": 1 - bound_s / best_s})
     found = complete(best.problem, best.plan, report)
     if plan is None:
         return with_baselines(profile, found, patience)

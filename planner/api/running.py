@@ -157,7 +157,8 @@ def fit(model: str | Path, gpus: int, options: FitOptions) -> Fit:
         return profile if size == profile.microbatch_size else estimator.profile(size)
 
     asked = replace(options, minibatch=minibatch)
-    answer, chosen = fit_on(profile_at, estimator.divided, sizes, gpus, cluster_of, asked, patience)
+    parts = profile_at, estimator.divided, sizes, gpus, cluster_of, asked, patience, max(degrees, default=1)
+    answer, chosen = fit_on(*parts, interleaves=not options.asked)
     replace_profile(chosen, folder / "profile.json")
     if answer.asked.plan is not None:
         save_plan(answer.asked.plan, folder / "plan.json")

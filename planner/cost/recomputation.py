@@ -100,14 +100,18 @@ class Recomputation:
 
 def exact_everywhere(layer_costs: LayerCosts) -> bool:
     """Return whether the choices of every stage hold its best ones: it has few units, or few kinds of equal ones."""
-    parts = units_of(layer_costs, range(len(layer_costs.profile.layers)))
+    layers = layer_costs.profile.layers
+    parts = units_of(layer_costs, range(len(layers)))
     units = [_Unit.of(layer_costs, part) for part in parts]
     if 2 ** len(units) <= MOST_SUBSETS:
         return True
     equal = Counter(unit.costs for unit in units)
     kinds = {unit.kind for unit in units}
-    # A stage may begin and end inside a unit, which makes two more kinds.
-    return len(equal) == len(kinds) and 4 * math.prod(count + 1 for count in equal.values()) <= MOST_CHOICES
+    # A stage may begin and end inside a unit, which makes two more kinds, if others are like that and may be cut.
+    cuts = {layer.name for layer in layers} - set(layer_costs.profile.no_cut_after)
+    parted = [unit for unit, part in zip(units, parts, strict=True) if any(layers[n].name in cuts for n in part[:-1])]
+    more = 1 if all(equal[unit.costs] == 1 for unit in parted) else 4
+    return len(equal) == len(kinds) and more * math.prod(count + 1 for count in equal.values()) <= MOST_CHOICES
 
 
 def units_of(layer_costs: LayerCosts, layers: Collection[int]) -> tuple[tuple[int, ...], ...]:
@@ -145,7 +149,7 @@ class _Unit(NamedTuple):
 
     @property
     def costs(self) -> Hashable:
-        return self.kind, self.forward_s
+        return self.kind, float(f"{self.forward_s:.12g}")  # equal layers may differ by a rounding
 
 
 class _Stage:
@@ -190,7 +194,7 @@ class _Stage:
         if np.prod([len(equal) + 1.0 for equal in kinds.values()]) > MOST_CHOICES:
             return self._by_seconds_per_byte()
         orders = [list(kinds.values())]
-        if any(len({self._units[number].forward_s for number in equal}) > 1 for equal in kinds.values()):
+        if any(len({self._units[number].costs for number in equal}) > 1 for equal in kinds.values()):
             orders.append([sorted(equal, key=self._forward_s.__getitem__) for equal in kinds.values()])
         if np.any(self._gradients > self._saved):
             orders.append([equal[::-1] for equal in kinds.values()])

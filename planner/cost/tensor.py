@@ -35,12 +35,12 @@ def costs_at(profile: Profile, degree: int) -> DegreeCosts:
 def profile_at(profile: Profile, degree: int, link: Link, *, sequence_parallel: bool = False) -> Profile:
     """Return the profile of the layers on a group of so many ranks, which all-reduces over this link."""
     costs = costs_at(profile, degree)
-    costs = by_tokens(profile, costs) if sequence_parallel else costs
+    costs = by_tokens(profile, costs) if sequence_parallel and not costs.by_samples else costs
     forward_s = costs.forward_s + _reduces_s(costs.forward_reduced_bytes, costs.forward_reduces, degree, link)
     backward_s = costs.backward_s + _reduces_s(costs.backward_reduced_bytes, costs.backward_reduces, degree, link)
     columns = {name: getattr(costs, name) for name in DEGREE_COLUMNS}
     columns |= {"forward_s": forward_s.tolist(), "backward_s": backward_s.tolist()}
-    if sequence_parallel:
+    if sequence_parallel or costs.by_samples:
         sizes = ("output_bytes", "gradient_bytes")
         columns["outputs"] = [
             tuple(v.model_copy(update={name: -(-getattr(v, name) // degree) for name in sizes}) for v in layer.outputs)

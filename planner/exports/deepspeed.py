@@ -32,7 +32,7 @@ def deepspeed_file(plan: Plan) -> str:
         topology=topology,
         remarks=f"\n{comment(said)}\n" if said else "",
         layers=stage_layers(plan),
-        microbatch_size=plan.microbatch_size or "None  # unknown to the plan",
+        microbatch_size=target.size or "None  # unknown to the plan",
         microbatches=target.microbatches,
         zero='\n    "zero_optimization": {"stage": 1},' if target.sharded else "",
     )

@@ -8,6 +8,7 @@ from string import Template
 
 from planner.errors import PlanError
 from planner.formats.plan import Plan
+from planner.plan.rank_groups import sample_parts
 
 LEAST_PER_STAGE = 4  # microbatches per stage if the plan has one per minibatch, for a bubble of a fifth
 
@@ -18,7 +19,8 @@ class Target:
 
     replicas: int  # of every stage
     pipeline: int  # workers, or groups of them, that a pipeline has
-    tensor: int  # ranks of a group
+    tensor: int  # ranks of a group; those that have samples of their own are replicas instead
+    size: int | None  # samples of a microbatch, if known
     microbatches: int  # that each copy of the pipeline runs between two updates
     sharded: bool  # whether the system must divide the optimizer's state: in all stages, or in none
     remarks: list[str]  # how its schedule and messages differ from the plan's
@@ -56,7 +58,9 @@ def target_of(plan: Plan, system: str) -> Target:
     }
     sharded = any(stage.sharded for stage in plan.stages)
     said = [text for text, holds in remarks.items() if holds]
-    return Target(replicas, pipeline, plan.degrees[0], microbatches, sharded, said)
+    copies = sample_parts(plan)
+    size = plan.microbatch_size and plan.microbatch_size // copies
+    return Target(replicas * copies, pipeline, plan.degrees[0] // copies, size, microbatches, sharded, said)
 
 
 def shared_weights(plan: Plan) -> dict[tuple[int, ...], list[str]]:
@@ -88,7 +92,9 @@ def model_remarks(plan: Plan, system: str) -> list[str]:
         f"The loss is a {over}, and `plan train` weighs microbatches by it. {system} takes the mean of their losses, "
         "which is another loss: weigh them in the loss function.": plan.loss is not None and plan.loss.weighs,
         f"Groups of {degree} ranks divide the layers. {system}'s layers say themselves what is divided of them; the "
-        "plan's costs are of what the planned model says.": degree > 1,
+        "plan's costs are of what the planned model says.": degree > 1 and not plan.by_samples,
+        f"Of {plan.experts} experts of a layer, each of {degree} ranks has a part. {system} reduces the gradients of "
+        "other weights once per minibatch, where `plan train` does so for every microbatch.": plan.by_samples,
         f"The plan divides the optimizer's state in some stages; {system} does so in all of them.": any(sharded)
         and not all(sharded),
         f"The plan is for {plan.autocast} under autocast: use the same here.": plan.autocast,

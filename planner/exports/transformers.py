@@ -34,16 +34,19 @@ def megatron_arguments(plan: Plan) -> str:
         said.append(f"{', '.join(map(str, units))} layers of the stages recompute; Megatron takes one number for all.")
     every = max(units) >= max(counts)
     method = "uniform --recompute-num-layers 1" if every else f"block --recompute-num-layers {max(units)}"
-    size = plan.microbatch_size or 0
+    size = target.size or 0
     arguments = {
         f"--num-layers {sum(counts)}": True,
         f"--pipeline-model-parallel-size {target.pipeline}": True,
         f"--tensor-model-parallel-size {target.tensor}": target.tensor > 1,
+        f"--num-experts {plan.experts}": plan.experts,
+        f"--expert-model-parallel-size {plan.degrees[0]} --expert-tensor-parallel-size 1": plan.experts,
         # E embedding, t a transformer layer, L loss, | between stages
         f'--pipeline-model-parallel-layout "E{layout}L"': not even,
         f"--num-layers-per-virtual-pipeline-stage {counts[0]}": even and plan.chunks > 1,
         f"--recompute-granularity full --recompute-method {method}": any(units),
-        "--sequence-parallel": plan.cluster.sequence_parallel and target.tensor > 1,
+        # Megatron refuses to divide layers with experts otherwise.
+        "--sequence-parallel": (plan.cluster.sequence_parallel or plan.experts) and target.tensor > 1,
         "--use-distributed-optimizer": target.sharded,
         f"--micro-batch-size {size}": size,
         f"--global-batch-size {size * target.microbatches * target.replicas}": size,
@@ -98,10 +101,11 @@ def torchtitan_config(plan: Plan) -> str:
         said.append("torchtitan divides weights and gradients, too (FSDP), not the optimizer's state alone.")
     if any(stage.recompute for stage in plan.stages):
         said.append("Some stages recompute: set activation_checkpoint of the job.")
-    size = plan.microbatch_size or 1
+    size = target.size or 1
     fields: dict[str, object] = {
         "pipeline_parallel_degree": target.pipeline,
         "tensor_parallel_degree": target.tensor,
+        **({} if plan.experts is None else {"expert_parallel_degree": plan.degrees[0]}),
         "data_parallel_replicate_degree": 1 if target.sharded else target.replicas,
         "data_parallel_shard_degree": target.replicas if target.sharded else 1,
     }

@@ -5,21 +5,14 @@ travel as they are. This module imports nothing else, because the command line's
 """
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 DeviceType = str  # a kind as PyTorch calls it: "cpu", "cuda" (ROCm, too), "xpu"; `planner.runtime` knows them
 GPU_KINDS = ("cuda", "xpu", "mtia")  # whose modules of PyTorch have streams and events; a plug-in adds one of its name
 Backend = Literal["gloo", "nccl", "xccl"]  # xccl sends from XPUs
 
 CostModelName = Literal["resource", "pipedream", "paper"]
-COST_MODEL_HELP = (
-    "resource: what each processor and link does; pipedream: the optimizer PipeDream published; paper: the "
-    "equation of its SOSP 2019 paper"
-)
-
-
 CodecName = Literal["none", "bfloat16", "int8"]
-CODEC_NAMES: tuple[str, ...] = get_args(CodecName)
 FLOAT_BYTES, HALF_BYTES = 4, 2  # of an element; scales of blocks are floats
 
 

@@ -34,7 +34,7 @@ class Plan(Shown, GrownRecord):
 
     later_fields: ClassVar[frozenset[str]] = frozenset(
         {"master_weights", "loss", "tf32", "deterministic", "baselines", "synchronous", "notes"}
-    )
+    ) | {"experts", "by_samples"}
 
     schema_version: Literal[1] = 1
     model: str
@@ -54,6 +54,8 @@ class Plan(Shown, GrownRecord):
     microbatches: Annotated[int, Field(ge=1)] = 1  # per minibatch
     vertical_sync: Literal[False] = False  # always false; version 0.2 had plans in which it was true
     stages: Annotated[tuple[Stage, ...], Field(min_length=1)]
+    experts: Annotated[int, Field(ge=2)] | None = None  # of a layer, which the ranks of a replica divide between them
+    by_samples: bool = False  # whether those ranks have a part of a microbatch's samples each, and divide experts alone
     transfers: tuple[Transfer, ...]
     shared: tuple[Shared, ...] = ()
     contiguous: AlwaysTrue = True  # always true; files of version 0.1 have it

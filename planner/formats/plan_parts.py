@@ -245,12 +245,13 @@ class OtherWay(Record):
 class SolverReport(GrownRecord):
     """How the plan was found, and how far from optimal it can be."""
 
-    later_fields: ClassVar[frozenset[str]] = frozenset({"depth"})
+    later_fields: ClassVar[frozenset[str]] = frozenset({"depth", "bound_of"})
 
     name: str
     cost_model: CostModelName
     status: Literal["optimal", "feasible"]
     lower_bound_s: Seconds  # per minibatch: no plan is faster by the cost model
+    bound_of: str = ""  # of which plans: "cuts between blocks", "groups of one size"; where empty, of all
     gap: Annotated[float, Field(ge=0)]  # (seconds_per_minibatch - lower_bound_s) / seconds_per_minibatch
     seconds: Seconds
     cost_model_s: Seconds | None = None  # per minibatch: this plan by the cost model

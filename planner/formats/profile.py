@@ -127,6 +127,8 @@ class DegreeCosts(_Times):
     backward_reduced_bytes: tuple[Bytes, ...]
     forward_reduces: tuple[Annotated[int, Field(ge=0)], ...]  # in so many all-reduces
     backward_reduces: tuple[Annotated[int, Field(ge=0)], ...]
+    by_samples: Literal[True] | None = None  # each has a part of a microbatch's samples, and they divide experts alone
+    experts: tuple[Annotated[int, Field(ge=0)], ...] | None = None  # of mixtures, which the ranks divide between them
 
 
 class WholeStep(Record):

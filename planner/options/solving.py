@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Literal
 
 from planner.errors import InputError
-from planner.formats.names import COST_MODEL_HELP, CostModelName
+from planner.formats.names import CostModelName
 from planner.options.numbers import degrees
 from planner.options.option import Options, option
 from planner.schedule.instructions import CHUNKS, LATE_UPDATES, MICROBATCHES_PER_GPU
@@ -125,7 +125,11 @@ class SolveOptions(StageRules):
     accept_divided_loss: bool = option(
         False, "divide minibatches even where the loss is no mean over samples: train the microbatches' mean"
     )
-    cost_model: CostModelName = option("resource", COST_MODEL_HELP)
+    cost_model: CostModelName = option(
+        "resource",
+        "resource: what each processor and link does; pipedream: the optimizer PipeDream published; paper: the "
+        "equation of its SOSP 2019 paper",
+    )
     solver: SolverName = option(
         "auto", "search: exact; ilp: an integer program, which takes all constraints; auto: the search where it can"
     )

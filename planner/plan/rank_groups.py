@@ -32,7 +32,13 @@ def plan_of_tensor_rank(plan: Plan, place: int) -> Plan:
         stage.model_copy(update={"ranks": stage.ranks[place % stage.tensor :: stage.tensor], "tensor": 1})
         for stage in plan.stages
     )
-    return plan.model_copy(update={"stages": tuple(stages)})
+    size = plan.microbatch_size and plan.microbatch_size // sample_parts(plan)
+    return plan.model_copy(update={"stages": tuple(stages), "microbatch_size": size})
+
+
+def sample_parts(plan: Plan) -> int:
+    """Return into how many parts the ranks of a group divide the samples of a microbatch."""
+    return max(plan.degrees) if plan.by_samples else 1
 
 
 def receivers(plan: Plan, stage: int, rank: int, peer_stage: int, peer_rank: int) -> list[int]:

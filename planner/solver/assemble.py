@@ -50,7 +50,8 @@ def complete(problem: Problem, best: Evaluation, report: SolverReport) -> Plan:
 def assemble(problem: Problem, best: Evaluation, report: SolverReport = GIVEN) -> Plan:
     """Return the plan of these stages, on consecutive ranks unless they say which."""
     layer_costs, stages = problem.layer_costs, best.stages
-    profile = layer_costs.profile
+    profile, degrees = layer_costs.profile, {stage.options.tensor for stage in stages}
+    used = [costs for costs in profile.tensor or () if costs.degree in degrees]
     return Plan(
         model=profile.model,
         profile_digest=profile.digest,
@@ -68,6 +69,8 @@ def assemble(problem: Problem, best: Evaluation, report: SolverReport = GIVEN) -
         loss=profile.loss,
         microbatches=problem.microbatches,
         stages=tuple(_stages(problem, best)),
+        experts=max((max(costs.experts) for costs in used if costs.experts), default=None),
+        by_samples=any(costs.by_samples for costs in used),
         transfers=transfers(layer_costs, stages),
         shared=shared_between(layer_costs, stages),
         predicted=_predict(problem, best),

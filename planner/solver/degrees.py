@@ -13,6 +13,7 @@ over them:
 (Tarnawski et al., "Piper", NeurIPS 2021, have a table over both instead.)
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -46,20 +47,30 @@ def solve_degrees(problem: Problem, answer: Answer) -> Found:
         return answer(problem)
     found = list[Found]()
     obstacle: PlannerError | None = None
+    missed = list[int]()  # degrees that were not searched
 
     def apart(share: float) -> Problem:
         """Return the problem with part of the time and a budget of its own: the same stages are other plans."""
         return replace(problem, budget=replace(budget.apart(), deadline=budget.deadline.earlier(share)))
 
     budget = problem.budget
-    for number, degree in enumerate(degrees):
-        own = apart(1 / (len(degrees) + mixes - number))
+    # The more promising degrees are searched first, because others may not be worth a search then.
+    least_s = {degree: PipelineSearch(problem.on_groups_of(degree)).relaxed_s() for degree in degrees}
+    order = degrees if problem.schedule.asynchronous else sorted(degrees, key=lambda degree: least_s[degree])
+    for number, degree in enumerate(order):
+        best_s = min((each.best.counted_s for each in found), default=math.inf)
+        if found and not mixes and (best_s < least_s[degree] or problem.deadline.passed):
+            missed.append(degree)
+            continue
+        left = len(degrees) + mixes - number
+        own = apart(1 / (left if problem.schedule.asynchronous else min(left, 2)))
         try:
             alone = answer(own.on_groups_of(degree))
         except InputError:
             raise
         except PlannerError as error:  # that there was too little time says more than that nothing fits
             obstacle = error if obstacle is None or isinstance(obstacle, InfeasibleError) else obstacle
+            missed += [] if isinstance(error, InfeasibleError) else [degree]
         else:
             found.append(replace(alone, best=alone.best.divided(degree)))
         budget.count += own.budget.count
@@ -73,9 +84,18 @@ def solve_degrees(problem: Problem, answer: Answer) -> Found:
         assert obstacle is not None
         raise obstacle
     best = min((each.best for each in found), key=lambda plan: (plan.counted_s, plan.gpus))
-    # Plans that no search looked at count for the bound, too.
-    relaxed_s = relaxed_seconds(problem) if len(degrees) > 1 and not mixes else best.seconds
-    return Found(best, min(relaxed_s, *(each.bound_s for each in found)))
+    bound_s, bound_of = min(each.bound_s for each in found), max(each.bound_of for each in found)
+    for degree in missed:
+        own = problem.on_groups_of(degree)
+        if bound_of:  # then the others' bounds are of plans that cut between blocks
+            own = cut_after(own, block_ends(problem.layer_costs.profile))
+        bound_s = min(bound_s, PipelineSearch(own).relaxed_s())
+    if len(degrees) > 1 and not mixes:
+        if problem.schedule.asynchronous:  # plans of several sizes count for the bound, too
+            bound_s = min(bound_s, relaxed_seconds(problem))
+        else:
+            bound_of = ", ".join(filter(None, (bound_of, "groups of one size")))
+    return Found(best, bound_s, bound_of=bound_of)
 
 
 def _mixes(problem: Problem) -> bool:
@@ -83,7 +103,7 @@ def _mixes(problem: Problem) -> bool:
     setting, profile = problem.setting, problem.layer_costs.profile
     alike = not problem.cluster.kinds and len(problem.cluster.joined) == 1
     plain = problem.constraints.empty and problem.rules.max_stages is None and not profile.tied_parameters
-    plain &= problem.solver != "ilp"
+    plain &= problem.solver != "ilp" and not any(costs.by_samples for costs in profile.tensor or ())
     searched = problem.schedule.asynchronous and problem.simulates and setting.chunks == 1
     return len(problem.rules.tensor) > 1 and alike and plain and searched
 

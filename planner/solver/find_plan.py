@@ -17,7 +17,7 @@ from dataclasses import replace
 from planner.cost.pricing import cost_model_of
 from planner.cost.setting import Setting
 from planner.cost.tensor import costs_at, layer_costs_on
-from planner.errors import InputError, ProfileError
+from planner.errors import InfeasibleError, InputError, ProfileError
 from planner.formats.cluster import Cluster
 from planner.formats.constraints import Constraints
 from planner.formats.device_kinds import cluster_for
@@ -29,17 +29,21 @@ from planner.options.solving import Progress, SolveOptions
 from planner.plan.rank_groups import groups_of, usual_degrees
 from planner.plan.shape import check_divided_loss
 from planner.solver.assemble import complete
-from planner.solver.degrees import solve_degrees
-from planner.solver.evaluate.evaluation import TOLERANCE
-from planner.solver.methods import solve_by_method
-from planner.solver.problem.budget import Budget, Patience
+from planner.solver.choose.interleaving import interleaved
+from planner.solver.degrees import relaxed_seconds, solve_degrees
+from planner.solver.evaluate.evaluation import TOLERANCE, evaluate
+from planner.solver.evaluate.pipelines import too_large
+from planner.solver.methods import PAYS, solve_by_method
+from planner.solver.problem.budget import Budget, Deadline, Patience
 from planner.solver.problem.infeasible import UnexplainedError
 from planner.solver.problem.problem import Problem, Step
-from planner.solver.problem.result import Found
+from planner.solver.problem.result import WAITING, Found
 from planner.solver.relaxed_steps import solve_with_room, solve_zero_bubble
 from planner.solver.search.pipeline_search import PipelineSearch
 from planner.solver.tied import solve_tied
 from planner.units import SLACK
+
+LAST_S = 5.0  # after the time limit, to simulate an answer that would not be otherwise
 
 STEPS: tuple[Step, ...] = (solve_degrees, solve_with_room, solve_tied, solve_zero_bubble)
 
@@ -81,10 +85,39 @@ def find_plan(profile: Profile, cluster: Cluster, options: SolveOptions, patienc
         found = answered(problem)
     except UnexplainedError as error:
         raise error.explanation() from None
+    drained = problem.schedule.formula == "synchronous" and problem.simulates and not cluster.kinds
+    if drained and not (found.best.simulated or too_large(problem, found.best.stages)):
+        # Without its waiting, which may be half of its time, nobody could compare the plan with others.
+        last = replace(problem, budget=Budget.unlimited(Deadline.after(LAST_S)))
+        found = found.with_best(evaluate(last, found.best.stages))
     plan = complete(problem, found.best, _report(problem, found))
     if accepted and plan.loss is not None:
         plan = plan.model_copy(update={"loss": plan.loss.model_copy(update={"accepted": True})})
     return plan.model_copy(update={"solver": plan.solver.model_copy(update={"seconds": time.perf_counter() - started})})
+
+
+def or_interleaved(profile: Profile, plan: Plan, options: SolveOptions, patience: Patience) -> Plan:
+    """Return the fastest regular interleaved plan where it is `PAYS` faster than a plan under 1f1b-flush, or the plan.
+
+    So much must several times as many messages earn, for what waits for them is not all known.
+    """
+    cluster, budget = plan.cluster, Budget.unlimited(patience.deadline)
+    if options.alone or cluster.kinds or options.cost_model != "resource":
+        return plan
+    degrees = options.tensor or usual_degrees(profile, cluster)
+    options = replace(options, tensor=degrees, minibatch=None, microbatches=plan.microbatches)
+    costs = layer_costs_on(profile, cluster)
+    problem = Problem(costs, setting_of(options, profile, cluster), options.rules, options.depth, budget=budget)
+    waiting = plan.predicted.by == "simulation"  # is part of its seconds
+    found = interleaved(problem, plan.predicted.seconds_per_minibatch * (1 if waiting else 1 + WAITING) * (1 - PAYS))
+    if found is None or (waiting and not found[1].simulated):
+        return plan
+    own, best = found
+    report = _report(own, Found(best, relaxed_seconds(own)))
+    try:
+        return complete(own, best, report.model_copy(update={"seconds": plan.solver.seconds}))
+    except InfeasibleError:  # copies of weights that several stages use do not fit
+        return plan
 
 
 def answered(problem: Problem, steps: Sequence[Step] = STEPS) -> Found:
@@ -146,6 +179,7 @@ def _report(problem: Problem, found: Found) -> SolverReport:
         cost_model=problem.setting.cost_model,
         status="optimal" if optimal else "feasible",
         lower_bound_s=bound_s,
+        bound_of=found.bound_of,
         gap=(seconds - bound_s) / seconds,
         seconds=0.0,
         cost_model_s=seconds if cost_model_s is None else cost_model_s,

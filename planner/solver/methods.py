@@ -18,6 +18,7 @@ from planner.solver.choose.improvement import fastest_simulated, improved
 from planner.solver.evaluate.evaluation import fastest, priced
 from planner.solver.mixed import solve_mixed
 from planner.solver.problem.budget import LATER, OutOfTimeError
+from planner.solver.problem.drained import with_single_stages
 from planner.solver.problem.infeasible import Fits, UnexplainedError, explain
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import Evaluation, Found, stages_along
@@ -27,6 +28,7 @@ from planner.solver.search.integer.ilp import needs_program, solve_by_program
 from planner.solver.search.pipeline_search import PipelineSearch
 
 PAYS = 0.02  # share of the time that cuts inside blocks must save
+BETWEEN = "cuts between blocks"  # what the bound of a search over blocks holds for
 PRECISION = 2e-3  # of searches over blocks: less than timings vary
 # Cuts up to which a search looks inside blocks. It takes longer under synchronous schedules, and where the memory is
 # limited: then every stage may recompute any of its blocks.
@@ -57,15 +59,18 @@ def solve_blocks_first(problem: Problem, answer: Callable[[Problem], Found]) -> 
         if layers > most:
             raise
         return answer(problem)  # smaller stages may fit
-    bound_s = PipelineSearch(problem).relaxed_s()  # over all cuts
-    if bound_s < found.best.seconds * (1 - PAYS) and not problem.deadline.passed:
-        everywhere = layers <= most
+    bound_s, bound_of = PipelineSearch(problem).relaxed_s(), ""  # over all cuts
+    pays, everywhere = bound_s < found.best.seconds * (1 - PAYS), layers <= most and not problem.deadline.passed
+    if pays and not problem.deadline.passed:
         cuts = frozenset(range(layers - 1)) if everywhere else ends | _beside(problem, ends, found.best)
         if cuts != ends and len(cuts) <= most:
             inside = answer(problem if everywhere else cut_after(problem, cuts))
             bound_s = inside.bound_s if everywhere else bound_s
             best = inside if inside.best.saves(found.best, PAYS) else found
-    return replace(best, bound_s=min(bound_s, best.best.seconds))
+    # Of plans that cut between blocks a search knows well how little the memory leaves to recompute.
+    if pays and not (everywhere or problem.schedule.asynchronous) and best is found and found.bound_s > bound_s:
+        bound_s, bound_of = found.bound_s, BETWEEN
+    return replace(best, bound_s=min(bound_s, best.best.seconds), bound_of=bound_of)
 
 
 def _beside(problem: Problem, ends: frozenset[int], plan: Evaluation) -> frozenset[int]:
@@ -124,7 +129,12 @@ def searched(problem: Problem) -> Found:
         if first.best is None or not problem.simulates:
             raise
         found = Found(first.best, PipelineSearch(problem).relaxed_s())
-    return least_late(problem, improved(problem, first.at_least(found))) if problem.simulates else found
+    if not problem.simulates:
+        return found
+    found = first.at_least(found)
+    if max(problem.levels) > 1 and not problem.cluster.kinds:  # the search has none of these
+        found = replace(found, bound_s=with_single_stages(problem, found.bound_s))
+    return least_late(problem, improved(problem, found))
 
 
 def least_late(problem: Problem, found: Found) -> Found:

@@ -12,7 +12,7 @@ from collections import Counter
 from dataclasses import replace
 
 from planner.cost.communicators import communicators, with_overheads
-from planner.cost.weight_copies import copies_fit
+from planner.cost.weight_copies import copies_fit, price_with_copies
 from planner.errors import InfeasibleError
 from planner.options.solving import UNLIMITED
 from planner.solver.choose.first_plans import FirstPlans, Leaner
@@ -87,7 +87,9 @@ def solve_with_room(problem: Problem, answer: Answer) -> Found:
             ) from None
     if lean is not None and (lean.saves(found.best) or not _fits(problem, found.best)):
         found = found.with_best(lean)
-    return replace(found, bound_s=min(relaxed.bound_s, found.bound_s))
+    price_with_copies(problem.layer_costs, found.best.stages, found.best.price, problem.setting)  # or say why not
+    # A search for plans that leave more room may have had too little time for a bound as good.
+    return replace(relaxed, name=found.name).with_best(found.best)
 
 
 def _fits(problem: Problem, plan: Evaluation) -> bool:

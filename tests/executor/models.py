@@ -289,6 +289,54 @@ class Net(Net):
 """
 )
 
+# The same with experts, of which each token goes to two. Grouped products are captured in bfloat16 alone. The second
+# block drops values between them.
+EXPERTS = (
+    ATTENTION
+    + """
+class Experts(nn.Module):
+    def __init__(self, count, share):
+        super().__init__()
+        self.router = nn.Linear(16, count, bias=False)
+        self.both = nn.Parameter(torch.randn(count, 48, 16) / 4)
+        self.down = nn.Parameter(torch.randn(count, 16, 24) / 4)
+        self.count, self.drop = count, nn.Dropout(share)
+
+    def forward(self, x):
+        tokens = x.flatten(0, 1)
+        weights, chosen = self.router(tokens).softmax(-1).topk(2)
+        order = chosen.flatten().argsort(stable=True)
+        rows = tokens[order // 2]
+        ends = (chosen.flatten() == torch.arange(self.count, device=x.device)[:, None]).sum(1).cumsum(0).int()
+        both, down = self.both.bfloat16().transpose(1, 2), self.down.transpose(1, 2).bfloat16()
+        gate, up = F.grouped_mm(rows.bfloat16(), both, offs=ends).chunk(2, -1)
+        made = F.grouped_mm(self.drop(F.silu(gate) * up), down, offs=ends)
+        made = made.float() * weights.flatten()[order][:, None]
+        return made[order.argsort()].view(-1, 2, 16).sum(1).view(x.shape)
+
+class Block(Block):
+    made = 0
+
+    def __init__(self):
+        super().__init__()
+        self.experts, Block.made = Experts(4, 0.1 * (Block.made % 2)), Block.made + 1
+        del self.up, self.gate, self.down
+
+    def forward(self, x):
+        h = self.before(x)
+        q, k, v = (made.unflatten(-1, (-1, 4)).transpose(1, 2) for made in (self.query(h), self.key(h), self.value(h)))
+        a = F.scaled_dot_product_attention(q, k, v, dropout_p=0.1, is_causal=True, enable_gqa=True)
+        x = x + self.drop(self.out(a.transpose(1, 2).flatten(2)))
+        return x + self.experts(self.between(x))
+
+def build_model():
+    return Net()
+
+def tensor_parallel_plan(found=tensor_parallel_plan):
+    return found() | {f"blocks.*.experts.{name}": "grouped_gemm" for name in ("both", "down")}
+"""
+)
+
 # Appended to a model file with a dataset: what to evaluate on, and how.
 EVALUATION = """
 def evaluation_dataset():
@@ -380,7 +428,33 @@ class Net(Net):
         super().__init__()
         self.head.weight = self.embed.weight
 """
-DIVIDED = {"attention": ATTENTION, "packed": PACKED, "flattened": FLATTENED, "tied head": PACKED + SHARED_HEAD}
+MIXTRAL = """
+import torch
+from transformers import MixtralConfig, MixtralForCausalLM
+
+def build_model():
+    config = MixtralConfig(
+        vocab_size=20, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, use_cache=False
+    )
+    return MixtralForCausalLM(config)
+
+def example_batch(batch_size):
+    tokens = torch.randint(0, 20, (batch_size, 8))
+    return (), {"input_ids": tokens, "labels": tokens}, None
+
+def optimizer(parameters):
+    return OPTIMIZER
+"""
+DIVIDED = {
+    "attention": ATTENTION,
+    "packed": PACKED,
+    "flattened": FLATTENED,
+    "tied head": PACKED + SHARED_HEAD,
+    "experts": EXPERTS,
+    "experts alone": EXPERTS + "\ndel tensor_parallel_plan\n",
+    "mixtral": MIXTRAL,
+}
 SHARING = {"tied": TIED.replace("COPIES", "False"), "copies": TIED.replace("COPIES", "True"), "gpt2": GPT2}
 
 

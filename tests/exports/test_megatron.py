@@ -83,6 +83,31 @@ def test_groups_of_ranks_are_tensor_parallel() -> None:
         planner.export(plan, "torch-pipelining", model="model.py")
 
 
+def test_ranks_that_divide_experts() -> None:
+    plan = in_groups(plan_of([["wte", *blocks(0, 1)], [*blocks(2, 3), "ln_f", "loss"]], (2, 2)), 4)
+    text = planner.export(plan.model_copy(update={"experts": 8}), "megatron")
+    assert [line for line in text.splitlines() if "expert" in line and not line.startswith("#")] == [
+        "--num-experts 8",
+        "--expert-model-parallel-size 4 --expert-tensor-parallel-size 1",
+    ]
+    assert "\n--sequence-parallel\n" in text  # without which Megatron refuses layers with experts in such groups
+    assert "expert" not in planner.export(plan, "megatron")
+
+
+def test_ranks_that_divide_experts_alone_are_replicas() -> None:
+    plan = in_groups(plan_of([["wte", *blocks(0, 1)], [*blocks(2, 3), "ln_f", "loss"]], (2, 2)), 4)
+    text = planner.export(plan.model_copy(update={"experts": 8, "by_samples": True}), "megatron")
+    assert [line for line in text.splitlines() if not line.startswith("#")] == [
+        "--num-layers 4",
+        "--pipeline-model-parallel-size 2",
+        "--num-experts 8",
+        "--expert-model-parallel-size 4 --expert-tensor-parallel-size 1",
+        "--micro-batch-size 1",
+        "--global-batch-size 32",
+    ]
+    assert "# Of 8 experts of a layer, each of 4 ranks has a part." in text
+
+
 def test_what_it_cannot_express() -> None:
     chunks = plan_of([["wte", *blocks(0)], blocks(1), blocks(2), [*blocks(3), "loss"]])
     stages = [stage.model_dump() | {"ranks": (rank,)} for stage, rank in zip(chunks.stages, (0, 1, 1, 0), strict=True)]

@@ -41,6 +41,20 @@ def test_degrees_and_modules_of_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     assert batch == {"local_batch_size": 16, "global_batch_size": 32}
 
 
+def test_ranks_that_divide_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = in_groups(plan_of(STAGES, (2, 2)), 4).model_copy(update={"experts": 8})
+    config, _ = written(plan, monkeypatch)
+    assert config.expert_parallel_degree == config.tensor_parallel_degree == 4
+
+
+def test_ranks_that_divide_experts_alone_are_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = in_groups(plan_of(STAGES, (2, 2)), 4).model_copy(update={"experts": 8, "by_samples": True})
+    config, batch = written(plan, monkeypatch)
+    assert (config.expert_parallel_degree, config.tensor_parallel_degree) == (4, 1)
+    assert config.data_parallel_replicate_degree == 8
+    assert batch == {"local_batch_size": 4, "global_batch_size": 32}
+
+
 class Patches(nn.Module):
     def __init__(self) -> None:
         super().__init__()

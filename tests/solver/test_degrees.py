@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from itertools import combinations, permutations
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,16 +12,17 @@ import pytest
 from planner.analysis import given_plan
 from planner.analysis.given_plan import GivenPlan
 from planner.api.running import check_trainable
+from planner.cost.network.link import Link
 from planner.cost.pricing import price
 from planner.cost.setting import Setting
-from planner.cost.tensor import layer_costs_on
+from planner.cost.tensor import layer_costs_on, profile_at
 from planner.errors import ClusterError, PlanError, PlannerError
 from planner.formats.cluster import Cluster, flat_cluster, hierarchical_cluster
 from planner.formats.own_plan import OwnPlan, OwnStage
 from planner.formats.plan import Plan
 from planner.formats.profile import DEGREE_COLUMNS, DegreeCosts, Profile
 from planner.options.solving import StageRules
-from planner.plan.rank_groups import groups_of, of_groups
+from planner.plan.rank_groups import groups_of, of_groups, plan_of_tensor_rank
 from planner.plan.shape import shape_of
 from planner.schedule.registry import find
 from planner.simulator.simulate_plan import simulate, simulated_s
@@ -43,7 +45,7 @@ def divided(model: Profile, *degrees: int, rng: np.random.Generator | None = Non
     known = []
     for degree in degrees:
         kept = 1 - shares * (1 - 1 / degree)
-        columns = {
+        columns: dict[str, Any] = {
             name: tuple(
                 getattr(each, name) * part if name.endswith("_s") else round(getattr(each, name) * part)
                 for each, part in zip(model.layers, kept.tolist(), strict=True)
@@ -234,6 +236,25 @@ def test_two_ranks_that_divide_a_layer_evenly_take_half_of_it_and_their_all_redu
     assert plan.config == "1x2"
     assert plan.stages[0].ranks == (0, 1)
     assert plan.predicted.communication_bytes_per_sample == 0
+
+
+def test_ranks_with_samples_of_their_own_exchange_a_part_and_their_plan_says_so() -> None:
+    """Whether they also divide by tokens makes no difference, for none has the tokens of another."""
+    (costs,) = divided(CHAIN, 2).tensor or ()
+    costs = costs.model_copy(update={"by_samples": True, "experts": (0, 16) * 4})
+    model = CHAIN.model_copy(update={"tensor": (costs,)})
+    for sequence_parallel in (False, True):
+        group = profile_at(model, 2, Link(100.0), sequence_parallel=sequence_parallel)
+        assert [value.output_bytes for each in group.layers for value in each.outputs] == [10] * 8
+        assert [each.saved_bytes for each in group.layers] == list(costs.saved_bytes)
+    plan = solve(model, FLAT, schedule="1f1b-flush", microbatches=8, tensor=(2,))
+    assert (plan.experts, plan.by_samples) == (16, True)
+    assert Plan.model_validate_json(plan.model_dump_json()) == plan
+    assert plan_of_tensor_rank(plan.model_copy(update={"microbatch_size": 6}), 1).microbatch_size == 3
+    whole = solve(CHAIN, FLAT, schedule="1f1b-flush", microbatches=8)
+    assert not {"experts", "by_samples"} & whole.model_dump().keys()
+    assert Profile.model_validate_json(CHAIN.model_dump_json()).digest == CHAIN.digest
+    assert "by_samples" not in CHAIN.model_dump_json(exclude_none=True)
 
 
 def test_what_is_not_known_is_refused() -> None:

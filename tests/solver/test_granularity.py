@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import pytest
 
+from planner.cost.layer_costs import LayerCosts
+from planner.cost.setting import Setting
 from planner.errors import InputError
 from planner.formats.cluster import flat_cluster
 from planner.formats.plan import Plan
 from planner.formats.profile import Profile
 from planner.options.solving import Granularity
 from planner.plan.blocks import block_ends
+from planner.schedule.one_stage import FLUSH
 from planner.schedule.registry import find
 from planner.solver import solve
-from planner.solver.methods import PAYS
+from planner.solver.methods import BETWEEN, MOST_LIMITED_CUTS, PAYS
+from planner.solver.problem.drained import drained_s
+from planner.solver.problem.problem import Problem
 from tests.plan.test_blocks import transformer
 
 MODEL = transformer(6, "h.{block}.part{part}")
@@ -49,3 +54,19 @@ def test_a_model_without_blocks_has_the_same_answer() -> None:
     assert cuts(solved(model, 4, "auto"), model) == cuts(solved(model, 4, "layer"), model)
     with pytest.raises(InputError, match="has none"):
         solved(model, 4, "block")
+
+
+def test_bound_of_many_layers_says_that_it_is_of_cuts_between_blocks() -> None:
+    model = transformer(50, "h.{block}.part{part}")
+    sizes = {"weight_bytes": 10**6, "gradient_bytes": 10**6}  # too much for replicas to exchange
+    model = model.model_copy(update={"layers": tuple(each.model_copy(update=sizes) for each in model.layers)})
+    cluster = flat_cluster(8, 1e3)
+    plan = solve(model, cluster, schedule="1f1b-flush", microbatches=16)
+    assert len(model.layers) > MOST_LIMITED_CUTS
+    assert plan.solver.bound_of == BETWEEN
+    problem = Problem(LayerCosts(model), Setting(cluster, FLUSH, 16))
+    assert drained_s(problem) <= plan.solver.lower_bound_s <= plan.predicted.seconds_per_minibatch
+    assert Plan.model_validate_json(plan.model_dump_json()).solver == plan.solver
+    few = solve(transformer(8, "h.{block}.part{part}"), cluster, schedule="1f1b-flush", microbatches=16)
+    assert few.solver.bound_of == ""
+    assert "bound_of" not in few.model_dump()["solver"]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from planner.executor.communication.messages import layout_of, unpack
-from planner.formats.names import CODEC_NAMES, CODECS, CodecName
+from planner.formats.names import CODECS, CodecName
 from planner.schedule.instructions import Unit
 from tests.executor.communication.test_messages import make_spec, pack
 
@@ -72,7 +72,7 @@ def test_integers_masks_and_values_without_gradient_travel_as_they_are() -> None
         assert [got[name].dtype for name in values] == [value.dtype for value in values.values()]
 
 
-@pytest.mark.parametrize("codec", CODEC_NAMES)
+@pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 def test_messages_are_as_large_as_plans_say(codec: CodecName, dtype: torch.dtype) -> None:
     for elements in (1, 2, 100, 256, 257, 5000):
@@ -86,7 +86,7 @@ def test_messages_are_as_large_as_plans_say(codec: CodecName, dtype: torch.dtype
         torch.testing.assert_close(got, value, rtol=0.01, atol=0.05)
 
 
-@pytest.mark.parametrize("codec", CODEC_NAMES)
+@pytest.mark.parametrize("codec", CODECS)
 def test_order_in_memory_and_expanded_dimensions_survive(codec: CodecName) -> None:
     images = torch.randn(2, 8, 5, 5).contiguous(memory_format=torch.channels_last)
     got = through(codec, images, order=(0, 2, 3, 1))

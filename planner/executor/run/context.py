@@ -17,7 +17,7 @@ from planner.executor.communication.control import message_timeout
 from planner.executor.communication.links import Receivers
 from planner.executor.communication.sharding import Masters, Sharding
 from planner.executor.communication.shared_gradients import SharedGradients
-from planner.executor.run.data import BatchSource, VaryingBatches, make_batches, weighted
+from planner.executor.run.data import BatchSource, OfRank, VaryingBatches, make_batches, weighted
 from planner.executor.run.reading_ahead import AHEAD, ReadAhead
 from planner.executor.run.stages import build_modules, check_sizes, tensor_group, transferred
 from planner.executor.stage.optimizer import StageOptimizer
@@ -30,7 +30,7 @@ from planner.model.spec import TrainingSpec
 from planner.model.stage.code import check_compiler
 from planner.model.stage.evaluation import EvaluationStages
 from planner.model.stage.stage import StageModule, warm_up
-from planner.plan.rank_groups import plan_of_tensor_rank, receivers
+from planner.plan.rank_groups import plan_of_tensor_rank, receivers, sample_parts
 from planner.plan.shape import shape_of
 from planner.profiler.this_machine import return_free_pages
 from planner.runtime import runtime_of
@@ -96,7 +96,7 @@ class PipelineContext:
 
     @property
     def minibatch_size(self) -> int:
-        return self.microbatch_size * self.data.microbatches
+        return self.microbatch_size * sample_parts(self.job.plan) * self.data.microbatches
 
     @property
     def sizes(self) -> set[int]:
@@ -198,13 +198,22 @@ def pipeline_context(
         module.to(place.compute)
     return_free_pages()  # of the model: workers keep what they free for the next step otherwise
 
+    ranks = sample_parts(job.plan)
     shape = replace(shape_of(plan), accumulate=options.accumulate, shared=tuple(sorted(built.shared)))
     if data is None:
         assert plan.microbatch_size is not None  # or building the modules had failed
         # After the model: dataset() may draw random numbers, which must not change the initial weights.
-        made = make_batches(spec, plan.microbatch_size, plan.microbatches, job.seed, drop_last=options.drop_last)
+        microbatches = ranks * plan.microbatches
+        made = make_batches(spec, plan.microbatch_size, microbatches, job.seed, drop_last=options.drop_last)
         whole = any(module.has_loss for module in modules.values())
         data = ReadAhead(weighted(made, plan.loss, spec, whole=whole), place.compute)
+    if tensor is not None and plan.by_samples:
+        if built.lengths:
+            raise PlanError(
+                "the executor does not divide experts over ranks where the lengths of batches vary",
+                hint="pad all batches alike and leave lengths() out, or solve with `tensor=1`",
+            )
+        data = OfRank(data, tensor.place, ranks)
     if built.lengths:
         data = VaryingBatches(data, built.lengths)
     check_sizes(modules.values(), data.last_sizes)

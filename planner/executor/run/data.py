@@ -117,6 +117,10 @@ class BatchSource(ABC):
         """Return how much the microbatch's loss counts in its minibatch's: here, its share of the samples."""
         return self.size(unit) / self.minibatch_size(unit.minibatch)
 
+    def numbered(self, unit: Unit) -> Unit:
+        """Return the microbatch as all ranks of a group count them, for random numbers."""
+        return unit
+
 
 def even_sizes(samples: int, parts: int) -> list[int]:
     """Divide `samples` into sizes that differ by one at most, larger ones first: (5, 3) -> [2, 2, 1]."""
@@ -330,6 +334,37 @@ class VaryingBatches(ChangedBatches):
                     yield unit
 
         return self._source.reading(once())
+
+
+class OfRank(ChangedBatches):
+    """What one of so many ranks has of each microbatch, as which `source` has as many smaller ones."""
+
+    def __init__(self, source: BatchSource, place: int, ranks: int) -> None:
+        super().__init__(source)
+        self._place, self._ranks, self.microbatches = place, ranks, source.microbatches // ranks
+        self._check(source.last_size or source.microbatches)
+        self.last_size = source.last_size // ranks
+
+    def reading(self, units: Iterable[Unit]) -> AbstractContextManager[object]:
+        return self._source.reading(map(self.numbered, units))
+
+    def batch(self, unit: Unit) -> Batch:
+        return self._source.batch(self.numbered(unit))
+
+    def size(self, unit: Unit) -> int:
+        self._check(self.minibatch_size(unit.minibatch))
+        return self._source.size(self.numbered(unit))
+
+    def share(self, unit: Unit) -> float:
+        return self._source.share(self.numbered(unit))
+
+    def numbered(self, unit: Unit) -> Unit:
+        return Unit(unit.minibatch, unit.microbatch * self._ranks + self._place)
+
+    def _check(self, samples: int) -> None:
+        if samples < (least := self.microbatches * self._ranks):
+            problem = f"a minibatch has {samples} samples, and ranks that divide experts take {least} or more"
+            raise InputError(problem, hint="leave out an epoch's last minibatch with `drop_last`")
 
 
 def weighted(source: BatchSource, mean: LossMean | None, spec: TrainingSpec, *, whole: bool = True) -> BatchSource:

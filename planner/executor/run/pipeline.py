@@ -37,6 +37,7 @@ from planner.model.loss import shares_function
 from planner.model.spec import TrainingSpec
 from planner.model.tensor.division import whole_state
 from planner.options.training import CheckpointOptions, TrainingOptions
+from planner.plan.rank_groups import sample_parts
 from planner.workers.job import Evaluation, Job
 from planner.workers.meeting import started_as_worker
 from planner.workers.supervisor import Supervisor
@@ -109,7 +110,7 @@ class Pipeline:
         self._heartbeat = start_worker(job)
         self._depth = max(stage.in_flight * stage.replicas for stage in plan.stages)
         self._kept = 2 * self._depth + 2 * max(plan.replicas) * options.accumulate
-        self._data = FedBatches(plan.microbatches, self._kept, shares_function(plan.loss, spec))
+        self._data = FedBatches(sample_parts(plan) * plan.microbatches, self._kept, shares_function(plan.loss, spec))
         self._group = ExitStack()
         self._evaluated: FedEvaluation | None = None
         self._checkpoints: Checkpointer | None = None

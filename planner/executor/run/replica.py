@@ -94,7 +94,7 @@ class StageReplica:
         batch = self._data.batch(taken).to(device) if self.module.needs_batch else None
         # Updates of a stage without trained parameters make no versions.
         self.versions.stash(unit, version if self.optimizer.parameters else None)
-        self.module.set_random_key(self._context.job.seed, unit.minibatch, unit.microbatch)
+        self.module.set_random_key(self._context.job.seed, unit.minibatch, self._data.numbered(unit).microbatch)
         with self.versions.stashed(unit):
             record.outputs = run(batch, record.received)
         record.loss = record.outputs.pop(LOSS, None)
@@ -150,7 +150,8 @@ class StageReplica:
         record.loss = None
         self._forget_if_done(unit, record)
         empty = self._data.size(unit) == 0 and self._ddp is None
-        return None if loss is None or empty or not self._context.leads_tensor_group else loss.detach()
+        told = self._context.leads_tensor_group or self._context.plan.by_samples
+        return None if loss is None or empty or not told else loss.detach()
 
     def backward_weight(self, unit: Unit, *, last_of_round: bool) -> None:
         """Run the part of a backward that `split` left."""

@@ -223,8 +223,9 @@ def build_modules(
     shared = _shared(job, graph, spec)
     division = UNDIVIDED
     if tensor is not None:
-        division = division_of(graph, tensor_parallel_plan(spec, graph, tensor.degree), tensor)
-        by_tokens = plan.cluster.sequence_parallel
+        samples = plan.microbatch_size if plan.by_samples else 0
+        division = division_of(graph, tensor_parallel_plan(spec, graph, tensor.degree, samples), tensor, samples)
+        by_tokens = plan.cluster.sequence_parallel and not plan.by_samples
         division = replace(division, by_tokens=by_tokens, sends_parts=by_tokens and len(set(plan.degrees)) == 1)
         if by_tokens and not division.within(graph, ()).tokens:
             raise PlanError(
@@ -246,7 +247,7 @@ def build_modules(
     if initial.evaluation is not None:
         cut, output = [stage.layers for stage in plan.stages], spec.defines("metrics")
         divided = modules if plan.stages[0].level > 1 else None
-        division = replace(division, sends_parts=False)
+        division = replace(division, sends_parts=False, by_samples=False)
         evaluated = build_evaluation(
             graph, cut, initial.evaluation, stages, output=output, division=division, of=divided
         )

@@ -151,8 +151,8 @@ class Cut:
 
 VIEWS = (_aten.view, _aten.reshape, _aten.unflatten)
 RESHAPES = (*VIEWS, _aten.flatten, _aten._unsafe_view, _aten.unsqueeze, _aten.squeeze)
-_COPIES = (_aten.clone, _aten.contiguous, _aten.to, _aten._to_copy, _aten.alias, _aten.detach)
-_SAME = (*_COPIES, _aten.dropout, _aten.expand)
+COPIES = (_aten.clone, _aten.contiguous, _aten.to, _aten._to_copy, _aten.alias, _aten.detach)
+_SAME = (*COPIES, _aten.dropout, _aten.expand)
 # These compute, cut or join along a dimension, which is the argument in that place, or else the first one.
 PARTS = (_aten.split, _aten.split_with_sizes, _aten.chunk)  # of their input, along a dimension
 _ALONG = dict.fromkeys(PARTS, 2) | dict.fromkeys(

@@ -28,7 +28,8 @@ from planner.model.tensor.dimensions import (
     sums,
     weight_of,
 )
-from planner.model.tensor.parallel_plan import COLUMNS, GATHERED, ROWS, Plan, style_of
+from planner.model.tensor.experts import EXPERTS, Experts, find_experts, offsets_of
+from planner.model.tensor.parallel_plan import COLUMNS, GATHERED, ROWS, Plan, divides_samples, style_of
 from planner.model.tensor.tokens import divided_by_tokens
 
 if TYPE_CHECKING:  # importing DTensor takes a second, which only plans with groups are worth
@@ -45,11 +46,14 @@ class Regions:
 
     Values that ranks divide by tokens are DTensors from a sum on, also between the pieces of a stage. At the `borders`
     of the stage they are ordinary tensors: whole, or this rank's part.
+
+    Rows of a rank's experts, and what is summed up behind them, are ordinary tensors within the piece.
     """
 
     def __init__(self, graph: LayerGraph, division: "DividedWeights", code: fx.Graph) -> None:
         self._graph, self._code, self._division = graph, code, division
-        self._tokens = division.tokens
+        self._tokens, self._experts = division.tokens, division.routed
+        self._rows = dict[fx.Node, fx.Node]()  # values of which this piece has the rows of a rank's experts; offsets
         self._weights: dict[fx.Node, Cut] = {}
         self._packed: dict[fx.Node, Cut] = {}
         self._opened: dict[fx.Node, Packing] = {}
@@ -58,7 +62,11 @@ class Regions:
         self._calls: dict[tuple[str, fx.Node], fx.Node] = {}
         self._gathered: dict[fx.Node, fx.Node] = {}
         if division.group is not None:
-            self._group = division.group
+            self._group = group = division.group
+            # How rows get to the ranks of their experts, there, and back.
+            self._moves: tuple[Callable[..., object], ...] = (group.rows, group.take, group.summand)
+            if division.by_samples:
+                self._moves = group.exchange, group.give, group.back
             self._weights = division.weights(graph)
             for node in graph.module.graph.nodes:
                 cut = self._weights.get(weight_of(node)) if node.target in PRODUCTS else None
@@ -86,8 +94,12 @@ class Regions:
 
     def reader(self, node: fx.Node, copies: dict[fx.Node, fx.Node]) -> Callable[[fx.Node], fx.Node]:
         """Return what an operation reads in place of the values that it read in the graph."""
+        reads_rows = offsets_of(node) is not None or not self._rows.keys().isdisjoint(node.all_input_nodes)
+        if reads_rows and node in self._experts.rows:
+            self._rows[node] = self._experts.rows[node]
+            return lambda source: self._by_experts(node, source, copies)
         if not self._divided(node):
-            return copies.__getitem__
+            return lambda source: self._added(source, copies)
         if self._runs_whole(node):
             return lambda source: self.whole(source, copies)
         tokens = self._tokens if node in self._tokens else {}
@@ -95,6 +107,8 @@ class Regions:
 
     def result(self, node: fx.Node, copy: fx.Node) -> fx.Node:
         """Return the result of an operation, given its copy that `reader` has served."""
+        if node in self._rows:
+            return copy
         cut = self._weights.get(weight_of(node))
         if within := bool(self._divided(node)) and not self._runs_whole(node):
             copy.target = self._replaced.get(node.target, copy.target)
@@ -121,7 +135,7 @@ class Regions:
     def whole(self, node: fx.Node, copies: dict[fx.Node, fx.Node]) -> fx.Node:
         """Return a value as it is on every rank."""
         if node not in self._weights and not (node in self._inside and is_tensor(node)):
-            return copies[node]
+            return self._added(node, copies)
         copy = copies[node] if node in self._tokens else self._within(node, copies)
         cut = self._packed.get(node, self._weights.get(node, Cut(0)))
         return self._once(self._group.leave, node, copy, cut.dimension, cut.blocks)
@@ -174,9 +188,38 @@ class Regions:
             return copies[node]
         if (cut := self._weights.get(node)) is not None:
             return self._once(self._group.part, node, copies[node], cut.dimension)
-        return self._once(self._group.enter, node, copies[node])
+        return self._once(self._group.enter, node, self._added(node, copies))
 
-    def _once(self, function: Callable[..., Tensor], node: fx.Node, *given: Any) -> fx.Node:
+    def _by_experts(self, node: fx.Node, source: fx.Node, copies: dict[fx.Node, fx.Node]) -> fx.Node:
+        """Return what an operation on the rows of a rank's experts reads in place of a value."""
+        offsets, is_product = self._rows[node], offsets_of(node) is not None
+        if source in self._rows:
+            return copies[source]
+        if is_product and source is node.args[1]:
+            return self._once(self._group.matrices, source, self._within(source, copies))
+        routes, take, _ = self._moves
+        if is_product and source is offsets:
+            return self._code.call_function(getitem, (self._calls[routes.__name__, source], 0))
+        whole = self.whole(source, copies)
+        if not self._division.by_samples:
+            whole = self._once(self._group.alone, source, whole)
+        if not is_product:
+            return whole  # the same for every row
+        rows = self._once(routes, offsets, copies[offsets], whole)
+        return self._once(take, source, whole, rows)
+
+    def _added(self, node: fx.Node, copies: dict[fx.Node, fx.Node]) -> fx.Node:
+        """Return a value with all of its rows, or with what all ranks add to its gradient."""
+        by_samples, copy = self._division.by_samples, copies[node]
+        if (offsets := self._rows.get(node)) is not None:
+            routes, _, back = self._moves
+            copy = self._once(back, node, copy, self._calls[routes.__name__, offsets])
+            return copy if by_samples else self._once(self._group.sum, node, copy)
+        if by_samples and self._graph.names.parameter(node) is not None:
+            return self._once(self._group.alone, node, copy)
+        return copy
+
+    def _once(self, function: Callable[..., object], node: fx.Node, *given: Any) -> fx.Node:
         """Return the result of a call that is about a value, where all that need it take the same."""
         if (function.__name__, node) not in self._calls:
             self._calls[function.__name__, node] = self._code.call_function(function, given)
@@ -189,15 +232,22 @@ class DividedWeights:
 
     group: "TensorGroup | None" = None  # the ranks; None for a single one
     cuts: Mapping[str, Cut] = field(default_factory=dict)  # by weight, under all of its names, how it is divided
+    experts: Mapping[str, int] = field(default_factory=dict)  # by weight that they divide by experts, how many it has
+    by_samples: bool = False  # whether each has samples of its own, and divides no other weights
     by_tokens: bool = False  # whether they divide values by tokens, too
     sends_parts: bool = False  # whether stages exchange a rank's part of these
     tokens: Mapping[fx.Node, int] = field(default_factory=dict)  # those of a stage's graph, with the tokens' dimension
+    routed: Experts = field(default_factory=Experts)  # values of a stage's graph that belong to experts
     borders: Collection[fx.Node] = ()  # the values that the stage exchanges
 
     @property
     def is_first_rank(self) -> bool:
         """Whether this rank saves and counts what all ranks of the group have alike."""
         return self.group is None or self.group.place == 0
+
+    def samples_of(self, size: int) -> int:
+        """Return how many samples of a microbatch a rank has."""
+        return size // self.group.degree if self.group is not None and self.by_samples else size
 
     def weights(self, graph: LayerGraph) -> dict[fx.Node, Cut]:
         """Return how the weights are divided that a graph reads."""
@@ -206,10 +256,12 @@ class DividedWeights:
 
     def within(self, graph: LayerGraph, borders: Collection[fx.Node]) -> "DividedWeights":
         """Return the same for a stage that exchanges these values with others."""
-        if self.group is None or not self.by_tokens:
+        if self.group is None:
             return self
-        tokens = divided_by_tokens(graph, self.weights(graph), self.group.degree)
-        return replace(self, tokens=tokens, borders=borders)
+        routed, tokens = find_experts(graph, self.cuts), dict[fx.Node, int]()
+        if self.by_tokens and not self.by_samples:
+            tokens = divided_by_tokens(graph, self.weights(graph), self.group.degree)
+        return replace(self, routed=routed, tokens=tokens, borders=borders)
 
     def exchanged(self, node: fx.Node, spec: ValueSpec) -> ValueSpec:
         """Return the spec of what stages exchange of a value."""
@@ -291,8 +343,11 @@ def whole_state(module: nn.Module, *, kept: bool = True) -> dict[str, Tensor]:
     return {name: wholes[id(tensor)] for name, tensor in state.items()}
 
 
-def division_of(graph: LayerGraph, plan: Plan, group: "TensorGroup") -> DividedWeights:
-    """Return how the ranks divide the weights of a captured model; raise PlanError where they cannot."""
+def division_of(graph: LayerGraph, plan: Plan, group: "TensorGroup", samples: int = 0) -> DividedWeights:
+    """Return how the ranks divide the weights of a captured model; raise PlanError where they cannot.
+
+    Where they divide nothing but experts, each has a part of a microbatch's `samples`.
+    """
     if graph.blocks is not None:
         raise PlanError(
             "ranks divide the products of a captured graph, and the model file names blocks, which run as they are",
@@ -304,12 +359,14 @@ def division_of(graph: LayerGraph, plan: Plan, group: "TensorGroup") -> DividedW
         if node.target in PRODUCTS and (name := weights.get(weight_of(node))) is not None:
             products.setdefault(name.rpartition(".")[0], []).append(node)
     whole = {module for module, own in products.items() if any(_splits_heads(each, group.degree) for each in own)}
-    found = {}
+    experts, found = find_experts(graph).counts, {}
     for name, parameter in graph.model.named_parameters():
         aliases = graph.names_of([name])
         modules = {alias.rpartition(".")[0] for alias in aliases}
         styles = {style_of(plan, module) for module in modules - whole}
         style = next((each for each in (*COLUMNS, *GATHERED, *ROWS) if each in styles), None)
+        if name in experts:
+            style = EXPERTS if style_of(plan, name) == EXPERTS else None
         if style is None or (parameter.dim() == 1 and style in ROWS):  # the bias of a sum is added once
             continue
         users = [node for module in modules for node in products.get(module, ())]
@@ -330,7 +387,8 @@ def division_of(graph: LayerGraph, plan: Plan, group: "TensorGroup") -> DividedW
                 hint="solve with smaller degrees in `tensor`",
             )
         found.update(dict.fromkeys(aliases, cut))
-    return DividedWeights(group, found)
+    by_samples = divides_samples(graph, group.degree, samples) and set(plan.values()) == {EXPERTS}
+    return DividedWeights(group, found, {name: n for name, n in experts.items() if name in found}, by_samples)
 
 
 def _splits_heads(product: fx.Node, degree: int) -> bool:

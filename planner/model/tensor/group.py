@@ -7,17 +7,38 @@ whose results they sum up. Between the two they are DTensors. So all that surrou
 import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from planner.model.tensor.dimensions import Cut
+
+
+class Rows(NamedTuple):
+    """The rows of a rank's experts, among those of all."""
+
+    offsets: Tensor  # where those of each expert end, from the first one on
+    start: int
+    length: int
+    total: int
+
+
+class Exchange(NamedTuple):
+    """How ranks that have samples of their own exchange rows, so that each has those of its experts."""
+
+    offsets: Tensor  # where the rows of each of this rank's experts end
+    order: Tensor  # of the rows that come, by sender, in which they are by expert
+    back: Tensor  # the inverse
+    sends: list[int]  # rows to each rank
+    takes: list[int]
 
 
 class TensorGroup:
@@ -76,6 +97,66 @@ class TensorGroup:
         assert isinstance(value, DTensor)
         whole: Tensor = value.redistribute(placements=[Replicate()]).to_local()
         return Cut(dimension, blocks).whole(whole.chunk(self.degree, dimension)) if blocks else whole
+
+    def rows(self, offsets: Tensor, whole: Tensor) -> Rows:
+        """Return which rows of a value belong to this rank's experts, given where those of each expert end.
+
+        Without data, as many as any other rank's. The host waits for the offsets, as sizes depend on them.
+        """
+        each, total = offsets.shape[0] // self.degree, whole.shape[0]
+        if isinstance(offsets, FakeTensor):
+            return Rows(offsets[:each], self.place * total // self.degree, total // self.degree, total)
+        first, ends = self.place * each, [0, *offsets.tolist()]
+        start = ends[first]
+        return Rows(offsets[first : first + each] - start, start, ends[first + each] - start, total)
+
+    def take(self, value: Tensor, rows: Rows) -> Tensor:
+        """Return this rank's rows of a value."""
+        return value.narrow(0, rows.start, rows.length)
+
+    def summand(self, value: Tensor, rows: Rows) -> Tensor:
+        """Return a value with zeros for the rows of other ranks."""
+        after = rows.total - rows.start - rows.length
+        return F.pad(value, (*[0, 0] * (value.dim() - 1), rows.start, after))
+
+    def alone(self, value: Tensor) -> Tensor:
+        """Return a value that all ranks have whole, for a computation that each does for itself with a part."""
+        made: Tensor = _Alone.apply(value, self.mesh.get_group()) if value.requires_grad else value  # type: ignore[no-untyped-call]
+        return made
+
+    def exchange(self, offsets: Tensor, whole: Tensor) -> Exchange:
+        """Return how the rows of a value of this rank's samples get to the ranks of their experts.
+
+        Without data, and where the others are not there, it gets as many as it gives; see `rows`.
+        """
+        given = offsets.diff(prepend=offsets.new_zeros(1)).view(self.degree, -1)
+        taken = self._moved(given)
+        if dist.get_backend(self.mesh.get_group()) == "fake":
+            taken = given
+        if isinstance(offsets, FakeTensor):
+            sends = takes = [whole.shape[0] // self.degree] * self.degree
+        else:
+            sends, takes = torch.stack([given.sum(1), taken.sum(1)]).tolist()
+        own = torch.arange(taken.shape[1], device=offsets.device).repeat(self.degree)
+        order = own.repeat_interleave(taken.flatten(), output_size=sum(takes)).argsort(stable=True)
+        return Exchange(taken.sum(0).cumsum(0).to(offsets.dtype), order, order.argsort(), sends, takes)
+
+    def give(self, value: Tensor, rows: Exchange) -> Tensor:
+        """Return the rows of this rank's experts, of the values of all ranks."""
+        return self._moved(value, rows.takes, rows.sends)[rows.order]
+
+    def back(self, value: Tensor, rows: Exchange) -> Tensor:
+        """Return the rows of this rank's samples, of the values that all ranks made of their experts' rows."""
+        return self._moved(value[rows.back], rows.sends, rows.takes)
+
+    def _moved(self, value: Tensor, takes: list[int] | None = None, sends: list[int] | None = None) -> Tensor:
+        moved: Tensor = funcol.all_to_all_single_autograd(value, takes, sends, self.mesh.get_group())
+        return moved
+
+    def matrices(self, weights: Tensor) -> Tensor:
+        """Return this rank's experts of weights that are whole, or divided by experts."""
+        own: Tensor = self.scatter(weights, 0).to_local()  # type: ignore[attr-defined]
+        return own
 
     def split(self, value: Tensor, sizes: Sequence[int], dimension: int) -> tuple[Tensor, ...]:
         """Return the blocks of a packed value, of these sizes in the whole, each of which the ranks divide."""
@@ -160,6 +241,20 @@ class TensorGroup:
         if mask is not None:
             scores = scores.masked_fill(mask.logical_not(), -math.inf) if mask.dtype == torch.bool else scores + mask
         return DTensor.from_local((scores.softmax(-1) * noise) @ v, self.mesh, [own], run_check=False)
+
+
+class _Alone(torch.autograd.Function):
+    """A value as it is, whose gradient is the sum of what the ranks have."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        summed: Tensor = torch.ops._c10d_functional.wait_tensor(funcol.all_reduce(gradient, "sum", ctx.group))
+        return summed, None
 
 
 class _Gathered(torch.autograd.Function):

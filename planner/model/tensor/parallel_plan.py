@@ -16,15 +16,14 @@ from planner.errors import InputError
 from planner.model.capture.graph import LayerGraph
 from planner.model.spec import TrainingSpec
 from planner.model.tensor.dimensions import PRODUCTS, Cut, Packing, dimension_of, packing, shape_of, weight_of
+from planner.model.tensor.experts import EXPERTS, find_experts
 
 Plan = Mapping[str, str]  # how modules are divided, by patterns of their names
 COLUMNS, ROWS = ("colwise", "packed_colwise"), ("rowwise", "embedding_rowwise")
 GATHERED = ("colwise_gather_output", "colwise_rep")  # columns, whose outputs every rank has whole right behind
 
 
-def _declared_plan(training_spec: TrainingSpec, model: nn.Module) -> Plan | None:
-    if training_spec.defines("tensor_parallel_plan"):
-        return training_spec.tensor_parallel_plan()
+def _models_own_plan(model: nn.Module) -> Plan | None:
     for name, module in model.named_modules():
         if plan := getattr(module, "tp_plan", None):
             return {f"{name}.{pattern}" if name else pattern: style for pattern, style in plan.items()}
@@ -37,10 +36,17 @@ def style_of(plan: Plan, name: str) -> str | None:
     return plan.get(name, plan.get(general))
 
 
-def tensor_parallel_plan(training_spec: TrainingSpec, graph: LayerGraph, degree: int) -> Plan:
-    """Return how so many ranks divide a model's modules: as it says, or else as its graph allows."""
-    if (declared := _declared_plan(training_spec, graph.model)) is not None:
-        return declared
+def tensor_parallel_plan(training_spec: TrainingSpec, graph: LayerGraph, degree: int, samples: int = 0) -> Plan:
+    """Return how so many ranks divide a model's modules: as it says, or else as its graph allows.
+
+    Of a model with experts they divide these alone, where each rank can have a part of a microbatch's `samples`.
+    """
+    if training_spec.defines("tensor_parallel_plan"):
+        return training_spec.tensor_parallel_plan()
+    if divides_samples(graph, degree, samples) and (experts := expert_plan(graph, degree)):
+        return experts
+    if (declared := _models_own_plan(graph.model)) is not None:
+        return {**declared, **expert_plan(graph, degree)}
     if found := found_plan(graph, degree):
         return found
     raise InputError(
@@ -74,7 +80,17 @@ def found_plan(graph: LayerGraph, degree: int) -> dict[str, str]:
             users = [other.target in PRODUCTS for other, own in read.items() if own == name]
             if len(users) == uses[name] <= 2 and name.endswith(".weight"):  # a head may have the embedding's weight
                 styles[name] = GATHERED[0] if any(users) else "embedding_rowwise"
-    return {name.rpartition(".")[0]: style for name, style in styles.items()}
+    return {name.rpartition(".")[0]: style for name, style in styles.items()} | expert_plan(graph, degree)
+
+
+def divides_samples(graph: LayerGraph, degree: int, samples: int) -> bool:
+    """Return whether so many ranks can have a part of the samples each."""
+    return samples > 0 and samples % degree == 0 and graph.batch_size is None
+
+
+def expert_plan(graph: LayerGraph, degree: int) -> dict[str, str]:
+    """Return which weights of grouped products so many ranks divide by experts, by the names of the weights."""
+    return {name: EXPERTS for name, count in find_experts(graph).counts.items() if count % degree == 0}
 
 
 def _walk(

@@ -153,7 +153,7 @@ class Estimator:
                     raise
                 self._degrees.remove(degree)
                 continue
-            costs.append(degree_costs(profile_of_trace(part, self._spec), degree, part.weights, part.counts))
+            costs.append(degree_costs(profile_of_trace(part, self._spec), part.division, part.weights, part.counts))
         return profile.model_copy(update={"tensor": tuple(costs)}) if costs else profile
 
     def _trace(self, batch_size: int, degree: int = 1) -> StepTrace:

@@ -26,7 +26,7 @@ from planner.model.options import ModuleOptions, gradient_bytes
 from planner.model.spec import TrainingSpec
 from planner.model.stage.parts import OBSERVABLE, LayerObserver
 from planner.model.stage.stage import StageModule, build_stage
-from planner.model.tensor.division import UNDIVIDED, division_of, keep_parts
+from planner.model.tensor.division import UNDIVIDED, DividedWeights, division_of, keep_parts
 from planner.model.tensor.parallel_plan import tensor_parallel_plan
 from planner.profiler.estimated.devices import DeviceSpec, DType
 from planner.profiler.estimated.execution import EAGER_CPU, Execution, compiler, cuda_operations, fused
@@ -68,6 +68,7 @@ class StepTrace:
     known_updates: dict[Shapes, UpdateTrace]  # of this trace and of those like it
     weights: list[dict[str, nn.Parameter]]  # by the first layer that uses them; a rank's parts, where ranks divide them
     counts: LayerCounts
+    division: DividedWeights  # of the weights, where ranks divide them
     unfused: Costs | None = None  # where a compiler fuses
     tokens_per_sample: int | None = None  # of a batch of token ids
     with_data: bool = False  # because its sizes depend on values
@@ -204,7 +205,6 @@ class _Tracer:
                 self.options.prepare(model)
                 (model,) = fake_modules([model], FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv()))
             graph = self._captured(model)
-        batch = on_meta(lambda: spec.example_batch(self.batch_size))
         # The device's own operations; with data, those of the CPU that computes.
         operations = cuda_operations() if self.execution.kind == "cuda" else nullcontext()
         try:
@@ -212,9 +212,11 @@ class _Tracer:
             if has_blocks:
                 with FakeTensorMode(allow_non_fake_inputs=True) as mode, operations:
                     fake = _fake_blocks(graph, mode)
-                    return self._run(fake, self._whole(fake), fake_batch(batch), range(len(fake.layers)))
+                    stage = self._whole(fake)
+                    return self._run(fake, stage, fake_batch(self._batch(stage)), range(len(fake.layers)))
             with abridged(graph) as (shorter, stands):
                 stage = self._whole(shorter)
+                batch = self._batch(stage)
                 with FakeTensorMode(), operations:
                     make_fake(stage)
                     trace = self._run(shorter, stage, fake_batch(batch), stands)
@@ -224,9 +226,15 @@ class _Tracer:
                 raise cause if has_blocks else capture_failure(cause, model) from cause
         if not has_blocks:
             graph = self._captured(spec.build_model())
-        batch = make_batch(spec.example_batch(self.batch_size), "example_batch")
-        trace = self._run(graph, self._whole(graph), batch, range(len(graph.layers)))
+        stage = self._whole(graph)
+        batch = make_batch(spec.example_batch(stage.division.samples_of(self.batch_size)), "example_batch")
+        trace = self._run(graph, stage, batch, range(len(graph.layers)))
         return replace(trace, with_data=True)
+
+    def _batch(self, stage: StageModule) -> Batch:
+        """Return a batch without data, of the samples that the rank has."""
+        size = stage.division.samples_of(self.batch_size)
+        return on_meta(lambda: self.training_spec.example_batch(size))
 
     def _captured(self, model: nn.Module) -> LayerGraph:
         """Capture with few samples, as example batches have data; with all where the graph is good for one size."""
@@ -238,8 +246,8 @@ class _Tracer:
         """Build a stage of all layers."""
         division = UNDIVIDED
         if self.group is not None:
-            plan = tensor_parallel_plan(self.training_spec, graph, self.group.degree)
-            division = division_of(graph, plan, self.group)
+            plan = tensor_parallel_plan(self.training_spec, graph, self.group.degree, self.batch_size)
+            division = division_of(graph, plan, self.group, self.batch_size)
         variant = replace(OBSERVABLE, division=division)
         stage = build_stage(graph, [layer.name for layer in graph.layers], variant=variant)
         keep_parts(stage)
@@ -293,6 +301,7 @@ class _Tracer:
             updates=_for_all(trace_updates(trained, self.training_spec, self.execution, self.known_updates), stands),
             known_updates=self.known_updates,
             weights=_for_all(weights, stands),
+            division=stage.division,
             counts=LayerCounts(
                 flops=_for_all(counts.flops, stands),
                 reduced={name: tuple(_for_all(column, stands)) for name, column in counts.reduced.items()},

@@ -119,11 +119,12 @@ class StepMeasurement:
         columns = zip(layers, updates, saved, workspaces, self.counts.flops, strict=True)
         return Measurement([LayerMeasurement(*column) for column in columns], whole)
 
-    def degree_costs(self, effort: Effort, degree: int) -> DegreeCosts:
-        """Measure what the layers cost one of `degree` ranks that divide them."""
+    def degree_costs(self, effort: Effort) -> DegreeCosts:
+        """Measure what the layers cost one of the ranks that divide them."""
         measured = self.measure_uncompiled(effort)
         part = make_profile("", self._graph, self._batch.size, measured, describe_device(self._device, 1, 1))
-        return degree_costs(part, degree, self._by_layer(dict(self._stage.named_parameters())), self.counts)
+        weights = self._by_layer(dict(self._stage.named_parameters()))
+        return degree_costs(part, self._stage.division, weights, self.counts)
 
     def _measure_steps(self, effort: Effort, phase: str = "measuring") -> tuple[list[StepTimes], StepTimes]:
         steps = self._steps()
@@ -206,9 +207,10 @@ def measure_degrees(
     device = next(graph.model.parameters()).device
     found = []
     for degree in degrees:
-        plan = tensor_parallel_plan(spec, graph, degree)
+        plan = tensor_parallel_plan(spec, graph, degree, batch.size)
         with first_rank(degree, device) as group:
-            division = division_of(graph, plan, group)
-            measurement = StepMeasurement(spec, graph, batch, device, division=division)
-            found.append(measurement.degree_costs(effort, degree))
+            division = division_of(graph, plan, group, batch.size)
+            own = batch.split(degree)[0] if division.by_samples else batch
+            measurement = StepMeasurement(spec, graph, own, device, division=division)
+            found.append(measurement.degree_costs(effort))
     return tuple(found)

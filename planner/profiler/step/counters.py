@@ -26,6 +26,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 from planner.errors import InputError
 from planner.formats.profile import DEGREE_COLUMNS, DegreeCosts, Profile
 from planner.model.options import gradient_bytes
+from planner.model.tensor.division import DividedWeights
 from planner.profiler.step.timing import LayerMarks, MarkT
 
 if TYPE_CHECKING:  # importing DTensor takes a second, which only groups are worth
@@ -37,8 +38,8 @@ _FUSED_RECURRENT = ("mkldnn_rnn_layer", "_cudnn_rnn")
 GROUPED = ("_grouped_mm", "_scaled_grouped_mm", "grouped_mm_fallback")
 _OTHERS = ("_scaled_dot_product", *_VECTORS, *_FUSED_RECURRENT, *GROUPED)  # beside those that PyTorch counts
 COLLECTIVES = "_c10d_functional"  # the namespace of their operations
-# A ring sends (t - 1)/t of the bytes for either, and an all-reduce is one after the other.
-_SHARES = {"all_reduce": 1.0, "all_gather_into_tensor": 0.5, "reduce_scatter_tensor": 0.5}
+# Ranks send (t - 1)/t of the bytes for each of these, and an all-reduce in a ring is two of them.
+_SHARES = {"all_reduce": 1.0, "all_gather_into_tensor": 0.5, "reduce_scatter_tensor": 0.5, "all_to_all_single": 0.5}
 Totals = tuple[float, float, float]  # model FLOPs, bytes that are all-reduced, and all-reduces
 
 
@@ -159,15 +160,21 @@ def first_rank(degree: int, device: torch.device) -> "Iterator[TensorGroup]":
 
 
 def degree_costs(
-    part: Profile, degree: int, layers: Sequence[Mapping[str, Tensor]], counts: LayerCounts
+    part: Profile, division: DividedWeights, layers: Sequence[Mapping[str, Tensor]], counts: LayerCounts
 ) -> DegreeCosts:
     """Return the costs of a rank's layers.
 
     Args:
         part: the profile of what the rank ran.
+        division: what the ranks divide.
         layers: its weights, each in the first layer that uses it.
     """
-    columns = {name: tuple(getattr(layer, name) for layer in part.layers) for name in DEGREE_COLUMNS}
+    columns: dict[str, Any] = {name: tuple(getattr(each, name) for each in part.layers) for name in DEGREE_COLUMNS}
+    columns["by_samples"] = division.by_samples or None
     columns["weight_bytes"] = tuple(sum(p.nbytes for p in layer.values()) for layer in layers)
     columns["gradient_bytes"] = tuple(sum(map(gradient_bytes, layer.values())) for layer in layers)
-    return DegreeCosts(degree=degree, source=part.provenance.source, **counts.reduced, **columns)
+    columns |= counts.reduced
+    if division.experts:
+        columns["experts"] = tuple(max((division.experts.get(name, 0) for name in own), default=0) for own in layers)
+    assert division.group is not None
+    return DegreeCosts(degree=division.group.degree, source=part.provenance.source, **columns)

@@ -263,6 +263,8 @@ def _solver(plan: Plan) -> str:
 def bound_words(solver: SolverReport) -> str:
     """Say what no plan is below by the cost model, and which of the simulated plans this is."""
     least = f"by the cost model none takes less than {format_seconds(solver.lower_bound_s)}, {solver.gap:.1%} less"
+    if solver.bound_of:
+        least = f"{least}, of plans with {solver.bound_of}"
     others = "no other" if solver.exhausted else "others"
     return least + (f"; best of {solver.simulated} simulated; {others} could be faster" if solver.simulated else "")
 

@@ -2,8 +2,10 @@
 
 They are what people use without a planner: data parallelism, and pipelines of equal blocks or equal times with the same
 number of replicas for every stage, with the optimizer's state whole or divided over the replicas, on all GPUs and on a
-half, a quarter and so on of them. A stage that does not fit the memory recomputes as little as makes it fit. Where none
-of these plans fits, one walk over some of the cuts finds a plan that does, of stages as large as their memory allows.
+half, a quarter and so on of them. Under schedules that drain, each number of replicas has as many stages as there are
+GPUs for: as on 35 groups of GPUs 35, 17, 11, 8, 7. A stage that does not fit the memory recomputes as little as makes
+it fit. Where none of these plans fits, one walk over some of the cuts finds a plan that does, of stages as large as
+their memory allows.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,6 +19,7 @@ from planner.cost.candidate import Candidate, StageOptions
 from planner.cost.recomputation import Recomputation
 from planner.solver.choose.baselines import equal_blocks, equal_times
 from planner.solver.evaluate.evaluation import priced, simulated
+from planner.solver.evaluate.pipelines import MOST_COMPUTATIONS
 from planner.solver.problem.budget import Budget
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import Evaluation, Found
@@ -25,8 +28,9 @@ from planner.solver.search.pipeline_search import PipelineSearch
 from planner.solver.search.restricted import counts_to_try
 from planner.units import SLACK
 
-GRACE_S = 1.0  # to simulate these plans after the time limit: otherwise nobody knows which is the fastest
+GRACE_S = 3.0  # to simulate these plans after the time limit: otherwise nobody knows which is the fastest
 MOST_SIMULATED = 3  # of the best by the cost model, before the search begins
+MOST_AT_ONCE = 2**12  # forwards of a minibatch of plans that are simulated before the search: parts of a second
 MOST_CUTS = 100  # among which any plan that fits is sought
 
 
@@ -39,8 +43,8 @@ class FirstPlans:
         self.best: Evaluation | None = None
 
     def evaluate(self) -> None:
-        """Find the fastest of them, of which the best by the cost model are simulated."""
-        self._consider(self._hurried(), islice(self._fitting, MOST_SIMULATED))
+        """Find the fastest of them, of which the best by the cost model are simulated, unless that takes seconds."""
+        self._consider(self._hurried(), islice(self._fitting, MOST_SIMULATED), MOST_AT_ONCE)
 
     def last_resort(self) -> Evaluation | None:
         """Return the best of them; where none fits the memory, any plan that does, or None if no such plan is found."""
@@ -61,6 +65,8 @@ class FirstPlans:
         problem = self._hurried()
         if problem.simulates and not found.best.simulated:  # time ran out before its waiting was known
             found = found.with_best(simulated(problem, found.best))
+        if self.best is not None and problem.simulates and not self.best.simulated:
+            self.best = simulated(problem, self.best)
         # No plan is faster, and with many layers these take longer to find than the search took. But the search has no
         # level 2, which may save recomputation.
         if self.best is None and found.best.seconds <= found.bound_s * (1 + SLACK) and 2 not in problem.levels:
@@ -78,12 +84,15 @@ class FirstPlans:
         given = self._problem.budget
         return replace(self._problem, budget=replace(given.apart(), deadline=given.deadline.at_least(GRACE_S), seen={}))
 
-    def _consider(self, problem: Problem, plans: Iterable[Evaluation]) -> None:
-        """Simulate plans, the fastest by the cost model first, as long as one may be the best."""
+    def _consider(self, problem: Problem, plans: Iterable[Evaluation], most: int = MOST_COMPUTATIONS) -> None:
+        """Simulate plans of up to so many forwards, the fastest by the cost model first, while one may be the best."""
+        left = MOST_COMPUTATIONS
         for plan in plans:
-            if self.best is not None and plan.seconds >= self.best.counted_s:
-                break  # simulating only adds waiting
-            evaluation = simulated(problem, plan) if problem.simulates else plan
+            forwards = len(plan.stages) * problem.microbatches
+            left -= forwards
+            if self.best is not None and (plan.seconds >= self.best.counted_s or left < 0):
+                break  # simulating only adds waiting, and of large plans it takes seconds
+            evaluation = simulated(problem, plan) if problem.simulates and forwards <= most else plan
             if self.best is None or evaluation.saves(self.best):
                 self.best = evaluation
         if problem.deadline.at_s is not None:  # otherwise the search looks at all that may be faster
@@ -99,9 +108,11 @@ def fitting_plans(problem: Problem) -> Iterator[Evaluation]:
     leaner, usual, priced_once = Leaner(problem), list(_usual_plans(problem)), set[int]()
     plans: list[tuple[float, int, Evaluation | None]] = [(least_s, n, None) for n, (least_s, _, _) in enumerate(usual)]
     heapify(plans)
-    while plans:
+    found = False
+    while plans and not (found and problem.deadline.passed):
         _, number, plan = heappop(plans)
         if plan is not None:
+            found = True
             yield plan
             continue
         stages = [replace(stage, options=usual[number][2]) for stage in usual[number][1]]
@@ -120,23 +131,45 @@ def _usual_plans(problem: Problem) -> Iterator[tuple[float, Sequence[Candidate],
     gpus = problem.cluster.gpus
     most_replicas = min(problem.most_replicas, problem.microbatches if problem.schedule.divides else gpus)
     most_stages = min(gpus, problem.rules.max_stages or gpus)
-    layers_s = column(problem.layer_costs, "forward_s") + column(problem.layer_costs, "backward_s")
-    counts = [2**power for power in range(min(most_stages, len(layers_s)).bit_length())]
+    drains = problem.schedule.formula == "synchronous" and problem.schedule.pipelined
+    memory = None if problem.cluster.kinds else problem.cluster.memory_bytes
+    gradients = ("gradient_bytes",) if problem.microbatches > 1 else ()  # of a single one not all exist at once
+    layers_s, kept, optimizer = (
+        np.sum([column(problem.layer_costs, name) for name in names], axis=0)
+        for names in (("forward_s", "backward_s"), ("weight_bytes", *gradients), ("optimizer_bytes",))
+    )
+    counts = _stages_to_try(problem, min(most_stages, len(layers_s)))
     for stages, equal in zip(counts, equal_times(problem.layer_costs, counts, problem.budget.deadline), strict=False):
         if len(equal) < stages:
             return  # there are fewer cuts
         blocks = equal_blocks(problem.layer_costs, stages)
         for cut in [equal, blocks] if len(blocks) == stages and blocks != equal else [equal]:
-            slowest_s = max(float(layers_s[list(stage.layers)].sum()) for stage in cut)
+            rows = [list(stage.layers) for stage in cut]
+            slowest_s, total_s = max(float(layers_s[own].sum()) for own in rows), float(layers_s.sum())
             if problem.cluster.kinds:
-                slowest_s = 0.0  # the devices may be faster than the profiled one
+                slowest_s = total_s = 0.0  # the devices may be faster than the profiled one
+            # Where the state does not fit, no recomputation helps.
+            state = [(float(kept[own].sum()), float(optimizer[own].sum())) for own in rows]
             for used in counts_to_try(gpus) if stages == 1 else (gpus >> power for power in range(gpus.bit_length())):
                 replicas = used // stages
                 if 1 <= replicas <= most_replicas:
-                    least_s = slowest_s * problem.microbatches / replicas * (1 - SLACK)
+                    least_s = slowest_s * problem.microbatches / replicas
+                    if drains:
+                        least_s = total_s + max(0.0, least_s - slowest_s)
                     for level in problem.levels if replicas > 1 else (0,):
-                        if level < 2 or (stages == 1 and problem.microbatches % replicas == 0):
-                            yield least_s, cut, StageOptions(replicas, level=level)
+                        parts = [replicas if level > least else 1 for least in (1, 0)]
+                        held = max(whole / parts[0] + divided / parts[1] for whole, divided in state)
+                        may = level < 2 or (stages == 1 and problem.microbatches % replicas == 0)
+                        if may and (memory is None or held <= memory):
+                            yield least_s * (1 - SLACK), cut, StageOptions(replicas, level=level)
+
+
+def _stages_to_try(problem: Problem, most: int) -> list[int]:
+    """Return numbers of stages, ascending: the powers of two, and under schedules that drain whatever uses all GPUs."""
+    gpus, regular = problem.cluster.gpus, set[int]()
+    if not (problem.schedule.asynchronous or problem.cluster.kinds):
+        regular = {gpus // replicas for replicas in range(1, gpus + 1)}
+    return sorted(each for each in {*(2**power for power in range(most.bit_length())), *regular} if each <= most)
 
 
 class Leaner:

@@ -16,7 +16,7 @@ from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import Evaluation
 
 MOST_WORKERS = 64  # beyond, simulating takes too long
-MOST_COMPUTATIONS = 2**12  # forwards of a minibatch on all workers, likewise
+MOST_COMPUTATIONS = 2**14  # forwards of a minibatch on all workers, of all chunks together, likewise
 
 
 def too_large(problem: Problem, stages: Sequence[Candidate]) -> bool:
@@ -24,7 +24,7 @@ def too_large(problem: Problem, stages: Sequence[Candidate]) -> bool:
     workers, microbatches = sum(stage.replicas for stage in stages), problem.microbatches
     if problem.schedule.asynchronous:
         return workers > MOST_WORKERS or workers * microbatches > MOST_COMPUTATIONS
-    return len(stages) * microbatches > MOST_COMPUTATIONS
+    return len(stages) // problem.setting.chunks * microbatches > MOST_COMPUTATIONS
 
 
 def pipeline_for(problem: Problem, candidate: Evaluation) -> PipelineCosts:

@@ -126,6 +126,7 @@ class Found:
     best: Evaluation
     bound_s: float  # seconds per minibatch that no plan is below
     name: str = "search"  # of the method
+    bound_of: str = ""  # of which plans, where not of all
 
     def with_best(self, best: Evaluation) -> "Found":
         """Return the answer with another plan; no bound is above the time of a plan that exists."""

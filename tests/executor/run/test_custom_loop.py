@@ -18,7 +18,7 @@ from planner.formats.plan import Plan, save_plan
 from planner.model.spec import load_model_file
 from tests.executor import custom_loop_script, eager
 from tests.executor.models import write_model
-from tests.executor.plans import make_plan, structural_profile
+from tests.executor.plans import in_groups, make_plan, structural_profile
 from tests.executor.rounds import Weights, delayed_rounds
 
 SAMPLES = 30
@@ -67,6 +67,46 @@ except BaseException as error:
     print("caught", type(error).__name__, flush=True)
     raise
 """
+
+
+FEEDING = """
+import sys, torch, planner
+plan = planner.load_plan(sys.argv[1])
+spec = planner.load_model_file("experts alone_momentum.py")
+losses = []
+with planner.pipeline(plan, "experts alone_momentum.py", seed=3) as pipeline:
+    for step in range(4):
+        torch.manual_seed(step)
+        losses.append(pipeline.step(spec.functions["example_batch"](8)))
+print("losses", losses, flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_ranks_that_divide_experts_take_their_samples_of_what_a_loop_feeds(tmp_path: Path) -> None:
+    path = write_model(tmp_path, "experts alone", "momentum")
+    (tmp_path / "script.py").write_text(FEEDING, encoding="utf-8")
+    alone = make_plan(structural_profile(path, 2), (1,), "1f1b-flush", 4)
+    group = in_groups(make_plan(structural_profile(path, 4), (1,), "1f1b-flush", 2), 2)
+    losses = []
+    for plan, workers in ((alone, 1), (group.model_copy(update={"by_samples": True}), 2)):
+        save_plan(plan, tmp_path / "own.plan")
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={workers}"]
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(Path.cwd())}
+        process = subprocess.run(
+            [*command, "script.py", "own.plan"],
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+            check=False,
+            env=environment,
+            cwd=tmp_path,
+        )
+        assert process.returncode == 0, process.stdout + process.stderr
+        told = [line.partition(" ")[2] for line in process.stdout.splitlines() if line.startswith("losses")]
+        assert len(set(told)) == 1, "all ranks know the whole loss"
+        losses.append(json.loads(told[0]))
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
 
 
 @pytest.mark.slow

@@ -10,9 +10,16 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from planner.errors import ModelFileError
-from planner.executor.run.data import RANDOM_BATCHES, DatasetBatches, RandomBatches, make_batches
-from planner.model.batch import Batch
+from planner.errors import InputError, ModelFileError
+from planner.executor.run.data import (
+    RANDOM_BATCHES,
+    DatasetBatches,
+    FedBatches,
+    OfRank,
+    RandomBatches,
+    make_batches,
+)
+from planner.model.batch import Batch, make_batch
 from planner.model.spec import load_model_file
 from planner.options.training import STEPS
 from planner.schedule.instructions import Unit
@@ -59,6 +66,33 @@ def test_microbatches_divide_the_minibatch_that_one_worker_would_see() -> None:
     for minibatch in range(5):
         pieces = [samples(parts.batch(Unit(minibatch, microbatch))) for microbatch in range(3)]
         assert list(chain.from_iterable(pieces)) == samples(whole.batch(Unit(minibatch)))
+
+
+def test_ranks_divide_the_microbatches_of_their_group() -> None:
+    group = DatasetBatches(Numbers(40), 6, 2, seed=0, drop_last=True)
+    ranks = [OfRank(DatasetBatches(Numbers(40), 2, 6, seed=0, drop_last=True), place, 3) for place in range(3)]
+    for unit in (Unit(minibatch, microbatch) for minibatch in range(5) for microbatch in range(2)):
+        assert list(chain.from_iterable(samples(rank.batch(unit)) for rank in ranks)) == samples(group.batch(unit))
+        assert [rank.size(unit) for rank in ranks] == [2, 2, 2]
+        assert sum(rank.share(unit) for rank in ranks) == pytest.approx(group.share(unit))
+        assert [rank.numbered(unit).microbatch for rank in ranks] == [3 * unit.microbatch + place for place in range(3)]
+    assert {rank.microbatches for rank in ranks} == {2}
+    assert {rank.minibatch_size(0) for rank in ranks} == {12}
+
+
+def test_a_minibatch_with_too_few_samples_for_the_ranks_is_refused() -> None:
+    with pytest.raises(InputError, match="a minibatch has 4 samples, and ranks that divide experts take 6 or more"):
+        OfRank(DatasetBatches(Numbers(40), 2, 6, seed=0), 0, 3)
+    fed = FedBatches(6, kept=2)
+    rank = OfRank(fed, 0, 3)
+    for count, refused in ((12, False), (5, True)):
+        number = fed.count
+        fed.feed(make_batch((torch.arange(count),) * 2, "a batch"))
+        if refused:
+            with pytest.raises(InputError, match="a minibatch has 5 samples"):
+                rank.size(Unit(number, 0))
+        else:
+            assert rank.size(Unit(number, 0)) == 2
 
 
 def test_a_dataset_smaller_than_a_minibatch_is_refused() -> None:

@@ -26,14 +26,16 @@ def of_two(profile: Profile) -> DegreeCosts:
     return costs
 
 
-def test_ranks_hold_and_exchange_what_the_plan_says(tmp_path: Path) -> None:
+@pytest.mark.parametrize("model", ["attention", "experts", "experts alone"])
+def test_ranks_hold_and_exchange_what_the_plan_says(model: str, tmp_path: Path) -> None:
     """What a rank runs is timed here, and runs without data there; both count its weights and collectives alike."""
-    path = write_model(tmp_path, "attention", "adamw")
+    path = write_model(tmp_path, model, "adamw")
     profile = planner.profile(path, batch_size=2, seconds=0.1, repeats=3, tensor=(2,))
     measured = of_two(profile)
     estimated = of_two(planner.estimate(path, device="cpu", batch_size=2, tensor=(2,)))
     for name in SAME:
         assert getattr(measured, name) == getattr(estimated, name), name
+    assert (measured.by_samples, measured.experts) == (estimated.by_samples, estimated.experts)
     assert measured.source == "measured"
     assert all(seconds > 0 for seconds in measured.forward_s)
     assert sum(measured.weight_bytes) < sum(layer.weight_bytes for layer in profile.layers)

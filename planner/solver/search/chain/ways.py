@@ -22,6 +22,7 @@ from planner.cost.work import Floats, Footprint, Integers, Record, Work
 from planner.options.solving import UNLIMITED, RecomputeRule
 from planner.schedule.schedule import Schedule
 from planner.solver.problem.bounds import balanced_s
+from planner.solver.problem.drained import drained_s
 from planner.solver.problem.problem import Limits, Problem
 from planner.solver.problem.states import StateSpace
 
@@ -224,9 +225,14 @@ class WaysOf:
 
 
 def relaxed_s(problem: Problem, space: StateSpace) -> float:
-    """Return seconds that no plan is below, whatever its cuts: perfect balance, no communication, the leanest ways."""
-    ways = WaysOf(space, problem.limits, prices_shards=problem.simulates)
-    return balanced_s(problem.layer_costs, problem.setting, ways.least)
+    """Return seconds that no plan is below, whatever its cuts: perfect balance, no communication, the leanest ways.
+
+    Under synchronous schedules the bound knows the bubble and the memory, too; it is infinite where no plan fits.
+    """
+    ways, schedule = WaysOf(space, problem.limits, prices_shards=problem.simulates), problem.schedule
+    least_s = balanced_s(problem.layer_costs, problem.setting, ways.least)
+    drains = schedule.formula == "synchronous" and not (schedule.splits_backward or problem.cluster.kinds)
+    return max(least_s, drained_s(problem)) if drains else least_s
 
 
 def most_after(schedule: Schedule, microbatches: int, replicas: Integers, most: Integers, gpus: int) -> Integers:
@@ -301,10 +307,19 @@ def stages_alike(
         sum_s = np.array(np.broadcast_to(sum_s, (1, len(those)))[0])
         return Stages(those, sum_s, np.where(after >= 0, max_s, np.nan), after)
 
+    def may_fit(state: int, others: Integers) -> Integers:
+        """Return the first of `others`, and those whose stages fit if nothing is saved, on one replica or the most."""
+        if limits.memory_bytes is None:
+            return others
+        those = ways.all(state, others)
+        lean = replace(those, footprint=those.footprint.least()).footprint_on(replicas[[0, -1]]).divided(microbatches)
+        fits = np.broadcast_to(lean.total_bytes(1, schedule.versions(1)) <= limits.memory_bytes, (2, len(those)))
+        return others[np.isin(np.arange(len(others)), [0, *those.stage[fits.any(axis=0)]])]
+
     found = list[Stages]()
     for state in range(len(space) - 1):
         limits.deadline.check()
-        others = space.among_later(state, np.arange(state + 1, len(space)))
+        others = may_fit(state, space.among_later(state, np.arange(state + 1, len(space))))
         plainest = of_use(ways.all(state, others))
         limited = (plainest.after < gpus // unit).any(axis=0)
         choosing = ways.choosing(plainest.ways, limited, len(others))

@@ -1,0 +1,112 @@
+"""Regular interleaved plans: the fastest of all shapes, within the memory, and trained as they are planned."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from planner.analysis.fit import fit
+from planner.api.running import check_trainable
+from planner.cost.layer_costs import LayerCosts
+from planner.cost.setting import Setting
+from planner.formats.cluster import Cluster, flat_cluster
+from planner.formats.profile import Profile
+from planner.options.solving import SolveOptions, StageRules
+from planner.schedule.chunked import INTERLEAVED
+from planner.schedule.one_stage import FLUSH
+from planner.simulator.simulate_plan import simulated_s
+from planner.solver.choose.baselines import equal_blocks
+from planner.solver.choose.first_plans import fitting_plans
+from planner.solver.choose.interleaving import interleaved
+from planner.solver.evaluate.evaluation import evaluate
+from planner.solver.find_plan import find_plan, or_interleaved
+from planner.solver.problem.budget import Patience
+from planner.solver.problem.problem import Problem
+from tests.plan.test_blocks import transformer
+
+MODEL = transformer(16, "h.{block}.part{part}")
+WEIGHT = 10**6  # bytes of each layer, over links of so many a second
+
+
+def problem_on(gpus: int, microbatches: int, memory: int | None = None, rules: StageRules | None = None) -> Problem:
+    # Whole-model replicas would take long to average their gradients.
+    heavy = [each.model_copy(update={"weight_bytes": WEIGHT, "gradient_bytes": WEIGHT}) for each in MODEL.layers]
+    saving = [each.model_copy(update={"saved_bytes": WEIGHT // 5}) for each in heavy]
+    costs = LayerCosts(MODEL.model_copy(update={"layers": tuple(saving)}))
+    return Problem(costs, Setting(flat_cluster(gpus, 1e6, memory), FLUSH, microbatches), rules or StageRules())
+
+
+def test_the_fastest_shape_is_the_answer() -> None:
+    problem, found = problem_on(4, 8), dict[tuple[int, int], float]()
+    for workers, copies in ((2, 2), (4, 1)):
+        for chunks in range(2, 16 // workers + 1):
+            own = replace(problem, setting=replace(problem.setting, schedule=INTERLEAVED, chunks=chunks))
+            stages = equal_blocks(problem.layer_costs, workers * chunks)
+            copied = [replace(each, options=replace(each.options, replicas=copies)) for each in stages]
+            found[workers, chunks] = evaluate(own, copied).seconds
+    best = interleaved(problem, 1e9)
+    assert best is not None
+    own, plan = best
+    workers = len(plan.stages) // own.setting.chunks
+    assert plan.simulated
+    assert plan.seconds == pytest.approx(found[workers, own.setting.chunks])
+    assert plan.seconds <= min(found.values()) * 1.05  # three of them were simulated, the best by the cost model
+    assert interleaved(problem, plan.seconds * 0.9) is None
+
+
+def test_memory_decides_how_many_chunks_recompute() -> None:
+    roomy = interleaved(problem_on(4, 8), 1e9)
+    assert roomy is not None
+    whole = max(roomy[1].price.gpu_bytes)
+    tight = problem_on(4, 8, int(whole * 0.99))
+    found, never = interleaved(tight, 1e9), interleaved(replace(tight, rules=StageRules(recompute="never")), 1e9)
+    assert found is not None
+    assert tight.allows(found[1])
+    assert any(stage.options.recompute for stage in found[1].stages)
+    assert never is not None
+    assert not any(stage.options.recompute for stage in never[1].stages)
+    assert roomy[1].seconds < found[1].seconds < never[1].seconds
+    assert interleaved(problem_on(4, 8, WEIGHT), 1e9) is None
+
+
+def test_pipelines_use_all_gpus_also_where_their_number_is_no_power_of_two() -> None:
+    """As 35 stages on 35 groups of 8 GPUs, which a search over halves never met (Korthikanti et al. 2022)."""
+    problem = problem_on(7, 14, 40 * WEIGHT)
+    depths = {(len(plan.stages), plan.stages[0].replicas) for plan in fitting_plans(problem)}
+    assert (7, 1) in depths
+
+
+def test_fit_answers_with_an_interleaved_plan_where_that_is_faster() -> None:
+    # Eight stages have a bubble of 7 to 8 microbatches, and a fraction of it with several chunks.
+    profile = problem_on(8, 8).layer_costs.profile
+
+    def profile_at(size: int) -> Profile:
+        return profile
+
+    def cluster_of(gpus: int) -> Cluster:
+        return flat_cluster(gpus, 1e6, 40 * WEIGHT)
+
+    def undivided(profile: Profile) -> Profile:
+        return profile
+
+    options = SolveOptions(schedule=FLUSH, microbatches=8)
+    plain = fit(profile_at, undivided, (4,), 8, cluster_of, options)[0].asked.plan
+    plan = fit(profile_at, undivided, (4,), 8, cluster_of, options, interleaves=True)[0].asked.plan
+    assert plain is not None
+    assert plan is not None
+    assert plain.schedule is FLUSH
+    assert plan.schedule is INTERLEAVED
+    assert plan.predicted.seconds_per_minibatch < plain.predicted.seconds_per_minibatch * 0.98
+    assert plan.solver.lower_bound_s <= plan.predicted.seconds_per_minibatch
+    assert not max(map(plan.lacking_bytes, range(len(plan.stages))))
+    assert plan.baselines == plain.baselines
+    assert plan.predicted.seconds_per_minibatch == pytest.approx(simulated_s(plan))
+    check_trainable(plan)
+
+
+def test_who_asks_for_one_cost_model_or_solver_gets_that() -> None:
+    problem = problem_on(4, 8)
+    plan = find_plan(problem.layer_costs.profile, problem.cluster, SolveOptions(schedule=FLUSH, microbatches=8))
+    program = SolveOptions(schedule=FLUSH, microbatches=8, solver="ilp")
+    assert or_interleaved(problem.layer_costs.profile, plan, program, Patience()) is plan
