@@ -66,13 +66,14 @@ class Varying:
         sizes = [found[place] for _, found in self.examples]
         return Length(*place, min(sizes), max(sizes))
 
-    def named(self, batch: "Batch") -> tuple[int, ...]:
-        """Return the lengths by name that example_batch() would need to give a batch's tensors their sizes."""
-        (least, before), sizes, slopes = self.examples[0], _sizes(batch), []
+    def named(self, batch: "Batch", what: str) -> tuple[int, ...]:
+        """Return the lengths by name at which example_batch() is as long as a batch; errors as of `lengths_of`."""
+        sizes = lengths_of(batch, [self.length(place) for place in self.places], what)
+        (least, before), slopes = self.examples[0], []
         for name in least:  # how much longer each dimension is for a length of one more
             corner, alone = next((c, s) for c, s in self.examples if {n for n in c if c[n] != least[n]} == {name})
             slopes.append([(alone[place] - before[place]) / (corner[name] - least[name]) for place in self.places])
-        longer = np.array([sizes[place] - before[place] for place in self.places])
+        longer = [size - before[place] for size, place in zip(sizes, self.places, strict=True)]
         found = np.linalg.lstsq(np.transpose(slopes), longer, rcond=None)[0].tolist()
         return tuple(least[name] + round(more) for name, more in zip(least, found, strict=True))
 
