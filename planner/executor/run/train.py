@@ -265,7 +265,10 @@ def gather_result(
 def _units(context: PipelineContext, instructions: Iterable[Instruction]) -> Iterator[Unit]:
     """Yield the units whose samples this worker reads, in the order of its forwards."""
     for each in instructions:
-        if isinstance(each, Forward) and context.stages[each.stage].module.needs_batch and context.data.size(each.unit):
+        if not isinstance(each, Forward) or not context.data.size(each.unit):
+            continue
+        # Where lengths vary, a worker reads all that passes it, once for all of its stages.
+        if each.stage == min(context.stages) if context.lengths else context.stages[each.stage].module.needs_batch:
             yield each.unit
 
 
