@@ -347,13 +347,12 @@ def predict(run: Run, spec: DeviceSpec, program: Program, links: Links) -> Predi
         products = 2 * blocks.count("layer") + blocks.count("head")
         pendings.append(ahead * products * 2 * llama.seq * run.samples * llama.hidden)
         factor = np.maximum(1.0, host / np.maximum(device, 1e-12))
-        layers += [layer_of(run, kind, len(layers) + n, known[kind][0] * factor, spec) for n, kind in enumerate(blocks)]
-        for number, kind in enumerate(blocks, len(layers) - len(blocks)):
-            layer = layers[number]
+        for kind in blocks:
+            layer = layer_of(run, kind, len(layers), known[kind][0] * factor, spec)
             update_s = layer.update_s + 5 * block_of(llama, kind, run.samples).weights * program.launch_s
             if run.sharded and run.replicas > 1:
                 update_s += float(ring_all_reduce_s(layer.weight_bytes, run.replicas, reducing)) / 2
-            layers[number] = layer.model_copy(update={"update_s": update_s})
+            layers.append(layer.model_copy(update={"update_s": update_s}))
     profile = profile_of(layers, run.samples, spec)
     names = iter(layer.name for layer in layers)
     own_stages = [OwnStage(layers=tuple(next(names) for _ in blocks)) for blocks in stages]

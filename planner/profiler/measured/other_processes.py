@@ -21,7 +21,7 @@ from planner.model.loss import unsplit_loss
 from planner.model.options import ModuleOptions, autocast_dtype, autocast_name
 from planner.model.spec import TrainingSpec, load_model_file
 from planner.profiler.step.timing import StepTimes
-from planner.profiler.step.update import still
+from planner.profiler.step.update import Update
 from planner.profiler.this_machine import check_positive, keep_freed_pages
 from planner.workers.place import available_cores
 
@@ -126,11 +126,11 @@ def _train(order: str) -> None:
     batch = spec.example_batch(parsed["batch_size"])
     options.prepare(model)
     parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    optimizer = still(spec.optimizer(parameters))
+    update = Update(spec, parameters)
     for step in count():
-        optimizer.zero_grad()
+        model.zero_grad()
         unsplit_loss(model, spec, batch, options).backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
+        update()
         if step == 0:
             sys.stdout.write(f"{_READY}\n")
             sys.stdout.flush()

@@ -11,7 +11,7 @@ their memory allows.
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from heapq import heapify, heappop, heappush
-from itertools import islice, takewhile
+from itertools import accumulate, islice, takewhile
 
 import numpy as np
 
@@ -31,6 +31,7 @@ from planner.units import SLACK
 GRACE_S = 3.0  # to simulate these plans after the time limit: otherwise nobody knows which is the fastest
 MOST_SIMULATED = 3  # of the best by the cost model, before the search begins
 MOST_AT_ONCE = 2**12  # forwards of a minibatch of plans that are simulated before the search: parts of a second
+MOST_REGULAR = 2**12  # stages of the plans that use all GPUs, in all
 MOST_CUTS = 100  # among which any plan that fits is sought
 
 
@@ -165,11 +166,15 @@ def _usual_plans(problem: Problem) -> Iterator[tuple[float, Sequence[Candidate],
 
 
 def _stages_to_try(problem: Problem, most: int) -> list[int]:
-    """Return numbers of stages, ascending: the powers of two, and under schedules that drain whatever uses all GPUs."""
-    gpus, regular = problem.cluster.gpus, set[int]()
+    """Return numbers of stages, ascending: the powers of two, and under schedules that drain whatever uses all GPUs.
+
+    Of the latter only the least, `MOST_REGULAR` stages in all: thousands of GPUs would have hundreds of pipelines.
+    """
+    gpus, tried = problem.cluster.gpus, {2**power for power in range(most.bit_length())}
     if not (problem.schedule.asynchronous or problem.cluster.kinds):
-        regular = {gpus // replicas for replicas in range(1, gpus + 1)}
-    return sorted(each for each in {*(2**power for power in range(most.bit_length())), *regular} if each <= most)
+        regular = sorted({gpus // replicas for replicas in range(1, gpus + 1)})
+        tried |= {each for each, total in zip(regular, accumulate(regular), strict=True) if total <= MOST_REGULAR}
+    return sorted(each for each in tried if each <= most)
 
 
 class Leaner:

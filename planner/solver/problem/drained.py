@@ -43,12 +43,13 @@ def drained_s(problem: Problem) -> float:
     if not problem.schedule.pipelined or not (problem.keeps_order or is_linear(problem.layer_costs, groups)):
         return 0.0
     drained, several = _Drained(problem, groups), len(groups) > 1 and problem.cluster.gpus > 1
-    return drained.alone_s(drained.several_s() if several else np.inf)
+    return drained.alone_s(drained.several_s() if several else np.inf, sorted({0, *problem.levels}))
 
 
 def with_single_stages(problem: Problem, bound_s: float) -> float:
     """Return a bound on other plans, or on a single stage whose replicas divide gradients and weights, if less."""
-    return _Drained(problem, uncut_groups(problem.layer_costs)).alone_s(bound_s)
+    levels = [level for level in problem.levels if level > 1]
+    return _Drained(problem, uncut_groups(problem.layer_costs)).alone_s(bound_s, levels)
 
 
 class _Drained:
@@ -70,8 +71,8 @@ class _Drained:
         self._memory = np.inf if room is None else float(room)
         self._most = min(problem.cluster.gpus, problem.microbatches, problem.most_replicas)
 
-    def alone_s(self, below_s: float) -> float:
-        """Return the least seconds of a single stage, or `below_s` if that is less."""
+    def alone_s(self, below_s: float, levels: Sequence[int]) -> float:
+        """Return the least seconds of a single stage of one of these levels, or `below_s` if that is less."""
         problem, once_s, costs = self._problem, float(self._own_s.sum()), self._problem.layer_costs
         # Its blocks recompute one by one, as all at once save nothing at the peak, and keep what enters them.
         units = units_of(costs, range(len(costs.block_of)))
@@ -83,7 +84,7 @@ class _Drained:
         shared = Counter(value for each in entering for value in each)
         entering_bytes = [sum(costs.traffic[value].output_bytes for value in each) for each in entering]
         gains = saved - [sum(costs.traffic[n].output_bytes for n in each if shared[n] == 1) for each in entering]
-        for level in sorted({0, *problem.levels}):  # a single replica divides nothing
+        for level in levels:  # a single replica divides nothing
             for replicas in range(self._most, int(level > 0), -1):
                 share = -(-problem.microbatches // replicas)
                 if share * once_s >= below_s:

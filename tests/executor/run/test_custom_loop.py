@@ -25,12 +25,18 @@ SAMPLES = 30
 TIMEOUT_S = 240
 
 
+def launched(workers: int, *arguments: str, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Run a script under torchrun."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={workers}", *arguments]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(Path.cwd())}
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False, env=environment, cwd=folder
+    )
+
+
 def run_script(folder: Path, workers: int) -> list[dict[str, dict[str, list[float | None]]]]:
     """Run the script; return what each worker reports."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={workers}"]
-    command += [custom_loop_script.__file__, str(folder)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(Path.cwd())}
-    process = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False, env=environment)
+    process = launched(workers, custom_loop_script.__file__, str(folder))
     assert process.returncode == 0, process.stdout + process.stderr
     return [json.loads((folder / f"report-{rank}.json").read_text("utf-8")) for rank in range(workers)]
 
@@ -91,17 +97,7 @@ def test_ranks_that_divide_experts_take_their_samples_of_what_a_loop_feeds(tmp_p
     losses = []
     for plan, workers in ((alone, 1), (group.model_copy(update={"by_samples": True}), 2)):
         save_plan(plan, tmp_path / "own.plan")
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={workers}"]
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(Path.cwd())}
-        process = subprocess.run(
-            [*command, "script.py", "own.plan"],
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT_S,
-            check=False,
-            env=environment,
-            cwd=tmp_path,
-        )
+        process = launched(workers, "script.py", "own.plan", folder=tmp_path)
         assert process.returncode == 0, process.stdout + process.stderr
         told = [line.partition(" ")[2] for line in process.stdout.splitlines() if line.startswith("losses")]
         assert len(set(told)) == 1, "all ranks know the whole loss"
@@ -114,11 +110,7 @@ def test_a_custom_loop_that_fails_ends_with_the_cause_whatever_blocks(tmp_path: 
     path = write_model(tmp_path, "language", "momentum", samples=SAMPLES)
     save_plan(make_plan(structural_profile(path, 4), (1, 1)), tmp_path / "asynchronous.plan")
     (tmp_path / "script.py").write_text(FAILING, encoding="utf-8")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "script.py"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(Path.cwd())}
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False, env=environment, cwd=tmp_path
-    )
+    done = launched(2, "script.py", folder=tmp_path)
     assert done.returncode == 1
     assert "caught KeyError" in done.stdout, done.stderr
     told = "worker 1 (stage 1), while running the script's own code: KeyError: \"the script's own\" (script.py:11)\n"

@@ -162,6 +162,12 @@ def test_profile_says_how_many_were_at_work(model_path: Path) -> None:
     assert profile_model(spec, 4, ProfilingOptions(seconds=0.1)).device.processes is None
 
 
+@needs_two_cores
+def test_others_train_weights_in_half_precision_as_the_measured_one(model_path: Path) -> None:
+    options = ProfilingOptions(seconds=0.1, processes=2, dtype="bfloat16", master_weights=True)
+    assert profile_model(load_model_file(model_path), 4, options).device.processes == 2
+
+
 def test_a_step_that_fails_there_is_told(model_path: Path) -> None:
     spec = load_model_file(model_path)
     model_path.write_text(MODEL.replace("(output - target)", "(output - target[:, :0].sum(2))"), encoding="utf-8")

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from planner import solve
 from planner.cost.layer_costs import LayerCosts
 from planner.cost.setting import Setting
 from planner.formats.cluster import Cluster, flat_cluster, hierarchical_cluster
@@ -87,3 +88,10 @@ def test_bound_knows_what_memory_makes_recompute() -> None:
 def test_bound_knows_the_messages_of_the_fewest_stages() -> None:
     free, slow = (even_problem(flat_cluster(4, each, 60), 8, StageRules()) for each in (1e12, 0.5))
     assert drained_s(slow) - drained_s(free) == pytest.approx(2 * 2 / 0.5)
+
+
+def test_a_search_stays_exact_beside_stages_that_it_does_not_know() -> None:
+    """One GPU holds one of three microbatches, so the stage recomputes; no replicas divide anything."""
+    model = profile(layer("only", 1, 0, saved_bytes=1)).model_copy(update={"optimizer_elementwise": True})
+    plan = solve(model, flat_cluster(1, 1.0, 1), schedule="gpipe", microbatches=3)
+    assert plan.solver.lower_bound_s == plan.predicted.seconds_per_minibatch == 6.0
