@@ -1,5 +1,6 @@
 """Summarize a timeline: pace, bubble, busy shares of workers and links, and peaks of memory."""
 
+from collections import defaultdict
 from typing import Literal
 
 import numpy as np
@@ -9,12 +10,13 @@ from planner.arguments import checked
 from planner.formats.files import Record
 from planner.formats.plan_parts import ScheduleField
 from planner.formats.shown import Shown
-from planner.formats.timeline import LANES, EventKind, Timeline
+from planner.formats.timeline import LANES, Event, EventKind, Timeline
 from planner.schedule.schedule import PipelineShape
 from planner.simulator.simulation import Completions
 from planner.simulator.steady_time import steady_state
 
 Floats = NDArray[np.float64]
+_SOON_S = 1e-9  # roundings of sums of times
 LANE_NAMES = ("compute", "send", "receive", "all-reduce")
 
 
@@ -38,6 +40,15 @@ class LinkShare(Record):
     busy_share: float
 
 
+class BubbleCauses(Record):
+    """The bubble by what workers waited for, each as a share of their time."""
+
+    workers: float = 0.0  # that another worker had computed
+    messages: float = 0.0  # with what that worker sent
+    all_reduces: float = 0.0  # and all-gathers
+    rest: float = 0.0  # nothing that the timeline shows: data, or the host
+
+
 class Summary(Shown, Record):
     """A run in numbers; one that is too short for a steady state counts as a whole."""
 
@@ -57,6 +68,7 @@ class Summary(Shown, Record):
     samples_per_s_of_run: float | None  # with start-up and drain
     bubble_share: float  # of the workers' time in the steady state, without computation
     bubble_share_of_run: float
+    bubble_causes: BubbleCauses  # in the steady state
     busiest: str  # the resource with the largest share
     busiest_share: float
     workers: tuple[WorkerUse, ...]
@@ -140,11 +152,62 @@ def summarize(timeline: Timeline) -> Summary:
         samples_per_s_of_run=None if samples is None or span <= 0 else samples / (span / count),
         bubble_share=1 - _share(float(busy[0].mean()), length),
         bubble_share_of_run=1 - _share(float(busy_s(0.0, span)[0].mean()), span),
+        bubble_causes=_bubble_causes(timeline, start, end),
         busiest=busiest,
         busiest_share=busiest_share,
         workers=workers,
         shared_links=shared,
     )
+
+
+def _bubble_causes(timeline: Timeline, start: float, end: float) -> BubbleCauses:
+    """Divide the time without computation by what came last before the computation that ended it.
+
+    Until its sender had computed it, a message counts as waiting for that worker, and an all-reduce until all had
+    joined. At the end of a run a worker waits for the others.
+    """
+    computed, sums = defaultdict[int, list[Event]](list), defaultdict[int, list[Event]](list)
+    messages = defaultdict[tuple[int, ...], list[Event]](list)
+    made_s: dict[tuple[int, ...], float] = {}
+    for event in timeline.events.rows():
+        gradient = event.kind not in ("forward", "receive_activation")
+        key = event.rank, event.stage, event.minibatch, event.microbatch, gradient
+        match event.lane:
+            case "compute":
+                computed[event.rank].append(event)
+                if event.kind in ("forward", "backward", "backward_input"):
+                    made_s[key] = event.end_s
+            case "receive":
+                messages[key].append(event)
+            case "all-reduce":
+                sums[event.rank].append(event)
+    waits = dict.fromkeys(BubbleCauses.model_fields, 0.0)
+    for rank, events in computed.items():
+        free_s, reduced = start, iter(sums[rank])
+        before = next(reduced, None)
+        for event in events:
+            ended = None
+            while before is not None and before.end_s <= event.start_s + _SOON_S:
+                ended, before = before, next(reduced, None)
+            since_s, until_s = max(free_s, start), min(event.start_s, end)
+            free_s = max(free_s, event.end_s)
+            if until_s <= since_s:
+                continue
+            came = messages[rank, event.stage, event.minibatch, event.microbatch, event.kind != "forward"]
+            last = max(came, key=lambda each: each.end_s, default=None) if event.kind != "update" else None
+            if ended is not None and ended.end_s > since_s and (last is None or last.end_s <= ended.end_s):
+                cause, left_s = "all_reduces", ended.start_s
+            elif last is not None:
+                sender = last.peer_rank or 0, last.peer_stage or 0, last.minibatch, last.microbatch
+                cause, left_s = "messages", made_s.get((*sender, event.kind != "forward"), last.start_s)
+            else:
+                cause, left_s = "rest", since_s
+            middle_s = min(max(left_s, since_s), until_s)
+            waits["workers"] += middle_s - since_s
+            waits[cause] += until_s - middle_s
+        waits["workers"] += max(0.0, end - max(free_s, start))
+    length = (end - start) * len(timeline.workers)
+    return BubbleCauses(**{cause: _share(seconds, length) for cause, seconds in waits.items()})
 
 
 def stages_of(timeline: Timeline, rank: int) -> tuple[int, ...]:

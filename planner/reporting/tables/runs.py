@@ -189,8 +189,21 @@ def _run_lines(summary: Summary, plan: Plan | None) -> list[tuple[str, str | Non
         ("start-up", f"{format_seconds(summary.start_up_s)} until the first backward of stage 0 has ended"),
         ("drain", f"{format_seconds(summary.drain_s)} from the last forward of stage 0"),
         ("bubble", f"{summary.bubble_share:.1%} of the workers' time, {whole:.1%} with start-up and drain"),
+        ("waiting for", bubble_causes(summary)),
         ("busiest", f"{summary.busiest}, {summary.busiest_share:.1%}"),
     ]
+
+
+def bubble_causes(summary: Summary) -> str | None:
+    """Say what workers wait for; None where they do not."""
+    causes = summary.bubble_causes
+    named = {
+        "other workers": causes.workers,
+        "messages": causes.messages,
+        "all-reduces": causes.all_reduces,
+        "other": causes.rest,
+    }
+    return ", ".join(f"{name} {share:.1%}" for name, share in named.items() if share >= 0.0005) or None
 
 
 def worker_table(workers: Sequence[WorkerUse], measured: Sequence[WorkerUse] = ()) -> Table:
