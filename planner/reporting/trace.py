@@ -71,6 +71,7 @@ def _slices(timeline: Timeline, events: Iterable[Event]) -> Iterator[TraceEvent]
         args = {"stage": event.stage, "minibatch": event.minibatch, "microbatch": event.microbatch}
         if event.peer_rank is not None:
             args |= {"peer_rank": event.peer_rank, "peer_stage": event.peer_stage or 0}
+        shown = {"lengths": lengths} if (lengths := timeline.lengths_of(event)) else {}
         yield {
             "ph": "X",
             "pid": event.rank,
@@ -79,7 +80,7 @@ def _slices(timeline: Timeline, events: Iterable[Event]) -> Iterator[TraceEvent]
             "dur": round(_time(event.end_s) - start, 3),
             "name": timeline.name_of(event),
             "cat": event.kind,
-            "args": args,
+            "args": args | shown,
         }
 
 
@@ -133,4 +134,5 @@ def _time(seconds: float) -> float:
 def _event(row: TraceEvent) -> Event:
     end = round(row["ts"] + row["dur"], 3)  # to the bit equal to the start of an event that follows at once
     times = {"start_s": row["ts"] / MICROSECONDS, "end_s": end / MICROSECONDS}
-    return Event(rank=row["pid"], kind=row["cat"], **times, **row["args"])
+    args = {name: value for name, value in row["args"].items() if name in Event._fields}
+    return Event(rank=row["pid"], kind=row["cat"], **times, **args)

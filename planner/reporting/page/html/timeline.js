@@ -43,6 +43,14 @@ function nameOf(row, i) {
   const chunk = "'".repeat(Math.floor(row.stage[i] / DATA.pipeline_length));
   return `${kind.letter}${row.minibatch[i]}${once ? "" : `.${row.microbatch[i]}`}${chunk}`;
 }
+// The lengths of an event's microbatch, where they vary.
+function lengthsOf(row, i) {
+  const lengths = DATA.lengths[row.source];
+  if (!lengths || DATA.kinds[row.kind[i]].once) return "";
+  const number = (row.minibatch[i] - lengths.first) * DATA.microbatches + row.microbatch[i];
+  const found = lengths.microbatches[number % lengths.microbatches.length];
+  return `, ${lengths.names.map((name, each) => `${name} ${found[each]}`).join(", ")}`;
+}
 function describe(row, i) {
   const kind = DATA.kinds[row.kind[i]];
   const of = kind.once ? `round ${row.minibatch[i]}` : `minibatch ${row.minibatch[i]}`;
@@ -50,7 +58,7 @@ function describe(row, i) {
   const peer = row.peer[i] < 0 ? "" : ` ${row.lane === "send" ? "to" : "from"} worker ${row.peer[i]}`;
   const length = seconds(row.end[i] - row.start[i]);
   return [
-    `${nameOf(row, i)}: ${kind.text} of ${of}${micro}${peer}`,
+    `${nameOf(row, i)}: ${kind.text} of ${of}${micro}${lengthsOf(row, i)}${peer}`,
     `stage ${row.stage[i]} on worker ${row.worker.rank}, ${row.source}`,
     `${seconds(row.start[i])} to ${seconds(row.end[i])}, ${length}`,
   ];
