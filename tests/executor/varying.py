@@ -233,7 +233,7 @@ def build_model():
     return T5ForConditionalGeneration(T5Config(vocab_size=40, decoder_start_token_id=0, use_cache=False, **sizes))
 
 def lengths():
-    return {"source": (3, 20), "target": (2, 12)}
+    return {"source": (3, 20), "target": (3, 12)}
 
 def example_batch(batch_size, source, target):
     words = torch.randint(1, 40, (batch_size, source))
@@ -246,7 +246,7 @@ class Sentences(torch.utils.data.Dataset):
 
     def __getitem__(self, index):
         generator = torch.Generator().manual_seed(index)
-        source, target = (int(torch.randint(*each, (), generator=generator)) for each in ((3, 21), (2, 13)))
+        source, target = (int(torch.randint(*each, (), generator=generator)) for each in ((3, 21), (3, 13)))
         return [torch.randint(1, 40, (words,), generator=generator) for words in (source, target)]
 
 def dataset():
@@ -328,6 +328,7 @@ class Reference:
                     make_optimizer,
                     lambda model, minibatch: self.loss(model, minibatch, 0),
                     minibatches,
+                    [stage.in_flight for stage in plan.stages],
                 )
             case "2bw":
                 return double_buffered(
