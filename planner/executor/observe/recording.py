@@ -4,7 +4,8 @@ import json
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from planner.executor.communication.control import control_group, gather_bytes
 from planner.executor.observe.clock import Clock
 from planner.formats.plan import Plan
-from planner.formats.timeline import LANES, Event, Events, MemoryCurve, Timeline
+from planner.formats.timeline import LANES, Event, Events, MemoryCurve, MicrobatchLengths, Timeline
 from planner.runtime import Event as Mark
 from planner.schedule.instructions import Instruction, Message, Receive, ReceiveShared, Send, SendShared, Unit
 
@@ -85,12 +86,24 @@ class TraceRecorder:
         return unit.minibatch if isinstance(unit, Unit) else self._newest
 
 
-def gather_timeline(recorder: TraceRecorder, plan: Plan, minibatches: int, accumulate: int = 1) -> Timeline | None:
-    """Return the timeline of all workers on rank 0; None elsewhere. All workers call it at the same point."""
+def gather_timeline(
+    recorder: TraceRecorder,
+    plan: Plan,
+    minibatches: int,
+    accumulate: int = 1,
+    lengths_of: Callable[[Unit], Mapping[str, int]] | None = None,
+) -> Timeline | None:
+    """Return the timeline of all workers on rank 0; None elsewhere. All workers call it at the same point.
+
+    `lengths_of` says the lengths of a microbatch, by name, where these vary.
+    """
     offsets = _clock_offsets()
     # A worker's newest minibatch may be before the run's last, so it may have kept earlier ones than the run's last.
     first = 0 if recorder.last is None else max(0, minibatches - recorder.last)
-    own = {"events": [list(event) for event in recorder.events(first)], "held": list(recorder.held(first))}
+    own: dict[str, Any] = {"events": [list(event) for event in recorder.events(first)]}
+    own["held"] = list(recorder.held(first))
+    units = {Unit(each[3], each[4]) for each in own["events"] if each[1] == "forward"} if lengths_of else ()
+    own["lengths"] = [(unit, lengths_of(unit)) for unit in units] if lengths_of else []
     parts = [json.loads(part) for part in gather_bytes(json.dumps(own).encode())]
     if not parts:
         return None
@@ -111,7 +124,26 @@ def gather_timeline(recorder: TraceRecorder, plan: Plan, minibatches: int, accum
         for rank, (part, offset) in enumerate(zip(parts, offsets, strict=True))
         if part["held"]
     )
-    return Timeline.of_plan(plan, "measured", minibatches, Events.of(moved), accumulate=accumulate, memory=memory)
+    found = {Unit(*unit): lengths for part in parts for unit, lengths in part["lengths"]}
+    return Timeline.of_plan(
+        plan,
+        "measured",
+        minibatches,
+        Events.of(moved),
+        accumulate=accumulate,
+        memory=memory,
+        lengths=_in_order(found, plan.microbatches),
+    )
+
+
+def _in_order(found: Mapping[Unit, Mapping[str, int]], microbatches: int) -> MicrobatchLengths | None:
+    """Return the lengths of microbatches that follow one another; None where that of one is not known."""
+    first, last = min(found, default=Unit(0)), max(found, default=Unit(0))
+    units = [Unit(minibatch, each) for minibatch in range(first.minibatch, last.minibatch + 1) for each in range(microbatches)]
+    if not found or not found.keys() >= set(units):
+        return None
+    rows = tuple(tuple(found[unit].values()) for unit in units)
+    return MicrobatchLengths(names=tuple(found[first]), first=first.minibatch, microbatches=rows)
 
 
 def _clock_offsets() -> Sequence[float]:
