@@ -139,7 +139,8 @@ def gather_timeline(
 def _in_order(found: Mapping[Unit, Mapping[str, int]], microbatches: int) -> MicrobatchLengths | None:
     """Return the lengths of microbatches that follow one another; None where that of one is not known."""
     first, last = min(found, default=Unit(0)), max(found, default=Unit(0))
-    units = [Unit(minibatch, each) for minibatch in range(first.minibatch, last.minibatch + 1) for each in range(microbatches)]
+    recorded = range(first.minibatch, last.minibatch + 1)
+    units = [Unit(minibatch, each) for minibatch in recorded for each in range(microbatches)]
     if not found or not found.keys() >= set(units):
         return None
     rows = tuple(tuple(found[unit].values()) for unit in units)
