@@ -227,7 +227,7 @@ def _one_more(cluster: Cluster) -> Iterator[tuple[str, Cluster]]:
 
 def _resolved(given: GivenPlan, what: str, cluster: Cluster) -> Alternative:
     try:
-        plan = find_plan(given.layer_costs.profile, cluster, given.options, given.patience)
+        plan = find_plan(given.layer_costs.given, cluster, given.options, given.patience)
     except InfeasibleError:
         return Alternative(what=what, config=None, seconds_per_minibatch=None, gain=None)
     config, seconds = plan.config, plan.predicted.seconds_per_minibatch

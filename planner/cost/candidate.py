@@ -7,6 +7,7 @@ import numpy as np
 
 from planner.cost.work import Floats
 from planner.formats.cluster import DeviceKind
+from planner.formats.profile import Shares
 
 Groups = tuple[frozenset[int], ...]  # positions of layers
 
@@ -56,6 +57,7 @@ class Traffic:
     gradient_bytes: int
     sent_bytes: int  # of the value on a link, which codes it
     returned_bytes: int  # of its gradient
+    shares: Shares = ()  # of these two, by the terms of a microbatch's lengths
 
     @property
     def amounts(self) -> Floats:

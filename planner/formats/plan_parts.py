@@ -9,7 +9,7 @@ from pydantic import Field, PlainSerializer, PlainValidator, WithJsonSchema, mod
 from planner.errors import InputError
 from planner.formats.files import GrownRecord, Record
 from planner.formats.names import CostModelName
-from planner.formats.profile import Bytes, Seconds
+from planner.formats.profile import Bytes, LengthOrder, Seconds, Shares
 from planner.schedule.registry import NAMES, find
 from planner.schedule.schedule import Schedule
 
@@ -120,10 +120,13 @@ class Stage(GrownRecord):
     accumulate_s: Seconds = 0.0  # gradient accumulation, in every backward of a minibatch except the first
     ready_s: tuple[Seconds, ...] = ()  # from the start of a backward until each part of the gradients is complete
     ready_shares: tuple[Annotated[float, Field(ge=0)], ...] = ()  # of their bytes in each part; equal ones if empty
+    # Where lengths vary, seconds are means over the plan's microbatches; a microbatch takes its shares of them.
+    forward_shares: Shares = ()
+    backward_shares: Shares = ()
     memory: StageMemory
 
     later_fields: ClassVar[frozenset[str]] = frozenset(
-        {"sharded", "sharding_level", "recompute_s", "ready_shares", "tensor"}
+        {"sharded", "sharding_level", "recompute_s", "ready_shares", "tensor", "forward_shares", "backward_shares"}
     )
 
     @property
@@ -182,18 +185,38 @@ class Stage(GrownRecord):
         return self
 
 
-class Transfer(Record):
+class Transfer(GrownRecord):
     """Values that stage `source` sends to stage `target` for every microbatch; gradients return the same way.
 
     A value that several later stages use travels along them: each user passes it on to the next, and gradients add up
-    on the way back. Bytes are those on the link, where the cluster's `compress` codes what travels.
+    on the way back. Bytes are those on the link, where the cluster's `compress` codes what travels; where lengths vary,
+    they are means over the plan's microbatches.
     """
+
+    later_fields: ClassVar[frozenset[str]] = frozenset({"output_shares", "gradient_shares"})
 
     source: Annotated[int, Field(ge=0)]
     target: Annotated[int, Field(ge=0)]
     values: Annotated[tuple[str, ...], Field(min_length=1)]
     output_bytes: Bytes
     gradient_bytes: Bytes
+    output_shares: Shares = ()
+    gradient_shares: Shares = ()
+
+
+class PlannedLengths(Record):
+    """The lengths that a plan was made for."""
+
+    names: tuple[str, ...]
+    least: tuple[int, ...]
+    most: tuple[int, ...]
+    order: LengthOrder
+    microbatches: tuple[tuple[int, ...], ...]  # the lengths of some, in an order of training
+
+    @property
+    def means(self) -> tuple[float, ...]:
+        """Return the mean of each length over microbatches."""
+        return tuple(sum(column) / len(column) for column in zip(*self.microbatches, strict=True))
 
 
 class Shared(Record):

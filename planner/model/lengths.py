@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING
 
+import numpy as np
 from torch import Tensor
 
 from planner.errors import ModelFileError
@@ -48,6 +49,11 @@ def lengths_of(batch: "Batch", lengths: Sequence[Length], what: str) -> tuple[in
     return tuple(found)
 
 
+def extent_of(batch: "Batch", lengths: Sequence[Length]) -> "int | tuple[int, ...]":
+    """Return the extent of a batch; raise ModelFileError for a length that is beyond what lengths() says."""
+    return (batch.size, *lengths_of(batch, lengths, "the batch")) if lengths else batch.size
+
+
 @dataclass(frozen=True)
 class Varying:
     """The dimensions that vary in the example batches of a model file."""
@@ -59,6 +65,16 @@ class Varying:
         """Return the length that a batch has in some place."""
         sizes = [found[place] for _, found in self.examples]
         return Length(*place, min(sizes), max(sizes))
+
+    def named(self, batch: "Batch") -> tuple[int, ...]:
+        """Return the lengths by name that example_batch() would need to give a batch's tensors their sizes."""
+        (least, before), sizes, slopes = self.examples[0], _sizes(batch), []
+        for name in least:  # how much longer each dimension is for a length of one more
+            corner, alone = next((c, s) for c, s in self.examples if {n for n in c if c[n] != least[n]} == {name})
+            slopes.append([(alone[place] - before[place]) / (corner[name] - least[name]) for place in self.places])
+        longer = np.array([sizes[place] - before[place] for place in self.places])
+        found = np.linalg.lstsq(np.transpose(slopes), longer, rcond=None)[0].tolist()
+        return tuple(least[name] + round(more) for name, more in zip(least, found, strict=True))
 
 
 def varying(spec: "TrainingSpec", samples: int) -> Varying | None:

@@ -159,11 +159,11 @@ class Communication:
 
     def send(self, rank: int, send: Send, now_s: float) -> None:
         if isinstance(send, SendShared):
-            size_bytes = self._costs.shared_bytes[send.stage, send.peer_stage]
+            size_bytes: float = self._costs.shared_bytes[send.stage, send.peer_stage]
         elif isinstance(send, SendActivation):
-            size_bytes = self._costs.transfer_bytes[send.stage, send.peer_stage][0]
+            size_bytes = self._costs.moved_bytes((send.stage, send.peer_stage), send.unit)[0]
         else:
-            size_bytes = self._costs.transfer_bytes[send.peer_stage, send.stage][1]
+            size_bytes = self._costs.moved_bytes((send.peer_stage, send.stage), send.unit)[1]
         queue = self._queue(rank, send.stage, send.peer_rank, send.peer_stage, isinstance(send, SendShared))
         queue.waiting.append((size_bytes, queue.latency_s, partial(self._on_arrival, rank, send)))
         self._start(queue, now_s)

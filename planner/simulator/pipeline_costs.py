@@ -3,12 +3,16 @@
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from planner.cost.network.link import Buckets
 from planner.cost.network.topology import Topology
 from planner.cost.work import WEIGHT_SHARE
 from planner.formats.cluster import Cluster
 from planner.formats.plan_parts import Shared, Transfer
+from planner.formats.profile import Shares
+from planner.plan.lengths import Terms
+from planner.schedule.instructions import Unit
 from planner.schedule.schedule import PipelineShape
 
 StagePair = tuple[int, int]
@@ -31,6 +35,9 @@ class StageCosts:
     gradient_bytes: int = 0  # that the replicas all-reduce per round
     sharded: bool = False  # they only reduce-scatter these, and gather the weights after the update
     whole_bytes: int = 0  # of `gradient_bytes`, all-reduced whole even so, because other stages share the weights
+    # Where lengths vary, of the seconds above, which are means over microbatches: see `PipelineCosts.terms`.
+    forward_shares: Shares = ()
+    backward_shares: Shares = ()
 
     @property
     def reduced_bytes(self) -> float:
@@ -50,6 +57,11 @@ class StageCosts:
         longer = backward_s / (self.backward_s + self.late_s)
         shares = self.ready_shares or (1 / len(self.ready_s),) * len(self.ready_s)
         return Buckets(tuple(seconds * longer for seconds in self.ready_s), shares)
+
+    def scaled(self, forward: float, backward: float) -> "StageCosts":
+        """Return the costs of a microbatch whose forward and backward take so many times the mean."""
+        again = {name: getattr(self, name) * forward for name in ("forward_s", "recompute_s", "late_s")}
+        return replace(self, backward_s=self.backward_s * backward, **again)
 
     @property
     def backward_weight_s(self) -> float:
@@ -71,12 +83,45 @@ class PipelineCosts:
     transfer_bytes: Mapping[StagePair, tuple[int, int]] = field(default_factory=dict)
     # Per round, gradients of the weights that two stages share, in either direction.
     shared_bytes: Mapping[StagePair, int] = field(default_factory=dict)
+    # Of microbatches whose lengths vary, one after the other and then again from the first (`planner.plan.lengths`): a
+    # cost is its mean times the sum of these terms with the cost's shares. Empty where all are alike.
+    terms: Terms = ()
+    transfer_shares: Mapping[StagePair, tuple[Shares, Shares]] = field(default_factory=dict)
+
+    def _number(self, unit: Unit) -> int:
+        return (unit.minibatch * self.shape.microbatches + unit.microbatch) % len(self.terms)
+
+    @cached_property
+    def _stages_drawn(self) -> list[list[StageCosts]]:
+        shares = [(stage.forward_shares or _EVEN, stage.backward_shares or _EVEN) for stage in self.stages]
+        factors = (zip(*(_sums(self.terms, each) for each in both), strict=True) for both in shares)
+        return [[stage.scaled(*each) for each in drawn] for stage, drawn in zip(self.stages, factors, strict=True)]
+
+    @cached_property
+    def _bytes_drawn(self) -> dict[StagePair, list[tuple[float, ...]]]:
+        found = {}
+        for pair, sizes in self.transfer_bytes.items():
+            shares = self.transfer_shares.get(pair, (_EVEN, _EVEN))
+            columns = (
+                [size * factor for factor in _sums(self.terms, each)] for size, each in zip(sizes, shares, strict=True)
+            )
+            found[pair] = list(zip(*columns, strict=True))
+        return found
+
+    def stage(self, number: int, unit: Unit) -> StageCosts:
+        """Return what a microbatch costs a stage."""
+        return self._stages_drawn[number][self._number(unit)] if self.terms else self.stages[number]
+
+    def moved_bytes(self, pair: StagePair, unit: Unit) -> tuple[float, ...]:
+        """Return the bytes of a microbatch's activations and of its gradients between two stages."""
+        return self._bytes_drawn[pair][self._number(unit)] if self.terms else self.transfer_bytes[pair]
 
     @property
     def key(self) -> Hashable:
         """What a simulation depends on: the memory of the workers does not count."""
         moved, shared = (tuple(sorted(each.items())) for each in (self.transfer_bytes, self.shared_bytes))
-        return self.shape, self.cluster.levels, self.cluster.overlap, self.stages, moved, shared
+        grown = self.terms, tuple(sorted(self.transfer_shares.items()))
+        return self.shape, self.cluster.levels, self.cluster.overlap, self.stages, moved, shared, grown
 
     @classmethod
     def of(
@@ -87,6 +132,7 @@ class PipelineCosts:
         transfers: Sequence[Transfer],
         shared: Sequence[Shared],
         degrees: Sequence[int],
+        terms: Terms = (),
     ) -> "PipelineCosts":
         """Combine stages with the values that they exchange and the weights that they share.
 
@@ -118,4 +164,13 @@ class PipelineCosts:
                 for t in transfers
             },
             shared_bytes={pair: each.gradient_bytes for each in shared for pair in (each.stages, each.stages[::-1])},
+            terms=terms,
+            transfer_shares={(t.source, t.target): (t.output_shares, t.gradient_shares) for t in transfers if terms},
         )
+
+
+_EVEN: Shares = (1.0,)  # of what does not depend on lengths
+
+
+def _sums(terms: Sequence[Sequence[float]], shares: Shares) -> list[float]:
+    return [sum(term * share for term, share in zip(row, shares, strict=False)) for row in terms]

@@ -17,6 +17,7 @@ from planner.errors import InputError
 from planner.formats.plan import Plan
 from planner.formats.plan_parts import Stage
 from planner.formats.timeline import LANES, Event, Events, MemoryCurve, Timeline
+from planner.plan.lengths import terms
 from planner.plan.rank_groups import of_groups
 from planner.plan.shape import check_accumulate, deadlock, shape_of
 from planner.simulator.fair_network import BusyPeriod
@@ -147,7 +148,8 @@ def costs_of(plan: Plan, accumulate: int = 1) -> PipelineCosts:
         weights = {(shared.stages[1], name) for name in shared.weights}
         received_bytes[shared.stages[1]] += 0 if weights <= seen else shared.gradient_bytes
         seen |= weights
-    same = ("forward_s", "backward_s", "update_s", "accumulate_s", "ready_s", "ready_shares", "late_s")
+    same = {"forward_s", "backward_s", "update_s", "accumulate_s", "ready_s", "ready_shares", "late_s"}
+    same |= {"forward_shares", "backward_shares"}
     stages = [
         StageCosts(
             **{name: getattr(stage, name) for name in same},
@@ -158,7 +160,8 @@ def costs_of(plan: Plan, accumulate: int = 1) -> PipelineCosts:
         )
         for number, stage in enumerate(plan.stages)
     ]
-    return PipelineCosts.of(shape, plan.cluster, stages, plan.transfers, plan.shared, degrees)
+    varied = () if plan.lengths is None else terms(plan.lengths.microbatches, plan.lengths.most)
+    return PipelineCosts.of(shape, plan.cluster, stages, plan.transfers, plan.shared, degrees, varied)
 
 
 def simulate_recorded(plan: Plan, measured: Timeline) -> Timeline:

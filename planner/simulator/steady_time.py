@@ -2,7 +2,8 @@
 
 Asynchronous pipelines run until they repeat themselves. Under schedules that drain, one minibatch is enough if nothing
 is left of it when the next begins. Within a long minibatch the workers soon do the same every few microbatches. Then a
-shorter minibatch tells its time: each of the periods that it lacks takes as long as the last one that it has.
+shorter minibatch tells its time: each of the periods that it lacks takes as long as the last one that it has. Where
+lengths vary nothing repeats, and all microbatches that the plan is made for are simulated.
 """
 
 import math
@@ -35,6 +36,8 @@ def steady_s(costs: PipelineCosts, stop: Stop | None = None, hopeless_s: float =
     True before the steady state is known, the result is None. `hopeless_s`: above it a rough answer does.
     """
     shape, executed = costs.shape, 0
+    if costs.terms:
+        return _drawn_s(costs, stop)
     if shape.asynchronous or shape.microbatches == 1:
         return _run(costs, steady_minibatches(shape), stop, hopeless_s / shape.microbatches)
 
@@ -52,6 +55,26 @@ def steady_s(costs: PipelineCosts, stop: Stop | None = None, hopeless_s: float =
         if (seconds := _extended_s(simulation, shape.microbatches)) is not None:
             return seconds
     return _run(costs, steady_minibatches(shape), stop_all)
+
+
+def _drawn_s(costs: PipelineCosts, stop: Stop | None) -> float | None:
+    """Simulate all drawn microbatches; a pipeline that does not drain twice, and returns the second time's pace."""
+    shape = costs.shape
+    minibatches = max(FEWEST, math.ceil(len(costs.terms) / shape.microbatches))
+    filling = math.ceil(_filling(shape) / shape.microbatches) if shape.asynchronous else 0
+    simulation = Simulation(costs, 2 * minibatches + filling if shape.asynchronous else minibatches)
+    simulation.communication.posted = True
+    end = simulation.run(lambda: stop is not None and stop(simulation.executed))
+    if end == "ended":
+        return None
+    if stop is not None:
+        stop(simulation.executed)
+    if end == "deadlock":
+        return math.inf
+    if not shape.asynchronous:
+        return simulation.latest_s / minibatches
+    ends_s, units = sorted(simulation.completed.ends_s[0]), minibatches * shape.microbatches
+    return (ends_s[2 * units - 1] - ends_s[units - 1]) / minibatches
 
 
 def _enough_microbatches(shape: PipelineShape) -> list[int]:

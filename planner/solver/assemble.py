@@ -8,12 +8,14 @@ import numpy as np
 from planner.cost.candidate import Candidate, whole_stage
 from planner.cost.communicators import with_overheads
 from planner.cost.kinds import everything_on, fastest_rank
+from planner.cost.layer_costs import LayerCosts
 from planner.cost.network.link import backward_and_reduce_s, buckets_of, ring_all_reduce_s
 from planner.cost.utilisation import utilisation
 from planner.cost.weight_copies import price_with_copies
 from planner.formats.plan import GIVEN as GIVEN_NAME
 from planner.formats.plan import Plan
-from planner.formats.plan_parts import Prediction, SolverReport, Stage
+from planner.formats.plan_parts import PlannedLengths, Prediction, SolverReport, Stage
+from planner.plan.lengths import in_minibatches
 from planner.plan.rank_groups import on_ranks
 from planner.simulator.simulate_plan import simulated_s
 from planner.solver.evaluate.evaluation import priced, simulated
@@ -54,7 +56,7 @@ def assemble(problem: Problem, best: Evaluation, report: SolverReport = GIVEN) -
     used = [costs for costs in profile.tensor or () if costs.degree in degrees]
     return Plan(
         model=profile.model,
-        profile_digest=profile.digest,
+        profile_digest=layer_costs.given.digest,
         graph_hash=profile.graph_hash,
         autocast=profile.autocast,
         master_weights=profile.master_weights,
@@ -67,6 +69,7 @@ def assemble(problem: Problem, best: Evaluation, report: SolverReport = GIVEN) -
         schedule=problem.schedule,
         microbatch_size=profile.microbatch_size,
         loss=profile.loss,
+        lengths=_lengths(layer_costs, problem.microbatches),
         microbatches=problem.microbatches,
         stages=tuple(_stages(problem, best)),
         experts=max((max(costs.experts) for costs in used if costs.experts), default=None),
@@ -77,6 +80,14 @@ def assemble(problem: Problem, best: Evaluation, report: SolverReport = GIVEN) -
         solver=report.model_copy(update={"depth": problem.depth}),
         cluster=problem.cluster,
     )
+
+
+def _lengths(layer_costs: LayerCosts, microbatches: int) -> PlannedLengths | None:
+    if (lengths := layer_costs.profile.lengths) is None:
+        return None
+    found = in_minibatches(lengths, layer_costs.profile.microbatch_size or 1, microbatches)
+    same = {name: getattr(lengths, name) for name in ("names", "least", "most", "order")}
+    return PlannedLengths(**same, microbatches=found)
 
 
 def _stages(problem: Problem, best: Evaluation) -> Iterator[Stage]:
@@ -104,6 +115,8 @@ def _stages(problem: Problem, best: Evaluation) -> Iterator[Stage]:
             accumulate_s=costs.accumulate_s,
             ready_s=costs.ready_s,
             ready_shares=costs.ready_shares,
+            forward_shares=costs.forward_shares,
+            backward_shares=costs.backward_shares,
             memory=best.price.memory[number],
         )
 

@@ -18,6 +18,7 @@ from planner.formats.profile import Compiled, Device, Edge, Layer, Profile, Prov
 from planner.model.capture.capture import capture_file
 from planner.model.capture.graph import ValueSpec
 from planner.model.capture.size import Extent
+from planner.model.lengths import extent_of
 from planner.model.options import PLAIN, ModuleOptions, autocast_name
 from planner.model.spec import load_model_file
 from planner.plan.rank_groups import on_ranks
@@ -32,11 +33,12 @@ _OF_COMPILED = [name for name in Compiled.model_fields if name != "runs"]
 def structural_profile(path: Path, batch_size: int, options: ModuleOptions = PLAIN) -> Profile:
     """Profile the layers, values and edges of a model file; all layers take the same time."""
     training_spec = load_model_file(str(path))
-    graph = capture_file(training_spec, training_spec.example_batch(batch_size), options=options)
+    batch = training_spec.example_batch(batch_size)
+    graph = capture_file(training_spec, batch, options=options)
     sizes = {name: 4 * parameter.numel() for name, parameter in graph.model.named_parameters()}
     outputs: dict[int, list[Value]] = {}
     for node in graph.crossing:
-        outputs.setdefault(graph.owner[node], []).append(_value(graph.specs[node], graph.longest(batch_size)))
+        outputs.setdefault(graph.owner[node], []).append(_value(graph.specs[node], extent_of(batch, graph.lengths)))
     layers = []
     for index, layer in enumerate(graph.layers):
         weight_bytes = sum(sizes[name] for name in layer.parameters)

@@ -183,10 +183,6 @@ class LayerGraph:
     repeated: Mapping[str, int] = field(default_factory=dict)  # how many blocks a list has of which few were traced
     lengths: tuple[Length, ...] = ()  # of the batch, that vary
 
-    def longest(self, samples: int) -> Extent:
-        """Return the extent of a batch of so many samples of the greatest length."""
-        return (samples, *(length.most for length in self.lengths)) if self.lengths else samples
-
     @cached_property
     def values(self) -> dict[str, ValueSpec]:
         """The values that cross from a layer to a later one, by name, in execution order."""

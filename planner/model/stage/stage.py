@@ -15,7 +15,7 @@ from planner.model.batch import Batch
 from planner.model.capture.failure import FailuresPlaced
 from planner.model.capture.graph import LOSS, GraphLayer, LayerGraph, ValueSpec
 from planner.model.capture.size import Extent, evaluate_number, extent_told
-from planner.model.lengths import lengths_of
+from planner.model.lengths import extent_of
 from planner.model.options import autocasting
 from planner.model.randomness import RandomKey, keep_state
 from planner.model.stage import parts
@@ -78,8 +78,7 @@ class StageModule(nn.Module):
 
     def extent(self, batch: Batch) -> Extent:
         """Return the extent of a batch; raise ModelFileError for a length that is beyond what lengths() says."""
-        lengths = lengths_of(batch, self.lengths, "the batch")
-        return (batch.size, *lengths) if lengths else batch.size
+        return extent_of(batch, self.lengths)
 
     @property
     def needs_batch(self) -> bool:

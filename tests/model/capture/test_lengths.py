@@ -12,7 +12,7 @@ from torch import nn
 from planner.errors import CaptureError, ModelFileError
 from planner.model.capture.capture import capture_file
 from planner.model.capture.size import BATCH, extent_told, length_symbol, telling
-from planner.model.lengths import Length
+from planner.model.lengths import Length, extent_of
 from planner.model.spec import in_memory, load_model_file
 from planner.model.stage.parts import COMPILED
 from planner.model.stage.stage import build_stage
@@ -61,7 +61,6 @@ def test_stages_of_one_capture_compute_every_length(samples: int, tmp_path: Path
     spec = load_model_file(str(write(tmp_path)))
     graph = capture_file(spec, spec.example_batch(samples))
     assert graph.lengths == (Length(0, 1, 3, 20), Length(1, 1, 3, 20))  # inputs and labels
-    assert graph.longest(5) == (5, 20, 20)
     half = len(graph.layers) // 2
     names = [layer.name for layer in graph.layers]
     first, second = build_stage(graph, names[:half]), build_stage(graph, names[half:])
@@ -135,7 +134,7 @@ def test_a_model_in_memory() -> None:
     model = nn.Linear(4, 2)
     spec = in_memory(model, example_batch=example, loss=nn.functional.mse_loss, lengths={"steps": (2, 9)})
     graph = capture_file(spec, spec.example_batch(3))
-    assert graph.longest(3) == (3, 9)
+    assert extent_of(spec.example_batch(3), graph.lengths) == (3, 9)
     with torch.random.fork_rng():
         torch.manual_seed(0)
         assert len({spec.random_batch(3).args[0].shape for _ in range(20)}) > 3
