@@ -63,14 +63,16 @@ class LayerCosts:
                 sizes = value.output_bytes, value.gradient_bytes
                 element_bytes = value.element_bytes or (FLOAT_BYTES if self.profile.autocast is None else HALF_BYTES)
                 coded = (self.codec.size_bytes(size, element_bytes) for size in sizes)
-                sent = coded if value.gradient_bytes else sizes  # values without gradients travel as they are
+                # Values without gradients travel as they are.
+                sent_bytes, returned_bytes = coded if value.gradient_bytes else sizes
                 shares: Shares = ()
                 if lengths is not None and means is not None:  # memory has room for the longest
                     fit = lengths.layers[index].outputs[number]
                     factor, shares = float(np.dot(fit.shares, means)), divided(fit, means).shares
-                    sent = tuple(round(size * factor) for size in sent)
+                    sent_bytes, returned_bytes = round(sent_bytes * factor), round(returned_bytes * factor)
                 if used := users.get((layer.name, value.name)):
-                    found.append(Traffic(value.name, index, tuple(sorted(used)), *sizes, *sent, shares))
+                    places = value.name, index, tuple(sorted(used))
+                    found.append(Traffic(*places, *sizes, sent_bytes, returned_bytes, shares))
         return tuple(found)
 
     def terms(self, microbatches: int) -> Terms:

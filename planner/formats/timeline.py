@@ -146,7 +146,10 @@ class Timeline(Shown, Record):
     def of_plan(
         cls, plan: Plan, source: Literal["simulated", "measured"], minibatches: int, events: Events, **others: Any
     ) -> "Timeline":
-        """Return the timeline of a run of `plan`; `others` are further fields."""
+        """Return the timeline of a run of `plan`; `others` are further fields, or other lengths than the plan's."""
+        if plan.lengths is not None:
+            lengths = MicrobatchLengths(names=plan.lengths.names, microbatches=plan.lengths.microbatches)
+            others = {"lengths": lengths} | others
         return cls(
             source=source,
             model=plan.model,

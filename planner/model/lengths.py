@@ -66,13 +66,14 @@ class Varying:
         sizes = [found[place] for _, found in self.examples]
         return Length(*place, min(sizes), max(sizes))
 
-    def named(self, batch: "Batch") -> tuple[int, ...]:
-        """Return the lengths by name that example_batch() would need to give a batch's tensors their sizes."""
-        (least, before), sizes, slopes = self.examples[0], _sizes(batch), []
+    def named(self, sizes: Mapping[Place, int]) -> tuple[int, ...]:
+        """Return the lengths by name that example_batch() would need to give a batch's tensors some of their sizes."""
+        (least, before), slopes = self.examples[0], []
+        places = [place for place in self.places if place in sizes]
         for name in least:  # how much longer each dimension is for a length of one more
             corner, alone = next((c, s) for c, s in self.examples if {n for n in c if c[n] != least[n]} == {name})
-            slopes.append([(alone[place] - before[place]) / (corner[name] - least[name]) for place in self.places])
-        longer = np.array([sizes[place] - before[place] for place in self.places])
+            slopes.append([(alone[place] - before[place]) / (corner[name] - least[name]) for place in places])
+        longer = np.array([sizes[place] - before[place] for place in places])
         found = np.linalg.lstsq(np.transpose(slopes), longer, rcond=None)[0].tolist()
         return tuple(least[name] + round(more) for name, more in zip(least, found, strict=True))
 
@@ -87,7 +88,7 @@ def varying(spec: "TrainingSpec", samples: int) -> Varying | None:
         return None
     corners = [dict(zip(between, chosen, strict=True)) for chosen in product(*between.values())]
     corners.append({name: (least + most) // 2 for name, (least, most) in between.items()})
-    examples = [(corner, _sizes(spec.example_batch(samples, corner))) for corner in corners]
+    examples = [(corner, sizes_of(spec.example_batch(samples, corner))) for corner in corners]
     first = examples[0][1]
     for corner, sizes in examples:
         if sizes.keys() != first.keys():
@@ -107,7 +108,8 @@ def varying(spec: "TrainingSpec", samples: int) -> Varying | None:
     return Varying(places, tuple(examples))
 
 
-def _sizes(batch: "Batch") -> dict[Place, int]:
+def sizes_of(batch: "Batch") -> dict[Place, int]:
+    """Return the sizes of a batch's tensors, but for the number of samples."""
     tensors = [(number, leaf) for number, leaf in enumerate(batch.flatten()[0]) if isinstance(leaf, Tensor)]
     return {(number, place): size for number, leaf in tensors for place, size in enumerate(leaf.shape) if place}
 

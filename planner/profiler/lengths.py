@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from planner.errors import ModelFileError
 from planner.formats.profile import Fit, Layer, LayerFits, LengthOrder, Lengths, Profile
-from planner.model.lengths import varying
+from planner.model.lengths import sizes_of, varying
 from planner.model.samplers import BucketSampler
 from planner.model.spec import TrainingSpec
 from planner.plan.lengths import terms
@@ -108,7 +108,7 @@ def _samples(spec: TrainingSpec, size: int) -> tuple[LengthOrder, tuple[tuple[in
         chosen = drawing.sample(range(many), min(many, SAMPLES))
     else:
         chosen = list(islice(sampler, SAMPLES))
-    rows = [found.named(spec.collate([data[index]])) for index in chosen]
+    rows = [found.named(sizes_of(spec.collate([data[index]]))) for index in chosen]
     for index, row in zip(chosen, rows, strict=True):
         for (name, (least, most)), length in zip(between.items(), row, strict=True):
             if not least <= length <= most:

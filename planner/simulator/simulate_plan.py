@@ -133,6 +133,9 @@ def simulated_s(plan: Plan, accumulate: int = 1) -> float:
 def default_minibatches(plan: Plan, accumulate: int = 1) -> int:
     """Return enough minibatches for a steady state, and to see how the run starts and ends."""
     count = steady_minibatches(replace(shape_of(plan), accumulate=accumulate))
+    if plan.lengths is not None:  # each of its microbatches once, while the pipeline is full
+        filling = plan.stages[0].in_flight * plan.stages[0].replicas
+        count = max(count, math.ceil((len(plan.lengths.microbatches) + 3 * filling) / plan.microbatches))
     if plan.schedule.asynchronous:
         return count
     return max(count, min(FEWEST, _ENOUGH_UNITS // (plan.microbatches * len(plan.stages))))
@@ -179,6 +182,7 @@ def simulate_recorded(plan: Plan, measured: Timeline) -> Timeline:
     period = math.lcm(*plan.replicas) * measured.accumulate
     skipped = max(0, first - filling) // period * period
     after = min(max(measured.minibatches - end, 0), filling)
+    plan = _with_lengths_of(plan, measured, skipped)
     simulated = simulate(plan, end - skipped + after, measured.accumulate)
     found = only_minibatches(simulated, range(first - skipped, end - skipped))
 
@@ -188,7 +192,18 @@ def simulate_recorded(plan: Plan, measured: Timeline) -> Timeline:
         return skipped
 
     rows = (event._replace(minibatch=event.minibatch + skips(event)) for event in found.events.rows())
-    return found.model_copy(update={"events": Events.of(rows)})
+    return found.model_copy(update={"events": Events.of(rows), "lengths": measured.lengths})
+
+
+def _with_lengths_of(plan: Plan, run: Timeline, skipped: int) -> Plan:
+    """Return the plan with the lengths that microbatches had in a run, from the minibatch `skipped` of it on."""
+    if plan.lengths is None or run.lengths is None:
+        return plan
+    found, before = run.lengths.microbatches, (run.lengths.first - skipped) * plan.microbatches
+    columns = [run.lengths.names.index(name) for name in plan.lengths.names]
+    rows = (found[(number - before) % len(found)] for number in range(len(found)))
+    moved = tuple(tuple(row[column] for column in columns) for row in rows)
+    return plan.model_copy(update={"lengths": plan.lengths.model_copy(update={"microbatches": moved})})
 
 
 def only_minibatches(timeline: Timeline, minibatches: range) -> Timeline:

@@ -13,7 +13,7 @@ from planner.formats.shown import Shown
 from planner.formats.timeline import LANES, Event, EventKind, Timeline
 from planner.schedule.schedule import PipelineShape
 from planner.simulator.simulation import Completions
-from planner.simulator.steady_time import steady_state
+from planner.simulator.steady_time import Steady, steady_state
 
 Floats = NDArray[np.float64]
 _SOON_S = 1e-9  # roundings of sums of times
@@ -109,6 +109,8 @@ def summarize(timeline: Timeline) -> Summary:
     forwards_s = [ends_of(stage, "forward") or [0.0] for stage in stages]
     completed = Completions(shape, [ends_of(stage, "backward", "backward_weight") for stage in stages], forwards_s)
     steady = steady_state(completed, recorded)
+    if steady is not None and timeline.lengths is not None:
+        steady = _once_through(completed, len(timeline.lengths.microbatches)) or steady
     start, end, pace_s = 0.0, span, span / count
     if steady is not None:
         start, end, pace_s = steady.start_s, steady.end_s, steady.seconds_per_minibatch
@@ -158,6 +160,18 @@ def summarize(timeline: Timeline) -> Summary:
         workers=workers,
         shared_links=shared,
     )
+
+
+def _once_through(completed: Completions, units: int) -> Steady | None:
+    """Return the part of a run in which the first stage finishes so many units that differ; None if it is shorter."""
+    ends_s, microbatches = sorted(completed.ends_s[0]), completed.shape.microbatches
+    units -= units % microbatches
+    filling = sum(start_s < ends_s[0] for start_s in completed.forwards_s[0])
+    last = len(ends_s) - 1 - (filling if completed.shape.asynchronous else 0)
+    first = last - units
+    if units == 0 or first < filling:
+        return None
+    return Steady(ends_s[first], ends_s[last], (ends_s[last] - ends_s[first]) / units * microbatches)
 
 
 def _bubble_causes(timeline: Timeline, start: float, end: float) -> BubbleCauses:

@@ -20,7 +20,7 @@ from planner.errors import WorkerError
 from planner.executor.communication.shared_gradients import SharedGradients
 from planner.formats.names import CODECS, Codec
 from planner.model.capture.graph import ValueSpec
-from planner.model.capture.size import Extent
+from planner.model.capture.size import MOST_EXTENTS, Extent
 from planner.runtime import runtime_of
 from planner.schedule import instructions as do
 from planner.schedule.instructions import Receive, Send, Unit
@@ -55,6 +55,10 @@ class Layout:
     checksum: int
     room_bytes: int  # of the buffer: what the longest message on the same way takes
 
+    def part_of(self, memory: Tensor) -> Tensor:
+        """Return the part of a buffer that the message takes; the longest one takes all, which saves a view of it."""
+        return memory if self.room_bytes == self.size_bytes else memory[: self.size_bytes]
+
 
 def layout_of(specs: Sequence[ValueSpec], extent: Extent, codec: Codec = CODECS["none"]) -> Layout:
     """Lay out `specs` for a microbatch of this extent, those with gradients as `codec` codes them."""
@@ -81,7 +85,7 @@ class Outgoing:
         if memory is None or len(memory) != layout.room_bytes:
             memory = torch.empty(layout.room_bytes, dtype=torch.uint8, device=wire)
         self.memory = memory
-        self.buffer = self.memory[: layout.size_bytes]
+        self.buffer = layout.part_of(memory)
         # Where nothing is later than the host it is written at its address: a fill takes longer than all else.
         here = not runtime_of(wire).asynchronous
         self._write_header = partial(setattr, _at(self.buffer), "value") if here else header(self.buffer).fill_
@@ -170,6 +174,8 @@ class Layouts:
         key = (type(message), message.stage, message.peer_stage, self._extent_of(message.unit))
         layout = self._made.get(key)
         if layout is None:
+            if len(self._made) >= MOST_EXTENTS:
+                self._made.clear()
             layout = self._made[key] = self._make(*key)
         return layout
 

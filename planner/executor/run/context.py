@@ -2,7 +2,7 @@
 
 import gc
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
@@ -24,7 +24,7 @@ from planner.executor.stage.optimizer import StageOptimizer
 from planner.formats.plan import Plan
 from planner.formats.plan_parts import Stage
 from planner.model.capture.graph import ValueSpec
-from planner.model.lengths import Length
+from planner.model.lengths import Length, varying
 from planner.model.options import gradient_dtype
 from planner.model.spec import TrainingSpec
 from planner.model.stage.code import check_compiler
@@ -35,7 +35,7 @@ from planner.plan.shape import shape_of
 from planner.profiler.this_machine import return_free_pages
 from planner.runtime import runtime_of
 from planner.schedule.derived import segment_stream, segments
-from planner.schedule.instructions import LEAD, Instruction
+from planner.schedule.instructions import LEAD, Instruction, Unit
 from planner.schedule.schedule import PipelineShape
 from planner.workers.groups import DataGroups
 from planner.workers.heartbeat import Heartbeat
@@ -102,6 +102,20 @@ class PipelineContext:
     def sizes(self) -> set[int]:
         """Sizes of all microbatches that have samples."""
         return {self.microbatch_size, *filter(None, self.data.last_sizes)}
+
+    def lengths_by_name(self) -> Callable[[Unit], dict[str, int]] | None:
+        """Return what says the lengths of a microbatch; None where these do not vary."""
+        found = varying(self.spec, 2) if self.lengths else None
+        if found is None:
+            return None
+        places = [(each.leaf, each.dimension) for each in self.lengths]
+
+        def lengths_of(unit: Unit) -> dict[str, int]:
+            extent = self.data.extent(unit)
+            assert isinstance(extent, tuple)
+            return dict(zip(self.spec.lengths(), found.named(dict(zip(places, extent[1:], strict=True))), strict=True))
+
+        return lengths_of
 
     def await_models(self) -> None:
         """Wait until all workers have built their models, before the first operation that has a time-out."""

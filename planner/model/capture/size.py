@@ -11,6 +11,7 @@ from torch import Tensor, fx
 BATCH = sympy.Symbol("batch", integer=True, positive=True)
 
 Size: TypeAlias = "int | sympy.Expr"
+MOST_EXTENTS = 4096  # of which what follows from them is kept: there may be as many as batches
 Extent: TypeAlias = "int | tuple[int, ...]"  # the samples of a batch; where lengths vary, these after the samples
 
 

@@ -10,6 +10,7 @@ from planner.formats.plan_parts import short_config
 from planner.formats.timeline import Timeline
 from planner.reporting.tables.plan import pace
 from planner.reporting.tables.table import Table, named_values, table_of
+from planner.simulator.simulate_plan import simulated_s
 from planner.simulator.summary import Summary, WorkerUse, summarize
 from planner.units import format_bytes, format_rate, format_seconds
 
@@ -190,8 +191,15 @@ def _run_lines(summary: Summary, plan: Plan | None) -> list[tuple[str, str | Non
         ("drain", f"{format_seconds(summary.drain_s)} from the last forward of stage 0"),
         ("bubble", f"{summary.bubble_share:.1%} of the workers' time, {whole:.1%} with start-up and drain"),
         ("waiting for", bubble_causes(summary)),
+        ("lengths", None if plan is None or plan.lengths is None else _lengths_in_words(plan)),
         ("busiest", f"{summary.busiest}, {summary.busiest_share:.1%}"),
     ]
+
+
+def _lengths_in_words(plan: Plan) -> str:
+    even_s = simulated_s(plan.model_copy(update={"lengths": None}))
+    longer = plan.predicted.seconds_per_minibatch / even_s - 1
+    return f"{longer:+.1%} of time per minibatch, because microbatches differ"
 
 
 def bubble_causes(summary: Summary) -> str | None:
