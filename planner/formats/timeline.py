@@ -113,17 +113,6 @@ class LinkUse(_Columns):
     share: tuple[float, ...] = ()  # mean share of the bandwidth in use; empty: all of it
 
 
-class MicrobatchLengths(Record):
-    """The lengths of microbatches, where they vary, by name: from those of the `first` minibatch on.
-
-    A run with more microbatches has them again from the beginning.
-    """
-
-    names: tuple[str, ...]
-    first: int = 0
-    microbatches: Annotated[tuple[tuple[int, ...], ...], Field(min_length=1)]
-
-
 class Timeline(Shown, Record):
     """A run of a plan."""
 
@@ -137,7 +126,8 @@ class Timeline(Shown, Record):
     microbatches: int = 1  # per minibatch
     microbatch_size: int | None = None  # samples
     accumulate: Annotated[int, Field(ge=1)] = 1  # minibatches per replica between two updates, under 1f1b
-    lengths: MicrobatchLengths | None = None  # None where all microbatches are alike
+    length_names: tuple[str, ...] = ()  # of lengths in which microbatches differ
+    lengths: tuple[tuple[int, ...], ...] = ()  # of each: its minibatch, its number in that, and its lengths
     events: Events
     memory: tuple[MemoryCurve, ...] = ()  # empty if not recorded
     links: tuple[LinkUse, ...] = ()  # empty if only workers were recorded
@@ -146,10 +136,7 @@ class Timeline(Shown, Record):
     def of_plan(
         cls, plan: Plan, source: Literal["simulated", "measured"], minibatches: int, events: Events, **others: Any
     ) -> "Timeline":
-        """Return the timeline of a run of `plan`; `others` are further fields, or other lengths than the plan's."""
-        if plan.lengths is not None:
-            lengths = MicrobatchLengths(names=plan.lengths.names, microbatches=plan.lengths.microbatches)
-            others = {"lengths": lengths} | others
+        """Return the timeline of a run of `plan`; `others` are further fields."""
         return cls(
             source=source,
             model=plan.model,
@@ -185,14 +172,6 @@ class Timeline(Shown, Record):
         once = event.kind in ("update", "all_reduce", "all_gather") or self.microbatches == 1
         unit = f"{event.minibatch}" if once else f"{event.minibatch}.{event.microbatch}"
         return f"{LETTERS[event.kind]}{unit}" + "'" * (event.stage // self.pipeline_length)
-
-    def lengths_of(self, event: Event) -> str:
-        """Return the lengths of the event's microbatch in words, "source 12, target 14"; empty where none vary."""
-        if self.lengths is None or event.kind in ("update", "all_reduce", "all_gather"):
-            return ""
-        number = (event.minibatch - self.lengths.first) * self.microbatches + event.microbatch
-        found = self.lengths.microbatches[number % len(self.lengths.microbatches)]
-        return ", ".join(f"{name} {length}" for name, length in zip(self.lengths.names, found, strict=True))
 
 
 def load_timeline(path: Path | str) -> Timeline:

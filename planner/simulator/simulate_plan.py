@@ -10,7 +10,8 @@ from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import replace
-from itertools import pairwise
+from itertools import cycle, islice, pairwise
+from typing import Any
 
 from planner.arguments import checked
 from planner.errors import InputError
@@ -117,7 +118,12 @@ def simulate(plan: Plan, minibatches: int | None = None, accumulate: int = 1) ->
     rows = Events.of(events)
     memory = memory_curves(plan, rows.rows())
     links = simulation.communication.links.uses([rank for stage in plan.stages for rank in stage.ranks])
-    return Timeline.of_plan(plan, "simulated", count, rows, accumulate=accumulate, memory=memory, links=tuple(links))
+    others: dict[str, Any] = {"memory": memory, "links": tuple(links)}
+    if plan.lengths is not None:
+        drawn = enumerate(islice(cycle(plan.lengths.microbatches), count * plan.microbatches))
+        others["lengths"] = tuple((*divmod(number, plan.microbatches), *each) for number, each in drawn)
+        others["length_names"] = plan.lengths.names
+    return Timeline.of_plan(plan, "simulated", count, rows, accumulate=accumulate, **others)
 
 
 def simulated_s(plan: Plan, accumulate: int = 1) -> float:
@@ -133,9 +139,9 @@ def simulated_s(plan: Plan, accumulate: int = 1) -> float:
 def default_minibatches(plan: Plan, accumulate: int = 1) -> int:
     """Return enough minibatches for a steady state, and to see how the run starts and ends."""
     count = steady_minibatches(replace(shape_of(plan), accumulate=accumulate))
-    if plan.lengths is not None:  # each of its microbatches once, while the pipeline is full
-        filling = plan.stages[0].in_flight * plan.stages[0].replicas
-        count = max(count, math.ceil((len(plan.lengths.microbatches) + 3 * filling) / plan.microbatches))
+    if plan.lengths is not None:  # each of its microbatches once, while the pipeline is full: see `summarize`
+        filling = 2 * plan.stages[0].in_flight * plan.stages[0].replicas
+        count = max(count, math.ceil((len(plan.lengths.microbatches) + filling) / plan.microbatches))
     if plan.schedule.asynchronous:
         return count
     return max(count, min(FEWEST, _ENOUGH_UNITS // (plan.microbatches * len(plan.stages))))
@@ -196,14 +202,13 @@ def simulate_recorded(plan: Plan, measured: Timeline) -> Timeline:
 
 
 def _with_lengths_of(plan: Plan, run: Timeline, skipped: int) -> Plan:
-    """Return the plan with the lengths that microbatches had in a run, from the minibatch `skipped` of it on."""
-    if plan.lengths is None or run.lengths is None:
+    """Return the plan for the lengths that microbatches had in a run, from the minibatch `skipped` of it on."""
+    if plan.lengths is None or not run.lengths:
         return plan
-    found, before = run.lengths.microbatches, (run.lengths.first - skipped) * plan.microbatches
-    columns = [run.lengths.names.index(name) for name in plan.lengths.names]
-    rows = (found[(number - before) % len(found)] for number in range(len(found)))
-    moved = tuple(tuple(row[column] for column in columns) for row in rows)
-    return plan.model_copy(update={"lengths": plan.lengths.model_copy(update={"microbatches": moved})})
+    columns, drawn = [2 + run.length_names.index(name) for name in plan.lengths.names], plan.lengths.microbatches
+    found = {(row[0] - skipped) * plan.microbatches + row[1]: tuple(row[at] for at in columns) for row in run.lengths}
+    rows = tuple(found.get(number, drawn[number % len(drawn)]) for number in range(max(found) + 1))
+    return plan.model_copy(update={"lengths": plan.lengths.model_copy(update={"microbatches": rows})})
 
 
 def only_minibatches(timeline: Timeline, minibatches: range) -> Timeline:

@@ -1,7 +1,8 @@
 """Summarize a timeline: pace, bubble, busy shares of workers and links, and peaks of memory."""
 
+from bisect import bisect_right
 from collections import defaultdict
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +17,6 @@ from planner.simulator.simulation import Completions
 from planner.simulator.steady_time import Steady, steady_state
 
 Floats = NDArray[np.float64]
-_SOON_S = 1e-9  # roundings of sums of times
 LANE_NAMES = ("compute", "send", "receive", "all-reduce")
 
 
@@ -40,15 +40,6 @@ class LinkShare(Record):
     busy_share: float
 
 
-class BubbleCauses(Record):
-    """The bubble by what workers waited for, each as a share of their time."""
-
-    workers: float = 0.0  # that another worker had computed
-    messages: float = 0.0  # with what that worker sent
-    all_reduces: float = 0.0  # and all-gathers
-    rest: float = 0.0  # nothing that the timeline shows: data, or the host
-
-
 class Summary(Shown, Record):
     """A run in numbers; one that is too short for a steady state counts as a whole."""
 
@@ -68,7 +59,7 @@ class Summary(Shown, Record):
     samples_per_s_of_run: float | None  # with start-up and drain
     bubble_share: float  # of the workers' time in the steady state, without computation
     bubble_share_of_run: float
-    bubble_causes: BubbleCauses  # in the steady state
+    bubble_causes: dict[str, float]  # the bubble by what workers waited for
     busiest: str  # the resource with the largest share
     busiest_share: float
     workers: tuple[WorkerUse, ...]
@@ -109,8 +100,12 @@ def summarize(timeline: Timeline) -> Summary:
     forwards_s = [ends_of(stage, "forward") or [0.0] for stage in stages]
     completed = Completions(shape, [ends_of(stage, "backward", "backward_weight") for stage in stages], forwards_s)
     steady = steady_state(completed, recorded)
-    if steady is not None and timeline.lengths is not None:
-        steady = _once_through(completed, len(timeline.lengths.microbatches)) or steady
+    if steady is not None and timeline.lengths:  # none is like another: all count but those at the ends of the run
+        done_s, first, last = sorted(completed.ends_s[0]), timeline.microbatches - 1, -1
+        if shape.asynchronous:
+            last = bisect_right(done_s, max(forwards_s[0])) - len(done_s) - 1
+        pace_s = (done_s[last] - done_s[first]) / (len(done_s) + last - first) * timeline.microbatches
+        steady = Steady(done_s[first], done_s[last], pace_s)
     start, end, pace_s = 0.0, span, span / count
     if steady is not None:
         start, end, pace_s = steady.start_s, steady.end_s, steady.seconds_per_minibatch
@@ -162,66 +157,47 @@ def summarize(timeline: Timeline) -> Summary:
     )
 
 
-def _once_through(completed: Completions, units: int) -> Steady | None:
-    """Return the part of a run in which the first stage finishes so many units that differ; None if it is shorter."""
-    ends_s, microbatches = sorted(completed.ends_s[0]), completed.shape.microbatches
-    units -= units % microbatches
-    filling = sum(start_s < ends_s[0] for start_s in completed.forwards_s[0])
-    last = len(ends_s) - 1 - (filling if completed.shape.asynchronous else 0)
-    first = last - units
-    if units == 0 or first < filling:
-        return None
-    return Steady(ends_s[first], ends_s[last], (ends_s[last] - ends_s[first]) / units * microbatches)
+_WAITED_FOR = {"forward": "receive_activation", "update": "all_reduce"}  # and other computations for gradients
+_CAUSES = {"receive": "messages", "all-reduce": "all-reduces"}
 
 
-def _bubble_causes(timeline: Timeline, start: float, end: float) -> BubbleCauses:
+def _bubble_causes(timeline: Timeline, start: float, end: float) -> dict[str, float]:
     """Divide the time without computation by what came last before the computation that ended it.
 
     Until its sender had computed it, a message counts as waiting for that worker, and an all-reduce until all had
     joined. At the end of a run a worker waits for the others.
     """
-    computed, sums = defaultdict[int, list[Event]](list), defaultdict[int, list[Event]](list)
-    messages = defaultdict[tuple[int, ...], list[Event]](list)
-    made_s: dict[tuple[int, ...], float] = {}
+    computed, made_s, came = defaultdict[int, list[Event]](list), dict[Any, float](), dict[Any, Event]()
     for event in timeline.events.rows():
-        gradient = event.kind not in ("forward", "receive_activation")
-        key = event.rank, event.stage, event.minibatch, event.microbatch, gradient
-        match event.lane:
-            case "compute":
-                computed[event.rank].append(event)
-                if event.kind in ("forward", "backward", "backward_input"):
-                    made_s[key] = event.end_s
-            case "receive":
-                messages[key].append(event)
-            case "all-reduce":
-                sums[event.rank].append(event)
-    waits = dict.fromkeys(BubbleCauses.model_fields, 0.0)
+        unit = event.stage, event.minibatch, event.microbatch
+        if event.lane in _CAUSES:
+            came[event.rank, event.kind, unit] = event
+        elif event.lane == "compute":
+            computed[event.rank].append(event)
+            if event.kind in ("forward", "backward", "backward_input"):
+                made_s[event.rank, event.kind == "forward", unit] = event.end_s
+    waits = dict.fromkeys(("workers", *_CAUSES.values(), "other"), 0.0)
     for rank, events in computed.items():
-        free_s, reduced = start, iter(sums[rank])
-        before = next(reduced, None)
+        free_s, gathered = start, None
         for event in events:
-            ended = None
-            while before is not None and before.end_s <= event.start_s + _SOON_S:
-                ended, before = before, next(reduced, None)
+            unit = event.stage, event.minibatch, event.microbatch
+            found = gathered, came.get((rank, _WAITED_FOR.get(event.kind, "receive_gradient"), unit))
+            gathered = came.get((rank, "all_gather", unit)) if event.kind == "update" else None
             since_s, until_s = max(free_s, start), min(event.start_s, end)
             free_s = max(free_s, event.end_s)
             if until_s <= since_s:
                 continue
-            came = messages[rank, event.stage, event.minibatch, event.microbatch, event.kind != "forward"]
-            last = max(came, key=lambda each: each.end_s, default=None) if event.kind != "update" else None
-            if ended is not None and ended.end_s > since_s and (last is None or last.end_s <= ended.end_s):
-                cause, left_s = "all_reduces", ended.start_s
-            elif last is not None:
-                sender = last.peer_rank or 0, last.peer_stage or 0, last.minibatch, last.microbatch
-                cause, left_s = "messages", made_s.get((*sender, event.kind != "forward"), last.start_s)
-            else:
-                cause, left_s = "rest", since_s
+            cause, left_s = "other", since_s
+            last = max(filter(None, found), key=lambda each: each.end_s, default=None)
+            if last is not None and last.end_s > since_s:
+                sent = last.peer_rank, last.kind == "receive_activation", (last.peer_stage, *unit[1:])
+                cause, left_s = _CAUSES[last.lane], made_s.get(sent, last.start_s)
             middle_s = min(max(left_s, since_s), until_s)
             waits["workers"] += middle_s - since_s
             waits[cause] += until_s - middle_s
         waits["workers"] += max(0.0, end - max(free_s, start))
     length = (end - start) * len(timeline.workers)
-    return BubbleCauses(**{cause: _share(seconds, length) for cause, seconds in waits.items()})
+    return {cause: _share(seconds, length) for cause, seconds in waits.items()}
 
 
 def stages_of(timeline: Timeline, rank: int) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from planner.errors import InputError
-from planner.formats.timeline import Event, Events, MicrobatchLengths, Timeline, save_timeline
+from planner.formats.timeline import Event, Events, Timeline, save_timeline
 from planner.reporting.trace import chrome_trace, load_run, save_trace
 from tests.timelines import EVENTS, by_hand
 
@@ -95,15 +95,17 @@ def test_it_reads_back_as_the_timeline_that_it_was(tmp_path: Path) -> None:
 
 
 def test_events_have_the_lengths_of_their_microbatches(tmp_path: Path) -> None:
-    """Of two microbatches, from those of minibatch 3 on, and then again; updates have none."""
-    lengths = MicrobatchLengths(names=("source", "target"), first=3, microbatches=((12, 14), (7, 5), (9, 9)))
-    more = [Event(0, "forward", 0, 3 + number // 2, number % 2, number, number + 1) for number in range(10, 14)]
-    timeline = by_hand(*more, microbatches=2).model_copy(update={"lengths": lengths})
+    """Of two microbatches per minibatch; updates have none, nor do microbatches of which none are known."""
+    lengths = ((3, 0, 12, 14), (3, 1, 7, 5), (4, 0, 9, 9))
+    more = [Event(0, "forward", 0, 3 + number // 2, number % 2, 10 + number, 11 + number) for number in range(4)]
+    changes = {"length_names": ("source", "target"), "lengths": lengths}
+    timeline = by_hand(*more, microbatches=2).model_copy(update=changes)
     save_trace(timeline, tmp_path / "trace.json")
     assert load_run(tmp_path / "trace.json") == timeline
     rows = check_trace(chrome_trace(timeline))
-    shown = [row["args"]["lengths"] for row in rows if row["ph"] == "X" and row["args"]["minibatch"] >= 3]
-    assert shown == ["source 7, target 5", "source 9, target 9", "source 12, target 14", "source 7, target 5"]
+    late = [row["args"] for row in rows if row["ph"] == "X" and row["args"]["minibatch"] >= 3]
+    found = [{"source": 12, "target": 14}, {"source": 7, "target": 5}, {"source": 9, "target": 9}, None]
+    assert [args.get("lengths") for args in late] == found
     assert not [row for row in rows if row.get("cat") == "update" and "lengths" in row["args"]]
 
 

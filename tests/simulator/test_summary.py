@@ -51,18 +51,18 @@ def test_the_bubble_by_cause_by_hand() -> None:
     Then a sum of 1 s after 0.5 s in which the other had not joined, and 0.25 s for which nothing is to be seen.
     """
     more = (
-        Event(0, "all_reduce", 0, 0, 0, 7.375, 8.375),
+        Event(0, "all_reduce", 0, 1, 0, 7.375, 8.375),
         Event(0, "update", 0, 1, 0, 8.375, 8.5),
         Event(0, "forward", 0, 1, 0, 8.75, 9.75),
     )
     summary = summarize(by_hand(*more))
     causes = summary.bubble_causes
     first, second = 3.5 + 0.5, 1.0 + (9.75 - 4.625)
-    assert causes.workers == pytest.approx((first + second) / (2 * 9.75))
-    assert causes.messages == pytest.approx((0.25 + 0.5) / (2 * 9.75))
-    assert causes.all_reduces == pytest.approx(1.0 / (2 * 9.75))
-    assert causes.rest == pytest.approx(0.25 / (2 * 9.75))
-    assert sum(causes.model_dump().values()) == pytest.approx(summary.bubble_share)
+    assert causes["workers"] == pytest.approx((first + second) / (2 * 9.75))
+    assert causes["messages"] == pytest.approx((0.25 + 0.5) / (2 * 9.75))
+    assert causes["all-reduces"] == pytest.approx(1.0 / (2 * 9.75))
+    assert causes["other"] == pytest.approx(0.25 / (2 * 9.75))
+    assert sum(causes.values()) == pytest.approx(summary.bubble_share)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "2bw", "1f1b-flush", "gpipe", "zb-h1"])
@@ -72,10 +72,10 @@ def test_the_causes_add_up_to_the_bubble(schedule: str) -> None:
     plan = plan_of(layers, (2, 1, 1), flat_cluster(4, 10.0), schedule=schedule, microbatches=microbatches)
     summary = summarize(simulate(plan))
     causes = summary.bubble_causes
-    assert sum(causes.model_dump().values()) == pytest.approx(summary.bubble_share)
-    assert causes.messages > 0
-    assert causes.all_reduces > 0
-    assert causes.rest == pytest.approx(0, abs=1e-9)
+    assert sum(causes.values()) == pytest.approx(summary.bubble_share)
+    assert causes["messages"] > 0
+    assert causes["all-reduces"] > 0
+    assert causes["other"] == pytest.approx(0, abs=1e-9)
 
 
 def test_a_short_run_has_no_steady_state() -> None:

@@ -5,7 +5,6 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,7 +12,7 @@ import torch.distributed as dist
 from planner.executor.communication.control import control_group, gather_bytes
 from planner.executor.observe.clock import Clock
 from planner.formats.plan import Plan
-from planner.formats.timeline import LANES, Event, Events, MemoryCurve, MicrobatchLengths, Timeline
+from planner.formats.timeline import LANES, Event, Events, MemoryCurve, Timeline
 from planner.runtime import Event as Mark
 from planner.schedule.instructions import Instruction, Message, Receive, ReceiveShared, Send, SendShared, Unit
 
@@ -93,17 +92,15 @@ def gather_timeline(
     accumulate: int = 1,
     lengths_of: Callable[[Unit], Mapping[str, int]] | None = None,
 ) -> Timeline | None:
-    """Return the timeline of all workers on rank 0; None elsewhere. All workers call it at the same point.
-
-    `lengths_of` says the lengths of a microbatch, by name, where these vary.
-    """
+    """Return the timeline of all workers on rank 0; None elsewhere. All workers call it at the same point."""
     offsets = _clock_offsets()
     # A worker's newest minibatch may be before the run's last, so it may have kept earlier ones than the run's last.
     first = 0 if recorder.last is None else max(0, minibatches - recorder.last)
-    own: dict[str, Any] = {"events": [list(event) for event in recorder.events(first)]}
-    own["held"] = list(recorder.held(first))
-    units = {Unit(each[3], each[4]) for each in own["events"] if each[1] == "forward"} if lengths_of else ()
-    own["lengths"] = [(unit, lengths_of(unit)) for unit in units] if lengths_of else []
+    noted = list(recorder.events(first))
+    units = {Unit(event.minibatch, event.microbatch) for event in noted if event.kind == "forward"}
+    lengths = {} if lengths_of is None else {unit: lengths_of(unit) for unit in units}
+    rows = [(*unit, *found.values()) for unit, found in lengths.items()]
+    own = {"events": [list(event) for event in noted], "held": list(recorder.held(first)), "lengths": rows}
     parts = [json.loads(part) for part in gather_bytes(json.dumps(own).encode())]
     if not parts:
         return None
@@ -124,7 +121,6 @@ def gather_timeline(
         for rank, (part, offset) in enumerate(zip(parts, offsets, strict=True))
         if part["held"]
     )
-    found = {Unit(*unit): lengths for part in parts for unit, lengths in part["lengths"]}
     return Timeline.of_plan(
         plan,
         "measured",
@@ -132,19 +128,9 @@ def gather_timeline(
         Events.of(moved),
         accumulate=accumulate,
         memory=memory,
-        lengths=_in_order(found, plan.microbatches),
+        length_names=tuple(next(iter(lengths.values()), ())),
+        lengths=tuple(sorted({tuple(row) for part in parts for row in part["lengths"]})),
     )
-
-
-def _in_order(found: Mapping[Unit, Mapping[str, int]], microbatches: int) -> MicrobatchLengths | None:
-    """Return the lengths of microbatches that follow one another; None where that of one is not known."""
-    first, last = min(found, default=Unit(0)), max(found, default=Unit(0))
-    recorded = range(first.minibatch, last.minibatch + 1)
-    units = [Unit(minibatch, each) for minibatch in recorded for each in range(microbatches)]
-    if not found or not found.keys() >= set(units):
-        return None
-    rows = tuple(tuple(found[unit].values()) for unit in units)
-    return MicrobatchLengths(names=tuple(found[first]), first=first.minibatch, microbatches=rows)
 
 
 def _clock_offsets() -> Sequence[float]:

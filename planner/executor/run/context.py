@@ -2,7 +2,7 @@
 
 import gc
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
@@ -24,7 +24,7 @@ from planner.executor.stage.optimizer import StageOptimizer
 from planner.formats.plan import Plan
 from planner.formats.plan_parts import Stage
 from planner.model.capture.graph import ValueSpec
-from planner.model.lengths import Length, varying
+from planner.model.lengths import Length, Varying, varying
 from planner.model.options import gradient_dtype
 from planner.model.spec import TrainingSpec
 from planner.model.stage.code import check_compiler
@@ -103,19 +103,17 @@ class PipelineContext:
         """Sizes of all microbatches that have samples."""
         return {self.microbatch_size, *filter(None, self.data.last_sizes)}
 
-    def lengths_by_name(self) -> Callable[[Unit], dict[str, int]] | None:
-        """Return what says the lengths of a microbatch; None where these do not vary."""
-        found = varying(self.spec, 2) if self.lengths else None
-        if found is None:
-            return None
-        places = [(each.leaf, each.dimension) for each in self.lengths]
+    def lengths_of(self, unit: Unit) -> dict[str, int]:
+        """Return the lengths of a microbatch by their names in lengths(); none where these do not vary."""
+        extent = self.data.extent(unit)
+        if isinstance(extent, int) or self._varying is None:
+            return {}
+        sizes = {(each.leaf, each.dimension): size for each, size in zip(self.lengths, extent[1:], strict=True)}
+        return dict(zip(self.spec.lengths(), self._varying.named(sizes), strict=True))
 
-        def lengths_of(unit: Unit) -> dict[str, int]:
-            extent = self.data.extent(unit)
-            assert isinstance(extent, tuple)
-            return dict(zip(self.spec.lengths(), found.named(dict(zip(places, extent[1:], strict=True))), strict=True))
-
-        return lengths_of
+    @cached_property
+    def _varying(self) -> Varying | None:
+        return varying(self.spec, 2)
 
     def await_models(self) -> None:
         """Wait until all workers have built their models, before the first operation that has a time-out."""

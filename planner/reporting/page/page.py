@@ -139,7 +139,7 @@ def _chart_data(runs: Sequence[Timeline], summary: Summary) -> dict[str, Any]:
         "steady": [summary.steady_from_s, summary.steady_to_s] if summary.steady else None,
         "microbatches": first.microbatches,
         "pipeline_length": first.pipeline_length,
-        "lengths": {run.source: run.lengths.model_dump(mode="json") for run in runs if run.lengths is not None},
+        "lengths": {run.source: {"names": run.length_names, "rows": run.lengths} for run in runs if run.lengths},
         "kinds": [
             {
                 "letter": LETTERS[kind],

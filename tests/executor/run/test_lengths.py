@@ -12,12 +12,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from planner.executor.run.data import make_batches
 from planner.formats.plan import Plan, save_plan
 from planner.formats.profile import Profile
+from planner.formats.timeline import load_timeline
 from planner.model.batch import Batch
 from planner.model.loss import loss_of
 from planner.model.spec import load_model_file
-from planner.options.training import CheckpointOptions, TrainingOptions
+from planner.options.training import CheckpointOptions, RunOptions, TrainingOptions
+from planner.schedule.instructions import Unit
 from planner.schedule.registry import find
 from planner.workers.job import Job
 from tests.executor.plans import in_groups, make_plan, sharded, structural_profile
@@ -151,6 +154,21 @@ def sampler(microbatch_size, microbatches, seed):
             counted += labels
     assert [each.minibatch for each in one.evaluations] == [3, 6, 9, 11]
     assert one.evaluations[-1].loss == pytest.approx(total / counted, rel=1e-9)
+
+
+def test_a_trace_has_the_lengths_of_microbatches(tmp_path: Path) -> None:
+    """By the names of lengths(), also of those that another worker ran."""
+    path = write(tmp_path, "translator")
+    plan = by_labels(make_plan(structural_profile(path, SIZE), (2, 1), "1f1b-flush", 4))
+    options = RunOptions(trace="any", trace_minibatches=(2, 5))
+    run_jobs([Job(model=str(path), plan=plan, steps=6, seed=SEED, run_options=options)], tmp_path)
+    timeline = load_timeline(tmp_path / "job-0.json.timeline")
+    assert timeline.length_names == ("source", "target")
+    data = make_batches(load_model_file(str(path)), SIZE, 4, SEED)
+    units = [Unit(minibatch, number) for minibatch in range(2, 5) for number in range(4)]
+    batches = [data.batch(unit) for unit in units]
+    sizes = [tuple(tensor.shape[1] for tensor in batch.args) for batch in batches]
+    assert timeline.lengths == tuple((*unit, *pair) for unit, pair in zip(units, sizes, strict=True))
 
 
 def test_a_length_beyond_the_greatest_ends_the_run_before_it_is_sent(tmp_path: Path) -> None:

@@ -44,12 +44,13 @@ function nameOf(row, i) {
   return `${kind.letter}${row.minibatch[i]}${once ? "" : `.${row.microbatch[i]}`}${chunk}`;
 }
 // The lengths of an event's microbatch, where they vary.
+const LENGTHS = Object.fromEntries(
+  Object.entries(DATA.lengths).map(([source, { rows }]) => [source, new Map(rows.map(([a, b, ...found]) => [`${a}.${b}`, found]))])
+);
 function lengthsOf(row, i) {
-  const lengths = DATA.lengths[row.source];
-  if (!lengths || DATA.kinds[row.kind[i]].once) return "";
-  const number = (row.minibatch[i] - lengths.first) * DATA.microbatches + row.microbatch[i];
-  const found = lengths.microbatches[number % lengths.microbatches.length];
-  return `, ${lengths.names.map((name, each) => `${name} ${found[each]}`).join(", ")}`;
+  if (!LENGTHS[row.source] || DATA.kinds[row.kind[i]].once) return "";
+  const found = LENGTHS[row.source].get(`${row.minibatch[i]}.${row.microbatch[i]}`);
+  return found ? `, ${found.map((length, each) => `${DATA.lengths[row.source].names[each]} ${length}`).join(", ")}` : "";
 }
 function describe(row, i) {
   const kind = DATA.kinds[row.kind[i]];
