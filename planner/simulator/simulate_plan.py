@@ -140,8 +140,9 @@ def default_minibatches(plan: Plan, accumulate: int = 1) -> int:
     """Return enough minibatches for a steady state, and to see how the run starts and ends."""
     count = steady_minibatches(replace(shape_of(plan), accumulate=accumulate))
     if plan.lengths is not None:  # each of its microbatches once, while the pipeline is full: see `summarize`
-        filling = 2 * plan.stages[0].in_flight * plan.stages[0].replicas
-        count = max(count, math.ceil((len(plan.lengths.microbatches) + filling) / plan.microbatches))
+        first, whole = plan.stages[0], plan.microbatches
+        filling = 2 * first.in_flight * first.replicas if plan.schedule.asynchronous else whole
+        count = max(count, math.ceil((len(plan.lengths.microbatches) + filling) / whole))
     if plan.schedule.asynchronous:
         return count
     return max(count, min(FEWEST, _ENOUGH_UNITS // (plan.microbatches * len(plan.stages))))
