@@ -17,7 +17,7 @@ from planner.formats.device_kinds import profile_on
 from planner.formats.names import CODECS, FLOAT_BYTES, GPU_KINDS, HALF_BYTES, Codec
 from planner.formats.profile import Profile, Shares
 from planner.plan.blocks import blocks_of
-from planner.plan.lengths import Terms, divided, in_minibatches, mean_terms, terms
+from planner.plan.lengths import mean_terms
 from planner.schedule.instructions import LEAD, POSTED
 
 
@@ -44,7 +44,6 @@ class LayerCosts:
         self._works: dict[tuple[frozenset[int], frozenset[int], Groups], Work] = {}
         self._footprints: dict[tuple[frozenset[int], frozenset[int], Groups], Footprint] = {}
         self._about: list[LayerCosts] = []
-        self._terms: dict[int, Terms] = {}  # by microbatches of a minibatch
         self._variants: dict[tuple[str | None, float] | int, LayerCosts] = {}  # by kind of device, and by degree
 
     @property
@@ -52,37 +51,30 @@ class LayerCosts:
         return self.source or self.profile
 
     @cached_property
+    def _mean_terms(self) -> Floats:
+        return mean_terms(self.profile)
+
+    @cached_property
     def traffic(self) -> tuple[Traffic, ...]:
         """Every value that some layer uses."""
         users: dict[tuple[str, str], set[int]] = {}
         for edge in self.profile.edges:
             users.setdefault((edge.source, edge.value), set()).add(self.position[edge.target])
-        found, lengths, means = [], self.profile.lengths, mean_terms(self.profile)
+        found, lengths = [], self.profile.lengths
         for index, layer in enumerate(self.profile.layers):
             for number, value in enumerate(layer.outputs):
                 sizes = value.output_bytes, value.gradient_bytes
                 element_bytes = value.element_bytes or (FLOAT_BYTES if self.profile.autocast is None else HALF_BYTES)
                 coded = (self.codec.size_bytes(size, element_bytes) for size in sizes)
-                # Values without gradients travel as they are.
-                sent_bytes, returned_bytes = coded if value.gradient_bytes else sizes
+                sent = coded if value.gradient_bytes else sizes  # values without gradients travel as they are
                 shares: Shares = ()
-                if lengths is not None and means is not None:  # memory has room for the longest
+                if lengths is not None:  # memory has room for the longest
                     fit = lengths.layers[index].outputs[number]
-                    factor, shares = float(np.dot(fit.shares, means)), divided(fit, means).shares
-                    sent_bytes, returned_bytes = round(sent_bytes * factor), round(returned_bytes * factor)
+                    mean = float(np.dot(fit.shares, self._mean_terms))
+                    sent, shares = (round(size * mean) for size in sent), tuple(share / mean for share in fit.shares)
                 if used := users.get((layer.name, value.name)):
-                    places = value.name, index, tuple(sorted(used))
-                    found.append(Traffic(*places, *sizes, sent_bytes, returned_bytes, shares))
+                    found.append(Traffic(value.name, index, tuple(sorted(used)), *sizes, *sent, shares))
         return tuple(found)
-
-    def terms(self, microbatches: int) -> Terms:
-        """Return the terms of the lengths of drawn microbatches, in minibatches of so many; none if all are alike."""
-        if (lengths := self.profile.lengths) is None:
-            return ()
-        if microbatches not in self._terms:
-            found = in_minibatches(lengths, self.profile.microbatch_size or 1, microbatches)
-            self._terms[microbatches] = terms(found, lengths.most)
-        return self._terms[microbatches]
 
     def shares(self, stage: Candidate, name: str, seconds: float) -> Shares:
         """Return the shares of a stage's `seconds` by the terms of lengths, of which its layers have what `name` says.
@@ -92,10 +84,11 @@ class LayerCosts:
         profile = self.with_options(stage.options).profile
         if (lengths := profile.lengths) is None or seconds <= 0:
             return ()
-        costs = [getattr(profile.layers[layer], name) for layer in stage.layers]
-        shares = [getattr(lengths.layers[layer], name).shares for layer in stage.layers]
-        found = np.dot(costs, shares) / seconds
-        found[0] += 1 - sum(costs) / seconds
+        costs = np.array([getattr(profile.layers[layer], name) for layer in stage.layers])
+        fits = np.array([getattr(lengths.layers[layer], name).shares for layer in stage.layers])
+        # The costs are means already.
+        found = costs / np.maximum(fits @ self._mean_terms, np.finfo(np.float64).tiny) @ fits / seconds
+        found[0] += 1 - costs.sum() / seconds
         return tuple(found.tolist())
 
     @cached_property

@@ -9,7 +9,7 @@ from pydantic import Field, PlainSerializer, PlainValidator, WithJsonSchema, mod
 from planner.errors import InputError
 from planner.formats.files import GrownRecord, Record
 from planner.formats.names import CostModelName
-from planner.formats.profile import Bytes, LengthOrder, Seconds, Shares
+from planner.formats.profile import Bytes, Seconds, Shares, VaryingLengths
 from planner.schedule.registry import NAMES, find
 from planner.schedule.schedule import Schedule
 
@@ -193,24 +193,19 @@ class Transfer(GrownRecord):
     they are means over the plan's microbatches.
     """
 
-    later_fields: ClassVar[frozenset[str]] = frozenset({"output_shares", "gradient_shares"})
+    later_fields: ClassVar[frozenset[str]] = frozenset({"shares"})
 
     source: Annotated[int, Field(ge=0)]
     target: Annotated[int, Field(ge=0)]
     values: Annotated[tuple[str, ...], Field(min_length=1)]
     output_bytes: Bytes
     gradient_bytes: Bytes
-    output_shares: Shares = ()
-    gradient_shares: Shares = ()
+    shares: Shares = ()  # of these bytes that a microbatch has
 
 
-class PlannedLengths(Record):
+class PlannedLengths(VaryingLengths):
     """The lengths that a plan was made for."""
 
-    names: tuple[str, ...]
-    least: tuple[int, ...]
-    most: tuple[int, ...]
-    order: LengthOrder
     microbatches: tuple[tuple[int, ...], ...]  # the lengths of some, in an order of training
 
     @property

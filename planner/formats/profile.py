@@ -222,20 +222,22 @@ class LayerFits(Record):
     outputs: tuple[Fit, ...]
 
 
-# random: samples come in any order; buckets: in minibatches of similar length; given: as the profile lists them.
-LengthOrder = Literal["random", "buckets", "given"]
-
-
-class Lengths(Record):
-    """Lengths of batches that vary: between what, how costs depend on them, and how often each comes."""
+class VaryingLengths(Record):
+    """Lengths of batches that vary, each by its name between the least and the greatest."""
 
     names: Annotated[tuple[str, ...], Field(min_length=1)]
-    least: tuple[int, ...]  # as `most`, a length for each name
+    least: tuple[int, ...]
     most: tuple[Annotated[int, Field(ge=1)], ...]
+    # random: samples come in any order; buckets: in minibatches of similar length; given: as the profile lists them
+    order: Literal["random", "buckets", "given"]
+
+
+class Lengths(VaryingLengths):
+    """How costs depend on lengths, and how often each comes."""
+
     profiled: tuple[tuple[int, ...], ...]  # that costs were measured at, or estimated for
     layers: tuple[LayerFits, ...]
     samples: Annotated[tuple[tuple[int, ...], ...], Field(min_length=1)]  # for each name, its length in some samples
-    order: LengthOrder
 
 
 class Profile(Shown, GrownRecord):

@@ -66,14 +66,18 @@ class Varying:
         sizes = [found[place] for _, found in self.examples]
         return Length(*place, min(sizes), max(sizes))
 
-    def named(self, sizes: Mapping[Place, int]) -> tuple[int, ...]:
-        """Return the lengths by name that example_batch() would need to give a batch's tensors some of their sizes."""
+    def named(self, batch: "Batch", what: str) -> tuple[int, ...]:
+        """Return the lengths by name at which example_batch() is as long as a batch; errors as of `lengths_of`."""
+        sizes = lengths_of(batch, [self.length(place) for place in self.places], what)
+        return self.by_name(dict(zip(self.places, sizes, strict=True)))
+
+    def by_name(self, sizes: Mapping[Place, int]) -> tuple[int, ...]:
+        """Return the lengths by name at which example_batch() has these sizes, of some of the places."""
         (least, before), slopes = self.examples[0], []
-        places = [place for place in self.places if place in sizes]
         for name in least:  # how much longer each dimension is for a length of one more
             corner, alone = next((c, s) for c, s in self.examples if {n for n in c if c[n] != least[n]} == {name})
-            slopes.append([(alone[place] - before[place]) / (corner[name] - least[name]) for place in places])
-        longer = np.array([sizes[place] - before[place] for place in places])
+            slopes.append([(alone[place] - before[place]) / (corner[name] - least[name]) for place in sizes])
+        longer = [size - before[place] for place, size in sizes.items()]
         found = np.linalg.lstsq(np.transpose(slopes), longer, rcond=None)[0].tolist()
         return tuple(least[name] + round(more) for name, more in zip(least, found, strict=True))
 
@@ -88,7 +92,7 @@ def varying(spec: "TrainingSpec", samples: int) -> Varying | None:
         return None
     corners = [dict(zip(between, chosen, strict=True)) for chosen in product(*between.values())]
     corners.append({name: (least + most) // 2 for name, (least, most) in between.items()})
-    examples = [(corner, sizes_of(spec.example_batch(samples, corner))) for corner in corners]
+    examples = [(corner, _sizes(spec.example_batch(samples, corner))) for corner in corners]
     first = examples[0][1]
     for corner, sizes in examples:
         if sizes.keys() != first.keys():
@@ -108,8 +112,7 @@ def varying(spec: "TrainingSpec", samples: int) -> Varying | None:
     return Varying(places, tuple(examples))
 
 
-def sizes_of(batch: "Batch") -> dict[Place, int]:
-    """Return the sizes of a batch's tensors, but for the number of samples."""
+def _sizes(batch: "Batch") -> dict[Place, int]:
     tensors = [(number, leaf) for number, leaf in enumerate(batch.flatten()[0]) if isinstance(leaf, Tensor)]
     return {(number, place): size for number, leaf in tensors for place, size in enumerate(leaf.shape) if place}
 

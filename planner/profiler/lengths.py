@@ -3,13 +3,13 @@
 import random
 from collections.abc import Iterator, Sequence
 from itertools import combinations, islice
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.errors import ModelFileError
-from planner.formats.profile import Fit, Layer, LayerFits, LengthOrder, Lengths, Profile
-from planner.model.lengths import sizes_of, varying
+from planner.formats.profile import Fit, Layer, LayerFits, Lengths, Profile
+from planner.model.lengths import varying
 from planner.model.samplers import BucketSampler
 from planner.model.spec import TrainingSpec
 from planner.plan.lengths import terms
@@ -41,15 +41,13 @@ def with_lengths(profile: Profile, others: Sequence[Profile], spec: TrainingSpec
     points = (most, *(tuple(each.values()) for each in other_lengths(spec)))
     costs = [[cost for layer in each.layers for cost in _costs(layer)] for each in (profile, *others)]
     fits = iter(fitted(np.array(terms(points, most)), np.array(costs, dtype=np.float64)))
-    order, samples = _samples(spec, profile.microbatch_size or 1)
     lengths = Lengths(
         names=tuple(between),
         least=least,
         most=most,
         profiled=points,
         layers=tuple(_layer_fits(layer, fits) for layer in profile.layers),
-        samples=samples,
-        order=order,
+        **_samples(spec, profile.microbatch_size or 1),
     )
     return profile.model_copy(update={"lengths": lengths})
 
@@ -93,28 +91,17 @@ def fitted(at: Floats, costs: Floats) -> list[Fit]:
     return [Fit(shares=tuple(shares), residual=residual) for shares, residual in columns]
 
 
-def _samples(spec: TrainingSpec, size: int) -> tuple[LengthOrder, tuple[tuple[int, ...], ...]]:
-    """Return the lengths of some samples of the data, by name, and in which order training takes them."""
+def _samples(spec: TrainingSpec, size: int) -> dict[str, Any]:
+    """Return two fields of `Lengths`: lengths of some samples of the data, and in which order training takes them."""
     between, data = spec.lengths(), spec.dataset()
     drawing = random.Random(0)
     if data is None:  # each microbatch has one length
         drawn = ([drawing.randint(*pair) for pair in between.values()] for _ in range(max(64, SAMPLES // size)))
-        return "given", tuple(zip(*(each for each in drawn for _ in range(size)), strict=True))
+        return {"order": "given", "samples": tuple(zip(*(each for each in drawn for _ in range(size)), strict=True))}
     sampler, found = spec.sampler(size, 1, 0), varying(spec, 2)
     assert found is not None
-    order: LengthOrder = "given"
-    if sampler is None or isinstance(sampler, BucketSampler):
-        order, many = "random" if sampler is None else "buckets", len(data)  # type: ignore[arg-type]  # as in training
-        chosen = drawing.sample(range(many), min(many, SAMPLES))
-    else:
-        chosen = list(islice(sampler, SAMPLES))
-    rows = [found.named(sizes_of(spec.collate([data[index]]))) for index in chosen]
-    for index, row in zip(chosen, rows, strict=True):
-        for (name, (least, most)), length in zip(between.items(), row, strict=True):
-            if not least <= length <= most:
-                raise ModelFileError(
-                    f"sample {index} of dataset() has a length '{name}' of {length}, which lengths() says is {least} "
-                    f"to {most}",
-                    hint="cut the sample, leave it out, or let lengths() say more",
-                )
-    return order, tuple(zip(*rows, strict=True))
+    order = "random" if sampler is None else "buckets" if isinstance(sampler, BucketSampler) else "given"
+    many = len(data)  # type: ignore[arg-type]  # as in training
+    chosen = list(islice(sampler, SAMPLES)) if order == "given" else drawing.sample(range(many), min(many, SAMPLES))
+    rows = (found.named(spec.collate([data[index]]), f"sample {index} of dataset()") for index in chosen)
+    return {"order": order, "samples": tuple(zip(*rows, strict=True))}

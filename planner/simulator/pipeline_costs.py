@@ -3,7 +3,7 @@
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from operator import mul
 
 from planner.cost.network.link import Buckets
 from planner.cost.network.topology import Topology
@@ -58,11 +58,6 @@ class StageCosts:
         shares = self.ready_shares or (1 / len(self.ready_s),) * len(self.ready_s)
         return Buckets(tuple(seconds * longer for seconds in self.ready_s), shares)
 
-    def scaled(self, forward: float, backward: float) -> "StageCosts":
-        """Return the costs of a microbatch whose forward and backward take so many times the mean."""
-        again = {name: getattr(self, name) * forward for name in ("forward_s", "recompute_s", "late_s")}
-        return replace(self, backward_s=self.backward_s * backward, **again)
-
     @property
     def backward_weight_s(self) -> float:
         return WEIGHT_SHARE * self.backward_s
@@ -86,42 +81,30 @@ class PipelineCosts:
     # Of microbatches whose lengths vary, one after the other and then again from the first (`planner.plan.lengths`): a
     # cost is its mean times the sum of these terms with the cost's shares. Empty where all are alike.
     terms: Terms = ()
-    transfer_shares: Mapping[StagePair, tuple[Shares, Shares]] = field(default_factory=dict)
+    transfer_shares: Mapping[StagePair, Shares] = field(default_factory=dict)
 
-    def _number(self, unit: Unit) -> int:
-        return (unit.minibatch * self.shape.microbatches + unit.microbatch) % len(self.terms)
-
-    @cached_property
-    def _stages_drawn(self) -> list[list[StageCosts]]:
-        shares = [(stage.forward_shares or _EVEN, stage.backward_shares or _EVEN) for stage in self.stages]
-        factors = (zip(*(_sums(self.terms, each) for each in both), strict=True) for both in shares)
-        return [[stage.scaled(*each) for each in drawn] for stage, drawn in zip(self.stages, factors, strict=True)]
-
-    @cached_property
-    def _bytes_drawn(self) -> dict[StagePair, list[tuple[float, ...]]]:
-        found = {}
-        for pair, sizes in self.transfer_bytes.items():
-            shares = self.transfer_shares.get(pair, (_EVEN, _EVEN))
-            columns = (
-                [size * factor for factor in _sums(self.terms, each)] for size, each in zip(sizes, shares, strict=True)
-            )
-            found[pair] = list(zip(*columns, strict=True))
-        return found
+    def factor(self, shares: Shares, unit: Unit) -> float:
+        """Return a microbatch's cost, whose shares these are, in means."""
+        if not (self.terms and shares):
+            return 1.0
+        number = (unit.minibatch * self.shape.microbatches + unit.microbatch) % len(self.terms)
+        return sum(map(mul, self.terms[number], shares))
 
     def stage(self, number: int, unit: Unit) -> StageCosts:
         """Return what a microbatch costs a stage."""
-        return self._stages_drawn[number][self._number(unit)] if self.terms else self.stages[number]
-
-    def moved_bytes(self, pair: StagePair, unit: Unit) -> tuple[float, ...]:
-        """Return the bytes of a microbatch's activations and of its gradients between two stages."""
-        return self._bytes_drawn[pair][self._number(unit)] if self.terms else self.transfer_bytes[pair]
+        costs = self.stages[number]
+        if not self.terms:
+            return costs
+        longer = self.factor(costs.forward_shares, unit)
+        seconds = {name: getattr(costs, name) * longer for name in ("forward_s", "recompute_s", "late_s")}
+        return replace(costs, backward_s=costs.backward_s * self.factor(costs.backward_shares, unit), **seconds)
 
     @property
     def key(self) -> Hashable:
         """What a simulation depends on: the memory of the workers does not count."""
-        moved, shared = (tuple(sorted(each.items())) for each in (self.transfer_bytes, self.shared_bytes))
-        grown = self.terms, tuple(sorted(self.transfer_shares.items()))
-        return self.shape, self.cluster.levels, self.cluster.overlap, self.stages, moved, shared, grown
+        by_stages = self.transfer_bytes, self.shared_bytes, self.transfer_shares
+        exchanged = tuple(tuple(sorted(each.items())) for each in by_stages)
+        return self.shape, self.cluster.levels, self.cluster.overlap, self.stages, exchanged, self.terms
 
     @classmethod
     def of(
@@ -165,12 +148,5 @@ class PipelineCosts:
             },
             shared_bytes={pair: each.gradient_bytes for each in shared for pair in (each.stages, each.stages[::-1])},
             terms=terms,
-            transfer_shares={(t.source, t.target): (t.output_shares, t.gradient_shares) for t in transfers if terms},
+            transfer_shares={(t.source, t.target): t.shares for t in transfers},
         )
-
-
-_EVEN: Shares = (1.0,)  # of what does not depend on lengths
-
-
-def _sums(terms: Sequence[Sequence[float]], shares: Shares) -> list[float]:
-    return [sum(term * share for term, share in zip(row, shares, strict=False)) for row in terms]

@@ -18,7 +18,7 @@ from planner.errors import InputError
 from planner.formats.plan import Plan
 from planner.formats.plan_parts import Stage
 from planner.formats.timeline import LANES, Event, Events, MemoryCurve, Timeline
-from planner.plan.lengths import terms
+from planner.plan.lengths import planned_terms
 from planner.plan.rank_groups import of_groups
 from planner.plan.shape import check_accumulate, deadlock, shape_of
 from planner.simulator.fair_network import BusyPeriod
@@ -170,7 +170,7 @@ def costs_of(plan: Plan, accumulate: int = 1) -> PipelineCosts:
         )
         for number, stage in enumerate(plan.stages)
     ]
-    varied = () if plan.lengths is None else terms(plan.lengths.microbatches, plan.lengths.most)
+    varied = planned_terms(plan.lengths)
     return PipelineCosts.of(shape, plan.cluster, stages, plan.transfers, plan.shared, degrees, varied)
 
 

@@ -58,23 +58,18 @@ def steady_s(costs: PipelineCosts, stop: Stop | None = None, hopeless_s: float =
 
 
 def _drawn_s(costs: PipelineCosts, stop: Stop | None) -> float | None:
-    """Simulate all drawn microbatches; a pipeline that does not drain twice, and returns the second time's pace."""
+    """Simulate all drawn microbatches, with others before and after that fill the pipeline."""
     shape = costs.shape
     minibatches = max(FEWEST, math.ceil(len(costs.terms) / shape.microbatches))
-    filling = math.ceil(_filling(shape) / shape.microbatches) if shape.asynchronous else 0
-    simulation = Simulation(costs, 2 * minibatches + filling if shape.asynchronous else minibatches)
-    simulation.communication.posted = True
+    filling = math.ceil(2 * _filling(shape) / shape.microbatches) if shape.asynchronous else 1
+    simulation = Simulation(costs, minibatches + 2 * filling)
     end = simulation.run(lambda: stop is not None and stop(simulation.executed))
-    if end == "ended":
-        return None
+    if end != "done":
+        return math.inf if end == "deadlock" else None
     if stop is not None:
         stop(simulation.executed)
-    if end == "deadlock":
-        return math.inf
-    if not shape.asynchronous:
-        return simulation.latest_s / minibatches
-    ends_s, units = sorted(simulation.completed.ends_s[0]), minibatches * shape.microbatches
-    return (ends_s[2 * units - 1] - ends_s[units - 1]) / minibatches
+    ends_s, first = sorted(simulation.completed.ends_s[0]), filling * shape.microbatches - 1
+    return (ends_s[first + minibatches * shape.microbatches] - ends_s[first]) / minibatches
 
 
 def _enough_microbatches(shape: PipelineShape) -> list[int]:

@@ -17,7 +17,7 @@ from planner.executor.communication.control import message_timeout
 from planner.executor.communication.links import Receivers
 from planner.executor.communication.sharding import Masters, Sharding
 from planner.executor.communication.shared_gradients import SharedGradients
-from planner.executor.run.data import BatchSource, OfRank, VaryingBatches, make_batches, weighted
+from planner.executor.run.data import BatchSource, LengthDrift, OfRank, VaryingBatches, make_batches, weighted
 from planner.executor.run.reading_ahead import AHEAD, ReadAhead
 from planner.executor.run.stages import build_modules, check_sizes, tensor_group, transferred
 from planner.executor.stage.optimizer import StageOptimizer
@@ -109,7 +109,7 @@ class PipelineContext:
         if isinstance(extent, int) or self._varying is None:
             return {}
         sizes = {(each.leaf, each.dimension): size for each, size in zip(self.lengths, extent[1:], strict=True)}
-        return dict(zip(self.spec.lengths(), self._varying.named(sizes), strict=True))
+        return dict(zip(self.spec.lengths(), self._varying.by_name(sizes), strict=True))
 
     @cached_property
     def _varying(self) -> Varying | None:
@@ -227,7 +227,8 @@ def pipeline_context(
             )
         data = OfRank(data, tensor.place, ranks)
     if built.lengths:
-        data = VaryingBatches(data, built.lengths)
+        drift = LengthDrift(plan.lengths, plan.microbatches, spec) if plan.lengths is not None and rank == 0 else None
+        data = VaryingBatches(data, built.lengths, drift)
     check_sizes(modules.values(), data.last_sizes)
     held = {}
     for number, module in modules.items():

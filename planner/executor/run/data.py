@@ -1,19 +1,22 @@
 """Training data as a function of the minibatch's number: every worker computes the same, so no data is sent."""
 
+import logging
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from statistics import fmean, stdev
 from typing import Any
 
 import torch
 from torch.utils.data import Dataset, Sampler
 
 from planner.errors import InputError, ModelFileError
+from planner.formats.plan_parts import PlannedLengths
 from planner.formats.profile import LossMean
 from planner.model.batch import Batch, collate, make_batch
 from planner.model.capture.size import Extent
-from planner.model.lengths import Length, lengths_of
+from planner.model.lengths import Length, lengths_of, varying
 from planner.model.loss import Shares, shares_by_samples, shares_function
 from planner.model.spec import TrainingSpec
 from planner.options.training import STEPS
@@ -21,8 +24,10 @@ from planner.schedule.instructions import POSTED, Unit
 
 KEPT = 3  # minibatches that a pipeline without weight stashing may have in flight, and one in the making
 ENDLESS = 2**40  # minibatches of a run whose end is not known
+MINIBATCHES_WATCHED, DRIFT = 16, 0.1  # for the lengths of the data, and how far the mean may be from the plan's
 RANDOM_BATCHES = 8  # distinct random minibatches, used in turn: making new ones would count as training time
 
+_log = logging.getLogger(__name__)
 Collate = Callable[[Sequence[Any]], Batch]
 
 _SIZES = 4096  # of units, that are remembered
@@ -307,13 +312,47 @@ class ChangedBatches(BatchSource):
         return self._source.share(unit)
 
 
+class LengthDrift:
+    """Warns once, after some minibatches, if their lengths are not those that a plan was made for."""
+
+    def __init__(self, plan: PlannedLengths, microbatches: int, spec: TrainingSpec) -> None:
+        self._plan, self._rows = plan, list[tuple[int, ...]]()
+        self._each, self._watched = microbatches, MINIBATCHES_WATCHED * microbatches
+        with torch.random.fork_rng(devices=[]):  # example batches draw random numbers
+            self._varying = varying(spec, 2)
+
+    def see(self, batch: Batch) -> None:
+        if self._varying is None or len(self._rows) == self._watched:
+            return
+        self._rows.append(self._varying.named(batch, "a microbatch"))
+        if len(self._rows) < self._watched:
+            return
+        for name, planned, column in zip(
+            self._plan.names, self._plan.means, zip(*self._rows, strict=True), strict=True
+        ):
+            means = [fmean(column[start : start + self._each]) for start in range(0, len(column), self._each)]
+            # Those of a minibatch may be alike, so minibatches say how much is chance.
+            if abs(fmean(means) - planned) > max(DRIFT * planned, 4 * stdev(means) / len(means) ** 0.5):
+                _log.warning(
+                    f"warning: the mean length '{name}' of microbatches is {fmean(means):.1f}, and the plan was made "
+                    f"for {planned:.1f}; hint: profile and solve again with these data"
+                )
+
+
 class VaryingBatches(ChangedBatches):
     """Batches of which some `lengths` vary, so that every worker reads those that pass it."""
 
-    def __init__(self, source: BatchSource, lengths: Sequence[Length]) -> None:
+    def __init__(self, source: BatchSource, lengths: Sequence[Length], drift: LengthDrift | None = None) -> None:
         super().__init__(source)
         kept = KEPT * source.microbatches + POSTED
-        self._extents = Extents(source.batch, self.size, lengths, kept)
+        self._drift = drift
+        self._extents = Extents(self._read, self.size, lengths, kept)
+
+    def _read(self, unit: Unit) -> Batch:
+        batch = self._source.batch(unit)
+        if self._drift is not None:
+            self._drift.see(batch)
+        return batch
 
     def batch(self, unit: Unit) -> Batch:
         return self._extents.batch(unit)

@@ -1,7 +1,7 @@
 """The reports of questions about plans: schedules, sweeps, baselines, numbers of GPUs, and what limits a plan."""
 
 from planner.analysis.choose import Choice
-from planner.analysis.compare import Comparison, ComparisonRow
+from planner.analysis.compare import PACKED, Comparison, ComparisonRow
 from planner.analysis.explain import Alternative, Explanation
 from planner.analysis.fit import Fit
 from planner.analysis.sweep import Quantity, Sweep
@@ -140,6 +140,8 @@ def comparison_legend(comparison: Comparison) -> str:
         lines.append(f"{names}: {schedule}, one update for {rows[0].microbatches} microbatches")
     if any("ZeRO" in row.name for row in others):
         lines.append("ZeRO-1 to 3: data parallel, with the optimizer's state, gradients, weights divided over the GPUs")
+    if any(row.name == PACKED for row in others):
+        lines.append("packed: several samples in one row of the greatest length, without any padding between them")
     if chosen.flop_utilisation is not None:
         lines.append("MFU: share of the GPUs' peak that the model's FLOPs take, without recomputation")
     if by_formula := [row.name for row in comparison.rows if not row.simulated and "ZeRO-" not in row.name]:

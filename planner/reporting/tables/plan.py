@@ -59,6 +59,7 @@ def _head(plan: Plan) -> list[tuple[str, str | None]]:
         ("gradients", staleness_line(plan)),
         ("cluster", cluster_line(plan.cluster)),
         ("device", f"{plan.device.name} ({plan.device.kind})" if plan.device.name != "unknown" else None),
+        ("lengths", lengths_line(plan)),
         ("stages run", options_words(plan)),
     ]
 
@@ -81,6 +82,18 @@ def prediction_lines(plan: Plan) -> list[tuple[str, str | None]]:
         ("solver", _solver(plan)),
         ("bound", bound_words(solver) if simulated else None),
     ]
+
+
+def lengths_line(plan: Plan) -> str | None:
+    """Say for which lengths the plan was made; None where they do not vary."""
+    if (known := plan.lengths) is None:
+        return None
+    ranges = zip(known.names, known.least, known.most, known.means, strict=True)
+    words = ", ".join(
+        f"{name} {least} to {most}, {mean:.1f} in the mean microbatch" for name, least, most, mean in ranges
+    )
+    orders = {"random": "in random order", "buckets": "in buckets", "given": "in an order of their own"}
+    return f"{words}, {orders[known.order]}; memory for the greatest"
 
 
 def schedule_line(plan: Plan) -> str:

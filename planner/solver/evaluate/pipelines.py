@@ -1,7 +1,6 @@
 """A candidate plan as the simulation sees it: shape, seconds of its stages, and what they exchange."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -11,7 +10,7 @@ from planner.cost.layer_costs import LayerCosts, messages
 from planner.cost.setting import Setting
 from planner.cost.weight_copies import buckets_in, copied_in, gradients_bytes, shared_in
 from planner.formats.plan_parts import Shared, Transfer
-from planner.formats.profile import Shares
+from planner.plan.lengths import planned, planned_terms
 from planner.plan.shape import trainable_pairs
 from planner.plan.shared_weights import SharedWeight
 from planner.schedule.schedule import Channel, PipelineShape
@@ -43,16 +42,9 @@ def pipeline_for(problem: Problem, candidate: Evaluation) -> PipelineCosts:
         depths=candidate.price.in_flight,
         shared=trainable_pairs(shared, [stage.replicas for stage in stages], problem.schedule),
     )
-    degrees = [stage.options.tensor for stage in stages]
-    return PipelineCosts.of(
-        shape,
-        problem.cluster,
-        stage_costs(layer_costs, stages, problem.setting),
-        moved,
-        shared,
-        degrees,
-        layer_costs.terms(problem.microbatches),
-    )
+    degrees, costs = [stage.options.tensor for stage in stages], stage_costs(layer_costs, stages, problem.setting)
+    varied = planned_terms(planned(layer_costs.profile, problem.microbatches))
+    return PipelineCosts.of(shape, problem.cluster, costs, moved, shared, degrees, varied)
 
 
 def stage_costs(layer_costs: LayerCosts, stages: Sequence[Candidate], setting: Setting) -> list[StageCosts]:
@@ -60,8 +52,10 @@ def stage_costs(layer_costs: LayerCosts, stages: Sequence[Candidate], setting: S
     works = [layer_costs.work(stage) for stage in stages]
     if stages[0].options.level > 1:
         times = sharded_times(layer_costs, stages[0], setting)
-        return [_growing(layer_costs, stages[0], StageCosts(**vars(times), recompute_s=float(works[0].recompute_s)))]
-    costs = [
+        shares = (layer_costs.shares(stages[0], name, getattr(times, name)) for name in ("forward_s", "backward_s"))
+        grown = dict(zip(("forward_shares", "backward_shares"), shares, strict=True))
+        return [StageCosts(**vars(times), recompute_s=float(works[0].recompute_s), **grown)]
+    return [
         StageCosts(
             forward_s=float(work.forward_s),
             backward_s=float(work.backward_s),
@@ -73,18 +67,11 @@ def stage_costs(layer_costs: LayerCosts, stages: Sequence[Candidate], setting: S
             late_s=max(0.0, buckets.ready_s[-1] - float(work.backward_s)) if buckets.ready_s else 0.0,
             gradient_bytes=int(work.trainable_bytes) + sum(layer.gradient_bytes for layer in again),
             sharded=stage.options.sharded,
+            forward_shares=layer_costs.shares(stage, "forward_s", float(work.forward_s)),
+            backward_shares=layer_costs.shares(stage, "backward_s", float(work.backward_s)),
         )
         for work, stage, again in zip(works, stages, copied_in(layer_costs, stages), strict=True)
     ]
-    return [_growing(layer_costs, *each) for each in zip(stages, costs, strict=True)]
-
-
-def _growing(layer_costs: LayerCosts, stage: Candidate, costs: StageCosts) -> StageCosts:
-    return replace(
-        costs,
-        forward_shares=layer_costs.shares(stage, "forward_s", costs.forward_s),
-        backward_shares=layer_costs.shares(stage, "backward_s", costs.backward_s),
-    )
 
 
 def transfers(layer_costs: LayerCosts, stages: Sequence[Candidate]) -> tuple[Transfer, ...]:
@@ -96,17 +83,10 @@ def transfers(layer_costs: LayerCosts, stages: Sequence[Candidate]) -> tuple[Tra
             values=tuple(value.name for value in values),
             output_bytes=sum(value.sent_bytes for value in values),
             gradient_bytes=sum(value.returned_bytes for value in values),
-            output_shares=_weighted((value.sent_bytes, value.shares) for value in values),
-            gradient_shares=_weighted((value.returned_bytes, value.shares) for value in values),
+            shares=tuple(np.average([v.shares for v in values], 0, [max(1, v.sent_bytes) for v in values]).tolist()),
         )
         for (source, target), values in sorted(messages(layer_costs, stages).items())
     )
-
-
-def _weighted(sizes: Iterable[tuple[int, Shares]]) -> Shares:
-    """Return the mean of shares by bytes; none where there are no bytes, or lengths do not vary."""
-    weights, shares = zip(*sizes, strict=True)
-    return tuple(np.average(shares, axis=0, weights=weights).tolist()) if sum(weights) and shares[0] else ()
 
 
 def shared_between(layer_costs: LayerCosts, stages: Sequence[Candidate]) -> tuple[Shared, ...]:
