@@ -84,6 +84,7 @@ def plans_of(profile: Profile, workers: int, *, shares: bool = False) -> list[Pl
 
 
 FEW = 2  # plans of a default run
+LONG = pytest.mark.timeout(900)  # four workers capture a model ten times
 TOGETHER = 4  # plans that one set of processes trains, which has a time-out
 
 
@@ -93,7 +94,7 @@ TOGETHER = 4  # plans that one set of processes trains, which has a time-out
         pytest.param("gnmt", 2, True, id="gnmt 2 few"),
         pytest.param("packed", 4, True, id="packed 4 few"),
         *(
-            pytest.param(model, workers, False, id=f"{model} {workers}", marks=pytest.mark.slow)
+            pytest.param(model, workers, False, id=f"{model} {workers}", marks=[pytest.mark.slow, LONG])
             for model in MODELS
             for workers in (2, 4)
         ),
