@@ -11,7 +11,7 @@ import ctypes
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -167,17 +167,12 @@ class Layouts:
     ) -> None:
         self._transfers, self._shared, self._extent_of, self._longest = transfers, shared, extent_of, longest
         self._with_scale, self._codec = with_scale, codec
-        self._made: dict[tuple[type[Receive | Send], int, int, Extent], Layout] = {}
+        self._made = lru_cache(MOST_EXTENTS)(self._make)
 
     def layout(self, message: Receive | Send) -> Layout:
         """Return the layout of `message`, which both ends compute alike."""
-        key = (type(message), message.stage, message.peer_stage, self._extent_of(message.unit))
-        layout = self._made.get(key)
-        if layout is None:
-            if len(self._made) >= MOST_EXTENTS:
-                self._made.clear()
-            layout = self._made[key] = self._make(*key)
-        return layout
+        extent = self._extent_of(message.unit)
+        return self._made(type(message), message.stage, message.peer_stage, extent)  # type: ignore[arg-type]
 
     def received_bytes(self, source: int, target: int, *, forward: bool, shared: bool, samples: int) -> int:
         """Return the room for a message from stage `source` to the later `target`, or back, of `samples` samples."""

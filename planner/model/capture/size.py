@@ -22,10 +22,7 @@ def length_symbol(number: int) -> sympy.Symbol:
 
 @lru_cache(maxsize=MOST_EXTENTS)
 def _function(expression: sympy.Expr, lengths: int) -> Callable[..., Any]:
-    """Return the expression as a function of the samples and of so many lengths.
-
-    Python computes a polynomial a thousand times as fast as sympy does, and each length asks for some.
-    """
+    """Return the expression as a function of the extent: Python computes one a thousand times as fast as sympy."""
     symbols = (BATCH, *map(length_symbol, range(lengths)))
     polynomial = expression.as_poly(*symbols)
     if polynomial is not None and polynomial.domain.is_ZZ:
