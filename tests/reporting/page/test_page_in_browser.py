@@ -72,7 +72,9 @@ def browser() -> Iterator[Browser]:
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A report with everything in it, of a plan with names to be careful with."""
     plan = evil_plan()
-    simulated = simulate(plan, 12)
+    lengths = tuple((minibatch, 0, 10 + minibatch, 20) for minibatch in range(12))
+    changes = {"length_names": ("source", "<b>target"), "lengths": lengths}
+    simulated = simulate(plan, 12).model_copy(update=changes)
     model = profile(layer("a", 0.2, 0.4, output_bytes=1000), layer("b", 0.1, 0.2, weight_bytes=10**8))
     solved = solve(model, flat_cluster(3, 1e8))
     path = tmp_path_factory.mktemp("report") / "report.html"
@@ -154,7 +156,8 @@ def test_pointing_at_an_event_shows_what_it_is(wide: Opened) -> None:
     wide.page.wait_for_selector(".tip:not([hidden])")
     assert wide.event() == "F0"
     tip = wide.page.locator(".tip").inner_text()
-    assert tip.splitlines() == ["F0: forward of minibatch 0", "stage 0 on worker 0, simulated", "0 to 1 s, 1 s"]
+    first = "F0: forward of minibatch 0, source 10, <b>target 20"
+    assert tip.splitlines() == [first, "stage 0 on worker 0, simulated", "0 to 1 s, 1 s"]
     assert "forward of minibatch 0" in wide.page.locator("#timeline-detail").inner_text()
     wide.page.mouse.move(box["x"] + 90, box["y"] - 30)
     wide.page.wait_for_selector(".tip", state="hidden")
