@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from planner.executor.run.data import make_batches
 from planner.formats.plan import Plan, save_plan
+from planner.formats.plan_parts import PlannedLengths
 from planner.formats.profile import Profile
 from planner.formats.timeline import load_timeline
 from planner.model.batch import Batch
@@ -179,6 +181,25 @@ def test_a_length_beyond_the_greatest_ends_the_run_before_it_is_sent(tmp_path: P
     plan = by_labels(make_plan(structural_profile(path, SIZE), (1, 1), "1f1b-flush", 2))
     with pytest.raises(AssertionError, match=r"has a length of 1[12] in dimension 1 of its tensor 0.* is 3 to 10"):
         run_jobs([Job(model=str(path), plan=plan, steps=2, seed=SEED)], tmp_path)
+
+
+def test_a_run_warns_once_of_lengths_that_the_plan_was_not_made_for(tmp_path: Path) -> None:
+    path = write(tmp_path, "causal")
+    plan = by_labels(make_plan(structural_profile(path, SIZE), (1, 1), "1f1b-flush", 2))
+    data = make_batches(load_model_file(str(path)), SIZE, 2, SEED)
+    words = [data.batch(Unit(minibatch, number)).args[0].shape[1] for minibatch in range(15) for number in range(2)]
+    jobs = []
+    for lengths in (words, [4, 5]):
+        rows = tuple((each,) for each in lengths)
+        made_for = PlannedLengths(names=("words",), least=(3,), most=(12,), order="random", microbatches=rows)
+        own = plan.model_copy(update={"lengths": made_for})
+        jobs.append(Job(model=str(path), plan=own, steps=20, seed=SEED))
+    run_jobs(jobs, tmp_path)
+    warnings = [line for line in (tmp_path / "workers.log").read_text("utf-8").splitlines() if "was made for" in line]
+    assert len(warnings) == 1
+    assert re.search(
+        r"the mean length 'words' of microbatches is \d+\.\d, and the plan was made for 4\.5;", warnings[0]
+    )
 
 
 OWN_LOOP = """
