@@ -72,9 +72,7 @@ def browser() -> Iterator[Browser]:
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A report with everything in it, of a plan with names to be careful with."""
     plan = evil_plan()
-    lengths = tuple((minibatch, 0, 10 + minibatch, 20) for minibatch in range(12))
-    changes = {"length_names": ("source", "<b>target"), "lengths": lengths}
-    simulated = simulate(plan, 12).model_copy(update=changes)
+    simulated = simulate(plan, 12)
     model = profile(layer("a", 0.2, 0.4, output_bytes=1000), layer("b", 0.1, 0.2, weight_bytes=10**8))
     solved = solve(model, flat_cluster(3, 1e8))
     path = tmp_path_factory.mktemp("report") / "report.html"
@@ -156,11 +154,30 @@ def test_pointing_at_an_event_shows_what_it_is(wide: Opened) -> None:
     wide.page.wait_for_selector(".tip:not([hidden])")
     assert wide.event() == "F0"
     tip = wide.page.locator(".tip").inner_text()
-    first = "F0: forward of minibatch 0, source 10, <b>target 20"
-    assert tip.splitlines() == [first, "stage 0 on worker 0, simulated", "0 to 1 s, 1 s"]
+    assert tip.splitlines() == ["F0: forward of minibatch 0", "stage 0 on worker 0, simulated", "0 to 1 s, 1 s"]
     assert "forward of minibatch 0" in wide.page.locator("#timeline-detail").inner_text()
     wide.page.mouse.move(box["x"] + 90, box["y"] - 30)
     wide.page.wait_for_selector(".tip", state="hidden")
+
+
+def test_an_event_says_the_lengths_of_its_microbatch(browser: Browser, tmp_path: Path) -> None:
+    plan = evil_plan()
+    lengths = tuple((minibatch, 0, 10 + minibatch, 20) for minibatch in range(12))
+    changes = {"length_names": ("source", "<b>target"), "lengths": lengths}
+    path = tmp_path / "report.html"
+    path.write_text(report_page(plan, simulate(plan, 12).model_copy(update=changes)), encoding="utf-8")
+    shown = opened(browser, path, WIDE)
+    chart = shown.page.locator("#timeline-chart")
+    chart.scroll_into_view_if_needed()
+    box = chart.bounding_box()
+    assert box is not None
+    shown.page.get_by_role("button", name="Whole run").click()
+    shown.page.mouse.move(box["x"] + 90, box["y"] + 35)
+    shown.page.wait_for_selector(".tip:not([hidden])")
+    tip = shown.page.locator(".tip").inner_text()
+    assert tip.splitlines()[0] == "F0: forward of minibatch 0, source 10, <b>target 20"
+    shown.page.context.close()
+    assert shown.complaints == []
 
 
 def test_wheel_and_buttons_zoom_and_dragging_moves(wide: Opened) -> None:
