@@ -70,6 +70,12 @@ class Layer(Record):
     backward_flops: Annotated[int, Field(ge=0)] | None = None
     parameters: tuple[str, ...] = ()  # fully qualified names
 
+    @property
+    def flops(self) -> int | None:
+        """Of forward and backward; None where they were not counted."""
+        counts = self.forward_flops, self.backward_flops
+        return None if None in counts else sum(count or 0 for count in counts)
+
 
 class Edge(Record):
     """Layer `target` uses the output `value` of layer `source`."""
@@ -318,9 +324,8 @@ class Profile(Shown, GrownRecord):
     @property
     def flops(self) -> int | None:
         """Model FLOPs of one microbatch, forward and backward; None where a layer's were not counted."""
-        counts = [count for layer in self.layers for count in (layer.forward_flops, layer.backward_flops)]
-        known = [count for count in counts if count is not None]
-        return sum(known) if len(known) == len(counts) else None
+        counts = [layer.flops for layer in self.layers]
+        return None if None in counts else sum(count or 0 for count in counts)
 
     @property
     def tf32(self) -> bool:

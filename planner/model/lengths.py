@@ -60,6 +60,7 @@ class Varying:
 
     places: tuple[Place, ...]
     examples: tuple[tuple[Mapping[str, int], Mapping[Place, int]], ...]  # lengths by name, and the sizes in their batch
+    slopes: Mapping[str, Sequence[float]]  # how much longer each place is for a length of one more
 
     def length(self, place: Place) -> Length:
         """Return the length that a batch has in some place."""
@@ -73,17 +74,15 @@ class Varying:
 
     def by_name(self, sizes: Mapping[Place, int]) -> tuple[int, ...]:
         """Return the lengths by name at which example_batch() has these sizes, of some of the places."""
-        (least, before), slopes = self.examples[0], []
-        for name in least:  # how much longer each dimension is for a length of one more
-            corner, alone = next((c, s) for c, s in self.examples if {n for n in c if c[n] != least[n]} == {name})
-            slopes.append([(alone[place] - before[place]) / (corner[name] - least[name]) for place in sizes])
-        longer = [size - before[place] for place, size in sizes.items()]
-        found = np.linalg.lstsq(np.transpose(slopes), longer, rcond=None)[0].tolist()
-        return tuple(least[name] + round(more) for name, more in zip(least, found, strict=True))
+        least, before = self.examples[0]
+        slopes = np.array(list(self.slopes.values()))[:, [place in sizes for place in self.places]]
+        longer = [sizes[place] - before[place] for place in self.places if place in sizes]
+        found = np.linalg.lstsq(slopes.T, longer, rcond=None)[0].tolist()
+        return tuple(least[name] + round(more) for name, more in zip(self.slopes, found, strict=True))
 
 
 def varying(spec: "TrainingSpec", samples: int) -> Varying | None:
-    """Find the dimensions that vary, by example batches of the least, the greatest and a middle length.
+    """Find the dimensions that vary, by example batches of the least, the greatest and two lengths between.
 
     None where the model file has no lengths(). Raise ModelFileError where a length changes nothing.
     """
@@ -91,34 +90,30 @@ def varying(spec: "TrainingSpec", samples: int) -> Varying | None:
     if not between:
         return None
     corners = [dict(zip(between, chosen, strict=True)) for chosen in product(*between.values())]
-    corners.append({name: (least + most) // 2 for name, (least, most) in between.items()})
+    corners += [
+        {name: low + round(part * (most - low) / 3) for name, (low, most) in between.items()} for part in (1, 2)
+    ]
     examples = [(corner, _sizes(spec.example_batch(samples, corner))) for corner in corners]
-    first = examples[0][1]
+    least, first = examples[0]
     for corner, sizes in examples:
         if sizes.keys() != first.keys():
             raise ModelFileError(
-                f"example_batch() of '{spec.origin}' returns other tensors for the lengths {corner} than for "
-                f"{corners[0]}",
+                f"example_batch() of '{spec.origin}' returns other tensors for the lengths {corner} than for {least}",
                 hint="the number of tensors and of their dimensions must be the same for all lengths",
             )
-    for name in between:
-        alone = next(sizes for corner, sizes in examples if _only(name, corner, corners[0], between))
+    places = tuple(place for place in first if len({sizes[place] for _, sizes in examples}) > 1)
+    slopes = {}
+    for name, (low, most) in between.items():
+        alone = next(sizes for corner, sizes in examples if corner == {**least, name: most})
         if alone == first:
             raise ModelFileError(
                 f"example_batch() of '{spec.origin}' returns the same shapes for every length '{name}'",
                 hint=f"make its tensors as long as the argument `{name}` says",
             )
-    places = tuple(place for place in first if len({sizes[place] for _, sizes in examples}) > 1)
-    return Varying(places, tuple(examples))
+        slopes[name] = [(alone[place] - first[place]) / (most - low) for place in places]
+    return Varying(places, tuple(examples), slopes)
 
 
 def _sizes(batch: "Batch") -> dict[Place, int]:
     tensors = [(number, leaf) for number, leaf in enumerate(batch.flatten()[0]) if isinstance(leaf, Tensor)]
     return {(number, place): size for number, leaf in tensors for place, size in enumerate(leaf.shape) if place}
-
-
-def _only(
-    name: str, corner: Mapping[str, int], least: Mapping[str, int], between: Mapping[str, tuple[int, int]]
-) -> bool:
-    """Return whether a corner has the greatest length of this name, and the least of all others."""
-    return corner == {**least, name: between[name][1]}

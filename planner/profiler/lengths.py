@@ -15,18 +15,16 @@ from planner.model.spec import TrainingSpec
 from planner.plan.lengths import terms
 
 SAMPLES = 1024  # of the data, at most, whose lengths a profile lists
+_FITTED = ("forward_s", "backward_s", "saved_bytes", "flops")  # and the values that a layer passes on
 _MOST_SHARES = 4  # of a fit that are not 0
 _SIMPLER = 0.01  # how much more the residual of a simpler fit may be
 Floats = NDArray[np.float64]
 
 
 def other_lengths(spec: TrainingSpec) -> list[dict[str, int]]:
-    """Return the lengths to profile beside the greatest: the least, each alone at its greatest, and two between."""
-    between = spec.lengths()
-    least = {name: low for name, (low, _) in between.items()}
-    alone = [least | {name: most} for name, (_, most) in between.items()] if len(between) > 1 else []
-    inner = [{name: low + round(part * (most - low) / 3) for name, (low, most) in between.items()} for part in (1, 2)]
-    return [least, *alone, *inner] if between else []
+    """Return the lengths to profile beside the greatest: see `varying`."""
+    found, greatest = varying(spec, 2), {name: most for name, (_, most) in spec.lengths().items()}
+    return [] if found is None else [dict(each) for each, _ in found.examples if each != greatest]
 
 
 def with_lengths(profile: Profile, others: Sequence[Profile], spec: TrainingSpec) -> Profile:
@@ -53,15 +51,12 @@ def with_lengths(profile: Profile, others: Sequence[Profile], spec: TrainingSpec
 
 
 def _costs(layer: Layer) -> list[float]:
-    flops = (layer.forward_flops or 0) + (layer.backward_flops or 0)
-    return [layer.forward_s, layer.backward_s, layer.saved_bytes, flops, *(each.output_bytes for each in layer.outputs)]
+    return [*(getattr(layer, name) or 0 for name in _FITTED), *(value.output_bytes for value in layer.outputs)]
 
 
 def _layer_fits(layer: Layer, fits: Iterator[Fit]) -> LayerFits:
-    forward_s, backward_s, saved_bytes, flops, *outputs = islice(fits, 4 + len(layer.outputs))
-    return LayerFits(
-        forward_s=forward_s, backward_s=backward_s, saved_bytes=saved_bytes, flops=flops, outputs=tuple(outputs)
-    )
+    own = dict(zip(_FITTED, fits, strict=False))
+    return LayerFits(**own, outputs=tuple(islice(fits, len(layer.outputs))))
 
 
 def fitted(at: Floats, costs: Floats) -> list[Fit]:

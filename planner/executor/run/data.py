@@ -3,7 +3,7 @@
 import logging
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from statistics import fmean, stdev
 from typing import Any
@@ -361,18 +361,7 @@ class VaryingBatches(ChangedBatches):
         return self._extents.of(unit)
 
     def reading(self, units: Iterable[Unit]) -> AbstractContextManager[object]:
-        # A unit that several stages of a worker take is read once.
-        newest: dict[Unit, None] = {}
-
-        def once() -> Iterator[Unit]:
-            for unit in units:
-                if unit not in newest:
-                    newest[unit] = None
-                    if len(newest) > _SIZES:
-                        del newest[next(iter(newest))]
-                    yield unit
-
-        return self._source.reading(once())
+        return self._source.reading(units)
 
 
 class OfRank(ChangedBatches):

@@ -267,7 +267,8 @@ def _units(context: PipelineContext, instructions: Iterable[Instruction]) -> Ite
     for each in instructions:
         if not isinstance(each, Forward) or not context.data.size(each.unit):
             continue
-        if context.lengths or context.stages[each.stage].module.needs_batch:
+        # Where lengths vary, a worker reads all that passes it, once for all of its stages.
+        if each.stage == min(context.stages) if context.lengths else context.stages[each.stage].module.needs_batch:
             yield each.unit
 
 

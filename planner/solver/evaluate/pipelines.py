@@ -4,12 +4,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from planner.cost.candidate import Candidate
+from planner.cost.candidate import Candidate, Traffic
 from planner.cost.fully_sharded import sharded_times
 from planner.cost.layer_costs import LayerCosts, messages
 from planner.cost.setting import Setting
 from planner.cost.weight_copies import buckets_in, copied_in, gradients_bytes, shared_in
 from planner.formats.plan_parts import Shared, Transfer
+from planner.formats.profile import Shares
 from planner.plan.lengths import planned, planned_terms
 from planner.plan.shape import trainable_pairs
 from planner.plan.shared_weights import SharedWeight
@@ -83,10 +84,15 @@ def transfers(layer_costs: LayerCosts, stages: Sequence[Candidate]) -> tuple[Tra
             values=tuple(value.name for value in values),
             output_bytes=sum(value.sent_bytes for value in values),
             gradient_bytes=sum(value.returned_bytes for value in values),
-            shares=tuple(np.average([v.shares for v in values], 0, [max(1, v.sent_bytes) for v in values]).tolist()),
+            shares=_mean_shares(values) if values[0].shares else (),
         )
         for (source, target), values in sorted(messages(layer_costs, stages).items())
     )
+
+
+def _mean_shares(values: Sequence[Traffic]) -> Shares:
+    weights = [max(1, value.sent_bytes) for value in values]
+    return tuple(np.average([value.shares for value in values], axis=0, weights=weights).tolist())
 
 
 def shared_between(layer_costs: LayerCosts, stages: Sequence[Candidate]) -> tuple[Shared, ...]:
