@@ -70,9 +70,14 @@ class Varying:
     def named(self, batch: "Batch", what: str) -> tuple[int, ...]:
         """Return the lengths by name at which example_batch() is as long as a batch; errors as of `lengths_of`."""
         sizes = lengths_of(batch, [self.length(place) for place in self.places], what)
+        return self.by_name(dict(zip(self.places, sizes, strict=True)))
+
+    def by_name(self, sizes: Mapping[Place, int]) -> tuple[int, ...]:
+        """Return the lengths by name at which example_batch() has these sizes, of some of the places."""
         least, before = self.examples[0]
-        longer = [size - before[place] for size, place in zip(sizes, self.places, strict=True)]
-        found = np.linalg.lstsq(np.transpose(list(self.slopes.values())), longer, rcond=None)[0].tolist()
+        slopes = np.array(list(self.slopes.values()))[:, [place in sizes for place in self.places]]
+        longer = [sizes[place] - before[place] for place in self.places if place in sizes]
+        found = np.linalg.lstsq(slopes.T, longer, rcond=None)[0].tolist()
         return tuple(least[name] + round(more) for name, more in zip(self.slopes, found, strict=True))
 
 

@@ -12,7 +12,7 @@ import planner
 from planner.formats.profile import Fit, Profile, load_profile
 from planner.plan.lengths import terms
 from planner.profiler.lengths import fitted, other_lengths
-from tests.executor.run.test_lengths import MODELS
+from tests.executor.varying import MODELS
 
 # In place of what the causal model has, so that its layers take more than the calls to them.
 WIDER = {

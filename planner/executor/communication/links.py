@@ -343,6 +343,5 @@ class GlooLinks(Links):
 
     def _post(self, receive: Receive, end: End) -> Posted:
         layout = self._layout_of(receive)
-        memory = torch.empty(layout.room_bytes, dtype=torch.uint8, device=self._place.wire)
-        buffer = memory[: layout.size_bytes]
+        buffer = layout.part_of(torch.empty(layout.room_bytes, dtype=torch.uint8, device=self._place.wire))
         return Posted(receive, layout, buffer, end.receive(buffer))

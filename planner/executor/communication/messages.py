@@ -11,7 +11,7 @@ import ctypes
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from planner.errors import WorkerError
 from planner.executor.communication.shared_gradients import SharedGradients
 from planner.formats.names import CODECS, Codec
 from planner.model.capture.graph import ValueSpec
-from planner.model.capture.size import Extent
+from planner.model.capture.size import MOST_EXTENTS, Extent
 from planner.runtime import runtime_of
 from planner.schedule import instructions as do
 from planner.schedule.instructions import Receive, Send, Unit
@@ -55,6 +55,10 @@ class Layout:
     checksum: int
     room_bytes: int  # of the buffer: what the longest message on the same way takes
 
+    def part_of(self, memory: Tensor) -> Tensor:
+        """Return the part of a buffer that the message takes; the longest one takes all, which saves a view of it."""
+        return memory if self.room_bytes == self.size_bytes else memory[: self.size_bytes]
+
 
 def layout_of(specs: Sequence[ValueSpec], extent: Extent, codec: Codec = CODECS["none"]) -> Layout:
     """Lay out `specs` for a microbatch of this extent, those with gradients as `codec` codes them."""
@@ -81,7 +85,7 @@ class Outgoing:
         if memory is None or len(memory) != layout.room_bytes:
             memory = torch.empty(layout.room_bytes, dtype=torch.uint8, device=wire)
         self.memory = memory
-        self.buffer = self.memory[: layout.size_bytes]
+        self.buffer = layout.part_of(memory)
         # Where nothing is later than the host it is written at its address: a fill takes longer than all else.
         here = not runtime_of(wire).asynchronous
         self._write_header = partial(setattr, _at(self.buffer), "value") if here else header(self.buffer).fill_
@@ -163,15 +167,12 @@ class Layouts:
     ) -> None:
         self._transfers, self._shared, self._extent_of, self._longest = transfers, shared, extent_of, longest
         self._with_scale, self._codec = with_scale, codec
-        self._made: dict[tuple[type[Receive | Send], int, int, Extent], Layout] = {}
+        self._made = lru_cache(MOST_EXTENTS)(self._make)
 
     def layout(self, message: Receive | Send) -> Layout:
         """Return the layout of `message`, which both ends compute alike."""
-        key = (type(message), message.stage, message.peer_stage, self._extent_of(message.unit))
-        layout = self._made.get(key)
-        if layout is None:
-            layout = self._made[key] = self._make(*key)
-        return layout
+        extent = self._extent_of(message.unit)
+        return self._made(type(message), message.stage, message.peer_stage, extent)  # type: ignore[arg-type]
 
     def received_bytes(self, source: int, target: int, *, forward: bool, shared: bool, samples: int) -> int:
         """Return the room for a message from stage `source` to the later `target`, or back, of `samples` samples."""

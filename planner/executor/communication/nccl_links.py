@@ -135,7 +135,7 @@ class NCCLLinks(Links):
         if spare is not None:
             self._spare[end] = spare
         layout = self._layout_of(receive)
-        message = buffer.memory[: layout.size_bytes]
+        message = layout.part_of(buffer.memory)
         with self._on_side_stream(buffer):
             return Posted(receive, layout, message, end.receive(message))
 

@@ -24,7 +24,7 @@ from planner.executor.stage.optimizer import StageOptimizer
 from planner.formats.plan import Plan
 from planner.formats.plan_parts import Stage
 from planner.model.capture.graph import ValueSpec
-from planner.model.lengths import Length
+from planner.model.lengths import Length, Varying, varying
 from planner.model.options import gradient_dtype
 from planner.model.spec import TrainingSpec
 from planner.model.stage.code import check_compiler
@@ -35,7 +35,7 @@ from planner.plan.shape import shape_of
 from planner.profiler.this_machine import return_free_pages
 from planner.runtime import runtime_of
 from planner.schedule.derived import segment_stream, segments
-from planner.schedule.instructions import LEAD, Instruction
+from planner.schedule.instructions import LEAD, Instruction, Unit
 from planner.schedule.schedule import PipelineShape
 from planner.workers.groups import DataGroups
 from planner.workers.heartbeat import Heartbeat
@@ -102,6 +102,18 @@ class PipelineContext:
     def sizes(self) -> set[int]:
         """Sizes of all microbatches that have samples."""
         return {self.microbatch_size, *filter(None, self.data.last_sizes)}
+
+    def lengths_of(self, unit: Unit) -> dict[str, int]:
+        """Return the lengths of a microbatch by their names in lengths(); none where these do not vary."""
+        extent = self.data.extent(unit)
+        if isinstance(extent, int) or self._varying is None:
+            return {}
+        sizes = {(each.leaf, each.dimension): size for each, size in zip(self.lengths, extent[1:], strict=True)}
+        return dict(zip(self.spec.lengths(), self._varying.by_name(sizes), strict=True))
+
+    @cached_property
+    def _varying(self) -> Varying | None:
+        return varying(self.spec, 2)
 
     def await_models(self) -> None:
         """Wait until all workers have built their models, before the first operation that has a time-out."""

@@ -150,7 +150,8 @@ def train(
         checkpointer.check_last()
     if recorder is not None:
         context.heartbeat.enter("gathering the trace", meeting=True)
-        timeline = gather_timeline(recorder, context.plan, context.minibatches, context.shape.accumulate)
+        lengths_of = context.lengths_of if context.lengths else None
+        timeline = gather_timeline(recorder, context.plan, context.minibatches, context.shape.accumulate, lengths_of)
         if timeline is not None and on_timeline is not None:
             on_timeline(timeline)
     return result

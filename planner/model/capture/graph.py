@@ -58,12 +58,13 @@ class ValueSpec:
     def wire_shape(self, extent: Extent) -> tuple[int, ...]:
         """Return the shape of what `to_wire` returns."""
         shape = self.shape(extent)
-        return tuple(1 if dimension in self.expanded else shape[dimension] for dimension in self.order)
+        # A microbatch without samples has nothing to repeat.
+        return tuple(min(1, shape[each]) if each in self.expanded else shape[each] for each in self.order)
 
     def to_wire(self, value: Tensor) -> Tensor:
         """Return a view of `value` in its memory order, without repetition: what a message should copy."""
         for dimension in self.expanded:
-            value = value.narrow(dimension, 0, 1)
+            value = value.narrow(dimension, 0, min(1, value.shape[dimension]))
         return value if self._in_order else value.permute(self.order)
 
     def from_wire(self, copy: Tensor, extent: Extent) -> Tensor:

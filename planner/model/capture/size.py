@@ -1,6 +1,6 @@
 """Sizes that depend on the batch: an int, or an expression in the number of samples and in lengths that vary."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import Any, TypeAlias
 
@@ -11,6 +11,7 @@ from torch import Tensor, fx
 BATCH = sympy.Symbol("batch", integer=True, positive=True)
 
 Size: TypeAlias = "int | sympy.Expr"
+MOST_EXTENTS = 4096  # of which what follows from them is kept: there may be as many as batches
 Extent: TypeAlias = "int | tuple[int, ...]"  # the samples of a batch; where lengths vary, these after the samples
 
 
@@ -19,25 +20,36 @@ def length_symbol(number: int) -> sympy.Symbol:
     return sympy.Symbol(f"length_{number}", integer=True, positive=True)
 
 
-def _values(extent: Extent) -> dict[sympy.Symbol, int]:
-    samples, *lengths = (extent,) if isinstance(extent, int) else extent
-    return {BATCH: samples} | {length_symbol(number): length for number, length in enumerate(lengths)}
+@lru_cache(maxsize=MOST_EXTENTS)
+def _function(expression: sympy.Expr, lengths: int) -> Callable[..., Any]:
+    """Return the expression as a function of the extent: Python computes one a thousand times as fast as sympy."""
+    symbols = (BATCH, *map(length_symbol, range(lengths)))
+    polynomial = expression.as_poly(*symbols)
+    if polynomial is not None and polynomial.domain.is_ZZ:
+        return sympy.lambdify(symbols, expression)  # type: ignore[no-any-return]
+    return lambda *values: expression.xreplace(dict(zip(symbols, map(sympy.Integer, values), strict=True)))
 
 
-# Stages evaluate sizes for every microbatch, and sympy takes longer than a small layer: hence the caches.
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=MOST_EXTENTS)
 def evaluate(size: Size, extent: Extent) -> int:
     """Return the size for a batch of this extent."""
-    return size if isinstance(size, int) else int(size.subs(_values(extent)))
+    return size if isinstance(size, int) else int(_value(size, extent))
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=MOST_EXTENTS)
 def evaluate_number(expression: sympy.Expr, extent: Extent) -> int | float | bool:
     """Return the value of a symbolic number of the graph for a batch of this extent."""
-    number = expression.subs(_values(extent))
+    number = _value(expression, extent)
+    if isinstance(number, int):
+        return number
     if number in (sympy.true, sympy.false):
         return bool(number)
     return int(number) if number.is_integer else float(number)
+
+
+def _value(expression: sympy.Expr, extent: Extent) -> Any:
+    values = (extent,) if isinstance(extent, int) else extent
+    return _function(expression, len(values) - 1)(*values)
 
 
 @lru_cache(maxsize=4096)
@@ -48,6 +60,7 @@ def telling(sizes: tuple[Size, ...]) -> dict[sympy.Symbol, int]:
     """
     found: dict[sympy.Symbol, int] = {}
     symbolic = [(place, size) for place, size in enumerate(sizes) if not isinstance(size, int)]
+    symbolic.sort(key=lambda pair: not pair[1].is_Symbol)  # nothing needs to be computed for these
     before = -1
     while before < len(found):
         before = len(found)
@@ -62,6 +75,9 @@ def extent_told(sizes: tuple[Size, ...], values: Iterable[int], lengths: int) ->
     """Return the extent, with so many lengths, at which sizes have these values; 0 stands for what none tells."""
     known, given = dict[sympy.Symbol, int](), list(values)
     for symbol, place in telling(sizes).items():
+        if sizes[place] == symbol:
+            known[symbol] = given[place]
+            continue
         line = sympy.sympify(sizes[place]).subs(known)
         known[symbol] = int((given[place] - line.subs(symbol, 0)) / line.diff(symbol))
     samples, *others = (known.get(each, 0) for each in (BATCH, *map(length_symbol, range(lengths))))

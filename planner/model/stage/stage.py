@@ -14,7 +14,7 @@ from planner.errors import CaptureError, ModelFileError
 from planner.model.batch import Batch
 from planner.model.capture.failure import FailuresPlaced
 from planner.model.capture.graph import LOSS, GraphLayer, LayerGraph, ValueSpec
-from planner.model.capture.size import Extent, evaluate_number, extent_told
+from planner.model.capture.size import MOST_EXTENTS, Extent, evaluate_number, extent_told
 from planner.model.lengths import extent_of
 from planner.model.options import autocasting
 from planner.model.randomness import RandomKey, keep_state
@@ -163,6 +163,8 @@ class StageModule(nn.Module):
                         f"captured with {spec.dtype} of shape {spec.shape(size)}",
                         hint="dataset() and example_batch() must give tensors of the same shape and dtype",
                     )
+            if len(self._numbers) >= MOST_EXTENTS:
+                self._numbers.clear()
             found = self._numbers[seen] = [evaluate_number(expression, size) for expression in self._expressions]
         return found
 

@@ -158,6 +158,26 @@ def test_pointing_at_an_event_shows_what_it_is(wide: Opened) -> None:
     wide.page.wait_for_selector(".tip", state="hidden")
 
 
+def test_an_event_says_the_lengths_of_its_microbatch(browser: Browser, tmp_path: Path) -> None:
+    plan = evil_plan()
+    lengths = tuple((minibatch, 0, 10 + minibatch, 20) for minibatch in range(12))
+    changes = {"length_names": ("source", "<b>target"), "lengths": lengths}
+    path = tmp_path / "report.html"
+    path.write_text(report_page(plan, simulate(plan, 12).model_copy(update=changes)), encoding="utf-8")
+    shown = opened(browser, path, WIDE)
+    chart = shown.page.locator("#timeline-chart")
+    chart.scroll_into_view_if_needed()
+    box = chart.bounding_box()
+    assert box is not None
+    shown.page.get_by_role("button", name="Whole run").click()
+    shown.page.mouse.move(box["x"] + 90, box["y"] + 35)
+    shown.page.wait_for_selector(".tip:not([hidden])")
+    tip = shown.page.locator(".tip").inner_text()
+    assert tip.splitlines()[0] == "F0: forward of minibatch 0, source 10, <b>target 20"
+    shown.page.context.close()
+    assert shown.complaints == []
+
+
 def test_wheel_and_buttons_zoom_and_dragging_moves(wide: Opened) -> None:
     chart = wide.page.locator("#timeline-chart")
     chart.scroll_into_view_if_needed()
