@@ -73,7 +73,8 @@ class LayerCosts:
                     mean = float(np.dot(fit.shares, self._mean_terms))
                     sent, shares = (round(size * mean) for size in sent), tuple(share / mean for share in fit.shares)
                 if used := users.get((layer.name, value.name)):
-                    found.append(Traffic(value.name, index, tuple(sorted(used)), *sizes, *sent, shares))
+                    moved = Traffic(value.name, index, tuple(sorted(used)), *sizes, *sent)
+                    found.append(replace(moved, shares=shares))
         return tuple(found)
 
     def shares(self, stage: Candidate, name: str, seconds: float) -> Shares:

@@ -101,6 +101,7 @@ def _samples(spec: TrainingSpec, size: int) -> dict[str, Any]:
     assert found is not None
     order = "random" if sampler is None else "buckets" if isinstance(sampler, BucketSampler) else "given"
     many = len(data)  # type: ignore[arg-type]  # as in training
-    chosen = list(islice(sampler, SAMPLES)) if order == "given" else drawing.sample(range(many), min(many, SAMPLES))
+    given = sampler if order == "given" else None
+    chosen = list(islice(given, SAMPLES)) if given is not None else drawing.sample(range(many), min(many, SAMPLES))
     rows = (found.named(spec.collate([data[index]]), f"sample {index} of dataset()") for index in chosen)
     return {"order": order, "samples": tuple(zip(*rows, strict=True))}

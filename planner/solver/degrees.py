@@ -40,7 +40,7 @@ def solve_degrees(problem: Problem, answer: Answer) -> Found:
         left = len(degrees) - number
         own = apart(1 / (left if problem.schedule.asynchronous else min(left, 2)))
         try:
-            alone = answer(replace(own.on_groups_of(degree), hopeless_s=math.inf if mixes else best_s))
+            alone = answer(replace(own.on_groups_of(degree), hopeless_s=best_s))
         except InputError:
             raise
         except PlannerError as error:  # that there was too little time says more than that nothing fits
