@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import planner
-from planner.formats.cluster import Cluster, flat_cluster
-from planner.formats.plan import Plan, load_plan
+from planner.formats.cluster import flat_cluster
+from planner.formats.plan import load_plan
 from planner.formats.profile import Profile
 from tests.lengths import LINEAR, QUADRATIC, varying_profile
 from tests.samples import layer
@@ -19,7 +20,7 @@ SAMPLES = [min(100, 3 + int(random.Random(number).expovariate(1 / 14))) for numb
 CLUSTER = flat_cluster(2, 1e9, latency_s=1e-5)
 
 
-def chain(count: int = 8, order: str = "random", **more: int) -> Profile:
+def chain(count: int = 8, order: str = "random") -> Profile:
     """Half of the layers are quadratic, and the longer at the greatest length."""
     layers = [
         layer(f"l{n}", 1e-3, 2e-3, output_bytes=10**5, weight_bytes=10**6, saved_bytes=10**7) for n in range(count // 2)
@@ -33,14 +34,10 @@ def chain(count: int = 8, order: str = "random", **more: int) -> Profile:
     return varying_profile(layers, shares, SAMPLES, order, 2)  # type: ignore[arg-type]
 
 
-def cut(profile: Profile, cluster: Cluster, after: int, **options: object) -> Plan:
-    return planner.price(profile, cluster, [after, len(profile.layers) - after], replicas=1, **options)
-
-
 @pytest.mark.parametrize("order", ["random", "buckets"])
 def test_the_plan_is_the_best_of_all_cuts_by_its_expected_time(order: str) -> None:
     profile = chain(order=order)
-    options = {"schedule": "1f1b-flush", "microbatches": 4}
+    options: dict[str, Any] = {"schedule": "1f1b-flush", "microbatches": 4}
     plan = planner.solve(
         profile, CLUSTER, max_stages=2, tensor=(1,), shard_optimizer="never", recompute="never", **options
     )
@@ -53,8 +50,7 @@ def test_the_plan_is_the_best_of_all_cuts_by_its_expected_time(order: str) -> No
 
 def test_a_plan_for_the_longest_alone_is_another_one_and_slower() -> None:
     profile = chain()
-    options = {"schedule": "1f1b", "max_stages": 2, "tensor": (1,), "max_replicas": None}
-    options.pop("max_replicas")
+    options: dict[str, Any] = {"schedule": "1f1b", "max_stages": 2, "tensor": (1,)}
     slow = flat_cluster(2, 1e7)
     plan = planner.solve(profile, slow, **options)
     fixed = planner.solve(profile.model_copy(update={"lengths": None}), slow, **options)
