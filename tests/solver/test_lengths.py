@@ -20,7 +20,7 @@ SAMPLES = [min(100, 3 + int(random.Random(number).expovariate(1 / 14))) for numb
 CLUSTER = flat_cluster(2, 1e9, latency_s=1e-5)
 
 
-def chain(count: int = 8, order: str = "random", **more: int) -> Profile:
+def chain(count: int = 8, order: str = "random") -> Profile:
     """Half of the layers are quadratic, and the longer at the greatest length."""
     layers = [
         layer(f"l{n}", 1e-3, 2e-3, output_bytes=10**5, weight_bytes=10**6, saved_bytes=10**7) for n in range(count // 2)
