@@ -95,8 +95,10 @@ def _samples(spec: TrainingSpec, size: int) -> dict[str, Any]:
         return {"order": "given", "samples": tuple(zip(*(each for each in drawn for _ in range(size)), strict=True))}
     sampler, found = spec.sampler(size, 1, 0), varying(spec, 2)
     assert found is not None
-    order = "random" if sampler is None else "buckets" if isinstance(sampler, BucketSampler) else "given"
-    many = len(data)  # type: ignore[arg-type]  # as in training
-    chosen = list(islice(sampler, SAMPLES)) if order == "given" else drawing.sample(range(many), min(many, SAMPLES))
+    if sampler is None or isinstance(sampler, BucketSampler):
+        order, many = "random" if sampler is None else "buckets", len(data)  # type: ignore[arg-type]  # as in training
+        chosen = drawing.sample(range(many), min(many, SAMPLES))
+    else:
+        order, chosen = "given", list(islice(sampler, SAMPLES))
     rows = (found.named(spec.collate([data[index]]), f"sample {index} of dataset()") for index in chosen)
     return {"order": order, "samples": tuple(zip(*rows, strict=True))}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,14 +34,14 @@ def chain(count: int = 8, order: str = "random", **more: int) -> Profile:
     return varying_profile(layers, shares, SAMPLES, order, 2)  # type: ignore[arg-type]
 
 
-def cut(profile: Profile, cluster: Cluster, after: int, **options: object) -> Plan:
+def cut(profile: Profile, cluster: Cluster, after: int, **options: Any) -> Plan:
     return planner.price(profile, cluster, [after, len(profile.layers) - after], replicas=1, **options)
 
 
 @pytest.mark.parametrize("order", ["random", "buckets"])
 def test_the_plan_is_the_best_of_all_cuts_by_its_expected_time(order: str) -> None:
     profile = chain(order=order)
-    options = {"schedule": "1f1b-flush", "microbatches": 4}
+    options: dict[str, Any] = {"schedule": "1f1b-flush", "microbatches": 4}
     plan = planner.solve(
         profile, CLUSTER, max_stages=2, tensor=(1,), shard_optimizer="never", recompute="never", **options
     )
@@ -53,8 +54,7 @@ def test_the_plan_is_the_best_of_all_cuts_by_its_expected_time(order: str) -> No
 
 def test_a_plan_for_the_longest_alone_is_another_one_and_slower() -> None:
     profile = chain()
-    options = {"schedule": "1f1b", "max_stages": 2, "tensor": (1,), "max_replicas": None}
-    options.pop("max_replicas")
+    options: dict[str, Any] = {"schedule": "1f1b", "max_stages": 2, "tensor": (1,)}
     slow = flat_cluster(2, 1e7)
     plan = planner.solve(profile, slow, **options)
     fixed = planner.solve(profile.model_copy(update={"lengths": None}), slow, **options)

@@ -1,6 +1,7 @@
 """A candidate plan as the simulation sees it: shape, seconds of its stages, and what they exchange."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -54,7 +55,7 @@ def stage_costs(layer_costs: LayerCosts, stages: Sequence[Candidate], setting: S
     if stages[0].options.level > 1:
         times = sharded_times(layer_costs, stages[0], setting)
         shares = (layer_costs.shares(stages[0], name, getattr(times, name)) for name in ("forward_s", "backward_s"))
-        grown = dict(zip(("forward_shares", "backward_shares"), shares, strict=True))
+        grown: dict[str, Any] = dict(zip(("forward_shares", "backward_shares"), shares, strict=True))
         return [StageCosts(**vars(times), recompute_s=float(works[0].recompute_s), **grown)]
     return [
         StageCosts(
