@@ -6,6 +6,7 @@ from itertools import combinations, islice
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from planner.formats.profile import Fit, Layer, LayerFits, Lengths, Profile
@@ -38,6 +39,9 @@ def with_lengths(profile: Profile, others: Sequence[Profile], spec: TrainingSpec
     least, most = zip(*between.values(), strict=True)
     points = (most, *(tuple(each.values()) for each in other_lengths(spec)))
     costs = [[cost for layer in each.layers for cost in _costs(layer)] for each in (profile, *others)]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)  # of datasets that draw when they are made
+        data = _samples(spec, profile.microbatch_size or 1)
     fits = iter(fitted(np.array(terms(points, most)), np.array(costs, dtype=np.float64)))
     lengths = Lengths(
         names=tuple(between),
@@ -45,7 +49,7 @@ def with_lengths(profile: Profile, others: Sequence[Profile], spec: TrainingSpec
         most=most,
         profiled=points,
         layers=tuple(_layer_fits(layer, fits) for layer in profile.layers),
-        **_samples(spec, profile.microbatch_size or 1),
+        **data,
     )
     return profile.model_copy(update={"lengths": lengths})
 
