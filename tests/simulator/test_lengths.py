@@ -48,7 +48,8 @@ def flushed_s(first: int, microbatches: int) -> float:
             backward, number = order[done]
             needs = [(1 - stage, backward, number)] if backward != (stage == 1) else []
             if all(each in ends for each in needs):
-                before = [ends[each] for each in needs] + ([ends[(stage, *order[done - 1])]] if done else [0.0])
+                earlier = [(stage, *each) for each in order[max(0, done - 1) : done]]
+                before = [0.0, *(ends[each] for each in (*needs, *earlier))]
                 ends[stage, backward, number] = max(before) + takes(stage, backward, first + number)
     return max(ends.values())
 
