@@ -66,16 +66,15 @@ class LayerCosts:
                 sizes = value.output_bytes, value.gradient_bytes
                 element_bytes = value.element_bytes or (FLOAT_BYTES if self.profile.autocast is None else HALF_BYTES)
                 coded = (self.codec.size_bytes(size, element_bytes) for size in sizes)
-                # Values without gradients travel as they are.
-                sent, returned = coded if value.gradient_bytes else sizes
+                sent = tuple(coded) if value.gradient_bytes else sizes  # values without gradients travel as they are
                 shares: Shares = ()
                 if lengths is not None:  # memory has room for the longest
                     fit = lengths.layers[index].outputs[number]
                     mean = float(np.dot(fit.shares, self._mean_terms)) or 1.0  # of a value without elements
-                    sent, returned = round(sent * mean), round(returned * mean)
+                    sent = tuple(round(size * mean) for size in sent)
                     shares = tuple(share / mean for share in fit.shares)
                 if used := users.get((layer.name, value.name)):
-                    found.append(Traffic(value.name, index, tuple(sorted(used)), *sizes, sent, returned, shares))
+                    found.append(Traffic(value.name, index, tuple(sorted(used)), *sizes, sent[0], sent[1], shares))
         return tuple(found)
 
     def shares(self, stage: Candidate, name: str, seconds: float) -> Shares:

@@ -88,7 +88,7 @@ class PipelineCosts:
         if not (self.terms and shares):
             return 1.0
         number = (unit.minibatch * self.shape.microbatches + unit.microbatch) % len(self.terms)
-        return sum(map(mul, self.terms[number], shares), 0.0)
+        return float(sum(map(mul, self.terms[number], shares)))
 
     def stage(self, number: int, unit: Unit) -> StageCosts:
         """Return what a microbatch costs a stage."""

@@ -48,9 +48,9 @@ def flushed_s(first: int, microbatches: int) -> float:
             backward, number = order[done]
             needs = [(1 - stage, backward, number)] if backward != (stage == 1) else []
             if all(each in ends for each in needs):
-                earlier = [(stage, *each) for each in order[max(0, done - 1) : done]]
-                before = [0.0, *(ends[each] for each in (*needs, *earlier))]
-                ends[stage, backward, number] = max(before) + takes(stage, backward, first + number)
+                before = max((ends[each] for each in needs), default=0.0)
+                own = max((end for key, end in ends.items() if key[0] == stage), default=0.0)
+                ends[stage, backward, number] = max(before, own) + takes(stage, backward, first + number)
     return max(ends.values())
 
 

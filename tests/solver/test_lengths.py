@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 import planner
-from planner.formats.cluster import Cluster, flat_cluster
-from planner.formats.plan import Plan, load_plan
+from planner.formats.cluster import flat_cluster
+from planner.formats.plan import load_plan
 from planner.formats.profile import Profile
 from tests.lengths import LINEAR, QUADRATIC, varying_profile
 from tests.samples import layer
@@ -20,7 +20,7 @@ SAMPLES = [min(100, 3 + int(random.Random(number).expovariate(1 / 14))) for numb
 CLUSTER = flat_cluster(2, 1e9, latency_s=1e-5)
 
 
-def chain(count: int = 8, order: str = "random", **more: int) -> Profile:
+def chain(count: int = 8, order: str = "random") -> Profile:
     """Half of the layers are quadratic, and the longer at the greatest length."""
     layers = [
         layer(f"l{n}", 1e-3, 2e-3, output_bytes=10**5, weight_bytes=10**6, saved_bytes=10**7) for n in range(count // 2)
@@ -32,10 +32,6 @@ def chain(count: int = 8, order: str = "random", **more: int) -> Profile:
     layers[-1] = layers[-1].model_copy(update={"outputs": ()})
     shares = [LINEAR] * (count // 2) + [QUADRATIC] * (count - count // 2)
     return varying_profile(layers, shares, SAMPLES, order, 2)  # type: ignore[arg-type]
-
-
-def cut(profile: Profile, cluster: Cluster, after: int, **options: Any) -> Plan:
-    return planner.price(profile, cluster, [after, len(profile.layers) - after], replicas=1, **options)
 
 
 @pytest.mark.parametrize("order", ["random", "buckets"])

@@ -1,7 +1,6 @@
 """A candidate plan as the simulation sees it: shape, seconds of its stages, and what they exchange."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -54,9 +53,14 @@ def stage_costs(layer_costs: LayerCosts, stages: Sequence[Candidate], setting: S
     works = [layer_costs.work(stage) for stage in stages]
     if stages[0].options.level > 1:
         times = sharded_times(layer_costs, stages[0], setting)
-        shares = (layer_costs.shares(stages[0], name, getattr(times, name)) for name in ("forward_s", "backward_s"))
-        grown: dict[str, Any] = dict(zip(("forward_shares", "backward_shares"), shares, strict=True))
-        return [StageCosts(**vars(times), recompute_s=float(works[0].recompute_s), **grown)]
+        return [
+            StageCosts(
+                **vars(times),
+                recompute_s=float(works[0].recompute_s),
+                forward_shares=layer_costs.shares(stages[0], "forward_s", times.forward_s),
+                backward_shares=layer_costs.shares(stages[0], "backward_s", times.backward_s),
+            )
+        ]
     return [
         StageCosts(
             forward_s=float(work.forward_s),
