@@ -70,7 +70,7 @@ class LayerCosts:
                 shares: Shares = ()
                 if lengths is not None:  # memory has room for the longest
                     fit = lengths.layers[index].outputs[number]
-                    mean = float(np.dot(fit.shares, self._mean_terms))
+                    mean = float(np.dot(fit.shares, self._mean_terms)) or 1.0  # of a value without elements
                     sent = tuple(round(size * mean) for size in sent)
                     shares = tuple(share / mean for share in fit.shares)
                 if used := users.get((layer.name, value.name)):

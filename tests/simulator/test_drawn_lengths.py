@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Literal
 
 import pytest
 
@@ -10,47 +11,22 @@ from benchmarks.testbed.predict import given_plan
 from planner.analysis.compare_runs import timing_error
 from planner.formats.cluster import flat_cluster
 from planner.formats.plan import Plan
-from planner.formats.profile import Fit, LayerFits, Lengths, Profile
 from planner.reporting.tables.runs import run_report
 from planner.simulator.simulate_plan import only_minibatches, simulate, simulate_recorded, simulated_s
 from planner.simulator.summary import summarize
-from tests.samples import layer, profile
+from tests.lengths import cost_at, varying_profile
+from tests.samples import layer
 
-MOST = 20
 SHARES = ((0.5, 0.5, 0.0), (0.0, 1.0, 0.0), (0.1, 0.0, 0.9))  # of each layer, for 1, the length, and its square
-CONSTANT = Fit(shares=(1.0, 0.0, 0.0), residual=0.0)
+Order = Literal["random", "buckets"]
 
 
-def varying_profile(order: str = "random") -> Profile:
-    """Three layers of 1 s forward and 2 s backward at 20 words, of which outputs grow with the length."""
-    layers = [layer(name, 1.0, 2.0, output_bytes=100) for name in "abc"]
-    layers[-1] = layer("c", 1.0, 2.0)
+def plan_for(schedule: str, microbatches: int, order: Order = "random") -> Plan:
+    """Of three layers of 1 s forward and 2 s backward at 100 words, the last of them on two workers."""
+    layers = [layer(name, 1.0, 2.0, output_bytes=0 if name == "c" else 100) for name in "abc"]
     draw = random.Random(3)
-    fits = [
-        LayerFits(
-            forward_s=Fit(shares=shares, residual=0.0),
-            backward_s=Fit(shares=shares, residual=0.0),
-            saved_bytes=CONSTANT,
-            flops=CONSTANT,
-            outputs=tuple(Fit(shares=(0.0, 1.0, 0.0), residual=0.0) for _ in each.outputs),
-        )
-        for each, shares in zip(layers, SHARES, strict=True)
-    ]
-    lengths = Lengths(
-        names=("words",),
-        least=(2,),
-        most=(MOST,),
-        profiled=((MOST,), (2,), (8,)),
-        layers=tuple(fits),
-        samples=(tuple(draw.randint(2, MOST) for _ in range(64)),),
-        order=order,  # type: ignore[arg-type]
-    )
-    return profile(*layers).model_copy(update={"lengths": lengths})
-
-
-def plan_for(schedule: str, microbatches: int, order: str = "random") -> Plan:
-    cluster = flat_cluster(4, 1000.0)
-    return given_plan(varying_profile(order), cluster, [1, 1, 1], (1, 1, 2), schedule, microbatches)
+    profile = varying_profile(layers, SHARES, [draw.randint(2, 100) for _ in range(64)], order, microbatch_size=4)
+    return given_plan(profile, flat_cluster(4, 1000.0), [1, 1, 1], (1, 1, 2), schedule, microbatches)
 
 
 @pytest.mark.parametrize(("schedule", "microbatches"), [("1f1b", 1), ("1f1b-flush", 4), ("gpipe", 3), ("2bw", 4)])
@@ -64,15 +40,14 @@ def test_each_microbatch_takes_what_its_length_costs(schedule: str, microbatches
             continue
         number = event.minibatch * microbatches + event.microbatch
         (words,) = plan.lengths.microbatches[number % len(plan.lengths.microbatches)]
-        part = words / MOST
-        cost = sum(share * term for share, term in zip(SHARES[event.stage], (1, part, part**2), strict=True))
+        cost = cost_at(SHARES[event.stage], words)
         assert event.end_s - event.start_s == pytest.approx(cost * (1 if event.kind == "forward" else 2))
         assert timeline.lengths[number] == (event.minibatch, event.microbatch, words)
 
 
 @pytest.mark.parametrize("order", ["random", "buckets"])
 @pytest.mark.parametrize(("schedule", "microbatches"), [("1f1b", 1), ("1f1b-flush", 4), ("2bw", 4)])
-def test_the_summary_is_of_each_length_once(schedule: str, microbatches: int, order: str) -> None:
+def test_the_summary_is_of_each_length_once(schedule: str, microbatches: int, order: Order) -> None:
     """So its pace is the plan's, though nothing repeats in the middle of the run."""
     plan = plan_for(schedule, microbatches, order)
     summary = summarize(simulate(plan))
@@ -89,7 +64,7 @@ def test_a_run_is_simulated_with_its_own_lengths(schedule: str, microbatches: in
     plan = plan_for(schedule, microbatches)
     assert plan.lengths is not None
     draw = random.Random(9)
-    others = tuple((draw.randint(2, MOST),) for _ in range(97 * microbatches))
+    others = tuple((draw.randint(2, 100),) for _ in range(97 * microbatches))
     run = plan.model_copy(update={"lengths": plan.lengths.model_copy(update={"microbatches": others})})
     whole = simulate(run, 90)
     measured = only_minibatches(whole, range(70, 80)).model_copy(update={"source": "measured", "minibatches": 90})
