@@ -7,7 +7,7 @@ ratios of computation to communication stay the same.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -143,7 +143,7 @@ def _divided(profile: Profile) -> Sequence[Divided | None]:
     costs = profile.tensor[0]
     names = [each.replace("weight_bytes", "gradient_bytes") for each in _COLUMNS]
     rows = zip(*(getattr(costs, name) for name in names), strict=True)
-    return [Divided(*row, by_samples=bool(costs.by_samples)) for row in rows]
+    return [replace(Divided(*row), by_samples=bool(costs.by_samples)) for row in rows]
 
 
 def _seconds(block: Block) -> float:

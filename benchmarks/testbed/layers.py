@@ -62,7 +62,7 @@ class Divided:
 
     def __add__(self, other: Divided) -> Divided:
         numbers = zip(astuple(self)[:-1], astuple(other)[:-1], strict=True)
-        return Divided(*(one + more for one, more in numbers), self.by_samples)
+        return replace(Divided(*(one + more for one, more in numbers)), by_samples=self.by_samples)
 
     def scaled(self, times: float, sizes: float) -> Divided:
         """Return it with other seconds, and other bytes."""
