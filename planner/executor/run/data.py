@@ -9,7 +9,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import Dataset
 
 from planner.errors import InputError, ModelFileError
 from planner.formats.plan_parts import PlannedLengths
@@ -139,21 +139,13 @@ def make_batches(
     dataset = spec.dataset()
     if dataset is None:
         return RandomBatches(spec.random_batch, microbatch_size, microbatches, seed)
-    return DatasetBatches(
-        dataset,
-        microbatch_size,
-        microbatches,
-        seed,
-        drop_last=drop_last,
-        collate=spec.collate,
-        sampler=spec.sampler(microbatch_size, microbatches, seed),
-    )
+    return DatasetBatches(dataset, microbatch_size, microbatches, seed, drop_last=drop_last, spec=spec)
 
 
 class DatasetBatches(BatchSource):
     """Minibatches of a map-style dataset, shuffled in each epoch by a generator seeded with seed and epoch.
 
-    A `sampler` gives another order.
+    The `spec` may have another order, and another way to make a batch of samples.
 
     The last minibatch of an epoch has the remaining samples, unless `drop_last` leaves it out.
     """
@@ -166,11 +158,11 @@ class DatasetBatches(BatchSource):
         seed: int,
         *,
         drop_last: bool = False,
-        collate: Collate = collate,
-        sampler: Sampler[int] | None = None,
+        spec: TrainingSpec | None = None,
     ) -> None:
         super().__init__(microbatches)
-        self._dataset, self._collate, self._sampler = dataset, collate, sampler
+        self._dataset, self._collate = dataset, collate if spec is None else spec.collate
+        sampler = self._sampler = None if spec is None else spec.sampler(microbatch_size, microbatches, seed)
         self._size = microbatch_size * microbatches
         self._seed = seed
         # Map-style datasets have a length, their base does not.
@@ -316,23 +308,20 @@ class LengthDrift:
     """Warns once, after some minibatches, if their lengths are not those that a plan was made for."""
 
     def __init__(self, plan: PlannedLengths, microbatches: int, spec: TrainingSpec) -> None:
-        self._plan, self._rows = plan, list[tuple[int, ...]]()
-        self._each, self._watched = microbatches, MINIBATCHES_WATCHED * microbatches
+        self._plan, self._each, self._rows = plan, microbatches, list[tuple[int, ...]]()
         with torch.random.fork_rng(devices=[]):  # example batches draw random numbers
             self._varying = varying(spec, 2)
 
     def see(self, batch: Batch) -> None:
-        if self._varying is None or len(self._rows) == self._watched:
+        watched = MINIBATCHES_WATCHED * self._each
+        if self._varying is None or len(self._rows) == watched:
             return
         self._rows.append(self._varying.named(batch, "a microbatch"))
-        if len(self._rows) < self._watched:
-            return
-        for name, planned, column in zip(
-            self._plan.names, self._plan.means, zip(*self._rows, strict=True), strict=True
-        ):
-            means = [fmean(column[start : start + self._each]) for start in range(0, len(column), self._each)]
+        columns = zip(*self._rows, strict=True) if len(self._rows) == watched else ()
+        for name, planned, column in zip(self._plan.names, self._plan.means, columns, strict=False):
+            means = [fmean(column[start : start + self._each]) for start in range(0, watched, self._each)]
             # Those of a minibatch may be alike, so minibatches say how much is chance.
-            if abs(fmean(means) - planned) > max(DRIFT * planned, 4 * stdev(means) / len(means) ** 0.5):
+            if abs(fmean(means) - planned) > max(DRIFT * planned, 4 * stdev(means) / MINIBATCHES_WATCHED**0.5):
                 _log.warning(
                     f"warning: the mean length '{name}' of microbatches is {fmean(means):.1f}, and the plan was made "
                     f"for {planned:.1f}; hint: profile and solve again with these data"

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from itertools import groupby
 
-from planner.analysis.compare import DATA_PARALLEL, ONE_GPU
+from planner.analysis.compare import DATA_PARALLEL, ONE_GPU, ORDERS
 from planner.formats.cluster import Cluster
 from planner.formats.plan import GIVEN, Plan
 from planner.formats.plan_parts import Bottleneck, OtherWay, SolverReport, Stage, StageMemory, short_config
@@ -92,8 +92,7 @@ def lengths_line(plan: Plan) -> str | None:
     words = ", ".join(
         f"{name} {least} to {most}, {mean:.1f} in the mean microbatch" for name, least, most, mean in ranges
     )
-    orders = {"random": "in random order", "buckets": "in buckets", "given": "in an order of their own"}
-    return f"{words}, {orders[known.order]}; memory for the greatest"
+    return f"{words}, {ORDERS.get(known.order, 'in an order of their own')}; memory for the greatest"
 
 
 def schedule_line(plan: Plan) -> str:
