@@ -21,12 +21,7 @@ from planner.formats.plan_parts import short_config
 from planner.formats.timeline import LANES, LETTERS, Timeline
 from planner.reporting.tables import plan as words
 from planner.reporting.tables import runs as run_tables
-from planner.reporting.tables.answers import (
-    comparison_legend,
-    comparison_table,
-    explanation_tables,
-    sentences,
-)
+from planner.reporting.tables.answers import busy_table, comparison_legend, comparison_table, sentences
 from planner.reporting.tables.plan import memory_table, stage_table
 from planner.reporting.tables.table import Table
 from planner.reporting.timeline import COLOURS, TEXTS, Row, colour_legend, ink_on, opening, rows_of, shown_workers
@@ -257,8 +252,8 @@ def limits_section(plan: Plan, summary: Summary, explanation: Explanation | None
         return text
     # The first sentence names the bottleneck, which stands above.
     said = "".join(map(paragraph, sentences(explanation).splitlines()[1:]))
-    tables = "".join(_folded(title, _table(title, table)) for title, table in explanation_tables(explanation).items())
-    return f"{text}{said}{tables}"
+    title = "Busy times and slack"
+    return f"{text}{said}{_folded(title, _table(title, busy_table(explanation)))}"
 
 
 def stages_section(plan: Plan, source: str) -> str:
