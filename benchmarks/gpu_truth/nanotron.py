@@ -310,7 +310,7 @@ def profile_of(layers: Sequence[Layer], samples: int, spec: DeviceSpec) -> Profi
     """Return the profile of layers in a row."""
     return Profile(
         model="llama",
-        graph_hash="nanotron",  # so that what the running layer needs counts
+        graph_hash="nanotron",  # made up: there is no graph
         device=Device(kind="cuda", name=spec.name, memory_bytes=spec.memory_bytes),
         optimizer_elementwise=True,
         microbatch_size=samples,

@@ -161,8 +161,7 @@ class LayerCosts:
     def at_work(self) -> Floats | None:
         """Each layer's saved bytes, gradients, workspace and update's workspace; None if the profile lacks these."""
         layers = self.profile.layers
-        # Stages of imported profiles may have another order than the profile's, which `working_bytes` needs.
-        if not self.profile.trainable or not any(layer.workspace_bytes for layer in layers):
+        if not any(layer.workspace_bytes for layer in layers):
             return None
         names = ("saved_bytes", "gradient_bytes", "workspace_bytes", "update_workspace_bytes")
         return np.array([[getattr(layer, name) for layer in layers] for name in names], dtype=np.float64)

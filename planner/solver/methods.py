@@ -59,7 +59,7 @@ def solve_blocks_first(problem: Problem, answer: Callable[[Problem], Found]) -> 
         if layers > most:
             raise
         return answer(problem)  # smaller stages may fit
-    bound_s, bound_of = PipelineSearch(problem).relaxed_s(), ""  # over all cuts
+    bound_s, bound_of = PipelineSearch(problem).relaxed_s(), ""  # over cuts inside blocks, too
     pays, everywhere = bound_s < found.best.seconds * (1 - PAYS), layers <= most and not problem.deadline.passed
     if pays and not problem.deadline.passed:
         cuts = frozenset(range(layers - 1)) if everywhere else ends | _beside(problem, ends, found.best)
