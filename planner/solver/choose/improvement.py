@@ -22,7 +22,7 @@ from planner.solver.evaluate.pipelines import MOST_WORKERS
 from planner.solver.problem.budget import LATER, OutOfTimeError
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import RESOLUTION, CutPath, Evaluation, Found, stages_along
-from planner.solver.problem.states import Chain, StateSpace
+from planner.solver.problem.states import Chain
 from planner.solver.search.chain.fewest import FEW_STATES
 from planner.solver.search.chain.search import Search
 from planner.solver.search.chain.synchronous import SynchronousSearch
@@ -114,7 +114,7 @@ def _fastest_kind(search: PipelineSearch, best: Evaluation, bound_s: float) -> E
     return best
 
 
-def _kinds(search: PipelineSearch) -> Iterator[tuple[StateSpace, Kind]]:
+def _kinds(search: PipelineSearch) -> Iterator[tuple[Chain, Kind]]:
     problem, space = search.problem, search.space
     everything = problem.layer_costs.footprint(problem.layer_costs.single_stage)
     link_unit = (int(everything.weight_bytes + everything.saved_bytes) or 1) / float(space.compute_s[-1])

@@ -41,7 +41,7 @@ from planner.solver.evaluate.pipelines import pipeline_for, too_large
 from planner.solver.problem.budget import LATER, Budget
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import RESOLUTION, CutPath, Evaluation, stages_along
-from planner.solver.problem.states import StateSpace
+from planner.solver.problem.states import Chain
 from planner.units import SLACK
 
 Depths = tuple[int, ...]
@@ -189,7 +189,7 @@ def priced(problem: Problem, stages: Sequence[Candidate]) -> Evaluation:
     return Evaluation(placed, problem.price(placed))
 
 
-def priced_path(problem: Problem, space: StateSpace, path: CutPath) -> Evaluation:
+def priced_path(problem: Problem, space: Chain, path: CutPath) -> Evaluation:
     """Price a path over a space by the cost model, also one for more GPUs than there are."""
     if path.gpus > problem.cluster.gpus:
         link = problem.link

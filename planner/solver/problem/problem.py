@@ -31,7 +31,7 @@ from planner.schedule.schedule import Schedule
 from planner.solver.problem.bounds import Bounds, bounds_for
 from planner.solver.problem.budget import NO_HURRY, Budget, Deadline
 from planner.solver.problem.result import Evaluation, Found
-from planner.solver.problem.states import StateSpace
+from planner.solver.problem.states import Chain
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Limits:
         """Return whether a plan may have so many stages."""
         return self.rules.max_stages is None or count <= self.rules.max_stages
 
-    def most_stages(self, space: StateSpace, gpus: int) -> int:
+    def most_stages(self, space: Chain, gpus: int) -> int:
         """Return how many stages a plan over the space has at most."""
         most = min(gpus, len(space) - 1)
         return most if self.rules.max_stages is None else min(most, self.rules.max_stages)
