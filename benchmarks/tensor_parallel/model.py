@@ -60,8 +60,8 @@ class Experts(nn.Module):
         made = F.grouped_mm(tokens[order // VISITED].bfloat16(), self.raised.bfloat16(), offs=ends)
         made = F.grouped_mm(F.gelu(made), self.lowered.bfloat16(), offs=ends).float()
         weighed = made * weights.flatten()[order][:, None]
-        summed: Tensor = weighed[order.argsort()].view(-1, VISITED, x.shape[-1]).sum(1)
-        return summed.view(x.shape)
+        result: Tensor = weighed[order.argsort()].view(-1, VISITED, x.shape[-1]).sum(1).view(x.shape)
+        return result
 
 
 class ExpertsBlock(Block):
