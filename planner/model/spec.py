@@ -6,6 +6,7 @@ An error in the user's code is raised again with the line of the user's file tha
 import importlib.util
 import inspect
 import math
+import reprlib
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -396,8 +397,9 @@ class TrainingSpec:
         with suppress(AttributeError, TypeError, ValueError, RuntimeError):
             if function.accepts(returned):
                 return returned
+        shown = reprlib.repr(returned) if name == "lengths" else f"a {type(returned).__name__}"
         raise ModelFileError(
-            f"{self._place(name)} returned a {type(returned).__name__}, not {function.returns}",
+            f"{self._place(name)} returned {shown}, not {function.returns}",
             hint=f"docs/guides/own-model.md says what {written}({function.arguments}) returns",
         )
 

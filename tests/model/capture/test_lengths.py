@@ -115,7 +115,7 @@ def test_lengths_that_example_batch_does_not_follow(tmp_path: Path) -> None:
 def test_lengths_that_are_none(wrong: str, tmp_path: Path) -> None:
     path = write(tmp_path)
     path.write_text(path.read_text(encoding="utf-8").replace('{"words": (3, 20)}', wrong), encoding="utf-8")
-    with pytest.raises(ModelFileError, match=r"lengths\(\) at .* returned a .*, not a dict of names"):
+    with pytest.raises(ModelFileError, match=r"lengths\(\) at .* returned .*, not a dict of names"):
         load_model_file(str(path)).lengths()
 
 
