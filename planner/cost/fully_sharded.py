@@ -15,8 +15,9 @@ level 2 its part of the weights is not one with the gathered ones. Weights that 
 whole model runs.
 
 Exchanges overlap with the computation beside them, except for the first part of the weights or the last of the
-gradients, and for the weights after an update. On CPUs nothing overlaps, for `fully_shard` has no streams there. Level
-1 may be in any stage of a plan: see `planner.cost.models`.
+gradients, and for the weights after an update. On CPUs nothing overlaps, for `fully_shard` has no streams there, and
+the sums of a unit take as long as its all-reduce: half of the bytes, in messages of each pair of replicas. Level 1 may
+be in any stage of a plan: see `planner.cost.models`.
 """
 
 from collections.abc import Sequence
@@ -59,7 +60,7 @@ def sharded_times(layer_costs: LayerCosts, stage: Candidate, setting: Setting) -
     gather_s, share = sum(map(half_s, units)), float(work.trainable_bytes) / max(1, sum(units))
     exchange_s = sum(half_s(size * share) for size in units)
     if layer_costs.profile.device.kind == "cpu":
-        link = replace(link, overlap=False)
+        link, exchange_s = replace(link, overlap=False), 2 * exchange_s
     after_s = gather_s
     if stage.options.level == 3:
         after_s, exchange_s = 0.0, exchange_s + gather_s
