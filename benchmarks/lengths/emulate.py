@@ -11,19 +11,9 @@ from numpy.typing import NDArray
 
 from benchmarks.lengths.layers import Block, Run, powers, write_model
 from benchmarks.lengths.sentences import Pair
-from benchmarks.testbed.emulate import Emulated, Scale
+from benchmarks.testbed.emulate import Emulated, Scale, emulated_layers, emulated_profile
 from benchmarks.testbed.layers import ELEMENT_BYTES
-from planner.formats.profile import (
-    Device,
-    Edge,
-    Fit,
-    Layer,
-    LayerFits,
-    Lengths,
-    Profile,
-    Provenance,
-    Value,
-)
+from planner.formats.profile import Fit, LayerFits, Lengths, Profile
 from planner.model.capture.capture import capture_file
 from planner.model.spec import load_model_file
 
@@ -115,34 +105,10 @@ def _profile(path: Path, run: Run, size: int, name: str) -> Profile:
     """Return the profile that `plan profile` would measure, from the times that the layers are given."""
     spec = load_model_file(str(path))
     graph = capture_file(spec, spec.example_batch(size))
-    parameters = dict(graph.model.named_parameters())
-    extent = (size, *(length.most for length in graph.lengths)) if graph.lengths else size
-    layers, fits = list[Layer](), list[LayerFits]()
-    for index, layer in enumerate(graph.layers):
+    times = [(sum(block.forward_s), sum(block.backward_s), block.update_s) for block in run.blocks]
+    layers, fits = emulated_layers(graph, size, times), list[LayerFits]()
+    for index, layer in enumerate(layers):
         block = run.blocks[index] if index < len(run.blocks) else None
-        weight_bytes = sum(ELEMENT_BYTES * parameters[own].numel() for own in layer.parameters)
-        made = [graph.specs[node] for node in graph.crossing if graph.owner[node] == index]
-        values = [
-            Value(
-                name=each.name,
-                output_bytes=each.size_bytes(extent),
-                gradient_bytes=each.size_bytes(extent) if each.requires_grad else 0,
-            )
-            for each in made
-        ]
-        layers.append(
-            Layer(
-                name=layer.name,
-                op=layer.op,
-                forward_s=sum(block.forward_s) if block else 0.0,
-                backward_s=sum(block.backward_s) if block else 0.0,
-                update_s=block.update_s if block else 0.0,
-                outputs=tuple(values),
-                weight_bytes=weight_bytes,
-                gradient_bytes=weight_bytes,
-                parameters=layer.parameters,
-            )
-        )
         constant = _fit((1.0, 0.0, 0.0, 0.0, 0.0, 0.0))
         sizes = [0.0] * 6 if block is None else [a * b for a, b in zip(block.elements, powers(*run.most), strict=True)]
         fits.append(
@@ -151,7 +117,7 @@ def _profile(path: Path, run: Run, size: int, name: str) -> Profile:
                 backward_s=_fit(block.backward_s) if block else constant,
                 saved_bytes=constant,
                 flops=constant,
-                outputs=tuple(_fit(sizes) for _ in values),
+                outputs=tuple(_fit(sizes) for _ in layer.outputs),
             )
         )
     lengths = Lengths(
@@ -163,17 +129,8 @@ def _profile(path: Path, run: Run, size: int, name: str) -> Profile:
         samples=tuple(zip(*run.samples, strict=True)),
         order="buckets" if run.order == "buckets" else "random",
     )
-    return Profile(
-        model=name,
-        graph_hash=graph.hash,
-        device=Device(kind="cpu", name="emulated", threads=1),
-        dtype="float32",
-        microbatch_size=size,
-        layers=tuple(layers),
-        edges=tuple(Edge(source=edge.source, value=edge.value, target=edge.target) for edge in graph.edges),
-        lengths=None if run.order == "padded" else lengths,
-        provenance=Provenance(tool="benchmarks.lengths", source="estimated"),
-    )
+    varying = None if run.order == "padded" else lengths
+    return emulated_profile(name, graph, size, layers, "benchmarks.lengths", lengths=varying)
 
 
 def _fit(terms: Sequence[float]) -> Fit:
