@@ -111,7 +111,14 @@ class Simulation:
         heapq.heappush(self._ready, (at_s, rank))
 
     def _execute(self, rank: int, instruction: Instruction) -> bool:
-        match instruction:
+        match instruction:  # the most frequent first
+            case do.ReceiveActivation() | do.ReceiveGradient() | do.ReceiveShared():
+                return self._receive(rank, instruction)
+            case do.SendActivation() | do.SendGradient() | do.SendShared():
+                if instruction.peer_rank == rank:  # to another stage of the same worker
+                    self._deliver(rank, instruction, self._clock[rank])
+                else:
+                    self.communication.send(rank, instruction, self._clock[rank])
             case do.Forward(stage=stage, unit=unit):
                 self._compute(rank, "forward", stage, unit, self._costs_of(stage, unit).forward_s)
                 self.completed.forwards_s[stage].append(self._clock[rank])
@@ -121,13 +128,6 @@ class Simulation:
                 self._recompute(rank, instruction)
                 costs = self._costs_of(stage, unit)
                 self._compute(rank, "backward_input", stage, unit, costs.backward_s - costs.backward_weight_s)
-            case do.SendActivation() | do.SendGradient() | do.SendShared():
-                if instruction.peer_rank == rank:  # to another stage of the same worker
-                    self._deliver(rank, instruction, self._clock[rank])
-                else:
-                    self.communication.send(rank, instruction, self._clock[rank])
-            case do.ReceiveActivation() | do.ReceiveGradient() | do.ReceiveShared():
-                return self._receive(rank, instruction)
             case do.AllReduce(stage=stage, round=number):
                 reduce, now_s = self.communication.collective(stage), self._clock[rank]
                 self._begun.setdefault(rank, now_s)
