@@ -32,7 +32,7 @@ from planner.solver.find_plan import find_plan
 from planner.solver.problem.budget import Patience
 
 # Shares of the time left: of `solve` for the search, and then for the best synchronous plan; the rest is for what
-# people use. Of a report for the comparison, and then for the explanation; the rest is for the bandwidths.
+# people use. Of a report for the comparison, and then for the explanation.
 SEARCHING, BESIDE = 0.9, 0.7
 COMPARING, EXPLAINING = 0.3, 0.4
 PLAN, PROFILE = Path("plan.json"), Path("profile.json")  # what one verb writes, the next one reads

@@ -96,9 +96,8 @@ VERBS = (
     ("compare", "--gpus", "8", "--bandwidth", "1Gbps"),
     ("report",),
     ("price", "--gpus", "8", "--bandwidth", "10Gbps", "--given", "own.json", "-o", "priced.json"),
-    ("sweep", "--gpus", "2", "--bandwidth", "1Gbps:10Gbps", "--points", "2"),
 )
-LIMITED = ("explain", "compare", "report", "sweep")
+LIMITED = ("explain", "compare", "report")
 SYSTEMS = ("torch-pipelining", "deepspeed", "megatron", "torchtitan")
 
 
