@@ -16,7 +16,7 @@ _EXPORTS = ("exports/transformers.py", "exports/torch_pipelining.py")
 
 
 def test_only_the_command_line_knows_flags() -> None:
-    """Messages of the library name arguments, `accumulate=0`; `planner.cli.output` shows them as flags."""
+    """Messages of the library name arguments, `steps=0`; `planner.cli.output` shows them as flags."""
     assert not list(_lines_with_flags())
 
 

@@ -285,8 +285,8 @@ def timelines(
 ) -> tuple[Timeline, Timeline | None]:
     """Return the simulation, and the run that an argument names if it does: then of the run's minibatches."""
     if run is None:
-        return simulate(plan, options.minibatches, options.accumulate or 1), None
-    refuse(options, argument, "minibatches", "accumulate", why=", which knows it")
+        return simulate(plan, options.minibatches), None
+    refuse(options, argument, "minibatches", why=", which knows it")
     measured = run if isinstance(run, Timeline) else load_run(run)
     return simulate_recorded(plan, measured), measured
 

@@ -39,9 +39,6 @@ class TrainingOptions(Options):
     clip_grad_norm: float | None = option(
         None, "scale gradients down to norm X, of the model, or under 1f1b and 2bw of a stage", "X", positive=True
     )
-    accumulate: int = option(
-        1, "under 1f1b, update after K minibatches per replica, with their mean gradient", "K", least=1
-    )
     deterministic: bool = option(False, "use only algorithms that give the same bits in every run, or end the run")
 
 

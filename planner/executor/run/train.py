@@ -151,7 +151,7 @@ def train(
     if recorder is not None:
         context.heartbeat.enter("gathering the trace", meeting=True)
         lengths_of = context.lengths_of if context.lengths else None
-        timeline = gather_timeline(recorder, context.plan, context.minibatches, context.shape.accumulate, lengths_of)
+        timeline = gather_timeline(recorder, context.plan, context.minibatches, lengths_of)
         if timeline is not None and on_timeline is not None:
             on_timeline(timeline)
     return result
@@ -206,14 +206,12 @@ def gather_result(
     """Gather what all workers measured on rank 0, which returns the result; None elsewhere. All workers call it."""
     job, plan, shape, data, place = context.job, context.plan, context.shape, context.data, context.place
     log, stages, depth = loop.worker.log, loop.worker.stages, context.shape.in_flight(0)
-    units = shape.accumulate  # between two updates, on all its stages
-    if not shape.schedule.stashes:
-        units = sum(len(shape.units_of(stage, context.rank, 0)) for stage in stages)
+    per_minibatch = sum(len(shape.units_of(stage, context.rank, 0)) for stage in stages)
     steady = steady_state(
         log.completions,
         start_up=2 * depth * len(stages),
         drain=depth * len(stages) if shape.asynchronous else 0,
-        per_round=units,
+        per_round=1 if shape.schedule.stashes else per_minibatch,
     )
     own = WorkerReport(
         rank=context.rank,
@@ -249,9 +247,7 @@ def gather_result(
         seconds=seconds,
         # Every sample passes the last stage once; ranks that divide samples, too, have as many each.
         samples_per_s=sample_parts(job.plan) * sum(reports[rank].samples_per_s for rank in plan.stages[-1].ranks),
-        predicted_samples_per_s=None
-        if job.baseline is not None
-        else job.predicted_samples_per_s or plan.predicted.samples_per_s,
+        predicted_samples_per_s=None if job.baseline is not None else plan.predicted.samples_per_s,
         random_data=data.random,
         losses=(*past.losses, *losses),
         evaluations=(*past.evaluations, *map(Evaluation.model_validate_json, evaluations)),
