@@ -12,7 +12,6 @@ from planner.analysis.fit import fit as fit_on
 from planner.catalog.models import find_model
 from planner.errors import ClusterError, InputError, PlanError
 from planner.executor.checkpoint.folders import seed_of_run
-from planner.executor.observe.progress import check_tensorboard
 from planner.executor.run.agreement import check_loss, device_kind
 from planner.executor.run.stages import check_divided
 from planner.executor.worker import launch
@@ -222,8 +221,6 @@ def make_job(model: str | Path, plan: Plan, arguments: TrainArguments) -> Job:
         what = f"{baseline} sums gradients in the weights' own type, which is {plan.master_weights} in this plan"
         raise InputError(what, hint="compare with a plan that has one stage")
     check_loss(plan, options)
-    if options.tensorboard is not None:
-        check_tensorboard()
     if run_options.max_restarts and checkpoints.every is None:
         what = f"`max_restarts={run_options.max_restarts}` has no checkpoint to restart from"
         raise InputError(what, hint="add `every=N`")
@@ -233,7 +230,7 @@ def make_job(model: str | Path, plan: Plan, arguments: TrainArguments) -> Job:
     made |= {"seed": seed_of_run(checkpoints, plan, arguments.seed, baseline)}
     job = Job(**vars(arguments) | made, model=str(model), plan=plan)
     if os.environ.get("RANK", "0") == "0":  # on other hosts nothing is written
-        for path in (job.save_weights, run_options.trace, options.tensorboard and f"{options.tensorboard}/events"):
+        for path in (job.save_weights, run_options.trace):
             if path is not None:
                 check_writable(path)
     device_kind(job)  # so that another kind than the plan's shows before any process starts

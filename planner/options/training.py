@@ -20,7 +20,6 @@ class TrainingOptions(Options):
     evaluate_every: int | None = option(
         None, "evaluate on evaluation_dataset() after every N minibatches and at the end", "N", least=1
     )
-    tensorboard: str | None = option(None, "write losses, rates and evaluations to DIR, for TensorBoard", "DIR")
     scale_lr: bool = option(
         False, "multiply each stage's learning rate by the number of minibatches that its update averages"
     )

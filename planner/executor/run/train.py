@@ -16,7 +16,7 @@ from planner.errors import InputError
 from planner.executor.checkpoint.checkpointer import Checkpointer
 from planner.executor.communication.control import control_group, gather_bytes, merge_losses
 from planner.executor.observe.memory import PeakMemory
-from planner.executor.observe.progress import ProgressCallback, Reporter, WorkerLog, hook, steady_state, tensorboard
+from planner.executor.observe.progress import ProgressCallback, Reporter, WorkerLog, hook, steady_state
 from planner.executor.observe.recording import TraceRecorder, gather_timeline
 from planner.executor.observe.run_log import Past
 from planner.executor.run.agreement import check_schedule, joined, start_worker, take_place
@@ -104,9 +104,7 @@ def train(
     reporter = None
     last_stage = len(context.plan.stages) - 1
     if context.is_first_replica(last_stage) and context.leads_tensor_group:  # one worker reports
-        folder = context.job.options.tensorboard
-        own = tensorboard(folder, first) if folder is not None else None
-        callbacks = [each for each in (on_progress, hook(context.spec), own) if each is not None]
+        callbacks = [each for each in (on_progress, hook(context.spec)) if each is not None]
         per_update = context.shape.minibatches_per_update(last_stage)
         if callbacks:
             reporter = Reporter(callbacks, context.minibatches, per_update, context.minibatch_size)
