@@ -18,7 +18,7 @@ from planner.cost.work import Integers
 from planner.solver.problem.budget import NO_HURRY, Budget, Deadline
 from planner.solver.problem.result import IlpAnswer
 from planner.solver.problem.states import uncut_groups
-from planner.solver.search.integer.ilp_flow import Column, Columns, Flow, MilpName, installed
+from planner.solver.search.integer.ilp_flow import Column, Columns, Flow
 
 MOST_STATES = 60_000
 MOST_STATES_OF_PROGRAM = 2_000
@@ -52,7 +52,7 @@ def solve_loads(request: LoadProblem, deadline: Deadline) -> IlpAnswer | None:
     return IlpAnswer(reduced.expand(best.stages), best.seconds, bound_s, optimal=bound_s == best.seconds)
 
 
-def solve_ilp(request: LoadProblem, deadline: Deadline, solver: MilpName | None = None) -> IlpAnswer | None:
+def solve_ilp(request: LoadProblem, deadline: Deadline) -> IlpAnswer | None:
     """Solve the integer program: the product's flow between cuts, or an assignment where stages are any sets of layers.
 
     Returns:
@@ -62,15 +62,14 @@ def solve_ilp(request: LoadProblem, deadline: Deadline, solver: MilpName | None 
         InputError: for graphs that are too large.
         TimeoutError: when the deadline passes before there is any plan.
     """
-    solver = solver or installed()[0]
     if not request.contiguous:
-        return _placed(request, deadline, solver)
+        return _placed(request, deadline)
     reduced = None
     if request.constraints.empty:
         reduced = Reduced(request.layer_costs, memory_matters=request.memory_matters)
         request = replace(request, layer_costs=reduced.layer_costs)
     columns = LoadColumns(request)
-    answer = Flow(replace(request, budget=Budget(deadline)), columns, solver).solve()
+    answer = Flow(replace(request, budget=Budget(deadline)), columns).solve()
     if answer is None:
         return None
     if not columns.complete:  # too many cuts to list: those along the order prove nothing about the others
@@ -110,10 +109,10 @@ class LoadColumns(Columns):
                     yield Column(state, other, stage.options, kinds, 0.0, busy_s, request.cluster.gpus - 1)
 
 
-def _placed(request: LoadProblem, deadline: Deadline, solver: MilpName) -> IlpAnswer | None:
+def _placed(request: LoadProblem, deadline: Deadline) -> IlpAnswer | None:
     """Return the best placement; when time runs out, one no worse than the best contiguous plan, if that is allowed."""
     try:
-        answer = Assignment(request, solver).solve(deadline)
+        answer = Assignment(request).solve(deadline)
     except TimeoutError:
         answer = None
     else:
