@@ -25,6 +25,7 @@ from planner.cost.network.link import link_of
 from planner.schedule.instructions import POSTED
 from planner.solver.problem.budget import Deadline
 from planner.solver.problem.result import IlpAnswer
+from planner.solver.problem.states import uncut_groups
 from planner.solver.search.integer.ilp_flow import run
 
 _SCALE = 1000.0
@@ -38,7 +39,7 @@ class Assignment:
     def __init__(self, request: LoadProblem) -> None:
         self.request = request
         self.gpus = request.cluster.gpus
-        self.groups = request.constraints.groups(request.layer_costs.profile)
+        self.groups = uncut_groups(request.layer_costs)
         self.group_of = {layer: number for number, group in enumerate(self.groups) for layer in group}
         cluster = request.cluster
         self.kinds = [cluster.kind_of(rank) if cluster.kinds else None for rank in range(self.gpus)]
@@ -119,7 +120,7 @@ class Assignment:
         sets: list[set[int]] = [set() for _ in range(self.gpus)]
         for group, row in zip(self.groups, runs, strict=True):
             values = [variable.value() for variable in row]
-            sets[values.index(max(values))] |= group
+            sets[values.index(max(values))].update(group)
         before: frozenset[int] = frozenset()
         stages = []
         for rank, (layers, kind) in enumerate(zip(sets, self.kinds, strict=True)):

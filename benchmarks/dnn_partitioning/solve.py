@@ -25,7 +25,7 @@ MOST_STATES_OF_PROGRAM = 2_000
 
 
 def solve_loads(request: LoadProblem, deadline: Deadline) -> IlpAnswer | None:
-    """Search over the cuts of the graph; its constraints must be the profile's own.
+    """Search over the cuts of the graph.
 
     Returns:
         The plan with the smallest largest load, or None when nothing fits.
@@ -34,7 +34,6 @@ def solve_loads(request: LoadProblem, deadline: Deadline) -> IlpAnswer | None:
         TimeoutError: when the deadline passes before there is any plan.
     """
     assert request.contiguous
-    assert request.constraints.empty
     reduced = Reduced(request.layer_costs, memory_matters=request.memory_matters)
     # The cuts along the profile's order are few, and their best plan bounds the search over all of them.
     best = LoadSearch(reduced.layer_costs, _prefixes(reduced.layer_costs), request.cluster).best(np.inf, deadline)
@@ -56,7 +55,7 @@ def solve_ilp(request: LoadProblem, deadline: Deadline) -> IlpAnswer | None:
     """Solve the integer program: the product's flow between cuts, or an assignment where stages are any sets of layers.
 
     Returns:
-        The plan with the smallest largest load that respects the constraints, or None when there is none.
+        The plan with the smallest largest load or None when there is none.
 
     Raises:
         InputError: for graphs that are too large.
@@ -64,10 +63,8 @@ def solve_ilp(request: LoadProblem, deadline: Deadline) -> IlpAnswer | None:
     """
     if not request.contiguous:
         return _placed(request, deadline)
-    reduced = None
-    if request.constraints.empty:
-        reduced = Reduced(request.layer_costs, memory_matters=request.memory_matters)
-        request = replace(request, layer_costs=reduced.layer_costs)
+    reduced = Reduced(request.layer_costs, memory_matters=request.memory_matters)
+    request = replace(request, layer_costs=reduced.layer_costs)
     columns = LoadColumns(request)
     answer = Flow(replace(request, budget=Budget(deadline)), columns).solve()
     if answer is None:
@@ -75,7 +72,7 @@ def solve_ilp(request: LoadProblem, deadline: Deadline) -> IlpAnswer | None:
     if not columns.complete:  # too many cuts to list: those along the order prove nothing about the others
         bound_s = min(answer.bound_s, request.relaxed_s)
         answer = replace(answer, bound_s=bound_s, optimal=answer.optimal and bound_s >= answer.seconds)
-    return answer if reduced is None else replace(answer, stages=reduced.expand(answer.stages))
+    return replace(answer, stages=reduced.expand(answer.stages))
 
 
 class LoadColumns(Columns):
@@ -118,9 +115,7 @@ def _placed(request: LoadProblem, deadline: Deadline) -> IlpAnswer | None:
     else:
         if answer is None or answer.optimal:
             return answer
-    contiguous = None
-    if request.constraints.empty:
-        contiguous = solve_loads(replace(request, contiguous=True), NO_HURRY)
+    contiguous = solve_loads(replace(request, contiguous=True), NO_HURRY)
     if contiguous is not None and (answer is None or contiguous.seconds < answer.seconds):
         bound_s = min(request.relaxed_s if answer is None else answer.bound_s, contiguous.seconds)
         return replace(contiguous, bound_s=bound_s, optimal=False)

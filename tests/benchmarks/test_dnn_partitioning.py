@@ -21,10 +21,10 @@ from planner.cost.layer_costs import LayerCosts
 from planner.cost.setting import Setting
 from planner.errors import InputError, ProfileError
 from planner.formats.cluster import Cluster, DeviceKind, Level, flat_cluster
-from planner.formats.constraints import Constraints
 from planner.formats.profile import Profile
 from planner.options.solving import StageRules
 from planner.solver.problem.budget import NO_HURRY, Deadline
+from planner.solver.problem.states import uncut_groups
 from planner.solver.search.integer.ilp_flow import Status
 from tests.examples import examples
 from tests.samples import layer, profile
@@ -181,7 +181,7 @@ def test_placements_that_are_not_contiguous_against_all_of_them(
     cluster = Cluster(levels=(level,), memory_bytes=memory, kinds=kinds)
     layer_costs = LayerCosts(model)
     answer = solve_ilp(LoadProblem(layer_costs, Setting(cluster), contiguous=False), NO_HURRY)
-    joined = Constraints().groups(model)
+    joined = uncut_groups(layer_costs)
     best = math.inf
     for devices in product(range(gpus), repeat=len(model.layers)):
         if any(len({devices[n] for n in group}) > 1 for group in joined):

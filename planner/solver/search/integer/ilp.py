@@ -11,7 +11,7 @@ from planner.errors import InfeasibleError, InputError, PlannerError
 from planner.options.solving import SolverName
 from planner.solver.evaluate.evaluation import evaluate, priced
 from planner.solver.problem.budget import Budget, OutOfTimeError
-from planner.solver.problem.infeasible import PLENTY, against_constraints, explain
+from planner.solver.problem.infeasible import PLENTY, against_rules, explain
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import Evaluation, Found, IlpAnswer
 from planner.solver.problem.states import Chain
@@ -76,9 +76,9 @@ def _infeasible(problem: Problem) -> InfeasibleError:
         return again(memory_bytes=memory_bytes) if gpus == cluster.gpus else None
 
     plenty = tuple(kind.model_copy(update={"memory_bytes": PLENTY}) for kind in cluster.kinds)
-    # Without a memory limit only the constraints can be the reason.
+    # Without a memory limit only the rules can be the reason.
     if again(kinds=plenty, memory_bytes=None) is None:
-        return against_constraints(problem)
+        return against_rules(problem)
     if not cluster.kinds:
         return explain(problem, fits, {})
     return InfeasibleError(
@@ -87,7 +87,7 @@ def _infeasible(problem: Problem) -> InfeasibleError:
 
 
 def solve_ilp(problem: Problem) -> IlpAnswer | None:
-    """Find the fastest plan that respects the problem's constraints; None if there is none.
+    """Find the fastest plan that keeps the problem's rules; None if there is none.
 
     When the deadline passes, the answer is the best plan so far, with a bound. Raise TimeoutError if there is none yet,
     and InputError for what no integer program here expresses, and for problems that are too large.

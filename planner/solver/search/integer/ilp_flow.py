@@ -59,11 +59,7 @@ class Columns:
         self.space = self._spaces[0]
         self.sets = self.cuts()
         self.last = len(self.sets) - 1
-        # States that separate no group; the empty one and the whole model never do.
-        groups = problem.constraints.groups(problem.layer_costs.profile)
-        self.states = np.array(
-            [n for n, done in enumerate(self.sets) if all(group <= done or not group & done for group in groups)]
-        )
+        self.states = np.arange(len(self.sets))
         self._stages_of: dict[tuple[frozenset[int], int], list[Stages]] = {}
 
     def cuts(self) -> list[frozenset[int]]:
@@ -79,7 +75,7 @@ class Columns:
             if len(found) > MOST_COLUMNS:
                 raise InputError(
                     f"more than {MOST_COLUMNS} candidate stages are too many for an integer program",
-                    hint="use `solver=search`, or forbid cuts",
+                    hint="use `solver=search`",
                 )
         return found
 
@@ -323,7 +319,7 @@ def _arcs(problem: Problem, columns: Columns) -> list[_Arc]:
         if len(arcs) > MOST_ARCS:
             raise InputError(
                 f"more than {MOST_ARCS} places for stages are too many for an integer program",
-                hint="use `solver=search`, fewer GPUs, or forbid cuts",
+                hint="use `solver=search`, or fewer GPUs",
             )
     return arcs
 
