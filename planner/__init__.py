@@ -13,7 +13,7 @@ The verbs of the command line, with its defaults; `help(planner.solve)` describe
     cluster              GPUs and links, as the command line describes them; also flat_cluster, hierarchical_cluster
     solve, choose        the fastest plan; the fastest of several schedules and batch sizes
     price                a plan of stages that you chose yourself
-    compare, explain, sweep    other ways to train, what limits a plan, how it changes with the cluster
+    compare, explain     other ways to train, what limits a plan
     simulate, summarize  what workers and links do over time
     show, report         a file as tables; all about a plan as one HTML file
     train, pipeline      train as a plan says, in worker processes or in your own loop
@@ -41,8 +41,6 @@ if TYPE_CHECKING:
     from planner.analysis.explain import Explanation as Explanation
     from planner.analysis.explain import explain as explain
     from planner.analysis.fit import Fit as Fit
-    from planner.analysis.sweep import Sweep as Sweep
-    from planner.analysis.sweep import sweep as sweep
     from planner.api.planning import cluster as cluster
     from planner.api.planning import price as price
     from planner.api.planning import report as report
@@ -69,7 +67,6 @@ if TYPE_CHECKING:
     from planner.formats.cluster import hierarchical_cluster as hierarchical_cluster
     from planner.formats.cluster import load_cluster as load_cluster
     from planner.formats.cluster import save_cluster as save_cluster
-    from planner.formats.constraints import Constraints as Constraints
     from planner.formats.device_kinds import profile_of_kinds as profile_of_kinds
     from planner.formats.own_plan import OwnPlan as OwnPlan
     from planner.formats.own_plan import OwnStage as OwnStage

@@ -18,7 +18,6 @@ from planner.options.solving import TIME_LIMIT_S, SolveOptions, StageRules
 from planner.schedule.registry import SCHEDULES, summaries
 
 if TYPE_CHECKING:
-    from planner.formats.constraints import Constraints
     from planner.solver.problem.budget import Patience
 
 RecordT = TypeVar("RecordT")
@@ -30,10 +29,6 @@ SOLVING = 0.5  # share of the time for the plan that a question is about
 _UNCHUNKED = [schedule for schedule in SCHEDULES if not schedule.chunked]
 _CLUSTER = tuple(each.name for each, _ in options_in(ClusterOptions))
 _SOLVING = ("schedule", "microbatches", "minibatch", "cost_model", "accept_divided_loss")
-_CONSTRAINTS = {
-    "--colocate": ("LAYER,LAYER", "keep these layers in one stage"),
-    "--forbid-cut-after": ("LAYER", "keep the layer in one stage with the next one in the profile"),
-}
 
 
 def declare(
@@ -110,21 +105,6 @@ def cluster_of(args: argparse.Namespace, profile: planner.Profile) -> planner.Cl
     return planner.cluster(profile, **given_options(ClusterOptions, args))
 
 
-def add_constraint_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the group "constraints"; `constraints_of` reads it."""
-    group = parser.add_argument_group("constraints", "layers are named as in the profile; each option may be repeated")
-    for flag, (metavar, help) in _CONSTRAINTS.items():
-        group.add_argument(flag, action="append", default=[], metavar=metavar, help=help)
-
-
-def constraints_of(args: argparse.Namespace) -> Constraints:
-    """Return the constraints that the arguments describe."""
-    from planner.formats.constraints import Constraints
-
-    together = tuple(tuple(text.split(",")) for text in args.colocate)
-    return Constraints(together=together, no_cut_after=tuple(args.forbid_cut_after))
-
-
 def add_plan_argument(parser: argparse.ArgumentParser) -> None:
     """Declare --plan for a verb that reads a plan and nothing else."""
     parser.add_argument("--plan", type=Path, default=PLAN, metavar="FILE", help="plan to read (default: %(default)s)")
@@ -150,16 +130,13 @@ def add_folder_argument(parser: argparse.ArgumentParser, help: str, default: Pat
     parser.add_argument("-o", "--output", dest="place", type=Path, default=default, metavar="DIR", help=help)
 
 
-def add_question_arguments(parser: argparse.ArgumentParser, plan: bool) -> None:
-    """Declare the cluster's arguments and how to solve; with `plan`, also a plan that says both."""
+def add_question_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the cluster's arguments and how to solve, and a plan that says both."""
     add_cluster_arguments(parser)
     add_profile_argument(parser)
-    if plan:
-        help = (
-            "plan made from that profile, on its own cluster or on the one that the arguments describe (default: the "
-        )
-        help += f"fastest plan for the cluster that the arguments describe; {PLAN} where they describe none)"
-        parser.add_argument("--plan", type=Path, metavar="FILE", help=help)
+    help = "plan made from that profile, on its own cluster or on the one that the arguments describe (default: the "
+    help += f"fastest plan for the cluster that the arguments describe; {PLAN} where they describe none)"
+    parser.add_argument("--plan", type=Path, metavar="FILE", help=help)
     add_unchunked(parser, SolveOptions)
     add_options(parser, SolveOptions, *_SOLVING[1:])
     add_rule_arguments(parser)

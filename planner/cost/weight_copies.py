@@ -96,7 +96,7 @@ def exchanged_bytes(
     for (one, other), names in found.items():
         for own, peer in ((one, other), (other, one)):
             size = gradients_bytes(layer_costs, stages[own], names)
-            ahead = 0 if depths is None else lag(list(found), depths, 1, own)
+            ahead = 0 if depths is None else lag(list(found), depths, own)
             served = -(-stages[peer].replicas // stages[own].replicas)
             held[own] += size * (served * (ahead + 1) + ahead + 1)
     return held
@@ -135,7 +135,7 @@ def price_with_copies(layer_costs: LayerCosts, stages: Sequence[Candidate], pric
             over = format_bytes(memory[number].total_bytes - limit)
             raise InfeasibleError(
                 shared.sentence(f", and what stage {number} holds for that does not fit the memory by {over}"),
-                hint=f"keep them in one stage: {shared.together}",
+                hint="give more memory or more GPUs, or train the two as weights of their own",
             )
     more = _sent_bytes(layer_costs, stages, divides=schedule.divides)
     return replace(price, memory=tuple(memory), communication_bytes=price.communication_bytes + more)
