@@ -55,7 +55,7 @@ def add_parser(verbs: Verbs) -> None:
     estimates.add_argument("--estimate", action="store_true", help=help)
     add_options(estimates, EstimateArguments, "calibrate", action="append", type=Path)
     add_options(estimates, EstimateArguments, *_ONLY_ESTIMATES[1:])
-    add_options(parser.add_argument_group("measuring"), ProfileOptions, "seconds", "repeats", "layer_by_layer")
+    add_options(parser.add_argument_group("measuring"), ProfileOptions, "seconds", "repeats")
     links = parser.add_argument_group("links")
     help = "measure the links between the workers that torchrun started, instead of a model, and write cluster.json"
     links.add_argument("--links", action="store_true", help=help)
