@@ -110,18 +110,18 @@ def add_plan_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plan", type=Path, default=PLAN, metavar="FILE", help="plan to read (default: %(default)s)")
 
 
-def add_profile_argument(parser: argparse.ArgumentParser, more: str = "") -> None:
-    """Declare --profile for a verb that solves; `more`: what else it may name."""
-    help = f"profile to read, from `plan profile`{more}; or one for each kind "
-    help += "of GPU, as in a100=a.json,t4=b.json (default: %(default)s)"
+def add_profile_argument(parser: argparse.ArgumentParser) -> None:
+    """Declare --profile for a verb that solves."""
+    help = "profile to read, from `plan profile`; or one for each kind of GPU, as in a100=a.json,t4=b.json "
+    help += "(default: %(default)s)"
     parser.add_argument("--profile", default=str(PROFILE), metavar="FILE", help=help)
 
 
 def add_output_argument(
-    parser: argparse.ArgumentParser, default: Path | None = None, told: str = "%(default)s", help: str = "file to write"
+    parser: argparse.ArgumentParser, default: Path | None = None, told: str = "%(default)s"
 ) -> None:
     """Declare --output for a file."""
-    help = f"{help} (default: {told})"
+    help = f"file to write (default: {told})"
     parser.add_argument("-o", "--output", type=Path, default=default, metavar="FILE", help=help)
 
 

@@ -27,32 +27,11 @@ def token_count(text: str) -> int:
     return found
 
 
-def batch_sizes(text: str) -> list[int]:
-    """Parse one or several different batch sizes: "8,16,32" is [8, 16, 32]."""
-    try:
-        sizes = [int(part) for part in text.split(",")]
-    except ValueError:
-        raise ArgumentTypeError(f"'{text}' is no batch size such as 32, or several such as 8,16,32") from None
-    if len(set(sizes)) < len(sizes):
-        raise ArgumentTypeError(f"'{text}' has the same batch size twice")
-    return sizes
-
-
 def degrees(text: str) -> tuple[int, ...]:
     """Parse numbers of ranks: "1,2,4" is (1, 2, 4)."""
     if not all(map(is_count, text.split(","))):
         raise ArgumentTypeError(f"'{text}' are no numbers of ranks such as 1,2,4,8")
     return tuple(sorted({int(part) for part in text.split(",")}))
-
-
-def window(text: str) -> int | tuple[int, int]:
-    """Parse a choice of minibatches: "100" for the last 100, "20:40" for those from 20 on and before 40."""
-    first, colon, end = text.partition(":")
-    if not colon and int(first) > 0:
-        return int(first)
-    if colon and 0 <= int(first) < int(end):
-        return int(first), int(end)
-    raise ArgumentTypeError(f"{text} names no minibatches; give 100 for the last 100, or 20:40")
 
 
 def names(text: str) -> tuple[str, ...]:
