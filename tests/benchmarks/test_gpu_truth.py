@@ -153,7 +153,7 @@ def test_checks_take_what_ten_all_reduces_of_each_job_say() -> None:
 
 
 def test_a_divided_optimizer_leaves_all_of_the_reduction_to_the_end() -> None:
-    """Nothing of it overlaps, weights are copied rank by rank, and the device goes on while its host waits for checks."""
+    """Nothing overlaps, weights are copied rank by rank, and the device goes on while its host waits for checks."""
     llama = Llama(4, 256, 8, 1024, 4096, 128)
     rates = nanotron.Rates(170e9, 170e9)
     plain = nanotron.Run(0.01, llama, 16, 16, 1, 1, 4, False, 1.0, 1.0, rates, None, False)
