@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import combinations, pairwise
-from math import ceil, copysign, log
+from math import ceil, copysign, log, log2
 from statistics import mean, median
 from typing import NamedTuple
 
@@ -93,6 +93,7 @@ def runs() -> Iterator[Run]:
             sizes = (int(row[name]) for name in ("layers", "hidden", "heads", "ffn", "vocabulary", "sequence", "tp"))
             llama = Llama(*sizes)
             trained = row["outcome"] == "trained"
+            rates = Rates(float(row["allreduce_GBps"]) * 1e9, float(row["allgather_GBps"]) * 1e9) if trained else None
             tokens = number["dp"] * number["microbatch"] * number["microbatches"] * llama.seq
             speed = float(row["tokens_per_s_per_gpu"]) * number["gpus"] if trained else 0.0
             yield Run(
@@ -106,10 +107,19 @@ def runs() -> Iterator[Run]:
                 row["zero"] == "1",
                 tokens / speed if trained else None,
                 float(row["peak_reserved_GB"]) * _GIB if trained else None,
-                Rates(float(row["allreduce_GBps"]) * 1e9, float(row["allgather_GBps"]) * 1e9) if trained else None,
+                rates,
                 float(row["allreduce_intra_GBps"]) * 1e9 if trained else None,
-                trained and number["gpus"] > PER_SERVER and float(row["allreduce_intra_GBps"]) < _CHECKED_GBPS,
+                rates is not None and is_checked(number["gpus"], rates),
             )
+
+
+def is_checked(gpus: int, rates: Rates) -> bool:
+    """Return whether a job on several servers checked its collectives, given the rates that it measured.
+
+    Its all-gathers of 1 GiB take 3 ms and 40 us per rank without checks, and 0.3 ms per rank more with them.
+    """
+    gathered_s = (1 - 1 / gpus) * 2**30 / rates.gather_bytes_per_s
+    return gpus > PER_SERVER and gathered_s > 3e-3 + 0.16e-3 * gpus
 
 
 @dataclass(frozen=True)
@@ -191,22 +201,38 @@ class Links:
     step_s: float
     message_s: float
 
-    def ring(self, ranks: int, per_server: int, *, gathers: bool = False) -> Link:
+    def ring(self, ranks: int, per_server: int) -> Link:
         """Return the link of a ring of so many ranks, of which each server has so many."""
         if ranks <= per_server:
             nearest = min((size for size in _INSIDE if size >= ranks), default=PER_SERVER)
             return Link(*_INSIDE[nearest])
+        # The rate is that of 1 GiB, over all ranks of the servers and with their steps.
         servers = ranks // per_server
-        rates = self.rates[min(self.rates, key=lambda known: abs(log(known / servers)))]
-        if gathers:
-            rate, step_s, steps = rates.gather_bytes_per_s, self.step_s, servers * PER_SERVER - 1
-        else:
-            rate, step_s = rates.reduce_bytes_per_s, ((ranks - servers) * _NEAR_S + servers * _FAR_S) / ranks
-            steps = 2 * (servers * PER_SERVER - 1)
-        # Their rate is that of 1 GiB, over all ranks of the servers and with their steps.
+        steps = servers * PER_SERVER - 1
         moved = 2**30 * steps / (servers * PER_SERVER)
-        rate = moved / max(moved / NICS, moved / rate - steps * step_s)
-        return Link(rate * per_server / PER_SERVER, step_s)
+        rate = moved / max(moved / NICS, moved / self._of(servers).gather_bytes_per_s - steps * self.step_s)
+        return Link(rate * per_server / PER_SERVER, self.step_s)
+
+    def gather_s(self, size_bytes: float, ranks: int, per_server: int) -> float:
+        """Return the seconds of an all-gather or a reduce-scatter."""
+        return float(ring_all_reduce_s(size_bytes, ranks, self.ring(ranks, per_server))) / 2
+
+    def reduce_s(self, size_bytes: float, ranks: int, per_server: int, count: int = 1) -> float:
+        """Return the seconds of so many all-reduces of so many bytes in all, across servers by trees.
+
+        NCCL takes 2 ((ranks of a server - 1) near + log2(servers) far) for a small one (`src/graph/tuning.cc`), given
+        what a hop takes within a server and between two. Of eight steps of a ring, one goes to another server.
+        """
+        if ranks <= per_server:
+            return count * float(ring_all_reduce_s(size_bytes / count, ranks, self.ring(ranks, per_server)))
+        servers, near_s = ranks // per_server, _INSIDE[PER_SERVER][1]
+        hops_s = (per_server - 1) * near_s + log2(servers) * (PER_SERVER * self.step_s - (PER_SERVER - 1) * near_s)
+        rate = self._of(servers).reduce_bytes_per_s * per_server / PER_SERVER
+        return count * 2 * hops_s + 2 * (ranks - 1) / ranks * size_bytes / rate
+
+    def _of(self, servers: int) -> Rates:
+        """Return the rates of the nearest number of servers."""
+        return self.rates[min(self.rates, key=lambda known: abs(log(known / servers)))]
 
 
 class Program(NamedTuple):
@@ -218,14 +244,6 @@ class Program(NamedTuple):
     check_s: float  # of a collective whose ranks are checked first, per rank of its group, within a server
     check_far_s: float  # the same across servers
     step_s: float  # of a ring across servers
-
-
-def collective_s(run: Run, size_bytes: float, links: Links) -> float:
-    """Return the seconds of an all-gather or a reduce-scatter in a group of ranks."""
-    tensor = run.llama.tensor
-    if tensor == 1:
-        return 0.0
-    return float(ring_all_reduce_s(size_bytes, tensor, links.ring(tensor, PER_SERVER, gathers=True))) / 2
 
 
 def _product_s(spec: DeviceSpec, m: int, n: int, k: int) -> float:
@@ -244,13 +262,16 @@ def exposed_s(run: Run, kind: str, spec: DeviceSpec, links: Links) -> tuple[floa
 
     A column's all-gather overlaps with the product of the rank's own tokens, and so does the one of a row's backward.
     In its backward a column gathers its tokens again beside the gradient of its input, and scatters that beside the
-    gradient of its weight. The forward of a row hides nothing.
+    gradient of its weight. The forward of a row hides nothing, and neither does the loss, which reduces the largest
+    logits, those of the targets, and the exponentials over all ranks.
     """
     llama, t = run.llama, run.llama.tensor
-    if t == 1 or kind == "loss":
+    if t == 1:
         return 0.0, 0.0, 0, 0
     rows, h = llama.seq * run.samples, llama.hidden
-    each_s = collective_s(run, 2.0 * rows * h, links)
+    if kind == "loss":
+        return links.reduce_s(3 * 4.0 * rows, t, PER_SERVER, 3), 0.0, 3, 0
+    each_s = links.gather_s(2.0 * rows * h, t, PER_SERVER)
     if kind == "embedding":
         return each_s, each_s, 1, 1
     columns = [llama.vocab // t] if kind == "head" else [3 * h // t, 2 * llama.ffn // t]
@@ -271,10 +292,10 @@ def times_of(run: Run, kind: str, spec: DeviceSpec, program: Program, links: Lin
     block = block_of(run.llama, kind, run.samples)
     *exposed, forward_n, backward_n = exposed_s(run, kind, spec, links)
     device = np.array([block.forward.seconds(spec).sum(), block.backward.seconds(spec).sum()]) + exposed
-    if kind == "loss" and run.llama.tensor > 1:
-        forward_n += 3  # of largest logits, those of the targets, and sums
-    # Each weight's gradient is added in a launch of its own.
-    launches = np.array([block.forward.launches.sum(), block.backward.launches.sum() + block.weights])
+    launches = np.array([block.forward.launches.sum(), block.backward.launches.sum()])
+    if kind == "layer" and run.llama.tensor > 1:
+        launches = np.array(_LAYER_LAUNCHES) - (forward_n, backward_n)
+    launches[1] += block.weights  # each weight's gradient is added in a launch of its own
     launches_s = launches * program.launch_s + _TRITON.get(kind, 0) * _TRITON_S
     each_s = program.collective_s + _check_s(run, run.llama.tensor, program)
     return device, launches_s + np.array([forward_n, backward_n]) * each_s
@@ -375,9 +396,10 @@ def synchronize_s(
     DistributedDataParallel reduces buckets of gradients beside the backward; their checks hold its host up. With a
     divided optimizer nanotron does not use it, and reduces all gradients at once, in float32, after the last backward
     (`trainer.py`: `make_ddp`). Then the norms' gradients are summed over the ranks that divide layers, the embedding's
-    with those of a tied head on another stage, the norm of all over the ranks of a replica, and the loss over replicas.
-    All ranks wait for each other at the end of the step, whose time is logged. Host and device are taken to follow each
-    other here: of 1.34 billion parameters that is nearer than the longer of the two, and of 3.57 billion, too.
+    with those of a tied head on another stage, the norm of all over the ranks of a replica, and on the last stage the
+    loss over replicas. All ranks wait for each other at the end of the step, whose time is logged. The device goes on
+    while its host waits for a check. What the host launches and the device are taken to follow each other here: of 1.34
+    billion parameters that is nearer than the longer of the two, and of 3.57 billion, too.
 
     Args:
         run, blocks: the run, and what the stage has.
@@ -388,23 +410,26 @@ def synchronize_s(
     llama, t, r = run.llama, run.llama.tensor, run.replicas
     own = [kind for kind in reversed(blocks) if kind != "head" or run.stages > 1]  # one stage has one matrix for both
     sizes = [size for kind in own for size in block_of(llama, kind, run.samples).sizes]
-    reducing, longer_s, device_s = links.ring(r, max(1, PER_SERVER // t)), 0.0, 0.0
-    update_host_s, checked = 5 * len(sizes) * program.launch_s, [run.gpus, t * run.stages, r, t]
+    near, longer_s, device_s = max(1, PER_SERVER // t), 0.0, 0.0
+    launches_s, checked = 5 * len(sizes) * program.launch_s, [run.gpus, t * run.stages, t]
+    checked += [r] * ("loss" in blocks)
     if r > 1 and run.sharded:
-        device_s += float(ring_all_reduce_s(4 * sum(sizes), r, reducing))
-        device_s += float(ring_all_reduce_s(2 * sum(sizes), r, reducing)) / 2  # gathers weights
-        update_host_s += r * len(sizes) * _COPY_S
+        device_s += links.reduce_s(4 * sum(sizes), r, near) + links.gather_s(2 * sum(sizes), r, near)  # of weights
+        launches_s += r * len(sizes) * _COPY_S
         checked += [r, r]
     elif r > 1:
-        bucket_s = float(ring_all_reduce_s(_BUCKET_BYTES, r, reducing))
         longer_s = max(backward_s, host_s + buckets(sizes) * _check_s(run, r, program))
-        longer_s = float(backward_and_reduce_s(longer_s, 4 * sum(sizes) / _BUCKET_BYTES * bucket_s, reducing))
-        longer_s -= backward_s
+        # Ranks that divide layers across servers need the links for that as long as the backward takes.
+        link = replace(links.ring(r, near), overlap=t <= PER_SERVER)
+        reduce_s = links.reduce_s(4 * sum(sizes), r, near, buckets(sizes))
+        longer_s = float(backward_and_reduce_s(longer_s, reduce_s, link)) - backward_s
     if run.stages > 1 and {"embedding", "head"} & set(blocks):
         device_s += 4 * llama.vocab * llama.hidden / t / (NVLINK if r * t < PER_SERVER else NICS / PER_SERVER)
         checked.append(2)
-    update_host_s += sum(_check_s(run, ranks, program) for ranks in checked)
-    return longer_s + device_s + update_host_s
+    if t > 1:
+        norms = [llama.hidden for kind in own for _ in range(_NORMS.get(kind, 0))]
+        device_s += links.reduce_s(4 * sum(norms) + 4, t, PER_SERVER, len(norms) + 1)
+    return longer_s + launches_s + max(device_s, sum(_check_s(run, ranks, program) for ranks in checked))
 
 
 def _check_s(run: Run, ranks: int, program: Program) -> float:
@@ -448,11 +473,15 @@ class Judged:
 # Rings in a server, by ranks: bytes per second, and seconds of a step, of all-gathers and reduce-scatters of 16 to 64
 # MB (NCCL 2.27 on H100, aiconfigurator).
 _INSIDE = {2: (260e9, 20e-6), 4: (318e9, 9e-6), 8: (336e9, 5e-6)}
-_NEAR_S, _FAR_S = 3.4e-6, 14e-6  # steps of a ring in NCCL's own model (src/graph/tuning.cc), in a server and beyond
 _CHANNELS = 24  # processors of an H100 that NCCL's rings take within a server: an assumption
 # Kernels in Triton each way: norms, and the rotary embedding of queries and of keys. Launching one with many arguments
 # takes 62 us with PyTorch 2.2 (triton-lang/triton, pull request 3503), 57 more than a launch from C++.
 _TRITON, _TRITON_S = {"layer": 4, "head": 1}, 57e-6
+# Host's work of a layer that ranks divide, forward and backward, in launches: 2.98 and 1.87 times what the transformer
+# block takes that was timed on the H200's server, whose launches are 10.2 and 23. The ratio was measured on an EPYC
+# (Zen 5) with torch 2.13, with nanotron's own functions over a process group that sends nothing.
+_LAYER_LAUNCHES = (30.3, 43.0)
+_NORMS = {"layer": 2, "head": 1}
 # A slice, a view and a copy in Python's loop over ranks and weights: 3 us without the copy, measured on an EPYC (Zen 5)
 # with torch 2.13, and the copy's launch.
 _COPY_S = 3e-6 + HOSTS["fused"]
@@ -472,8 +501,6 @@ _TRIED = {
 _ROUNDS = 2
 _EACH = 8  # of the runs, one so many is fitted
 _BUCKET_BYTES = 50 * 2**20  # of float32: DistributedDataParallel's 25 MiB in half precision
-# Of an all-reduce within a server: 458 GB/s in jobs on several servers that check nothing, and 425 in those that do.
-_CHECKED_GBPS = 440.0
 
 
 def buckets(sizes: Sequence[int]) -> int:

@@ -15,7 +15,6 @@ from benchmarks.gpu_truth.llm_foundry import A100, H100, pairs
 from benchmarks.gpu_truth.nanotron_model import Llama
 from benchmarks.gpu_truth.rows import ANCHORS, Prediction, Row, device, half_precision
 from benchmarks.gpu_truth.summary import scatter_svg, summary
-from planner.cost.network.link import ring_all_reduce_s
 from planner.profiler.estimated.devices import DEVICES, DeviceSpec
 
 needs_anchors = pytest.mark.skipif(not ANCHORS.is_dir(), reason="the measurements are not here")
@@ -154,7 +153,7 @@ def test_checks_take_what_ten_all_reduces_of_each_job_say() -> None:
 
 
 def test_a_divided_optimizer_leaves_all_of_the_reduction_to_the_end() -> None:
-    """Nothing of it overlaps, and weights are copied rank by rank; a check costs each rank of a group the same."""
+    """Nothing overlaps, weights are copied rank by rank, and the device goes on while its host waits for checks."""
     llama = Llama(4, 256, 8, 1024, 4096, 128)
     rates = nanotron.Rates(170e9, 170e9)
     plain = nanotron.Run(0.01, llama, 16, 16, 1, 1, 4, False, 1.0, 1.0, rates, None, False)
@@ -166,10 +165,43 @@ def test_a_divided_optimizer_leaves_all_of_the_reduction_to_the_end() -> None:
     sizes = [size for kind in ("embedding", "loss") for size in nanotron.block_of(llama, kind, 1).sizes]
     sizes += 4 * nanotron.block_of(llama, "layer", 1).sizes
     divided = replace(plain, sharded=True)
-    reduced_s = float(ring_all_reduce_s(4 * sum(sizes), 16, links.ring(16, 8)))
+    reduced_s = links.reduce_s(4 * sum(sizes), 16, 8)
     assert seconds(divided) - seconds(plain) > 16 * len(sizes) * 9e-6 + 0.99 * reduced_s
     # All ranks at the end, replicas for the loss, gradients and weights.
-    assert seconds(replace(divided, checked=True)) - seconds(divided) == pytest.approx(4 * 16 * 0.29e-3)
+    device_s = reduced_s + links.gather_s(2 * sum(sizes), 16, 8)
+    checks_s = 4 * 16 * 0.29e-3
+    assert device_s < checks_s
+    assert seconds(replace(divided, checked=True)) - seconds(divided) == pytest.approx(checks_s - device_s)
+
+
+def test_gradients_wait_for_the_links_of_layers_that_are_divided_across_servers() -> None:
+    llama = Llama(4, 256, 16, 1024, 4096, 128, tensor=16)
+    rates = nanotron.Rates(170e9, 170e9)
+    run = nanotron.Run(0.01, llama, 32, 2, 1, 1, 4, False, 1.0, 1.0, rates, None, False)
+    links = nanotron.Links({2: rates}, nanotron.EAGER.step_s, nanotron.EAGER.message_s)
+
+    def seconds(backward_s: float) -> float:
+        return nanotron.synchronize_s(run, nanotron.stages_of(llama, 1)[0], backward_s, 0.0, nanotron.EAGER, links)
+
+    assert seconds(1.0) == pytest.approx(seconds(0.001))  # nothing hides behind a longer backward
+
+
+def test_small_all_reduces_take_hops_of_a_tree() -> None:
+    """As NCCL's model says: 7 hops in a server and one more per doubling of servers, up and down again."""
+    links = nanotron.Links({4: nanotron.Rates(1e15, 1e15)}, 40e-6, 0.0)
+    near_s, far_s = 5e-6, 8 * 40e-6 - 7 * 5e-6
+    assert links.reduce_s(8.0, 32, 8) == pytest.approx(2 * (7 * near_s + 2 * far_s), rel=1e-3)
+    assert links.reduce_s(8.0, 32, 8, 10) == pytest.approx(10 * links.reduce_s(0.8, 32, 8), rel=1e-3)
+
+
+@needs_anchors
+def test_jobs_that_check_are_told_apart_by_their_all_gathers() -> None:
+    """None is near the border: with checks they take 1.02 times what is allowed at least, without 0.86 at most."""
+    for run in nanotron.runs():
+        if run.rates is not None and run.gpus > 8:
+            seconds = (1 - 1 / run.gpus) * 2**30 / run.rates.gather_bytes_per_s
+            ratio = seconds / (3e-3 + 0.16e-3 * run.gpus)
+            assert ratio > 1.01 if run.checked else ratio < 0.87
 
 
 @needs_anchors
