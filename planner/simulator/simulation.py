@@ -126,11 +126,10 @@ class Simulation:
                 else:
                     self.communication.send(rank, instruction, self._clock[rank])
             case do.Forward() | do.Backward() | do.BackwardInput() | do.BackwardWeight():
-                if (work := self._working.get(rank)) is None:
-                    self._working[rank] = work = self._work(rank, instruction)
+                work = self._working.pop(rank, None) or self._work(rank, instruction)
                 if next(work, False):
+                    self._working[rank] = work
                     return False
-                del self._working[rank]
             case do.AllReduce(stage=stage, round=number):
                 reduce, now_s = self.communication.collective(stage), self._clock[rank]
                 self._begun.setdefault(rank, now_s)
@@ -147,13 +146,17 @@ class Simulation:
 
     def _work(self, rank: int, instruction: Computation) -> Iterator[bool]:
         """Compute, and yield true where the worker has to wait within it."""
-        if not isinstance(instruction, do.Forward):
-            yield from self._backward(rank, instruction)
-            return
-        stage, unit = instruction.stage, instruction.unit
-        costs = self._costs_of(stage, unit)
-        yield from self._compute(rank, "forward", stage, unit, costs.forward_s)
-        self.completed.forwards_s[stage].append(self._clock[rank])
+        stage, unit, costs = instruction.stage, instruction.unit, self._costs_of(instruction.stage, instruction.unit)
+        match instruction:
+            case do.Forward():
+                yield from self._compute(rank, "forward", stage, unit, costs.forward_s)
+                self.completed.forwards_s[stage].append(self._clock[rank])
+            case do.BackwardInput():
+                yield from self._recompute(rank, instruction)
+                input_s = costs.backward_s - costs.backward_weight_s
+                yield from self._compute(rank, "backward_input", stage, unit, input_s)
+            case _:
+                yield from self._backward(rank, instruction)
 
     def _compute(self, rank: int, kind: EventKind, stage: int, unit: Unit, seconds: float) -> Iterator[bool]:
         """Compute, with exchanges between the ranks of the worker, which other traffic on their links may slow down."""
@@ -174,13 +177,8 @@ class Simulation:
         if self.events is not None:
             self.events.append(Event(rank, kind, stage, unit.minibatch, unit.microbatch, start, self._clock[rank]))
 
-    def _backward(self, rank: int, backward: do.Backward | do.BackwardInput | do.BackwardWeight) -> Iterator[bool]:
+    def _backward(self, rank: int, backward: do.Backward | do.BackwardWeight) -> Iterator[bool]:
         stage, unit, costs = backward.stage, backward.unit, self._costs_of(backward.stage, backward.unit)
-        if isinstance(backward, do.BackwardInput):
-            yield from self._recompute(rank, backward)
-            input_s = costs.backward_s - costs.backward_weight_s
-            yield from self._compute(rank, "backward_input", stage, unit, input_s)
-            return
         joins = backward.last_of_round and len(self.shape.ranks[stage]) > 1
         # The first backward after an update does not accumulate.
         accumulate_s = costs.accumulate_s if (rank, stage) in self._has_gradients else 0.0
