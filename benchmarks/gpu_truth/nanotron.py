@@ -292,13 +292,17 @@ def times_of(run: Run, kind: str, spec: DeviceSpec, program: Program, links: Lin
     block = block_of(run.llama, kind, run.samples)
     *exposed, forward_n, backward_n = exposed_s(run, kind, spec, links)
     device = np.array([block.forward.seconds(spec).sum(), block.backward.seconds(spec).sum()]) + exposed
-    launches = np.array([block.forward.launches.sum(), block.backward.launches.sum()])
-    if kind == "layer" and run.llama.tensor > 1:
-        launches = np.array(_LAYER_LAUNCHES) - (forward_n, backward_n)
-    launches[1] += block.weights  # each weight's gradient is added in a launch of its own
-    launches_s = launches * program.launch_s + _TRITON.get(kind, 0) * _TRITON_S
+    launches_s = launches_of(run, kind) * program.launch_s + _TRITON.get(kind, 0) * _TRITON_S
     each_s = program.collective_s + _check_s(run, run.llama.tensor, program)
     return device, launches_s + np.array([forward_n, backward_n]) * each_s
+
+
+def launches_of(run: Run, kind: str) -> Floats:
+    """Return the launches of a block's forward and backward, without its collectives."""
+    block = block_of(run.llama, kind, run.samples)
+    layer = kind == "layer" and run.llama.tensor > 1
+    forward, backward = _LAYER_LAUNCHES if layer else (block.forward.launches.sum(), block.backward.launches.sum())
+    return np.array([forward, backward + block.weights])  # each weight's gradient is added in a launch of its own
 
 
 def layer_of(run: Run, kind: str, number: int, seconds: Floats, spec: DeviceSpec) -> Layer:
@@ -356,20 +360,15 @@ def predict(run: Run, spec: DeviceSpec, program: Program, links: Links) -> Predi
     """Return a run's speed and memory.
 
     Replicas are alike, so one of them is priced, and the all-reduce of its gradients is added as the cost model says.
-    A backward scatters one gradient of all tokens per product that gathered its input. PyTorch keeps each until the
-    collective's stream has passed it, and a host that is ahead of its device begins the next forward before that.
     """
     t, llama = run.llama.tensor, run.llama
     stages = stages_of(llama, run.stages)
     layers: list[Layer] = []
     known = {kind: times_of(run, kind, spec, program, links) for kind in KINDS}
-    pendings, hosts_s = list[int](), list[float]()
+    hosts_s = list[float]()
     for blocks in stages:
         device, host = (np.sum([known[kind][part] for kind in blocks], axis=0) for part in (0, 1))
-        ahead = t > 1 and run.microbatches > 1 and bool(host.sum() < device.sum())
-        products = 2 * blocks.count("layer") + blocks.count("head")
         hosts_s.append(float(host[1]))
-        pendings.append(ahead * products * 2 * llama.seq * run.samples * llama.hidden)
         factor = np.maximum(1.0, host / np.maximum(device, 1e-12))
         for kind in blocks:
             layers.append(layer_of(run, kind, len(layers), known[kind][0] * factor, spec))
@@ -381,11 +380,39 @@ def predict(run: Run, spec: DeviceSpec, program: Program, links: Links) -> Predi
         synchronize_s(run, blocks, stage.backward_s, host_s, program, links)
         for stage, blocks, host_s in zip(plan.stages, stages, hosts_s, strict=True)
     ]
-    extra = [pending + 2 * llama.seq * run.samples * llama.hidden * 2 * (t > 1) for pending in pendings]
-    needed = max(plan.memory_bytes(number) + more for number, more in enumerate(extra))
-    tensors = [plan.tensor_bytes(number) + more for number, more in enumerate(extra)]
-    reserved = round(tensors[0] * (1 + FRAGMENTED))
-    return Predicted(plan.predicted.seconds_per_minibatch + max(ends_s), needed, reserved)
+    all_tokens_bytes = 2 * llama.seq * run.samples * llama.hidden * (t > 1)
+    buffers = 2 * all_tokens_bytes  # into which columns and rows gather
+    needed = [
+        plan.memory_bytes(number) + buffers + round(pending(run, blocks, number) * all_tokens_bytes)
+        for number, blocks in enumerate(stages)
+    ]
+    tensors = (plan.tensor_bytes(0) + buffers) * (1 + FRAGMENTED)
+    assert spec.memory_bytes is not None
+    # Where memory ends, PyTorch waits for the device instead.
+    reserved = min(tensors + pending(run, stages[0], 0) * all_tokens_bytes, max(tensors, spec.memory_bytes))
+    seconds = plan.predicted.seconds_per_minibatch + max(ends_s)
+    return Predicted(seconds, max(needed), round(reserved))
+
+
+def pending(run: Run, blocks: Sequence[str], number: int) -> float:
+    """Return the tensors of all tokens that a stage's host has freed, and its device has not yet scattered.
+
+    Each layer scatters two forward and two backward. PyTorch gives their memory out again only when the collective's
+    stream has passed them. A host that waits for no checks is ahead by the launches that CUDA queues; what a backward
+    scatters takes the place of what it frees, until the next forward needs that. In the first step the device of the
+    first stage waits to hand its second microbatch to a stage whose host still compiles and loads kernels for the
+    first, while its own host, which receives nothing, launches all forwards before its first backward.
+
+    Args:
+        run, blocks, number: the run, and what a stage has, and which it is.
+    """
+    forward = 2 * blocks.count("layer") + ("embedding" in blocks)
+    warm_up = max(0, min(run.stages - 1, run.microbatches) - 1) * forward * (number == 0)
+    if run.checked:
+        return warm_up
+    launches = sum(float(launches_of(run, kind).sum()) for kind in blocks)
+    ahead = min(1.0, _QUEUED / launches) * (2 * forward + ("head" in blocks))
+    return max(warm_up, ahead if run.microbatches > 1 else min(ahead, forward))
 
 
 def synchronize_s(
@@ -478,10 +505,11 @@ _CHANNELS = 24  # processors of an H100 that NCCL's rings take within a server: 
 # takes 62 us with PyTorch 2.2 (triton-lang/triton, pull request 3503), 57 more than a launch from C++.
 _TRITON, _TRITON_S = {"layer": 4, "head": 1}, 57e-6
 # Host's work of a layer that ranks divide, forward and backward, in launches: 2.98 and 1.87 times what the transformer
-# block takes that was timed on the H200's server, whose launches are 10.2 and 23. The ratio was measured on an EPYC
-# (Zen 5) with torch 2.13, with nanotron's own functions over a process group that sends nothing.
-_LAYER_LAUNCHES = (30.3, 43.0)
+# block takes that was timed on the H200's server, whose launches are 10.2 and 23, less 4 and 6 collectives. The ratio
+# was measured on an EPYC (Zen 5) with torch 2.13, with nanotron's own functions over a group that sends nothing.
+_LAYER_LAUNCHES = (30.3 - 4, 43.0 - 6)
 _NORMS = {"layer": 2, "head": 1}
+_QUEUED = 1024  # launches that a host can be ahead
 # A slice, a view and a copy in Python's loop over ranks and weights: 3 us without the copy, measured on an EPYC (Zen 5)
 # with torch 2.13, and the copy's launch.
 _COPY_S = 3e-6 + HOSTS["fused"]

@@ -194,6 +194,22 @@ def test_small_all_reduces_take_hops_of_a_tree() -> None:
     assert links.reduce_s(8.0, 32, 8, 10) == pytest.approx(10 * links.reduce_s(0.8, 32, 8), rel=1e-3)
 
 
+def test_a_host_that_is_ahead_keeps_what_its_device_has_not_yet_scattered() -> None:
+    """Two tensors per layer and direction, as far as CUDA queues launches, or all forwards of a first stage but one."""
+    llama = Llama(16, 256, 8, 1024, 4096, 128, tensor=2)
+    plain = nanotron.Run(0.01, llama, 16, 8, 1, 1, 4, False, 1.0, 1.0, None, None, False)
+    stages = nanotron.stages_of(llama, 4)
+    assert stages[0] == ["embedding", *["layer"] * 5]
+    # Five layers fit into the queue; with one microbatch nothing follows the backward.
+    assert nanotron.pending(plain, stages[0], 0) == 2 * (2 * 5 + 1)
+    assert nanotron.pending(replace(plain, microbatches=1), stages[0], 0) == 2 * 5 + 1
+    whole = nanotron.stages_of(llama, 1)[0]
+    assert 32 < nanotron.pending(plain, whole, 0) < 2 * (2 * 16 + 1)
+    checked = replace(plain, checked=True, stages=4, microbatches=8)
+    assert [nanotron.pending(checked, stages[0], number) for number in (0, 1)] == [2 * (2 * 5 + 1), 0]
+    assert nanotron.pending(replace(checked, stages=2), stages[0], 0) == 0
+
+
 @needs_anchors
 def test_jobs_that_check_are_told_apart_by_their_all_gathers() -> None:
     """None is near the border: with checks they take 1.02 times what is allowed at least, without 0.86 at most."""
