@@ -67,6 +67,7 @@ def add_parser(verbs: arguments.Verbs) -> None:
     sizes = "; with several batch sizes, those of the smallest size, and the others make as large a minibatch"
     arguments.add_options(parser, SolveOptions, "microbatches", more=sizes)
     arguments.add_options(parser, SolveOptions, "minibatch", "chunks", "depth", "accept_divided_loss")
+    arguments.add_options(parser, SolveOptions, "survive")
     arguments.add_rule_arguments(parser)
     arguments.add_options(parser, SolveOptions, "cost_model", "solver")
 
@@ -148,6 +149,7 @@ def _chosen(
 ) -> planner.Plan:
     from planner.analysis.choose import COMPARED, choose, with_best_synchronous
     from planner.analysis.compare import with_baselines
+    from planner.analysis.fewer import with_fewer_hosts
     from planner.api.planning import SEARCHING
 
     if options.alone or options.cost_model != "resource":
@@ -155,10 +157,13 @@ def _chosen(
         hint = "give one --schedule and one --profile"
         raise InputError(f"{alone} are for one schedule and one profile", hint=hint)
     schedules = COMPARED if args.schedule in ALL else [options.order]
-    choice = choose(profiles, cluster, options, schedules, patience.part(SEARCHING))
+    choice = choose(profiles, cluster, options, schedules, patience.part(SEARCHING / (1 + options.survive)))
     if not args.json:
         print(output.as_flags(str(choice)), end="\n\n")
-    return with_baselines(choice.best.profile, with_best_synchronous(choice), patience)
+    profile, plan = choice.best.profile, with_best_synchronous(choice)
+    if options.survive:
+        plan = with_fewer_hosts(profile, plan, options, patience.part(SEARCHING))
+    return with_baselines(profile, plan, patience)
 
 
 def fit(args: argparse.Namespace) -> int:

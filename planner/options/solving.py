@@ -133,6 +133,13 @@ class SolveOptions(StageRules):
     solver: SolverName = option(
         "auto", "search: exact; ilp: an integer program, which takes all constraints; auto: the search where it can"
     )
+    survive: int = option(
+        0,
+        "add the plans for 1 to N hosts fewer, with the same minibatches; hosts are the groups of the outermost level, "
+        "or single GPUs where all are joined alike",
+        "N",
+        least=0,
+    )
     constraints: "Constraints | None" = option(None, "what the plan must respect beside memory", flag=None)
     time_limit_s: float | None = option(
         TIME_LIMIT_S,
