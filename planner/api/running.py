@@ -26,7 +26,7 @@ from planner.model.spec import TrainingSpec, load_model_file
 from planner.options.cluster import listed
 from planner.options.option import keywords_of
 from planner.options.profiling import EstimateArguments
-from planner.options.training import CheckpointOptions, RunOptions, TrainArguments, TrainingOptions
+from planner.options.training import CheckpointOptions, ElasticOptions, RunOptions, TrainArguments, TrainingOptions
 from planner.options.verbs import PER_SERVER, PLANNED, SAMPLES, TENSOR, TOKENS, FitOptions
 from planner.plan.shape import check_accumulate
 from planner.profiler.estimated.calibrate import load_calibration
@@ -206,6 +206,34 @@ def check_trainable(plan: Plan) -> None:
             f"the plan leaves GPU {idle} idle and uses later ones, but workers are numbered without gaps",
             hint="solve for those that it uses, or list the kinds of GPUs in the cluster so that unused ones come last",
         )
+
+
+def check_elastic(plan: Plan, options: ElasticOptions) -> None:
+    """Raise PlanError unless there is a plan for each number of hosts; InputError for hosts that meet nowhere."""
+    assert isinstance(options.elastic, tuple)
+    least, most = options.elastic
+    if plan.cluster.gpus % most:
+        what = f"{plan.cluster.gpus} GPUs of the plan are not divided evenly over {most} hosts"
+        raise PlanError(what, hint="give `elastic=MIN:MAX` with the hosts of the plan as MAX")
+    if not (options.rendezvous or "").rpartition(":")[2].isdecimal():
+        what = f"hosts do not find each other at `rendezvous={options.rendezvous}`"
+        raise InputError(what, hint="name a host that stays, and a free port of it: `rendezvous=host0:29500`")
+    for hosts in range(least, most):
+        gpus = plan.cluster.gpus // most * hosts
+        if gpus not in [left.cluster.gpus for left in plan.smaller]:
+            why = next((f": {note}" for note in plan.notes if "cannot be survived" in note), "")
+            raise PlanError(
+                f"a run of {least} to {most} hosts needs a plan for {gpus} GPUs, and plan.json has none{why}",
+                hint=f"solve with `survive={most - least}`, or allow for fewer losses",
+            )
+
+
+def plan_left(plan: Plan) -> tuple[Plan, str]:
+    """Return the plan for the workers that torchrun has started, and in words what it leaves of the whole one."""
+    own = plan.on_gpus(int(os.environ["WORLD_SIZE"]))
+    share = plan.predicted.seconds_per_minibatch / own.predicted.seconds_per_minibatch
+    speed = f"{share:.0%} of the speed" if own.cluster.gpus < plan.cluster.gpus else "the whole speed"
+    return own, f"for {own.cluster.gpus} of {plan.cluster.gpus} GPUs ({speed})"
 
 
 def make_job(model: str | Path, plan: Plan, arguments: TrainArguments) -> Job:

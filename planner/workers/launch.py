@@ -11,8 +11,8 @@ import socket
 import sys
 import tempfile
 import uuid
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import cast
@@ -21,19 +21,30 @@ from unittest.mock import patch
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]  # exported by a star import
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousClosedError,
+    RendezvousError,
+    RendezvousTimeoutError,
+)
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from planner.errors import WorkerError
+from planner.errors import InputError, WorkerError
 from planner.formats.files import save_record
 from planner.formats.timeline import Timeline, load_timeline
 from planner.workers.failures import WorkersFailedError, error_of, stage_of, worker_name
-from planner.workers.interfaces import LOOPBACK, VARIABLES, address_of
+from planner.workers.interfaces import LOOPBACK, VARIABLES, address_of, address_towards
 from planner.workers.job import LAUNCHER_VARIABLE, RESULT_FILE, TIMELINE_FILE, Failure, Job, TrainResult
 from planner.workers.place import GPU_VARIABLES
 from planner.workers.watch import MEMORY_HINT, cause_in, last_beat, own_keys
 
 _TIMEOUT = timedelta(minutes=5)
 SHUTDOWN_S = "10"  # seconds from SIGTERM to SIGKILL, for the workers that are left when one has failed
+
+
+# Of torchrun's agents: how long a start waits for further hosts once the fewest have come, after how many seconds a
+# silent one counts as gone, and how long the fewest are waited for.
+LAST_CALL_S, SILENT_S, JOIN_S = 3, 5, 600
+FAULTS = 100  # of its own workers that a host survives
 
 
 def environment(variables: Mapping[str, str]) -> AbstractContextManager[object]:
@@ -76,11 +87,7 @@ def run_workers(module: str, job: Job, on_timeline: Callable[[Timeline], None] |
             max_restarts=0,
             monitor_interval=0.1,
         )
-        # What workers inherit: one network interface, and one thread unless the environment says otherwise.
-        defaults = {"OMP_NUM_THREADS": "1", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": SHUTDOWN_S, **GPU_VARIABLES}
-        variables = {name: value for name, value in defaults.items() if name not in os.environ}
-        variables |= {**dict.fromkeys(VARIABLES, interface), LAUNCHER_VARIABLE: str(os.getpid())}
-        with _quiet_launcher(), environment(variables):
+        with _quiet_launcher(), environment(_variables(interface)):
             try:
                 elastic_launch(config, sys.executable)("-m", module, str(job_path))
             except ChildFailedError as cause:
@@ -97,6 +104,77 @@ def run_workers(module: str, job: Job, on_timeline: Callable[[Timeline], None] |
         if on_timeline is not None and (timeline_path := Path(folder) / TIMELINE_FILE).exists():
             on_timeline(load_timeline(timeline_path))
         return TrainResult.model_validate_json(result_path.read_text(encoding="utf-8"))
+
+
+def run_on_hosts(job: Job, command: Sequence[str]) -> None:
+    """Start `command` as this host's workers of an elastic run, each time anew that hosts are lost or come.
+
+    torchrun's agents, one of which this process becomes, agree on who is there. Raise WorkerError when this host's part
+    of the run ends without a result.
+    """
+    least, most = job.hosts
+    place, interface = job.elastic.rendezvous or "", job.run_options.interface
+    host, _, port = place.rpartition(":")
+    own = address_of(interface) if interface else address_towards(host)
+    if own is None:
+        raise InputError(
+            f"there is no way to the host '{host}' of `rendezvous={place}`", hint="is its name known here?"
+        )
+    with tempfile.TemporaryDirectory(prefix="plan-train-") as folder:
+        config = LaunchConfig(
+            min_nodes=least,
+            max_nodes=most,
+            nproc_per_node=job.plan.cluster.gpus // most,
+            run_id=job.run,
+            rdzv_backend="c10d",
+            rdzv_endpoint=place,
+            rdzv_configs={
+                "last_call_timeout": LAST_CALL_S,
+                "keep_alive_interval": 1,
+                "keep_alive_max_attempt": SILENT_S,
+                "join_timeout": JOIN_S,
+                "is_host": own == socket.gethostbyname(host) and _is_free(own, int(port)),
+            },
+            local_addr=own,
+            logs_specs=DefaultLogsSpecs(log_dir=folder),
+            max_restarts=FAULTS,
+            monitor_interval=0.1,
+        )
+        # Each start has a store of its own, on the host of its first worker: otherwise torchrun's agents would look for
+        # the first start's for ever, whose host may be the one that is lost.
+        variables = _variables(interface) | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        with _quiet_launcher(), environment(variables):
+            try:
+                elastic_launch(config, sys.executable)("-m", *command)
+            except ChildFailedError:
+                raise WorkerError(
+                    f"the workers of this host failed {FAULTS} times", hint="see their messages"
+                ) from None
+            except SignalException as cause:
+                if cause.sigval == signal.SIGINT:
+                    raise KeyboardInterrupt from None
+                raise WorkerError(f"training was ended by {cause.sigval.name}") from None
+            except RendezvousError as cause:
+                problem, hint = {
+                    RendezvousClosedError: ("the run has ended on the other hosts", "see their messages"),
+                    RendezvousTimeoutError: (f"fewer than {least} hosts have come in {JOIN_S} s", "start more of them"),
+                }.get(type(cause), (f"the store at {place}, where hosts meet, is not reached", "is its host there?"))
+                raise WorkerError(problem, hint=hint) from None
+
+
+def _is_free(address: str, port: int) -> bool:
+    with suppress(OSError):
+        socket.create_server((address, port)).close()
+        return True
+    return False
+
+
+def _variables(interface: str | None) -> dict[str, str]:
+    """Return what workers inherit: one thread unless the environment says otherwise, and one network interface."""
+    defaults = {"OMP_NUM_THREADS": "1", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": SHUTDOWN_S, **GPU_VARIABLES}
+    variables = {name: value for name, value in defaults.items() if name not in os.environ}
+    chosen = {} if interface is None else dict.fromkeys(VARIABLES, interface)
+    return {**variables, **chosen, LAUNCHER_VARIABLE: str(os.getpid())}
 
 
 def explain(exit_codes: Mapping[int, int], store: Store, job: Job) -> WorkersFailedError:

@@ -20,7 +20,7 @@ from planner.errors import InputError, PlannerError
 from planner.executor.checkpoint import folders
 from planner.executor.checkpoint.stage_parts import Restorable, content_of, restore_stage, write_part
 from planner.executor.communication.control import broadcast_bytes, gather_bytes, merge_losses, message_timeout
-from planner.executor.observe.run_log import Past, RunLog
+from planner.executor.observe.run_log import NOTHING, Past, RunLog
 from planner.formats.files import Record, save_record
 from planner.version import __version__
 from planner.workers.heartbeat import Heartbeat
@@ -78,11 +78,16 @@ class Checkpointer:
         self.begin(first)
         return first
 
-    def begin(self, first: int) -> None:
-        """Begin to log the run from minibatch `first` on, for the checkpoints that it writes."""
+    @property
+    def found(self) -> int:
+        """Minibatches done in the checkpoint to resume from."""
+        return 0 if self.resumed_from is None else position(folders.load_checkpoint(self.resumed_from), self._data)
+
+    def begin(self, first: int, known: Past = NOTHING) -> None:
+        """Begin to log the run from minibatch `first` on, of which `known` is known, for the checkpoints it writes."""
         if self._rank == 0 and self._job.checkpoints.every is not None:
             self._log = RunLog(self.folder, self._job.run)
-            self.past = self._log.begin(first, again=self._job.started_again)
+            self.past = self._log.begin(first, again=self._job.started_again, known=known)
 
     def save(
         self, minibatch: int, losses: Sequence[tuple[int, float]] = (), evaluations: Sequence[Evaluation] = ()
@@ -177,27 +182,31 @@ class Checkpointer:
         # The order matters. Workers synced their files before they reported; the index and the names in the folder are
         # synced before the rename, so that after a crash no complete name stands for missing content. The parent is
         # synced last: only then does the new name itself outlive a crash, and older checkpoints may be removed.
-        plan = self._job.plan
-        assert plan.graph_hash is not None
-        index = folders.Checkpoint(
-            tool=__version__,
-            torch=torch.__version__,
-            model=plan.model,
-            graph_hash=plan.graph_hash,
-            config=plan.config,
-            schedule=plan.schedule.name,
-            seed=self._job.seed,
-            minibatch=minibatch,
-            minibatch_size=self._data.minibatch_size,
-            minibatches_per_epoch=self._data.minibatches_per_epoch,
-            parts=tuple(sorted(parts, key=lambda part: (part.stage, part.replica))),
-        )
-        save_record(index, folder / folders.INDEX)
+        save_record(index_of(self._job, self._data, minibatch, parts), folder / folders.INDEX)
         folders.sync_folder(folder)
         final = folder.with_name(f"{folders.STEP}{minibatch:08}")
         folder.rename(final)
         folders.sync_folder(self.folder)
         return final
+
+
+def index_of(job: Job, data: DataPosition, minibatch: int, parts: Sequence[folders.StagePart]) -> folders.Checkpoint:
+    """Return the index of a checkpoint after `minibatch` minibatches."""
+    plan = job.plan
+    assert plan.graph_hash is not None
+    return folders.Checkpoint(
+        tool=__version__,
+        torch=torch.__version__,
+        model=plan.model,
+        graph_hash=plan.graph_hash,
+        config=plan.config,
+        schedule=plan.schedule.name,
+        seed=job.seed,
+        minibatch=minibatch,
+        minibatch_size=data.minibatch_size,
+        minibatches_per_epoch=data.minibatches_per_epoch,
+        parts=tuple(sorted(parts, key=lambda part: (part.stage, part.replica))),
+    )
 
 
 def position(saved: folders.SavedCheckpoint, data: DataPosition) -> int:

@@ -192,14 +192,17 @@ def after_failure(job: Job) -> Job:
     return job.model_copy(update={"checkpoints": replace(options, resume=AUTO), "started_again": True})
 
 
-def after_torchrun_restart(options: CheckpointOptions) -> CheckpointOptions | None:
+def after_torchrun_restart(options: CheckpointOptions, *, elastic: bool) -> CheckpointOptions | None:
     """Return the options of workers that torchrun restarted: resume from the newest checkpoint of their own run.
+
+    In an `elastic` run a host that has just come may have its first worker, which was never restarted.
 
     None for the first workers of a run, and for a run without a checkpoint. Worker 0 decides, because it has the run's
     losses; the others follow what it finds.
     """
     folder = Path(options.folder)
-    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0" or options.every is None or not complete(folder):
+    first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0" and not elastic
+    if first or options.every is None or not complete(folder):
         return None
     if os.environ["RANK"] == "0" and not is_of(folder, torchrun_run_id()):
         return None

@@ -7,15 +7,15 @@ Each loss is written once, and is on disk before the checkpoint is complete.
 
 import logging
 import os
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple, TypeVar
 
 from planner.formats.files import Record, write_text
 from planner.workers.job import Evaluation, Loss
 
 FILE = "losses.jsonl"
+EntryT = TypeVar("EntryT", Loss, Evaluation)
 _log = logging.getLogger(__name__)
 
 
@@ -34,12 +34,14 @@ class _LogLine(Record):
     evaluations: tuple[Evaluation, ...]
 
 
-@dataclass(frozen=True)
-class Past:
+class Past(NamedTuple):
     """Losses and evaluations of a run from before its workers were last restarted, up to the checkpoint."""
 
     losses: tuple[Loss, ...] = ()
     evaluations: tuple[Evaluation, ...] = ()
+
+
+NOTHING = Past()
 
 
 def is_of(folder: Path, run: str) -> bool:
@@ -49,6 +51,13 @@ def is_of(folder: Path, run: str) -> bool:
         return _Header.model_validate_json(header).run == run
     except (OSError, ValueError):
         return False
+
+
+def _merged(own: Sequence[EntryT], known: Sequence[EntryT]) -> tuple[tuple[EntryT, ...], tuple[EntryT, ...]]:
+    """Return the entries of both by minibatch, and those that only the second has."""
+    there = {each.minibatch for each in own}
+    more = tuple(each for each in known if each.minibatch not in there)
+    return tuple(sorted((*own, *more), key=lambda each: each.minibatch)), more
 
 
 class RunLog:
@@ -61,8 +70,11 @@ class RunLog:
         self._losses: list[tuple[int, float | None]] = []
         self._evaluations: list[Evaluation] = []
 
-    def begin(self, first: int, *, again: bool) -> Past:
-        """Start the file anew, and return what the same run did before minibatch `first` if it is started `again`."""
+    def begin(self, first: int, *, again: bool, known: Past = NOTHING) -> Past:
+        """Start the file anew, and return what the same run did before minibatch `first` if it is started `again`.
+
+        What is `known` of it from elsewhere, and not from the file, is noted.
+        """
         entries: list[_LogLine] = []
         if again and is_of(self._path.parent, self._run):
             try:
@@ -78,7 +90,11 @@ class RunLog:
         write_text(self._path, text)
         self._size = len(text.encode())
         losses = [Loss(minibatch=minibatch, loss=loss) for entry in entries for minibatch, loss in entry.losses]
-        return Past(tuple(losses), tuple(each for entry in entries for each in entry.evaluations))
+        own = Past(tuple(losses), tuple(each for entry in entries for each in entry.evaluations))
+        losses_of_all, more_losses = _merged(own.losses, known.losses)
+        evaluations, more_evaluations = _merged(own.evaluations, known.evaluations)
+        self.note(more_losses, more_evaluations)
+        return Past(losses_of_all, evaluations)
 
     def note(self, losses: Iterable[Loss], evaluations: Iterable[Evaluation]) -> None:
         """Add what came since the last checkpoint, to be written with the next one."""

@@ -1,0 +1,96 @@
+"""A model of twelve small layers that emulates a device: blocks sleep for their time, and compute as they always do.
+
+It tells of its updates in the file `updates`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+WIDTH = int(os.environ.get("ELASTIC_WIDTH", "16"))
+FORWARD_S, BACKWARD_S = 0.002, 0.004  # of a block, for a microbatch
+BLOCKS = 10
+
+
+def _began_s() -> float:
+    """Return when this process began, in seconds since the epoch."""
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])  # proc_pid_stat(5): starttime
+    up_s = float(Path("/proc/uptime").read_text().split()[0])
+    return time.time() - up_s + ticks / os.sysconf("SC_CLK_TCK")
+
+
+_BEGAN_S = _began_s()
+
+
+class _Sleep(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, value: Tensor) -> Tensor:
+        time.sleep(FORWARD_S)
+        return value.clone()
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        time.sleep(BACKWARD_S)
+        return gradient
+
+
+class Block(nn.Module):
+    """A layer of an emulated device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.dropout = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.1)
+
+    def forward(self, value: Tensor) -> Tensor:
+        slept: Tensor = _Sleep.apply(value)  # type: ignore[no-untyped-call]
+        return value + self.dropout(torch.tanh(self.linear(slept)))
+
+
+def build_model() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, WIDTH), *(Block() for _ in range(BLOCKS)), nn.Linear(WIDTH, 4))
+
+
+def blocks(model: nn.Module) -> list[nn.Module]:
+    """Return the blocks, because workers start faster when they need not trace the model."""
+    return list(model.children())
+
+
+def example_batch(batch_size: int) -> tuple[tuple[Tensor, ...], Tensor]:
+    return (torch.randn(batch_size, 8),), torch.randint(0, 4, (batch_size,))
+
+
+class Points(Dataset[Any]):
+    """Random points of four classes."""
+
+    def __len__(self) -> int:
+        return 1000
+
+    def __getitem__(self, index: int) -> Any:
+        x = torch.randn(8, generator=torch.Generator().manual_seed(index))
+        return (x,), (x[0] > 0).long() + 2 * (x[1] > 0).long()
+
+
+def dataset() -> Dataset[Any]:
+    return Points()
+
+
+def loss(output: Tensor, target: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(output, target)
+
+
+def optimizer(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.003)
+
+
+def on_update(minibatch: int, loss: float, metrics: Any) -> None:
+    """Append when this process began, when this update was, and which."""
+    with Path("updates").open("a", encoding="utf-8") as file:
+        file.write(json.dumps([_BEGAN_S, time.time(), minibatch, int(os.environ["WORLD_SIZE"])]) + "\n")

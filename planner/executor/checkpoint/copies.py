@@ -1,0 +1,272 @@
+"""Copies of a run's state in the memories of its hosts, made every N minibatches while training goes on.
+
+At the end of a segment each worker sets its state aside, and a thread does the rest: it writes the files of a
+checkpoint into the memory of its host, and sends those that no other host has to the next host. A replica on another
+host has the same weights and optimizer state, and writes them itself. When all files are in place on all hosts, each
+host writes the index, and only then removes the copy before. So after the loss of any one host either some host that is
+left has the new index, and then all files of the new copy are left, or none has, and then the copy before is.
+"""
+
+import json
+import logging
+import os
+import shutil
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from uuid import uuid4
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from planner.errors import InputError
+from planner.executor.checkpoint.checkpointer import DataPosition, index_of, position
+from planner.executor.checkpoint.folders import INDEX, StagePart
+from planner.executor.checkpoint.host_memory import (
+    FOR_EVER,
+    CopyIndex,
+    Transfer,
+    allocate,
+    exchange_files,
+    files_of,
+)
+from planner.executor.checkpoint.recovery import Recovery, describe, tell_end
+from planner.executor.checkpoint.stage_parts import Content, Restorable, content_of, restore_stage, write_part
+from planner.executor.communication.control import merge_losses, share
+from planner.executor.observe.run_log import Past, RunLog
+from planner.formats.files import Record, save_record
+from planner.units import format_bytes
+from planner.workers.heartbeat import Heartbeat
+from planner.workers.job import Evaluation, Job, Loss
+
+_AT_A_TIME = 2  # copies that a host holds: a whole one, and the next one while it is made
+_log = logging.getLogger(__name__)
+
+
+class _Written(Record):
+    """What a worker has written of a copy."""
+
+    parts: tuple[StagePart, ...] = ()
+    twins: tuple[StagePart, ...] = ()  # the same as the first replicas' parts
+    losses: str
+    evaluations: tuple[Evaluation, ...]
+    problem: str | None = None
+
+
+class Copies:
+    """This worker's part in copies; all workers make theirs together, and call it at the same points."""
+
+    def __init__(
+        self, job: Job, stages: list[Restorable], data: DataPosition, heartbeat: Heartbeat, recovery: Recovery
+    ) -> None:
+        self._job, self._stages, self._data, self._heartbeat = job, stages, data, heartbeat
+        self._recovery, self._memory = recovery, recovery.memory
+        self._rank = dist.get_rank()
+        self._group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=FOR_EVER)
+        texts = share(json.dumps([os.environ.get("GROUP_RANK", "0"), uuid4().hex[:4]]), self._group)
+        self._hosts = [int(json.loads(text)[0]) for text in texts]
+        self._token = json.loads(texts[0])[1]
+        self._log = RunLog(self._memory.folder, job.run) if self._memory.leads else None
+        self._set_aside: dict[tuple[int, int, str], Tensor] = {}
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+        self._reported = [0, 0]  # losses and evaluations of this worker that are in copies
+        self._moved = 0  # pieces of files
+        self.past = Past()  # what was trained before this start; on worker 0
+        self.events = recovery.start.events
+        self.seconds = 0.0  # that training waited for copies
+        self._check_room()
+
+    @property
+    def found(self) -> int | None:
+        """Minibatches done in the copy to go on from; None without one."""
+        saved = self._recovery.saved
+        return None if saved is None else position(saved, self._data)
+
+    def restore(self) -> int:
+        """Fill this worker's stages from the copy; return the number of minibatches done."""
+        saved = self._recovery.saved
+        assert saved is not None
+        self._heartbeat.enter("reading the copy")
+        saved.check_fits(self._job.plan, self._job.seed)
+        for own in self._stages:
+            restore_stage(own, saved)
+        return position(saved, self._data)
+
+    def begin(self, first: int, known: Past) -> Past:
+        """Begin to log the run from minibatch `first` on, of which `known` is already known, and tell what happened.
+
+        Return what is known now, on worker 0.
+        """
+        # Worker 0 knows what the log beside checkpoints has, and every host's log is to have it.
+        kinds = share(json.dumps([[each.model_dump() for each in kind] for kind in known]), self._group)[0]
+        losses, evaluations = json.loads(kinds)
+        known = Past(tuple(map(Loss.model_validate, losses)), tuple(map(Evaluation.model_validate, evaluations)))
+        if self._log is not None:
+            self.past = self._log.begin(first, again=True, known=known)
+        start = self._recovery.start.model_copy(update={"first": first})
+        recovery = replace(self._recovery, start=start)
+        if line := share(describe(recovery, self._job) if self._rank == 0 else "", self._group)[0]:
+            self.events = (*self.events, line)
+            if self._rank == 0:
+                _log.warning("%s", line)
+        if self._memory.leads:
+            self._memory.note_start(start.model_copy(update={"events": self.events}))
+        return self.past
+
+    def save(self, minibatch: int, losses: Sequence[tuple[int, float]], evaluations: Sequence[Evaluation]) -> None:
+        """Set the state after `minibatch` minibatches aside, and let a thread copy it; wait for the copy before."""
+        began_s = time.perf_counter()
+        self._wait()
+        self._heartbeat.enter("setting its state aside")
+        contents, twins = list[tuple[Restorable, Content]](), list[tuple[Restorable, Content]]()
+        for own in self._stages:
+            if (content := content_of(own)) is not None:
+                contents.append((own, self._aside(own, content)))
+            if self._has_twin(own) and (content := content_of(replace(own, replica=0))) is not None:
+                twins.append((replace(own, replica=0), self._aside(own, content)))
+        written = _Written(
+            losses=json.dumps(losses[self._reported[0] :]), evaluations=tuple(evaluations[self._reported[1] :])
+        )
+        self._reported = [len(losses), len(evaluations)]
+        self._thread = threading.Thread(
+            target=self._guarded, args=(minibatch, contents, twins, written), name="copies", daemon=True
+        )
+        self._thread.start()
+        self.seconds += time.perf_counter() - began_s
+
+    def finish(self) -> None:
+        """End with the run, whose state needs no copy any more."""
+        self._wait()
+        self._heartbeat.enter("waiting for the last copies", meeting=True)
+        dist.barrier(self._group)
+        if self._rank == 0:
+            tell_end(self._recovery)
+        if self._memory.leads:
+            self._memory.remove()
+
+    def _wait(self) -> None:
+        moved = -1
+        while self._thread is not None and self._thread.is_alive():
+            if moved != self._moved:  # a hang must show
+                moved = self._moved
+                self._heartbeat.enter("waiting for the copy before")
+            self._thread.join(1.0)
+        if self._error is not None:
+            raise self._error
+
+    def _has_twin(self, own: Restorable) -> bool:
+        """Whether this worker writes what the first replica does: it is the first one on another host."""
+        stage = self._job.plan.stages[own.stage]
+        elsewhere = [rank for rank in stage.ranks if self._hosts[rank] != self._hosts[stage.ranks[0]]]
+        alike = stage.tensor == 1 and not stage.sharded and not any(True for _ in own.module.buffers())
+        return alike and elsewhere[:1] == [self._rank]
+
+    def _aside(self, own: Restorable, content: Content) -> Content:
+        """Copy tensors to memory of the CPU, which is used again for the next copy; tied ones, which are one, once."""
+        copied: dict[tuple[object, ...], Tensor] = {}
+
+        def aside(name: str, tensor: Tensor) -> Tensor:
+            same = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+            if same not in copied:
+                held = self._set_aside.get((own.stage, own.replica, name))
+                if held is None or held.stride() != tensor.stride():
+                    held = torch.empty_like(tensor, device="cpu")
+                    self._set_aside[own.stage, own.replica, name] = held
+                copied[same] = held.copy_(tensor.detach())
+            return copied[same]
+
+        weights = {name: aside(name, tensor) for name, tensor in content.weights.items()}
+        tensors = {name: aside(f"optimizer {name}", tensor) for name, tensor in content.optimizer_tensors.items()}
+        return Content(weights, content.optimizer, tensors)
+
+    def _guarded(self, *arguments: object) -> None:
+        try:
+            self._copy(*arguments)  # type: ignore[arg-type]
+        except Exception as error:  # the main thread raises it; a lost peer it has met itself by then
+            self._error = error
+
+    def _copy(
+        self,
+        minibatch: int,
+        contents: Sequence[tuple[Restorable, Content]],
+        twins: Sequence[tuple[Restorable, Content]],
+        written: _Written,
+    ) -> None:
+        folder = self._memory.place(minibatch, self._token)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            parts, same = ([write_part(folder, *each) for each in group] for group in (contents, twins))
+            written = written.model_copy(update={"parts": tuple(parts), "twins": tuple(same)})
+        except OSError as cause:
+            written = written.model_copy(update={"problem": f"worker {self._rank}: {cause.strerror or cause}"})
+        reports = [_Written.model_validate_json(text) for text in share(written.model_dump_json(), self._group)]
+        if self._log is not None:
+            evaluations = [evaluation for report in reports for evaluation in report.evaluations]
+            self._log.note(merge_losses(report.losses for report in reports), evaluations)
+        problem = next((report.problem for report in reports if report.problem is not None), None)
+        transfers = [] if problem is not None else self._transfers(reports)
+        try:
+            allocate(folder, transfers)
+            own_problem = ""
+        except OSError as cause:
+            own_problem = f"worker {self._rank}: {cause.strerror or cause}"
+        problem = problem or next(filter(None, share(own_problem, self._group)), None)
+        if problem is None:
+            exchange_files(folder, transfers, self._group, self._note_moved)
+            dist.barrier(self._group)
+            if self._log is not None:
+                self._log.append(minibatch)
+                whole = [part for report in reports for part in report.parts]
+                layers = tuple(stage.layers for stage in self._job.plan.stages)
+                index = CopyIndex(checkpoint=index_of(self._job, self._data, minibatch, whole), layers=layers)
+                save_record(index, folder / INDEX)
+                self._memory.keep([folder.name])
+        elif self._memory.leads:
+            shutil.rmtree(folder, ignore_errors=True)
+            if self._rank == 0:
+                what = f"the state after minibatch {minibatch} could not be copied to memory ({problem})"
+                _log.warning("%s; training continues, and the copy before is kept", what)
+
+    def _transfers(self, reports: Sequence[_Written]) -> list[Transfer]:
+        """Return what is to be sent: the files that only one host has, each to the next host."""
+        hosts = list(dict.fromkeys(self._hosts))
+        twins = {(file.name, file.sha256) for report in reports for file in files_of(report.twins).values()}
+        found = []
+        for sender, report in enumerate(reports if len(hosts) > 1 else ()):
+            own = self._hosts[sender]
+            after = hosts[(hosts.index(own) + 1) % len(hosts)]
+            receivers = [rank for rank, host in enumerate(self._hosts) if host == after]
+            place = [rank for rank, host in enumerate(self._hosts) if host == own].index(sender)
+            for file in files_of(report.parts).values():
+                if (file.name, file.sha256) not in twins:
+                    receiver = receivers[place % len(receivers)]
+                    found.append(Transfer(file.name, file.size_bytes, sender, receiver))
+        return found
+
+    def _note_moved(self) -> None:
+        self._moved += 1
+
+    def _check_room(self) -> None:
+        """Raise InputError for a host without memory for its own state and the copy of another host's."""
+        own_bytes = sum(tensor.nbytes for own in self._stages for tensor in own.module.state_dict().values())
+        own_bytes += sum(self._job.plan.stages[own.stage].memory.optimizer_bytes for own in self._stages)
+        self._memory.folder.mkdir(parents=True, exist_ok=True)
+        free_bytes = shutil.disk_usage(self._memory.folder).free
+        free_bytes += sum(sum(files.values()) for files in self._memory.copies().values())
+        texts = share(json.dumps([own_bytes, free_bytes]), self._group)
+        by_worker = [(host, *json.loads(text)) for host, text in zip(self._hosts, texts, strict=True)]
+        hosts = list(dict.fromkeys(self._hosts))
+        for place, host in enumerate(hosts):
+            here = {host, hosts[place - 1]}  # whose copies this host receives
+            needed = _AT_A_TIME * sum(state for own, state, _ in by_worker if own in here)
+            free = min(left for own, _, left in by_worker if own == host)
+            if needed > free:
+                folder = self._job.elastic.copy_folder
+                raise InputError(
+                    f"copies of the state take {format_bytes(needed)} of '{folder}' on host {host}, which has "
+                    f"{format_bytes(free)} left",
+                    hint="choose another `copy_folder`; one on a disk is slower, and does",
+                )
