@@ -20,6 +20,7 @@ from itertools import pairwise, product
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.dnn_partitioning.downsets import Words, ticks, to_bits
 from benchmarks.dnn_partitioning.objective import Host, compute_s, held_bytes, value_load_s
 from planner.cost.candidate import Candidate, StageOptions
 from planner.cost.layer_costs import LayerCosts
@@ -28,8 +29,6 @@ from planner.cost.work import Floats, Integers
 from planner.formats.cluster import Cluster, DeviceKind
 from planner.schedule.instructions import POSTED
 from planner.solver.problem.budget import Deadline
-from planner.solver.search.graph.downsets import ticks
-from planner.solver.search.graph.lattice import Words, to_bits
 
 _SLACK = 1e-12
 

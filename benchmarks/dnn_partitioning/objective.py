@@ -45,11 +45,6 @@ class LoadProblem(Problem):
             )
 
     @property
-    def keeps_order(self) -> bool:
-        """Whether stages follow the profile's order: never, since no executor has to build them."""
-        return False
-
-    @property
     def relaxed_s(self) -> float:
         """Time of perfect balance without communication, which no plan beats."""
         speeds = sum(kind.count * kind.speed for kind in self.cluster.kinds) or self.cluster.gpus

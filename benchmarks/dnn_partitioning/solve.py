@@ -9,20 +9,19 @@ import numpy as np
 
 from benchmarks.dnn_partitioning.assignment import Assignment
 from benchmarks.dnn_partitioning.cuts import LoadSearch
+from benchmarks.dnn_partitioning.downsets import Words, enumerate_downsets, to_bits, to_words
 from benchmarks.dnn_partitioning.free_layers import Reduced
 from benchmarks.dnn_partitioning.objective import LoadProblem
 from planner.cost.candidate import Candidate, StageOptions
 from planner.cost.layer_costs import LayerCosts
 from planner.cost.work import Integers
-from planner.formats.constraints import Constraints
 from planner.solver.problem.budget import NO_HURRY, Budget, Deadline
 from planner.solver.problem.result import IlpAnswer
 from planner.solver.problem.states import uncut_groups
-from planner.solver.search.graph.downsets import enumerate_downsets
-from planner.solver.search.graph.lattice import Words, to_words
 from planner.solver.search.integer.ilp_flow import Column, Columns, Flow, MilpName, installed
 
 MOST_STATES = 60_000
+MOST_STATES_OF_PROGRAM = 2_000
 
 
 def solve_loads(request: LoadProblem, deadline: Deadline) -> IlpAnswer | None:
@@ -74,7 +73,7 @@ def solve_ilp(request: LoadProblem, deadline: Deadline, solver: MilpName | None 
     answer = Flow(replace(request, budget=Budget(deadline)), columns, solver).solve()
     if answer is None:
         return None
-    if not columns.space.complete:  # too many cuts to list: those along the order prove nothing about the others
+    if not columns.complete:  # too many cuts to list: those along the order prove nothing about the others
         bound_s = min(answer.bound_s, request.relaxed_s)
         answer = replace(answer, bound_s=bound_s, optimal=answer.optimal and bound_s >= answer.seconds)
     return answer if reduced is None else replace(answer, stages=reduced.expand(answer.stages))
@@ -84,13 +83,25 @@ class LoadColumns(Columns):
     """Candidate stages of the flow formulation: one device each, whatever follows them."""
 
     def __init__(self, request: LoadProblem) -> None:
-        super().__init__(request, all_cuts=True)
+        self.complete = True
+        super().__init__(request)
         self._loads = request
+
+    def cuts(self) -> list[frozenset[int]]:
+        """Return the layers before each cut of the graph, or along the profile's order where cuts are too many."""
+        words = enumerate_downsets(self.problem.layer_costs, MOST_STATES_OF_PROGRAM)
+        if words is None:
+            self.complete = False
+            return super().cuts()
+        bits = to_bits(words, len(self.problem.layer_costs.profile.layers))
+        return [frozenset(np.flatnonzero(row).tolist()) for row in bits]
 
     def columns_from(self, state: int, others: Integers) -> Iterator[Column]:
         """Yield the stages from the state to each of the others that fit a device of some kind."""
         request = self._loads
         for other in map(int, others):
+            if not self.sets[state] < self.sets[other]:
+                continue
             for number, kind in enumerate(request.kinds):
                 stage = Candidate(self.sets[state], self.sets[other] - self.sets[state], StageOptions(1, kind=kind))
                 (busy_s, held), limit = request.load(stage), request.cluster.memory_of(kind)
@@ -109,10 +120,8 @@ def _placed(request: LoadProblem, deadline: Deadline, solver: MilpName) -> IlpAn
         if answer is None or answer.optimal:
             return answer
     contiguous = None
-    profile = request.constraints.as_forbidden_cuts(request.layer_costs.profile, in_order=False)
-    if profile is not None:
-        ordered = replace(request, layer_costs=LayerCosts(profile), constraints=Constraints(), contiguous=True)
-        contiguous = solve_loads(ordered, NO_HURRY)
+    if request.constraints.empty:
+        contiguous = solve_loads(replace(request, contiguous=True), NO_HURRY)
     if contiguous is not None and (answer is None or contiguous.seconds < answer.seconds):
         bound_s = min(request.relaxed_s if answer is None else answer.bound_s, contiguous.seconds)
         return replace(contiguous, bound_s=bound_s, optimal=False)

@@ -22,12 +22,8 @@ from planner.options.solving import RecomputeRule
 from planner.solver.degrees import MixedDegrees
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import stages_along
-from planner.solver.problem.states import FRONTS
+from planner.solver.problem.states import FRONTS, Chain
 from planner.solver.search.chain.search import ANY_TIME_S
-from planner.solver.search.graph.downsets import Downsets, enumerate_downsets
-from planner.solver.search.graph.lattice import Words, words_of_masks
-
-MOST_CUTS = 2_000  # beyond, only those along the profile's order
 
 Flags = NDArray[np.bool_]
 _MEASURES = ("timePerSample", "memoryUsageA", "memoryUsageB")
@@ -90,21 +86,17 @@ def _table(costs: _Costs) -> Floats:
     return np.array([[each[name] for name in _MEASURES] for each in costs])
 
 
-class EveryEdge(Downsets):
-    """Cuts that every edge across them is charged for, at both of its ends.
+class EveryEdge(Chain):
+    """Cuts along the profile's order that every edge across them is charged for, at both of its ends.
 
     Args:
         layer_costs: at one degree.
-        words: the cuts.
-        order: of them, the same for all degrees.
-        source: the input file's content, and the degree.
+        graph: the input file's content.
+        degree: so many ranks divide the layers.
     """
 
-    def __init__(
-        self, layer_costs: LayerCosts, words: Words, order: Integers, source: tuple[Mapping[str, Any], int]
-    ) -> None:
-        super().__init__(layer_costs, words, complete=True, order=order)
-        graph, degree = source
+    def __init__(self, layer_costs: LayerCosts, graph: Mapping[str, Any], degree: int) -> None:
+        super().__init__(layer_costs)
         nodes = {node["id"]: node for node in graph["nodes"]}
         names = [int(layer.name) for layer in layer_costs.profile.layers]
         self._plain, self._again = ([costs_of(nodes[name], degree, again) for name in names] for again in (False, True))
@@ -131,11 +123,9 @@ class EveryEdge(Downsets):
 
 def answered(problem: Problem, graph: Mapping[str, Any]) -> list[PiperStage] | None:
     """Return the best plan by the program's own formulas; None if none fits the memory."""
-    words, limits, model = _cuts(problem.layer_costs), problem.limits, problem.asynchronous()
     costs = {degree: problem.layer_costs.at_degree(degree) for degree in problem.rules.tensor}
-    order = Downsets(problem.layer_costs, words, complete=True).order
-    spaces = {degree: EveryEdge(each, words, order, (graph, degree)) for degree, each in costs.items()}
-    path = MixedDegrees(spaces, model, limits).best(ANY_TIME_S)
+    spaces = {degree: EveryEdge(each, graph, degree) for degree, each in costs.items()}
+    path = MixedDegrees(spaces, problem.asynchronous(), problem.limits).best(ANY_TIME_S)
     if path is None:
         return None
     names = [int(layer.name) for layer in problem.layer_costs.profile.layers]
@@ -148,11 +138,3 @@ def answered(problem: Problem, graph: Mapping[str, Any]) -> list[PiperStage] | N
         )
         for stage in stages_along(spaces[1], path)
     ]
-
-
-def _cuts(layer_costs: LayerCosts) -> Words:
-    """Return all cuts, or those along the profile's order where there are too many."""
-    if (words := enumerate_downsets(layer_costs, MOST_CUTS)) is not None:
-        return words
-    layers = len(layer_costs.profile.layers)
-    return words_of_masks([(1 << count) - 1 for count in range(layers + 1)], layers)

@@ -114,9 +114,9 @@ def solve(profile: Profile, cluster: Cluster, options: SolveOptions) -> Plan:
     Returns:
         A plan on as few GPUs as its speed needs. Under the resource model its time is that of its simulation, by which
         it was chosen among the best plans by the cost model. `solver.status` is `optimal` if the time is within
-        2% of `lower_bound_s`, which by the cost model no plan over any legal cut can beat. Plans for trainable
-        models cut along the profile's order; for imported profiles other orders of the branches count as well. The
-        plan names what people do without a planner, and beside an asynchronous plan the best synchronous one.
+        2% of `lower_bound_s`, which by the cost model no pipeline can beat whose stages are consecutive layers of the
+        profile; a model with branches has others, which nothing here plans. The plan names what people do without a
+        planner, and beside an asynchronous plan the best synchronous one.
 
     Raises:
         InfeasibleError: if no plan fits the memory, with the smallest change that makes one fit.

@@ -15,7 +15,7 @@ from planner.cli.output import as_flags, searching
 from planner.options.cluster import ClusterOptions
 from planner.options.option import Option, flag_of, given, options_in, refuse
 from planner.options.solving import TIME_LIMIT_S, SolveOptions, StageRules
-from planner.schedule.registry import SCHEDULES
+from planner.schedule.registry import SCHEDULES, summaries
 
 if TYPE_CHECKING:
     from planner.formats.constraints import Constraints
@@ -27,7 +27,7 @@ Verbs: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 # What one verb writes, the next one reads.
 PLAN, PROFILE = Path("plan.json"), Path("profile.json")
 SOLVING = 0.5  # share of the time for the plan that a question is about
-UNCHUNKED = [schedule.name for schedule in SCHEDULES if not schedule.chunked]
+_UNCHUNKED = [schedule for schedule in SCHEDULES if not schedule.chunked]
 _CLUSTER = tuple(each.name for each, _ in options_in(ClusterOptions))
 _SOLVING = ("schedule", "microbatches", "minibatch", "cost_model", "accept_divided_loss")
 _CONSTRAINTS = {
@@ -53,11 +53,17 @@ def add_options(
     for each, option in options_in(record):
         if (names and each.name not in names) or (flag := flag_of(each.name, option)) is None:
             continue
-        text = as_flags(option.help).replace("%", "%%")
+        text = as_flags(changes.pop("help", option.help)).replace("%", "%%")
         stated = told or option.told or _written(each.default)
         after = f" (default: {as_flags(stated)})" if stated else ""
         keywords = {"dest": each.name, "default": None, "help": f"{text}{more}{after}"}
         parser.add_argument(flag, **_by_type(each.type, option) | keywords | changes)
+
+
+def add_unchunked(parser: argparse._ActionsContainer, record: type) -> None:
+    """Declare the flag of a record's schedule where only those with one stage per GPU can be chosen."""
+    names = [schedule.name for schedule in _UNCHUNKED]
+    add_options(parser, record, "schedule", choices=names, help=summaries(_UNCHUNKED))
 
 
 def _written(default: Any) -> str:
@@ -154,7 +160,7 @@ def add_question_arguments(parser: argparse.ArgumentParser, plan: bool) -> None:
         )
         help += f"fastest plan for the cluster that the arguments describe; {PLAN} where they describe none)"
         parser.add_argument("--plan", type=Path, metavar="FILE", help=help)
-    add_options(parser, SolveOptions, "schedule", choices=UNCHUNKED)
+    add_unchunked(parser, SolveOptions)
     add_options(parser, SolveOptions, *_SOLVING[1:])
     add_rule_arguments(parser)
 

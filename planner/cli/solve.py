@@ -79,7 +79,7 @@ def add_parser(verbs: arguments.Verbs) -> None:
     arguments.add_options(parser, FitOptions, "gpu", choices=list(DEVICES), type=str.lower)
     arguments.add_options(parser, FitOptions, "servers", "bandwidth", "memory", "compress", "length")
     arguments.add_options(parser, FitOptions, "batch_size", "minibatch", "tokens", "dtype", "autocast")
-    arguments.add_options(parser, FitOptions, "schedule", choices=arguments.UNCHUNKED)
+    arguments.add_unchunked(parser, FitOptions)
     arguments.add_rule_arguments(parser, FitOptions)
     help = "folder for model.py, profile.json and plan.json (default: the model's name; for a model file, its own)"
     arguments.add_folder_argument(parser, help)

@@ -37,14 +37,12 @@ class Constraints(Record):
             merged.append(set(group).union(*touching))
         return sorted((frozenset(group) for group in merged), key=min)
 
-    def as_forbidden_cuts(self, profile: Profile, *, in_order: bool) -> Profile | None:
-        """Return a profile whose `no_cut_after` says all this, if it can; `in_order`: stages are consecutive layers."""
+    def as_forbidden_cuts(self, profile: Profile) -> Profile:
+        """Return a profile whose `no_cut_after` says all this: stages are consecutive layers."""
         position = {layer.name: index for index, layer in enumerate(profile.layers)}
         forbidden = {*profile.no_cut_after, *self.no_cut_after}
         for group in self.together:
             places = sorted(position[name] for name in group)
-            if not in_order and places != list(range(places[0], places[-1] + 1)):
-                return None
             forbidden.update(layer.name for layer in profile.layers[places[0] : places[-1]])
         ordered = tuple(layer.name for layer in profile.layers if layer.name in forbidden)
         return profile.model_copy(update={"no_cut_after": ordered})

@@ -250,7 +250,7 @@ class SolverReport(GrownRecord):
     name: str
     cost_model: CostModelName
     status: Literal["optimal", "feasible"]
-    lower_bound_s: Seconds  # per minibatch: no plan is faster by the cost model
+    lower_bound_s: Seconds  # per minibatch: no plan in the profile's order is faster by the cost model
     bound_of: str = ""  # of which plans: "cuts between blocks", "groups of one size"; where empty, of all
     gap: Annotated[float, Field(ge=0)]  # (seconds_per_minibatch - lower_bound_s) / seconds_per_minibatch
     seconds: Seconds

@@ -11,7 +11,7 @@ from planner.formats.names import CostModelName
 from planner.options.numbers import degrees
 from planner.options.option import Options, option
 from planner.schedule.instructions import CHUNKS, LATE_UPDATES, MICROBATCHES_PER_GPU
-from planner.schedule.registry import DEFAULT, NAMES, SCHEDULES, find
+from planner.schedule.registry import DEFAULT, NAMES, SCHEDULES, find, summaries
 from planner.schedule.schedule import Schedule
 from planner.units import parse_seconds
 
@@ -107,9 +107,7 @@ class StageRules(Options):
 class SolveOptions(StageRules):
     """What to search for, beside profile and cluster."""
 
-    schedule: Schedule | str = option(
-        DEFAULT, "; ".join(f"{schedule}: {schedule.summary}" for schedule in SCHEDULES), choices=NAMES
-    )
+    schedule: Schedule | str = option(DEFAULT, summaries(SCHEDULES), choices=NAMES)
     microbatches: int | None = option(
         None, "microbatches per minibatch, if the schedule divides it", "M", told=f"{MICROBATCHES_PER_GPU} per GPU"
     )
@@ -131,7 +129,9 @@ class SolveOptions(StageRules):
         "equation of its SOSP 2019 paper",
     )
     solver: SolverName = option(
-        "auto", "search: exact; ilp: an integer program, which takes all constraints; auto: the search where it can"
+        "auto",
+        "search: exact, over all stages of consecutive layers in the profile's order; ilp: an integer program over the "
+        "same; auto: the search where it can",
     )
     survive: int = option(
         0,

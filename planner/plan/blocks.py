@@ -60,8 +60,6 @@ def block_ends(profile: Profile) -> frozenset[int]:
 
 def repeated_blocks(profile: Profile) -> list[range]:
     """Return the positions of the layers of each block; none for a model that is not mostly repeated blocks."""
-    if not profile.trainable:  # other orders of an imported graph are cuts as well
-        return []
     keys, before = _block_names([layer.name for layer in profile.layers]), None
     for position, key in enumerate(keys):
         # A layer that belongs to no module, such as an addition, is in the block around it.

@@ -1,5 +1,7 @@
 """All schedules. A new one is a file beside this one, and a line here."""
 
+from collections.abc import Iterable
+
 from planner.errors import InputError
 from planner.schedule.chunked import INTERLEAVED
 from planner.schedule.one_stage import FLUSH, GPIPE, NAIVE, ONE_F_ONE_B, TWO_BW, ZB_H1
@@ -10,6 +12,11 @@ from planner.schedule.zb_v import ZB_V
 SCHEDULES: tuple[Schedule, ...] = (ONE_F_ONE_B, TWO_BW, FLUSH, ZB_H1, ZB_V, GPIPE, INTERLEAVED, NAIVE)
 NAMES: tuple[str, ...] = tuple(schedule.name for schedule in SCHEDULES)
 DEFAULT = ONE_F_ONE_B
+
+
+def summaries(schedules: Iterable[Schedule]) -> str:
+    """Say what each of these schedules is, as the help of an option does."""
+    return "; ".join(f"{schedule}: {schedule.summary}" for schedule in schedules)
 
 
 def find(schedule: Schedule | str) -> Schedule:

@@ -5,8 +5,8 @@ that suits the problem (`methods`). Every step takes a `Problem` and returns an 
 
     problem/   the question: limits, budget, states of the cuts, bounds of the cost models; and the answer
     evaluate/  price, depth and simulation of a plan
-    search/    chain/: exact search along an order of the layers; graph/: over all cuts of a graph, and bounds;
-               levels/: on clusters of several levels; integer/: integer programs, for constraints and mixed GPUs
+    search/    chain/: exact search along the profile's order; levels/: on clusters of several levels;
+               integer/: integer programs, for mixed GPUs and to check the search
     choose/    plans that take no search, alternatives that may wait less, local search from the best plans
 """
 

@@ -33,9 +33,8 @@ from planner.solver.problem.problem import Answer, Limits, Problem
 from planner.solver.problem.result import RESOLUTION, CutPath, Found, stages_along
 from planner.solver.problem.states import BySize, Chain, StateSpace
 from planner.solver.relaxed_steps import solve_with_room
-from planner.solver.search.chain.fewest import FEW_STATES, FewestReplicas
+from planner.solver.search.chain.fewest import FewestReplicas
 from planner.solver.search.chain.search import ANY_TIME_S
-from planner.solver.search.graph.downsets import Downsets, enumerate_downsets
 from planner.solver.search.pipeline_search import PipelineSearch
 from planner.units import SLACK
 
@@ -122,7 +121,7 @@ def _mixed(problem: Problem, known: Sequence[Found]) -> Found:
         search = MixedDegrees(spaces, model, problem.limits)
         path = search.best(below_s)
         exact = not (search.interrupted or ends) and all(
-            space.complete and exact_everywhere(space.layer_costs) for space in spaces.values()
+            exact_everywhere(space.layer_costs) for space in spaces.values()
         )
     if path is not None:
         mixed = fastest(problem, [priced(problem, stages_along(next(iter(spaces.values())), path))])
@@ -135,12 +134,7 @@ def _mixed(problem: Problem, known: Sequence[Found]) -> Found:
 
 def cuts_by_degree(problem: Problem) -> dict[int, StateSpace]:
     """Return the cuts that plans may have, by degree."""
-    costs = {degree: problem.layer_costs.at_degree(degree) for degree in problem.rules.tensor}
-    words = None if problem.keeps_order else enumerate_downsets(problem.layer_costs, FEW_STATES)
-    if words is None:
-        return {degree: Chain(each) for degree, each in costs.items()}
-    order = Downsets(problem.layer_costs, words, complete=True).order
-    return {degree: Downsets(each, words, complete=True, order=order) for degree, each in costs.items()}
+    return {degree: Chain(problem.layer_costs.at_degree(degree)) for degree in problem.rules.tensor}
 
 
 def relaxed_seconds(problem: Problem) -> float:
@@ -240,7 +234,7 @@ class MixedDegrees:
 
     def _from(self, state: int, pairs: _Pairs, target_s: float, room: int) -> _Pairs | None:
         """Return the pairs of suffixes that begin at the state, within so many GPUs."""
-        follows = np.flatnonzero(np.isin(pairs.begins, self._space.among_later(state, pairs.begins)))
+        follows = np.arange(len(pairs.begins))
         count, sizes = len(self._degrees), np.arange(len(self._degrees)) * len(self._space)
         others = (sizes[:, None] + pairs.begins[follows]).ravel()
         degree, follows = np.repeat(self._degrees, len(follows)), np.tile(follows, count)

@@ -1,7 +1,7 @@
 """The methods that find a plan, and the one that a problem needs.
 
-search   exact; GPUs alike; constraints that are forbidden cuts. Also good plans for GPUs that differ, on any levels
-ilp      an integer program: all constraints, GPUs that differ; clusters of one level
+search   exact; GPUs alike. Also good plans for GPUs that differ, on any levels
+ilp      an integer program: GPUs that differ, too; clusters of one level
 
 A model of repeated blocks is cut between its blocks first, and inside blocks where that pays.
 """
@@ -99,11 +99,10 @@ def solve_by_method(problem: Problem) -> Found:
     """
     within = problem.with_cuts_forbidden()
     unlike = problem.cluster.kinds and not problem.schedule.chunked
-    if unlike and within is not None and problem.solver in ("auto", "search"):
+    if unlike and problem.solver in ("auto", "search"):
         return _on_mixed_gpus(problem, within)
     if needs_program(problem, problem.solver):
         return solve_by_program(problem)
-    assert within is not None
     return solve_blocks_first(within, solve_interleaved if problem.schedule.chunked else searched)
 
 
@@ -150,19 +149,16 @@ def _by_search(problem: Problem) -> Found:
     """Search for the best plan: by the cost model first, then by simulation."""
     search = PipelineSearch(problem)
     path = search.best()
-    # Other cuts than those along the order may need less memory; only imported profiles may use them.
-    if path is None and not problem.keeps_order and (wider := search.over_all_cuts()) is not None:
-        search, path = wider, wider.best()
     if path is None:
         raise UnexplainedError(lambda: explain(problem, search.fits, search.leaner()))
-    extended = search.extended(path)
-    assert extended.path is not None
-    best = PipelineSearch(problem, extended.space).priced(extended.path)
+    bounded = search.bounded(path)
+    assert bounded.path is not None
+    best = search.priced(bounded.path)
     # The bound comes from the search and the seconds from the price, which add the same numbers in another order.
-    bound_s = min(extended.bound_s, best.seconds)
+    bound_s = min(bounded.bound_s, best.seconds)
     if not problem.simulates:
         return Found(best, bound_s)
-    columned = search.columned(path, extended, best)
+    columned = search.columned(path, best)
     bound_s = min(bound_s, columned.bound_s)
     return Found(fastest_simulated(search, [best, *columned.plans], bound_s), bound_s)
 

@@ -22,7 +22,7 @@ from planner.solver.evaluate.pipelines import shared_between
 from planner.solver.problem.bounds import Bounds
 from planner.solver.problem.problem import Answer, Limits, Problem
 from planner.solver.problem.result import CutPath, Evaluation, Found, stages_along
-from planner.solver.problem.states import Chain, StateSpace
+from planner.solver.problem.states import Chain
 from planner.solver.search.chain.search import ANY_TIME_S, Search
 from planner.solver.search.restricted import counts_to_try
 
@@ -166,7 +166,9 @@ def _users(problem: Problem) -> list[tuple[int, ...]]:
 class _EvenSearch(Search):
     """Finds plans whose stages with any of some layers all have as many replicas."""
 
-    def __init__(self, space: StateSpace, model: Bounds, limits: Limits, layers: Sequence[int], replicas: int) -> None:
+    space: Chain
+
+    def __init__(self, space: Chain, model: Bounds, limits: Limits, layers: Sequence[int], replicas: int) -> None:
         super().__init__(space, model, limits)
         self.layers, self.replicas = layers, replicas
         self._holds = np.array([space.holds(layer) for layer in layers])

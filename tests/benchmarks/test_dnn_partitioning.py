@@ -8,10 +8,12 @@ from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.dnn_partitioning.downsets import enumerate_downsets, to_bits
 from benchmarks.dnn_partitioning.objective import Host, LoadProblem
 from benchmarks.dnn_partitioning.solve import solve_ilp, solve_loads
 from benchmarks.dnn_partitioning.workload import BYTES_PER_S, load_workload
@@ -26,7 +28,7 @@ from planner.solver.problem.budget import NO_HURRY, Deadline
 from planner.solver.search.integer.ilp_flow import MilpName, Outcome, installed
 from tests.examples import examples
 from tests.samples import layer, profile
-from tests.solver.brute import plans
+from tests.solver.brute import downsets, plans
 from tests.solver.search.integer.test_ilp import SOLVERS, bandwidths, latencies, memories
 from tests.solver.strategies import profiles
 
@@ -52,6 +54,19 @@ def fastest(request: LoadProblem) -> float:
         if all(limit is None or size <= limit for size, limit in zip(held, limits, strict=True)):
             best = min(best, request.longest_s(stages))
     return best
+
+
+@settings(max_examples=examples(200), deadline=None)
+@given(model=profiles(most_layers=5))
+def test_the_cuts_are_all_sets_of_layers_with_what_they_need(model: Profile) -> None:
+    layer_costs = LayerCosts(model)
+    words = enumerate_downsets(layer_costs, 1000)
+    assert words is not None
+    found = [frozenset(np.flatnonzero(row).tolist()) for row in to_bits(words, len(model.layers))]
+    assert len(found) == len(set(found))
+    assert set(found) == set(downsets(layer_costs))
+    assert all(not later < cut for number, cut in enumerate(found) for later in found[number:])
+    assert enumerate_downsets(layer_costs, len(found) - 1) is None
 
 
 @settings(max_examples=examples(200), deadline=None)

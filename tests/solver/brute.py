@@ -20,19 +20,18 @@ MOST_LAYERS = 10
 RESOLUTION = 1e-11  # relative difference of times that count as equal
 
 
-def brute_force(problem: Problem, *, in_order: bool = False) -> Evaluation | None:
-    """Return the fastest plan that fits the memory, or None, whatever the constraints.
+def brute_force(problem: Problem) -> Evaluation | None:
+    """Return the fastest plan in the profile's order that fits the memory, or None, whatever the constraints.
 
     Among equally fast plans, fewer GPUs win, then fewer stages, then fewer stages that recompute.
 
     Args:
         problem: of ten layers at most.
-        in_order: only try stages of consecutive layers.
     """
     layer_costs, cluster = problem.layer_costs, problem.cluster
     assert len(layer_costs.profile.layers) <= MOST_LAYERS, "the plans of more layers are too many"
     best: Evaluation | None = None
-    every = interleaved_plans(problem, in_order) if problem.schedule.chunked else plans(problem, cluster.gpus, in_order)
+    every = interleaved_plans(problem) if problem.schedule.chunked else plans(problem, cluster.gpus)
     for stages in every:
         plan = Evaluation(stages, problem.price(stages))
         if not problem.allows(plan):
@@ -43,9 +42,12 @@ def brute_force(problem: Problem, *, in_order: bool = False) -> Evaluation | Non
 
 
 def plans(
-    problem: Problem, gpus: int, in_order: bool, most_replicas: int | None = None
+    problem: Problem, gpus: int, *, in_order: bool = True, most_replicas: int | None = None
 ) -> Iterator[tuple[Candidate, ...]]:
-    """Yield all chains of legal cuts in all ways to run each stage, with all numbers of GPUs of each kind."""
+    """Yield all chains of legal cuts in all ways to run each stage, with all numbers of GPUs of each kind.
+
+    The cuts are those along the profile's order, or all of the graph.
+    """
     layer_costs = problem.layer_costs
     cuts = [done for done in downsets(layer_costs) if not in_order or done == frozenset(range(len(done)))]
     everything = frozenset(range(len(layer_costs.profile.layers)))
@@ -84,13 +86,13 @@ def _ways(problem: Problem, before: frozenset[int], layers: frozenset[int], rank
         yield stage
 
 
-def interleaved_plans(problem: Problem, in_order: bool) -> Iterator[tuple[Candidate, ...]]:
+def interleaved_plans(problem: Problem) -> Iterator[tuple[Candidate, ...]]:
     """Yield all chains of legal cuts into equally many stages for each of two workers or more, in any number of copies.
 
     Each copy has at least as many microbatches as workers.
     """
     layer_costs = problem.layer_costs
-    for stages in plans(problem, len(layer_costs.profile.layers), in_order, most_replicas=1):
+    for stages in plans(problem, len(layer_costs.profile.layers), most_replicas=1):
         workers, rest = divmod(len(stages), problem.setting.chunks)
         if rest == 0 and workers >= 2:
             for copies in range(1, problem.cluster.gpus // workers + 1):

@@ -24,10 +24,9 @@ def brute_force(
     chunks: int = 1,
     recompute: RecomputeRule = "auto",
     shard: ShardRule = "auto",
-    in_order: bool = False,
 ) -> Evaluation | None:
-    """Return the best of all plans."""
+    """Return the best of all plans in the profile's order."""
     problem = Problem(
         layer_costs, Setting(cluster, schedule, microbatches, chunks, model), StageRules(recompute, shard)
     )
-    return brute.brute_force(problem, in_order=in_order)
+    return brute.brute_force(problem)

@@ -9,20 +9,22 @@ from hypothesis import strategies as st
 from planner.cost.layer_costs import LayerCosts
 from planner.cost.models.synchronous import SynchronousModel
 from planner.cost.network.link import link_of
+from planner.errors import InfeasibleError
 from planner.formats.cluster import flat_cluster
 from planner.formats.names import CostModelName
 from planner.formats.profile import Profile
 from planner.options.solving import RecomputeRule, StageRules
 from planner.schedule.one_stage import TWO_BW
 from planner.schedule.registry import find
+from planner.solver import solve
 from planner.solver.problem.bounds import bounds_for
 from planner.solver.problem.problem import Limits
 from planner.solver.problem.states import Chain
 from planner.solver.search.chain.search import Search
 from planner.solver.search.chain.synchronous import SynchronousSearch
-from planner.solver.search.graph.downsets import Downsets, enumerate_downsets
+from planner.units import parse_bytes
 from tests.examples import examples
-from tests.solver.brute import downsets, rank
+from tests.solver.brute import rank
 from tests.solver.oracle import brute_force
 from tests.solver.strategies import profiles
 
@@ -56,7 +58,7 @@ def test_asynchronous_search_finds_what_brute_force_finds(
     layer_costs = LayerCosts(profile)
     space = Chain(layer_costs)
     found = Search(space, bounds_for(name, link_of(cluster)), Limits(gpus, memory, StageRules(recompute))).best()
-    expected = brute_force(layer_costs, cluster, model=name, recompute=recompute, in_order=True)
+    expected = brute_force(layer_costs, cluster, model=name, recompute=recompute)
     if expected is None:
         assert found is None
         return
@@ -88,9 +90,7 @@ def test_the_search_for_2bw_finds_what_brute_force_finds(
     layer_costs = LayerCosts(profile)
     model = bounds_for("resource", link_of(cluster), TWO_BW, microbatches)
     found = Search(Chain(layer_costs), model, Limits(gpus, memory, StageRules(recompute))).best()
-    expected = brute_force(
-        layer_costs, cluster, schedule=TWO_BW, microbatches=microbatches, recompute=recompute, in_order=True
-    )
+    expected = brute_force(layer_costs, cluster, schedule=TWO_BW, microbatches=microbatches, recompute=recompute)
     if expected is None:
         assert found is None
         return
@@ -126,7 +126,7 @@ def test_synchronous_search_finds_what_brute_force_finds(
     model = SynchronousModel(link_of(cluster), find(schedule), microbatches)
     found = SynchronousSearch(Chain(layer_costs), model, Limits(gpus, memory, StageRules(recompute))).best()
     expected = brute_force(
-        layer_costs, cluster, schedule=find(schedule), microbatches=microbatches, recompute=recompute, in_order=True
+        layer_costs, cluster, schedule=find(schedule), microbatches=microbatches, recompute=recompute
     )
     if expected is None:
         assert found is None
@@ -135,34 +135,33 @@ def test_synchronous_search_finds_what_brute_force_finds(
     assert found.seconds == pytest.approx(expected.price.seconds_per_minibatch, rel=1e-9)
 
 
-@pytest.mark.parametrize("name", COST_MODELS)
-@settings(max_examples=examples(200), deadline=None)
+@pytest.mark.parametrize(("schedule", "microbatches"), [("1f1b", 1), ("gpipe", 3), ("1f1b-flush", 3), ("naive", 1)])
+@settings(max_examples=examples(100), deadline=None)
 @given(
-    profile=profiles(most_layers=4),
-    gpus=st.integers(1, 4),
-    bandwidth=bandwidths,
-    latency=latencies,
-    memory=memories,
+    model=profiles(most_layers=4),
+    gpus=st.integers(1, 3),
+    bandwidth=st.sampled_from([0.5, 2.0, 8.0]),
+    memory=st.one_of(st.none(), st.integers(1, 150)),
 )
-def test_search_over_downsets_finds_what_brute_force_finds_over_all_cuts(
-    name: CostModelName,
-    profile: Profile,
-    gpus: int,
-    bandwidth: float,
-    latency: float,
-    memory: int | None,
+def test_solve_finds_what_brute_force_finds(
+    schedule: str, microbatches: int, model: Profile, gpus: int, bandwidth: float, memory: int | None
 ) -> None:
-    cluster = flat_cluster(gpus, bandwidth, memory, latency)
-    layer_costs, model = LayerCosts(profile), bounds_for(name, link_of(cluster))
-    words = enumerate_downsets(layer_costs, 1000)
-    assert words is not None
-    space = Downsets(layer_costs, words, complete=True)
-    assert {frozenset(space.layers(0, state)) for state in range(len(space))} == set(downsets(layer_costs))
-    found = Search(space, model, Limits(gpus, memory)).best()
-    expected = brute_force(layer_costs, cluster, model=name)
-    if expected is None:
-        assert found is None
+    cluster = flat_cluster(gpus, bandwidth, memory)
+    expected = brute_force(LayerCosts(model), cluster, schedule=find(schedule), microbatches=microbatches)
+    try:
+        plan = solve(model, cluster, schedule=schedule, microbatches=microbatches, depth="published")
+    except InfeasibleError as error:
+        assert expected is None
+        smallest = parse_bytes(error.hint.split("memory_bytes=")[1].split("`")[0])
+        enough = flat_cluster(gpus, bandwidth, smallest)
+        assert brute_force(LayerCosts(model), enough, schedule=find(schedule), microbatches=microbatches) is not None
         return
-    assert found is not None
-    assert found.seconds == pytest.approx(expected.price.seconds_per_minibatch, rel=1e-9)
-    assert (found.gpus, len(found.replicas), sum(bool(each.recompute) for each in found.options)) == rank(expected)
+    assert expected is not None
+    best_s = expected.price.seconds_per_minibatch
+    if schedule == "1f1b":  # whose plans are chosen by their time with waits, which brute force does not count
+        # The simulation reduces the executor's buckets, of which the last may be less than the formula's sixth.
+        assert plan.solver.lower_bound_s == pytest.approx(min(best_s, plan.predicted.seconds_per_minibatch), rel=1e-9)
+        assert plan.predicted.bottleneck.busy_s >= best_s * (1 - 1e-9)
+    else:  # which may be faster than the formula: one minibatch's updates go on beside the next one's forwards
+        assert plan.solver.lower_bound_s == pytest.approx(min(best_s, plan.predicted.seconds_per_minibatch), rel=1e-9)
+    assert plan.solver.lower_bound_s <= plan.predicted.seconds_per_minibatch * (1 + 1e-9)

@@ -87,7 +87,6 @@ def test_search_finds_what_brute_force_finds(schedule: str, most_layers: int, mo
             microbatches=microbatches,
             chunks=2 if schedule == "interleaved" else 1,
             recompute=rule,
-            in_order=True,
         )
         assert (path is None) == (expected is None)
         if path is None or expected is None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from itertools import combinations, permutations
 from typing import Any
 
 import numpy as np
@@ -27,7 +26,7 @@ from planner.plan.shape import shape_of
 from planner.schedule.registry import find
 from planner.simulator.simulate_plan import simulate, simulated_s
 from planner.solver import solve
-from planner.solver.degrees import MixedDegrees, cuts_by_degree, relaxed_seconds, solve_degrees
+from planner.solver.degrees import MixedDegrees, relaxed_seconds, solve_degrees
 from planner.solver.methods import solve_by_method
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import Found, stages_along
@@ -113,56 +112,6 @@ def test_the_search_finds_what_every_plan_says() -> None:
 def test_the_search_finds_what_every_plan_says_on_a_thousand_models(part: int) -> None:
     found = np.sum([check(seed) for seed in range(100 * part, 100 * part + 100)], axis=0)
     assert np.all(found > 5)
-
-
-def towers(rng: np.random.Generator) -> Problem:
-    """A problem of an imported graph of four layers, of which the last one uses all that nobody else does."""
-    names = [f"l{number}" for number in range(4)]
-    layers = [
-        layer(
-            name,
-            float(rng.integers(1, 9)),
-            float(rng.integers(1, 9)),
-            output_bytes=int(rng.integers(1, 40)),
-            weight_bytes=int(rng.integers(1, 20)),
-            saved_bytes=int(rng.integers(1, 20)),
-        )
-        for name in names
-    ]
-    edges = [(one, other) for one, other in combinations(names[:3], 2) if rng.random() < 0.3]
-    edges += [(name, names[3]) for name in names[:3] if name not in {one for one, _ in edges}]
-    model = divided(profile(*layers, edges=edges).model_copy(update={"graph_hash": None}), 2, rng=rng)
-    cluster = flat_cluster(4, 4.0, int(rng.integers(60, 160)))
-    return Problem(layer_costs_on(model, cluster), Setting(cluster, find("2bw"), 4), StageRules(tensor=(1, 2)))
-
-
-def orders(problem: Problem) -> list[list[tuple[int]]]:
-    """Return every order in which the layers may run."""
-    places = permutations(range(4))
-    uses = [(value.producer, user) for value in problem.layer_costs.traffic for user in value.users]
-    return [[(n,) for n in order] for order in places if all(order.index(a) < order.index(b) for a, b in uses)]
-
-
-def test_an_imported_graph_is_cut_where_no_other_order_is_faster() -> None:
-    missed = 0
-    for seed in range(12):
-        problem = towers(np.random.default_rng([20, seed]))
-        spaces = cuts_by_degree(problem)
-        path = MixedDegrees(spaces, problem.asynchronous(), problem.limits).best(1e6)
-        if path is None:
-            continue
-        stages = stages_along(spaces[1], path)
-        priced = price(problem.layer_costs, stages, problem.setting)
-        assert priced.seconds_per_minibatch == pytest.approx(path.seconds, rel=1e-9), seed
-        assert max(priced.gpu_bytes) <= (problem.cluster.memory_bytes or 0), seed
-        costs = {degree: problem.layer_costs.at_degree(degree) for degree in (1, 2)}
-        for order in orders(problem):
-            along = {degree: Chain(each, order) for degree, each in costs.items()}
-            search = MixedDegrees(along, problem.asynchronous(), problem.limits)
-            assert search.within(path.seconds * (1 - 1e-9)) is None, seed
-        own = {degree: Chain(each) for degree, each in costs.items()}
-        missed += MixedDegrees(own, problem.asynchronous(), problem.limits).within(path.seconds * (1 + 1e-9)) is None
-    assert missed > 0  # plans that the profile's order does not have
 
 
 CHAIN = divided(

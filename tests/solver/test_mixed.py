@@ -79,7 +79,7 @@ def test_the_search_is_near_the_best_of_all_plans(
     """With sharded optimizers and recomputed layers; benchmarks/mixed_gpus says how near, on more instances."""
     model, cluster = instance
     problem = Problem(LayerCosts(model), Setting(cluster, find(schedule), microbatches))
-    best = brute_force(problem, in_order=True)
+    best = brute_force(problem)
     if best is None:
         with pytest.raises(InfeasibleError):
             solve_mixed(problem)

@@ -115,7 +115,7 @@ def test_on_levels_the_answer_is_in_its_bounds_and_mostly_the_best(schedule: str
         cluster = hierarchical_cluster((2, 2), (4.0, float(rng.choice([0.5, 2.0]))), memory_bytes=memory)
         microbatches = int(rng.integers(1, 5)) if find(schedule).divides else 1
         problem = Problem(LayerCosts(model), Setting(cluster, find(schedule), microbatches))
-        space, expected = Chain(problem.layer_costs), brute_force(problem, in_order=True)
+        space, expected = Chain(problem.layer_costs), brute_force(problem)
         nearest = nearest_search(problem, space, problem.limits).best()
         if expected is None or nearest is None:
             assert expected is None

@@ -43,8 +43,8 @@ def test_plans_fit_with_all_overheads_and_are_as_fast_as_brute_force_says() -> N
     for _ in range(100):
         model, gpus = random_model(rng), int(rng.integers(1, 6))
         cluster = flat_cluster(gpus, 1e9, memory_bytes=int(rng.integers(1500, 5000)) * MB)
-        expected = brute_force(LayerCosts(model), cluster, model="pipedream", in_order=True)
-        of_tensors = brute_force(LayerCosts(model).of_tensors, cluster, model="pipedream", in_order=True)
+        expected = brute_force(LayerCosts(model), cluster, model="pipedream")
+        of_tensors = brute_force(LayerCosts(model).of_tensors, cluster, model="pipedream")
         try:
             plan = solve(model, cluster, cost_model="pipedream")
         except InfeasibleError:
@@ -84,7 +84,7 @@ def test_plans_without_replicas_are_found_where_others_lack_room_for_communicato
     model = on_cuda(profile(*layers), context_bytes=100 * MB)
     cluster = flat_cluster(5, bandwidth, memory_bytes=memory_mb * MB)
     problem = Problem(LayerCosts(model), Setting(cluster, find(schedule), 8), StageRules())
-    expected = every_plan(problem, in_order=True)
+    expected = every_plan(problem)
     assert expected is not None
     plan = solve(model, cluster, schedule=schedule, microbatches=8, depth="published")
     assert plan.solver.cost_model_s == pytest.approx(expected.seconds)

@@ -190,17 +190,24 @@ def test_rounding_up_keeps_what_fits(count: int) -> None:
     assert count <= parse_bytes(round_up(count)) <= count * 1.011 + 1
 
 
-def test_a_graph_with_other_orders_is_not_called_optimal_by_the_chain_alone() -> None:
-    chain = profile(layer("a", output_bytes=1), layer("b", output_bytes=1), layer("c"))
-    assert Chain(LayerCosts(chain)).complete
-    branches = profile(
-        layer("a", output_bytes=1),
-        layer("b", output_bytes=1),
-        layer("c", output_bytes=1),
-        layer("d"),
-        edges=[("a", "b"), ("a", "c"), ("b", "d"), ("c", "d")],
+def test_branches_are_cut_in_the_profiles_order_and_the_bound_is_that_of_such_plans() -> None:
+    """Two towers of two layers and a head, whose order alternates between the towers.
+
+    A cut behind the first tower and before the second would take 12 s; along the order it divides the work less evenly.
+    """
+    towers = profile(
+        layer("a1", 1, 1, output_bytes=4),
+        layer("b1", 3, 3, output_bytes=400, weight_bytes=1000),
+        layer("a2", 5, 5, output_bytes=4),
+        layer("b2", 2, 2, output_bytes=4),
+        layer("head", 1, 1),
+        edges=[("a1", "a2"), ("b1", "b2"), ("a2", "head"), ("b2", "head")],
     )
-    assert not Chain(LayerCosts(branches)).complete
+    for graph_hash in ("known", None):
+        plan = solve(towers.model_copy(update={"graph_hash": graph_hash}), flat_cluster(2, 4.0), depth="published")
+        assert [name for stage in plan.stages for name in stage.layers] == ["a1", "b1", "a2", "b2", "head"]
+        assert plan.solver.status == "optimal"
+        assert plan.solver.lower_bound_s > 12
 
 
 def test_wrong_questions_are_refused() -> None:

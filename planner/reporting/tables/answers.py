@@ -272,7 +272,7 @@ def _optimality(explanation: Explanation) -> str:
     if solver.name == GIVEN:
         return "The stages were given: no search says how far from the fastest plan this is."
     if solver.status == "optimal":
-        which = f" with {solver.bound_of}" if solver.bound_of else ""
+        which = words.IN_ORDER + (f" and with {solver.bound_of}" if solver.bound_of else "")
         bound = f"By the cost model no plan{which} takes less than {format_seconds(solver.lower_bound_s)}"
         return f"{bound}: the search was exact{', up to 1% of simulation' if solver.simulated else ''}."
     return f"B{words.bound_words(solver)[1:]}."

@@ -262,11 +262,14 @@ def _solver(plan: Plan) -> str:
     return f"{optimal}, {solver.name} in {format_seconds(solver.seconds)}"
 
 
+IN_ORDER = " in the profile's order"  # which all plans are, and what their bounds hold for
+
+
 def bound_words(solver: SolverReport) -> str:
     """Say what no plan is below by the cost model, and which of the simulated plans this is."""
-    least = f"by the cost model none takes less than {format_seconds(solver.lower_bound_s)}, {solver.gap:.1%} less"
-    if solver.bound_of:
-        least = f"{least}, of plans with {solver.bound_of}"
+    which = f" and with {solver.bound_of}" if solver.bound_of else ""
+    seconds = format_seconds(solver.lower_bound_s)
+    least = f"by the cost model no plan{IN_ORDER}{which} takes less than {seconds}, {solver.gap:.1%} less"
     others = "no other" if solver.exhausted else "others"
     return least + (f"; best of {solver.simulated} simulated; {others} could be faster" if solver.simulated else "")
 

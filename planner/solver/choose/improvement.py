@@ -120,7 +120,7 @@ def _kinds(search: PipelineSearch) -> Iterator[tuple[StateSpace, Kind]]:
     link_unit = (int(everything.weight_bytes + everything.saved_bytes) or 1) / float(space.compute_s[-1])
     # The search over the profile itself does not know what the copies of a shared weight cost a stage, as the
     # simulation does: here are the cuts at which every copy costs that, if there are any.
-    counted = counted_with_copies(problem.layer_costs.profile) if isinstance(space, Chain) else None
+    counted = counted_with_copies(problem.layer_costs.profile)
     # Over many states all searches choose between the whole of a stage and nothing, so the families are alike.
     for limits in families(problem.limits)[-1 if len(space) > FEW_STATES else 0 :]:
         kinds = [*kinds_of_plans(problem.link, limits, link_unit)]

@@ -41,18 +41,6 @@ class Bounds(StageModel):
     def _lower_bounds(self, work: Work, target_s: float) -> list[Floats]:
         """Return increasing replica counts >= 2; one of them is the fewest that meets the target, if any does."""
 
-    @abstractmethod
-    def additive_s(self, work: Work, replicas: int) -> list[Floats]:
-        """Return seconds that add up over a stage's layers and are at most r·T if it meets the target T."""
-
-    def cut_within(self, output_bytes: Floats, replicas: int, target_s: float) -> NDArray[np.bool_]:
-        """Return whether a stage may begin or end at cuts that these bytes cross; not for the first stage's end."""
-        return np.ones(output_bytes.shape, dtype=bool)
-
-    @abstractmethod
-    def fewest_around_cut(self, output_bytes: Floats, gradient_bytes: Floats, target_s: float) -> tuple[Floats, Floats]:
-        """Return the fewest GPUs before and after cuts that these bytes cross, in any plan within the target."""
-
     def least_s(self, work: Work) -> Floats:
         """Return the least GPU seconds per minibatch that a stage takes, on any number of replicas."""
         return work.compute_s
@@ -99,12 +87,6 @@ class BoundsLike(Bounds):
     def _lower_bounds(self, work: Work, target_s: float) -> list[Floats]:
         return self.like._lower_bounds(work, target_s)
 
-    def cut_within(self, output_bytes: Floats, replicas: int, target_s: float) -> NDArray[np.bool_]:
-        return self.like.cut_within(output_bytes, replicas, target_s)
-
-    def fewest_around_cut(self, output_bytes: Floats, gradient_bytes: Floats, target_s: float) -> tuple[Floats, Floats]:
-        return self.like.fewest_around_cut(output_bytes, gradient_bytes, target_s)
-
 
 def larger_root(a: ArrayLike, b: Floats, c: Floats) -> Floats:
     """Return the larger root of a·r² - b·r + c; 0 where there is none, or where `a` is not positive."""
@@ -145,23 +127,6 @@ class AsynchronousBounds(AsynchronousModel, Bounds):
             step_s = reduce_part * steps_s
             both = np.maximum(both, larger_root(target_s - step_s, own_s + ring_part_s - step_s, ring_part_s))
         return [simple, both] if latency > 0 else [both]  # without latency more replicas never hurt
-
-    def additive_s(self, work: Work, replicas: int) -> list[Floats]:
-        # The processor's, without latency and messages: with Bw and the last part of AR, and with AR.
-        ring_s = 2 * (replicas - 1) / replicas * work.trainable_bytes / self.link.ring_bytes_per_s
-        part = 1 / BUCKETS if self.link.overlap else 1.0
-        base_s = work.forward_s + work.recompute_s + work.update_s
-        sums = [base_s + work.backward_s + part * ring_s]
-        if replicas > 1 and part < 1:
-            sums.append(base_s + ring_s)
-        return sums
-
-    def fewest_around_cut(self, output_bytes: Floats, gradient_bytes: Floats, target_s: float) -> tuple[Floats, Floats]:
-        # They have time to send all values over the cut, and to receive them.
-        each_s = target_s / self.microbatches
-        busier = np.maximum(output_bytes, gradient_bytes) / (self.link.bandwidth_bytes_per_s * each_s)
-        fewest = np.ceil(busier * (1 - SLACK))
-        return fewest, fewest
 
 
 class DoubleBufferedBounds(DoubleBufferedModel, AsynchronousBounds):
@@ -212,18 +177,6 @@ class DoubleBufferedBounds(DoubleBufferedModel, AsynchronousBounds):
     def enough_before(self, replicas: Integers, after: Integers) -> NDArray[np.bool_]:
         return (after <= self.microbatches) & (-(-after // replicas) <= self.microbatches // replicas)
 
-    def additive_s(self, work: Work, replicas: int) -> list[Floats]:
-        # r times the processor's seconds per minibatch, without latency and messages.
-        share, r = -(-self.microbatches // replicas), float(replicas)
-        ring_s = self._ring_s(work, np.float64(r))
-        part = 1 / BUCKETS if self.link.overlap else 1.0
-        base_s = share * (work.forward_s + work.recompute_s + work.backward_s) + work.update_s
-        base_s = base_s + (share - 1) * work.accumulate_s
-        sums = [r * (base_s + part * ring_s)]
-        if replicas > 1 and part < 1:
-            sums.append(r * (base_s - work.last_backward_s(share) + ring_s))
-        return sums
-
     def _fewest_within(self, each_s: Floats, room_s: Floats) -> Integers:
         """Return the fewest replicas that have time for their share of the microbatches, of `each_s` each."""
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -243,18 +196,6 @@ class PipedreamBounds(PipedreamModel, Bounds):
         stage = larger_root(target_s, work.compute_s + ring_s, ring_s)
         return [np.maximum(np.maximum(stage, cuts / target_s), work.compute_s / target_s)]
 
-    def additive_s(self, work: Work, replicas: int) -> list[Floats]:
-        bandwidth = self.link.bandwidth_bytes_per_s
-        return [work.compute_s + 4 * (replicas - 1) * work.trainable_bytes / (bandwidth * replicas)]
-
-    def cut_within(self, output_bytes: Floats, replicas: int, target_s: float) -> NDArray[np.bool_]:
-        return 2 * output_bytes / (self.link.bandwidth_bytes_per_s * replicas) * (1 - SLACK) <= target_s
-
-    def fewest_around_cut(self, output_bytes: Floats, gradient_bytes: Floats, target_s: float) -> tuple[Floats, Floats]:
-        # The replicas of the stage after the cut; the one before may be the first, which is not charged.
-        after = np.ceil(2 * output_bytes / (self.link.bandwidth_bytes_per_s * target_s) * (1 - SLACK))
-        return np.ones_like(after), after
-
 
 class PaperBounds(PaperModel, Bounds):
     """The inverse of `PaperModel`."""
@@ -262,16 +203,6 @@ class PaperBounds(PaperModel, Bounds):
     def _lower_bounds(self, work: Work, target_s: float) -> list[Floats]:
         # The all-reduce's share grows with r here, so the fewest replicas that compute in time are the only hope.
         return [np.asarray(work.compute_s / target_s)]
-
-    def additive_s(self, work: Work, replicas: int) -> list[Floats]:
-        if replicas == 1:
-            return [work.compute_s]
-        return [work.compute_s, 2 * (replicas - 1) * work.trainable_bytes / self.link.bandwidth_bytes_per_s]
-
-    def fewest_around_cut(self, output_bytes: Floats, gradient_bytes: Floats, target_s: float) -> tuple[Floats, Floats]:
-        # Replicas do not help.
-        within = 2 * output_bytes / self.link.bandwidth_bytes_per_s <= target_s
-        return np.ones_like(output_bytes), np.where(within, 1.0, float(IMPOSSIBLE))
 
 
 def bounds_for(name: CostModelName, link: Link, schedule: Schedule = ONE_F_ONE_B, microbatches: int = 1) -> Bounds:

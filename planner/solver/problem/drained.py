@@ -28,7 +28,7 @@ from planner.cost.candidate import StageOptions
 from planner.cost.recomputation import units_of
 from planner.cost.work import Floats
 from planner.solver.problem.problem import Problem
-from planner.solver.problem.states import column, is_linear, uncut_groups
+from planner.solver.problem.states import column, uncut_groups
 from planner.units import SLACK
 
 STEPS = 64  # of X, between which the bound takes the better end of each of its parts
@@ -39,9 +39,9 @@ def drained_s(problem: Problem) -> float:
 
     The problem's schedule is synchronous, with one stage per worker and whole backwards, and its GPUs are alike.
     """
-    groups = uncut_groups(problem.layer_costs)
-    if not problem.schedule.pipelined or not (problem.keeps_order or is_linear(problem.layer_costs, groups)):
+    if not problem.schedule.pipelined:
         return 0.0
+    groups = uncut_groups(problem.layer_costs)
     drained, several = _Drained(problem, groups), len(groups) > 1 and problem.cluster.gpus > 1
     return drained.alone_s(drained.several_s() if several else np.inf, sorted({0, *problem.levels}))
 

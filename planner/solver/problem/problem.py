@@ -31,7 +31,7 @@ from planner.schedule.schedule import Schedule
 from planner.solver.problem.bounds import Bounds, bounds_for
 from planner.solver.problem.budget import NO_HURRY, Budget, Deadline
 from planner.solver.problem.result import Evaluation, Found
-from planner.solver.problem.states import StateSpace, is_linear, uncut_groups
+from planner.solver.problem.states import StateSpace
 
 
 @dataclass(frozen=True)
@@ -122,11 +122,6 @@ class Problem:
             if late or idle or not schedule.versions_suffice(self.microbatches, stage.replicas, depth):
                 return False
         return limits.allows_stages(len(plan.stages)) and plan.fits(self.cluster)
-
-    @property
-    def keeps_order(self) -> bool:
-        """Whether stages must be runs of consecutive layers: the executor builds no others."""
-        return self.layer_costs.profile.trainable
 
     @property
     def levels(self) -> tuple[int, ...]:
@@ -223,14 +218,12 @@ class Problem:
         allowed = (each for each in self.schedule.leaner if most is None or each.staleness(1) <= most)
         return [self.with_schedule(schedule, microbatches) for schedule in allowed]
 
-    def with_cuts_forbidden(self) -> Problem | None:
-        """Return the problem with all constraints as forbidden cuts; None if they say more."""
-        layer_costs, constraints = self.layer_costs, self.constraints
-        if constraints.empty:
+    def with_cuts_forbidden(self) -> Problem:
+        """Return the problem with all constraints as forbidden cuts."""
+        if self.constraints.empty:
             return self
-        in_order = self.keeps_order or is_linear(layer_costs, uncut_groups(layer_costs))
-        profile = constraints.as_forbidden_cuts(layer_costs.profile, in_order=in_order)
-        return None if profile is None else replace(self.with_profile(profile), constraints=Constraints())
+        profile = self.constraints.as_forbidden_cuts(self.layer_costs.profile)
+        return replace(self.with_profile(profile), constraints=Constraints())
 
 
 Answer = Callable[[Problem], Found]

@@ -40,10 +40,7 @@ class BoundedPath:
     """The best path found."""
 
     path: CutPath | None  # None if no plan fits the memory
-    bound_s: float  # that no plan is below
-    space: StateSpace  # of the path's states
-    # On clusters of several levels, where `bound_s` holds for consecutive ranks: what no plan on any ranks is below.
-    anywhere_s: float = 0.0
+    bound_s: float  # that no plan is below; on clusters of several levels, none on consecutive ranks
 
 
 def with_replicas(path: CutPath, replicas: Sequence[int]) -> CutPath:

@@ -1,8 +1,8 @@
-"""States of the search: sets of layers that may be before a cut, and the stages between them.
+"""States of the search: how many layers of the profile's order are before a cut, and the stages between them.
 
-The layers before a cut must include all their predecessors, so they are a downset of the graph. `Chain` has the
-downsets that are prefixes of the profile's order; if each layer feeds the next, there are no others. A stage is a pair
-of states, one of which contains the other. Its work depends on nothing else, which makes the search exact.
+A stage is a pair of states. Its work depends on nothing else, which makes the search exact. A branching model could
+also be cut at other sets of layers that contain all their predecessors; as in PipeDream's paper, in Alpa and in
+torch.distributed.pipelining, plans have none of these.
 
 Values that are live at the first state I and that no layer of the stage uses pass by the stage. With front(I) the bytes
 live at I, and passing(I, J) those among them that no layer of J \\ I uses,
@@ -32,18 +32,12 @@ COUNTED = _TIMES + _BYTES  # quantities that are sums over a stage's layers
 
 
 class StateSpace(ABC):
-    """States in an order in which every state comes after those it contains; the first is empty, the last has all."""
+    """States, each of which contains those before it; the first is empty, the last has all layers."""
 
-    complete: bool  # whether no legal cut is missing
-
-    def __init__(
-        self, layer_costs: LayerCosts, sums: dict[str, Floats], fronts: Floats, some: Integers | None = None
-    ) -> None:
-        """Keep sums of each quantity over the layers of all states, and what is live at them, of `some` of them."""
-        if some is not None:
-            sums, fronts = {name: values[some] for name, values in sums.items()}, fronts[:, some]
+    def __init__(self, layer_costs: LayerCosts, sums: dict[str, Floats], fronts: Floats) -> None:
+        """Keep sums of each quantity over the layers of all states, and what is live at them."""
         self.layer_costs, self._sums, self._fronts = layer_costs, sums, fronts
-        self.outputs, self.gradients = fronts[:2]
+        self.outputs = fronts[0]
         self.compute_s = sums["forward_s"] + sums["backward_s"] + sums["update_s"]
 
     def __len__(self) -> int:
@@ -54,7 +48,7 @@ class StateSpace(ABC):
         return np.unique(np.linspace(0, len(self) - 1, most).astype(np.int64))
 
     @abstractmethod
-    def only(self, states: Integers, *, complete: bool = False) -> "StateSpace":
+    def only(self, states: Integers) -> "StateSpace":
         """Return the space of these states, which must include both ends."""
 
     @property
@@ -66,14 +60,6 @@ class StateSpace(ABC):
     def ends(self) -> int:
         """How many last states stages may have: `len(self) * number of the size + state`."""
         return len(self) * len(self.sizes)
-
-    @abstractmethod
-    def among_later(self, state: int, others: Integers) -> Integers:
-        """Return those of `others`, which all come later in the order, that contain the state."""
-
-    @abstractmethod
-    def holds(self, layer: int) -> NDArray[np.bool_]:
-        """Return which states contain the layer at this position."""
 
     @abstractmethod
     def passing(self, state: int, others: Integers) -> Floats | None:
@@ -130,7 +116,8 @@ class StateSpace(ABC):
     @cached_property
     def every_stage(self) -> tuple[Integers, Integers, Work]:
         """The first states, last states and work of all stages."""
-        later = [self.among_later(i, np.arange(i + 1, self.ends)) for i in range(len(self) - 1)]
+        ends = np.arange(self.ends)
+        later = [ends[ends % len(self) > state] for state in range(len(self) - 1)]
         works = [self.work(state, others) for state, others in enumerate(later)]
         counts = [len(others) for others in later]
         return np.repeat(np.arange(len(later)), counts), np.concatenate(later), joined(works, counts)
@@ -170,8 +157,6 @@ class BySize(StateSpace):
     Last states are asked for in the order of the sizes.
     """
 
-    complete = False
-
     def __init__(self, spaces: Sequence[StateSpace]) -> None:
         self._spaces = spaces
         self.layer_costs, self.compute_s = spaces[0].layer_costs, spaces[0].compute_s
@@ -180,16 +165,8 @@ class BySize(StateSpace):
     def sizes(self) -> Sequence[StateSpace]:
         return self._spaces
 
-    def among_later(self, state: int, others: Integers) -> Integers:
-        later = np.zeros(len(self), dtype=bool)
-        later[self._spaces[0].among_later(state, np.arange(state + 1, len(self)))] = True
-        return others[later[others % len(self)]]
-
-    def only(self, states: Integers, *, complete: bool = False) -> StateSpace:
-        return BySize([space.only(states, complete=complete) for space in self._spaces])
-
-    def holds(self, layer: int) -> NDArray[np.bool_]:
-        return self._spaces[0].holds(layer)
+    def only(self, states: Integers) -> StateSpace:
+        return BySize([space.only(states) for space in self._spaces])
 
     def passing(self, state: int, others: Integers) -> Floats | None:
         found = [space.passing(state, others[own] % len(self)) for space, own in self._parts(others)]
@@ -217,39 +194,28 @@ class BySize(StateSpace):
 
 
 class Chain(StateSpace):
-    """Prefixes of an order of the layers whose ends are legal cuts: `no_cut_after` does not forbid them."""
+    """Prefixes of the profile's order whose ends are legal cuts: `no_cut_after` does not forbid them."""
 
-    def __init__(
-        self, layer_costs: LayerCosts, order: Sequence[tuple[int, ...]] | None = None, states: Integers | None = None
-    ) -> None:
-        """Take the uncut groups in an `order` other than the profile's, and some `states` by number, with both ends."""
-        groups = uncut_groups(layer_costs) if order is None else order
-        self._given, self._in_order = order, order is None
-        self._order = np.array([layer for group in groups for layer in group])
-        ends = np.cumsum([0, *(len(group) for group in groups)])
+    def __init__(self, layer_costs: LayerCosts, states: Integers | None = None) -> None:
+        """Take all of them, or some `states` by number, with both ends."""
+        ends = np.cumsum([0, *map(len, uncut_groups(layer_costs))])
         self._states = np.arange(len(ends)) if states is None else states
         self._ends = ends[self._states]
-        rank = self._rank = np.argsort(self._order)
-        self._values = [  # place of the producer, ascending places of the users, and what the value adds to a front
-            (int(rank[value.producer]), sorted(rank[list(value.users)].tolist()), value.amounts)
-            for value in layer_costs.traffic
+        self._values = [  # the producer, the users ascending, and what the value adds to a front
+            (value.producer, sorted(value.users), value.amounts) for value in layer_costs.traffic
         ]
-        columns = {name: np.cumsum(column(layer_costs, name)[self._order]) for name in COUNTED}
-        sums = {name: np.concatenate(([0.0], values))[ends] for name, values in columns.items()}
-        fronts = np.zeros((len(FRONTS), len(self._order) + 1))
+        sums = {name: np.concatenate(([0.0], np.cumsum(column(layer_costs, name)))) for name in COUNTED}
+        fronts = np.zeros((len(FRONTS), ends[-1] + 1))
         for producer, users, weights in self._values:
             fronts[:, producer + 1 : users[-1] + 1] += weights[:, None]  # produced, and needed by a later user
-        super().__init__(layer_costs, sums, fronts[:, ends], states)
-        self.complete = order is None and states is None and is_linear(layer_costs, groups)
+        super().__init__(layer_costs, {name: each[self._ends] for name, each in sums.items()}, fronts[:, self._ends])
 
-    def only(self, states: Integers, *, complete: bool = False) -> "Chain":
-        return Chain(self.layer_costs, self._given, self._states[states])
-
-    def among_later(self, state: int, others: Integers) -> Integers:
-        return others  # each prefix contains the shorter ones
+    def only(self, states: Integers) -> "Chain":
+        return Chain(self.layer_costs, self._states[states])
 
     def holds(self, layer: int) -> NDArray[np.bool_]:
-        return np.asarray(self._ends > self._rank[layer])
+        """Return which states contain the layer at this position."""
+        return np.asarray(self._ends > layer)
 
     def passing(self, state: int, others: Integers) -> Floats | None:
         """Sum live values by their next use: a value passes every stage that ends before it."""
@@ -257,11 +223,11 @@ class Chain(StateSpace):
         return sums[:, np.searchsorted(uses, self._ends[others], side="left")] if len(uses) else None
 
     def layers(self, state: int, other: int) -> tuple[int, ...]:
-        return tuple(sorted(self._order[self._ends[state] : self._ends[other]].tolist()))
+        return tuple(range(int(self._ends[state]), int(self._ends[other])))
 
     def _working(self, state: int, others: Integers) -> tuple[Floats, Floats, Floats]:
         known = self.layer_costs.at_work
-        if known is None or not self._in_order:
+        if known is None:
             return super()._working(state, others)
         first = self._ends[state]
         layers = known[:, first : self._ends[np.max(others)]]
@@ -300,13 +266,6 @@ def uncut_groups(layer_costs: LayerCosts) -> list[tuple[int, ...]]:
     forbidden, last = set(profile.no_cut_after), len(profile.layers)
     ends = [end for end, layer in enumerate(profile.layers, 1) if layer.name not in forbidden or end == last]
     return [tuple(range(first, end)) for first, end in pairwise([0, *ends])]
-
-
-def is_linear(layer_costs: LayerCosts, groups: Sequence[tuple[int, ...]]) -> bool:
-    """Return whether each group feeds the next, so that the graph has only one order and its cuts are prefixes."""
-    group_of = {layer: number for number, group in enumerate(groups) for layer in group}
-    links = {(group_of[value.producer], group_of[user]) for value in layer_costs.traffic for user in value.users}
-    return all((number, number + 1) in links for number in range(len(groups) - 1))
 
 
 def column(layer_costs: LayerCosts, name: str) -> Floats:

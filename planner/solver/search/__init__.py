@@ -1,1 +1,1 @@
-"""Searches for the best plan by the cost model: over the cuts along an order, over all cuts, on levels, by programs."""
+"""Searches for the best plan by the cost model: over the cuts along the profile's order, on levels, by programs."""

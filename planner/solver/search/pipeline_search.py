@@ -16,19 +16,8 @@ from planner.solver.search.chain.fewest import FEW_STATES
 from planner.solver.search.chain.search import ANY_TIME_S, Search
 from planner.solver.search.chain.synchronous import SynchronousSearch
 from planner.solver.search.chain.ways import relaxed_s
-from planner.solver.search.graph.branches import MOST_STATES, search_beyond
-from planner.solver.search.graph.downsets import Downsets, enumerate_downsets
-from planner.solver.search.levels.columns import Columned, bound_beyond, search_columns
-from planner.solver.search.levels.levels import (
-    best_of,
-    beyond_the_order,
-    flat_search,
-    nearest_path,
-    nearest_search,
-    search_all_cuts,
-    search_levels,
-)
-from planner.units import SLACK
+from planner.solver.search.levels.columns import Columned, search_columns
+from planner.solver.search.levels.levels import best_of, flat_search, nearest_path, nearest_search, search_levels
 
 MOST_SYNCHRONOUS_STATES = 600  # the search for synchronous schedules is slower
 MOST_SYNCHRONOUS_GPUS = 64  # beyond, no synchronous schedule is proposed where nothing fits
@@ -37,7 +26,7 @@ MANY_GPUS, MOST_EXACT_STATES = 1024, 1024
 
 
 class PipelineSearch:
-    """The searches for one problem over one space of cuts: by default the cuts along the profile's order."""
+    """The searches for one problem over one space of cuts: by default all that the profile allows."""
 
     def __init__(self, problem: Problem, space: StateSpace | None = None) -> None:
         self.problem, self.space = problem, space or Chain(problem.layer_costs)
@@ -62,15 +51,17 @@ class PipelineSearch:
         self.interrupted = search.interrupted
         return path
 
-    def extended(self, path: CutPath) -> BoundedPath:
-        """Extend the best path to all cuts and to the cluster's levels as far as possible, and bound every plan."""
+    def bounded(self, path: CutPath) -> BoundedPath:
+        """Return the best path over the cluster's levels, given the best for the nearest flat one; bound every plan."""
         if self.interrupted:
-            return BoundedPath(path, self.relaxed_s(), self.space)
-        extended = self._over_levels(path) if self.problem.placed else self._beyond_the_order(path)
-        bound_s = extended.bound_s * (1 - self.problem.precision)
+            return BoundedPath(path, self.relaxed_s())
+        found = BoundedPath(path, path.seconds)
+        if self.problem.placed:
+            found = search_levels(self.problem, self.space, path)
+        bound_s = found.bound_s * (1 - self.problem.precision)
         if self._misses_choices:
             bound_s = min(bound_s, self._whatever_recomputes_s())
-        return replace(extended, bound_s=bound_s)
+        return replace(found, bound_s=bound_s)
 
     @cached_property
     def _misses_choices(self) -> bool:
@@ -85,60 +76,20 @@ class PipelineSearch:
         path = None if problem.deadline.passed else search.best()
         if path is None or search.interrupted:
             return self.relaxed_s()
-        if problem.placed and problem.precision > 0 and self.space.complete:
+        if problem.placed and problem.precision > 0:
             return path.seconds * (1 - problem.precision)  # searches that need not be precise find no better bound
-        return search.extended(path).bound_s
+        return search.bounded(path).bound_s
 
-    def _beyond_the_order(self, path: CutPath) -> BoundedPath:
-        problem, space = self.problem, self.space
-        # Where other cuts only bound, and the bound will be one without limits of memory, they tell nothing more.
-        if space.complete or (problem.keeps_order and self._misses_choices):
-            return BoundedPath(path, path.seconds, space)
-        if problem.schedule.asynchronous:
-            order = problem.keeps_order
-            beyond = search_beyond(space, problem.asynchronous(), problem.limits, path, bound_only=order)
-            return replace(beyond, path=path, space=space) if order else beyond
-        wider = None if problem.deadline.passed else self.over_all_cuts()
-        best = None if wider is None else wider.best()
-        if wider is None or best is None or wider.interrupted:
-            return BoundedPath(path, self.relaxed_s(), space)
-        if problem.keeps_order or best.seconds >= path.seconds * (1 - SLACK):
-            return BoundedPath(path, min(best.seconds, path.seconds), space)
-        return BoundedPath(best, best.seconds, wider.space)
-
-    def _over_levels(self, path: CutPath) -> BoundedPath:
-        problem, space = self.problem, self.space
-        along = search_levels(problem, space, path)
-        assert along.path is not None
-        if space.complete:
-            return along
-        if not problem.schedule.stashes:
-            return replace(along, bound_s=self.relaxed_s())
-        if problem.keeps_order:
-            bound_s = beyond_the_order(problem, space, path).bound_s
-            return replace(along, bound_s=min(along.path.seconds, bound_s))
-        return search_all_cuts(problem, space, along.path, path)
-
-    def columned(self, path: CutPath, known: BoundedPath, best: Evaluation) -> Columned:
+    def columned(self, path: CutPath, best: Evaluation) -> Columned:
         """Find plans in columns on clusters of several levels, and bound them.
 
-        `path` is the best on the nearest flat cluster; `known` is the best on consecutive ranks, and `best` its price.
+        `path` is the best on the nearest flat cluster; `best` is the best on consecutive ranks.
         """
         if not self.problem.placed or not self.problem.simulates:
             return Columned((), np.inf)
         if self.interrupted:
             return Columned((), self.relaxed_s())
-        found = search_columns(self.problem, self.space, path, best)
-        if self.space.complete or self.problem.keeps_order or not self.problem.schedule.stashes:
-            return found  # the bound over all cuts holds wherever their stages are placed
-        return replace(found, bound_s=min(found.bound_s, bound_beyond(self.problem, known, best)))
-
-    def over_all_cuts(self) -> "PipelineSearch | None":
-        """Return a search over every cut of the graph, or None where those are too many."""
-        layer_costs = self.space.layer_costs
-        most = MOST_STATES if self.problem.schedule.asynchronous else MOST_SYNCHRONOUS_STATES
-        words = enumerate_downsets(layer_costs, most, self.problem.deadline)
-        return None if words is None else PipelineSearch(self.problem, Downsets(layer_costs, words, complete=True))
+        return search_columns(self.problem, self.space, path, best)
 
     def leaner(self) -> dict[str, Fits]:
         """Return searches that need less memory, by the arguments that ask for them."""

@@ -77,7 +77,7 @@ def test_stages_recompute_more_than_they_must_where_that_makes_the_pipeline_deep
     plain = evaluate(asked, candidates([range(2), range(2, 4)], [1, 1]))
     best = improved(asked, Found(plain, 0.0)).best
     assert (plain.price.in_flight, best.price.in_flight) == ((2, 1), (3, 1))
-    every = (evaluate(asked, stages) for stages in plans(asked, 2, in_order=True))
+    every = (evaluate(asked, stages) for stages in plans(asked, 2))
     fastest_s = min(plan.seconds for plan in every if asked.allows(plan))
     assert best.seconds == pytest.approx(fastest_s)
     assert best.seconds == pytest.approx(16 / 18 * plain.seconds)

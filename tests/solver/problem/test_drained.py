@@ -58,7 +58,7 @@ def test_bound_holds_on_servers(seed: int) -> None:
     problem = replace(problem, setting=setting, rules=replace(problem.rules, max_stages=None, max_staleness=None))
     if len(problem.layer_costs.profile.layers) > 6:
         pytest.skip("there are too many plans to try")
-    best = brute_force(problem, in_order=True)
+    best = brute_force(problem)
     assert best is None or drained_s(problem) <= best.seconds * (1 + SLACK)
 
 

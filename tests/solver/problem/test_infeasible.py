@@ -42,9 +42,7 @@ def test_named_memory_and_gpus_against_brute_force(
     def fits(count: int, size: int) -> bool:
         cluster = flat_cluster(count, 4.0, size)
         layer_costs = LayerCosts(model)
-        found = brute_force(
-            layer_costs, cluster, schedule=find(schedule), microbatches=microbatches, recompute="auto", in_order=True
-        )
+        found = brute_force(layer_costs, cluster, schedule=find(schedule), microbatches=microbatches, recompute="auto")
         return found is not None
 
     try:

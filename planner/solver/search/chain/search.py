@@ -4,7 +4,7 @@ Fix a target T. Walking from the last state to the first,
 
     gpus(I) = min over J of  gpus(J) + fewest_replicas(I, J, T)
 
-is the fewest GPUs that run everything after the downset I in time T. Memory fits in the same walk: what a stage has in
+is the fewest GPUs that run everything after the cut I in time T. Memory fits in the same walk: what a stage has in
 flight depends only on the GPUs after it, and fewer are never worse. O(states²) per target, whatever the cluster (the
 published dynamic programme is O(states²·GPUs²)). A state that leaves fewer GPUs than the layers before it need is on no
 plan. Where that plan breaks a limit on the numbers of stages, the number becomes part of the state.
@@ -123,9 +123,7 @@ class Search:
         return np.minimum(np.floor(self.gpus - self._before_s / target_s + SLACK).astype(np.int64), self._room)
 
     def _walk(self, target_s: float) -> CutPath | None:
-        space, last = self.space, len(self.space) - 1
-        before_s = self._before_s
-        room = self._room_at(target_s)
+        last, before_s, room = len(self.space) - 1, self._before_s, self._room_at(target_s)
         gpus = np.full(last + 1, IMPOSSIBLE, dtype=np.int64)
         # Of the suffix: its stages, and those that recompute; the next state, and the first stage's replicas.
         stages, recomputed, follow, replicas = np.zeros((4, last + 1), dtype=np.int64)
@@ -144,7 +142,6 @@ class Search:
             least = np.maximum(np.ceil(least_s / target_s - SLACK), 1.0)
             # A stage needs at least its compute time over the target, however its all-reduce overlaps.
             others = others[gpus[others] + least <= room[state]]
-            others = space.among_later(state, others)
             if not len(others):
                 continue
             total, r, again = self.suffixes(state, others, target_s, gpus[others], int(room[state]))
@@ -179,7 +176,7 @@ class Search:
         useful = np.flatnonzero(self._suffix <= self.gpus)
         for place in range(len(useful) - 2, -1, -1):
             state = int(useful[place])
-            others = space.among_later(state, useful[place + 1 :])
+            others = useful[place + 1 :]
             numbers = np.arange(1) if state == 0 else np.arange(1, most)
             if not len(others) or not len(numbers):
                 continue
@@ -218,7 +215,6 @@ class Search:
             others = useful[number + 1 :]
             least = np.maximum(np.ceil((self._before_s[others] - self._before_s[state]) / target_s - SLACK), 1)
             others = others[prefix[state] + least + self._suffix[others] <= self.gpus]
-            others = self.space.among_later(int(state), others)
             if len(others):
                 r = self._fewest.alone(int(state), others, target_s)
                 prefix[others] = np.minimum(prefix[others], prefix[state] + r)

@@ -319,7 +319,7 @@ def stages_alike(
     found = list[Stages]()
     for state in range(len(space) - 1):
         limits.deadline.check()
-        others = may_fit(state, space.among_later(state, np.arange(state + 1, len(space))))
+        others = may_fit(state, np.arange(state + 1, len(space)))
         plainest = of_use(ways.all(state, others))
         limited = (plainest.after < gpus // unit).any(axis=0)
         choosing = ways.choosing(plainest.ways, limited, len(others))

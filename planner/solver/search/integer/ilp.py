@@ -15,8 +15,6 @@ from planner.solver.problem.budget import Budget, OutOfTimeError
 from planner.solver.problem.infeasible import PLENTY, against_constraints, explain
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import Evaluation, Found, IlpAnswer
-from planner.solver.search.chain.ways import relaxed_s
-from planner.units import SLACK
 
 if TYPE_CHECKING:
     from planner.solver.search.integer.ilp_flow import MilpName
@@ -42,8 +40,6 @@ def needs_program(problem: Problem, solver: SolverName) -> bool:
 def _beyond_the_search(problem: Problem) -> str | None:
     if problem.cluster.kinds and (problem.schedule.chunked or len(problem.cluster.joined) > 1):
         return "GPUs of several kinds" + ("" if problem.schedule.chunked else " on several levels")
-    if problem.with_cuts_forbidden() is None:
-        return "layers kept together that are no neighbours in the profile's order"
     return None
 
 
@@ -103,14 +99,8 @@ def solve_ilp(problem: Problem, solver: "MilpName | None" = None) -> IlpAnswer |
 
     _refuse(problem)
     solver = solver or installed()[0]
-    columns = Columns(problem, all_cuts=not problem.keeps_order)
-    answer = Flow(problem, columns, solver).solve()
-    if answer is None:
-        return None
-    if not columns.space.complete:  # this says nothing of other cuts
-        bound_s = min(answer.bound_s, relaxed_s(problem, columns.space))
-        answer = replace(answer, bound_s=bound_s, optimal=answer.optimal and bound_s >= answer.seconds * (1 - SLACK))
-    return replace(answer, stages=_ranked(problem, answer))
+    answer = Flow(problem, Columns(problem), solver).solve()
+    return None if answer is None else replace(answer, stages=_ranked(problem, answer))
 
 
 def _refuse(problem: Problem) -> None:

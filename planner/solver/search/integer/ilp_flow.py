@@ -24,12 +24,10 @@ from planner.cost.work import Integers
 from planner.errors import InputError
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import IlpAnswer
-from planner.solver.problem.states import Chain, StateSpace
+from planner.solver.problem.states import Chain
 from planner.solver.search.chain.ways import Stages, stages_on
-from planner.solver.search.graph.downsets import Downsets, enumerate_downsets
 from planner.units import SLACK
 
-MOST_STATES = 2_000
 MOST_COLUMNS = 200_000
 
 
@@ -52,22 +50,15 @@ class Column:
 
 
 class Columns:
-    """The states of a problem, along the profile's order or all cuts, and all candidate stages, if not too many."""
+    """The states of a problem and all candidate stages, if not too many."""
 
-    def __init__(self, problem: Problem, *, all_cuts: bool) -> None:
+    def __init__(self, problem: Problem) -> None:
         self.problem = problem
         # The same cuts for every kind of device, with its own times.
-        costs = [problem.layer_costs.on_kind(kind) for kind in problem.kinds]
-        self._spaces: list[StateSpace] = [Chain(each) for each in costs]
-        words = None
-        if all_cuts and not self._spaces[0].complete:
-            words = enumerate_downsets(costs[0], MOST_STATES)
-        if words is not None:
-            order = Downsets(costs[0], words, complete=True).order
-            self._spaces = [Downsets(each, words, complete=True, order=order) for each in costs]
+        self._spaces = [Chain(problem.layer_costs.on_kind(kind)) for kind in problem.kinds]
         self.space = self._spaces[0]
-        self.last = len(self.space) - 1
-        self.sets = [frozenset(self.space.layers(0, state)) for state in range(len(self.space))]
+        self.sets = self.cuts()
+        self.last = len(self.sets) - 1
         # States that separate no group; the empty one and the whole model never do.
         groups = problem.constraints.groups(problem.layer_costs.profile)
         self.states = np.array(
@@ -75,14 +66,16 @@ class Columns:
         )
         self._stages_of: dict[tuple[frozenset[int], int], list[Stages]] = {}
 
+    def cuts(self) -> list[frozenset[int]]:
+        """Return the layers before each cut, all of an earlier one before a later one."""
+        return [frozenset(self.space.layers(0, state)) for state in range(len(self.space))]
+
     @cached_property
     def all(self) -> list[Column]:
         """Every column that is not dominated by another one with the same ends."""
         found: list[Column] = []
         for number, state in enumerate(self.states[:-1]):
-            others = self.space.among_later(int(state), self.states[number + 1 :])
-            if len(others):
-                found.extend(self.columns_from(int(state), others))
+            found.extend(self.columns_from(int(state), self.states[number + 1 :]))
             if len(found) > MOST_COLUMNS:
                 raise InputError(
                     f"more than {MOST_COLUMNS} candidate stages are too many for an integer program",

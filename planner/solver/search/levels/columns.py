@@ -23,12 +23,11 @@ from planner.solver.evaluate.evaluation import priced, priced_path
 from planner.solver.problem.bounds import Bounds, BoundsLike, bounds_for
 from planner.solver.problem.budget import OutOfTimeError
 from planner.solver.problem.problem import Limits, Problem
-from planner.solver.problem.result import RESOLUTION, BoundedPath, CutPath, Evaluation
+from planner.solver.problem.result import RESOLUTION, CutPath, Evaluation
 from planner.solver.problem.states import StateSpace
 from planner.solver.search.chain.search import Search
 from planner.solver.search.chain.synchronous import SynchronousSearch
 from planner.solver.search.chain.ways import BestWays, taken
-from planner.solver.search.graph.branches import search_beyond
 from planner.solver.search.levels.local_search import LocalSearch
 from planner.solver.search.levels.relaxed import objective_of
 from planner.units import SLACK
@@ -82,10 +81,6 @@ class NearestModel(BoundsLike):
             smaller = larger
         return answer
 
-    def additive_s(self, work: Work, replicas: int) -> list[Floats]:
-        level = sum(replicas > size for size in self._groups[:-1])
-        return self._levels[level].additive_s(work, replicas)
-
 
 MOST_COLUMNED = 64  # GPUs up to which columns are searched; beyond, those of good plans are priced
 MOST_STATES = 600  # likewise: with more cuts, the bound for consecutive ranks is the nearest flat cluster's, too
@@ -118,9 +113,6 @@ class MultiplesModel(BoundsLike):
             if np.array_equal(again, rounded):
                 return rounded
             fewest = np.asarray(again, dtype=np.int64)
-
-    def additive_s(self, work: Work, replicas: int) -> list[Floats]:
-        return self.like.additive_s(work, replicas)
 
 
 class _Multiples(Search):
@@ -166,21 +158,6 @@ def search_columns(problem: Problem, space: StateSpace, nearest: CutPath, best: 
 def _multiples(gpus: int, *, precise: bool) -> list[int]:
     """Return numbers of columns to try: divisors; and all primes, so that the bound holds, and up to `DENSE` all."""
     return [n for n in range(2, gpus // 2 + 1) if gpus % n == 0 or (precise and (gpus <= DENSE or _is_prime(n)))]
-
-
-def bound_beyond(problem: Problem, known: BoundedPath, best: Evaluation) -> float:
-    """Return seconds that no asynchronous plan in columns is below, whichever legal cuts it has; see `search_columns`.
-
-    `known` is the best path on consecutive ranks over all cuts, and `best` the same plan.
-    """
-    assert known.path is not None
-    bound_s, path = best.seconds, replace(known.path, seconds=best.seconds)
-    for multiple in filter(_is_prime, range(2, problem.cluster.gpus // 2 + 1)):
-        for model, limits in _models(problem, multiple):
-            if bound_s <= known.anywhere_s or problem.cluster.gpus > MOST_COLUMNED or problem.deadline.passed:
-                return known.anywhere_s
-            bound_s = min(bound_s, search_beyond(known.space, model, limits, path, bound_only=True).bound_s)
-    return max(bound_s, known.anywhere_s)
 
 
 def _is_prime(number: int) -> bool:

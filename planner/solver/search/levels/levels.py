@@ -19,15 +19,11 @@ from planner.solver.problem.states import StateSpace
 from planner.solver.search.chain.search import Search
 from planner.solver.search.chain.synchronous import SynchronousSearch
 from planner.solver.search.chain.ways import BestWays
-from planner.solver.search.graph.branches import search_beyond
-from planner.solver.search.graph.downsets import Downsets, enumerate_downsets
-from planner.solver.search.graph.lattice import around
 from planner.solver.search.levels.columns import NearestModel
 from planner.solver.search.levels.local_search import LocalSearch
 from planner.solver.search.levels.relaxed import Relaxed, Seconds, better, objective_of
 
 MOST_PLACED = 256  # GPUs up to which every place is tried
-MOST_BOUNDED = 64  # GPUs up to which all cuts of a branching model are searched
 MOST_PRICED, PRICED_GPUS = 3_000, 16  # plans that local search prices for so many GPUs; for more GPUs, fewer plans
 FEW_PRICED = 1_000  # the same where a search need not be precise
 MOST_ALIKE = 300  # states, about, over which plans for links that are all alike are sought
@@ -79,7 +75,7 @@ def search_levels(problem: Problem, space: StateSpace, nearest: CutPath) -> Boun
         best = better(best, path, prices.seconds)
     few = problem.cluster.gpus <= MOST_PLACED and not problem.deadline.passed
     precise = few and problem.precision == 0  # the bounds of every stage in every place take long to tabulate
-    found = BoundedPath(best, nearest.seconds if best is None else min(nearest.seconds, best.seconds), space)
+    found = BoundedPath(best, nearest.seconds if best is None else min(nearest.seconds, best.seconds))
     with contextlib.suppress(OutOfTimeError):  # then it is what was found before
         if precise and len(space) <= Relaxed.states_that_fit(problem):
             found = Relaxed(problem, space).best(prices.seconds, best)
@@ -105,47 +101,6 @@ def local_search_for(problem: Problem, space: StateSpace, strain: Seconds) -> Lo
     most = MOST_PRICED if problem.precision == 0 else FEW_PRICED
     most = most * PRICED_GPUS // max(PRICED_GPUS, gpus)
     return LocalSearch(space, gpus, strain, [BestWays(problem, space).options], most, problem.deadline)
-
-
-def search_all_cuts(problem: Problem, space: StateSpace, along: CutPath, nearest: CutPath) -> BoundedPath:
-    """Search all cuts of a branching model, for the asynchronous pipeline; of too many, those nearest to good plans'.
-
-    `along` is the best path along the order, with its price.
-    """
-    beyond, layer_costs = beyond_the_order(problem, space, nearest), space.layer_costs
-    best, found = along, BoundedPath(along, min(beyond.bound_s, along.seconds), space, beyond.bound_s)
-    if problem.cluster.gpus > MOST_BOUNDED:
-        return found
-    assert beyond.path is not None
-    fit = Relaxed.states_that_fit(problem)
-    every = enumerate_downsets(layer_costs, fit, problem.deadline)
-    seeds: list[tuple[StateSpace, CutPath]] = [(space, along), (space, nearest), (beyond.space, beyond.path)]
-    with contextlib.suppress(OutOfTimeError):  # then it is what was found before
-        for _ in range(ROUNDS):
-            problem.deadline.check()
-            cuts = sorted({origin.layers(0, state) for origin, path in seeds for state in path.states[1:-1]})
-            words = around(layer_costs, cuts, fit) if every is None else every
-            nearby = Downsets(layer_costs, words, complete=every is not None)
-            answer = Relaxed(problem, nearby).best(PathPrices(problem, nearby).seconds, None)
-            path = answer.path
-            if improved := path is not None and path.seconds < best.seconds * (1 - RESOLUTION):
-                assert path is not None
-                best, seeds = path, [(nearby, path)]
-                found = replace(found, path=best, bound_s=min(beyond.bound_s, best.seconds), space=nearby)
-            if nearby.complete:
-                return replace(found, bound_s=min(answer.bound_s, best.seconds))
-            if not improved:
-                break
-    return found
-
-
-def beyond_the_order(problem: Problem, space: StateSpace, nearest: CutPath) -> BoundedPath:
-    """Search all cuts on a flat cluster that is never worse."""
-    model, gpus = _nearest_model(problem), problem.cluster.gpus
-    if gpus > MOST_BOUNDED or problem.deadline.passed:
-        bound_s = float(model.least_s(space.work(0, np.array([len(space) - 1])))[0]) / gpus
-        return BoundedPath(nearest, bound_s, space)
-    return search_beyond(space, model, problem.limits, nearest)
 
 
 def nearest_path(problem: Problem, space: StateSpace) -> tuple[CutPath | None, bool]:

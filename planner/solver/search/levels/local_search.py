@@ -91,9 +91,6 @@ class LocalSearch:
         """Return the stages of these shapes in all ways, each once, and compute their bounds, as long as allowed."""
         found = dict[_Stages, None]()
         for states, replicas in shapes:
-            # On spaces of downsets, neighbouring numbers need not contain each other.
-            if not all(len(self._space.among_later(one, np.array([other]))) for one, other in pairwise(states)):
-                continue
             for options in self._ways:
                 stages = states, options(states, replicas)
                 found[stages] = None

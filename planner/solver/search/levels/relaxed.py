@@ -256,11 +256,11 @@ class Relaxed:
                 best = better(best, path, price)
         if self.counts_gpus and len(counts) < self.gpus:
             bound_s = 0.0  # which must hold for every number of GPUs
-        return BoundedPath(best, bound_s if best is None else min(bound_s, best.seconds), self.space)
+        return BoundedPath(best, bound_s if best is None else min(bound_s, best.seconds))
 
     def _bounds(self, ways: WaysOf, state: int) -> StageBounds:
         self._deadline.check()
-        others = self.space.among_later(state, np.arange(state + 1, len(self.space)))
+        others = np.arange(state + 1, len(self.space))
         plainest = bounds_of(ways.all(state, others), self.places, self.objective)
         choosing = ways.choosing(plainest.ways, (plainest.most < self.gpus + 1).any(axis=0), len(others))
         return bounds_of(ways.all(state, others, choosing), self.places, self.objective) if choosing.any() else plainest

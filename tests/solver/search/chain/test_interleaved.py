@@ -129,7 +129,6 @@ def test_the_search_finds_what_brute_force_finds(
         chunks=chunks,
         recompute=recompute,
         shard=shard,
-        in_order=True,
     )
     if expected is None:
         assert not paths
@@ -152,7 +151,7 @@ def test_with_memory_enough_the_answer_is_exact_and_nothing_recomputes(
     rules = StageRules(shard_optimizer="never")
     paths, bound_s = InterleavedSearch(Chain(layer_costs), setting, Limits(gpus, rules=rules)).best()
     expected = brute_force(
-        layer_costs, cluster, schedule=INTERLEAVED, microbatches=microbatches, chunks=2, shard="never", in_order=True
+        layer_costs, cluster, schedule=INTERLEAVED, microbatches=microbatches, chunks=2, shard="never"
     )
     assert (expected is None) == (not paths)
     if expected is not None:

@@ -82,7 +82,7 @@ def answer(schedule: str, profile: Profile, cluster: Cluster, times: int) -> Ans
     problem = Problem(layer_costs, Setting(cluster, find(schedule), microbatches), StageRules("never", "never"))
     every = [
         Evaluation(order, problem.price(order))
-        for stages in plans(problem, cluster.gpus, in_order=True)
+        for stages in plans(problem, cluster.gpus)
         for order in in_all_orders(stages)
     ]
     fitting = [plan.seconds for plan in every if plan.fits(cluster)]
@@ -91,10 +91,10 @@ def answer(schedule: str, profile: Profile, cluster: Cluster, times: int) -> Ans
     assert (nearest is None) == (not fitting)
     if nearest is None:
         return None
-    along = search.extended(nearest)
+    along = search.bounded(nearest)
     assert along.path is not None
     best = search.priced(along.path)
-    columned = search.columned(nearest, along, best)
+    columned = search.columned(nearest, best)
     found = in_every_order(problem, [best, *columned.plans])[0]
     assert found.fits(cluster)
     return Answer(found, best, min(along.bound_s, columned.bound_s), min(fitting))

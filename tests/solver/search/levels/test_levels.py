@@ -6,7 +6,7 @@ import pathlib
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.graph_txt import load_graph_txt
@@ -20,8 +20,7 @@ from planner.options.solving import RecomputeRule, StageRules
 from planner.schedule.registry import find
 from planner.solver import solve
 from planner.solver.problem.problem import Problem
-from planner.solver.problem.states import Chain, StateSpace
-from planner.solver.search.graph.downsets import Downsets, enumerate_downsets
+from planner.solver.problem.states import Chain
 from planner.solver.search.levels.levels import nearest_search, search_levels
 from tests import samples
 from tests.examples import examples
@@ -55,17 +54,10 @@ def check(
     schedule: str = "1f1b",
     microbatches: int = 1,
     recompute: RecomputeRule = "auto",
-    *,
-    in_order: bool = True,
 ) -> None:
     """The search answers what brute force does, up to `NEAR_BEST`, and its bound holds."""
     layer_costs = LayerCosts(profile)
-    space: StateSpace = Chain(layer_costs)
-    if not in_order:
-        words = enumerate_downsets(layer_costs, 1000)
-        assert words is not None
-        space = Downsets(layer_costs, words, complete=True)
-
+    space = Chain(layer_costs)
     setting = Setting(cluster, find(schedule), microbatches, cost_model=model)
     problem = Problem(layer_costs, setting, StageRules(recompute, "never"))
     nearest = nearest_search(problem, space, problem.limits).best()
@@ -75,7 +67,6 @@ def check(
         model=model,
         schedule=find(schedule),
         microbatches=microbatches,
-        in_order=in_order,
         recompute=recompute,
         shard="never",
     )
@@ -115,12 +106,6 @@ def test_plans_that_drain(
     )
 
 
-@settings(max_examples=40, deadline=None)
-@given(profile=profiles(most_layers=4), cluster=clusters(), schedule=st.sampled_from(["1f1b", "gpipe"]))
-def test_plans_over_all_cuts(profile: Profile, cluster: Cluster, schedule: str) -> None:
-    check(profile, cluster, schedule=schedule, microbatches=1 if schedule == "1f1b" else 3, in_order=False)
-
-
 def test_an_idle_replica_may_let_the_next_stage_begin_at_a_server() -> None:
     front = samples.layer("front", 1.0, 0.0, update_s=1.0)
     back = samples.layer("back", 0.0, 2.0, weight_bytes=1)
@@ -134,59 +119,47 @@ def test_an_idle_replica_may_let_the_next_stage_begin_at_a_server() -> None:
     profile=profiles(most_layers=6),
     cluster=clusters(sizes=LARGER),
     schedule=st.sampled_from(["1f1b", "gpipe", "1f1b-flush"]),
-    in_order=st.booleans(),
 )
-def test_larger_models_on_eight_gpus(profile: Profile, cluster: Cluster, schedule: str, in_order: bool) -> None:
+def test_larger_models_on_eight_gpus(profile: Profile, cluster: Cluster, schedule: str) -> None:
     check(
         profile,
         cluster,
         schedule=schedule,
         microbatches=1 if schedule == "1f1b" else 3,
         recompute="never",
-        in_order=in_order,
     )
 
 
-def fits_only_out_of_order() -> tuple[Profile, Cluster]:
+def test_a_model_has_no_plan_where_only_another_order_of_its_layers_fits() -> None:
     """Two layers that do not need each other, and GPUs that hold two versions of the weights of `back` only.
 
     Weights and gradients: 30 bytes for `front` in a first stage of two, 20 in the last; 26 for both in one stage.
     """
     front, back = samples.layer("front", weight_bytes=10), samples.layer("back", weight_bytes=3)
-    return samples.profile(front, back), hierarchical_cluster((2, 2), (2.0, 1.0), 25)
-
-
-def test_a_model_that_keeps_its_order_has_no_plan_where_only_another_order_fits() -> None:
-    profile, cluster = fits_only_out_of_order()
-    with pytest.raises(InfeasibleError) as caught:
-        solve(profile, cluster)
-    assert "`memory_bytes=26B`" in caught.value.hint
-    imported = profile.model_copy(update={"graph_hash": None})
-    assert [stage.layers for stage in solve(imported, cluster).stages] == [("back",), ("front",)]
+    for graph_hash in ("known", None):
+        profile = samples.profile(front, back).model_copy(update={"graph_hash": graph_hash})
+        with pytest.raises(InfeasibleError) as caught:
+            solve(profile, hierarchical_cluster((2, 2), (2.0, 1.0), 25))
+        assert "`memory_bytes=26B`" in caught.value.hint
 
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("model", COST_MODELS)
 @settings(max_examples=40, deadline=None)
-@given(profile=profiles(most_layers=4), cluster=clusters(), keeps_order=st.booleans())
-@example(*fits_only_out_of_order(), True)
+@given(profile=profiles(most_layers=4), cluster=clusters())
 def test_what_no_plan_can_beat_is_no_more_than_the_best_plan(
-    model: CostModelName, profile: Profile, cluster: Cluster, keeps_order: bool
+    model: CostModelName, profile: Profile, cluster: Cluster
 ) -> None:
-    profile = profile.model_copy(update={"graph_hash": "known" if keeps_order else None})
-    layer_costs = LayerCosts(profile)
-    allowed = brute_force(layer_costs, cluster, model=model, in_order=keeps_order)
-    if allowed is None:
+    expected = brute_force(LayerCosts(profile), cluster, model=model)
+    if expected is None:
         with pytest.raises(InfeasibleError):
             solve(profile, cluster, cost_model=model)
         return
     plan = solve(profile, cluster, cost_model=model)
-    expected = brute_force(layer_costs, cluster, model=model)  # other cuts bound even a model that keeps its order
-    assert expected is not None
     best_s = expected.price.seconds_per_minibatch
     assert plan.solver.lower_bound_s <= best_s * (1 + 1e-9) or plan.solver.status == "optimal"
     if model != "resource":  # whose waits brute force does not count
-        assert plan.predicted.seconds_per_minibatch >= allowed.price.seconds_per_minibatch * (1 - 1e-9)
+        assert plan.predicted.seconds_per_minibatch >= best_s * (1 - 1e-9)
         if plan.solver.status == "optimal":
             assert plan.predicted.seconds_per_minibatch == pytest.approx(best_s, rel=1e-9)
 
