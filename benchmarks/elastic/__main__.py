@@ -30,7 +30,7 @@ def main() -> int:
     parser.add_argument("--hosts", type=int, default=4)
     parser.add_argument("--per-host", type=int, default=1, help="workers of a host")
     parser.add_argument("--faults", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--copies", action="store_true", help="measure what copies cost, without faults")
     parser.add_argument("--save", action="store_true", help=f"add to {RESULTS.name} beside this file")

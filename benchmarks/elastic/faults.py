@@ -78,7 +78,8 @@ def reference(plan: Plan, steps: int, folder: Path) -> list[dict[str, Any]]:
     least = plan.smaller[-1]
     least.save(folder / "alone.json")
     command = [sys.executable, "-m", "planner", "train", str(MODEL), "--plan", "alone.json", "--steps", str(steps)]
-    done = subprocess.run([*command, "--json"], cwd=folder, env=_environment(), capture_output=True, check=True)
+    at_once = {**_environment(), "ELASTIC_AT_ONCE": "1"}
+    done = subprocess.run([*command, "--json"], cwd=folder, env=at_once, capture_output=True, check=True)
     (folder / "updates").unlink()
     found: list[dict[str, Any]] = json.loads(done.stdout)["losses"]
     return found

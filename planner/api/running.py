@@ -212,6 +212,9 @@ def check_elastic(plan: Plan, options: ElasticOptions) -> None:
     """Raise PlanError unless there is a plan for each number of hosts; InputError for hosts that meet nowhere."""
     assert isinstance(options.elastic, tuple)
     least, most = options.elastic
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
+        what = "`elastic` starts torchrun's agents itself, and torchrun has started this process"
+        raise InputError(what, hint="start plan train on every host, without torchrun")
     if plan.cluster.gpus % most:
         what = f"{plan.cluster.gpus} GPUs of the plan are not divided evenly over {most} hosts"
         raise PlanError(what, hint="give `elastic=MIN:MAX` with the hosts of the plan as MAX")

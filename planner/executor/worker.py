@@ -75,7 +75,7 @@ def run_worker(
 
     A failure is left to the launcher; under torchrun it is raised, or that of another worker told, which ends this one.
     """
-    from planner.executor.checkpoint.host_memory import HostMemory
+    from planner.executor.checkpoint.host_memory import note_fault
     from planner.profiler.this_machine import keep_freed_pages, put_large_blocks_apart
     from planner.workers.ending import die_with_parent, end_process
     from planner.workers.heartbeat import Heartbeat
@@ -105,7 +105,7 @@ def run_worker(
             sys.stderr.write("\n")  # leave the progress line
             tell(error)
         if error is not None and elastic:
-            HostMemory.of(job).note_fault(error.message)
+            note_fault(job, error.message)
             if not getattr(error, "again", True):  # torchrun's agent would start the workers again
                 os.kill(os.getppid(), signal.SIGTERM)
         end_process(1 if error is None else error.exit_code)
@@ -118,7 +118,8 @@ def run_worker(
 
         recovery = recover(job, heartbeat) if elastic else None
         if recovery is not None and rank >= workers:
-            await_end(recovery)
+            await_end()
+            recovery.memory.remove()
             return 0, None
         return 0, train_worker(job, on_progress, heartbeat, on_timeline, supervisor, recovery)
     except Exception as error:

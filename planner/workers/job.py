@@ -116,7 +116,6 @@ class TrainResult(Shown, Record):
     resumed_from: str | None = None  # checkpoint
     restarts: tuple[str, ...] = ()  # why the workers were restarted, each time
     checkpoint: str | None = None  # the newest that this run wrote
-    copy_s: float = 0.0  # seconds that worker 0 waited for copies to the memories of hosts
     checkpoint_s: float = 0.0  # seconds that worker 0 spent on checkpoints, waiting for the other workers included
 
 

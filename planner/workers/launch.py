@@ -87,18 +87,13 @@ def run_workers(module: str, job: Job, on_timeline: Callable[[Timeline], None] |
             max_restarts=0,
             monitor_interval=0.1,
         )
-        with _quiet_launcher(), environment(_variables(interface)):
+        with _launching(interface):
             try:
                 elastic_launch(config, sys.executable)("-m", module, str(job_path))
             except ChildFailedError as cause:
                 exit_codes = {rank: process.exitcode for rank, process in cause.failures.items()}
                 error = explain(exit_codes, own_keys(store), job)
                 raise error from error.__cause__
-            except SignalException as cause:
-                # The launcher has ended the workers. Ctrl-C then ends this process as it would any other.
-                if cause.sigval == signal.SIGINT:
-                    raise KeyboardInterrupt from None
-                raise WorkerError(f"training was ended by {cause.sigval.name}") from None
         if not result_path.exists():
             raise WorkerError("the workers ended without an error and without a result")
         if on_timeline is not None and (timeline_path := Path(folder) / TIMELINE_FILE).exists():
@@ -117,10 +112,11 @@ def run_on_hosts(job: Job, command: Sequence[str]) -> None:
     host, _, port = place.rpartition(":")
     own = address_of(interface) if interface else address_towards(host)
     if own is None:
-        raise InputError(
-            f"there is no way to the host '{host}' of `rendezvous={place}`", hint="is its name known here?"
-        )
-    with tempfile.TemporaryDirectory(prefix="plan-train-") as folder:
+        raise InputError(f"no way leads to the host of `rendezvous={place}`", hint="is its name known here?")
+    # Each start has a store of its own, on the host of its first worker: otherwise torchrun's agents would look for the
+    # first start's for ever, whose host may be the one that is lost. What a start ends has nothing more to do.
+    variables = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "1"}
+    with tempfile.TemporaryDirectory(prefix="plan-train-") as folder, _launching(interface, **variables):
         config = LaunchConfig(
             min_nodes=least,
             max_nodes=most,
@@ -140,26 +136,16 @@ def run_on_hosts(job: Job, command: Sequence[str]) -> None:
             max_restarts=FAULTS,
             monitor_interval=0.1,
         )
-        # Each start has a store of its own, on the host of its first worker: otherwise torchrun's agents would look for
-        # the first start's for ever, whose host may be the one that is lost.
-        variables = _variables(interface) | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-        with _quiet_launcher(), environment(variables):
-            try:
-                elastic_launch(config, sys.executable)("-m", *command)
-            except ChildFailedError:
-                raise WorkerError(
-                    f"the workers of this host failed {FAULTS} times", hint="see their messages"
-                ) from None
-            except SignalException as cause:
-                if cause.sigval == signal.SIGINT:
-                    raise KeyboardInterrupt from None
-                raise WorkerError(f"training was ended by {cause.sigval.name}") from None
-            except RendezvousError as cause:
-                problem, hint = {
-                    RendezvousClosedError: ("the run has ended on the other hosts", "see their messages"),
-                    RendezvousTimeoutError: (f"fewer than {least} hosts have come in {JOIN_S} s", "start more of them"),
-                }.get(type(cause), (f"the store at {place}, where hosts meet, is not reached", "is its host there?"))
-                raise WorkerError(problem, hint=hint) from None
+        try:
+            elastic_launch(config, sys.executable)("-m", *command)
+        except ChildFailedError:
+            raise WorkerError(f"this host's workers failed {FAULTS} times", hint="see their messages") from None
+        except RendezvousError as cause:
+            problem, hint = {
+                RendezvousClosedError: ("the run has ended on the other hosts", "see their messages"),
+                RendezvousTimeoutError: (f"fewer than {least} hosts have come in {JOIN_S} s", "start more of them"),
+            }.get(type(cause), (f"the store at {place}, where hosts meet, is not reached", "is its host there?"))
+            raise WorkerError(problem, hint=hint) from None
 
 
 def _is_free(address: str, port: int) -> bool:
@@ -169,12 +155,20 @@ def _is_free(address: str, port: int) -> bool:
     return False
 
 
-def _variables(interface: str | None) -> dict[str, str]:
-    """Return what workers inherit: one thread unless the environment says otherwise, and one network interface."""
+@contextmanager
+def _launching(interface: str | None, **more: str) -> Iterator[None]:
+    """Let workers inherit one thread, unless the environment says otherwise, and one network interface."""
     defaults = {"OMP_NUM_THREADS": "1", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": SHUTDOWN_S, **GPU_VARIABLES}
     variables = {name: value for name, value in defaults.items() if name not in os.environ}
     chosen = {} if interface is None else dict.fromkeys(VARIABLES, interface)
-    return {**variables, **chosen, LAUNCHER_VARIABLE: str(os.getpid())}
+    with _quiet_launcher(), environment({**variables, **chosen, LAUNCHER_VARIABLE: str(os.getpid()), **more}):
+        try:
+            yield
+        except SignalException as cause:
+            # The launcher has ended the workers. Ctrl-C then ends this process as it would any other.
+            if cause.sigval == signal.SIGINT:
+                raise KeyboardInterrupt from None
+            raise WorkerError(f"training was ended by {cause.sigval.name}") from None
 
 
 def explain(exit_codes: Mapping[int, int], store: Store, job: Job) -> WorkersFailedError:

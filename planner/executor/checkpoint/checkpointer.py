@@ -39,8 +39,11 @@ class DataPosition:
     minibatches_per_epoch: int | None  # None without a dataset
 
 
-class _WorkerPart(Record):
+class WorkerPart(Record):
+    """What one worker has written."""
+
     parts: tuple[folders.StagePart, ...] = ()
+    twins: tuple[folders.StagePart, ...] = ()  # the same as first replicas' parts, on another host
     losses: str  # since the last checkpoint; see `merge_losses`
     evaluations: tuple[Evaluation, ...]
     problem: str | None = None
@@ -65,29 +68,31 @@ class Checkpointer:
         self.seconds = 0.0  # spent in `save`
         self._token, self.resumed_from = self._agree()
 
-    def restore(self) -> int:
-        """Fill this worker's stages from the checkpoint to resume from; return the number of minibatches done."""
-        first = 0
-        if self.resumed_from is not None:
-            self._heartbeat.enter("reading the checkpoint")
-            saved = folders.load_checkpoint(self.resumed_from)
-            saved.check_fits(self._job.plan, self._job.seed)
-            for own in self._stages:
-                restore_stage(own, saved)
-            first = position(saved, self._data)
-        self.begin(first)
-        return first
-
     @property
     def found(self) -> int:
         """Minibatches done in the checkpoint to resume from."""
         return 0 if self.resumed_from is None else position(folders.load_checkpoint(self.resumed_from), self._data)
 
-    def begin(self, first: int, known: Past = NOTHING) -> None:
-        """Begin to log the run from minibatch `first` on, of which `known` is known, for the checkpoints it writes."""
+    def restore(self) -> int:
+        """Fill this worker's stages from the checkpoint to resume from; return the number of minibatches done."""
+        if self.resumed_from is None:
+            return 0
+        self._heartbeat.enter("reading the checkpoint")
+        saved = folders.load_checkpoint(self.resumed_from)
+        saved.check_fits(self._job.plan, self._job.seed)
+        for own in self._stages:
+            restore_stage(own, saved)
+        return position(saved, self._data)
+
+    def begin(self, first: int, known: Past = NOTHING) -> Past:
+        """Begin to log the run from minibatch `first` on, of which `known` is known, for the checkpoints it writes.
+
+        Return what is known then, on rank 0.
+        """
         if self._rank == 0 and self._job.checkpoints.every is not None:
             self._log = RunLog(self.folder, self._job.run)
             self.past = self._log.begin(first, again=self._job.started_again, known=known)
+        return self.past
 
     def save(
         self, minibatch: int, losses: Sequence[tuple[int, float]] = (), evaluations: Sequence[Evaluation] = ()
@@ -101,7 +106,7 @@ class Checkpointer:
         self._heartbeat.enter("writing a checkpoint")
         # Before anything can fail, because ranks that divide a stage's weights gather them together.
         contents = [(own, content_of(own)) for own in self._stages]
-        part = _WorkerPart(
+        part = WorkerPart(
             losses=json.dumps(losses[self._reported[0] :]), evaluations=tuple(evaluations[self._reported[1] :])
         )
         # A full disk is reported rather than raised: the others wait for this worker's part, and training can go on.
@@ -116,7 +121,7 @@ class Checkpointer:
         replies = gather_bytes(part.model_dump_json().encode(), self._group)
         if self._rank == 0:
             self._heartbeat.enter("completing a checkpoint")
-            self._complete(minibatch, folder, [_WorkerPart.model_validate_json(reply) for reply in replies])
+            self._complete(minibatch, folder, [WorkerPart.model_validate_json(reply) for reply in replies])
         self.seconds += time.perf_counter() - began_s
 
     def check_last(self) -> None:
@@ -156,7 +161,7 @@ class Checkpointer:
                 probe.rmdir()
         return token, None if resume is None else Path(resume)
 
-    def _complete(self, minibatch: int, folder: Path, replies: list[_WorkerPart]) -> None:
+    def _complete(self, minibatch: int, folder: Path, replies: list[WorkerPart]) -> None:
         self._problem = next((reply.problem for reply in replies if reply.problem is not None), None)
         assert self._log is not None
         evaluations = [evaluation for reply in replies for evaluation in reply.evaluations]

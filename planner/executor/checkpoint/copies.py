@@ -12,9 +12,9 @@ import logging
 import os
 import shutil
 import threading
-import time
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from uuid import uuid4
 
 import torch
@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from planner.errors import InputError
-from planner.executor.checkpoint.checkpointer import DataPosition, index_of, position
-from planner.executor.checkpoint.folders import INDEX, StagePart
+from planner.executor.checkpoint.checkpointer import DataPosition, WorkerPart, index_of, position
+from planner.executor.checkpoint.folders import STEP
 from planner.executor.checkpoint.host_memory import (
     FOR_EVER,
     CopyIndex,
@@ -36,23 +36,13 @@ from planner.executor.checkpoint.recovery import Recovery, describe, tell_end
 from planner.executor.checkpoint.stage_parts import Content, Restorable, content_of, restore_stage, write_part
 from planner.executor.communication.control import merge_losses, share
 from planner.executor.observe.run_log import Past, RunLog
-from planner.formats.files import Record, save_record
 from planner.units import format_bytes
 from planner.workers.heartbeat import Heartbeat
 from planner.workers.job import Evaluation, Job, Loss
 
+_Contents = list[tuple[Restorable, Content]]
 _AT_A_TIME = 2  # copies that a host holds: a whole one, and the next one while it is made
 _log = logging.getLogger(__name__)
-
-
-class _Written(Record):
-    """What a worker has written of a copy."""
-
-    parts: tuple[StagePart, ...] = ()
-    twins: tuple[StagePart, ...] = ()  # the same as the first replicas' parts
-    losses: str
-    evaluations: tuple[Evaluation, ...]
-    problem: str | None = None
 
 
 class Copies:
@@ -76,24 +66,21 @@ class Copies:
         self._moved = 0  # pieces of files
         self.past = Past()  # what was trained before this start; on worker 0
         self.events = recovery.start.events
-        self.seconds = 0.0  # that training waited for copies
         self._check_room()
 
     @property
-    def found(self) -> int | None:
-        """Minibatches done in the copy to go on from; None without one."""
-        saved = self._recovery.saved
-        return None if saved is None else position(saved, self._data)
+    def found(self) -> int:
+        """Minibatches done in the copy to go on from."""
+        return 0 if self._recovery.saved is None else position(self._recovery.saved, self._data)
 
     def restore(self) -> int:
-        """Fill this worker's stages from the copy; return the number of minibatches done."""
-        saved = self._recovery.saved
-        assert saved is not None
-        self._heartbeat.enter("reading the copy")
-        saved.check_fits(self._job.plan, self._job.seed)
-        for own in self._stages:
-            restore_stage(own, saved)
-        return position(saved, self._data)
+        """Fill this worker's stages from the copy, if there is one; return the number of minibatches done."""
+        if (saved := self._recovery.saved) is not None:
+            self._heartbeat.enter("reading the copy")
+            saved.check_fits(self._job.plan, self._job.seed)
+            for own in self._stages:
+                restore_stage(own, saved)
+        return self.found
 
     def begin(self, first: int, known: Past) -> Past:
         """Begin to log the run from minibatch `first` on, of which `known` is already known, and tell what happened.
@@ -113,29 +100,27 @@ class Copies:
             if self._rank == 0:
                 _log.warning("%s", line)
         if self._memory.leads:
-            self._memory.note_start(start.model_copy(update={"events": self.events}))
+            self._memory.note(start.model_copy(update={"events": self.events}))
         return self.past
 
     def save(self, minibatch: int, losses: Sequence[tuple[int, float]], evaluations: Sequence[Evaluation]) -> None:
         """Set the state after `minibatch` minibatches aside, and let a thread copy it; wait for the copy before."""
-        began_s = time.perf_counter()
         self._wait()
         self._heartbeat.enter("setting its state aside")
-        contents, twins = list[tuple[Restorable, Content]](), list[tuple[Restorable, Content]]()
+        contents, twins = _Contents(), _Contents()
         for own in self._stages:
             if (content := content_of(own)) is not None:
                 contents.append((own, self._aside(own, content)))
             if self._has_twin(own) and (content := content_of(replace(own, replica=0))) is not None:
                 twins.append((replace(own, replica=0), self._aside(own, content)))
-        written = _Written(
+        written = WorkerPart(
             losses=json.dumps(losses[self._reported[0] :]), evaluations=tuple(evaluations[self._reported[1] :])
         )
         self._reported = [len(losses), len(evaluations)]
         self._thread = threading.Thread(
-            target=self._guarded, args=(minibatch, contents, twins, written), name="copies", daemon=True
+            target=self._copy, args=(minibatch, contents, twins, written), name="copies", daemon=True
         )
         self._thread.start()
-        self.seconds += time.perf_counter() - began_s
 
     def finish(self) -> None:
         """End with the run, whose state needs no copy any more."""
@@ -180,57 +165,48 @@ class Copies:
 
         weights = {name: aside(name, tensor) for name, tensor in content.weights.items()}
         tensors = {name: aside(f"optimizer {name}", tensor) for name, tensor in content.optimizer_tensors.items()}
-        return Content(weights, content.optimizer, tensors)
+        return content._replace(weights=weights, optimizer_tensors=tensors)
 
-    def _guarded(self, *arguments: object) -> None:
+    def _copy(self, minibatch: int, contents: _Contents, twins: _Contents, written: WorkerPart) -> None:
         try:
-            self._copy(*arguments)  # type: ignore[arg-type]
+            self._make(self._memory.folder / f"{STEP}{minibatch:08}-{self._token}", minibatch, contents, twins, written)
         except Exception as error:  # the main thread raises it; a lost peer it has met itself by then
             self._error = error
 
-    def _copy(
-        self,
-        minibatch: int,
-        contents: Sequence[tuple[Restorable, Content]],
-        twins: Sequence[tuple[Restorable, Content]],
-        written: _Written,
-    ) -> None:
-        folder = self._memory.place(minibatch, self._token)
+    def _make(self, folder: Path, minibatch: int, contents: _Contents, twins: _Contents, written: WorkerPart) -> None:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            parts, same = ([write_part(folder, *each) for each in group] for group in (contents, twins))
-            written = written.model_copy(update={"parts": tuple(parts), "twins": tuple(same)})
+            parts, same = (tuple(write_part(folder, *each) for each in group) for group in (contents, twins))
+            written = written.model_copy(update={"parts": parts, "twins": same})
         except OSError as cause:
             written = written.model_copy(update={"problem": f"worker {self._rank}: {cause.strerror or cause}"})
-        reports = [_Written.model_validate_json(text) for text in share(written.model_dump_json(), self._group)]
+        reports = [WorkerPart.model_validate_json(text) for text in share(written.model_dump_json(), self._group)]
+        problems = [report.problem for report in reports if report.problem]
+        transfers = [] if problems else self._transfers(reports)
+        try:
+            allocate(folder, transfers)
+            problems += filter(None, share("", self._group))
+        except OSError as cause:
+            problems += share(f"worker {self._rank}: {cause.strerror or cause}", self._group)
         if self._log is not None:
             evaluations = [evaluation for report in reports for evaluation in report.evaluations]
             self._log.note(merge_losses(report.losses for report in reports), evaluations)
-        problem = next((report.problem for report in reports if report.problem is not None), None)
-        transfers = [] if problem is not None else self._transfers(reports)
-        try:
-            allocate(folder, transfers)
-            own_problem = ""
-        except OSError as cause:
-            own_problem = f"worker {self._rank}: {cause.strerror or cause}"
-        problem = problem or next(filter(None, share(own_problem, self._group)), None)
-        if problem is None:
+        if not problems:
             exchange_files(folder, transfers, self._group, self._note_moved)
             dist.barrier(self._group)
             if self._log is not None:
                 self._log.append(minibatch)
-                whole = [part for report in reports for part in report.parts]
+                whole = index_of(self._job, self._data, minibatch, [part for each in reports for part in each.parts])
                 layers = tuple(stage.layers for stage in self._job.plan.stages)
-                index = CopyIndex(checkpoint=index_of(self._job, self._data, minibatch, whole), layers=layers)
-                save_record(index, folder / INDEX)
+                self._memory.complete(folder.name, CopyIndex(checkpoint=whole, layers=layers))
                 self._memory.keep([folder.name])
         elif self._memory.leads:
             shutil.rmtree(folder, ignore_errors=True)
             if self._rank == 0:
-                what = f"the state after minibatch {minibatch} could not be copied to memory ({problem})"
+                what = f"the state after minibatch {minibatch} could not be copied to memory ({max(problems)})"
                 _log.warning("%s; training continues, and the copy before is kept", what)
 
-    def _transfers(self, reports: Sequence[_Written]) -> list[Transfer]:
+    def _transfers(self, reports: Sequence[WorkerPart]) -> list[Transfer]:
         """Return what is to be sent: the files that only one host has, each to the next host."""
         hosts = list(dict.fromkeys(self._hosts))
         twins = {(file.name, file.sha256) for report in reports for file in files_of(report.twins).values()}

@@ -5,7 +5,8 @@
             stage-0.weights.safetensors   what this host's workers wrote, and what other hosts sent
             ...
             index.json                    a `CopyIndex`, written when all files were in place on all hosts
-        losses.jsonl                      as beside checkpoints
+            losses.jsonl                  as beside checkpoints, until then
+        losses.jsonl                      that the run goes on with
         start.json                        a `Start`: who trains at the moment
         fault.json                        a `Fault`, of a start that failed
 
@@ -30,12 +31,13 @@ import torch.distributed as dist
 
 from planner.executor.checkpoint.folders import INDEX, STEP, Checkpoint, StagePart
 from planner.executor.checkpoint.tensor_file import TensorFile
+from planner.executor.observe.run_log import FILE as LOSSES
 from planner.formats.files import Record, RecordT, save_record
 from planner.workers.job import Job
 
 FOR_EVER = timedelta(days=365)  # the groups that files travel over: whoever hangs is found by its heartbeat
 _PIECE_BYTES = 1 << 26  # 64 MiB per message
-_START, _FAULT, _IDENTITY = "start.json", "fault.json", "host"
+_IDENTITY = "host"
 
 
 class CopyIndex(Record):
@@ -54,6 +56,7 @@ class Fault(Record):
 
     message: str
     at_s: float  # by the host's clock, since the epoch
+    start: int  # the last one that was noted before
 
 
 class Start(Record):
@@ -64,6 +67,9 @@ class Start(Record):
     first: int  # minibatch that it began with
     events: tuple[str, ...] = ()  # what happened so far, a sentence each
     vain: int = 0  # starts before it that began with the same minibatch on the same hosts
+
+
+_FILES: Mapping[type[Record], str] = {Start: "start.json", Fault: "fault.json"}
 
 
 class Transfer(NamedTuple):
@@ -104,10 +110,6 @@ class HostMemory:
             path.write_text(uuid4().hex, encoding="utf-8")
         return path.read_text(encoding="utf-8"), socket.gethostname()
 
-    def place(self, minibatch: int, token: str) -> Path:
-        """Return the folder of a copy."""
-        return self.folder / f"{STEP}{minibatch:08}-{token}"
-
     def copies(self) -> dict[str, dict[str, int]]:
         """Return the bytes of each whole file, by folder and name."""
         return {
@@ -115,8 +117,21 @@ class HostMemory:
             for folder in self.folder.glob(f"{STEP}*")
         }
 
-    def index(self, name: str) -> str:
-        return (self.folder / name / INDEX).read_text(encoding="utf-8")
+    def indices(self) -> dict[str, CopyIndex]:
+        """Return the indices of complete copies, by their folders."""
+        paths = self.folder.glob(f"{STEP}*/{INDEX}")
+        return {path.parent.name: CopyIndex.model_validate_json(path.read_text("utf-8")) for path in paths}
+
+    def complete(self, name: str, index: CopyIndex) -> None:
+        """Call a copy complete whose files are there, with the losses until then."""
+        shutil.copy(self.folder / LOSSES, self.folder / name)
+        save_record(index, self.folder / name / INDEX)
+
+    def go_on_from(self, name: str, index: CopyIndex) -> None:
+        """Take the losses of a copy for those so far, and remove what was copied after it."""
+        shutil.copy(self.folder / name / LOSSES, self.folder)
+        save_record(index, self.folder / name / INDEX)
+        self.keep([each for each in self.copies() if each <= name])
 
     def keep(self, names: Sequence[str]) -> None:
         """Remove all other copies."""
@@ -126,29 +141,25 @@ class HostMemory:
                 (folder / INDEX).unlink(missing_ok=True)
                 shutil.rmtree(folder, ignore_errors=True)
 
-    def note_fault(self, message: str) -> None:
+    def note(self, record: Start | Fault) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        save_record(Fault(message=message, at_s=time.time()), self.folder / _FAULT)
+        save_record(record, self.folder / _FILES[type(record)])
 
-    def take_fault(self) -> Fault | None:
-        """Return the fault that was noted, once."""
-        fault = self._read(Fault, _FAULT)
-        (self.folder / _FAULT).unlink(missing_ok=True)
-        return fault
-
-    def note_start(self, start: Start) -> None:
-        save_record(start, self.folder / _START)
-
-    def last_start(self) -> Start | None:
-        return self._read(Start, _START)
-
-    def _read(self, record: type[RecordT], name: str) -> RecordT | None:
-        with suppress(OSError, ValueError):  # there is none, or its writer was killed
-            return record.model_validate_json((self.folder / name).read_text(encoding="utf-8"))
+    def read(self, record: type[RecordT]) -> RecordT | None:
+        """Return the start or the fault that was noted last, if one was."""
+        with suppress(OSError, ValueError):  # its writer was killed
+            return record.model_validate_json((self.folder / _FILES[record]).read_text(encoding="utf-8"))
         return None
 
     def remove(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def note_fault(job: Job, message: str) -> None:
+    """Note why this host's workers end, for the next start."""
+    memory = HostMemory.of(job)
+    last = memory.read(Start)
+    memory.note(Fault(message=message, at_s=time.time(), start=-1 if last is None else last.number))
 
 
 def allocate(folder: Path, transfers: Iterable[Transfer]) -> None:

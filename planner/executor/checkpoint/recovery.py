@@ -5,17 +5,15 @@ of a state tells its files. The newest state of which all files are on some host
 then gets the files of the stages that its workers will hold. No copy at all is the beginning of the run.
 """
 
-import json
 import os
 import time
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from planner.errors import InputError, WorkerError
-from planner.executor.checkpoint.folders import INDEX, SavedCheckpoint
+from planner.errors import InputError
+from planner.executor.checkpoint.folders import SavedCheckpoint
 from planner.executor.checkpoint.host_memory import (
     FOR_EVER,
     CopyIndex,
@@ -35,11 +33,10 @@ from planner.workers.heartbeat import Heartbeat
 from planner.workers.job import Job
 from planner.workers.meeting import exchange, worker_store
 from planner.workers.place import own_seat
-from planner.workers.watch import cause_in, own_keys
 
 _TRIES = 5  # starts in a row that may end before the next copy
-_ENDED, _LEFT = "elastic/ended", "elastic/left"
-_IDLE_S = 0.2
+_ENDED, _LEFT, _IDLE_S = "elastic/ended", "elastic/left", 0.2
+_Copies = Mapping[int, "_Held"]  # what hosts have, by the worker that speaks for each
 
 
 class _Held(Record):
@@ -48,6 +45,7 @@ class _Held(Record):
     identity: str
     name: str
     copies: dict[str, dict[str, int]]  # bytes of files, by copy and name
+    indices: dict[str, CopyIndex]  # of copies that were complete
     last: Start | None
     fault: Fault | None
 
@@ -69,43 +67,39 @@ def recover(job: Job, heartbeat: Heartbeat) -> Recovery:
 
     Raise InputError when the run does not get on: then a further start would not help.
     """
-    memory, timeout = HostMemory.of(job), message_timeout(job.run_options.hang_timeout_s)
+    memory, own = HostMemory.of(job), ""
     heartbeat.enter("meeting the other hosts", meeting=True)
-    seats = exchange(worker_store(timeout), own_seat())
+    seats = exchange(worker_store(message_timeout(job.run_options.hang_timeout_s)), own_seat())
     join_group(FOR_EVER)
-    group, rank = control_group(), dist.get_rank()
-    heartbeat.enter("looking for copies of the state", meeting=True)
-    own = ""
+    group = control_group()
     if memory.leads:
         identity, name = memory.identity()
-        last, fault = memory.last_start(), memory.take_fault()
-        held = _Held(identity=identity, name=name, copies=memory.copies(), last=last, fault=fault)
+        copies, indices = memory.copies(), memory.indices()
+        last, fault = memory.read(Start), memory.read(Fault)
+        held = _Held(identity=identity, name=name, copies=copies, indices=indices, last=last, fault=fault)
         own = held.model_dump_json()
-    by_leader = {n: _Held.model_validate_json(text) for n, text in enumerate(share(own, group)) if text}
-    chosen, index = _choose(memory, by_leader, group)
-    saved = None
-    if chosen is not None and index is not None:
-        leader_of = {seat.server: n for n, seat in enumerate(seats) if n in by_leader}
-        wanted = dict[int, set[str]]()  # layers, by leader
+    heartbeat.enter("looking for copies of the state", meeting=True)
+    hosts = {rank: _Held.model_validate_json(text) for rank, text in enumerate(share(own, group)) if text}
+    indices = {name: index for held in hosts.values() for name, index in held.indices.items()}
+    chosen = next((name for name in sorted(indices, reverse=True) if _is_left(name, indices[name], hosts)), None)
+    saved, first = None, 0
+    if chosen is not None:
+        index, wanted = indices[chosen], dict[int, set[str]]()  # layers of each host
+        leaders = {seats[rank].server: rank for rank in hosts}
         for stage in job.plan.stages:
-            for each in stage.ranks:
-                wanted.setdefault(leader_of[seats[each].server], set()).update(stage.layers)
-        have = {n: held.copies.get(chosen, {}) for n, held in by_leader.items()}
-        transfers = [
-            Transfer(name, file.size_bytes, _holder(name, file.size_bytes, have), leader)
-            for leader, layers in sorted(wanted.items())
-            for name, file in files_of(index.parts_with(layers)).items()
-            if have[leader].get(name) != file.size_bytes
-        ]
+            for rank in stage.ranks:
+                wanted.setdefault(leaders[seats[rank].server], set()).update(stage.layers)
+        transfers = list(_missing(chosen, index, wanted, hosts))
         heartbeat.enter("fetching the state from other hosts")
         allocate(memory.folder / chosen, transfers)
-        moved = lambda: heartbeat.enter("fetching the state from other hosts")  # noqa: E731
-        exchange_files(memory.folder / chosen, transfers, group, moved)
-        _bring_records(memory, chosen, index, by_leader, group)
-        layers = {layer for stage in job.plan.stages if rank in stage.ranks for layer in stage.layers}
+        again = lambda: heartbeat.enter("fetching the state from other hosts")  # noqa: E731
+        exchange_files(memory.folder / chosen, transfers, group, again)
+        if memory.leads and dist.get_rank() in wanted:
+            memory.go_on_from(chosen, index)
+        layers = {layer for stage in job.plan.stages if dist.get_rank() in stage.ranks for layer in stage.layers}
         parts = index.checkpoint.model_copy(update={"parts": index.parts_with(layers)})
-        saved = SavedCheckpoint(memory.folder / chosen, parts)
-    start, what, since_s = _history(by_leader.values(), 0 if index is None else index.checkpoint.minibatch)
+        saved, first = SavedCheckpoint(memory.folder / chosen, parts), index.checkpoint.minibatch
+    start, what, since_s = _history(hosts.values(), first)
     dist.barrier(group)
     dist.destroy_process_group()
     idle = int(os.environ["WORLD_SIZE"]) - job.plan.workers
@@ -113,41 +107,25 @@ def recover(job: Job, heartbeat: Heartbeat) -> Recovery:
     return Recovery(memory, start, what, since_s, saved, idle)
 
 
-def _choose(
-    memory: HostMemory, by_leader: Mapping[int, _Held], group: dist.ProcessGroup
-) -> tuple[str | None, CopyIndex | None]:
-    """Return the newest copy of which all files are left, with its index."""
-    telling: dict[str, int] = {}  # by copy: the worker that tells its index
-    for rank, held in sorted(by_leader.items()):
-        telling |= {name: rank for name, files in held.copies.items() if INDEX in files and name not in telling}
-    own = {name: memory.index(name) for name, rank in telling.items() if rank == dist.get_rank()}
-    indices = {name: text for each in share(json.dumps(own), group) for name, text in json.loads(each).items()}
-    have = {rank: held.copies for rank, held in by_leader.items()}
-    for name in sorted(indices, reverse=True):
-        index = CopyIndex.model_validate_json(indices[name])
-        of_copy = {rank: copies.get(name, {}) for rank, copies in have.items()}
-        files = files_of(index.checkpoint.parts).values()
-        if all(any(each.get(file.name) == file.size_bytes for each in of_copy.values()) for file in files):
-            return name, index
-    return None, None
+def _is_left(name: str, index: CopyIndex, hosts: _Copies) -> bool:
+    """Return whether some host has each file of a copy."""
+    files = files_of(index.checkpoint.parts).values()
+    return all(any(_has(held, name, file.name, file.size_bytes) for held in hosts.values()) for file in files)
 
 
-def _holder(name: str, size_bytes: int, have: Mapping[int, Mapping[str, int]]) -> int:
-    return next(rank for rank, files in sorted(have.items()) if files.get(name) == size_bytes)
+def _has(held: _Held, copy: str, file: str, size_bytes: int) -> bool:
+    return held.copies.get(copy, {}).get(file) == size_bytes
 
 
-def _bring_records(
-    memory: HostMemory, chosen: str, index: CopyIndex, by_leader: Mapping[int, _Held], group: dist.ProcessGroup
-) -> None:
-    """Give all hosts the index and the losses of the copy, and remove what was written after it."""
-    source = next(rank for rank, held in sorted(by_leader.items()) if INDEX in held.copies.get(chosen, {}))
-    own = (memory.folder / LOSSES).read_text(encoding="utf-8") if dist.get_rank() == source else ""
-    losses = share(own, group)[source]
-    if memory.leads:
-        (memory.folder / chosen).mkdir(exist_ok=True)
-        (memory.folder / LOSSES).write_text(losses, encoding="utf-8")
-        (memory.folder / chosen / INDEX).write_text(index.model_dump_json(), encoding="utf-8")
-        memory.keep([name for name in memory.copies() if name <= chosen])
+def _missing(copy: str, index: CopyIndex, wanted: Mapping[int, set[str]], hosts: _Copies) -> Iterator[Transfer]:
+    """Yield the files that hosts lack for the layers that they are to have, and the losses."""
+    losses = {LOSSES: next(held.copies[copy][LOSSES] for held in hosts.values() if copy in held.indices)}
+    for receiver, layers in sorted(wanted.items()):
+        files = {file.name: file.size_bytes for file in files_of(index.parts_with(layers)).values()}
+        for name, size_bytes in (files | losses).items():
+            if not _has(hosts[receiver], copy, name, size_bytes):
+                sender = next(rank for rank, held in sorted(hosts.items()) if _has(held, copy, name, size_bytes))
+                yield Transfer(name, size_bytes, sender, receiver)
 
 
 def _history(hosts: Collection[_Held], first: int) -> tuple[Start, str, float | None]:
@@ -156,7 +134,8 @@ def _history(hosts: Collection[_Held], first: int) -> tuple[Start, str, float | 
     last = max((held.last for held in hosts if held.last is not None), key=lambda each: each.number, default=None)
     if last is None:
         return Start(hosts=now, first=first), "", None
-    faults = sorted((held.fault for held in hosts if held.fault is not None), key=lambda fault: fault.at_s)
+    noted = [held.fault for held in hosts if held.fault is not None and held.fault.start == last.number]
+    faults = sorted(noted, key=lambda fault: fault.at_s)
     cause = f" ({faults[0].message})" if faults else ""
     lost = [name for identity, name in last.hosts.items() if identity not in now]
     came = [name for identity, name in now.items() if identity not in last.hosts]
@@ -184,25 +163,20 @@ def describe(recovery: Recovery, job: Job) -> str:
     return f"{recovery.what}: {goes_on}, {job.left}{after}"
 
 
-def await_end(recovery: Recovery) -> None:
-    """Wait, as a worker that the plan has no use for, until the others have trained; raise WorkerError if they fail."""
+def await_end() -> None:
+    """Wait, as a worker that the plan has no use for, until the others have trained.
+
+    Raise RuntimeError when worker 0's store is gone: then they have failed.
+    """
     store = worker_store(FOR_EVER)
-    try:
-        while not store.check([_ENDED]):
-            if cause_in(own_keys(store)) is not None:
-                raise WorkerError("another worker failed", hint="see its message")
-            time.sleep(_IDLE_S)
-        store.add(_LEFT, 1)
-    except RuntimeError as cause:
-        raise WorkerError("the first worker's store is gone", hint="see the other hosts' messages") from cause
-    if recovery.memory.leads:
-        recovery.memory.remove()
+    while not store.check([_ENDED]):
+        time.sleep(_IDLE_S)
+    store.add(_LEFT, 1)
 
 
 def tell_end(recovery: Recovery) -> None:
     """Let the idle workers end; worker 0 calls it at the end of the run, before its store closes."""
     store, deadline = worker_store(FOR_EVER), time.monotonic() + GRACE_S
     store.set(_ENDED, "")
-    with suppress(RuntimeError):
-        while store.add(_LEFT, 0) < recovery.idle and time.monotonic() < deadline:
-            time.sleep(_IDLE_S)
+    while store.add(_LEFT, 0) < recovery.idle and time.monotonic() < deadline:
+        time.sleep(_IDLE_S)

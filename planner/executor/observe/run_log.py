@@ -15,7 +15,7 @@ from planner.formats.files import Record, write_text
 from planner.workers.job import Evaluation, Loss
 
 FILE = "losses.jsonl"
-EntryT = TypeVar("EntryT", Loss, Evaluation)
+EntryT = TypeVar("EntryT", bound=Loss | Evaluation)
 _log = logging.getLogger(__name__)
 
 
@@ -56,8 +56,8 @@ def is_of(folder: Path, run: str) -> bool:
 def _merged(own: Sequence[EntryT], known: Sequence[EntryT]) -> tuple[tuple[EntryT, ...], tuple[EntryT, ...]]:
     """Return the entries of both by minibatch, and those that only the second has."""
     there = {each.minibatch for each in own}
-    more = tuple(each for each in known if each.minibatch not in there)
-    return tuple(sorted((*own, *more), key=lambda each: each.minibatch)), more
+    more = [each for each in known if each.minibatch not in there]
+    return tuple(sorted([*own, *more], key=lambda each: each.minibatch)), tuple(more)
 
 
 class RunLog:

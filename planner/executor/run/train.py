@@ -197,27 +197,19 @@ def restore(
     context: PipelineContext, recovery: Recovery | None = None
 ) -> tuple[Checkpointer | None, Copies | None, int]:
     """Return what keeps the run's state, and the minibatches done before, of the newest state that is there."""
-    job, data, found = context.job, context.data, 0
+    job, data, checkpointer, copies = context.job, context.data, None, None
     per_epoch = None if data.random else data.minibatches(None, 1)
-    checkpointer = copies = None
     if job.checkpoints.every is not None or job.checkpoints.resume is not None:
         checkpointer = make_checkpointer(context, job.checkpoints, per_epoch)
-        found = checkpointer.found
     if recovery is not None:
-        own = DataPosition(context.minibatch_size, per_epoch)
-        copies = Copies(job, restorable(context), own, context.heartbeat, recovery)
+        position = DataPosition(context.minibatch_size, per_epoch)
+        copies = Copies(job, restorable(context), position, context.heartbeat, recovery)
     first, past = 0, NOTHING
-    if copies is not None and copies.found is not None and copies.found >= found:
-        first = copies.restore()
-        past = copies.begin(first, past)
-        if checkpointer is not None:
-            checkpointer.begin(first, past)
-    else:
-        if checkpointer is not None:
-            first = checkpointer.restore()
-            past = checkpointer.past
-        if copies is not None:
-            copies.begin(first, past)
+    # The newest state comes first, and a copy before a checkpoint.
+    keepers: list[Copies | Checkpointer] = [each for each in (copies, checkpointer) if each is not None]
+    for keeper in sorted(keepers, key=lambda keeper: -keeper.found):
+        first = first or keeper.restore()
+        past = keeper.begin(first, past)
     if first > context.minibatches:
         source = "copy" if checkpointer is None else f"checkpoint '{checkpointer.resumed_from}'"
         raise InputError(
@@ -293,7 +285,6 @@ def gather_result(
         resumed_from=None if resumed is None else str(resumed),
         checkpoint=None if newest is None else str(newest),
         checkpoint_s=0.0 if checkpointer is None else checkpointer.seconds,
-        copy_s=0.0 if copies is None else copies.seconds,
         restarts=() if copies is None else copies.events,
     )
 
