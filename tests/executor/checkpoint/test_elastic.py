@@ -32,9 +32,12 @@ from tests.executor.processes import _ENVIRONMENT, TIMEOUT_S, _warm, run_jobs
 from tests.samples import layer, profile
 
 SEED, EVERY, STEPS = 3, 5, 24
-# Fails once, after a minibatch that the test names, on the worker that has the loss.
+# Has a schedule of rates, and fails once, after a minibatch that the test names, on the worker with the loss.
 FAILS = """
 from pathlib import Path
+
+def scheduler(optimizer):
+    return torch.optim.lr_scheduler.StepLR(optimizer, 4, gamma=0.5)
 
 def on_update(minibatch, loss, metrics):
     at = Path(__file__).with_name("fails-at")
