@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from html import escape
 
 from planner.formats.timeline import Event, Lane, Timeline
-from planner.reporting.svg import Font, Point, box, document, text
 from planner.reporting.timeline import COLOURS, TEXTS, colour_legend, ink_on, rows_of, shown_workers
 from planner.units import format_seconds
 
@@ -15,6 +16,43 @@ CURVES = (
     *("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#882255"),
     *("#999933", "#332288", "#aa4499", "#44aa99", "#661100", "#6699cc", "#888888"),
 )
+
+
+Point = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Font:
+    """How a text is set."""
+
+    size: int = 13
+    anchor: str = "start"
+    fill: str = "#222222"
+    weight: str = "normal"
+
+
+def document(width: float, height: float, parts: Iterable[str]) -> str:
+    """Write a complete document on white ground."""
+    size = f'width="{width:.0f}" height="{height:.0f}"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} viewBox="0 0 {width:.0f} {height:.0f}">'
+    return "\n".join([head, f'<rect {size} fill="white"/>', *parts, "</svg>\n"])
+
+
+def text(x: float, y: float, content: str, font: Font | None = None) -> str:
+    """Write a text at its baseline."""
+    font = font or Font()
+    style = (
+        f'font-family="Helvetica, Arial, sans-serif" font-size="{font.size}" font-weight="{font.weight}" '
+        f'text-anchor="{font.anchor}" fill="{font.fill}"'
+    )
+    return f'<text x="{x:.1f}" y="{y:.1f}" {style}>{escape(content)}</text>'
+
+
+def box(corner: Point, size: Point, fill: str, title: str = "") -> str:
+    """Draw a rectangle from its upper left corner; browsers show the title when it is pointed at."""
+    inner = f"><title>{escape(title)}</title></rect>" if title else "/>"
+    (x, y), (width, height) = corner, size
+    return f'<rect x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height:.2f}" fill="{fill}"{inner}'
 
 
 def line(start: Point, end: Point, stroke: str, dash: str = "") -> str:

@@ -9,7 +9,6 @@ from planner.analysis.explain import explain
 from planner.analysis.fewer import with_fewer_hosts
 from planner.analysis.given_plan import equal_stages, stages_ending_at
 from planner.analysis.given_plan import price as priced
-from planner.analysis.sweep import MOST_POINTS, bandwidth_sweep
 from planner.arguments import checked
 from planner.errors import ClusterError, InputError, PlannerError
 from planner.formats.cluster import Cluster, DeviceKind, flat_cluster, hierarchical_cluster, load_cluster
@@ -37,7 +36,6 @@ from planner.solver.problem.budget import Patience
 # people use. Of a report for the comparison, and then for the explanation; the rest is for the bandwidths.
 SEARCHING, BESIDE = 0.9, 0.7
 COMPARING, EXPLAINING = 0.3, 0.4
-SPREAD = 10.0  # a report's bandwidths: from the plan's divided by this to the plan's multiplied by it
 PLAN, PROFILE = Path("plan.json"), Path("profile.json")  # what one verb writes, the next one reads
 # 4: as many stages, of equally many blocks; [6, 6, 7, 5]: the blocks of each; or the last layer of each but the last.
 Stages: TypeAlias = int | str | Sequence[int] | Sequence[str]
@@ -274,11 +272,9 @@ def report(plan: Plan | str | Path, output: str | Path | None, options: ReportOp
         >>> planner.report(plan, "report.html", profile=profile).name
         'report.html'
     """
-    path, points = Path("report.html" if output is None else output), options.points
+    path = Path("report.html" if output is None else output)
     if path.suffix.lower() not in ("", ".html", ".htm"):
         raise InputError(f"'{path}' is no name of a report, which is HTML", hint="print report.html from a browser")
-    if points != 0 and not 2 <= points <= MOST_POINTS:
-        raise InputError(f"{points} points make no sweep", hint=f"give `points` from 2 to {MOST_POINTS}, or 0")
     patience = Patience.of(options.time_limit_s, options.progress)
     plan = plan if isinstance(plan, Plan) else load_plan(plan)
     simulated, measured = timelines(plan, options, options.measured, "measured")
@@ -300,7 +296,7 @@ def timelines(
 
 def _alternatives(plan: Plan, options: ReportOptions, patience: Patience) -> dict[str, Any]:
     """Return what of the report takes the profile, or why it is missing; one that the user named must be the plan's."""
-    missing = "The comparison, what would help, and other bandwidths"
+    missing = "The comparison, and what would help"
     if options.profile is None and not PROFILE.exists():
         return {"why_not": f"{missing}: there is no {PROFILE}; name the plan's profile."}
     try:
@@ -314,8 +310,6 @@ def _alternatives(plan: Plan, options: ReportOptions, patience: Patience) -> dic
     found: dict[str, Any] = {"comparison": comparison, "source": profile.provenance.source}
     try:
         found["explanation"] = explain(profile, plan, patience=patience.part(EXPLAINING))
-        if options.points:
-            found["sweep"] = bandwidth_sweep(profile, plan, options.points, SPREAD, patience)
     except PlannerError as error:  # such as a time limit in which no plan of another cluster was found
-        found["why_not"] = f"What would help, or other bandwidths: {error.message}."
+        found["why_not"] = f"What would help: {error.message}."
     return found

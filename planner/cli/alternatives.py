@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import planner
 from planner.cli import arguments, output
-from planner.errors import ClusterError, InputError
+from planner.errors import ClusterError
 from planner.formats.link_names import link_bandwidth
 from planner.options.numbers import count
 from planner.options.solving import SolveOptions
-from planner.options.verbs import POINTS
 from planner.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -29,10 +27,10 @@ model and, with the default one, by simulation.
     plan compare --plan plan.json --topology 4x2 --bandwidth 128Gbps,10Gbps     its stages on another cluster
 """
 SWEEP = """\
-Solve for a range of clusters, and show how the plan changes and where. One of --bandwidth, --gpus and --memory is a
+Solve for a range of clusters, and show how the plan changes. One of --bandwidth, --gpus and --memory is a
 range LOW:HIGH; all other arguments are those of `plan solve`.
 
-    plan sweep --gpus 8 --bandwidth 1Gbps:100Gbps --plot sweep.svg
+    plan sweep --gpus 8 --bandwidth 1Gbps:100Gbps
     plan sweep --gpus 2:16 --bandwidth 10Gbps
 """
 EXPLAIN = """\
@@ -44,7 +42,7 @@ more memory would gain.
     plan explain --plan plan.json
     plan explain --plan plan.json --gpus 8 --bandwidth 1Gbps     its stages on another cluster
 """
-GPU_POINTS = 16
+POINTS, GPU_POINTS = 9, 16
 Range = tuple[float, float]
 
 
@@ -70,7 +68,6 @@ def add_parser(verbs: arguments.Verbs) -> None:
     )
     help = f"solve for N values (default: {POINTS}; {GPU_POINTS} for GPUs)"
     parser.add_argument("--points", type=int, metavar="N", help=help)
-    parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="write a plot of the speeds")
     summary = "explain what limits a plan, and what would make it faster"
     arguments.add_question_arguments(arguments.declare(verbs, "explain", summary, EXPLAIN, run_question), plan=True)
 
@@ -90,11 +87,7 @@ def run_question(args: argparse.Namespace) -> int:
 def run_sweep(args: argparse.Namespace) -> int:
     from planner.analysis.sweep import spread
     from planner.formats.device_kinds import read_one_profile
-    from planner.formats.files import write_text
-    from planner.reporting.svg import sweep_svg
 
-    if args.plot is not None and args.plot.suffix != ".svg":
-        raise InputError(f"`plot={args.plot}` is not an SVG file", hint="name it FILE.svg")
     quantity, (low, high) = _swept(args)
     default = GPU_POINTS if quantity == "gpus" else POINTS
     values = spread(low, high, default if args.points is None else args.points, whole=quantity == "gpus")
@@ -113,9 +106,6 @@ def run_sweep(args: argparse.Namespace) -> int:
             profile, quantity, values, cluster_at, options=arguments.read_options(SolveOptions, args), patience=patience
         )
     output.print_answer(swept, args.json)
-    if args.plot is not None:
-        write_text(args.plot, sweep_svg(swept))
-        output.print_written(args.plot)
     return 0
 
 

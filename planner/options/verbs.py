@@ -25,7 +25,6 @@ PER_SERVER = 8  # GPUs
 PLANNED = 0.95  # of a GPU's memory: fragmentation and what libraries take are not known beforehand
 TENSOR = (2, 4, 8)  # ranks that are tried to divide layers inside a server
 REPORT_S = 7.0  # with what simulation and page take besides, a report of 56 stages is there within 10 s
-POINTS = 9  # of a sweep
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +122,6 @@ class ReportOptions(Options):
     accumulate: int | None = option(
         None, "under 1f1b, update after K minibatches per replica, as in training", "K", least=1, told="1"
     )
-    points: int = option(POINTS, "solve for N bandwidths, from a tenth to ten times the plan's; 0 for none", "N")
     time_limit_s: float | None = same(SolveOptions, "time_limit_s", REPORT_S, told=f"{REPORT_S:g}s")
     progress: Progress | None = same(SolveOptions, "progress")
 

@@ -1,1 +1,1 @@
-"""Plans, profiles and runs for people: terminal tables, an HTML page, SVG charts."""
+"""Plans, profiles and runs for people: terminal tables, and an HTML page."""

@@ -23,7 +23,6 @@ TEXTS = {
 PARTS = {  # of the report, as HTML for notebooks
     "Comparison": "page.page.comparison_section",
     "Plan": "page.page.plan_frame",
-    "Sweep": "page.page.sweep_section",
 }
 
 

@@ -1,18 +1,16 @@
-"""Sweeps: the config changes where the formulas say it must, and pictures say what tables say."""
+"""Sweeps: each point is what a search for its value finds."""
 
 from __future__ import annotations
 
-import xml.etree.ElementTree as ElementTree
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
-from planner.analysis.sweep import PRECISION, WORTH, Sweep, spread, sweep
+from planner.analysis.sweep import Sweep, spread, sweep
 from planner.errors import InfeasibleError, InputError
 from planner.formats.cluster import Cluster, flat_cluster
 from planner.formats.profile import load_profile
-from planner.reporting.svg import sweep_svg
 from planner.reporting.tables.answers import sweep_report
 from planner.solver import solve
 from tests.samples import layer, profile
@@ -26,29 +24,14 @@ def over_bandwidth() -> Sweep:
     return sweep(MODEL, "bandwidth", spread(1.0, 100.0, 5, whole=False), lambda b: flat_cluster(2, b))
 
 
-def test_every_point_is_what_solve_says_or_an_earlier_config_as_fast_to_one_percent() -> None:
-    kept = 0
-    for point in over_bandwidth().points:
+def test_every_point_is_what_solve_says() -> None:
+    swept = over_bandwidth()
+    assert len({point.config for point in swept.points}) > 1
+    for point in swept.points:
         plan = solve(MODEL, flat_cluster(2, point.value))
-        assert point.seconds_per_minibatch is not None
-        assert point.seconds_per_minibatch <= plan.predicted.seconds_per_minibatch * (1 + WORTH)
-        if point.config == plan.config:
-            assert point.seconds_per_minibatch == plan.predicted.seconds_per_minibatch
-            assert point.bottleneck == plan.predicted.bottleneck
-        kept += point.config != plan.config
-    assert kept < len(over_bandwidth().points) / 2
-
-
-def test_no_config_lasts_for_a_tenth_of_a_gigabit() -> None:
-    # Eight equal layers: many configs are as fast as each other, and each bandwidth has another winner.
-    model = profile(*(layer(f"l{n}", 0.004, 0.008, output_bytes=2_000_000, weight_bytes=8_000_000) for n in range(8)))
-    swept = sweep(model, "bandwidth", spread(1e8, 2e9, 9, whole=False), lambda b: flat_cluster(8, b))
-    for change in swept.changes:
-        before = solve(model, flat_cluster(8, change.above.value))
-        assert change.above.seconds_per_minibatch is not None
-        assert change.above.seconds_per_minibatch <= before.predicted.seconds_per_minibatch * (1 + WORTH)
-    places = [change.above.value for change in swept.changes]
-    assert all(later > 1.1 * earlier for earlier, later in pairwise(places)), places
+        assert point.config == plan.config
+        assert point.seconds_per_minibatch == plan.predicted.seconds_per_minibatch
+        assert point.bottleneck == plan.predicted.bottleneck
 
 
 def test_no_ratio_to_what_does_not_fit() -> None:
@@ -58,35 +41,20 @@ def test_no_ratio_to_what_does_not_fit() -> None:
     text = sweep_report(swept)
     assert text.count("does not fit (") == 4
     assert "x" not in text.replace("does not fit", "")
-    assert "data parallelism" not in sweep_svg(swept)
 
 
 def test_ratios_beyond_reading_are_words() -> None:
     swept = sweep(MODEL, "bandwidth", [1e-9, 10.0], lambda b: flat_cluster(2, b))
     assert "more than 1,000x" in sweep_report(swept)
-    ElementTree.fromstring(sweep_svg(swept))
 
 
-def test_the_config_changes_between_the_ends_that_are_named() -> None:
-    swept = over_bandwidth()
-    assert len({point.config for point in swept.points}) > 1
-    assert swept.changes
-    configs = [swept.points[0].config]
-    for change in swept.changes:
-        assert change.below < change.above.value <= change.below * (1 + PRECISION)
-        assert change.from_config == configs[-1]
-        assert solve(MODEL, flat_cluster(2, change.above.value)).config == change.above.config
-        configs.append(change.above.config)
-    assert configs[-1] == swept.points[-1].config
-
-
-def test_gpus_change_at_whole_numbers() -> None:
+def test_more_gpus_are_no_slower() -> None:
     model = load_profile(PROFILES / "vgg16" / "cpu.json")
     swept = sweep(model, "gpus", spread(1, 8, 4, whole=True), lambda n: flat_cluster(int(n), 1.25e8))
     speeds = [point.speedup_over_one_gpu or 0.0 for point in swept.points]
     assert speeds == sorted(speeds)
-    assert all(change.above.value == change.below + 1 for change in swept.changes)
-    assert "at 2 GPUs: 1 -> 1-1" in sweep_report(swept)
+    assert [point.config for point in swept.points[:2]] == ["1", "1-1"]
+    assert "2 GPUs" in sweep_report(swept)
 
 
 def test_memory_from_too_little_on() -> None:
@@ -99,33 +67,13 @@ def test_memory_from_too_little_on() -> None:
     assert first.why_not is not None
     assert "no plan fits" in first.why_not
     assert last.config is not None
-    assert swept.changes[0].from_config is None
-    assert "none fits ->" in sweep_report(swept)
-    ElementTree.fromstring(sweep_svg(swept))
+    assert "none fits" in sweep_report(swept)
 
 
 def test_a_sweep_in_which_nothing_fits_is_no_answer() -> None:
     with pytest.raises(InfeasibleError, match="at the last, no plan fits 2 GPUs of 30 B") as refused:
         sweep(MODEL, "memory", [20.0, 30.0], lambda memory: flat_cluster(2, 10.0, int(memory)))
     assert "smallest memory" in refused.value.hint
-
-
-def test_the_picture_shows_every_point_and_every_config() -> None:
-    swept = over_bandwidth()
-    root = ElementTree.fromstring(sweep_svg(swept))
-    space = "{http://www.w3.org/2000/svg}"
-    titles = [title.text or "" for title in root.iter(f"{space}title")]
-    assert len(titles) == len(swept.points) + len(swept.changes)
-    texts = {text.text for text in root.iter(f"{space}text")}
-    assert {point.config for point in swept.points} <= texts
-    for bar in root.iter(f"{space}rect"):
-        if len(bar):
-            assert 0 <= float(bar.attrib["x"]) + float(bar.attrib["width"]) <= 860
-
-
-def test_names_are_escaped_in_the_picture() -> None:
-    swept = over_bandwidth().model_copy(update={"model": "<a & b>"})
-    ElementTree.fromstring(sweep_svg(swept))
 
 
 def test_spread() -> None:

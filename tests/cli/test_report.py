@@ -33,7 +33,7 @@ def headings(path: Path) -> set[str]:
 
 
 def test_all_of_it_with_the_defaults(folder: Path) -> None:
-    done = plan("report", "--points", "2", cwd=folder)
+    done = plan("report", cwd=folder)
     assert done.returncode == 0, done.stderr
     assert done.stdout == ""
     assert done.stderr.splitlines()[-1] == "written to report.html"  # a slow machine shows its progress before
@@ -44,16 +44,14 @@ def test_all_of_it_with_the_defaults(folder: Path) -> None:
         "timeline",
         "memory",
         "comparison",
-        "sweep",
     }
 
 
 def test_a_run_beside_it(folder: Path) -> None:
     save_trace(slower(simulate(load_plan(folder / "plan.json"), 7), 1.1), folder / "run.json")
-    done = plan("report", "--run", "run.json", "--points", "0", "-o", "both.html", cwd=folder)
+    done = plan("report", "--run", "run.json", "-o", "both.html", cwd=folder)
     assert done.returncode == 0, done.stderr
     assert "measured" in headings(folder / "both.html")
-    assert "sweep" not in headings(folder / "both.html")
     assert "7 minibatches, simulated and measured" in (folder / "both.html").read_text()
 
 
@@ -77,7 +75,6 @@ def test_without_the_profile_it_says_what_is_missing(folder: Path) -> None:
         (("--profile", "none.json"), "there is no file 'none.json'"),
         (("--run", "none.json"), "there is no file 'none.json'"),
         (("--run", "plan.json"), "holds a plan, not a timeline"),
-        (("--points", "1"), "1 points make no sweep"),
         (("--minibatches", "0"), "--minibatches 0 is no run"),
         (("-o", "report.pdf"), "'report.pdf' is no name of a report, which is HTML"),
     ],

@@ -16,11 +16,9 @@ from typing import Any
 from planner.analysis.compare import Comparison
 from planner.analysis.compare_runs import RunComparison, compare_runs
 from planner.analysis.explain import Explanation
-from planner.analysis.sweep import Sweep
 from planner.formats.plan import Plan
 from planner.formats.plan_parts import short_config
 from planner.formats.timeline import LANES, LETTERS, Timeline
-from planner.reporting.svg import sweep_svg
 from planner.reporting.tables import plan as words
 from planner.reporting.tables import runs as run_tables
 from planner.reporting.tables.answers import (
@@ -28,7 +26,6 @@ from planner.reporting.tables.answers import (
     comparison_table,
     explanation_tables,
     sentences,
-    sweep_table,
 )
 from planner.reporting.tables.plan import memory_table, stage_table
 from planner.reporting.tables.table import Table
@@ -51,7 +48,6 @@ def report_page(
     simulated: Timeline,
     measured: Timeline | None = None,
     comparison: Comparison | None = None,
-    sweep: Sweep | None = None,
     explanation: Explanation | None = None,
     *,
     why_not: str = "",
@@ -74,7 +70,6 @@ def report_page(
         ("timeline", "Timeline", timeline),
         ("memory", "Memory", memory_section(summary, ran)),
         ("comparison", "Compared with other plans", comparison and comparison_section(comparison)),
-        ("sweep", "At other bandwidths", sweep and sweep_section(sweep)),
         ("missing", "Not in this report", why_not and paragraph(why_not, "note")),
     ]
     shown = [section for section in sections if section[2]]
@@ -334,10 +329,3 @@ def comparison_section(comparison: Comparison) -> str:
     """Show the table of `plan compare`."""
     notes = (paragraph(line, "note") for line in comparison_legend(comparison).splitlines())
     return _table("Ways to train", comparison_table(comparison)) + "".join(notes)
-
-
-def sweep_section(sweep: Sweep) -> str:
-    """Show the picture and the table of `plan sweep`."""
-    table = _folded("As a table", _table("Plans by bandwidth", sweep_table(sweep)))
-    label = "Speed of the plans by bandwidth"
-    return f'<figure class="scroll" tabindex="0" role="img" aria-label="{label}">{sweep_svg(sweep)}</figure>{table}'

@@ -60,15 +60,8 @@ def choice_report(choice: Choice) -> str:
 
 
 def sweep_report(sweep: Sweep) -> str:
-    """Report the points, and where the config changes."""
-    lines = ["The config changes:" if sweep.changes else "The config is the same throughout."]
-    for change in sweep.changes:
-        place, before = value_text(change.above.value, sweep.quantity), short_config(change.from_config or NONE_FITS)
-        about = "at" if sweep.quantity == "gpus" else "about"
-        lines.append(f"  {about} {place}: {before} -> {short_config(change.above.config or NONE_FITS)}")
-    if sweep.changes and sweep.out_of_time:
-        lines.append("The time limit ended the search: a change may be anywhere down to the point before it.")
-    return f"{sweep_table(sweep).text()}\n\n" + "\n".join(lines)
+    """Report the points."""
+    return sweep_table(sweep).text()
 
 
 def value_text(value: float, quantity: Quantity) -> str:
@@ -275,7 +268,7 @@ def _optimality(explanation: Explanation) -> str:
         which = words.IN_ORDER + (f" and with {solver.bound_of}" if solver.bound_of else "")
         bound = f"By the cost model no plan{which} takes less than {format_seconds(solver.lower_bound_s)}"
         return f"{bound}: the search was exact{', up to 1% of simulation' if solver.simulated else ''}."
-    return f"B{words.bound_words(solver)[1:]}."
+    return f"By the cost model {words.bound_words(solver)}."
 
 
 def _gain(alternative: Alternative) -> str:

@@ -268,8 +268,7 @@ IN_ORDER = " in the profile's order"  # which all plans are, and what their boun
 def bound_words(solver: SolverReport) -> str:
     """Say what no plan is below by the cost model, and which of the simulated plans this is."""
     which = f" and with {solver.bound_of}" if solver.bound_of else ""
-    seconds = format_seconds(solver.lower_bound_s)
-    least = f"by the cost model no plan{IN_ORDER}{which} takes less than {seconds}, {solver.gap:.1%} less"
+    least = f"none{IN_ORDER}{which} costs less than {format_seconds(solver.lower_bound_s)}, {solver.gap:.1%} less"
     others = "no other" if solver.exhausted else "others"
     return least + (f"; best of {solver.simulated} simulated; {others} could be faster" if solver.simulated else "")
 
