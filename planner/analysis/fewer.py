@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
-from planner.errors import ClusterError, InfeasibleError
+from planner.errors import ClusterError, PlannerError
 from planner.formats.cluster import Cluster
 from planner.formats.plan import Plan
 from planner.formats.profile import Profile
@@ -40,7 +40,7 @@ def with_fewer_hosts(profile: Profile, plan: Plan, options: SolveOptions, patien
     for number, cluster in enumerate(wanted):
         try:
             found = find_plan(profile, cluster, options, patience.part(1 / (len(wanted) - number)))
-        except InfeasibleError as error:
+        except PlannerError as error:  # no plan fits, or none takes so many microbatches
             # Still fewer GPUs have less memory in all.
             plan = plan.noting(f"The loss of {number + 1} hosts cannot be survived: {error.message}.")
             break
