@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]  # exported by a star import
 
 from planner.errors import InputError
 from planner.executor.checkpoint.folders import SavedCheckpoint
@@ -60,6 +61,7 @@ class Recovery:
     since_s: float | None  # since the epoch: when it was noticed
     saved: SavedCheckpoint | None  # of this worker's stages
     idle: int  # workers that the plan has no use for
+    store: Store  # of all workers: that of the group which trains has keys of its own
 
 
 def recover(job: Job, heartbeat: Heartbeat) -> Recovery:
@@ -69,7 +71,8 @@ def recover(job: Job, heartbeat: Heartbeat) -> Recovery:
     """
     memory, own = HostMemory.of(job), ""
     heartbeat.enter("meeting the other hosts", meeting=True)
-    seats = exchange(worker_store(message_timeout(job.run_options.hang_timeout_s)), own_seat())
+    store = worker_store(message_timeout(job.run_options.hang_timeout_s))
+    seats = exchange(store, own_seat())
     join_group(FOR_EVER)
     group = control_group()
     if memory.leads:
@@ -104,7 +107,7 @@ def recover(job: Job, heartbeat: Heartbeat) -> Recovery:
     dist.destroy_process_group()
     idle = int(os.environ["WORLD_SIZE"]) - job.plan.workers
     os.environ["WORLD_SIZE"] = str(job.plan.workers)
-    return Recovery(memory, start, what, since_s, saved, idle)
+    return Recovery(memory, start, what, since_s, saved, idle, store)
 
 
 def _is_left(name: str, index: CopyIndex, hosts: _Copies) -> bool:
@@ -163,12 +166,11 @@ def describe(recovery: Recovery, job: Job) -> str:
     return f"{recovery.what}: {goes_on}, {job.left}{after}"
 
 
-def await_end() -> None:
+def await_end(store: Store) -> None:
     """Wait, as a worker that the plan has no use for, until the others have trained.
 
     Raise RuntimeError when worker 0's store is gone: then they have failed.
     """
-    store = worker_store(FOR_EVER)
     while not store.check([_ENDED]):
         time.sleep(_IDLE_S)
     store.add(_LEFT, 1)
@@ -176,7 +178,7 @@ def await_end() -> None:
 
 def tell_end(recovery: Recovery) -> None:
     """Let the idle workers end; worker 0 calls it at the end of the run, before its store closes."""
-    store, deadline = worker_store(FOR_EVER), time.monotonic() + GRACE_S
+    store, deadline = recovery.store, time.monotonic() + GRACE_S
     store.set(_ENDED, "")
     while store.add(_LEFT, 0) < recovery.idle and time.monotonic() < deadline:
         time.sleep(_IDLE_S)

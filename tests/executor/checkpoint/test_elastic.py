@@ -90,7 +90,7 @@ def _work(text: str, result_path: str, variables: dict[str, str], log: str) -> N
             job, heartbeat = Job.model_validate_json(text), Heartbeat()
             recovery = recover(job, heartbeat)
             if int(os.environ["RANK"]) >= job.plan.workers:
-                await_end()
+                await_end(recovery.store)
                 return
             result = train_worker(job, heartbeat=heartbeat, recovery=recovery)
             if result is not None:
