@@ -26,8 +26,8 @@ T = TypeVar("T")
 
 
 @contextlib.contextmanager
-def printed(folder: Path, *, save: bool) -> Iterator[None]:
-    """Write what is printed within the context also into the folder's `results.md`, with date and machine, to save."""
+def printed(folder: Path, *, save: bool, name: str = "results.md") -> Iterator[None]:
+    """Write what is printed within the context also into the folder's file, with date and machine, to save."""
     lines: list[str] = []
 
     class Both:
@@ -43,7 +43,7 @@ def printed(folder: Path, *, save: bool) -> Iterator[None]:
         yield
     if save:
         header = f"{time.strftime('%Y-%m-%d')}, {environment()}.\n\n"
-        write_text(folder / "results.md", header + "".join(lines).strip() + "\n")
+        write_text(folder / name, header + "".join(lines).strip() + "\n")
 
 
 def environment() -> str:

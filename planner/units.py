@@ -100,13 +100,6 @@ def as_fast(ratio: float) -> str:
     return "as fast" if times == "1.00x" else f"{times.removesuffix('x')} times as fast"
 
 
-def format_change(share: float) -> str:
-    """Return a relative change for people: 0.051 -> "+5.1%", 4 -> "5.00x"; none for what rounds to none."""
-    if share >= 1:
-        return format_times(1 + share)
-    return "none" if abs(share) < 0.0005 else f"{share:+.1%}"
-
-
 def _scaled(value: float, unit: str) -> str:
     prefix, size = max(
         ((prefix, size) for prefix, size in _DECIMAL.items() if abs(value) >= size * _NEARLY),

@@ -10,7 +10,6 @@ from planner.errors import UnitError
 from planner.units import (
     format_bandwidth,
     format_bytes,
-    format_change,
     format_memory,
     format_seconds,
     format_times,
@@ -77,5 +76,4 @@ def test_zero_and_small_values_show() -> None:
     assert format_bandwidth(124.99) == "1 kbps"
     assert format_seconds(0.9999) == "1 s"
     assert [format_times(ratio) for ratio in (2e9, 1.234, 1e-9)] == ["more than 1,000x", "1.23x", "less than 0.01x"]
-    assert [format_change(share) for share in (4, 0.051, -0.3, -1e-5)] == ["5.00x", "+5.1%", "-30.0%", "none"]
     assert format_seconds(123456) == "123456 s"

@@ -52,6 +52,10 @@ class Pair:
         loss_s = 8 * logits / (spec.bandwidth_bytes_per_s * spec.achieved_bandwidth["pointwise"])
         return float(self.gpt.layers * ((1 + self.recomputed) * forward + backward) + head_s + loss_s)
 
+    def error(self, spec: DeviceSpec) -> float:
+        """Return the relative error of the microbatch's estimate on one of the two GPUs."""
+        return self.seconds(spec) / (self.a100_s if spec is A100 else self.h100_s) - 1
+
     def share(self) -> float:
         """Return the share of its peak with which the H100's estimate is as far off as the A100's."""
         error = self.a100_s / self.seconds(A100)
@@ -114,6 +118,10 @@ def main() -> None:
     print(tabulate(lines, headers=headers, tablefmt="pipe", disable_numparse=True))
     short = [share for share, pair in zip(shares, pairs(), strict=True) if pair.gpt.seq <= 4096]
     print(f"mean ratio {mean(ratios):.2f}, median share {median(shares):.3f}, up to 4,096 tokens {median(short):.3f}")
+    for gpu, spec in (("A100", A100), ("H100", H100)):
+        for name, tokens in (("up to 4,096 tokens", range(4097)), ("more", range(4097, 10**6))):
+            found = [pair.error(spec) for pair in pairs() if pair.gpt.seq in tokens]
+            print(f"{gpu}, {name}: {len(found)} rows, median error {median(map(abs, found)):.1%}, {median(found):+.1%}")
 
 
 if __name__ == "__main__":

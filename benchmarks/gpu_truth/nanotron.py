@@ -26,6 +26,7 @@ from benchmarks.gpu_truth.by_layers import both_ways
 from benchmarks.gpu_truth.nanotron_model import Llama as Llama
 from benchmarks.gpu_truth.rows import ANCHORS, device, price
 from planner.cost.network.link import Link, backward_and_reduce_s, ring_all_reduce_s
+from planner.cost.overheads import FRAGMENTED
 from planner.formats.cluster import Cluster, Level
 from planner.formats.own_plan import OwnStage
 from planner.formats.profile import Device, Edge, Layer, Profile, Provenance, Value
@@ -65,6 +66,7 @@ class Run:
     seconds: float | None
     reserved_bytes: float | None
     rates: Rates | None  # of collectives of all its GPUs, as its job measured them; None out of memory
+    near_reduce_bytes_per_s: float | None  # the same of an all-reduce within a server
     checked: bool  # every rank of a group says what it is about to do before each collective
 
     @property
@@ -105,6 +107,7 @@ def runs() -> Iterator[Run]:
                 tokens / speed if trained else None,
                 float(row["peak_reserved_GB"]) * _GIB if trained else None,
                 Rates(float(row["allreduce_GBps"]) * 1e9, float(row["allgather_GBps"]) * 1e9) if trained else None,
+                float(row["allreduce_intra_GBps"]) * 1e9 if trained else None,
                 trained and number["gpus"] > PER_SERVER and float(row["allreduce_intra_GBps"]) < _CHECKED_GBPS,
             )
 
@@ -272,9 +275,9 @@ def times_of(run: Run, kind: str, spec: DeviceSpec, program: Program, links: Lin
         forward_n += 3  # of largest logits, those of the targets, and sums
     # Each weight's gradient is added in a launch of its own.
     launches = np.array([block.forward.launches.sum(), block.backward.launches.sum() + block.weights])
-    check_s = program.check_s if run.llama.tensor <= PER_SERVER else program.check_far_s
-    each_s = program.collective_s + run.checked * run.llama.tensor * check_s
-    return device, launches * program.launch_s + np.array([forward_n, backward_n]) * each_s
+    launches_s = launches * program.launch_s + _TRITON.get(kind, 0) * _TRITON_S
+    each_s = program.collective_s + _check_s(run, run.llama.tensor, program)
+    return device, launches_s + np.array([forward_n, backward_n]) * each_s
 
 
 def layer_of(run: Run, kind: str, number: int, seconds: Floats, spec: DeviceSpec) -> Layer:
@@ -310,7 +313,7 @@ def profile_of(layers: Sequence[Layer], samples: int, spec: DeviceSpec) -> Profi
     """Return the profile of layers in a row."""
     return Profile(
         model="llama",
-        graph_hash="nanotron",  # so that what the running layer needs counts
+        graph_hash="nanotron",  # made up: there is no graph
         device=Device(kind="cuda", name=spec.name, memory_bytes=spec.memory_bytes),
         optimizer_elementwise=True,
         microbatch_size=samples,
@@ -321,11 +324,11 @@ def profile_of(layers: Sequence[Layer], samples: int, spec: DeviceSpec) -> Profi
 
 
 class Predicted(NamedTuple):
-    """What is predicted of a run: seconds of a minibatch, and bytes of its fullest GPU."""
+    """What is predicted of a run: seconds of a minibatch, and bytes that its fullest GPU needs."""
 
     seconds: float
     needed_bytes: int
-    reserved_bytes: int  # by PyTorch's allocator
+    reserved_bytes: int  # by PyTorch's allocator on rank 0, which is of the first stage and logs
 
 
 def predict(run: Run, spec: DeviceSpec, program: Program, links: Links) -> Predicted:
@@ -338,37 +341,76 @@ def predict(run: Run, spec: DeviceSpec, program: Program, links: Links) -> Predi
     t, llama = run.llama.tensor, run.llama
     stages = stages_of(llama, run.stages)
     layers: list[Layer] = []
-    reducing = links.ring(run.replicas, max(1, PER_SERVER // t))
     known = {kind: times_of(run, kind, spec, program, links) for kind in KINDS}
-    pendings: list[int] = []
+    pendings, hosts_s = list[int](), list[float]()
     for blocks in stages:
         device, host = (np.sum([known[kind][part] for kind in blocks], axis=0) for part in (0, 1))
         ahead = t > 1 and run.microbatches > 1 and bool(host.sum() < device.sum())
         products = 2 * blocks.count("layer") + blocks.count("head")
+        hosts_s.append(float(host[1]))
         pendings.append(ahead * products * 2 * llama.seq * run.samples * llama.hidden)
         factor = np.maximum(1.0, host / np.maximum(device, 1e-12))
         for kind in blocks:
-            layer = layer_of(run, kind, len(layers), known[kind][0] * factor, spec)
-            update_s = layer.update_s + 5 * block_of(llama, kind, run.samples).weights * program.launch_s
-            if run.sharded and run.replicas > 1:
-                update_s += float(ring_all_reduce_s(layer.weight_bytes, run.replicas, reducing)) / 2
-            layers.append(layer.model_copy(update={"update_s": update_s}))
+            layers.append(layer_of(run, kind, len(layers), known[kind][0] * factor, spec))
     profile = profile_of(layers, run.samples, spec)
     names = iter(layer.name for layer in layers)
     own_stages = [OwnStage(layers=tuple(next(names) for _ in blocks)) for blocks in stages]
     plan = price(profile, _groups(run, len(stages), links), own_stages, run.microbatches)
-    ends_s = [0.0]
-    for stage, blocks in zip(plan.stages, stages, strict=True) if run.replicas > 1 else ():
-        bucket_s = float(ring_all_reduce_s(_BUCKET_BYTES, run.replicas, reducing))
-        reduce_s = 2 * stage.memory.gradients_bytes / _BUCKET_BYTES * bucket_s
-        if run.checked and not run.sharded:
-            sizes = [size for kind in reversed(blocks) for size in block_of(llama, kind, run.samples).sizes]
-            reduce_s += buckets(sizes) * run.replicas * program.check_far_s
-        ends_s.append(float(backward_and_reduce_s(stage.backward_s, reduce_s, reducing)) - stage.backward_s)
+    ends_s = [
+        synchronize_s(run, blocks, stage.backward_s, host_s, program, links)
+        for stage, blocks, host_s in zip(plan.stages, stages, hosts_s, strict=True)
+    ]
     extra = [pending + 2 * llama.seq * run.samples * llama.hidden * 2 * (t > 1) for pending in pendings]
     needed = max(plan.memory_bytes(number) + more for number, more in enumerate(extra))
     tensors = [plan.tensor_bytes(number) + more for number, more in enumerate(extra)]
-    return Predicted(plan.predicted.seconds_per_minibatch + max(ends_s), needed, max(tensors))
+    reserved = round(tensors[0] * (1 + FRAGMENTED))
+    return Predicted(plan.predicted.seconds_per_minibatch + max(ends_s), needed, reserved)
+
+
+def synchronize_s(
+    run: Run, blocks: Sequence[str], backward_s: float, host_s: float, program: Program, links: Links
+) -> float:
+    """Return the seconds that follow the last backward of a stage, beside its update.
+
+    DistributedDataParallel reduces buckets of gradients beside the backward; their checks hold its host up. With a
+    divided optimizer nanotron does not use it, and reduces all gradients at once, in float32, after the last backward
+    (`trainer.py`: `make_ddp`). Then the norms' gradients are summed over the ranks that divide layers, the embedding's
+    with those of a tied head on another stage, the norm of all over the ranks of a replica, and the loss over replicas.
+    All ranks wait for each other at the end of the step, whose time is logged. Host and device are taken to follow each
+    other here: of 1.34 billion parameters that is nearer than the longer of the two, and of 3.57 billion, too.
+
+    Args:
+        run, blocks: the run, and what the stage has.
+        backward_s: of the stage.
+        host_s: of the stage's host, in a backward.
+        program, links: as in `predict`.
+    """
+    llama, t, r = run.llama, run.llama.tensor, run.replicas
+    own = [kind for kind in reversed(blocks) if kind != "head" or run.stages > 1]  # one stage has one matrix for both
+    sizes = [size for kind in own for size in block_of(llama, kind, run.samples).sizes]
+    reducing, longer_s, device_s = links.ring(r, max(1, PER_SERVER // t)), 0.0, 0.0
+    update_host_s, checked = 5 * len(sizes) * program.launch_s, [run.gpus, t * run.stages, r, t]
+    if r > 1 and run.sharded:
+        device_s += float(ring_all_reduce_s(4 * sum(sizes), r, reducing))
+        device_s += float(ring_all_reduce_s(2 * sum(sizes), r, reducing)) / 2  # gathers weights
+        update_host_s += r * len(sizes) * _COPY_S
+        checked += [r, r]
+    elif r > 1:
+        bucket_s = float(ring_all_reduce_s(_BUCKET_BYTES, r, reducing))
+        longer_s = max(backward_s, host_s + buckets(sizes) * _check_s(run, r, program))
+        longer_s = float(backward_and_reduce_s(longer_s, 4 * sum(sizes) / _BUCKET_BYTES * bucket_s, reducing))
+        longer_s -= backward_s
+    if run.stages > 1 and {"embedding", "head"} & set(blocks):
+        device_s += 4 * llama.vocab * llama.hidden / t / (NVLINK if r * t < PER_SERVER else NICS / PER_SERVER)
+        checked.append(2)
+    update_host_s += sum(_check_s(run, ranks, program) for ranks in checked)
+    return longer_s + device_s + update_host_s
+
+
+def _check_s(run: Run, ranks: int, program: Program) -> float:
+    """Return the seconds of the check before a collective of so many ranks."""
+    near = ranks == run.llama.tensor <= PER_SERVER or run.gpus <= PER_SERVER
+    return run.checked * ranks * (program.check_s if near else program.check_far_s) if ranks > 1 else 0.0
 
 
 def _groups(run: Run, stages: int, links: Links) -> Cluster:
@@ -408,9 +450,17 @@ class Judged:
 _INSIDE = {2: (260e9, 20e-6), 4: (318e9, 9e-6), 8: (336e9, 5e-6)}
 _NEAR_S, _FAR_S = 3.4e-6, 14e-6  # steps of a ring in NCCL's own model (src/graph/tuning.cc), in a server and beyond
 _CHANNELS = 24  # processors of an H100 that NCCL's rings take within a server: an assumption
-# Of an eager host, as `devices.HOSTS`: a collective is launched like any kernel, and so are three messages. Checks, and
-# steps of rings across servers, are those of the all-reduces and all-gathers that measured the jobs' rates.
-EAGER = Program(HOSTS["eager"], HOSTS["eager"], 4 * HOSTS["eager"], 0.333e-3, 0.333e-3, 40e-6)
+# Kernels in Triton each way: norms, and the rotary embedding of queries and of keys. Launching one with many arguments
+# takes 62 us with PyTorch 2.2 (triton-lang/triton, pull request 3503), 57 more than a launch from C++.
+_TRITON, _TRITON_S = {"layer": 4, "head": 1}, 57e-6
+# A slice, a view and a copy in Python's loop over ranks and weights: 3 us without the copy, measured on an EPYC (Zen 5)
+# with torch 2.13, and the copy's launch.
+_COPY_S = 3e-6 + HOSTS["fused"]
+# Of an eager host that runs in bfloat16 (README, the H200): a collective is launched like any kernel, and so are three
+# messages and their tensor. Checks, and steps of rings across servers, are those of the all-reduces and all-gathers
+# that measured the jobs' rates.
+_EAGER_S = 44e-6
+EAGER = Program(_EAGER_S, _EAGER_S, 4 * _EAGER_S, 0.2e-3, 0.29e-3, 40e-6)
 _TRIED = {
     "launch_s": (25e-6, 38e-6, 50e-6, 65e-6, 80e-6),
     "collective_s": (40e-6, 80e-6, 120e-6, 160e-6, 200e-6, 250e-6, 300e-6),
@@ -421,13 +471,13 @@ _TRIED = {
 }
 _ROUNDS = 2
 _EACH = 8  # of the runs, one so many is fitted
-_BUCKET_BYTES = 50e6  # DistributedDataParallel's 25 MB in half precision
+_BUCKET_BYTES = 50 * 2**20  # of float32: DistributedDataParallel's 25 MiB in half precision
 # Of an all-reduce within a server: 458 GB/s in jobs on several servers that check nothing, and 425 in those that do.
 _CHECKED_GBPS = 440.0
 
 
 def buckets(sizes: Sequence[int]) -> int:
-    """Return the number of buckets of gradients in half precision: one is full at 25 MB, and has whole weights."""
+    """Return the number of buckets of gradients in half precision: one is full at 25 MiB, and has whole weights."""
     count, held = 0, 0
     for size in sizes:
         held += 2 * size

@@ -19,11 +19,10 @@ from planner.cost.layer_costs import LayerCosts
 from planner.cost.recomputation import MOST_CHOICES, Choices, Recomputation
 from planner.cost.work import Floats, Integers
 from planner.options.solving import RecomputeRule
-from planner.solver.degrees import MixedDegrees
 from planner.solver.problem.problem import Problem
-from planner.solver.problem.result import stages_along
+from planner.solver.problem.result import CutPath, stages_along
 from planner.solver.problem.states import FRONTS, Chain
-from planner.solver.search.chain.search import ANY_TIME_S
+from planner.solver.search.chain.search import Search
 
 Flags = NDArray[np.bool_]
 _MEASURES = ("timePerSample", "memoryUsageA", "memoryUsageB")
@@ -123,18 +122,24 @@ class EveryEdge(Chain):
 
 def answered(problem: Problem, graph: Mapping[str, Any]) -> list[PiperStage] | None:
     """Return the best plan by the program's own formulas; None if none fits the memory."""
-    costs = {degree: problem.layer_costs.at_degree(degree) for degree in problem.rules.tensor}
-    spaces = {degree: EveryEdge(each, graph, degree) for degree, each in costs.items()}
-    path = MixedDegrees(spaces, problem.asynchronous(), problem.limits).best(ANY_TIME_S)
-    if path is None:
+    best: tuple[EveryEdge, CutPath, int] | None = None
+    for degree in problem.rules.tensor:
+        if degree <= problem.cluster.gpus:
+            groups = problem.on_groups_of(degree)
+            space = EveryEdge(groups.layer_costs, graph, degree)
+            path = Search(space, groups.asynchronous(), groups.limits).best()
+            if path is not None and (best is None or path.seconds < best[1].seconds):
+                best = space, path, degree
+    if best is None:
         return None
+    space, path, degree = best
     names = [int(layer.name) for layer in problem.layer_costs.profile.layers]
     return [
         PiperStage(
             frozenset(names[layer] for layer in stage.layers),
             stage.replicas,
-            stage.options.tensor,
+            degree,
             frozenset(names[layer] for group in stage.options.recompute for layer in group),
         )
-        for stage in stages_along(spaces[1], path)
+        for stage in stages_along(space, path)
     ]

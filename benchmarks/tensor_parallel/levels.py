@@ -38,6 +38,7 @@ FOLDER = Path(__file__).parent
 README = FOLDER / "README.md"
 RANKS = 2  # of a group, and GPUs of a host
 MODELS = {"profiles/gpt2/model.py": "gpt2", "benchmarks/tensor_parallel/model.py:wide": "wide"}
+NAMES = MODELS | {"benchmarks/tensor_parallel/model.py:experts": "experts"}  # of all that may run
 DEVICES, SAMPLES = ("t4", "v100", "a100"), (4, 8, 16)
 RATES, FASTER = ("10Gbps", "25Gbps", "50Gbps"), (2, 4)
 MESSAGE_BYTES = 1_000_000  # of messages that links are measured with
@@ -81,7 +82,7 @@ class Case(Compared):
     def cells(self) -> list[object]:
         """The row of the table."""
         where = f"{self.hosts}, {', '.join(self.rates)}" + (f" ({self.links})" if self.links else "")
-        row: list[object] = [MODELS[self.model], self.samples, self.device, where, self.plan]
+        row: list[object] = [NAMES[self.model], self.samples, self.device, where, self.plan]
         if self.failure or not self.measured_s:
             return [*row, self.failure]
         return [*row, self.predicted_s, self.measured_s, self.error]
@@ -144,16 +145,20 @@ def _draw(rng: random.Random) -> Case:
     )
 
 
+def _profile(case: Case) -> Profile:
+    return _estimated(case.model, case.samples, case.device, max(case.tensor))
+
+
 @cache
-def _profile(model: str, samples: int, device: str) -> Profile:
-    return estimate(ROOT / model, device=device, batch_size=samples, tensor=(RANKS,))
+def _estimated(model: str, samples: int, device: str, degree: int) -> Profile:
+    return estimate(ROOT / model, device=device, batch_size=samples, tensor=(degree,))
 
 
 def _measured(cases: Sequence[Case], chosen: Iterable[int], seconds: float) -> Iterable[tuple[int, Case]]:
     """Run the cases of these numbers on one set of hosts; after a failure on a new one."""
     left = list(chosen)
     for number in left:
-        _profile(cases[number].model, cases[number].samples, cases[number].device)
+        _profile(cases[number])
     while left:
         with tempfile.TemporaryDirectory(prefix="testbed-") as folder, testbed(RANKS * 3) as bed:
             while left:
@@ -168,7 +173,7 @@ def _measured(cases: Sequence[Case], chosen: Iterable[int], seconds: float) -> I
 
 def run(bed: Testbed, case: Case, seconds: float, folder: Path) -> Case:
     """Emulate the case's model in `folder`, and train its plan for about `seconds` after the start-up."""
-    profile = _profile(case.model, case.samples, case.device)
+    profile = _profile(case)
     scale = fitting_scale(profile, case.there, 2 * LINK_BYTES_PER_S / case.faster)
     emulated = emulate(profile, scale, folder)
     links = bed.links(scale.cluster(case.there), MESSAGE_BYTES, scale.byte_factor)

@@ -7,7 +7,7 @@ ratios of computation to communication stay the same.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,13 @@ from benchmarks.testbed.layers import ELEMENT_BYTES, Block, Divided, write_model
 from planner.formats.cluster import Cluster
 from planner.formats.profile import DEGREE_COLUMNS, DegreeCosts, Device, Edge, Layer, Profile, Provenance, Value
 from planner.model.capture.capture import capture_file
+from planner.model.capture.graph import LayerGraph
 from planner.model.spec import load_model_file
 
 LINK_BYTES_PER_S = 6e6  # of the slowest link: what 16 workers on 2 cores can sustain
 LEAST_WHOLE_S = 1.0  # for a minibatch of the whole model
 SHARE_S = 0.15  # for a device's share of a minibatch
-LOSS_BLOCK = Block(0.0, 0.0, 0.0, 0, 0)  # what the loss takes
+_COLUMNS = [each.name for each in fields(Divided) if each.name != "by_samples"]
 MOST_BLOCKS = 48  # more are joined, because a sleep per layer costs this machine about 0.1 ms
 
 
@@ -140,8 +141,9 @@ def _divided(profile: Profile) -> Sequence[Divided | None]:
     if not profile.tensor:
         return [None] * len(profile.layers)
     costs = profile.tensor[0]
-    names = [each.name.replace("weight_bytes", "gradient_bytes") for each in fields(Divided)]
-    return [Divided(*row) for row in zip(*(getattr(costs, name) for name in names), strict=True)]
+    names = [each.replace("weight_bytes", "gradient_bytes") for each in _COLUMNS]
+    rows = zip(*(getattr(costs, name) for name in names), strict=True)
+    return [replace(Divided(*row), by_samples=bool(costs.by_samples)) for row in rows]
 
 
 def _seconds(block: Block) -> float:
@@ -152,24 +154,35 @@ def _profile(path: Path, blocks: list[Block], size: int, name: str, degree: int)
     """Return the profile that `plan profile` would measure, from the times that the layers are given."""
     training_spec = load_model_file(str(path))
     graph = capture_file(training_spec, training_spec.example_batch(size))
+    layers = emulated_layers(graph, size, [(block.forward_s, block.backward_s, block.update_s) for block in blocks])
+    divided = None if degree == 1 else (_degree_costs(blocks, layers, degree),)
+    return emulated_profile(name, graph, size, layers, "benchmarks.testbed", tensor=divided)
+
+
+def emulated_layers(graph: LayerGraph, size: int, times: Sequence[tuple[float, float, float]]) -> list[Layer]:
+    """Return the layers of a captured model that sleeps for these seconds of forward, backward and update.
+
+    Their bytes are those of `size` samples, as long as they can be. Layers behind the last, the loss, take no time.
+    """
     parameters = dict(graph.model.named_parameters())
-    layers: list[Layer] = []
+    extent = (size, *(length.most for length in graph.lengths)) if graph.lengths else size
+    layers = list[Layer]()
     for index, layer in enumerate(graph.layers):
-        block = blocks[index] if index < len(blocks) else LOSS_BLOCK
-        weight_bytes = sum(4 * parameters[own].numel() for own in layer.parameters)
+        forward_s, backward_s, update_s = times[index] if index < len(times) else (0.0, 0.0, 0.0)
+        weight_bytes = sum(ELEMENT_BYTES * parameters[own].numel() for own in layer.parameters)
         made = [graph.specs[node] for node in graph.crossing if graph.owner[node] == index]
         layers.append(
             Layer(
                 name=layer.name,
                 op=layer.op,
-                forward_s=block.forward_s,
-                backward_s=block.backward_s,
-                update_s=block.update_s,
+                forward_s=forward_s,
+                backward_s=backward_s,
+                update_s=update_s,
                 outputs=tuple(
                     Value(
                         name=spec.name,
-                        output_bytes=spec.size_bytes(size),
-                        gradient_bytes=spec.size_bytes(size) if spec.requires_grad else 0,
+                        output_bytes=spec.size_bytes(extent),
+                        gradient_bytes=spec.size_bytes(extent) if spec.requires_grad else 0,
                     )
                     for spec in made
                 ),
@@ -178,6 +191,13 @@ def _profile(path: Path, blocks: list[Block], size: int, name: str, degree: int)
                 parameters=layer.parameters,
             )
         )
+    return layers
+
+
+def emulated_profile(
+    name: str, graph: LayerGraph, size: int, layers: Sequence[Layer], tool: str, **more: Any
+) -> Profile:
+    """Return the profile of such layers, with `more` of its fields."""
     return Profile(
         model=name,
         graph_hash=graph.hash,
@@ -186,8 +206,8 @@ def _profile(path: Path, blocks: list[Block], size: int, name: str, degree: int)
         microbatch_size=size,
         layers=tuple(layers),
         edges=tuple(Edge(source=edge.source, value=edge.value, target=edge.target) for edge in graph.edges),
-        tensor=None if degree == 1 else (_degree_costs(blocks, layers, degree),),
-        provenance=Provenance(tool="benchmarks.testbed", source="estimated"),
+        provenance=Provenance(tool=tool, source="estimated"),
+        **more,
     )
 
 
@@ -196,7 +216,8 @@ def _degree_costs(blocks: Sequence[Block], layers: Sequence[Layer], degree: int)
     columns: dict[str, Any] = {name: tuple(getattr(layer, name) for layer in layers) for name in DEGREE_COLUMNS}
     nothing = Divided(0.0, 0.0, 0.0, 0, 0, 0, 0, 0)
     every = [block.divided or nothing for block in blocks] + [nothing] * (len(layers) - len(blocks))
-    columns |= {each.name: tuple(getattr(one, each.name) for one in every) for each in fields(Divided)}
+    columns |= {name: tuple(getattr(one, name) for one in every) for name in _COLUMNS}
+    columns["by_samples"] = any(one.by_samples for one in every) or None
     # As the layer makes its weight: of at least one element.
     weights = tuple(
         max(1, one.weight_bytes // ELEMENT_BYTES) * ELEMENT_BYTES if layer.weight_bytes else 0

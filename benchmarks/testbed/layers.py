@@ -58,9 +58,11 @@ class Divided:
     backward_reduced_bytes: int
     forward_reduces: int
     backward_reduces: int
+    by_samples: bool = False  # each has samples of its own: what forwards send is exchanged, and comes back so
 
     def __add__(self, other: Divided) -> Divided:
-        return Divided(*(one + more for one, more in zip(astuple(self), astuple(other), strict=True)))
+        numbers = zip(astuple(self)[:-1], astuple(other)[:-1], strict=True)
+        return replace(Divided(*(one + more for one, more in numbers)), by_samples=self.by_samples)
 
     def scaled(self, times: float, sizes: float) -> Divided:
         """Return it with other seconds, and other bytes."""
@@ -91,13 +93,21 @@ class Device:
         if self._busy_until_s > now:
             time.sleep(self._busy_until_s - now)
 
-    def all_reduce(self, group: TensorGroup | None, size_bytes: int, count: int) -> None:
-        """All-reduce so many bytes over a group in `count` parts; the device goes on when they have come."""
+    def all_reduce(self, group: TensorGroup | None, size_bytes: int, count: int, *, exchanges: bool = False) -> None:
+        """All-reduce so many bytes over a group in `count` parts; the device goes on when they have come.
+
+        Or exchange as many: an all-to-all sends half of what an all-reduce of its bytes does.
+        """
         if group is None or not count or not dist.is_initialized():
             return
-        part = torch.zeros(max(1, size_bytes // count // ELEMENT_BYTES))
+        elements, ranks = size_bytes // count // ELEMENT_BYTES, group.mesh.get_group()
+        part = torch.zeros(max(1, 2 * elements // group.degree) * group.degree if exchanges else max(1, elements))
+        taken = torch.empty_like(part)
         for _ in range(count):
-            dist.all_reduce(part, group=group.mesh.get_group())
+            if exchanges:
+                dist.all_to_all_single(taken, part, group=ranks)
+            else:
+                dist.all_reduce(part, group=ranks)
         self._busy_until_s = time.perf_counter()
 
 
@@ -133,7 +143,8 @@ class EmulatedLayer(nn.Module):
         """All-reduce the outputs, or the gradients of the inputs, with the ranks that have the other parts."""
         if self._group is not None and (own := self.block.divided) is not None:
             size_bytes = own.forward_reduced_bytes if forward else own.backward_reduced_bytes
-            DEVICE.all_reduce(self._group, size_bytes, own.forward_reduces if forward else own.backward_reduces)
+            count, exchanges = own.forward_reduces if forward else own.backward_reduces, own.by_samples
+            DEVICE.all_reduce(self._group, size_bytes, count, exchanges=exchanges and own.forward_reduces > 0)
 
     def forward(self, value: Tensor) -> Tensor:
         """Sleep, and return the output."""
@@ -288,12 +299,14 @@ def _block(divided: dict[str, Any] | None, **others: Any) -> Block:
     return Block(**others, divided=None if divided is None else Divided(**divided))
 
 
-def division_of(graph: LayerGraph, _plan: object, group: TensorGroup) -> DividedWeights:
+def division_of(graph: LayerGraph, _plan: object, group: TensorGroup, _samples: int = 0) -> DividedWeights:
     """Divide emulated layers; takes the place of the product's function, which divides products in captured graphs.
 
     The layers' weights are parts by their making, whole under their names.
     """
+    by_samples = False
     for layer in graph.model.modules():
         if isinstance(layer, EmulatedLayer):
             layer.divide(group)
-    return DividedWeights(group, {})
+            by_samples |= layer.block.divided is not None and layer.block.divided.by_samples
+    return DividedWeights(group, {}, by_samples=by_samples)

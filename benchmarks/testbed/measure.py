@@ -104,7 +104,8 @@ def _measured_s(bed: Testbed, emulated: Emulated, job: Job, predicted_s: float) 
     # Completions come in bursts, so a window may have one more or less. The mean over stages varies less.
     by_stage: defaultdict[int, float] = defaultdict(float)
     for report in result.reports:
-        by_stage[report.stage] += report.samples_per_s / job.plan.stages[report.stage].tensor  # ranks tell the same
+        alike = 1 if job.plan.by_samples else job.plan.stages[report.stage].tensor  # ranks that tell the same
+        by_stage[report.stage] += report.samples_per_s / alike
     return result.minibatch_size / mean(by_stage.values())
 
 

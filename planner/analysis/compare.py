@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
 
 from planner.analysis.given_plan import GivenPlan, options_of, problem_of
 from planner.arguments import checked
@@ -15,7 +16,7 @@ from planner.formats.cluster import Cluster
 from planner.formats.files import Record
 from planner.formats.plan import Plan
 from planner.formats.plan_parts import OtherWay, short_config, why_whole
-from planner.formats.profile import Profile
+from planner.formats.profile import Lengths, Profile
 from planner.formats.shown import Shown
 from planner.options.solving import SolveOptions
 from planner.schedule.instructions import MICROBATCHES_PER_GPU
@@ -35,7 +36,10 @@ BLOCK_STAGES = (2, 4, 8)  # pipelines of equal blocks, with replicas on the othe
 SYNCHRONOUS = "best synchronous plan"
 LEAST_S = 2.0  # that may be spent beside a search, however quick it was
 CHOSEN, SAME_CUT = "chosen plan", "gpipe, same cut"
-OWN = (CHOSEN, SAME_CUT)  # rows with stages that the planner chose
+# Ways to make batches of samples whose lengths vary, for the same stages.
+ORDERS = {"random": "in random order", "buckets": "in buckets"}
+PADDED, PACKED = "padded to the longest", "packed"
+OWN = (CHOSEN, SAME_CUT, *ORDERS.values(), PADDED, PACKED)  # rows with stages that the planner chose
 SOLVING = 0.5  # share of the time left to search for the plan
 
 
@@ -133,7 +137,26 @@ def _ways(given: GivenPlan) -> "list[Way]":
         drained = replace(options, schedule=GPIPE, microbatches=microbatches, minibatch=None, cost_model="resource")
         gpipe = problem_of(drained, layer_costs, cluster, Budget.unlimited(deadline))
         ways.append(Way(SAME_CUT, gpipe, evaluate(gpipe, given.stages)))
-    return ways
+    return [*ways, *_of_lengths(given)]
+
+
+def _of_lengths(given: GivenPlan) -> "Iterator[Way]":
+    """Yield the plan's stages with other batches, where lengths vary; packed rows are as long as the longest sample."""
+    profile = given.layer_costs.given
+    if (lengths := profile.lengths) is None:
+        return
+
+    def way(name: str, known: Lengths | None, part: float = 1.0) -> Way:
+        costs = layer_costs_on(profile.model_copy(update={"lengths": known}), given.plan.cluster)
+        problem = replace(given.problem, layer_costs=costs)
+        return Way(name, problem, evaluate(problem, given.stages), part)
+
+    for order, name in ORDERS.items():
+        if order != lengths.order:
+            yield way(name, lengths.model_copy(update={"order": order}))
+    yield way(PADDED, None)
+    means = zip(map(fmean, lengths.samples), lengths.most, strict=True)
+    yield way(PACKED, None, max(mean / most for mean, most in means))
 
 
 def _row(given: GivenPlan, entry: "Way") -> ComparisonRow:
@@ -141,9 +164,9 @@ def _row(given: GivenPlan, entry: "Way") -> ComparisonRow:
     size, tokens = profile.microbatch_size, profile.tokens_per_sample
     price, stages, microbatches = entry.plan.price, entry.plan.stages, entry.problem.microbatches
     seconds = entry.seconds_per_microbatch
-    sent = price.communication_bytes / microbatches
+    sent = entry.part * price.communication_bytes / microbatches
     workers = entry.plan.gpus // price.chunks  # under interleaved each worker runs several stages
-    busy = busy_s(given.layer_costs, stages, entry.problem.schedule, microbatches)
+    busy = entry.part * busy_s(entry.problem.layer_costs, stages, entry.problem.schedule, microbatches)
     return ComparisonRow(
         **dict(described(entry)),
         workers=workers,
@@ -183,11 +206,12 @@ class Way:
     name: str
     problem: Problem
     plan: Evaluation
+    part: float = 1.0  # of a microbatch that takes as many samples as one of the others
 
     @property
     def seconds_per_microbatch(self) -> float:
         """Seconds per microbatch, which all ways have in common."""
-        return self.plan.seconds / self.problem.microbatches
+        return self.part * self.plan.seconds / self.problem.microbatches
 
     @property
     def over_memory_bytes(self) -> int:

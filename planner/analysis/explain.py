@@ -1,8 +1,6 @@
-"""Explain a plan: what limits it, how much slack the rest has, and what other cuts or a larger cluster would give."""
+"""Explain a plan: what limits it, how much slack the rest has, and what a larger cluster would give."""
 
 from collections.abc import Iterator
-from dataclasses import replace
-from itertools import accumulate, pairwise, product
 
 from planner.analysis.given_plan import GivenPlan
 from planner.analysis.sweep import at_bandwidth
@@ -18,14 +16,11 @@ from planner.formats.shown import Shown
 from planner.options.solving import SolveOptions
 from planner.simulator.simulate_plan import simulate
 from planner.simulator.summary import summarize
-from planner.solver.choose.baselines import legal_ends
-from planner.solver.evaluate.evaluation import evaluate
 from planner.solver.find_plan import find_plan
 from planner.solver.problem.budget import Patience
 
 MORE_BANDWIDTH = 1.1
 MORE_MEMORY = 1.5
-MOVING = 0.2  # share of the time left for moves; the rest is for other clusters
 _SAME = 1e-6  # relative difference of times that counts as none
 
 
@@ -50,17 +45,6 @@ class MemoryUse(Record):
     overhead_bytes: int = 0  # of `bytes`: a CUDA context, communicators, fragmentation
 
 
-class BoundaryMove(Record):
-    """A boundary moved to the next legal cut, and how much slower the plan becomes."""
-
-    boundary: int  # after this stage
-    layer: str  # that changes stages
-    to_stage: int
-    seconds_per_minibatch: float
-    slower: float  # 0.05 is 5% more time
-    fits: bool
-
-
 class Alternative(Record):
     """The plan for another cluster."""
 
@@ -81,10 +65,9 @@ class Explanation(Shown, Record):
     waiting_s: float
     uses: tuple[ResourceUse, ...]
     memory: tuple[MemoryUse, ...]
-    moves: tuple[BoundaryMove, ...]
     what_if: tuple[Alternative, ...]
     solver: SolverReport
-    out_of_time: bool = False  # the time limit passed: moves are missing, or alternatives were searched for too short
+    out_of_time: bool = False  # the time limit passed: alternatives were searched for too short
 
 
 @checked
@@ -125,7 +108,6 @@ def explain(
         waiting_s=max(0.0, given.seconds - bottleneck.busy_s) if plan.schedule.asynchronous else 0.0,
         uses=uses,
         memory=tuple(_memory(plan, number) for number in range(len(plan.stages))),
-        moves=tuple(_moves(given.within(MOVING))),
         what_if=_what_if(given),
         solver=plan.solver,
         out_of_time=given.patience.deadline.passed,
@@ -155,40 +137,6 @@ def _memory(plan: Plan, stage: int) -> MemoryUse:
     held, limit = plan.memory_bytes(stage), plan.cluster.memory_on(plan.stages[stage].ranks)
     slack = None if limit is None else limit - held
     return MemoryUse(stage=stage, bytes=held, slack_bytes=slack, overhead_bytes=held - plan.tensor_bytes(stage))
-
-
-def _moves(given: GivenPlan) -> Iterator[BoundaryMove]:
-    """Yield each boundary moved to the next legal cut on either side.
-
-    None for stages that are not runs of the profile's order, and under `interleaved`, whose boundaries join more than
-    two workers.
-    """
-    ends = [0, *accumulate(len(stage.layers) for stage in given.stages)]
-    runs = [frozenset(range(*each)) for each in pairwise(ends)]
-    if given.plan.schedule.chunked or runs != [stage.layers for stage in given.stages]:
-        return
-    legal, layers, problem = legal_ends(given.layer_costs), given.layer_costs.profile.layers, given.problem
-    for boundary, step in product(range(len(ends) - 2), (-1, 1)):
-        end = legal[legal.index(ends[boundary + 1]) + step]
-        if not ends[boundary] < end < ends[boundary + 2]:
-            continue
-        stages, moved = [], [*ends[: boundary + 1], end, *ends[boundary + 2 :]]
-        for stage, (first, last) in zip(given.stages, pairwise(moved), strict=True):
-            own = frozenset(range(first, last))
-            # Layers that recompute do so on either side of the boundary, in the part of their group that is there.
-            groups = tuple(group & own for each in given.stages for group in each.options.recompute if group & own)
-            options = replace(stage.options, recompute=groups)
-            stages.append(replace(stage, before=frozenset(range(first)), layers=own, options=options))
-        plan = evaluate(problem, stages)
-        if plan.simulated == given.simulated:  # else there is too little time to compare like with like
-            yield BoundaryMove(
-                boundary=boundary,
-                layer=layers[end if step < 0 else end - 1].name,
-                to_stage=boundary + (step < 0),
-                seconds_per_minibatch=plan.seconds,
-                slower=plan.seconds / given.seconds - 1,
-                fits=plan.fits(given.plan.cluster),
-            )
 
 
 def _what_if(given: GivenPlan) -> tuple[Alternative, ...]:
@@ -227,7 +175,7 @@ def _one_more(cluster: Cluster) -> Iterator[tuple[str, Cluster]]:
 
 def _resolved(given: GivenPlan, what: str, cluster: Cluster) -> Alternative:
     try:
-        plan = find_plan(given.layer_costs.profile, cluster, given.options, given.patience)
+        plan = find_plan(given.layer_costs.given, cluster, given.options, given.patience)
     except InfeasibleError:
         return Alternative(what=what, config=None, seconds_per_minibatch=None, gain=None)
     config, seconds = plan.config, plan.predicted.seconds_per_minibatch

@@ -17,7 +17,8 @@ from planner.options.verbs import SAMPLES
 from planner.schedule.instructions import MICROBATCHES_PER_GPU
 from planner.schedule.one_stage import FLUSH
 from planner.solver.assemble import GIVEN, complete
-from planner.solver.find_plan import find_plan, or_interleaved
+from planner.solver.find_plan import find_plan, or_interleaved, setting_of
+from planner.solver.problem.bounds import balanced_s
 from planner.solver.problem.budget import Budget, Patience
 from planner.units import SLACK
 
@@ -27,6 +28,8 @@ SOLVING = 0.6  # share of the time for the cluster that was asked about; other n
 MINIBATCH_TOKENS: Mapping[float, int] = {100e9: 4_000_000, 5e9: 2_000_000, 1e9: 1_000_000, 0: 500_000}
 HALVES = "bfloat16", "float16"
 MOST_TIMES = 16  # as many GPUs as asked are tried where the model does not fit
+BALANCED = 0.02  # of the least time: a way that is so near to it leaves nothing to divide layers for
+WORSE = 0.05  # how much slower the next size must look, on the line through two smaller ones, not to be estimated
 
 
 class FitRow(Record):
@@ -114,20 +117,30 @@ def fit(
         if patience.progress is not None:
             patience.progress.step = step
 
-    def by_usual_ways(profile: Profile) -> float:
+    def by_usual_ways(profile: Profile, most_s: float = LEAST_S) -> float:
         """Return the seconds of a sample in the fastest of the ways that people use; infinity where none fits."""
         cluster = cluster_of(gpus)
-        budget = Budget(searching.at_most(LEAST_S).deadline)
+        budget = Budget(searching.at_most(most_s).deadline)
         ways = usual_ways(options, layer_costs_on(profile, cluster), cluster, budget)
         fitting = [way.seconds_per_microbatch for way in ways if not way.over_memory_bytes]
         return min(fitting, default=math.inf) / (profile.microbatch_size or 1)
+
+    def least_s(profile: Profile) -> float:
+        """Return seconds of a sample that no plan is below: ranks that divide a layer take no less in all."""
+        setting = setting_of(options, profile, cluster_of(gpus))
+        seconds = balanced_s(layer_costs_on(profile, setting.cluster), setting)
+        return seconds / setting.microbatches / (profile.microbatch_size or 1)
 
     known, quick = {sizes[0]: profile_at(sizes[0])}, dict[int, float]()
     searching = patience.part(SOLVING)  # of what the capture of the model has left
     for size in sizes:
         say(f"estimating microbatches of {size}")
+        if len(quick) > 1:
+            one, other = list(quick)[-2:]
+            if by_usual_ways(_extended(known[one], known[other], size), 0.0) > quick[other] * (1 + WORSE):
+                break
         known[size] = known.get(size) or profile_at(size)
-        quick[size] = by_usual_ways(known[size]) if len(sizes) > 1 else 0.0
+        quick[size] = by_usual_ways(known[size])
         if quick[size] > min(quick.values()) or math.isinf(quick[size]) or searching.deadline.passed:
             break
     likely = min(quick, key=lambda size: quick[size])
@@ -145,7 +158,8 @@ def fit(
         profile = known.get(size) or profile_at(size)
         # Where dividing layers did not pay for one size of microbatches, it does not pay for smaller ones.
         whole = best is not None and best[0].plan is not None and max(best[0].plan.degrees) == 1
-        divides = size == shared if mixtures else not whole
+        balanced = quick.get(size, math.inf) <= least_s(profile) * (1 + BALANCED)
+        divides = size == shared if mixtures else not (whole or balanced)
         if divides and not searching.deadline.passed:
             profile = divided(profile)
         found = row(profile, gpus, searching.part(1 if size == tried[-1] else FIRST))
@@ -175,6 +189,21 @@ def fit(
             break
     answer = Fit(model=profile.model, asked=asked, others=tuple(sorted(others, key=lambda row: -row.gpus)))
     return answer, profile
+
+
+def _extended(one: Profile, other: Profile, size: int) -> Profile:
+    """Return the profile for microbatches of so many samples, on the line through those for two smaller ones.
+
+    But for what layers exchange: pipelines look faster than they are.
+    """
+    names = "forward_s", "backward_s", "saved_bytes", "workspace_bytes"
+    first, second = one.microbatch_size or 1, other.microbatch_size or 1
+    times, layers = (size - second) / (second - first), []
+    for pair in zip(one.layers, other.layers, strict=True):
+        ends = {name: [getattr(layer, name) for layer in pair] for name in names}
+        line = {name: max(0, end + times * (end - begin)) for name, (begin, end) in ends.items()}
+        layers.append(pair[1].model_copy(update=line))
+    return other.model_copy(update={"layers": tuple(layers), "microbatch_size": size})
 
 
 def _no_slower(

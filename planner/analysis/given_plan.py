@@ -138,7 +138,7 @@ class GivenPlan:
 
     def on(self, cluster: Cluster) -> Plan:
         """Return the plan's stages on another cluster with as many GPUs, priced there, whether or not they fit."""
-        layer_costs = layer_costs_on(self.layer_costs.profile, cluster)
+        layer_costs = layer_costs_on(self.layer_costs.given, cluster)
         return priced_plan(self.options, layer_costs, cluster, self.stages, self.patience)
 
     def busy_resources(self) -> Sequence[Busy]:

@@ -105,7 +105,7 @@ def try_outputs(args: argparse.Namespace) -> None:
     """Raise PlannerError for the first file that a verb is to write and cannot, before it begins."""
     from planner.formats.files import check_writable
 
-    for name in ("output", "trace", "plot"):
+    for name in ("output", "trace"):
         if isinstance(path := getattr(args, name, None), Path) and path != STDOUT:
             check_writable(path)
 

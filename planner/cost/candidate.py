@@ -7,6 +7,7 @@ import numpy as np
 
 from planner.cost.work import Floats
 from planner.formats.cluster import DeviceKind
+from planner.formats.profile import Shares
 
 Groups = tuple[frozenset[int], ...]  # positions of layers
 
@@ -22,7 +23,7 @@ class StageOptions:
 
     replicas: int = 1  # workers that run the stage, each on its share of the units
     # What two replicas or more divide: nothing (0), the optimizer's state and its update (1: ZeRO-1, Rajbhandari et al.
-    # 2020, section 5), the gradients, too (2), the weights, too (3); see `planner.cost.fully_sharded`.
+    # 2020, section 5); of a plan's only stage the gradients, too (2), the weights, too (3): see `fully_sharded.py`.
     level: int = 0
     # Each group keeps only the values that enter it, and runs its forward again before its own backward.
     recompute: Groups = ()
@@ -56,6 +57,7 @@ class Traffic:
     gradient_bytes: int
     sent_bytes: int  # of the value on a link, which codes it
     returned_bytes: int  # of its gradient
+    shares: Shares = ()  # of these two, by the terms of a microbatch's lengths
 
     @property
     def amounts(self) -> Floats:

@@ -16,8 +16,8 @@ whole model runs.
 
 Exchanges overlap with the computation beside them, except for the first part of the weights or the last of the
 gradients, and for the weights after an update. On CPUs nothing overlaps, for `fully_shard` has no streams there, and
-gloo's reduce-scatter is an all-reduce of which a part is kept. Level 1 may be in any stage of a plan: see
-`planner.cost.models`.
+the sums of a unit take as long as its all-reduce: half of the bytes, in messages of each pair of replicas. Level 1 may
+be in any stage of a plan: see `planner.cost.models`.
 """
 
 from collections.abc import Sequence

@@ -15,8 +15,9 @@ from planner.cost.work import Floats, Footprint, Integers, Work, working_bytes
 from planner.formats.cluster import DeviceKind
 from planner.formats.device_kinds import profile_on
 from planner.formats.names import CODECS, FLOAT_BYTES, GPU_KINDS, HALF_BYTES, Codec
-from planner.formats.profile import Profile
+from planner.formats.profile import Profile, Shares
 from planner.plan.blocks import blocks_of
+from planner.plan.lengths import mean_terms
 from planner.schedule.instructions import LEAD, POSTED
 
 
@@ -31,6 +32,7 @@ class LayerCosts:
     # Returns the profile of the layers on groups of so many ranks (`planner.cost.tensor`).
     dividing: Callable[[Profile, int], Profile] | None = None
     codec: Codec = CODECS["none"]  # of what stages exchange
+    source: Profile | None = None  # as it was before its times became means over lengths
 
     def __post_init__(self) -> None:
         overheads = Overheads.of(self.profile.device)
@@ -44,22 +46,51 @@ class LayerCosts:
         self._about: list[LayerCosts] = []
         self._variants: dict[tuple[str | None, float] | int, LayerCosts] = {}  # by kind of device, and by degree
 
+    @property
+    def given(self) -> Profile:
+        return self.source or self.profile
+
+    @cached_property
+    def _mean_terms(self) -> Floats:
+        return mean_terms(self.profile)
+
     @cached_property
     def traffic(self) -> tuple[Traffic, ...]:
         """Every value that some layer uses."""
         users: dict[tuple[str, str], set[int]] = {}
         for edge in self.profile.edges:
             users.setdefault((edge.source, edge.value), set()).add(self.position[edge.target])
-        found = []
+        found, lengths = [], self.profile.lengths
         for index, layer in enumerate(self.profile.layers):
-            for value in layer.outputs:
+            for number, value in enumerate(layer.outputs):
                 sizes = value.output_bytes, value.gradient_bytes
                 element_bytes = value.element_bytes or (FLOAT_BYTES if self.profile.autocast is None else HALF_BYTES)
                 coded = (self.codec.size_bytes(size, element_bytes) for size in sizes)
-                sent = coded if value.gradient_bytes else sizes  # values without gradients travel as they are
+                sent = tuple(coded) if value.gradient_bytes else sizes  # values without gradients travel as they are
+                shares: Shares = ()
+                if lengths is not None:  # memory has room for the longest
+                    fit = lengths.layers[index].outputs[number]
+                    mean = float(np.dot(fit.shares, self._mean_terms)) or 1.0  # of a value without elements
+                    sent = tuple(round(size * mean) for size in sent)
+                    shares = tuple(share / mean for share in fit.shares)
                 if used := users.get((layer.name, value.name)):
-                    found.append(Traffic(value.name, index, tuple(sorted(used)), *sizes, *sent))
+                    found.append(Traffic(value.name, index, tuple(sorted(used)), *sizes, sent[0], sent[1], shares))
         return tuple(found)
+
+    def shares(self, stage: Candidate, name: str, seconds: float) -> Shares:
+        """Return the shares of a stage's `seconds` by the terms of lengths, of which its layers have what `name` says.
+
+        The rest, such as waiting for weights, does not depend on lengths.
+        """
+        profile = self.with_options(stage.options).profile
+        if (lengths := profile.lengths) is None or seconds <= 0:
+            return ()
+        costs = np.array([getattr(profile.layers[layer], name) for layer in stage.layers])
+        fits = np.array([getattr(lengths.layers[layer], name).shares for layer in stage.layers])
+        # The costs are means already.
+        found = costs / np.maximum(fits @ self._mean_terms, np.finfo(np.float64).tiny) @ fits / seconds
+        found[0] += 1 - costs.sum() / seconds
+        return tuple(found.tolist())
 
     @cached_property
     def uses(self) -> Integers:
@@ -161,8 +192,7 @@ class LayerCosts:
     def at_work(self) -> Floats | None:
         """Each layer's saved bytes, gradients, workspace and update's workspace; None if the profile lacks these."""
         layers = self.profile.layers
-        # Stages of imported profiles may have another order than the profile's, which `working_bytes` needs.
-        if not self.profile.trainable or not any(layer.workspace_bytes for layer in layers):
+        if not any(layer.workspace_bytes for layer in layers):
             return None
         names = ("saved_bytes", "gradient_bytes", "workspace_bytes", "update_workspace_bytes")
         return np.array([[getattr(layer, name) for layer in layers] for name in names], dtype=np.float64)

@@ -17,6 +17,7 @@ from planner.errors import ProfileError
 from planner.formats.cluster import Cluster
 from planner.formats.names import CODECS
 from planner.formats.profile import DEGREE_COLUMNS, DegreeCosts, Profile
+from planner.plan.lengths import expected
 
 
 def costs_at(profile: Profile, degree: int) -> DegreeCosts:
@@ -83,9 +84,10 @@ def layer_costs_on(profile: Profile, cluster: Cluster) -> LayerCosts:
     """Return the costs of the profile's layers, with what the cluster does to divided layers and to messages."""
     topology = Topology(cluster)
     return LayerCosts(
-        profile,
+        expected(profile),
         dividing=lambda each, degree: profile_at(
             each, degree, topology.group_link(degree), sequence_parallel=cluster.sequence_parallel
         ),
         codec=CODECS[cluster.compress],
+        source=profile,
     )

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     TimelineCallback = Callable[[Timeline], None]
 
 _SHOWN_EVERY_S = 0.2
+# What fully_shard frees and takes again comes to lie in pieces: to keep larger blocks, too, took twice the memory.
+_APART_BYTES = 2**22
 
 
 def launch(
@@ -76,15 +78,14 @@ def run_worker(
     A failure is left to the launcher; under torchrun it is raised, or that of another worker told, which ends this one.
     """
     from planner.executor.checkpoint.host_memory import note_fault
-    from planner.profiler.this_machine import keep_freed_pages, put_large_blocks_apart
+    from planner.profiler.this_machine import keep_freed_pages
     from planner.workers.ending import die_with_parent, end_process
     from planner.workers.heartbeat import Heartbeat
     from planner.workers.interfaces import VARIABLES, address_of
     from planner.workers.supervisor import Supervisor
 
     die_with_parent()
-    # What fully_shard frees and takes again would come to lie in pieces, and take three times its memory.
-    (keep_freed_pages if job.plan.stages[0].level < 2 else put_large_blocks_apart)()
+    keep_freed_pages(_APART_BYTES if job.plan.stages[0].level > 1 else None)
     if (interface := job.run_options.interface) is not None:  # torchrun, unlike our launcher, does not set this up
         address_of(interface)  # or an error that lists the host's
         os.environ.update(dict.fromkeys(VARIABLES, interface))

@@ -22,7 +22,7 @@ class OwnStage(Record):
     replicas: Annotated[int, Field(ge=1)] = 1
     tensor: Annotated[int, Field(ge=1)] = 1  # ranks of a replica, which divide every layer between them
     sharded: bool = False  # the replicas divide the optimizer's state
-    sharding_level: Annotated[int, Field(ge=1, le=3)] = 1  # where sharded: 2 the gradients as well, 3 the weights, too
+    sharding_level: Annotated[int, Field(ge=1, le=3)] = 1  # of a plan's only stage: 2 gradients, too, 3 weights, too
     # Runs its forward again before each backward: true for the whole stage, a number for that many of its units, the
     # first ones, each by itself.
     recompute: bool | Annotated[int, Field(ge=1)] = False

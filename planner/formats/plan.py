@@ -13,6 +13,7 @@ from planner.formats.cluster import Cluster
 from planner.formats.files import AlwaysTrue, GrownRecord, load_record, save_record
 from planner.formats.plan_parts import (
     OtherWay,
+    PlannedLengths,
     Prediction,
     ScheduleField,
     Shared,
@@ -34,7 +35,7 @@ class Plan(Shown, GrownRecord):
     """A complete answer: enough to run, and enough to know what to expect."""
 
     later_fields: ClassVar[frozenset[str]] = frozenset(
-        {"master_weights", "loss", "tf32", "deterministic", "baselines", "synchronous", "notes"}
+        {"master_weights", "loss", "tf32", "deterministic", "lengths", "baselines", "synchronous", "notes"}
     ) | {"experts", "by_samples", "smaller"}
 
     schema_version: Literal[1] = 1
@@ -52,6 +53,7 @@ class Plan(Shown, GrownRecord):
     schedule: ScheduleField
     microbatch_size: Annotated[int, Field(ge=1)] | None
     loss: LossMean | None = None  # what it is a mean over; None stands for the samples
+    lengths: PlannedLengths | None = None  # of batches, that vary
     microbatches: Annotated[int, Field(ge=1)] = 1  # per minibatch
     vertical_sync: Literal[False] = False  # always false; version 0.2 had plans in which it was true
     stages: Annotated[tuple[Stage, ...], Field(min_length=1)]

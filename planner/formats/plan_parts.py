@@ -9,7 +9,7 @@ from pydantic import Field, PlainSerializer, PlainValidator, WithJsonSchema, mod
 from planner.errors import InputError
 from planner.formats.files import GrownRecord, Record
 from planner.formats.names import CostModelName
-from planner.formats.profile import Bytes, Seconds
+from planner.formats.profile import Bytes, Seconds, Shares, VaryingLengths
 from planner.schedule.registry import NAMES, find
 from planner.schedule.schedule import Schedule
 
@@ -109,7 +109,7 @@ class Stage(GrownRecord):
     tensor: Annotated[int, Field(ge=1)] = 1  # ranks of a replica, which divide every layer between them
     in_flight: Annotated[int, Field(ge=1)]  # minibatches (microbatches) in flight per replica, at most
     sharded: bool = False  # the replicas divide the optimizer's state, and each updates its part
-    sharding_level: Annotated[int, Field(ge=1, le=3)] = 1  # where sharded: 2 the gradients as well, 3 the weights, too
+    sharding_level: Annotated[int, Field(ge=1, le=3)] = 1  # of a plan's only stage: 2 gradients, too, 3 weights, too
     # Groups of layers that keep only the values which enter them, and run their forward again before their own
     # backward; true: the whole stage is one group.
     recompute: bool | tuple[tuple[str, ...], ...] = False
@@ -120,10 +120,13 @@ class Stage(GrownRecord):
     accumulate_s: Seconds = 0.0  # gradient accumulation, in every backward of a minibatch except the first
     ready_s: tuple[Seconds, ...] = ()  # from the start of a backward until each part of the gradients is complete
     ready_shares: tuple[Annotated[float, Field(ge=0)], ...] = ()  # of their bytes in each part; equal ones if empty
+    # Where lengths vary, seconds are means over the plan's microbatches; a microbatch takes its shares of them.
+    forward_shares: Shares = ()
+    backward_shares: Shares = ()
     memory: StageMemory
 
     later_fields: ClassVar[frozenset[str]] = frozenset(
-        {"sharded", "sharding_level", "recompute_s", "ready_shares", "tensor"}
+        {"sharded", "sharding_level", "recompute_s", "ready_shares", "tensor", "forward_shares", "backward_shares"}
     )
 
     @property
@@ -182,18 +185,33 @@ class Stage(GrownRecord):
         return self
 
 
-class Transfer(Record):
+class Transfer(GrownRecord):
     """Values that stage `source` sends to stage `target` for every microbatch; gradients return the same way.
 
     A value that several later stages use travels along them: each user passes it on to the next, and gradients add up
-    on the way back. Bytes are those on the link, where the cluster's `compress` codes what travels.
+    on the way back. Bytes are those on the link, where the cluster's `compress` codes what travels; where lengths vary,
+    they are means over the plan's microbatches.
     """
+
+    later_fields: ClassVar[frozenset[str]] = frozenset({"shares"})
 
     source: Annotated[int, Field(ge=0)]
     target: Annotated[int, Field(ge=0)]
     values: Annotated[tuple[str, ...], Field(min_length=1)]
     output_bytes: Bytes
     gradient_bytes: Bytes
+    shares: Shares = ()  # of these bytes that a microbatch has
+
+
+class PlannedLengths(VaryingLengths):
+    """The lengths that a plan was made for."""
+
+    microbatches: tuple[tuple[int, ...], ...]  # the lengths of some, in an order of training
+
+    @property
+    def means(self) -> tuple[float, ...]:
+        """Return the mean of each length over microbatches."""
+        return tuple(sum(column) / len(column) for column in zip(*self.microbatches, strict=True))
 
 
 class Shared(Record):
@@ -251,7 +269,7 @@ class SolverReport(GrownRecord):
     cost_model: CostModelName
     status: Literal["optimal", "feasible"]
     lower_bound_s: Seconds  # per minibatch: no plan in the profile's order is faster by the cost model
-    bound_of: str = ""  # of which plans: "cuts between blocks", "groups of one size"; where empty, of all
+    bound_of: str = ""  # of which plans: "cuts between blocks"; where empty, of all
     gap: Annotated[float, Field(ge=0)]  # (seconds_per_minibatch - lower_bound_s) / seconds_per_minibatch
     seconds: Seconds
     cost_model_s: Seconds | None = None  # per minibatch: this plan by the cost model

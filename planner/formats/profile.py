@@ -8,6 +8,7 @@ import hashlib
 import logging
 from collections import Counter
 from contextlib import suppress
+from math import isqrt
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
@@ -68,6 +69,12 @@ class Layer(Record):
     forward_flops: Annotated[int, Field(ge=0)] | None = None
     backward_flops: Annotated[int, Field(ge=0)] | None = None
     parameters: tuple[str, ...] = ()  # fully qualified names
+
+    @property
+    def flops(self) -> int | None:
+        """Of forward and backward; None where they were not counted."""
+        counts = self.forward_flops, self.backward_flops
+        return None if None in counts else sum(count or 0 for count in counts)
 
 
 class Edge(Record):
@@ -190,8 +197,59 @@ class Provenance(Record):
     sizes: Literal["example"] | None = None  # estimated with the model file's example batch and weights, which decide
 
 
-class Profile(Shown, Record):
+Shares = tuple[float, ...]
+
+
+class Fit(Record):
+    """How a cost grows with the lengths of a batch, as a sum of shares of what the profile says of it.
+
+    There is a share for 1, for each length, and for each product of two lengths (x, y, xx, xy, yy), where a length
+    counts as a part of the greatest. The shares of a profile that was made at the greatest lengths add up to about 1.
+    """
+
+    shares: Shares
+    residual: Annotated[float, Field(ge=0)]  # root mean square of what the fit misses, by the mean cost
+
+    @property
+    def kind(self) -> Literal["constant", "linear", "quadratic"]:
+        lengths = (isqrt(8 * len(self.shares) + 1) - 3) // 2
+        if any(self.shares[1 + lengths :]):
+            return "quadratic"
+        return "linear" if any(self.shares[1:]) else "constant"
+
+
+class LayerFits(Record):
+    """How a layer's costs grow; its weights do not."""
+
+    forward_s: Fit
+    backward_s: Fit
+    saved_bytes: Fit
+    flops: Fit  # forward and backward
+    outputs: tuple[Fit, ...]
+
+
+class VaryingLengths(Record):
+    """Lengths of batches that vary, each by its name between the least and the greatest."""
+
+    names: Annotated[tuple[str, ...], Field(min_length=1)]
+    least: tuple[int, ...]
+    most: tuple[Annotated[int, Field(ge=1)], ...]
+    # random: samples come in any order; buckets: in minibatches of similar length; given: as the profile lists them
+    order: Literal["random", "buckets", "given"]
+
+
+class Lengths(VaryingLengths):
+    """How costs depend on lengths, and how often each comes."""
+
+    profiled: tuple[tuple[int, ...], ...]  # that costs were measured at, or estimated for
+    layers: tuple[LayerFits, ...]
+    samples: Annotated[tuple[tuple[int, ...], ...], Field(min_length=1)]  # for each name, its length in some samples
+
+
+class Profile(Shown, GrownRecord):
     """A model's costs per layer on one device, for one microbatch."""
+
+    later_fields: ClassVar[frozenset[str]] = frozenset({"lengths"})
 
     schema_version: Literal[1] = 1
     model: str
@@ -215,6 +273,7 @@ class Profile(Shown, Record):
     whole_step: WholeStep | None = None
     kinds: tuple[KindTimes, ...] | None = None  # on each of several kinds of devices; the layers' own are the first's
     tensor: tuple[DegreeCosts, ...] | None = None  # with layers divided over several ranks, by ascending degree
+    lengths: Lengths | None = None  # that vary; all other costs are then those of the greatest lengths
     provenance: Provenance
 
     @model_validator(mode="after")
@@ -242,6 +301,10 @@ class Profile(Shown, Record):
         degrees = [costs.degree for costs in self.tensor or ()]
         if degrees != sorted(set(degrees)):
             raise ValueError(f"the tensor-parallel degrees {degrees} do not ascend")
+        if self.lengths is not None:
+            outputs = [len(fits.outputs) for fits in self.lengths.layers]
+            if outputs != [len(layer.outputs) for layer in self.layers]:
+                raise ValueError("lengths has not one fit for each layer and each value that it passes on")
         return self
 
     def save(self, path: Path | str = "profile.json") -> None:
@@ -261,9 +324,8 @@ class Profile(Shown, Record):
     @property
     def flops(self) -> int | None:
         """Model FLOPs of one microbatch, forward and backward; None where a layer's were not counted."""
-        counts = [count for layer in self.layers for count in (layer.forward_flops, layer.backward_flops)]
-        known = [count for count in counts if count is not None]
-        return sum(known) if len(known) == len(counts) else None
+        counts = [layer.flops for layer in self.layers]
+        return None if None in counts else sum(count or 0 for count in counts)
 
     @property
     def tf32(self) -> bool:

@@ -126,6 +126,8 @@ class Timeline(Shown, Record):
     microbatches: int = 1  # per minibatch
     microbatch_size: int | None = None  # samples
     accumulate: Annotated[int, Field(ge=1)] = 1  # minibatches per replica between two updates, under 1f1b
+    length_names: tuple[str, ...] = ()  # of lengths in which microbatches differ
+    lengths: tuple[tuple[int, ...], ...] = ()  # of each: its minibatch, its number in that, and its lengths
     events: Events
     memory: tuple[MemoryCurve, ...] = ()  # empty if not recorded
     links: tuple[LinkUse, ...] = ()  # empty if only workers were recorded

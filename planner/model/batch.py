@@ -185,6 +185,7 @@ def collate(items: Sequence[Any]) -> Batch:
     except (TypeError, RuntimeError, KeyError) as cause:
         raise ModelFileError(
             f"items of dataset() cannot be stacked into a batch: {first_line(cause)}",
-            hint="give all items the same structure of tensors, numbers, tuples and dicts, and the same shapes",
+            hint="give all items the same structure of tensors, numbers, tuples and dicts, and the same shapes; or "
+            "define collate(samples), which pads what differs in length",
         ) from cause
     return Batch(tuple(args), kwargs, target)

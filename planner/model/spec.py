@@ -6,23 +6,25 @@ An error in the user's code is raised again with the line of the user's file tha
 import importlib.util
 import inspect
 import math
+import reprlib
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Sampler
 
 from planner.errors import ModelFileError, PlannerError, reason_of
-from planner.model.batch import Batch, make_batch
+from planner.model.batch import Batch, collate, make_batch
 from planner.model.options import LossFunction
 
 DEFAULT_BUILDER = "build_model"
@@ -103,6 +105,13 @@ def _is_plan(value: Any) -> bool:
     return isinstance(value, Mapping) and all(isinstance(part, str) for pair in value.items() for part in pair)
 
 
+def _is_lengths(value: Any) -> bool:
+    pairs = [(*pair,) for pair in value.values()]
+    return all(str(name).isidentifier() for name in value) and all(
+        isinstance(least, int) and isinstance(most, int) and 1 <= least < most for least, most in pairs
+    )
+
+
 def _is_pretrained(value: Any) -> bool:
     path, name_in_file = value if isinstance(value, tuple) else (value, None)
     return isinstance(path, (str, Path)) and (name_in_file is None or callable(name_in_file))
@@ -111,6 +120,13 @@ def _is_pretrained(value: Any) -> bool:
 _FUNCTIONS = {
     "build_model": _Function("", "a torch.nn.Module", lambda value: isinstance(value, nn.Module)),
     "example_batch": _Function("batch_size"),
+    "lengths": _Function("", "a dict of names with the least and the greatest length", _is_lengths),
+    "collate": _Function("samples"),
+    "sampler": _Function(
+        "microbatch_size, microbatches, seed",
+        "a sampler of indices with a length",
+        lambda value: isinstance(value, Sampler) and len(value) >= 0,  # type: ignore[arg-type]
+    ),
     "loss": _Function("output, target"),
     "loss_weight": _Function("target", "a number of labels, 0 or more", lambda value: 0 <= float(value) < math.inf),
     "optimizer": _Function("parameters", "a torch.optim.Optimizer", lambda value: isinstance(value, Optimizer)),
@@ -182,21 +198,27 @@ class TrainingSpec:
         blocks: Callable[[nn.Module], Any] | None = None,
         tensor_parallel_plan: Mapping[str, str] | None = None,
         pretrained: Any = None,
+        lengths: Mapping[str, tuple[int, int]] | None = None,
+        collate: Callable[[list[Any]], Any] | None = None,
+        sampler: Callable[[int, int, int], Any] | None = None,
     ) -> "TrainingSpec":
         """Describe a model that exists already, for `profile` and `pipeline`, as a model file would.
 
         Args:
             model: every worker makes the same one, weights included: seed before you build it.
-            example_batch: (args, target) or (args, kwargs, target) of at least one sample.
-            loss, optimizer, scheduler, loss_weight, metrics, on_update, blocks: as these functions of a model file.
-            dataset, evaluation_dataset, tensor_parallel_plan: what these functions of a model file return.
+            example_batch: (args, target) or (args, kwargs, target) of at least one sample; or as this function of a
+                model file, which it must be with `lengths`.
+            loss, optimizer, scheduler, loss_weight, metrics, on_update, blocks, collate, sampler: as these functions
+                of a model file.
+            dataset, evaluation_dataset, tensor_parallel_plan, lengths: what these functions of a model file return.
             pretrained: what pretrained() of a model file returns. The model's weights may then be on the meta device.
         """
         given = {name: value for name, value in locals().items() if name in _FUNCTIONS and value is not None}
         given["build_model"] = model
-        returned = ("build_model", "dataset", "evaluation_dataset", "tensor_parallel_plan", "pretrained")
+        returned = ("build_model", "dataset", "evaluation_dataset", "tensor_parallel_plan", "pretrained", "lengths")
         functions = {name: _returning(value) if name in returned else value for name, value in given.items()}
-        functions["example_batch"] = make_batch(example_batch, "example_batch").repeated
+        if not callable(example_batch):
+            functions["example_batch"] = make_batch(example_batch, "example_batch").repeated
         return cls(type(model).__name__, functions)
 
     def __post_init__(self) -> None:
@@ -204,7 +226,9 @@ class TrainingSpec:
             arguments = _FUNCTIONS[name].arguments
             count = len(arguments.split(", ")) if arguments else 0
             try:
-                inspect.signature(function).bind(*range(count))
+                signature = inspect.signature(function)
+                # Lengths that vary are keyword arguments of example_batch(), with defaults or without.
+                (signature.bind_partial if name == "example_batch" else signature.bind)(*range(count))
             except ValueError:
                 continue  # Python knows no signature of some functions written in C
             except TypeError as cause:
@@ -237,17 +261,29 @@ class TrainingSpec:
         model: nn.Module = self._call("build_model")
         return model
 
-    def example_batch(self, batch_size: int) -> Batch:
-        """Return a batch of `batch_size` samples."""
+    def lengths(self) -> dict[str, tuple[int, int]]:
+        """Return the arguments of example_batch() that are lengths, each with the least and the greatest."""
+        if not self.defines("lengths"):
+            return {}
+        return {str(name): (least, most) for name, (least, most) in self._call("lengths").items()}
+
+    def random_batch(self, batch_size: int) -> Batch:
+        """Return a batch of `batch_size` samples, of lengths drawn evenly between the least and the greatest."""
+        between = self.lengths().items()
+        drawn = {name: int(torch.randint(least, most + 1, ())) for name, (least, most) in between}
+        return self.example_batch(batch_size, drawn)
+
+    def example_batch(self, batch_size: int, lengths: Mapping[str, int] | None = None) -> Batch:
+        """Return a batch of `batch_size` samples, and of the greatest lengths where none are given."""
         place = self._place("example_batch")
-        batch = make_batch(self._call("example_batch", batch_size), place)
+        given = {name: most for name, (_, most) in self.lengths().items()} if lengths is None else lengths
+        batch = make_batch(self._call("example_batch", batch_size, **given), place)
         for leaf in tree_leaves((batch.args, batch.kwargs, batch.target)):
             if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] != batch_size:
                 raise ModelFileError(
                     f"{place} returned for batch_size={batch_size} a tensor of shape {tuple(leaf.shape)}, whose first "
                     f"dimension is not {batch_size}",
-                    hint="the batch is the first dimension of every tensor: pad what differs in length; masks and the "
-                    "like belong in the model",
+                    hint="the batch is the first dimension of every tensor; masks and the like belong in the model",
                 )
         if not any(isinstance(leaf, Tensor) and leaf.dim() for leaf in tree_leaves((batch.args, batch.kwargs))):
             raise ModelFileError(f"{place} returned no tensor for the model", hint="return (args, target)")
@@ -316,6 +352,10 @@ class TrainingSpec:
         """Return the training data, a map-style dataset of (args, target) per sample; None where there is none."""
         return self._call("dataset") if self.defines("dataset") else None
 
+    def sampler(self, microbatch_size: int, microbatches: int, seed: int) -> Sampler[int] | None:
+        """Return the user's order of the training data; None where that is random."""
+        return self._call("sampler", microbatch_size, microbatches, seed) if self.defines("sampler") else None
+
     def evaluation_dataset(self) -> Dataset[Any]:
         """Return the data to evaluate on, like `dataset`."""
         if not self.defines("evaluation_dataset"):
@@ -326,6 +366,12 @@ class TrainingSpec:
         dataset: Dataset[Any] = self._call("evaluation_dataset")
         return dataset
 
+    def collate(self, samples: Sequence[Any]) -> Batch:
+        """Return the batch of a dataset's samples, as the user's collate() or PyTorch's makes it."""
+        if not self.defines("collate"):
+            return collate(samples)
+        return make_batch(self._call("collate", list(samples)), self._place("collate"))
+
     def metrics(self, output: Any, target: Any) -> dict[str, float]:
         """Return the user's metrics(output, target), means over the batch; call it only where that is defined."""
         return {str(name): float(value) for name, value in self._call("metrics", output, target).items()}
@@ -334,12 +380,12 @@ class TrainingSpec:
         """Call the user's hook; only where it is defined."""
         self._call("on_update", minibatch, loss, dict(metrics))
 
-    def _call(self, name: str, *args: Any) -> Any:
+    def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
         folder = self.path.parent if self.path is not None else Path()
         written = self._written(name)
         try:
             with on_path(folder):
-                returned = self.functions[name](*args)
+                returned = self.functions[name](*args, **kwargs)
         except PlannerError:
             raise  # of planner.demo, which the project's own model files use; it says what to do
         except (Exception, SystemExit) as cause:  # whatever the user's code raises, sys.exit() included
@@ -351,8 +397,9 @@ class TrainingSpec:
         with suppress(AttributeError, TypeError, ValueError, RuntimeError):
             if function.accepts(returned):
                 return returned
+        shown = reprlib.repr(returned) if name == "lengths" else f"a {type(returned).__name__}"
         raise ModelFileError(
-            f"{self._place(name)} returned a {type(returned).__name__}, not {function.returns}",
+            f"{self._place(name)} returned {shown}, not {function.returns}",
             hint=f"docs/guides/own-model.md says what {written}({function.arguments}) returns",
         )
 

@@ -47,7 +47,7 @@ class PriceOptions(Options):
     shard_optimizer: str | bool | Sequence[int] = option(
         (),
         "stages whose replicas divide the optimizer's state and its update; all: those that have two replicas or more; "
-        "of one stage, with :2 the gradients, too, and with :3 the weights, too, as in all:3",
+        "of a plan's only stage, with :2 the gradients, too, and with :3 the weights, too, as in all:3",
         "all|S,S:L",
         told="none",
     )

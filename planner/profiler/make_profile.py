@@ -11,6 +11,7 @@ import torch
 from planner.formats.names import FLOAT_BYTES
 from planner.formats.profile import Compiled, Device, Edge, Layer, Profile, Provenance, Value, WholeStep
 from planner.model.capture.graph import GraphLayer, LayerGraph
+from planner.model.capture.size import Extent
 from planner.model.options import autocast_name, gradient_bytes
 from planner.profiler.step.timing import PARTS, StepTimes
 from planner.profiler.step.update import LayerUpdate
@@ -38,8 +39,8 @@ class Measurement:
     passes: Sequence[StepTimes] = ()  # whole steps of a first measurement, and of a second one if there was one
 
 
-def make_profile(model: str, graph: LayerGraph, batch_size: int, measured: Measurement, device: Device) -> Profile:
-    """Return the profile of a model, given the times of its layers."""
+def make_profile(model: str, graph: LayerGraph, extent: Extent, measured: Measurement, device: Device) -> Profile:
+    """Return the profile of a model, given the times of its layers for batches of this extent."""
     whole = None
     if measured.whole is not None:
         whole = WholeStep(update_s=median(measured.whole.update_s), **_medians(measured.whole))
@@ -56,8 +57,8 @@ def make_profile(model: str, graph: LayerGraph, batch_size: int, measured: Measu
         compiled=measured.compiled,
         device=device,
         dtype=_dtype(graph),
-        microbatch_size=batch_size,
-        layers=tuple(_layers(graph, batch_size, measured.layers, update_share)),
+        microbatch_size=extent if isinstance(extent, int) else extent[0],
+        layers=tuple(_layers(graph, extent, measured.layers, update_share)),
         edges=tuple(Edge(source=edge.source, value=edge.value, target=edge.target) for edge in graph.edges),
         tied_parameters=tuple(group for group in graph.tied_parameters if group[0] in names),
         whole_step=whole,
@@ -87,7 +88,7 @@ def last_uses(names: Sequence[Sequence[str]]) -> list[list[str]]:
 
 
 def _layers(
-    graph: LayerGraph, batch_size: int, measured: Sequence[LayerMeasurement], update_share: float
+    graph: LayerGraph, extent: Extent, measured: Sequence[LayerMeasurement], update_share: float
 ) -> Iterator[Layer]:
     tensors = {**dict(graph.model.named_parameters()), **dict(graph.model.named_buffers())}
     parameters = first_uses(layer.parameters for layer in graph.layers)
@@ -102,7 +103,7 @@ def _layers(
             forward_spread_s=_interquartile_range(times.forward_s),
             backward_spread_s=_interquartile_range(times.backward_s),
             **update,
-            outputs=tuple(_outputs(graph, layer, batch_size)),
+            outputs=tuple(_outputs(graph, layer, extent)),
             weight_bytes=sum(weight.nbytes for weight in weights),
             gradient_bytes=sum(map(gradient_bytes, weights)),
             buffer_bytes=sum(tensors[name].nbytes for name in others),
@@ -114,14 +115,14 @@ def _layers(
         )
 
 
-def _outputs(graph: LayerGraph, layer: GraphLayer, batch_size: int) -> Iterator[Value]:
+def _outputs(graph: LayerGraph, layer: GraphLayer, extent: Extent) -> Iterator[Value]:
     for node in layer.nodes:
         if (spec := graph.values.get(node.name)) is not None:
             coded = spec.requires_grad and (spec.dtype.itemsize != FLOAT_BYTES or graph.options.autocast is not None)
-            gradient_bytes = spec.of_gradient.size_bytes(batch_size) if spec.requires_grad else 0
+            gradient_bytes = spec.of_gradient.size_bytes(extent) if spec.requires_grad else 0
             yield Value(
                 name=spec.name,
-                output_bytes=spec.size_bytes(batch_size),
+                output_bytes=spec.size_bytes(extent),
                 gradient_bytes=gradient_bytes,
                 element_bytes=spec.dtype.itemsize if coded else None,
             )

@@ -27,20 +27,25 @@ _OWN_PAGES_BYTES, _MOST_MAPPINGS = 2**18, 2**15  # fewer than the 65,530 that Li
 _keeps_pages = False
 
 
-def keep_freed_pages() -> None:
+def keep_freed_pages(apart_bytes: int | None = None) -> None:
     """Let this process keep the memory that it frees, because the next training step asks for the same sizes again.
 
     glibc returns large blocks to the system at once. Getting them back costs a page fault per 4 KiB: 15% of the time of
     VGG-16 on a CPU. Call this at the start of a process. It does nothing without glibc, or where the environment
-    already tells glibc how to allocate (`MALLOC_MMAP_THRESHOLD_` and the like).
+    already tells glibc how to allocate (`MALLOC_MMAP_THRESHOLD_` and the like). Blocks from `apart_bytes` on are
+    returned all the same, if it is given.
     """
     if any(name.startswith("MALLOC_") for name in os.environ) or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
         return
     global _keeps_pages
     _keeps_pages = True
-    # Blocks from mmap are returned when they are freed, whatever the trim threshold, so there must be none.
+    # Blocks from mmap are returned when they are freed, whatever the trim threshold, so there must be no others.
+    if apart_bytes is None:
+        settings = {_M_MMAP_MAX: 0}
+    else:
+        settings = {_M_MMAP_MAX: _MOST_MAPPINGS, _M_MMAP_THRESHOLD: apart_bytes}
     if (mallopt := _glibc("mallopt")) is not None:
-        for parameter, value in ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, _NEVER), (_M_TOP_PAD, _GROW_BYTES)):
+        for parameter, value in (settings | {_M_TRIM_THRESHOLD: _NEVER, _M_TOP_PAD: _GROW_BYTES}).items():
             mallopt(parameter, value)
 
 
@@ -48,14 +53,6 @@ def return_free_pages() -> None:
     """Return the pages that are free now to the system; later ones are kept as before. Without glibc, do nothing."""
     if (trim := _glibc("malloc_trim")) is not None:
         trim(0)
-
-
-def put_large_blocks_apart() -> Callable[..., object]:
-    """Give large blocks pages of their own from now on, which are returned when freed; return glibc's `mallopt`."""
-    mallopt = _glibc("mallopt") or (lambda *_: 0)
-    mallopt(_M_MMAP_MAX, _MOST_MAPPINGS)
-    mallopt(_M_MMAP_THRESHOLD, _OWN_PAGES_BYTES)
-    return mallopt
 
 
 @contextmanager
@@ -67,7 +64,9 @@ def large_blocks_apart() -> Iterator[None]:
     """
     global _keeps_pages
     before, _keeps_pages = _keeps_pages, False
-    mallopt = put_large_blocks_apart()
+    mallopt = _glibc("mallopt") or (lambda *_: 0)
+    mallopt(_M_MMAP_MAX, _MOST_MAPPINGS)
+    mallopt(_M_MMAP_THRESHOLD, _OWN_PAGES_BYTES)
     try:
         yield
     finally:

@@ -16,6 +16,7 @@ from planner.errors import InputError
 from planner.formats.files import first_problem, write_text
 from planner.formats.timeline import Event, EventKind, Events, Timeline, load_timeline
 from planner.reporting.timeline import LANE_ORDER, side_by_side
+from planner.simulator.simulate_plan import ROUNDS
 from planner.simulator.summary import stages_of
 
 MICROSECONDS = 1e6
@@ -66,11 +67,14 @@ def load_run(path: Path | str) -> Timeline:
 
 def _slices(timeline: Timeline, events: Iterable[Event]) -> Iterator[TraceEvent]:
     """Yield a complete event for each event, on the first thread of its lane that is free by then."""
+    lengths = {row[:2]: dict(zip(timeline.length_names, row[2:], strict=True)) for row in timeline.lengths}
     for event, row in side_by_side(events):
         start = _time(event.start_s)
-        args = {"stage": event.stage, "minibatch": event.minibatch, "microbatch": event.microbatch}
+        args: dict[str, Any] = {"stage": event.stage, "minibatch": event.minibatch, "microbatch": event.microbatch}
         if event.peer_rank is not None:
             args |= {"peer_rank": event.peer_rank, "peer_stage": event.peer_stage or 0}
+        if event.kind not in ROUNDS and (found := lengths.get((event.minibatch, event.microbatch))):
+            args["lengths"] = found
         yield {
             "ph": "X",
             "pid": event.rank,
@@ -133,4 +137,5 @@ def _time(seconds: float) -> float:
 def _event(row: TraceEvent) -> Event:
     end = round(row["ts"] + row["dur"], 3)  # to the bit equal to the start of an event that follows at once
     times = {"start_s": row["ts"] / MICROSECONDS, "end_s": end / MICROSECONDS}
-    return Event(rank=row["pid"], kind=row["cat"], **times, **row["args"])
+    args = {name: value for name, value in row["args"].items() if name in Event._fields}
+    return Event(rank=row["pid"], kind=row["cat"], **times, **args)

@@ -219,8 +219,10 @@ class PipelineShape:
         return replicas[0] if len(replicas) == 1 else replicas[self.schedule.turn(self, unit) % len(replicas)]
 
     def units_of(self, stage: int, rank: int, minibatch: int) -> list[Unit]:
-        units = (Unit(minibatch, microbatch) for microbatch in range(self.microbatches))
-        return [unit for unit in units if self.rank_of(stage, unit) == rank]
+        # Turns grow by one with the microbatch.
+        first, period = self.schedule.turn(self, Unit(minibatch, 0)), len(self.ranks[stage])
+        begin = (self.ranks[stage].index(rank) - first) % period
+        return [Unit(minibatch, microbatch) for microbatch in range(begin, self.microbatches, period)]
 
     def splits(self, stage: int) -> bool:
         return self.schedule.splits_backward and any(channel.gradient for channel in self.arriving(stage))

@@ -158,12 +158,12 @@ class Communication:
         return gather.moved_bytes / gather.queue.path.bytes_per_s + gather.queue.latency_s
 
     def send(self, rank: int, send: Send, now_s: float) -> None:
+        ends = (send.stage, send.peer_stage) if isinstance(send, SendActivation) else (send.peer_stage, send.stage)
         if isinstance(send, SendShared):
-            size_bytes = self._costs.shared_bytes[send.stage, send.peer_stage]
-        elif isinstance(send, SendActivation):
-            size_bytes = self._costs.transfer_bytes[send.stage, send.peer_stage][0]
+            size_bytes: float = self._costs.shared_bytes[ends]
         else:
-            size_bytes = self._costs.transfer_bytes[send.peer_stage, send.stage][1]
+            size_bytes = self._costs.transfer_bytes[ends][not isinstance(send, SendActivation)]
+            size_bytes *= self._costs.factor(self._costs.transfer_shares.get(ends, ()), send.unit)
         queue = self._queue(rank, send.stage, send.peer_rank, send.peer_stage, isinstance(send, SendShared))
         queue.waiting.append((size_bytes, queue.latency_s, partial(self._on_arrival, rank, send)))
         self._start(queue, now_s)

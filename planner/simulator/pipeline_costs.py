@@ -3,12 +3,16 @@
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import mul
 
 from planner.cost.network.link import Buckets
 from planner.cost.network.topology import Topology
 from planner.cost.work import WEIGHT_SHARE
 from planner.formats.cluster import Cluster
 from planner.formats.plan_parts import Shared, Transfer
+from planner.formats.profile import Shares
+from planner.plan.lengths import Terms
+from planner.schedule.instructions import Unit
 from planner.schedule.schedule import PipelineShape
 
 StagePair = tuple[int, int]
@@ -31,6 +35,9 @@ class StageCosts:
     gradient_bytes: int = 0  # that the replicas all-reduce per round
     sharded: bool = False  # they only reduce-scatter these, and gather the weights after the update
     whole_bytes: int = 0  # of `gradient_bytes`, all-reduced whole even so, because other stages share the weights
+    # Where lengths vary, of the seconds above, which are means over microbatches: see `PipelineCosts.terms`.
+    forward_shares: Shares = ()
+    backward_shares: Shares = ()
 
     @property
     def reduced_bytes(self) -> float:
@@ -71,12 +78,33 @@ class PipelineCosts:
     transfer_bytes: Mapping[StagePair, tuple[int, int]] = field(default_factory=dict)
     # Per round, gradients of the weights that two stages share, in either direction.
     shared_bytes: Mapping[StagePair, int] = field(default_factory=dict)
+    # Of microbatches whose lengths vary, one after the other and then again from the first (`planner.plan.lengths`): a
+    # cost is its mean times the sum of these terms with the cost's shares. Empty where all are alike.
+    terms: Terms = ()
+    transfer_shares: Mapping[StagePair, Shares] = field(default_factory=dict)
+
+    def factor(self, shares: Shares, unit: Unit) -> float:
+        """Return a microbatch's cost, whose shares these are, in means."""
+        if not (self.terms and shares):
+            return 1.0
+        number = (unit.minibatch * self.shape.microbatches + unit.microbatch) % len(self.terms)
+        return float(sum(map(mul, self.terms[number], shares)))
+
+    def stage(self, number: int, unit: Unit) -> StageCosts:
+        """Return what a microbatch costs a stage."""
+        costs = self.stages[number]
+        if not self.terms:
+            return costs
+        longer = self.factor(costs.forward_shares, unit)
+        seconds = {name: getattr(costs, name) * longer for name in ("forward_s", "recompute_s", "late_s")}
+        return replace(costs, backward_s=costs.backward_s * self.factor(costs.backward_shares, unit), **seconds)
 
     @property
     def key(self) -> Hashable:
         """What a simulation depends on: the memory of the workers does not count."""
-        moved, shared = (tuple(sorted(each.items())) for each in (self.transfer_bytes, self.shared_bytes))
-        return self.shape, self.cluster.levels, self.cluster.overlap, self.stages, moved, shared
+        by_stages = self.transfer_bytes, self.shared_bytes, self.transfer_shares
+        exchanged = tuple(tuple(sorted(each.items())) for each in by_stages)
+        return self.shape, self.cluster.levels, self.cluster.overlap, self.stages, exchanged, self.terms
 
     @classmethod
     def of(
@@ -87,6 +115,7 @@ class PipelineCosts:
         transfers: Sequence[Transfer],
         shared: Sequence[Shared],
         degrees: Sequence[int],
+        terms: Terms = (),
     ) -> "PipelineCosts":
         """Combine stages with the values that they exchange and the weights that they share.
 
@@ -118,4 +147,6 @@ class PipelineCosts:
                 for t in transfers
             },
             shared_bytes={pair: each.gradient_bytes for each in shared for pair in (each.stages, each.stages[::-1])},
+            terms=terms,
+            transfer_shares={(t.source, t.target): t.shares for t in transfers},
         )

@@ -10,13 +10,15 @@ from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import replace
-from itertools import pairwise
+from itertools import cycle, islice, pairwise
+from typing import Any
 
 from planner.arguments import checked
 from planner.errors import InputError
 from planner.formats.plan import Plan
 from planner.formats.plan_parts import Stage
 from planner.formats.timeline import LANES, Event, Events, MemoryCurve, Timeline
+from planner.plan.lengths import planned_terms
 from planner.plan.rank_groups import of_groups
 from planner.plan.shape import check_accumulate, deadlock, shape_of
 from planner.simulator.fair_network import BusyPeriod
@@ -116,7 +118,12 @@ def simulate(plan: Plan, minibatches: int | None = None, accumulate: int = 1) ->
     rows = Events.of(events)
     memory = memory_curves(plan, rows.rows())
     links = simulation.communication.links.uses([rank for stage in plan.stages for rank in stage.ranks])
-    return Timeline.of_plan(plan, "simulated", count, rows, accumulate=accumulate, memory=memory, links=tuple(links))
+    others: dict[str, Any] = {"memory": memory, "links": tuple(links)}
+    if plan.lengths is not None:
+        drawn = enumerate(islice(cycle(plan.lengths.microbatches), count * plan.microbatches))
+        others["lengths"] = tuple((*divmod(number, plan.microbatches), *each) for number, each in drawn)
+        others["length_names"] = plan.lengths.names
+    return Timeline.of_plan(plan, "simulated", count, rows, accumulate=accumulate, **others)
 
 
 def simulated_s(plan: Plan, accumulate: int = 1) -> float:
@@ -132,6 +139,10 @@ def simulated_s(plan: Plan, accumulate: int = 1) -> float:
 def default_minibatches(plan: Plan, accumulate: int = 1) -> int:
     """Return enough minibatches for a steady state, and to see how the run starts and ends."""
     count = steady_minibatches(replace(shape_of(plan), accumulate=accumulate))
+    if plan.lengths is not None:  # each of its microbatches once, while the pipeline is full: see `summarize`
+        first, whole = plan.stages[0], plan.microbatches
+        filling = 2 * first.in_flight * first.replicas if plan.schedule.asynchronous else whole
+        count = max(count, math.ceil((len(plan.lengths.microbatches) + filling) / whole))
     if plan.schedule.asynchronous:
         return count
     return max(count, min(FEWEST, _ENOUGH_UNITS // (plan.microbatches * len(plan.stages))))
@@ -147,7 +158,8 @@ def costs_of(plan: Plan, accumulate: int = 1) -> PipelineCosts:
         weights = {(shared.stages[1], name) for name in shared.weights}
         received_bytes[shared.stages[1]] += 0 if weights <= seen else shared.gradient_bytes
         seen |= weights
-    same = ("forward_s", "backward_s", "update_s", "accumulate_s", "ready_s", "ready_shares", "late_s")
+    same = {"forward_s", "backward_s", "update_s", "accumulate_s", "ready_s", "ready_shares", "late_s"}
+    same |= {"forward_shares", "backward_shares"}
     stages = [
         StageCosts(
             **{name: getattr(stage, name) for name in same},
@@ -158,7 +170,8 @@ def costs_of(plan: Plan, accumulate: int = 1) -> PipelineCosts:
         )
         for number, stage in enumerate(plan.stages)
     ]
-    return PipelineCosts.of(shape, plan.cluster, stages, plan.transfers, plan.shared, degrees)
+    varied = planned_terms(plan.lengths)
+    return PipelineCosts.of(shape, plan.cluster, stages, plan.transfers, plan.shared, degrees, varied)
 
 
 def simulate_recorded(plan: Plan, measured: Timeline) -> Timeline:
@@ -176,6 +189,7 @@ def simulate_recorded(plan: Plan, measured: Timeline) -> Timeline:
     period = math.lcm(*plan.replicas) * measured.accumulate
     skipped = max(0, first - filling) // period * period
     after = min(max(measured.minibatches - end, 0), filling)
+    plan = _with_lengths_of(plan, measured, skipped)
     simulated = simulate(plan, end - skipped + after, measured.accumulate)
     found = only_minibatches(simulated, range(first - skipped, end - skipped))
 
@@ -185,7 +199,17 @@ def simulate_recorded(plan: Plan, measured: Timeline) -> Timeline:
         return skipped
 
     rows = (event._replace(minibatch=event.minibatch + skips(event)) for event in found.events.rows())
-    return found.model_copy(update={"events": Events.of(rows)})
+    return found.model_copy(update={"events": Events.of(rows), "lengths": measured.lengths})
+
+
+def _with_lengths_of(plan: Plan, run: Timeline, skipped: int) -> Plan:
+    """Return the plan for the lengths that microbatches had in a run, from the minibatch `skipped` of it on."""
+    if plan.lengths is None or not run.lengths:
+        return plan
+    columns, drawn = [2 + run.length_names.index(name) for name in plan.lengths.names], plan.lengths.microbatches
+    found = {(row[0] - skipped) * plan.microbatches + row[1]: tuple(row[at] for at in columns) for row in run.lengths}
+    rows = tuple(found.get(number, drawn[number % len(drawn)]) for number in range(max(found) + 1))
+    return plan.model_copy(update={"lengths": plan.lengths.model_copy(update={"microbatches": rows})})
 
 
 def only_minibatches(timeline: Timeline, minibatches: range) -> Timeline:

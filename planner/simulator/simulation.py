@@ -48,6 +48,7 @@ class Simulation:
 
     def __init__(self, costs: PipelineCosts, minibatches: int, events: list[Event] | None = None) -> None:
         self.shape, self.stages, self.events, self._overlap = costs.shape, costs.stages, events, costs.cluster.overlap
+        self._costs_of = costs.stage
         self.communication = Communication(costs, self._arrive, self._finish_round)
         self.completed = Completions(self.shape, [[] for _ in costs.stages], [[] for _ in costs.stages])
         self.executed = 0  # number of instructions so far
@@ -112,13 +113,13 @@ class Simulation:
     def _execute(self, rank: int, instruction: Instruction) -> bool:
         match instruction:
             case do.Forward(stage=stage, unit=unit):
-                self._compute(rank, "forward", stage, unit, self.stages[stage].forward_s)
+                self._compute(rank, "forward", stage, unit, self._costs_of(stage, unit).forward_s)
                 self.completed.forwards_s[stage].append(self._clock[rank])
             case do.Backward() | do.BackwardWeight():
                 self._backward(rank, instruction)
             case do.BackwardInput(stage=stage, unit=unit):
                 self._recompute(rank, instruction)
-                costs = self.stages[stage]
+                costs = self._costs_of(stage, unit)
                 self._compute(rank, "backward_input", stage, unit, costs.backward_s - costs.backward_weight_s)
             case do.SendActivation() | do.SendGradient() | do.SendShared():
                 if instruction.peer_rank == rank:  # to another stage of the same worker
@@ -149,7 +150,7 @@ class Simulation:
             self.events.append(Event(rank, kind, stage, unit.minibatch, unit.microbatch, start, end))
 
     def _backward(self, rank: int, backward: do.Backward | do.BackwardWeight) -> None:
-        stage, costs = backward.stage, self.stages[backward.stage]
+        stage, costs = backward.stage, self._costs_of(backward.stage, backward.unit)
         joins = backward.last_of_round and len(self.shape.ranks[stage]) > 1
         # The first backward after an update does not accumulate.
         accumulate_s = costs.accumulate_s if (rank, stage) in self._has_gradients else 0.0
@@ -170,7 +171,7 @@ class Simulation:
         self.completed.ends_s[stage].append(self._clock[rank])
 
     def _recompute(self, rank: int, backward: do.Backward | do.BackwardInput, late_s: float = 0.0) -> None:
-        whole_s = self.stages[backward.stage].recompute_s
+        whole_s = self._costs_of(backward.stage, backward.unit).recompute_s
         if (seconds := whole_s - late_s) > SLACK * whole_s:
             self._compute(rank, "recompute", backward.stage, backward.unit, seconds)
 

@@ -2,7 +2,8 @@
 
 Asynchronous pipelines run until they repeat themselves. Under schedules that drain, one minibatch is enough if nothing
 is left of it when the next begins. Within a long minibatch the workers soon do the same every few microbatches. Then a
-shorter minibatch tells its time: each of the periods that it lacks takes as long as the last one that it has.
+shorter minibatch tells its time: each of the periods that it lacks takes as long as the last one that it has. Where
+lengths vary nothing repeats, and all microbatches that the plan is made for are simulated.
 """
 
 import math
@@ -35,6 +36,8 @@ def steady_s(costs: PipelineCosts, stop: Stop | None = None, hopeless_s: float =
     True before the steady state is known, the result is None. `hopeless_s`: above it a rough answer does.
     """
     shape, executed = costs.shape, 0
+    if costs.terms:
+        return _drawn_s(costs, stop)
     if shape.asynchronous or shape.microbatches == 1:
         return _run(costs, steady_minibatches(shape), stop, hopeless_s / shape.microbatches)
 
@@ -52,6 +55,21 @@ def steady_s(costs: PipelineCosts, stop: Stop | None = None, hopeless_s: float =
         if (seconds := _extended_s(simulation, shape.microbatches)) is not None:
             return seconds
     return _run(costs, steady_minibatches(shape), stop_all)
+
+
+def _drawn_s(costs: PipelineCosts, stop: Stop | None) -> float | None:
+    """Simulate all drawn microbatches, with others before and after that fill the pipeline."""
+    shape = costs.shape
+    minibatches = max(FEWEST, math.ceil(len(costs.terms) / shape.microbatches))
+    filling = math.ceil(2 * _filling(shape) / shape.microbatches) if shape.asynchronous else 1
+    simulation = Simulation(costs, minibatches + 2 * filling)
+    end = simulation.run(lambda: stop is not None and stop(simulation.executed))
+    if end != "done":
+        return math.inf if end == "deadlock" else None
+    if stop is not None:
+        stop(simulation.executed)
+    ends_s, first = sorted(simulation.completed.ends_s[0]), filling * shape.microbatches - 1
+    return (ends_s[first + minibatches * shape.microbatches] - ends_s[first]) / minibatches
 
 
 def _enough_microbatches(shape: PipelineShape) -> list[int]:

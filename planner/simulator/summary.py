@@ -1,6 +1,8 @@
 """Summarize a timeline: pace, bubble, busy shares of workers and links, and peaks of memory."""
 
-from typing import Literal
+from bisect import bisect_right
+from collections import defaultdict
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,10 +11,10 @@ from planner.arguments import checked
 from planner.formats.files import Record
 from planner.formats.plan_parts import ScheduleField
 from planner.formats.shown import Shown
-from planner.formats.timeline import LANES, EventKind, Timeline
+from planner.formats.timeline import LANES, Event, EventKind, Timeline
 from planner.schedule.schedule import PipelineShape
 from planner.simulator.simulation import Completions
-from planner.simulator.steady_time import steady_state
+from planner.simulator.steady_time import Steady, steady_state
 
 Floats = NDArray[np.float64]
 LANE_NAMES = ("compute", "send", "receive", "all-reduce")
@@ -57,6 +59,7 @@ class Summary(Shown, Record):
     samples_per_s_of_run: float | None  # with start-up and drain
     bubble_share: float  # of the workers' time in the steady state, without computation
     bubble_share_of_run: float
+    bubble_causes: dict[str, float]  # the bubble by what workers waited for
     busiest: str  # the resource with the largest share
     busiest_share: float
     workers: tuple[WorkerUse, ...]
@@ -97,6 +100,12 @@ def summarize(timeline: Timeline) -> Summary:
     forwards_s = [ends_of(stage, "forward") or [0.0] for stage in stages]
     completed = Completions(shape, [ends_of(stage, "backward", "backward_weight") for stage in stages], forwards_s)
     steady = steady_state(completed, recorded)
+    if steady is not None and timeline.lengths:  # none is like another: all count but those at the ends of the run
+        done_s, first, last = sorted(completed.ends_s[0]), timeline.microbatches - 1, -1
+        if shape.asynchronous:
+            last = bisect_right(done_s, max(forwards_s[0])) - len(done_s) - 1
+        pace_s = (done_s[last] - done_s[first]) / (len(done_s) + last - first) * timeline.microbatches
+        steady = Steady(done_s[first], done_s[last], pace_s)
     start, end, pace_s = 0.0, span, span / count
     if steady is not None:
         start, end, pace_s = steady.start_s, steady.end_s, steady.seconds_per_minibatch
@@ -140,11 +149,55 @@ def summarize(timeline: Timeline) -> Summary:
         samples_per_s_of_run=None if samples is None or span <= 0 else samples / (span / count),
         bubble_share=1 - _share(float(busy[0].mean()), length),
         bubble_share_of_run=1 - _share(float(busy_s(0.0, span)[0].mean()), span),
+        bubble_causes=_bubble_causes(timeline, start, end),
         busiest=busiest,
         busiest_share=busiest_share,
         workers=workers,
         shared_links=shared,
     )
+
+
+_WAITED_FOR = {"forward": "receive_activation", "update": "all_reduce"}  # and other computations for gradients
+_CAUSES = {"receive": "messages", "all-reduce": "all-reduces"}
+
+
+def _bubble_causes(timeline: Timeline, start: float, end: float) -> dict[str, float]:
+    """Divide the time without computation by what came last before the computation that ended it.
+
+    Until its sender had computed it, a message counts as waiting for that worker, and an all-reduce until all had
+    joined. At the end of a run a worker waits for the others.
+    """
+    computed, made_s, came = defaultdict[int, list[Event]](list), dict[Any, float](), dict[Any, Event]()
+    for event in timeline.events.rows():
+        unit = event.stage, event.minibatch, event.microbatch
+        if event.lane in _CAUSES:
+            came[event.rank, event.kind, unit] = event
+        elif event.lane == "compute":
+            computed[event.rank].append(event)
+            if event.kind in ("forward", "backward", "backward_input"):
+                made_s[event.rank, event.kind == "forward", unit] = event.end_s
+    waits = dict.fromkeys(("workers", *_CAUSES.values(), "other"), 0.0)
+    for rank, events in computed.items():
+        free_s, gathered = start, None
+        for event in events:
+            unit = event.stage, event.minibatch, event.microbatch
+            found = gathered, came.get((rank, _WAITED_FOR.get(event.kind, "receive_gradient"), unit))
+            gathered = came.get((rank, "all_gather", unit)) if event.kind == "update" else None
+            since_s, until_s = max(free_s, start), min(event.start_s, end)
+            free_s = max(free_s, event.end_s)
+            if until_s <= since_s:
+                continue
+            cause, left_s = "other", since_s
+            last = max(filter(None, found), key=lambda each: each.end_s, default=None)
+            if last is not None and last.end_s > since_s:
+                sent = last.peer_rank, last.kind == "receive_activation", (last.peer_stage, *unit[1:])
+                cause, left_s = _CAUSES[last.lane], made_s.get(sent, last.start_s)
+            middle_s = min(max(left_s, since_s), until_s)
+            waits["workers"] += middle_s - since_s
+            waits[cause] += until_s - middle_s
+        waits["workers"] += max(0.0, end - max(free_s, start))
+    length = (end - start) * len(timeline.workers)
+    return {cause: _share(seconds, length) for cause, seconds in waits.items()}
 
 
 def stages_of(timeline: Timeline, rank: int) -> tuple[int, ...]:

@@ -14,6 +14,7 @@ from planner.cost.weight_copies import price_with_copies
 from planner.formats.plan import GIVEN as GIVEN_NAME
 from planner.formats.plan import Plan
 from planner.formats.plan_parts import Prediction, SolverReport, Stage
+from planner.plan.lengths import planned
 from planner.plan.rank_groups import on_ranks
 from planner.simulator.simulate_plan import simulated_s
 from planner.solver.evaluate.evaluation import priced, simulated
@@ -54,7 +55,7 @@ def assemble(problem: Problem, best: Evaluation, report: SolverReport = GIVEN) -
     used = [costs for costs in profile.tensor or () if costs.degree in degrees]
     return Plan(
         model=profile.model,
-        profile_digest=profile.digest,
+        profile_digest=layer_costs.given.digest,
         graph_hash=profile.graph_hash,
         autocast=profile.autocast,
         master_weights=profile.master_weights,
@@ -67,6 +68,7 @@ def assemble(problem: Problem, best: Evaluation, report: SolverReport = GIVEN) -
         schedule=problem.schedule,
         microbatch_size=profile.microbatch_size,
         loss=profile.loss,
+        lengths=planned(profile, problem.microbatches),
         microbatches=problem.microbatches,
         stages=tuple(_stages(problem, best)),
         experts=max((max(costs.experts) for costs in used if costs.experts), default=None),
@@ -104,6 +106,8 @@ def _stages(problem: Problem, best: Evaluation) -> Iterator[Stage]:
             accumulate_s=costs.accumulate_s,
             ready_s=costs.ready_s,
             ready_shares=costs.ready_shares,
+            forward_shares=costs.forward_shares,
+            backward_shares=costs.backward_shares,
             memory=best.price.memory[number],
         )
 
@@ -121,7 +125,7 @@ def _predict(problem: Problem, best: Evaluation) -> Prediction:
     adding_s = (microbatches - 1) * float(work.accumulate_s)
     one_gpu_s = microbatches * float(work.compute_s - work.update_s) + adding_s + float(work.update_s)
     everywhere = everything_on(problem.layer_costs, problem.cluster, range(problem.cluster.gpus))
-    compare = _data_parallel_divided if problem.schedule.divides else _data_parallel
+    compare = _data_parallel_divided if problem.schedule.divides or profile.lengths else _data_parallel
     parallel_s, parallel_bytes = compare(problem, everywhere, best.simulated)
     samples = None if size is None else size * microbatches
     return Prediction(
@@ -163,8 +167,11 @@ def _data_parallel(problem: Problem, stage: Candidate, simulates: bool) -> tuple
 
 
 def _data_parallel_divided(problem: Problem, stage: Candidate, simulates: bool) -> tuple[float, float]:
-    """Return seconds and bytes per microbatch of data parallelism on all GPUs, with at least a microbatch on each."""
-    most = max(problem.microbatches, problem.cluster.gpus)
+    """Return seconds and bytes per microbatch of data parallelism on all GPUs, with at least a microbatch on each.
+
+    Where lengths vary this simulates schedules that do not divide minibatches, too: replicas wait for the longest.
+    """
+    most = max(problem.microbatches, problem.cluster.gpus) if problem.schedule.divides else 1
     # One stage has no chunks. Its simulation is not part of the search, so it does not count.
     alone = replace(problem.with_schedule(problem.schedule.unchunked, most), depth="auto", budget=Budget.unlimited())
     parallel = priced(alone, [stage])

@@ -12,6 +12,7 @@ takes a problem, asks the steps after it about variants that are relaxed or fixe
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from planner.cost.pricing import cost_model_of
@@ -30,7 +31,7 @@ from planner.plan.rank_groups import groups_of, usual_degrees
 from planner.plan.shape import check_divided_loss
 from planner.solver.assemble import complete
 from planner.solver.choose.interleaving import interleaved
-from planner.solver.degrees import relaxed_seconds, solve_degrees
+from planner.solver.degrees import solve_degrees
 from planner.solver.evaluate.evaluation import TOLERANCE, evaluate
 from planner.solver.evaluate.pipelines import too_large
 from planner.solver.methods import PAYS, solve_by_method
@@ -43,6 +44,7 @@ from planner.solver.search.pipeline_search import PipelineSearch
 from planner.solver.tied import solve_tied
 from planner.units import SLACK
 
+REGULAR = "chunks of equally many blocks"  # where a bound is of interleaved plans, too
 LAST_S = 5.0  # after the time limit, to simulate an answer that would not be otherwise
 
 STEPS: tuple[Step, ...] = (solve_degrees, solve_with_room, solve_tied, solve_zero_bubble)
@@ -110,14 +112,14 @@ def or_interleaved(profile: Profile, plan: Plan, options: SolveOptions, patience
     problem = Problem(costs, setting_of(options, profile, cluster), options.rules, options.depth, budget=budget)
     waiting = plan.predicted.by == "simulation"  # is part of its seconds
     found = interleaved(problem, plan.predicted.seconds_per_minibatch * (1 if waiting else 1 + WAITING) * (1 - PAYS))
-    if found is None or (waiting and not found[1].simulated):
-        return plan
-    own, best = found
-    report = _report(own, Found(best, relaxed_seconds(own)))
-    try:
-        return complete(own, best, report.model_copy(update={"seconds": plan.solver.seconds}))
-    except InfeasibleError:  # copies of weights that several stages use do not fit
-        return plan
+    known, best = plan.solver, found.best
+    bound_s = min(known.lower_bound_s, found.bound_s)
+    bound_of = ", ".join(filter(None, (known.bound_of, REGULAR)))
+    if best is not None and (best.simulated or not waiting):
+        report = _report(found.problem, Found(best, bound_s, bound_of=bound_of))
+        with suppress(InfeasibleError):  # copies of weights that several stages use do not fit
+            return complete(found.problem, best, report.model_copy(update={"seconds": known.seconds}))
+    return plan
 
 
 def answered(problem: Problem, steps: Sequence[Step] = STEPS) -> Found:

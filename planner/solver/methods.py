@@ -14,7 +14,7 @@ from planner.errors import InfeasibleError, InputError, PlannerError
 from planner.options.solving import RecomputeRule
 from planner.plan.blocks import block_ends
 from planner.solver.choose.first_plans import FirstPlans
-from planner.solver.choose.improvement import fastest_simulated, improved
+from planner.solver.choose.improvement import deepened, fastest_simulated, improved
 from planner.solver.evaluate.evaluation import fastest, priced
 from planner.solver.mixed import solve_mixed
 from planner.solver.problem.budget import LATER, OutOfTimeError
@@ -59,7 +59,7 @@ def solve_blocks_first(problem: Problem, answer: Callable[[Problem], Found]) -> 
         if layers > most:
             raise
         return answer(problem)  # smaller stages may fit
-    bound_s, bound_of = PipelineSearch(problem).relaxed_s(), ""  # over all cuts
+    bound_s, bound_of = PipelineSearch(problem).relaxed_s(), ""  # over cuts inside blocks, too
     pays, everywhere = bound_s < found.best.seconds * (1 - PAYS), layers <= most and not problem.deadline.passed
     if pays and not problem.deadline.passed:
         cuts = frozenset(range(layers - 1)) if everywhere else ends | _beside(problem, ends, found.best)
@@ -133,7 +133,9 @@ def searched(problem: Problem) -> Found:
     found = first.at_least(found)
     if max(problem.levels) > 1 and not problem.cluster.kinds:  # the search has none of these
         found = replace(found, bound_s=with_single_stages(problem, found.bound_s))
-    return least_late(problem, improved(problem, found))
+    if found.bound_s >= problem.hopeless_s:
+        return found
+    return least_late(problem, deepened(problem, improved(problem, found)))
 
 
 def least_late(problem: Problem, found: Found) -> Found:

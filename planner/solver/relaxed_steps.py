@@ -21,6 +21,7 @@ from planner.solver.problem.bounds import balanced_s
 from planner.solver.problem.infeasible import UnexplainedError
 from planner.solver.problem.problem import Answer, Problem
 from planner.solver.problem.result import Evaluation, Found
+from planner.solver.tied import usual
 from planner.units import format_bytes
 
 
@@ -50,9 +51,12 @@ def solve_with_room(problem: Problem, answer: Answer) -> Found:
         reserve, of_tensors = overheads.reserve(count), problem.layer_costs.of_tensors
         other = problem.with_cluster(problem.cluster.with_memory(reserve.room))
         found = answer(replace(other, layer_costs=of_tensors, reserve=reserve, most_replicas=most_replicas))
+        price_with_copies(of_tensors, found.best.stages, found.best.price, other.setting)  # or say why not
         return replace(found, best=_charged(problem, found.best))
 
     relaxed = found = with_room_for(0)
+    if found.bound_s >= problem.hopeless_s:
+        return found
     lean: Evaluation | None = None  # the best of the answers that recompute more than they did when they were found
     count = 0
     while not _fits(problem, found.best):
@@ -79,6 +83,8 @@ def solve_with_room(problem: Problem, answer: Answer) -> Found:
             with contextlib.suppress(InfeasibleError):  # stages of one replica have few communicators
                 if _fits(problem, (straight := with_room_for(0, 1)).best):
                     return relaxed.with_best(straight.best)
+            if (plan := usual(problem)) is not None:
+                return relaxed.with_best(plan)
             why = cause.explanation() if isinstance(cause, UnexplainedError) else cause
             raise InfeasibleError(
                 f"no plan was found on {problem.cluster.gpus} GPUs that leaves room for its communicators, of "
@@ -87,6 +93,8 @@ def solve_with_room(problem: Problem, answer: Answer) -> Found:
             ) from None
     if lean is not None and (lean.saves(found.best) or not _fits(problem, found.best)):
         found = found.with_best(lean)
+    if not _fits(problem, found.best) and (plan := usual(problem)) is not None:
+        return relaxed.with_best(plan)
     price_with_copies(problem.layer_costs, found.best.stages, found.best.price, problem.setting)  # or say why not
     # A search for plans that leave more room may have had too little time for a bound as good.
     return replace(relaxed, name=found.name).with_best(found.best)

@@ -7,6 +7,7 @@ best plan has all users of a tied weight in one stage, or counts the weight in e
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,10 +16,13 @@ from planner.cost.candidate import Candidate
 from planner.cost.weight_copies import copies_fit, counted_with_copies, exchanged_bytes, price_with_copies
 from planner.cost.work import IMPOSSIBLE, Integers
 from planner.errors import InfeasibleError, PlannerError
+from planner.plan.blocks import block_ends
 from planner.plan.shape import trainable_pairs
 from planner.plan.shared_weights import trained_parameters
+from planner.solver.choose.first_plans import fitting_plans
 from planner.solver.evaluate.evaluation import evaluate, priced
 from planner.solver.evaluate.pipelines import shared_between
+from planner.solver.methods import cut_after
 from planner.solver.problem.bounds import Bounds
 from planner.solver.problem.problem import Answer, Limits, Problem
 from planner.solver.problem.result import CutPath, Evaluation, Found, stages_along
@@ -38,6 +42,8 @@ def solve_tied(problem: Problem, answer: Answer) -> Found:
     there is none.
     """
     found = answer(problem)
+    if found.bound_s >= problem.hopeless_s:
+        return found
     # The simulations so far were of plans that cannot be used.
     fresh = replace(problem, budget=problem.budget.apart())
     if _trains(problem, found.best):
@@ -46,6 +52,8 @@ def solve_tied(problem: Problem, answer: Answer) -> Found:
         return found.with_best(min((found.best, *others), key=lambda plan: plan.counted_s))
     plans = [*_together(fresh, answer), *_counted(fresh, answer)]
     fitting = [plan for plan in plans if _trains(problem, plan)]
+    if (plan := usual(fresh)) is not None:
+        fitting.append(plan)
     if not fitting:
         _refuse(fresh, found, answer)
         return found
@@ -86,6 +94,16 @@ def _together(problem: Problem, answer: Answer) -> Iterator[Evaluation]:
     constraints = constraints.model_copy(update={"together": (*constraints.together, *users)})
     with contextlib.suppress(PlannerError):
         yield answer(replace(problem, constraints=constraints)).best
+
+
+def usual(problem: Problem) -> Evaluation | None:
+    """Return the best by the cost model of the plans that take no search and can be trained; None without one."""
+    if problem.schedule.chunked or not problem.constraints.empty:
+        return None
+    ends = frozenset[int]() if problem.rules.granularity == "layer" else block_ends(problem.layer_costs.profile)
+    plans = fitting_plans(cut_after(problem, ends) if ends else problem)
+    plan = next(filter(partial(_trains, problem), plans), None)
+    return None if plan is None else evaluate(problem, plan.stages)
 
 
 def _counted(problem: Problem, answer: Answer) -> Iterator[Evaluation]:

@@ -74,20 +74,21 @@ def run_workers(module: str, job: Job, on_timeline: Callable[[Timeline], None] |
         job = job.model_copy(update={"folder": folder})
         job_path, result_path = Path(folder) / "job.json", Path(folder) / RESULT_FILE
         save_record(job, job_path)
-        config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=job.plan.workers,
-            run_id=uuid.uuid4().hex,
-            rdzv_backend="static",
-            rdzv_endpoint=f"{address}:{port}",
-            rdzv_configs={"rank": 0},
-            local_addr=address,
-            logs_specs=DefaultLogsSpecs(log_dir=folder),
-            max_restarts=0,
-            monitor_interval=0.1,
-        )
         with _launching(interface):
+            # PyTorch reads the time for shutting down when this is made.
+            config = LaunchConfig(
+                min_nodes=1,
+                max_nodes=1,
+                nproc_per_node=job.plan.workers,
+                run_id=uuid.uuid4().hex,
+                rdzv_backend="static",
+                rdzv_endpoint=f"{address}:{port}",
+                rdzv_configs={"rank": 0},
+                local_addr=address,
+                logs_specs=DefaultLogsSpecs(log_dir=folder),
+                max_restarts=0,
+                monitor_interval=0.1,
+            )
             try:
                 elastic_launch(config, sys.executable)("-m", module, str(job_path))
             except ChildFailedError as cause:

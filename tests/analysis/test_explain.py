@@ -43,10 +43,6 @@ def test_by_hand() -> None:
     assert busiest == plan.predicted.bottleneck.busy_s
     assert explained.waiting_s == pytest.approx(plan.predicted.seconds_per_minibatch - busiest)
     assert all(use.slack_bytes == 9000 - use.bytes for use in explained.memory)
-    # a b c | d e, or a b | c d e: 9 and 7 seconds, or 6 and 10.
-    assert [(move.layer, move.to_stage) for move in explained.moves] == [("c", 1), ("d", 0)]
-    assert explained.moves[0].slower == pytest.approx(10 / 9 - 1, rel=0.02)
-    assert explained.moves[1].slower == pytest.approx(12 / 9 - 1, rel=0.02)
     text = explanation_report(explained)
     assert "limited by the computation of stage 0" in text
     assert "the search was exact" in text
@@ -87,18 +83,15 @@ def test_what_if_is_what_solving_again_gives_or_the_plan_itself() -> None:
 
 
 @pytest.mark.parametrize("name", ["vgg16", "gpt2", "lstm_lm", "resnet50"])
-def test_no_move_beats_an_optimal_plan(name: str) -> None:
+def test_lines_fit_a_terminal(name: str) -> None:
     model = load_profile(PROFILES / name / "cpu.json")
     plan = solve(model, flat_cluster(3, 1.25e8))
     explained = explain(model, plan)
-    assert len(explained.moves) >= len(plan.stages) - 1
-    assert all(move.slower >= -0.01 for move in explained.moves)
     assert max(map(len, explanation_report(explained).splitlines())) <= 140
 
 
-def test_a_plan_on_one_gpu_has_no_boundary() -> None:
+def test_a_plan_on_one_gpu() -> None:
     explained = explain(MODEL, solve(MODEL, flat_cluster(1, 10.0)))
-    assert explained.moves == ()
     assert "With one more GPU the plan would be 1-1" in sentences(explained)
 
 
@@ -108,8 +101,6 @@ def test_schedules_that_drain_and_levels() -> None:
     explained = explain(MODEL, plan)
     assert explained.waiting_s == 0
     assert "per minibatch" in explanation_report(explained)
-    chunked = solve(MODEL, flat_cluster(2, 10.0), schedule="interleaved", microbatches=4)
-    assert explain(MODEL, chunked).moves == ()
     levels = explain(MODEL, solve(MODEL, hierarchical_cluster((2, 2), (100.0, 10.0))))
     assert levels.what_if[1].what == "one more group of 2 GPUs"
 

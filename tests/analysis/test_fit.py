@@ -122,6 +122,33 @@ def test_the_fastest_size_of_microbatches_is_the_answer() -> None:
     assert answer.asked.plan.config == alone[2].config
 
 
+def test_what_cannot_be_the_answer_is_not_estimated() -> None:
+    """Sizes that would have to recompute, and divided layers where data parallelism is as good as perfect balance."""
+    sizes, divisions = list[int](), list[int]()
+
+    def profile_at(size: int) -> Profile:
+        sizes.append(size)
+        return model(size)
+
+    def divided(profile: Profile) -> Profile:
+        divisions.append(profile.microbatch_size or 0)
+        return profile
+
+    def cluster_of(gpus: int) -> Cluster:
+        return flat_cluster(gpus, 1e12, 181 * MB)  # beside 160 MB of weights and gradients room for two samples
+
+    answer, _ = fit(profile_at, divided, (1, 2, 4, 8), 4, cluster_of, OPTIONS)
+    plan = answer.asked.plan
+    assert plan is not None
+    assert (plan.config, plan.microbatch_size) == ("4", 2)
+    assert sizes == [1, 2]
+    assert divisions == []
+    # Where messages take long, both are worth a look.
+    slow, _ = fit(profile_at, divided, (1,), 4, lambda gpus: flat_cluster(gpus, 1e3, 400 * MB), OPTIONS)
+    assert slow.asked.plan is not None
+    assert divisions == [1]
+
+
 @pytest.mark.parametrize(
     ("parameters", "tokens_per_sample", "tokens", "samples"),
     [

@@ -15,6 +15,7 @@ from benchmarks.gpu_truth.llm_foundry import A100, H100, pairs
 from benchmarks.gpu_truth.nanotron_model import Llama
 from benchmarks.gpu_truth.rows import ANCHORS, Prediction, Row, device, half_precision
 from benchmarks.gpu_truth.summary import scatter_svg, summary
+from planner.cost.network.link import ring_all_reduce_s
 from planner.profiler.estimated.devices import DEVICES, DeviceSpec
 
 needs_anchors = pytest.mark.skipif(not ANCHORS.is_dir(), reason="the measurements are not here")
@@ -131,15 +132,44 @@ def test_nanotron_reduces_whole_weights_in_buckets_of_25_mb() -> None:
 
 
 @needs_anchors
-def test_checked_collectives_take_a_third_of_a_millisecond_per_rank() -> None:
-    """The all-reduce of 1 GiB, which measures the bandwidth of a job, waits for its check from 64 GPUs on."""
-    each_s = []
+def test_checks_take_what_ten_all_reduces_of_each_job_say() -> None:
+    """Their hosts wait for the checks of all ten and of the barrier after them, beside which the GPUs only finish.
+
+    Within a server the GPUs take longer than the checks, of which the first and the barrier's show.
+    """
+    near: dict[bool, list[float]] = {True: [], False: []}
+    across = list[float]()
     for run in nanotron.runs():
-        if run.checked and run.gpus >= 64 and run.rates is not None:
+        if run.rates is None or run.near_reduce_bytes_per_s is None or run.gpus < 64:
+            continue
+        near[run.checked].append(2 * 7 / 8 * 2**30 / run.near_reduce_bytes_per_s)
+        if run.checked:
             moved = 2 * (run.gpus - 1) / run.gpus * 2**30
-            each_s.append(moved / run.rates.reduce_bytes_per_s / run.gpus)
-    assert len(each_s) > 100
-    assert median(each_s) == pytest.approx(nanotron.EAGER.check_s, rel=0.05)
+            usual_s = moved / nanotron.usual_rates()[run.servers].reduce_bytes_per_s
+            across.append((10 * moved / run.rates.reduce_bytes_per_s - usual_s) / 11 / run.gpus)
+    assert min(len(across), len(near[False])) > 100
+    assert median(across) == pytest.approx(nanotron.EAGER.check_far_s, rel=0.05)
+    waited_s = 10 * (median(near[True]) - median(near[False]))
+    assert waited_s / 2 / 8 == pytest.approx(nanotron.EAGER.check_s, rel=0.05)
+
+
+def test_a_divided_optimizer_leaves_all_of_the_reduction_to_the_end() -> None:
+    """Nothing of it overlaps, and weights are copied rank by rank; a check costs each rank of a group the same."""
+    llama = Llama(4, 256, 8, 1024, 4096, 128)
+    rates = nanotron.Rates(170e9, 170e9)
+    plain = nanotron.Run(0.01, llama, 16, 16, 1, 1, 4, False, 1.0, 1.0, rates, None, False)
+    links = nanotron.Links({2: rates}, nanotron.EAGER.step_s, nanotron.EAGER.message_s)
+
+    def seconds(run: nanotron.Run) -> float:
+        return nanotron.synchronize_s(run, nanotron.stages_of(llama, 1)[0], 1.0, 0.0, nanotron.EAGER, links)
+
+    sizes = [size for kind in ("embedding", "loss") for size in nanotron.block_of(llama, kind, 1).sizes]
+    sizes += 4 * nanotron.block_of(llama, "layer", 1).sizes
+    divided = replace(plain, sharded=True)
+    reduced_s = float(ring_all_reduce_s(4 * sum(sizes), 16, links.ring(16, 8)))
+    assert seconds(divided) - seconds(plain) > 16 * len(sizes) * 9e-6 + 0.99 * reduced_s
+    # All ranks at the end, replicas for the loss, gradients and weights.
+    assert seconds(replace(divided, checked=True)) - seconds(divided) == pytest.approx(4 * 16 * 0.29e-3)
 
 
 @needs_anchors

@@ -77,24 +77,23 @@ def random_graph(rng: np.random.Generator) -> dict[str, Any]:
 
 
 def fastest_s(order: list[int], gpus: int, memory_bytes: int, formulas: Formulas) -> float:
-    """Try every plan whose stages are consecutive nodes of the order, from the last stage to the first."""
+    """Try every plan of one degree whose stages are consecutive nodes of the order, from the last to the first."""
 
     @cache
-    def least(end: int, behind: tuple[PiperStage, ...]) -> float:
+    def least(end: int, degree: int, behind: tuple[PiperStage, ...]) -> float:
         if not end:
             return formulas.seconds(behind)
         room, best = gpus - sum(stage.replicas * stage.tensor for stage in behind), math.inf
         for start in range(end):
             nodes = frozenset(order[start:end])
-            shapes = [(r, t) for t in (1, 2) for r in range(1, room // t + 1)]
             for again in map(frozenset, chain(*(combinations(nodes, n) for n in range(len(nodes) + 1)))):
-                for replicas, degree in shapes:
+                for replicas in range(1, room // degree + 1):
                     stages = (PiperStage(nodes, replicas, degree, again), *behind)
                     if formulas.memory_bytes(stages) <= memory_bytes:
-                        best = min(best, least(start, stages))
+                        best = min(best, least(start, degree, stages))
         return best
 
-    return least(len(order), ())
+    return min(least(len(order), degree, ()) for degree in (1, 2))
 
 
 def test_the_question_of_the_program_is_answered_as_by_every_plan(tmp_path: Path) -> None:

@@ -94,7 +94,7 @@ VERBS = (
     ("explain", "--json"),
     ("compare",),
     ("compare", "--gpus", "8", "--bandwidth", "1Gbps"),
-    ("report", "--points", "2"),
+    ("report",),
     ("price", "--gpus", "8", "--bandwidth", "10Gbps", "--given", "own.json", "-o", "priced.json"),
     ("sweep", "--gpus", "2", "--bandwidth", "1Gbps:10Gbps", "--points", "2"),
 )

@@ -17,6 +17,8 @@ from planner.formats.plan_parts import config_of
 from planner.formats.profile import Compiled, Device, Edge, Layer, Profile, Provenance, Value
 from planner.model.capture.capture import capture_file
 from planner.model.capture.graph import ValueSpec
+from planner.model.capture.size import Extent
+from planner.model.lengths import extent_of
 from planner.model.options import PLAIN, ModuleOptions, autocast_name
 from planner.model.spec import load_model_file
 from planner.plan.rank_groups import on_ranks
@@ -31,11 +33,12 @@ _OF_COMPILED = [name for name in Compiled.model_fields if name != "runs"]
 def structural_profile(path: Path, batch_size: int, options: ModuleOptions = PLAIN) -> Profile:
     """Profile the layers, values and edges of a model file; all layers take the same time."""
     training_spec = load_model_file(str(path))
-    graph = capture_file(training_spec, training_spec.example_batch(batch_size), options=options)
+    batch = training_spec.example_batch(batch_size)
+    graph = capture_file(training_spec, batch, options=options)
     sizes = {name: 4 * parameter.numel() for name, parameter in graph.model.named_parameters()}
     outputs: dict[int, list[Value]] = {}
     for node in graph.crossing:
-        outputs.setdefault(graph.owner[node], []).append(_value(graph.specs[node], batch_size))
+        outputs.setdefault(graph.owner[node], []).append(_value(graph.specs[node], extent_of(batch, graph.lengths)))
     layers = []
     for index, layer in enumerate(graph.layers):
         weight_bytes = sum(sizes[name] for name in layer.parameters)
@@ -68,8 +71,8 @@ def structural_profile(path: Path, batch_size: int, options: ModuleOptions = PLA
     )
 
 
-def _value(spec: ValueSpec, batch_size: int) -> Value:
-    size = math.prod(spec.shape(batch_size)) * spec.dtype.itemsize
+def _value(spec: ValueSpec, extent: Extent) -> Value:
+    size = math.prod(spec.shape(extent)) * spec.dtype.itemsize
     return Value(name=spec.name, output_bytes=size, gradient_bytes=size if spec.requires_grad else 0)
 
 

@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -24,6 +24,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported
 from planner.executor.communication.control import join_group
 from planner.executor.run.context import pipeline_context
 from planner.executor.run.train import train
+from planner.formats.timeline import save_timeline
 from planner.model.spec import load_model_file
 from planner.workers.job import Job, TrainResult
 from planner.workers.place import CPU
@@ -95,7 +96,7 @@ def _run(paths: Sequence[str]) -> None:
             join_group()
             joined = True
         context = pipeline_context(job, load_model_file(job.model), CPU)
-        result = train(context)
+        result = train(context, on_timeline=partial(save_timeline, path=f"{path}.timeline"))
         if result is not None:
             Path(f"{path}.result").write_text(result.model_dump_json(), encoding="utf-8")
     torch.distributed.destroy_process_group()

@@ -94,6 +94,21 @@ def test_it_reads_back_as_the_timeline_that_it_was(tmp_path: Path) -> None:
     assert load_run(tmp_path / "timeline.json") == timeline
 
 
+def test_events_have_the_lengths_of_their_microbatches(tmp_path: Path) -> None:
+    """Of two microbatches per minibatch; updates have none, nor do microbatches of which none are known."""
+    lengths = ((3, 0, 12, 14), (3, 1, 7, 5), (4, 0, 9, 9))
+    more = [Event(0, "forward", 0, 3 + number // 2, number % 2, 10 + number, 11 + number) for number in range(4)]
+    changes = {"length_names": ("source", "target"), "lengths": lengths}
+    timeline = by_hand(*more, microbatches=2).model_copy(update=changes)
+    save_trace(timeline, tmp_path / "trace.json")
+    assert load_run(tmp_path / "trace.json") == timeline
+    rows = check_trace(chrome_trace(timeline))
+    late = [row["args"] for row in rows if row["ph"] == "X" and row["args"]["minibatch"] >= 3]
+    found = [{"source": 12, "target": 14}, {"source": 7, "target": 5}, {"source": 9, "target": 9}, None]
+    assert [args.get("lengths") for args in late] == found
+    assert not [row for row in rows if row.get("cat") == "update" and "lengths" in row["args"]]
+
+
 @pytest.mark.parametrize(
     ("content", "complaint"),
     [

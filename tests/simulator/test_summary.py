@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from planner.formats.cluster import flat_cluster
 from planner.formats.timeline import Event, Events
 from planner.simulator.simulate_plan import simulate
 from planner.simulator.summary import summarize
@@ -42,6 +43,39 @@ def test_a_stage_that_works_off_a_pile_does_not_set_the_pace() -> None:
     summary = summarize(simulate(plan, 48))
     assert summary.seconds_per_minibatch == pytest.approx(4)
     assert max(worker.compute_share for worker in summary.workers) <= 1 + 1e-9
+
+
+def test_the_bubble_by_cause_by_hand() -> None:
+    """Worker 1 waits until worker 0 has computed, for its message, and at the end; worker 0 for both parts of the way.
+
+    Then a sum of 1 s after 0.5 s in which the other had not joined, and 0.25 s for which nothing is to be seen.
+    """
+    more = (
+        Event(0, "all_reduce", 0, 1, 0, 7.375, 8.375),
+        Event(0, "update", 0, 1, 0, 8.375, 8.5),
+        Event(0, "forward", 0, 1, 0, 8.75, 9.75),
+    )
+    summary = summarize(by_hand(*more))
+    causes = summary.bubble_causes
+    first, second = 3.5 + 0.5, 1.0 + (9.75 - 4.625)
+    assert causes["workers"] == pytest.approx((first + second) / (2 * 9.75))
+    assert causes["messages"] == pytest.approx((0.25 + 0.5) / (2 * 9.75))
+    assert causes["all-reduces"] == pytest.approx(1.0 / (2 * 9.75))
+    assert causes["other"] == pytest.approx(0.25 / (2 * 9.75))
+    assert sum(causes.values()) == pytest.approx(summary.bubble_share)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "2bw", "1f1b-flush", "gpipe", "zb-h1"])
+def test_the_causes_add_up_to_the_bubble(schedule: str) -> None:
+    layers = [layer(name, 1, 2, output_bytes=5, weight_bytes=7) for name in "abc"]
+    microbatches = 1 if schedule == "1f1b" else 6
+    plan = plan_of(layers, (2, 1, 1), flat_cluster(4, 10.0), schedule=schedule, microbatches=microbatches)
+    summary = summarize(simulate(plan))
+    causes = summary.bubble_causes
+    assert sum(causes.values()) == pytest.approx(summary.bubble_share)
+    assert causes["messages"] > 0
+    assert causes["all-reduces"] > 0
+    assert causes["other"] == pytest.approx(0, abs=1e-9)
 
 
 def test_a_short_run_has_no_steady_state() -> None:

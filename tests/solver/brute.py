@@ -72,13 +72,7 @@ def plans(
 
 def _ways(problem: Problem, before: frozenset[int], layers: frozenset[int], ranks: list[int]) -> Iterator[Candidate]:
     """Yield all ways to run a stage on as many GPUs, or on these where they differ."""
-    divided = (
-        replace(options, tensor=degree)
-        for degree in problem.rules.tensor or (1,)
-        if len(ranks) % degree == 0
-        for options in options_of(problem, layers, len(ranks) // degree)
-    )
-    for options in divided:
+    for options in options_of(problem, layers, len(ranks)):
         stage = Candidate(before, layers, options)
         if problem.cluster.kinds:
             kind = kind_on(problem.layer_costs, problem.cluster, stage, ranks)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from itertools import combinations, pairwise, product
+from itertools import combinations, pairwise
 
 import numpy as np
 
@@ -34,7 +34,7 @@ class EveryPlan:
                 for replicas in _replicas(stages, problem.cluster.gpus):
                     after = np.cumsum((0, *replicas[:0:-1]))[::-1].tolist()
                     ends = tuple(pairwise((0, *cuts, layers)))
-                    for degrees in product(problem.rules.tensor or (1,), repeat=stages):
+                    for degrees in ((degree,) * stages for degree in problem.rules.tensor or (1,)):
                         if np.dot(replicas, degrees) > problem.cluster.gpus:
                             continue
                         shape = zip(ends, replicas, degrees, after, strict=True)

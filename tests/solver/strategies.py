@@ -11,7 +11,7 @@ from planner.formats.profile import Device, Edge, Layer, Profile, Provenance, Va
 def profiles(draw: st.DrawFn, most_layers: int = 5, linear: bool = False, measured: bool = False) -> Profile:
     """Layers with small round costs and edges forward: a chain with skips, or any DAG unless `linear`.
 
-    `measured`: of a model that was captured, whose stages keep the order, and perhaps with workspaces.
+    `measured`: of a model that was captured, and perhaps with workspaces.
 
     Small integers make ties and zeros common, which is where searches go wrong.
     """

@@ -15,7 +15,7 @@ from planner.cost.network.link import Link
 from planner.cost.pricing import price
 from planner.cost.setting import Setting
 from planner.cost.tensor import layer_costs_on, profile_at
-from planner.errors import ClusterError, PlanError, PlannerError
+from planner.errors import ClusterError, PlannerError
 from planner.formats.cluster import Cluster, flat_cluster, hierarchical_cluster
 from planner.formats.own_plan import OwnPlan, OwnStage
 from planner.formats.plan import Plan
@@ -26,11 +26,11 @@ from planner.plan.shape import shape_of
 from planner.schedule.registry import find
 from planner.simulator.simulate_plan import simulate, simulated_s
 from planner.solver import solve
-from planner.solver.degrees import MixedDegrees, relaxed_seconds, solve_degrees
+from planner.solver.degrees import relaxed_seconds, solve_degrees
 from planner.solver.methods import solve_by_method
 from planner.solver.problem.problem import Problem
-from planner.solver.problem.result import Found, stages_along
-from planner.solver.problem.states import Chain
+from planner.solver.problem.result import Found
+from planner.solver.search.pipeline_search import PipelineSearch
 from tests.samples import layer, profile
 from tests.solver.every_plan import EveryPlan
 from tests.solver.test_new_axes import random_model
@@ -83,23 +83,25 @@ def random_problem(rng: np.random.Generator) -> Problem:
 
 
 def check(seed: int) -> tuple[bool, bool]:
-    """Compare one instance; return whether there is a plan, and whether its degrees differ."""
+    """Compare one instance; return whether there is a plan, and whether its stages are divided."""
     problem = random_problem(np.random.default_rng([19, seed]))
-    spaces = {degree: Chain(problem.layer_costs.at_degree(degree)) for degree in problem.rules.tensor}
-    path = MixedDegrees(spaces, problem.asynchronous(), problem.limits).best(1e6)
+    searches = {degree: PipelineSearch(problem.on_groups_of(degree)) for degree in problem.rules.tensor}
+    paths = {degree: path for degree, search in searches.items() if (path := search.best()) is not None}
     expected = EveryPlan(problem).best()
-    assert (path is None) == (expected is None), seed
-    if path is None or expected is None:
+    assert (not paths) == (expected is None), seed
+    if expected is None:
         return False, False
+    degree = min(paths, key=lambda degree: paths[degree].seconds)
+    path, search = paths[degree], searches[degree]
     assert path.seconds == pytest.approx(expected[0], rel=1e-9), seed
-    assert path.gpus <= problem.cluster.gpus, seed
+    assert path.gpus * degree <= problem.cluster.gpus, seed
     assert relaxed_seconds(problem) <= path.seconds * (1 + 1e-9), seed
-    stages = stages_along(next(iter(spaces.values())), path)
+    stages = search.priced(path).divided(degree).stages
     for plan in (stages, expected[1]):  # the price of the whole plan is that of its stages
         priced = price(problem.layer_costs, plan, problem.setting)
         assert priced.seconds_per_minibatch == pytest.approx(expected[0], rel=1e-9), seed
         assert problem.cluster.memory_bytes is None or max(priced.gpu_bytes) <= problem.cluster.memory_bytes, seed
-    return True, len({each.tensor for each in path.options}) > 1
+    return True, degree > 1
 
 
 def test_the_search_finds_what_every_plan_says() -> None:
@@ -137,11 +139,8 @@ def test_a_divided_plan_is_solved_priced_and_simulated_alike(schedule: str, clus
     given = GivenPlan.of(CHAIN, plan)
     assert given.on(cluster).predicted.seconds_per_minibatch <= seconds * (1 + 1e-9)  # without limits of memory
     assert given.price().communication_bytes >= 0
-    if len(set(plan.degrees)) == 1:
-        check_trainable(plan)
-    else:
-        with pytest.raises(PlanError, match="the executor does not run"):
-            check_trainable(plan)
+    assert len(set(plan.degrees)) == 1
+    check_trainable(plan)
 
 
 @pytest.mark.parametrize(

@@ -129,26 +129,3 @@ def test_the_order_of_edges_and_keys_does_not_matter_and_answers_repeat(
 
 def without_seconds(plan: Plan) -> Plan:
     return plan.model_copy(update={"solver": plan.solver.model_copy(update={"seconds": 0.0})})
-
-
-@settings(max_examples=examples(80), deadline=None)
-@given(profiles(most_layers=6), st.integers(1, 5), BANDWIDTHS, st.integers(0, 99))
-def test_another_topological_order_of_an_imported_graph_is_as_fast_at_the_bottleneck(
-    model: Profile, gpus: int, bandwidth: float, seed: int
-) -> None:
-    """Every cut of a small imported graph is searched, so that the order of its layers says nothing."""
-    model = model.model_copy(update={"no_cut_after": ()})  # which speaks of neighbours in the order
-    permuted = model.model_copy(update={"layers": another_order(model, random.Random(seed))})
-    plain, other = (solve(each, flat_cluster(gpus, bandwidth), cost_model="pipedream") for each in (model, permuted))
-    assert seconds(other) == pytest.approx(seconds(plain), rel=1e-9)
-    assert plain.solver.status == other.solver.status == "optimal"
-
-
-def another_order(model: Profile, rng: random.Random) -> tuple[Layer, ...]:
-    waiting = {layer.name: {edge.source for edge in model.edges if edge.target == layer.name} for layer in model.layers}
-    order: list[str] = []
-    while waiting:
-        order.append(rng.choice(sorted(name for name, needs in waiting.items() if needs <= set(order))))
-        del waiting[order[-1]]
-    layers = {layer.name: layer for layer in model.layers}
-    return tuple(layers[name] for name in order)

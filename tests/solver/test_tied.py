@@ -3,20 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise, product
 
 import numpy as np
 import pytest
 
 from planner.analysis.given_plan import price
+from planner.cost.layer_costs import LayerCosts
+from planner.cost.setting import Setting
+from planner.cost.weight_copies import copies_fit
 from planner.errors import InfeasibleError, PlannerError
 from planner.formats.cluster import Cluster, flat_cluster
+from planner.formats.constraints import Constraints
 from planner.formats.own_plan import OwnPlan, OwnStage
 from planner.formats.plan import Plan
 from planner.formats.profile import Profile
 from planner.plan.shared_weights import obstacle, shared_weights, trained_parameters
 from planner.schedule.registry import find
 from planner.solver import solve
+from planner.solver.assemble import assemble
+from planner.solver.choose.first_plans import fitting_plans
+from planner.solver.methods import solve_by_method
+from planner.solver.problem.problem import Problem
+from planner.solver.problem.result import Found
+from planner.solver.tied import solve_tied, usual
 from tests.cost.test_overheads import on_cuda
 from tests.cost.test_weight_copies import tied
 from tests.solver.test_degrees import divided
@@ -135,3 +146,33 @@ def test_copies_have_room_beside_communicators() -> None:
             found += 1
             assert trains(solve(model, cluster, schedule="1f1b-flush", microbatches=4))
     assert 0 < found < 8
+
+
+@pytest.mark.parametrize("memory_bytes", [None, 13 * 10**6, 20 * 10**6])
+def test_a_usual_plan_has_room_for_its_copies(memory_bytes: int | None) -> None:
+    """It is the answer where the search's plans have none, and takes no search itself."""
+    setting = Setting(flat_cluster(GPUS, 1e4, memory_bytes), find("1f1b-flush"), 4)
+    problem = Problem(LayerCosts(tied()), setting)
+    plan = usual(problem)
+    assert plan is not None
+    assert trains(assemble(problem, plan))
+    assert copies_fit(problem.layer_costs, plan.stages, plan.price, setting)
+    others = [
+        each for each in fitting_plans(problem) if copies_fit(problem.layer_costs, each.stages, each.price, setting)
+    ]
+    assert (plan.price.cost_model_s or plan.seconds) == min(each.seconds for each in others)
+    assert usual(replace(problem, constraints=Constraints(no_cut_after=("one",)))) is None
+
+
+def test_an_answer_that_is_of_no_use_is_not_made_trainable() -> None:
+    """Where another degree of divided layers is faster than any plan of this one, its copies do not matter."""
+    problem = Problem(LayerCosts(tied()), Setting(flat_cluster(GPUS, 1e4, 13 * 10**6), find("1f1b-flush"), 4))
+    asked = list[Problem]()
+
+    def answer(variant: Problem) -> Found:
+        asked.append(variant)
+        return solve_by_method(variant)
+
+    bound_s = solve_by_method(problem).bound_s
+    assert solve_tied(replace(problem, hopeless_s=bound_s / 2), answer).bound_s == bound_s
+    assert len(asked) == 1

@@ -103,7 +103,7 @@ class Topology:
         return compute(self._groups, ranks, others)
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=2**14)  # of some hundred bytes
 def _shares(groups: tuple[int, ...], ranks: Ranks, others: Ranks) -> Floats:
     common = math.gcd(len(ranks), len(others))
     own, other = (np.arange(r.start, r.stop) if isinstance(r, range) else np.asarray(r) for r in (ranks, others))

@@ -279,7 +279,7 @@ class Links(ABC):
     def _packed(self, send: Send, end: End, values: dict[str, Tensor]) -> Outgoing:
         layout, message = self._layout_of(send), end.left
         if message is None or message.layout is not layout:
-            message = Outgoing(layout, self._place.wire)
+            message = Outgoing(layout, self._place.wire, None if message is None else message.memory)
         end.left = None
         message.fill(send.unit, values)
         return message
@@ -343,5 +343,5 @@ class GlooLinks(Links):
 
     def _post(self, receive: Receive, end: End) -> Posted:
         layout = self._layout_of(receive)
-        buffer = torch.empty(layout.size_bytes, dtype=torch.uint8, device=self._place.wire)
+        buffer = layout.part_of(torch.empty(layout.room_bytes, dtype=torch.uint8, device=self._place.wire))
         return Posted(receive, layout, buffer, end.receive(buffer))

@@ -10,8 +10,8 @@ is written by a fill and never copied from the host, because such a copy would l
 import ctypes
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from planner.errors import WorkerError
 from planner.executor.communication.shared_gradients import SharedGradients
 from planner.formats.names import CODECS, Codec
 from planner.model.capture.graph import ValueSpec
+from planner.model.capture.size import MOST_EXTENTS, Extent
 from planner.runtime import runtime_of
 from planner.schedule import instructions as do
 from planner.schedule.instructions import Receive, Send, Unit
@@ -46,36 +47,45 @@ class Slot:
 
 @dataclass(frozen=True)
 class Layout:
-    """The buffer of a message. It follows from the values and the batch size, so each end computes it by itself."""
+    """The buffer of a message. It follows from the values and the batch's extent, so each end computes it by itself."""
 
-    batch_size: int
+    extent: Extent
     slots: tuple[Slot, ...]
     size_bytes: int
     checksum: int
+    room_bytes: int  # of the buffer: what the longest message on the same way takes
+
+    def part_of(self, memory: Tensor) -> Tensor:
+        """Return the part of a buffer that the message takes; the longest one takes all, which saves a view of it."""
+        return memory if self.room_bytes == self.size_bytes else memory[: self.size_bytes]
 
 
-def layout_of(specs: Sequence[ValueSpec], batch_size: int, codec: Codec = CODECS["none"]) -> Layout:
-    """Lay out `specs` for a microbatch of `batch_size` samples, those with gradients as `codec` codes them."""
+def layout_of(specs: Sequence[ValueSpec], extent: Extent, codec: Codec = CODECS["none"]) -> Layout:
+    """Lay out `specs` for a microbatch of this extent, those with gradients as `codec` codes them."""
     slots: list[Slot] = []
     start = _ALIGNMENT
     for spec in specs:
-        size, own = spec.size_bytes(batch_size), codec if spec.requires_grad else CODECS["none"]
+        size, own = spec.size_bytes(extent), codec if spec.requires_grad else CODECS["none"]
         coding = coding_of(own, size, spec.dtype)
-        slots.append(Slot(spec, spec.shape(batch_size), spec.wire_shape(batch_size), start, coding))
+        slots.append(Slot(spec, spec.shape(extent), spec.wire_shape(extent), start, coding))
         start += -(-own.size_bytes(size, spec.dtype.itemsize) // _ALIGNMENT) * _ALIGNMENT
     described = [(slot.spec.name, slot.spec.dtype, slot.wire_shape, slot.spec.order, slot.coding) for slot in slots]
     checksum = zlib.crc32(repr(described).encode()) & _CHECKSUM
-    return Layout(batch_size, tuple(slots), start, checksum)
+    return Layout(extent, tuple(slots), start, checksum, start)
 
 
 class Outgoing:
     """The buffer of a message to send, with views, which take longer to make than to fill again for the next one."""
 
-    __slots__ = ("_places", "_write_header", "buffer", "layout")
+    __slots__ = ("_places", "_write_header", "buffer", "layout", "memory")
 
-    def __init__(self, layout: Layout, wire: torch.device) -> None:
+    def __init__(self, layout: Layout, wire: torch.device, memory: Tensor | None = None) -> None:
         self.layout = layout
-        self.buffer = torch.empty(layout.size_bytes, dtype=torch.uint8, device=wire)
+        # That of an earlier message with another length, if it is as large.
+        if memory is None or len(memory) != layout.room_bytes:
+            memory = torch.empty(layout.room_bytes, dtype=torch.uint8, device=wire)
+        self.memory = memory
+        self.buffer = layout.part_of(memory)
         # Where nothing is later than the host it is written at its address: a fill takes longer than all else.
         here = not runtime_of(wire).asynchronous
         self._write_header = partial(setattr, _at(self.buffer), "value") if here else header(self.buffer).fill_
@@ -126,7 +136,7 @@ def unpack(layout: Layout, buffer: Tensor) -> dict[str, Tensor]:
     values = {}
     for slot in layout.slots:
         decoded = slot.coding.read(slot.place(buffer), slot.spec.dtype, slot.wire_shape)
-        values[slot.spec.name] = slot.spec.from_wire(decoded, layout.batch_size)
+        values[slot.spec.name] = slot.spec.from_wire(decoded, layout.extent)
     return values
 
 
@@ -140,6 +150,8 @@ class Layouts:
     Args:
         transfers: by (source, target) stage, the values that travel to and from this worker's stages.
         shared: by stage, gradients of the weights that it shares with other stages.
+        extent_of: a unit's microbatch.
+        longest: the greatest of each length that varies, for which buffers have room.
         with_scale: whether each message of gradients carries the loss scale that they were computed with.
     """
 
@@ -147,29 +159,28 @@ class Layouts:
         self,
         transfers: Mapping[tuple[int, int], Sequence[ValueSpec]],
         shared: Mapping[int, SharedGradients],
-        size_of: Callable[[Unit], int],
+        extent_of: Callable[[Unit], Extent],
+        longest: tuple[int, ...] = (),
         *,
         with_scale: bool,
         codec: Codec = CODECS["none"],
     ) -> None:
-        self._transfers, self._shared, self._size_of = transfers, shared, size_of
+        self._transfers, self._shared, self._extent_of, self._longest = transfers, shared, extent_of, longest
         self._with_scale, self._codec = with_scale, codec
-        self._made: dict[tuple[type[Receive | Send], int, int, int], Layout] = {}
+        self._made = lru_cache(MOST_EXTENTS)(self._make)
 
     def layout(self, message: Receive | Send) -> Layout:
         """Return the layout of `message`, which both ends compute alike."""
-        key = (type(message), message.stage, message.peer_stage, self._size_of(message.unit))
-        layout = self._made.get(key)
-        if layout is None:
-            layout = self._made[key] = self._make(*key)
-        return layout
+        extent = self._extent_of(message.unit)
+        return self._made(type(message), message.stage, message.peer_stage, extent)  # type: ignore[arg-type]
 
     def received_bytes(self, source: int, target: int, *, forward: bool, shared: bool, samples: int) -> int:
-        """Return the size of a message from stage `source` to the later `target`, or back, of `samples` samples."""
+        """Return the room for a message from stage `source` to the later `target`, or back, of `samples` samples."""
         kind = do.ReceiveShared if shared else do.ReceiveActivation if forward else do.ReceiveGradient
-        return self._make(kind, *((target, source) if forward else (source, target)), samples).size_bytes
+        extent = (samples, *self._longest) if self._longest else samples
+        return self._make(kind, *((target, source) if forward else (source, target)), extent).size_bytes
 
-    def _make(self, kind: type[Receive | Send], stage: int, peer: int, samples: int) -> Layout:
+    def _make(self, kind: type[Receive | Send], stage: int, peer: int, extent: Extent) -> Layout:
         if issubclass(kind, (do.ReceiveShared, do.SendShared)):
             return layout_of(self._shared[stage].specs(peer), 1)
         specs = list(self._transfers[min(stage, peer), max(stage, peer)])
@@ -177,4 +188,8 @@ class Layouts:
             specs = [spec.of_gradient for spec in specs if spec.requires_grad]
             if self._with_scale:
                 specs.append(ValueSpec(SCALE, torch.float32, requires_grad=False, sizes=(), order=()))
-        return layout_of(specs, samples, self._codec)
+        layout = layout_of(specs, extent, self._codec)
+        if isinstance(extent, tuple) and extent[1:] != self._longest:
+            longest = layout_of(specs, (extent[0], *self._longest), self._codec)
+            layout = replace(layout, room_bytes=longest.size_bytes)
+        return layout

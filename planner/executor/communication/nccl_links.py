@@ -134,12 +134,14 @@ class NCCLLinks(Links):
         end = self._end(receive)
         if spare is not None:
             self._spare[end] = spare
+        layout = self._layout_of(receive)
+        message = layout.part_of(buffer.memory)
         with self._on_side_stream(buffer):
-            return Posted(receive, self._layout_of(receive), buffer.memory, end.receive(buffer.memory))
+            return Posted(receive, layout, message, end.receive(message))
 
     def _prepared(self, receive: Receive) -> tuple[_Buffer, _Buffer | None]:
         # The buffer for a message, and one for the next of its lane.
-        end, size = self._end(receive), self._layout_of(receive).size_bytes
+        end, size = self._end(receive), self._layout_of(receive).room_bytes
         kept = self._spare.pop(end, None)
         buffer = kept if kept is not None and len(kept.memory) == size else self._fresh(size)
         # Gradients of shared weights are as large as the weights: a second buffer is not worth its memory.

@@ -133,13 +133,11 @@ class Exchange:
 
     Attributes:
         own: this member's number.
-        places: by member, where its row lies in the tensor.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
         self.own, self._members = dist.get_rank(group), dist.get_world_size(group)
-        self.places: Sequence[int] = range(self._members)
 
     def reduce_scatter(self, rows: Tensor) -> Callable[[], object]:
         """Add up all members' rows, each at its owner, which has the sum in place of its own row."""
@@ -156,37 +154,36 @@ class Exchange:
 
 
 class _Direct(Exchange):
-    """Sends every row straight to its owner, over gloo, whose reduce_scatter is slower than its all-reduce.
-
-    The own row is the last one: the others then lie together, in the order of the members, as all_to_all takes them.
-    """
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        super().__init__(group)
-        last = self._members - 1
-        self.places = [last if owner == self.own else owner - (owner > self.own) for owner in range(self._members)]
+    """Sends every row straight to its owner, over gloo, whose reduce_scatter is slower than its all-reduce."""
 
     def reduce_scatter(self, rows: Tensor) -> Callable[[], object]:
-        sizes = [0 if member == self.own else rows.shape[1] for member in range(self._members)]
-        received = torch.empty_like(rows[:-1])
-        work = dist.all_to_all_single(received.view(-1), rows[:-1].view(-1), sizes, sizes, self._group, async_op=True)
-        assert work is not None
+        received = torch.empty_like(rows[1:])
+        wait = self._swap(lambda peer: rows[peer], lambda peer: received[peer - (peer > self.own)])
 
         def add_up() -> None:
-            work.wait()
+            wait()
             # In the order of the members, so that a sum does not depend on which of them has it.
-            rows[-1] = reduce(torch.add, (*received[: self.own], rows[-1], *received[self.own :]))
+            rows[self.own] = reduce(torch.add, (*received[: self.own], rows[self.own], *received[self.own :]))
 
         return add_up
 
     def all_gather(self, rows: Tensor) -> Callable[[], object]:
+        return self._swap(lambda peer: rows[self.own], lambda peer: rows[peer])
+
+    def _swap(self, given: Callable[[int], Tensor], taken: Callable[[int], Tensor]) -> Callable[[], object]:
+        """Send each other member the row `given` to it, and receive one into the row `taken` from it."""
         works: list[dist.Work | None] = []  # PyTorch's annotations do not know that these are never None
-        for owner, place in enumerate(self.places):
-            if owner != self.own:
-                peer = dist.get_global_rank(self._group, owner)
-                works.append(dist.isend(rows[-1], peer, self._group))
-                works.append(dist.irecv(rows[place], peer, self._group))
+        for member in range(self._members):
+            if member != self.own:
+                peer = dist.get_global_rank(self._group, member)
+                works.append(dist.isend(given(member), peer, self._group))
+                works.append(dist.irecv(taken(member), peer, self._group))
         return lambda: [work.wait() for work in works if work is not None]
+
+
+def exchange_over(group: dist.ProcessGroup) -> Exchange:
+    """Return what exchanges rows over `group` fastest."""
+    return (_Direct if dist.get_backend(group) == GLOO else Exchange)(group)
 
 
 class DividedBucket(Bucket):
@@ -231,7 +228,7 @@ class DividedBucket(Bucket):
         assert self._rows is not None
         self._wait()
         del self._wait  # with what has come
-        own = self._rows[self.exchange.places[self.exchange.own]]
+        own = self._rows[self.exchange.own]
         return own[: self._elements], own[self._elements :]
 
     def _give(self, sums: Tensor, indices: Sequence[int]) -> None:
@@ -256,7 +253,7 @@ class DividedBucket(Bucket):
 
     def _views(self, pieces: Collection[Piece]) -> list[Tensor]:
         assert self._rows is not None
-        return [self._rows[self.exchange.places[piece.owner], piece.in_row] for piece in pieces]
+        return [self._rows[piece.owner, piece.in_row] for piece in pieces]
 
 
 class Sharding:
@@ -319,7 +316,7 @@ class Sharding:
 
     def connect(self, group: dist.ProcessGroup) -> None:
         self._group = group
-        exchange = (_Direct if dist.get_backend(group) == GLOO else Exchange)(group)
+        exchange = exchange_over(group)
         for bucket in self._divided:
             bucket.exchange = exchange
 

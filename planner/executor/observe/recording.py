@@ -4,7 +4,7 @@ import json
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -85,12 +85,22 @@ class TraceRecorder:
         return unit.minibatch if isinstance(unit, Unit) else self._newest
 
 
-def gather_timeline(recorder: TraceRecorder, plan: Plan, minibatches: int, accumulate: int = 1) -> Timeline | None:
+def gather_timeline(
+    recorder: TraceRecorder,
+    plan: Plan,
+    minibatches: int,
+    accumulate: int = 1,
+    lengths_of: Callable[[Unit], Mapping[str, int]] | None = None,
+) -> Timeline | None:
     """Return the timeline of all workers on rank 0; None elsewhere. All workers call it at the same point."""
     offsets = _clock_offsets()
     # A worker's newest minibatch may be before the run's last, so it may have kept earlier ones than the run's last.
     first = 0 if recorder.last is None else max(0, minibatches - recorder.last)
-    own = {"events": [list(event) for event in recorder.events(first)], "held": list(recorder.held(first))}
+    noted = list(recorder.events(first))
+    units = {Unit(event.minibatch, event.microbatch) for event in noted if event.kind == "forward"}
+    lengths = {} if lengths_of is None else {unit: lengths_of(unit) for unit in units}
+    rows = [(*unit, *found.values()) for unit, found in lengths.items()]
+    own = {"events": [list(event) for event in noted], "held": list(recorder.held(first)), "lengths": rows}
     parts = [json.loads(part) for part in gather_bytes(json.dumps(own).encode())]
     if not parts:
         return None
@@ -111,7 +121,16 @@ def gather_timeline(recorder: TraceRecorder, plan: Plan, minibatches: int, accum
         for rank, (part, offset) in enumerate(zip(parts, offsets, strict=True))
         if part["held"]
     )
-    return Timeline.of_plan(plan, "measured", minibatches, Events.of(moved), accumulate=accumulate, memory=memory)
+    return Timeline.of_plan(
+        plan,
+        "measured",
+        minibatches,
+        Events.of(moved),
+        accumulate=accumulate,
+        memory=memory,
+        length_names=tuple(next(iter(lengths.values()), ())),
+        lengths=tuple(sorted({tuple(row) for part in parts for row in part["lengths"]})),
+    )
 
 
 def _clock_offsets() -> Sequence[float]:

@@ -17,13 +17,14 @@ from planner.executor.communication.control import message_timeout
 from planner.executor.communication.links import Receivers
 from planner.executor.communication.sharding import Masters, Sharding
 from planner.executor.communication.shared_gradients import SharedGradients
-from planner.executor.run.data import BatchSource, OfRank, make_batches, weighted
+from planner.executor.run.data import BatchSource, LengthDrift, OfRank, VaryingBatches, make_batches, weighted
 from planner.executor.run.reading_ahead import AHEAD, ReadAhead
 from planner.executor.run.stages import build_modules, check_sizes, tensor_group, transferred
 from planner.executor.stage.optimizer import StageOptimizer
 from planner.formats.plan import Plan
 from planner.formats.plan_parts import Stage
 from planner.model.capture.graph import ValueSpec
+from planner.model.lengths import Length, Varying, varying
 from planner.model.options import gradient_dtype
 from planner.model.spec import TrainingSpec
 from planner.model.stage.code import check_compiler
@@ -34,7 +35,7 @@ from planner.plan.shape import shape_of
 from planner.profiler.this_machine import return_free_pages
 from planner.runtime import runtime_of
 from planner.schedule.derived import segment_stream, segments
-from planner.schedule.instructions import LEAD, Instruction
+from planner.schedule.instructions import LEAD, Instruction, Unit
 from planner.schedule.schedule import PipelineShape
 from planner.workers.groups import DataGroups
 from planner.workers.heartbeat import Heartbeat
@@ -75,6 +76,7 @@ class PipelineContext:
     stages: Mapping[int, HeldStage]  # of this worker, by number: one, or several chunks
     transfers: Mapping[tuple[int, int], Sequence[ValueSpec]]  # by (source, target) stage, to and from this worker's
     evaluation: EvaluationStages | None  # the same stages of the evaluation graph, if the job evaluates
+    lengths: Sequence[Length] = ()  # of batches, that vary
     deferred: bool = False  # whether the weights of other stages were never made
 
     @cached_property
@@ -100,6 +102,18 @@ class PipelineContext:
     def sizes(self) -> set[int]:
         """Sizes of all microbatches that have samples."""
         return {self.microbatch_size, *filter(None, self.data.last_sizes)}
+
+    def lengths_of(self, unit: Unit) -> dict[str, int]:
+        """Return the lengths of a microbatch by their names in lengths(); none where these do not vary."""
+        extent = self.data.extent(unit)
+        if isinstance(extent, int) or self._varying is None:
+            return {}
+        sizes = {(each.leaf, each.dimension): size for each, size in zip(self.lengths, extent[1:], strict=True)}
+        return dict(zip(self.spec.lengths(), self._varying.by_name(sizes), strict=True))
+
+    @cached_property
+    def _varying(self) -> Varying | None:
+        return varying(self.spec, 2)
 
     def await_models(self) -> None:
         """Wait until all workers have built their models, before the first operation that has a time-out."""
@@ -136,10 +150,13 @@ class PipelineContext:
                 self.run_once(self.evaluation.modules.values(), [self.evaluation.batch_size or self.microbatch_size])
 
     def run_once(self, modules: Iterable[StageModule], sizes: Iterable[int]) -> None:
-        """Run stages on batches of `sizes` samples, and leave no trace of it."""
+        """Run stages on batches of `sizes` samples, the shortest and the longest, and leave no trace of it."""
         compute = self.place.compute
         with runtime_of(compute).random_state_kept(compute):
-            batches = [self.spec.example_batch(size).to(compute) for size in sizes]
+            between = self.spec.lengths().items()
+            extremes = [{name: pair[end] for name, pair in between} for end in (range(2) if between else range(1))]
+            made = (self.spec.example_batch(size, lengths) for size, lengths in product(sizes, extremes))
+            batches = [batch.to(compute) for batch in made]
             for module, batch in product(modules, batches):
                 warm_up(module, batch)
 
@@ -205,7 +222,15 @@ def pipeline_context(
         whole = any(module.has_loss for module in modules.values())
         data = ReadAhead(weighted(made, plan.loss, spec, whole=whole), place.compute)
     if tensor is not None and plan.by_samples:
+        if built.lengths:
+            raise PlanError(
+                "the executor does not divide experts over ranks where the lengths of batches vary",
+                hint="pad all batches alike and leave lengths() out, or solve with `tensor=1`",
+            )
         data = OfRank(data, tensor.place, ranks)
+    if built.lengths:
+        drift = LengthDrift(plan.lengths, plan.microbatches, spec) if plan.lengths is not None and rank == 0 else None
+        data = VaryingBatches(data, built.lengths, drift)
     check_sizes(modules.values(), data.last_sizes)
     held = {}
     for number, module in modules.items():
@@ -239,6 +264,7 @@ def pipeline_context(
         stages=held,
         transfers=transfers,
         evaluation=built.evaluation,
+        lengths=built.lengths,
         deferred=built.deferred,
     )
     alone = tensor is None and everywhere is None  # others run together

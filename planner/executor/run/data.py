@@ -1,29 +1,76 @@
 """Training data as a function of the minibatch's number: every worker computes the same, so no data is sent."""
 
+import logging
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from statistics import fmean, stdev
 from typing import Any
 
 import torch
 from torch.utils.data import Dataset
 
 from planner.errors import InputError, ModelFileError
+from planner.formats.plan_parts import PlannedLengths
 from planner.formats.profile import LossMean
 from planner.model.batch import Batch, collate, make_batch
+from planner.model.capture.size import Extent
+from planner.model.lengths import Length, lengths_of, varying
 from planner.model.loss import Shares, shares_by_samples, shares_function
 from planner.model.spec import TrainingSpec
 from planner.options.training import STEPS
-from planner.schedule.instructions import Unit
+from planner.schedule.instructions import POSTED, Unit
 
 KEPT = 3  # minibatches that a pipeline without weight stashing may have in flight, and one in the making
 ENDLESS = 2**40  # minibatches of a run whose end is not known
+MINIBATCHES_WATCHED, DRIFT = 16, 0.1  # for the lengths of the data, and how far the mean may be from the plan's
 RANDOM_BATCHES = 8  # distinct random minibatches, used in turn: making new ones would count as training time
+
+_log = logging.getLogger(__name__)
+Collate = Callable[[Sequence[Any]], Batch]
 
 _SIZES = 4096  # of units, that are remembered
 # Datasets are read by one thread at a time: those of training and of evaluation may share an open file.
 _ONE_READER = threading.Lock()
+
+
+class Extents:
+    """The extents of units, whose lengths are read off the batches that `read` returns.
+
+    The newest `kept` batches stay, so that one is read once for its messages and for the stages of a worker.
+    """
+
+    def __init__(
+        self, read: Callable[[Unit], Batch], size: Callable[[Unit], int], lengths: Sequence[Length], kept: int
+    ) -> None:
+        self._read, self._size, self._lengths, self._kept = read, size, lengths, kept
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget all units: others will have their numbers."""
+        self._batches: dict[Unit, Batch] = {}
+        self._found: dict[Unit, tuple[int, ...]] = {}
+
+    def batch(self, unit: Unit) -> Batch:
+        """Return the samples of a unit; raise ModelFileError for a length beyond what lengths() says."""
+        if unit not in self._batches:
+            batch = self._read(unit)
+            what = f"microbatch {unit.microbatch} of minibatch {unit.minibatch}"
+            self._found[unit] = lengths_of(batch, self._lengths, what)
+            self._batches[unit] = batch
+            for held, most in ((self._batches, self._kept), (self._found, _SIZES)):
+                if len(held) > most:
+                    del held[next(iter(held))]
+        return self._batches[unit]
+
+    def of(self, unit: Unit) -> Extent:
+        samples = self._size(unit)
+        # Without samples a microbatch has no lengths of its own; the first one of a minibatch has samples.
+        read = unit if samples else Unit(unit.minibatch)
+        if read not in self._found:
+            self.batch(read)
+        return (samples, *self._found[read])
 
 
 class BatchSource(ABC):
@@ -58,6 +105,10 @@ class BatchSource(ABC):
             found = self._sizes[unit] = samples // parts + (unit.microbatch < samples % parts)
         return found
 
+    def extent(self, unit: Unit) -> Extent:
+        """Return the extent of one microbatch."""
+        return self.size(unit)
+
     @property
     def last_sizes(self) -> tuple[int, ...]:
         """Microbatch sizes of an epoch's last minibatch, if it is smaller."""
@@ -87,24 +138,35 @@ def make_batches(
     """Divide the model file's dataset into minibatches, or make random ones if it has none."""
     dataset = spec.dataset()
     if dataset is None:
-        return RandomBatches(spec.example_batch, microbatch_size, microbatches, seed)
-    return DatasetBatches(dataset, microbatch_size, microbatches, seed, drop_last=drop_last)
+        return RandomBatches(spec.random_batch, microbatch_size, microbatches, seed)
+    return DatasetBatches(dataset, microbatch_size, microbatches, seed, drop_last=drop_last, spec=spec)
 
 
 class DatasetBatches(BatchSource):
     """Minibatches of a map-style dataset, shuffled in each epoch by a generator seeded with seed and epoch.
 
+    The `spec` may have another order, and another way to make a batch of samples.
+
     The last minibatch of an epoch has the remaining samples, unless `drop_last` leaves it out.
     """
 
     def __init__(
-        self, dataset: Dataset[Any], microbatch_size: int, microbatches: int, seed: int, *, drop_last: bool = False
+        self,
+        dataset: Dataset[Any],
+        microbatch_size: int,
+        microbatches: int,
+        seed: int,
+        *,
+        drop_last: bool = False,
+        spec: TrainingSpec | None = None,
     ) -> None:
         super().__init__(microbatches)
-        self._dataset = dataset
+        self._dataset, self._collate = dataset, collate if spec is None else spec.collate
+        sampler = self._sampler = None if spec is None else spec.sampler(microbatch_size, microbatches, seed)
         self._size = microbatch_size * microbatches
         self._seed = seed
-        self._samples = len(dataset)  # type: ignore[arg-type]  # map-style datasets have a length, their base does not
+        # Map-style datasets have a length, their base does not.
+        self._samples = len(dataset if sampler is None else sampler)  # type: ignore[arg-type]
         whole, rest = divmod(self._samples, self._size)
         self.last_size = 0 if drop_last else rest
         self.minibatches_per_epoch = whole + (self.last_size > 0)
@@ -122,13 +184,28 @@ class DatasetBatches(BatchSource):
         start = position * self._size + sum(sizes[: unit.microbatch])
         with _ONE_READER:
             if epoch != self._epoch:
-                # A generator of its own: the order must not depend on what else draws random numbers.
-                generator = torch.Generator().manual_seed(self._seed * 1_000_003 + epoch)
-                self._order = torch.randperm(self._samples, generator=generator).tolist()
-                self._epoch = epoch
+                self._order, self._epoch = self._order_of(epoch), epoch
             samples = [self._dataset[index] for index in self._order[start : start + sizes[unit.microbatch]]]
-            batch = collate(samples)
+            batch = self._collate(samples)
         return batch.pinned(self.device)
+
+    def _order_of(self, epoch: int) -> list[int]:
+        if self._sampler is None:
+            # A generator of its own: the order must not depend on what else draws random numbers.
+            generator = torch.Generator().manual_seed(self._seed * 1_000_003 + epoch)
+            found: list[int] = torch.randperm(self._samples, generator=generator).tolist()
+            return found
+        if (set_epoch := getattr(self._sampler, "set_epoch", None)) is not None:
+            set_epoch(epoch)
+        order, again = list(self._sampler), list(self._sampler)
+        if order != again or len(order) != self._samples:
+            what = "another order each time" if order != again else f"{len(order)} samples, and says {self._samples}"
+            raise ModelFileError(
+                f"{type(self._sampler).__name__}, which sampler() returned, gives {what}",
+                hint="all workers must find the same order: let it depend on seed and set_epoch(epoch) alone, as "
+                "planner.model.samplers.BucketSampler does",
+            )
+        return order
 
     def minibatch_size(self, minibatch: int) -> int:
         last = minibatch % self.minibatches_per_epoch == self.minibatches_per_epoch - 1
@@ -187,8 +264,10 @@ class EvaluationData:
 class EvaluationBatches(EvaluationData):
     """A map-style dataset in its own order, in batches of `size` samples; the last one may be smaller."""
 
-    def __init__(self, dataset: Dataset[Any], size: int, *, drop_last: bool = False) -> None:
-        self._dataset = dataset
+    def __init__(
+        self, dataset: Dataset[Any], size: int, *, drop_last: bool = False, collate: Collate = collate
+    ) -> None:
+        self._dataset, self._collate = dataset, collate
         self._size = size
         samples = len(dataset)  # type: ignore[arg-type]  # as above
         self.sizes = [size] * (samples // size) + [samples % size] * (not drop_last and samples % size > 0)
@@ -201,7 +280,7 @@ class EvaluationBatches(EvaluationData):
     def batch(self, unit: Unit) -> Batch:
         start = unit.minibatch * self._size
         with _ONE_READER:
-            return collate([self._dataset[index] for index in range(start, start + self.size(unit))])
+            return self._collate([self._dataset[index] for index in range(start, start + self.size(unit))])
 
 
 class ChangedBatches(BatchSource):
@@ -223,6 +302,55 @@ class ChangedBatches(BatchSource):
 
     def share(self, unit: Unit) -> float:
         return self._source.share(unit)
+
+
+class LengthDrift:
+    """Warns once, after some minibatches, if their lengths are not those that a plan was made for."""
+
+    def __init__(self, plan: PlannedLengths, microbatches: int, spec: TrainingSpec) -> None:
+        self._plan, self._each, self._rows = plan, microbatches, list[tuple[int, ...]]()
+        with torch.random.fork_rng(devices=[]):  # example batches draw random numbers
+            self._varying = varying(spec, 2)
+
+    def see(self, batch: Batch) -> None:
+        watched = MINIBATCHES_WATCHED * self._each
+        if self._varying is None or len(self._rows) == watched:
+            return
+        self._rows.append(self._varying.named(batch, "a microbatch"))
+        columns = zip(*self._rows, strict=True) if len(self._rows) == watched else ()
+        for name, planned, column in zip(self._plan.names, self._plan.means, columns, strict=False):
+            means = [fmean(column[start : start + self._each]) for start in range(0, watched, self._each)]
+            # Those of a minibatch may be alike, so minibatches say how much is chance.
+            if abs(fmean(means) - planned) > max(DRIFT * planned, 4 * stdev(means) / MINIBATCHES_WATCHED**0.5):
+                _log.warning(
+                    f"warning: the mean length '{name}' of microbatches is {fmean(means):.1f}, and the plan was made "
+                    f"for {planned:.1f}; hint: profile and solve again with these data"
+                )
+
+
+class VaryingBatches(ChangedBatches):
+    """Batches of which some `lengths` vary, so that every worker reads those that pass it."""
+
+    def __init__(self, source: BatchSource, lengths: Sequence[Length], drift: LengthDrift | None = None) -> None:
+        super().__init__(source)
+        kept = KEPT * source.microbatches + POSTED
+        self._drift = drift
+        self._extents = Extents(self._read, self.size, lengths, kept)
+
+    def _read(self, unit: Unit) -> Batch:
+        batch = self._source.batch(unit)
+        if self._drift is not None:
+            self._drift.see(batch)
+        return batch
+
+    def batch(self, unit: Unit) -> Batch:
+        return self._extents.batch(unit)
+
+    def extent(self, unit: Unit) -> Extent:
+        return self._extents.of(unit)
+
+    def reading(self, units: Iterable[Unit]) -> AbstractContextManager[object]:
+        return self._source.reading(units)
 
 
 class OfRank(ChangedBatches):

@@ -22,7 +22,7 @@ from planner.executor.communication.links import Ahead, LinkGroups
 from planner.executor.communication.messages import Layouts
 from planner.executor.communication.nccl_links import links_over
 from planner.executor.run.context import PipelineContext
-from planner.executor.run.data import EvaluationBatches, EvaluationData
+from planner.executor.run.data import EvaluationBatches, EvaluationData, Extents
 from planner.formats.profile import LossMean
 from planner.model.batch import Batch
 from planner.model.capture.graph import LOSS
@@ -32,7 +32,7 @@ from planner.model.stage.evaluation import separate_buffers, share_buffers
 from planner.runtime import runtime_of
 from planner.schedule import instructions as do
 from planner.schedule.derived import evaluation_stream, group_size, segment_stream
-from planner.schedule.instructions import Instruction, Receive, Send, Unit
+from planner.schedule.instructions import POSTED, Instruction, Receive, Send, Unit
 from planner.schedule.schedule import Channel, PipelineShape
 from planner.workers.job import Evaluation
 
@@ -92,12 +92,19 @@ class Evaluator:
                 separate_buffers(module)
         fixed = self._stages.batch_size
         self._data = data or EvaluationBatches(
-            context.spec.evaluation_dataset(), fixed or context.microbatch_size, drop_last=fixed is not None
+            context.spec.evaluation_dataset(),
+            fixed or context.microbatch_size,
+            drop_last=fixed is not None,
+            collate=context.spec.collate,
         )
+        lengths = self._stages.lengths
+        self._extents = Extents(self._data.batch, self._data.size, lengths, POSTED + 1) if lengths else None
         self._weight = weight_function(context.plan.loss or LossMean(over="samples"), context.spec)
         channels = tuple(Channel(source, target, gradient=False) for source, target in sorted(self._stages.transfers))
         self._shape = replace(context.shape, channels=channels)
-        layouts = Layouts(self._stages.transfers, {}, self._data.size, with_scale=False)
+        extent_of = self._data.size if self._extents is None else self._extents.of
+        longest = tuple(length.most for length in lengths)
+        layouts = Layouts(self._stages.transfers, {}, extent_of, longest, with_scale=False)
         # Long enough that each replica exchanges messages with all that it ever does.
         batches, shapes = math.lcm(*self._shape.replicas), reversed(context.shapes_of_tensor_ranks(self._shape))
         streams = {rank: evaluation_stream(shape, rank, batches) for shape in shapes for rank in shape.first_stages}
@@ -109,6 +116,9 @@ class Evaluator:
     def run(self, minibatch: int) -> Evaluation | None:
         """Evaluate after `minibatch` minibatches; return the result on the first replica of the last stage."""
         totals: Counter[str] = Counter()
+        if self._extents is not None:
+            self._extents.forget()
+        read = self._data.batch if self._extents is None else self._extents.batch
         self._context.heartbeat.enter("preparing to evaluate", meeting=True)
         # The first replica's buffers, such as BatchNorm's statistics, are those that are saved.
         for number, module in self._stages.modules.items():
@@ -136,7 +146,7 @@ class Evaluator:
                         layers = self._stages.modules.get(stage)
                         measures = stage == self._stages.last and self._context.spec.defines("metrics")
                         reads = measures or (layers is not None and layers.needs_batch)
-                        batch = self._data.batch(unit).to(compute) if reads else None
+                        batch = read(unit).to(compute) if reads else None
                         if layers is not None:  # or all of the stage's layers are for training only
                             results = layers(batch, values)
                             values.update(results)

@@ -68,7 +68,8 @@ def make_worker(context: PipelineContext, groups: Groups, observers: Observers) 
     layouts = Layouts(
         context.transfers,
         {number: stage.shared for number, stage in held.items()},
-        context.data.size,
+        context.data.extent,
+        tuple(length.most for length in context.lengths),
         with_scale=job.scales_loss,
         codec=CODECS[context.plan.cluster.compress],
     )

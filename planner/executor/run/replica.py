@@ -86,8 +86,9 @@ class StageReplica:
             own = self._context.shape.units_of(self.index, self._context.rank, unit.minibatch)
             self._ddp.require_backward_grad_sync = unit == own[-1]
         if self._data.size(unit) == 0 and not self._together:
+            extent = self._data.extent(unit)
             for spec in self.module.sent:
-                record.outputs[spec.name] = torch.zeros(spec.shape(0), dtype=spec.dtype, device=device)
+                record.outputs[spec.name] = torch.zeros(spec.shape(extent), dtype=spec.dtype, device=device)
             return
         taken = self._counting(unit) if self._together else unit
         batch = self._data.batch(taken).to(device) if self.module.needs_batch else None

@@ -22,6 +22,7 @@ from planner.formats.plan import Plan
 from planner.model.capture.capture import capture_file
 from planner.model.capture.graph import LayerGraph, ValueSpec
 from planner.model.deferred_weights import DeferredModel, allocate
+from planner.model.lengths import Length
 from planner.model.options import module_options
 from planner.model.randomness import generators_kept
 from planner.model.spec import TrainingSpec
@@ -197,6 +198,7 @@ class Modules:
 
     training: dict[int, StageModule]  # by number
     evaluation: EvaluationStages | None  # the same stages of the evaluation graph, with the same parameters
+    lengths: tuple[Length, ...]  # of batches, that vary
     shared: SharedNames  # of all stages of the plan, on this worker or not
     deferred: bool  # whether no other stage's weights were made to build them
 
@@ -251,7 +253,7 @@ def build_modules(
         )
         for number, module in evaluated.modules.items():
             use_parameters(module, modules[number])
-    return Modules(modules, evaluated, shared, initial.defers)
+    return Modules(modules, evaluated, graph.lengths, shared, initial.defers)
 
 
 def _shared(job: Job, graph: LayerGraph, spec: TrainingSpec) -> SharedNames:

@@ -31,6 +31,7 @@ from planner.formats.plan_parts import Stage, StageMemory
 from planner.formats.timeline import Timeline
 from planner.model.spec import TrainingSpec
 from planner.model.tensor.division import own_memory
+from planner.plan.rank_groups import sample_parts
 from planner.schedule.instructions import Forward, Instruction, Unit, Update
 from planner.schedule.one_stage import FLUSH, ONE_F_ONE_B
 from planner.workers.heartbeat import Heartbeat
@@ -157,7 +158,8 @@ def train(
         copies.finish()
     if recorder is not None:
         context.heartbeat.enter("gathering the trace", meeting=True)
-        timeline = gather_timeline(recorder, context.plan, context.minibatches, context.shape.accumulate)
+        lengths_of = context.lengths_of if context.lengths else None
+        timeline = gather_timeline(recorder, context.plan, context.minibatches, context.shape.accumulate, lengths_of)
         if timeline is not None and on_timeline is not None:
             on_timeline(timeline)
     return result
@@ -272,8 +274,8 @@ def gather_result(
         minibatch_size=context.minibatch_size,
         samples=sum(data.minibatch_size(minibatch) for minibatch in range(first, context.minibatches)),
         seconds=seconds,
-        # Every sample passes the last stage once.
-        samples_per_s=sum(reports[rank].samples_per_s for rank in plan.stages[-1].ranks),
+        # Every sample passes the last stage once; ranks that divide samples, too, have as many each.
+        samples_per_s=sample_parts(job.plan) * sum(reports[rank].samples_per_s for rank in plan.stages[-1].ranks),
         predicted_samples_per_s=None
         if job.baseline is not None
         else job.predicted_samples_per_s or plan.predicted.samples_per_s,
@@ -292,7 +294,10 @@ def gather_result(
 def _units(context: PipelineContext, instructions: Iterable[Instruction]) -> Iterator[Unit]:
     """Yield the units whose samples this worker reads, in the order of its forwards."""
     for each in instructions:
-        if isinstance(each, Forward) and context.stages[each.stage].module.needs_batch and context.data.size(each.unit):
+        if not isinstance(each, Forward) or not context.data.size(each.unit):
+            continue
+        # Where lengths vary, a worker reads all that passes it, once for all of its stages.
+        if each.stage == min(context.stages) if context.lengths else context.stages[each.stage].module.needs_batch:
             yield each.unit
 
 

@@ -1,8 +1,8 @@
-"""Capture a model and its loss as a LayerGraph: through torch.export with a dynamic batch dimension, or as blocks."""
+"""Capture a model and its loss as a LayerGraph: through torch.export with dynamic sizes of the batch, or as blocks."""
 
 import dataclasses
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -17,9 +17,11 @@ from planner.model.batch import Batch
 from planner.model.capture.blocks import capture_blocks
 from planner.model.capture.failure import (
     capture_failure,
+    noting_places,
     refuse_assignments,
     refuse_custom_autograd,
     refuse_loss,
+    refuse_pinned,
     refuse_untrainable,
     silent_tracer,
 )
@@ -27,9 +29,11 @@ from planner.model.capture.fake import TensorFacts, fake_run
 from planner.model.capture.graph import LOSS, LayerGraph, ValueSpec, graph_digest
 from planner.model.capture.layers import group_layers
 from planner.model.capture.operations import MODEL, Names, is_check
+from planner.model.capture.recurrent import recurrence_untraced
 from planner.model.capture.repeated import extended, noting_nodes, shortened
 from planner.model.capture.size import SizeReader, is_symbolic
 from planner.model.deferred_weights import allocate_buffers, is_deferred, without_storage
+from planner.model.lengths import Varying, varying
 from planner.model.loss import loss_of
 from planner.model.options import PLAIN, LossFunction, ModuleOptions
 from planner.model.spec import TrainingSpec
@@ -51,30 +55,44 @@ def capture_file(
     Of equal blocks five are traced, `quickly`, which a model deceives that treats the twentieth alone in another way.
     """
     model = (spec.build_model() if model is None else model).train(training)
+    lengths = varying(spec, max(2, batch.size))
     deferred = is_deferred(model)
     if deferred:
         allocate_buffers(model)
     if spec.defines("blocks"):
+        if lengths is not None:
+            raise CaptureError(
+                f"'{spec.origin}' has lengths() and blocks(), and blocks are captured for one length only",
+                hint="leave one of them out",
+            )
         return capture_blocks(
             model, spec.blocks(model), batch, options.loss(spec.loss), options=options, values=not deferred
         )
     options.prepare(model)  # now, because without storage nothing can be copied
     with without_storage(model):
         loss = options.loss(spec.loss)
-        graph = _captured_quickly(model, batch, loss, options) if quickly else None
-        return capture(model, batch, loss, options=options) if graph is None else graph
+        graph = _captured_quickly(model, batch, loss, options, lengths) if quickly else None
+        return capture(model, batch, loss, options=options, lengths=lengths) if graph is None else graph
 
 
-def capture(model: nn.Module, batch: Batch, loss: LossFunction | None, *, options: ModuleOptions = PLAIN) -> LayerGraph:
+def capture(
+    model: nn.Module,
+    batch: Batch,
+    loss: LossFunction | None,
+    *,
+    options: ModuleOptions = PLAIN,
+    lengths: Varying | None = None,
+) -> LayerGraph:
     """Return the graph of `model` on batches like `batch`, up to the loss.
 
     The mode of the model is fixed in the graph; its parameters become the stages' own. Values between layers have the
     dtypes that they will have under autocast on the device of `options`; channels-last weights are laid out in place.
 
     Raises:
-        CaptureError: when the model depends on values of tensors, changes its weights in forward, or makes no loss.
+        CaptureError: when the model depends on values of tensors, changes its weights in forward, makes no loss, or
+            takes not all of the `lengths`.
     """
-    return observed(traced(model, batch, loss, options), options)
+    return observed(traced(model, batch, loss, options, lengths), options)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -85,22 +103,29 @@ class Trace:
     module: fx.GraphModule  # the flat graph
     example: Batch
     output: "_Output"
+    lengths: Varying | None = None
 
 
 def _captured_quickly(
-    model: nn.Module, batch: Batch, loss: LossFunction | None, options: ModuleOptions
+    model: nn.Module, batch: Batch, loss: LossFunction | None, options: ModuleOptions, lengths: Varying | None
 ) -> LayerGraph | None:
     """Return what `capture` does, from a trace with few of the model's equal blocks; None if these do not tell all."""
     trace = None
     with shortened(model) as lists, suppress(CaptureError), noting_nodes() as made:
-        trace = traced(model, batch, loss, options) if lists else None
+        trace = traced(model, batch, loss, options, lengths) if lists else None
     if trace is None or not extended(trace.module, lists, made):
         return None
     repeated = {path: len(blocks) for path, blocks in lists.items()}
     return dataclasses.replace(observed(trace, options), repeated=repeated)
 
 
-def traced(model: nn.Module, batch: Batch, loss: LossFunction | None, options: ModuleOptions = PLAIN) -> Trace:
+def traced(
+    model: nn.Module,
+    batch: Batch,
+    loss: LossFunction | None,
+    options: ModuleOptions = PLAIN,
+    lengths: Varying | None = None,
+) -> Trace:
     """Trace a model, for `observed`; arguments and errors are those of `capture`."""
     refuse_untrainable(model)
     # The tracer takes a size of one for a constant, and a tensor that occurs twice for one input.
@@ -109,15 +134,30 @@ def traced(model: nn.Module, batch: Batch, loss: LossFunction | None, options: M
     forward = _ForwardToLoss(model, loss)
     leaves, spec = example.flatten()
     tree = spec.unflatten(leaves)
-    # AUTO, because a model may pin its batch size, which a dimension declared dynamic would refuse.
-    dynamic = tree_map(lambda leaf: {0: Dim.AUTO} if isinstance(leaf, Tensor) and leaf.dim() else None, tree)
-    with silent_tracer(), refuse_custom_autograd():
+    # AUTO, because a model may pin its batch size, which a dimension declared dynamic would refuse. What it pins of
+    # lengths is found afterwards, with the place.
+    places = () if lengths is None else lengths.places
+    dynamic = spec.unflatten(
+        [
+            {0: Dim.AUTO} | {place: Dim.AUTO for number, place in places if number == leaf}
+            if isinstance(value, Tensor) and value.dim()
+            else None
+            for leaf, value in enumerate(leaves)
+        ]
+    )
+    with ExitStack() as contexts:
+        for context in (silent_tracer(), refuse_custom_autograd()):
+            contexts.enter_context(context)
+        for context in (recurrence_untraced(), noting_places()) if places else ():
+            contexts.enter_context(context)
         try:
             # Not strict: the user's Python runs as it is. The contexts around find what this silently loses.
             module = export(forward, tree, dynamic_shapes=dynamic, strict=False).module()
         except Exception as cause:  # whatever the user's forward or the tracer raises
             raise capture_failure(cause, model) from cause
     assert isinstance(module, fx.GraphModule)
+    if lengths is not None:
+        refuse_pinned(model, module.graph.find_nodes(op="placeholder"), lengths)
     # Without the tracer's checks and unused attributes. Backwards, so that the arguments of a removed check have no
     # users when it is their turn.
     for node in reversed(list(module.graph.nodes)):
@@ -125,7 +165,7 @@ def traced(model: nn.Module, batch: Batch, loss: LossFunction | None, options: M
             module.graph.erase_node(node)
         elif node.name == LOSS:
             node._rename("loss_value")  # "loss" is the stage's result
-    return Trace(model, module, example, forward.output)
+    return Trace(model, module, example, forward.output, lengths)
 
 
 def observed(trace: Trace, options: ModuleOptions) -> LayerGraph:
@@ -158,6 +198,7 @@ def observed(trace: Trace, options: ModuleOptions) -> LayerGraph:
         batch_size=None if reader.dynamic else trace.example.size,
         options=options,
         written=_written(module, names, facts),
+        lengths=tuple(map(trace.lengths.length, reader.places)) if trace.lengths is not None else (),
     )
     # The hash is the same for each device that the model may train on, whose values differ under autocast.
     return dataclasses.replace(graph, hash=graph_digest(graph, _specs(values, reader, on_cpu)))

@@ -4,22 +4,27 @@ import contextlib
 import io
 import logging
 import re
+import sys
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._pytree import tree_leaves
 
 from planner.errors import CaptureError, LayerError, PlannerError, reason_of
 from planner.model.capture.operations import scope_of
+from planner.model.lengths import Varying
 
+_STANDARD = Path(contextlib.__file__).parent
 _log = logging.getLogger(__name__)
 _LIBRARIES = (Path(torch.__file__).parent, Path(__file__).parents[2])  # whose frames are not the user's
 # LSTM and GRU rebuild the last in forward.
@@ -99,6 +104,57 @@ def user_place(node: fx.Node) -> str | None:
     if scope is None:
         return "loss()" if frames else None
     return f"module '{scope}'" if scope else None
+
+
+@contextlib.contextmanager
+def noting_places() -> Iterator[None]:
+    """Let the tracer note with all that it assumes of sizes which line of the user's made it do so."""
+    located = ShapeEnv._get_sloc
+
+    def noted(env: ShapeEnv, *args: Any, **kwargs: Any) -> Any:
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and not _runs_users_code(frame.f_code.co_filename):
+            frame = frame.f_back
+        place = None if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        return replace(located(env, *args, **kwargs), maybe_user_loc=place)
+
+    with mock.patch.object(ShapeEnv, "_get_sloc", noted):
+        yield
+
+
+def _runs_users_code(file: str) -> bool:
+    # A decorator may stand between the user's line and the operation.
+    return Path(file).is_file() and _is_users(file) and Path(file).parent != _STANDARD
+
+
+def refuse_pinned(model: nn.Module, placeholders: Sequence[fx.Node], lengths: Varying) -> None:
+    """Raise CaptureError where what the tracer assumed of sizes does not hold for all lengths that may come."""
+    shapes: list[Any] = [
+        node.meta["val"].shape if isinstance(node.meta["val"], Tensor) else () for node in placeholders
+    ]
+    pinned = [place for place in lengths.places if isinstance(shapes[place[0]][place[1]], int)]
+    symbolic = {
+        (leaf, place): size.node
+        for leaf, shape in enumerate(shapes)
+        for place, size in enumerate(shape)
+        if isinstance(size, torch.SymInt)
+    }
+    # Before what the tracer put in their place: the guards are of these.
+    guards = next(iter(symbolic.values())).shape_env.guards if symbolic else ()
+    for named, sizes in lengths.examples:
+        values = {node._expr: sizes.get(place, node.hint) for place, node in symbolic.items()}
+        failing = next((guard for guard in guards if guard.expr.subs(values) == False), None)  # noqa: E712  # sympy's
+        if failing is None and not pinned:
+            continue
+        where = None if failing is None else failing.sloc.maybe_user_loc
+        place = "" if where is None else f", at {where}"
+        given = ", ".join(f"{name} {length}" for name, length in named.items())
+        raise CaptureError(
+            f"{type(model).__name__} does not compute the same for all that lengths() says: what it does for the "
+            f"greatest ones is another thing for {given}{place}",
+            hint="take sizes from the inputs' shapes in place of numbers, and do not branch on them; or let lengths() "
+            "say less, and pad to the rest",
+        )
 
 
 def refuse_untrainable(model: nn.Module) -> None:

@@ -14,7 +14,8 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map
 from planner.errors import CaptureError
 from planner.formats.profile import Edge
 from planner.model.capture.operations import Names
-from planner.model.capture.size import Size, SizeReader, evaluate, is_symbolic
+from planner.model.capture.size import Extent, Size, SizeReader, evaluate, is_symbolic
+from planner.model.lengths import Length
 from planner.model.options import LossFunction, ModuleOptions
 
 LOSS = "loss"  # the key under which a stage returns the loss
@@ -50,29 +51,30 @@ class ValueSpec:
     def _in_order(self) -> bool:
         return self.order == tuple(range(len(self.order)))
 
-    def shape(self, batch_size: int) -> tuple[int, ...]:
-        """Return the shape for a batch of `batch_size` samples."""
-        return tuple(evaluate(size, batch_size) for size in self.sizes)
+    def shape(self, extent: Extent) -> tuple[int, ...]:
+        """Return the shape for a batch of this extent."""
+        return tuple(evaluate(size, extent) for size in self.sizes)
 
-    def wire_shape(self, batch_size: int) -> tuple[int, ...]:
+    def wire_shape(self, extent: Extent) -> tuple[int, ...]:
         """Return the shape of what `to_wire` returns."""
-        shape = self.shape(batch_size)
-        return tuple(1 if dimension in self.expanded else shape[dimension] for dimension in self.order)
+        shape = self.shape(extent)
+        # A microbatch without samples has nothing to repeat.
+        return tuple(min(1, shape[each]) if each in self.expanded else shape[each] for each in self.order)
 
     def to_wire(self, value: Tensor) -> Tensor:
         """Return a view of `value` in its memory order, without repetition: what a message should copy."""
         for dimension in self.expanded:
-            value = value.narrow(dimension, 0, 1)
+            value = value.narrow(dimension, 0, min(1, value.shape[dimension]))
         return value if self._in_order else value.permute(self.order)
 
-    def from_wire(self, copy: Tensor, batch_size: int) -> Tensor:
+    def from_wire(self, copy: Tensor, extent: Extent) -> Tensor:
         """Return the value, given a contiguous copy of what `to_wire` returned."""
         value = copy if self._in_order else copy.permute(sorted(range(len(self.order)), key=self.order.__getitem__))
-        return value.expand(self.shape(batch_size)) if self.expanded else value
+        return value.expand(self.shape(extent)) if self.expanded else value
 
-    def size_bytes(self, batch_size: int) -> int:
-        """Return the bytes of a message for a batch of `batch_size` samples."""
-        return math.prod(self.wire_shape(batch_size)) * self.dtype.itemsize
+    def size_bytes(self, extent: Extent) -> int:
+        """Return the bytes of a message for a batch of this extent."""
+        return math.prod(self.wire_shape(extent)) * self.dtype.itemsize
 
 
 def memory_order(tensor: Tensor) -> tuple[int, ...]:
@@ -180,6 +182,7 @@ class LayerGraph:
     hash: str = ""  # see `graph_digest`
     blocks: BlockChain | None = None  # to run instead of the graph's operations
     repeated: Mapping[str, int] = field(default_factory=dict)  # how many blocks a list has of which few were traced
+    lengths: tuple[Length, ...] = ()  # of the batch, that vary
 
     @cached_property
     def values(self) -> dict[str, ValueSpec]:
@@ -248,6 +251,7 @@ def graph_digest(graph: LayerGraph, specs: Mapping[fx.Node, ValueSpec]) -> str:
     lines += [f"autocast {graph.options.autocast}"] if graph.options.autocast is not None else []
     lines += ["channels-last"] if graph.options.channels_last else []
     lines += ["master weights"] if graph.options.half is not None else []
+    lines += [f"lengths {[(each.least, each.most) for each in graph.lengths]}"] if graph.lengths else []
     lines += [f"layer {layer.name} {[node.name for node in layer.nodes]}" for layer in graph.layers]
     for node in graph.module.graph.nodes:
         spec = specs.get(node)

@@ -1,5 +1,6 @@
-"""Sizes that depend on the batch: an int, or an expression in the number of samples."""
+"""Sizes that depend on the batch: an int, or an expression in the number of samples and in lengths that vary."""
 
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import Any, TypeAlias
 
@@ -10,31 +11,77 @@ from torch import Tensor, fx
 BATCH = sympy.Symbol("batch", integer=True, positive=True)
 
 Size: TypeAlias = "int | sympy.Expr"
+MOST_EXTENTS = 4096  # of which what follows from them is kept: there may be as many as batches
+Extent: TypeAlias = "int | tuple[int, ...]"  # the samples of a batch; where lengths vary, these after the samples
 
 
-# Stages evaluate sizes for every microbatch, and sympy takes longer than a small layer: hence the caches.
-@lru_cache(maxsize=4096)
-def evaluate(size: Size, batch_size: int) -> int:
-    """Return the size for a batch of `batch_size` samples."""
-    return size if isinstance(size, int) else int(size.subs(BATCH, batch_size))
+def length_symbol(number: int) -> sympy.Symbol:
+    """Return what stands for one of the lengths in expressions."""
+    return sympy.Symbol(f"length_{number}", integer=True, positive=True)
 
 
-@lru_cache(maxsize=4096)
-def evaluate_number(expression: sympy.Expr, batch_size: int) -> int | float | bool:
-    """Return the value of a symbolic number of the graph for a batch of `batch_size` samples."""
-    number = expression.subs(BATCH, batch_size)
+@lru_cache(maxsize=MOST_EXTENTS)
+def _function(expression: sympy.Expr, lengths: int) -> Callable[..., Any]:
+    """Return the expression as a function of the extent: Python computes one a thousand times as fast as sympy."""
+    symbols = (BATCH, *map(length_symbol, range(lengths)))
+    polynomial = expression.as_poly(*symbols)
+    if polynomial is not None and polynomial.domain.is_ZZ:
+        return sympy.lambdify(symbols, expression)  # type: ignore[no-any-return]
+    return lambda *values: expression.xreplace(dict(zip(symbols, map(sympy.Integer, values), strict=True)))
+
+
+@lru_cache(maxsize=MOST_EXTENTS)
+def evaluate(size: Size, extent: Extent) -> int:
+    """Return the size for a batch of this extent."""
+    return size if isinstance(size, int) else int(_value(size, extent))
+
+
+@lru_cache(maxsize=MOST_EXTENTS)
+def evaluate_number(expression: sympy.Expr, extent: Extent) -> int | float | bool:
+    """Return the value of a symbolic number of the graph for a batch of this extent."""
+    number = _value(expression, extent)
+    if isinstance(number, int):
+        return number
     if number in (sympy.true, sympy.false):
         return bool(number)
     return int(number) if number.is_integer else float(number)
 
 
+def _value(expression: sympy.Expr, extent: Extent) -> Any:
+    values = (extent,) if isinstance(extent, int) else extent
+    return _function(expression, len(values) - 1)(*values)
+
+
 @lru_cache(maxsize=4096)
-def samples_in(size: Size, value: int) -> int | None:
-    """Return the batch size at which `size`, a multiple of it, is `value`; None for other sizes."""
-    if isinstance(size, int):
-        return None
-    per_sample = size / BATCH
-    return value // int(per_sample) if per_sample.is_Integer else None
+def telling(sizes: tuple[Size, ...]) -> dict[sympy.Symbol, int]:
+    """Return the symbols that sizes tell, each with the place of the size that tells it when those before are known.
+
+    A size tells a symbol where it is linear in it and has no other that is unknown.
+    """
+    found: dict[sympy.Symbol, int] = {}
+    symbolic = [(place, size) for place, size in enumerate(sizes) if not isinstance(size, int)]
+    symbolic.sort(key=lambda pair: not pair[1].is_Symbol)  # nothing needs to be computed for these
+    before = -1
+    while before < len(found):
+        before = len(found)
+        for place, size in symbolic:
+            unknown = size.free_symbols - found.keys()
+            if len(unknown) == 1 and not size.diff(symbol := next(iter(unknown))).has(symbol):
+                found[symbol] = place
+    return found
+
+
+def extent_told(sizes: tuple[Size, ...], values: Iterable[int], lengths: int) -> Extent:
+    """Return the extent, with so many lengths, at which sizes have these values; 0 stands for what none tells."""
+    known, given = dict[sympy.Symbol, int](), list(values)
+    for symbol, place in telling(sizes).items():
+        if sizes[place] == symbol:
+            known[symbol] = given[place]
+            continue
+        line = sympy.sympify(sizes[place]).subs(known)
+        known[symbol] = int((given[place] - line.subs(symbol, 0)) / line.diff(symbol))
+    samples, *others = (known.get(each, 0) for each in (BATCH, *map(length_symbol, range(lengths))))
+    return (samples, *others) if others else samples
 
 
 def is_symbolic(value: object) -> bool:
@@ -43,18 +90,29 @@ def is_symbolic(value: object) -> bool:
 
 
 class SizeReader:
-    """Rewrite the tracer's symbols in terms of the batch size; other symbols stand for sizes that depend on data."""
+    """Rewrite the tracer's symbols in terms of the batch; other symbols stand for sizes that depend on data.
+
+    Its `places` say where in a batch each length is: the leaf and the dimension.
+    """
 
     def __init__(self, placeholders: list[fx.Node]) -> None:
         values = [node.meta.get("val") for node in placeholders]
-        firsts: list[Any] = [value.shape[0] for value in values if isinstance(value, Tensor) and value.dim()]
-        symbols = (size.node.expr.free_symbols for size in firsts if isinstance(size, torch.SymInt))
+        shapes: list[Any] = [value.shape if isinstance(value, Tensor) else () for value in values]
+        symbols = (shape[0].node.expr.free_symbols for shape in shapes if shape and is_symbolic(shape[0]))
         self._symbols = dict.fromkeys(set().union(*symbols), BATCH)
+        self.places: list[tuple[int, int]] = []
+        for leaf, shape in enumerate(shapes):
+            for dimension, size in enumerate(shape):
+                symbol = size.node.expr if is_symbolic(size) else None
+                # A size that is computed from another, such as a length and one, has that one's symbol.
+                if isinstance(symbol, sympy.Symbol) and symbol not in self._symbols:
+                    self._symbols[symbol] = length_symbol(len(self.places))
+                    self.places.append((leaf, dimension))
 
     @property
     def dynamic(self) -> bool:
         """Whether the graph is valid for any batch size."""
-        return bool(self._symbols)
+        return BATCH in self._symbols.values()
 
     def expression(self, value: Any) -> sympy.Expr | None:
         """Return the expression of a symbolic number; None when it depends on data."""

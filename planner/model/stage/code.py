@@ -13,13 +13,13 @@ from planner.errors import InputError, first_line
 Code = Callable[..., Any]
 
 
-def compiled(code: Code) -> Code:
-    """Return `code` through torch.compile, which compiles it at its first call.
+def compiled(code: Code, *, dynamic: bool = False) -> Code:
+    """Return `code` through torch.compile, which compiles it at its first call: for its sizes, or `dynamic` for all.
 
     Compiled code is interrupted where a layer is seeded (`randomness.reseed`), and `fallback_random` makes it draw with
     PyTorch's own kernels: the same random numbers as without compilation.
     """
-    return torch.compile(code, dynamic=False, options={"fallback_random": True})
+    return torch.compile(code, dynamic=dynamic, options={"fallback_random": True})
 
 
 @cache

@@ -11,6 +11,7 @@ from torch import Tensor, fx
 from planner.errors import CaptureError
 from planner.model.batch import Batch
 from planner.model.capture.graph import LayerGraph, ValueSpec
+from planner.model.lengths import Length
 from planner.model.stage.graph_stage import CONSTANT
 from planner.model.stage.parts import Variant
 from planner.model.stage.stage import StageModule, build_stage
@@ -66,6 +67,7 @@ class EvaluationStages:
     output: ModelOutput  # returns None where nobody asked for the output
     batch_size: int | None  # the only one that the stages accept; None where they accept any
     autocast: torch.dtype | None  # that they run under
+    lengths: tuple[Length, ...] = ()  # that vary
 
 
 def build_evaluation(
@@ -103,7 +105,9 @@ def build_evaluation(
             variant = replace(variant, units=tuple(map(tuple, found)))
         modules[stage] = build_stage(evaluation, stages[stage], keep, variant, whole)
     made = _model_output(evaluation) if output else lambda _known, _batch: None
-    return EvaluationStages(modules, transfers, last, made, evaluation.batch_size, evaluation.options.autocast)
+    return EvaluationStages(
+        modules, transfers, last, made, evaluation.batch_size, evaluation.options.autocast, evaluation.lengths
+    )
 
 
 def _model_output(graph: LayerGraph) -> ModelOutput:

@@ -138,7 +138,7 @@ class SegmentBuilder:
         # Only the generated function is kept; the module around it, with the graph, is dropped.
         code = type(fx.GraphModule(self._weights, self._new)).forward
         self.places = {copy.name: place for node, copy in self._copies.items() if (place := user_place(node))}
-        code = compiled(code) if self._compiled else code
+        code = compiled(code, dynamic=bool(self._graph.lengths)) if self._compiled else code
         weights, looked_up = self._weights, [place_of(self._weights, name) for name in names]
 
         def forward(*values: Any) -> Any:

@@ -5,12 +5,13 @@ et al. 2016, arXiv 1604.06174, section 3). The second forward reads the buffers 
 BatchNorm's statistics, and does not undo what later ones wrote.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
+import sympy
 import torch
 from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
@@ -18,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from planner.errors import CaptureError
 from planner.model.capture.failure import FailuresPlaced
 from planner.model.capture.graph import GraphLayer, LayerGraph
-from planner.model.capture.size import samples_in
+from planner.model.capture.size import BATCH, Size, is_symbolic, telling
 from planner.model.randomness import RandomKey
 from planner.model.stage.weights import Place
 from planner.model.tensor.division import UNDIVIDED, DividedWeights
@@ -88,17 +89,31 @@ def boundary_of(graph: LayerGraph, first: int, last: int, keep: Sequence[str] = 
 
 
 def stage_boundary(graph: LayerGraph, first: int, last: int, keep: Sequence[str]) -> Boundary:
-    """Return the boundary of a stage: as `boundary_of`, but something that it takes tells the size of the batch."""
+    """Return the boundary of a stage: as `boundary_of`, but what it takes tells the size of the batch and its lengths.
+
+    Layers that use no input may still depend on them.
+    """
     boundary = boundary_of(graph, first, last, keep)
 
-    def tells_batch_size(node: fx.Node) -> bool:
-        return node in graph.specs and any(samples_in(size, 0) is not None for size in graph.specs[node].sizes)
+    def told(inputs: Iterable[tuple[int, fx.Node]]) -> set[sympy.Symbol]:
+        taken = (*(leaf for _, leaf in inputs), *boundary.received)
+        return set(telling(_sizes(graph, taken)))
 
-    if any(tells_batch_size(node) for node in boundary.takes):
-        return boundary
-    # Layers that use no input may still depend on the size of the batch.
-    telling = [(i, leaf) for i, leaf in enumerate(graph.inputs) if tells_batch_size(leaf)]
-    return replace(boundary, inputs=(*boundary.inputs, *telling[:1]))
+    numbers = (node.meta.get("val") for node in boundary.used)
+    expressions = (graph.reader.expression(number) for number in numbers if is_symbolic(number))
+    sizes: Iterable[Any] = (*expressions, *_sizes(graph, (*boundary.takes, *boundary.sent)))
+    needed = {BATCH}.union(*(size.free_symbols for size in sizes if isinstance(size, sympy.Basic)))
+    inputs = boundary.inputs
+    for leaf in enumerate(graph.inputs):
+        if (needed - told(inputs)) & told((*inputs, leaf)):
+            inputs = (*inputs, leaf)
+    return replace(boundary, inputs=inputs)
+
+
+def _sizes(graph: LayerGraph, nodes: Iterable[fx.Node]) -> tuple[Size, ...]:
+    """Return the sizes that values have, each once."""
+    specs = (graph.specs[node] for node in nodes if node in graph.specs)
+    return tuple(dict.fromkeys(size for spec in specs for size in spec.sizes))
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,8 @@ from planner.errors import CaptureError, ModelFileError
 from planner.model.batch import Batch
 from planner.model.capture.failure import FailuresPlaced
 from planner.model.capture.graph import LOSS, GraphLayer, LayerGraph, ValueSpec
-from planner.model.capture.size import evaluate_number, samples_in
+from planner.model.capture.size import MOST_EXTENTS, Extent, evaluate_number, extent_told
+from planner.model.lengths import extent_of
 from planner.model.options import autocasting
 from planner.model.randomness import RandomKey, keep_state
 from planner.model.stage import parts
@@ -55,6 +56,7 @@ class StageModule(nn.Module):
         self.has_loss = boundary.loss is not None  # whether `forward` returns the loss
         self.fixed_batch_size = graph.batch_size  # the only number of samples that the stage takes, if any
         self.least_batch_size = _least_batch_size(boundary.layers)  # that the stage can be trained on
+        self.lengths = graph.lengths  # of the batch, that vary
         self.division = division  # which of its weights are parts
         self.__dict__["units"] = units  # they are no modules of the model
         self._code = code  # of the inputs, the received values and the numbers: the sent values, then the loss
@@ -73,6 +75,10 @@ class StageModule(nn.Module):
         # them where the model has the same names.
         for registry in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
             self.__dict__[registry] = getattr(weights, registry)
+
+    def extent(self, batch: Batch) -> Extent:
+        """Return the extent of a batch; raise ModelFileError for a length that is beyond what lengths() says."""
+        return extent_of(batch, self.lengths)
 
     @property
     def needs_batch(self) -> bool:
@@ -146,11 +152,10 @@ class StageModule(nn.Module):
         if found is None:
             specs = (*self.received, *(spec for _, spec in self._inputs if spec is not None))
             given = list(zip(specs, (*received, *leaves), strict=True))
-            size = self.fixed_batch_size
-            if size is None:  # what some value tells; 0 where nothing in the stage depends on it
-                pairs = (pair for spec, tensor in given for pair in zip(spec.sizes, tensor.shape, strict=False))
-                told = (samples_in(*pair) for pair in pairs)
-                size = next((samples for samples in told if samples is not None), 0)
+            pairs = [pair for spec, tensor in given for pair in zip(spec.sizes, tensor.shape, strict=False)]
+            size = extent_told(tuple(size for size, _ in pairs), (value for _, value in pairs), len(self.lengths))
+            if self.fixed_batch_size is not None:
+                size = (self.fixed_batch_size, *size[1:]) if isinstance(size, tuple) else self.fixed_batch_size
             for spec, tensor in given:
                 if tensor.dtype != spec.dtype or tensor.shape != spec.shape(size):
                     raise ModelFileError(
@@ -158,6 +163,8 @@ class StageModule(nn.Module):
                         f"captured with {spec.dtype} of shape {spec.shape(size)}",
                         hint="dataset() and example_batch() must give tensors of the same shape and dtype",
                     )
+            if len(self._numbers) >= MOST_EXTENTS:
+                self._numbers.clear()
             found = self._numbers[seen] = [evaluate_number(expression, size) for expression in self._expressions]
         return found
 
@@ -241,10 +248,12 @@ def warm_up(stage: StageModule, batch: Batch) -> None:
     The batch is any of the size to come, on the same device.
     """
 
+    extent = stage.extent(batch)
+
     def zeros(spec: ValueSpec) -> Tensor:
         # Through the wire, because compiled code depends on the strides that a received value has.
-        wire = torch.zeros(spec.wire_shape(batch.size), dtype=spec.dtype, device=device)
-        return spec.from_wire(wire, batch.size).requires_grad_(spec.requires_grad)
+        wire = torch.zeros(spec.wire_shape(extent), dtype=spec.dtype, device=device)
+        return spec.from_wire(wire, extent).requires_grad_(spec.requires_grad)
 
     with keep_state(stage) as device:
         results = stage(batch if stage.needs_batch else None, {spec.name: zeros(spec) for spec in stage.received})

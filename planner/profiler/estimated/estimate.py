@@ -1,6 +1,6 @@
 """Estimate the profile of a model file for a device that need not be there, of the table or described in a file."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
@@ -26,6 +26,7 @@ from planner.profiler.estimated.devices import (
 from planner.profiler.estimated.execution import Execution, Fusion, compiler
 from planner.profiler.estimated.roofline import Costs
 from planner.profiler.estimated.trace import StepTrace, trace_step
+from planner.profiler.lengths import other_lengths, with_lengths
 from planner.profiler.make_profile import make_profile
 from planner.profiler.step.counters import degree_costs
 
@@ -140,7 +141,9 @@ class Estimator:
         self._first = self._first or trace
         profile = profile_of_trace(trace, self._spec)
         divisible = has_divisible_optimizer(self._training_spec, trace.graph.model)
-        return profile.model_copy(update={"optimizer_elementwise": divisible})
+        profile = profile.model_copy(update={"optimizer_elementwise": divisible})
+        traces = (self._trace(batch_size, lengths=lengths) for lengths in other_lengths(self._training_spec))
+        return with_lengths(profile, [profile_of_trace(each, self._spec) for each in traces], self._training_spec)
 
     def divided(self, profile: Profile) -> Profile:
         """Return a profile of this model with the costs of layers that ranks divide."""
@@ -156,11 +159,11 @@ class Estimator:
             costs.append(degree_costs(profile_of_trace(part, self._spec), part.division, part.weights, part.counts))
         return profile.model_copy(update={"tensor": tuple(costs)}) if costs else profile
 
-    def _trace(self, batch_size: int, degree: int = 1) -> StepTrace:
+    def _trace(self, batch_size: int, degree: int = 1, lengths: Mapping[str, int] | None = None) -> StepTrace:
         asked = self._options
         execution = Execution(self._spec.kind, asked.fusion, asked.master_weights)
         how = (asked.dtype, asked.memory_format, execution, degree)
-        return trace_step(self._training_spec, batch_size, *how, like=self._first)
+        return trace_step(self._training_spec, batch_size, *how, like=self._first, lengths=lengths)
 
 
 def _check_kind(device: DeviceSpec, options: EstimateOptions) -> None:
@@ -183,7 +186,7 @@ def profile_of_trace(trace: StepTrace, spec: DeviceSpec) -> Profile:
         memory_bytes=spec.memory_bytes,
         peak_flops_per_s=spec.peak(trace.dtype) if spec.kind == "cuda" else None,
     )
-    profile = make_profile(trace.model, trace.graph, trace.batch_size, trace.estimate(spec), device)
+    profile = make_profile(trace.model, trace.graph, trace.extent, trace.estimate(spec), device)
     changes: dict[str, object] = {"tokens_per_sample": trace.tokens_per_sample}
     changes |= {"dtype": TF32} if trace.dtype == TF32 else {}
     if trace.with_data:

@@ -1,7 +1,7 @@
 """Run one training step of a model on tensors without data, and list its operations by layer."""
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,6 +22,7 @@ from planner.model.capture.capture import capture_file
 from planner.model.capture.failure import capture_failure, decides_by_values, warn_of_unregistered
 from planner.model.capture.fake import fake_batch, fake_modules, make_fake, on_meta
 from planner.model.capture.graph import LOSS, LayerGraph
+from planner.model.capture.size import Extent
 from planner.model.options import ModuleOptions, gradient_bytes
 from planner.model.spec import TrainingSpec
 from planner.model.stage.parts import OBSERVABLE, LayerObserver
@@ -56,7 +57,7 @@ class StepTrace:
 
     model: str
     dtype: DType  # of products and convolutions
-    batch_size: int
+    extent: Extent  # of the batch
     graph: LayerGraph  # with fake weights
     costs: Costs  # of the operations of forward and backward
     until: Sequence[int]  # number of operations before each mark
@@ -124,6 +125,7 @@ def trace_step(
     execution: Execution = EAGER_CPU,
     degree: int = 1,
     like: StepTrace | None = None,
+    lengths: Mapping[str, int] | None = None,
 ) -> StepTrace:
     """Run one step of the model without data: nothing is computed, and weights and activations need no memory.
 
@@ -138,6 +140,7 @@ def trace_step(
         degree: ranks that divide the layers; the step is that of the first one.
         like: a trace of the same model in the same dtype and execution, whose graph serves again where it holds for
             this size, and its updates.
+        lengths: of the batch, where they vary; None for the greatest.
 
     Raises:
         ModelFileError, CaptureError: when the model file or the model cannot be used.
@@ -162,7 +165,7 @@ def trace_step(
         gc.disable()
         try:
             known = {} if like is None else like.known_updates
-            return _Tracer(training_spec, batch_size, dtype, execution, options, group, known).trace(like)
+            return _Tracer(training_spec, batch_size, dtype, execution, options, group, known, lengths).trace(like)
         finally:
             if collects:
                 gc.enable()
@@ -191,6 +194,7 @@ class _Tracer:
     options: ModuleOptions
     group: "TensorGroup | None"  # of the rank whose step it is
     known_updates: dict[Shapes, UpdateTrace]
+    lengths: Mapping[str, int] | None = None
 
     def trace(self, like: StepTrace | None) -> StepTrace:
         """Run a step without data, or with data where sizes depend on it."""
@@ -227,14 +231,16 @@ class _Tracer:
         if not has_blocks:
             graph = self._captured(spec.build_model())
         stage = self._whole(graph)
-        batch = make_batch(spec.example_batch(stage.division.samples_of(self.batch_size)), "example_batch")
+        batch = make_batch(
+            spec.example_batch(stage.division.samples_of(self.batch_size), self.lengths), "example_batch"
+        )
         trace = self._run(graph, stage, batch, range(len(graph.layers)))
         return replace(trace, with_data=True)
 
     def _batch(self, stage: StageModule) -> Batch:
         """Return a batch without data, of the samples that the rank has."""
         size = stage.division.samples_of(self.batch_size)
-        return on_meta(lambda: self.training_spec.example_batch(size))
+        return on_meta(lambda: self.training_spec.example_batch(size, self.lengths))
 
     def _captured(self, model: nn.Module) -> LayerGraph:
         """Capture with few samples, as example batches have data; with all where the graph is good for one size."""
@@ -290,7 +296,7 @@ class _Tracer:
         return StepTrace(
             model=self.training_spec.name,
             dtype=self.dtype,
-            batch_size=self.batch_size,
+            extent=stage.extent(batch),
             graph=graph,
             costs=Costs(fused(recorder.operations, recorder.until[marks.backward_start], fusion)),
             until=recorder.until,

@@ -21,6 +21,7 @@ from torch import Tensor
 from planner.formats.profile import Compiled
 from planner.model.batch import Batch
 from planner.model.capture.graph import LOSS, LayerGraph
+from planner.model.lengths import extent_of
 from planner.model.stage.graph_stage import made_last
 from planner.model.stage.parts import COMPILED, LayerObserver
 from planner.model.stage.stage import StageModule, build_stage
@@ -100,7 +101,8 @@ def _measure_runs(
 
     # Fewer bytes than uncompiled: compiled code recomputes some values instead of saving them.
     saved = saved_bytes(stages, forward)
-    exchanged = [sum(spec.size_bytes(batch.size) for spec in (*stage.received, *stage.sent)) for stage in stages]
+    extent = extent_of(batch, graph.lengths)
+    exchanged = [sum(spec.size_bytes(extent) for spec in (*stage.received, *stage.sent)) for stage in stages]
     for done in range(effort.warmup):
         effort.progress("compiling", done / effort.warmup)
         measure(StepTimes(), [StepTimes() for _ in spans])

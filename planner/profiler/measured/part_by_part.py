@@ -16,6 +16,7 @@ from torch import Tensor
 
 from planner.model.batch import Batch
 from planner.model.capture.graph import LOSS, LayerGraph
+from planner.model.lengths import extent_of
 from planner.model.spec import TrainingSpec
 from planner.model.stage.parts import LayerObserver
 from planner.profiler.make_profile import LayerMeasurement, Measurement, first_uses
@@ -114,7 +115,7 @@ class _Between:
     """
 
     def __init__(self, graph: LayerGraph, batch: Batch) -> None:
-        self._graph, self._samples = graph, batch.size
+        self._graph, self._extent = graph, extent_of(batch, graph.lengths)
         self.values: dict[str, Tensor] = {}
         self.saved: set[str] = set()
         self.batch = {f"batch {number}": tensor for number, tensor in enumerate(tensors_of_batch(batch))}
@@ -131,7 +132,7 @@ class _Between:
         graph = self._graph
         passing = [node for node in graph.crossing if graph.owner[node] < first and graph.last_use(node) >= end]
         specs = [graph.specs[node] for node in passing]
-        return sum(spec.of_gradient.size_bytes(self._samples) for spec in specs if spec.requires_grad)
+        return sum(spec.of_gradient.size_bytes(self._extent) for spec in specs if spec.requires_grad)
 
 
 class _Give(torch.autograd.Function):

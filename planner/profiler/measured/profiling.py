@@ -14,10 +14,12 @@ from planner.model.capture.capture import capture_file
 from planner.model.capture.failure import warn_of_unregistered
 from planner.model.capture.graph import LayerGraph
 from planner.model.elementwise import has_divisible_optimizer
+from planner.model.lengths import extent_of
 from planner.model.options import ModuleOptions, autocast_dtype
 from planner.model.spec import TrainingSpec
 from planner.model.stage.code import check_compiler
 from planner.options.profiling import SECONDS, ProfileOptions
+from planner.profiler.lengths import other_lengths, with_lengths
 from planner.profiler.make_profile import Measurement, make_profile
 from planner.profiler.measured.loss import check_captured, find_loss_mean
 from planner.profiler.measured.other_processes import check_processes, contention, disturbance
@@ -110,18 +112,26 @@ def profile_model(
     with current, thread_count(options.threads), computing(options.numerics), kept:
         torch.manual_seed(0)  # the same weights and batch each time, so that profiles are comparable
         effort.progress("capturing", 0.0)
-        batch = spec.example_batch(batch_size)
+        # At the greatest lengths first, and then at others if they vary.
+        batch, *others = (spec.example_batch(batch_size, each) for each in (None, *other_lengths(spec)))
         model = spec.build_model()
         warn_of_unregistered(model)
         # For the device itself: `options.device` may have the number of a GPU.
         graph = capture_file(spec, batch, model, options=replace(options.stage, device=device.type))
         with contention(spec, batch_size, options.processes - 1, threads=options.threads, options=options.stage):
-            measured = _measure(spec, graph, batch, device, effort, options)
+            half = replace(effort, seconds=effort.seconds / 2) if others else effort
+            measured = _measure(spec, graph, batch, device, half, options)
+            share = replace(half, seconds=half.seconds / max(1, len(others)))
+            shorter = [_measure(spec, graph, each, device, share, options) for each in others]
             degrees = set(options.tensor) - {1}
             tensor = measure_degrees(spec, graph, batch, effort, sorted(degrees)) if degrees else None
     loss = _loss_mean(spec, graph, batch, device, options)
     described = describe_device(device, options.threads, options.processes)
-    profile = make_profile(spec.name, graph, batch.size, measured, described)
+    profile, *profiles = (
+        make_profile(spec.name, graph, extent_of(each, graph.lengths), found, described)
+        for each, found in zip((batch, *others), (measured, *shorter), strict=True)
+    )
+    profile = with_lengths(profile, profiles, spec)
     own: dict[str, object] = {
         "loss": loss,
         "optimizer_elementwise": has_divisible_optimizer(spec, graph.model),

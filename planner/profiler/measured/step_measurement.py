@@ -122,7 +122,9 @@ class StepMeasurement:
     def degree_costs(self, effort: Effort) -> DegreeCosts:
         """Measure what the layers cost one of the ranks that divide them."""
         measured = self.measure_uncompiled(effort)
-        part = make_profile("", self._graph, self._batch.size, measured, describe_device(self._device, 1, 1))
+        part = make_profile(
+            "", self._graph, self._stage.extent(self._batch), measured, describe_device(self._device, 1, 1)
+        )
         weights = self._by_layer(dict(self._stage.named_parameters()))
         return degree_costs(part, self._stage.division, weights, self.counts)
 

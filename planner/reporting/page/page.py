@@ -21,12 +21,7 @@ from planner.formats.plan_parts import short_config
 from planner.formats.timeline import LANES, LETTERS, Timeline
 from planner.reporting.tables import plan as words
 from planner.reporting.tables import runs as run_tables
-from planner.reporting.tables.answers import (
-    comparison_legend,
-    comparison_table,
-    explanation_tables,
-    sentences,
-)
+from planner.reporting.tables.answers import busy_table, comparison_legend, comparison_table, sentences
 from planner.reporting.tables.plan import memory_table, stage_table
 from planner.reporting.tables.table import Table
 from planner.reporting.timeline import COLOURS, TEXTS, Row, colour_legend, ink_on, opening, rows_of, shown_workers
@@ -134,6 +129,7 @@ def _chart_data(runs: Sequence[Timeline], summary: Summary) -> dict[str, Any]:
         "steady": [summary.steady_from_s, summary.steady_to_s] if summary.steady else None,
         "microbatches": first.microbatches,
         "pipeline_length": first.pipeline_length,
+        "lengths": {run.source: {"names": run.length_names, "rows": run.lengths} for run in runs if run.lengths},
         "kinds": [
             {
                 "letter": LETTERS[kind],
@@ -229,8 +225,9 @@ def figures(plan: Plan, summary: Summary, measured: Summary | None) -> str:
     if tiles[-1][1:] == tiles[-2][1:]:
         tiles.pop()
     tiles += [(f"over {way}", text, "") for way, text in words.speed_ups(plan).items() if text.endswith("x")]
-    with_ends = f"{summary.bubble_share_of_run:.1%} with start-up and drain"
-    tiles.append(("bubble, simulated", f"{summary.bubble_share:.1%}", with_ends))
+    with_ends, causes = f"{summary.bubble_share_of_run:.1%} with start-up and drain", run_tables.bubble_causes(summary)
+    more = f"{with_ends}; waiting for {causes}" if causes else with_ends
+    tiles.append(("bubble, simulated", f"{summary.bubble_share:.1%}", more))
     fullest = max(summary.workers, key=lambda worker: worker.peak_bytes or 0)
     if fullest.peak_bytes is not None:
         limit = "no limit" if fullest.limit_bytes is None else f"of {format_memory(fullest.limit_bytes)}"
@@ -257,8 +254,8 @@ def limits_section(plan: Plan, summary: Summary, explanation: Explanation | None
         return text
     # The first sentence names the bottleneck, which stands above.
     said = "".join(map(paragraph, sentences(explanation).splitlines()[1:]))
-    tables = "".join(_folded(title, _table(title, table)) for title, table in explanation_tables(explanation).items())
-    return f"{text}{said}{tables}"
+    title = "Busy times and slack"
+    return f"{text}{said}{_folded(title, _table(title, busy_table(explanation)))}"
 
 
 def stages_section(plan: Plan, source: str) -> str:

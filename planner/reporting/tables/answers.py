@@ -1,7 +1,7 @@
 """The reports of questions about plans: schedules, sweeps, baselines, numbers of GPUs, and what limits a plan."""
 
 from planner.analysis.choose import Choice
-from planner.analysis.compare import Comparison, ComparisonRow
+from planner.analysis.compare import PACKED, Comparison, ComparisonRow
 from planner.analysis.explain import Alternative, Explanation
 from planner.analysis.fit import Fit
 from planner.analysis.sweep import Quantity, Sweep
@@ -16,7 +16,6 @@ from planner.units import (
     as_fast,
     format_bandwidth,
     format_bytes,
-    format_change,
     format_memory,
     format_rate,
     format_seconds,
@@ -133,6 +132,8 @@ def comparison_legend(comparison: Comparison) -> str:
         lines.append(f"{names}: {schedule}, one update for {rows[0].microbatches} microbatches")
     if any("ZeRO" in row.name for row in others):
         lines.append("ZeRO-1 to 3: data parallel, with the optimizer's state, gradients, weights divided over the GPUs")
+    if any(row.name == PACKED for row in others):
+        lines.append("packed: several samples in one row of the greatest length, without any padding between them")
     if chosen.flop_utilisation is not None:
         lines.append("MFU: share of the GPUs' peak that the model's FLOPs take, without recomputation")
     if by_formula := [row.name for row in comparison.rows if not row.simulated and "ZeRO-" not in row.name]:
@@ -236,7 +237,7 @@ def _most(plan: Plan) -> int:
 
 def explanation_report(explanation: Explanation) -> str:
     """Report what limits the plan, the slack of everything else, and the alternatives."""
-    return "\n\n".join((sentences(explanation), *(table.text() for table in explanation_tables(explanation).values())))
+    return f"{sentences(explanation)}\n\n{busy_table(explanation).text()}"
 
 
 def sentences(explanation: Explanation) -> str:
@@ -253,10 +254,8 @@ def sentences(explanation: Explanation) -> str:
         )
     lines.append(_optimality(explanation))
     lines += [_gain(each) for each in explanation.what_if]
-    if not explanation.moves and len(explanation.memory) > 1:
-        lines.append("No boundary was moved: the stages are not runs of consecutive layers, or several share a worker.")
     if explanation.out_of_time:
-        lines.append("The time limit ended this: more may be gained, and moves may be missing.")
+        lines.append("The time limit ended this: more may be gained.")
     return "\n".join(lines)
 
 
@@ -281,10 +280,10 @@ def _gain(alternative: Alternative) -> str:
     return f"{start} the plan would be {short_config(alternative.config or '')}, {faster}."
 
 
-def explanation_tables(explanation: Explanation) -> dict[str, Table]:
-    """Return the tables by their titles."""
+def busy_table(explanation: Explanation) -> Table:
+    """Return the busy times and the slack of all resources."""
     seconds = explanation.seconds_per_minibatch
-    uses = [
+    rows = [
         {
             "stage": "" if use.stage is None else use.stage,
             "resource": _NAMES.get(use.resource, use.resource),
@@ -294,15 +293,4 @@ def explanation_tables(explanation: Explanation) -> dict[str, Table]:
         }
         for use in explanation.uses
     ]
-    moves = [
-        {
-            "boundary": f"{move.boundary} | {move.boundary + 1}",
-            "moving": f"{move.layer} to stage {move.to_stage}",
-            "per minibatch": format_seconds(move.seconds_per_minibatch),
-            "time": format_change(move.slower),
-            "fits": "yes" if move.fits else "no",
-        }
-        for move in explanation.moves
-    ]
-    tables = {"Busy times and slack": table_of(uses), "Boundaries moved by one layer": table_of(moves)}
-    return {title: table for title, table in tables.items() if table.rows}
+    return table_of(rows)

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from itertools import groupby
 
-from planner.analysis.compare import DATA_PARALLEL, ONE_GPU
+from planner.analysis.compare import DATA_PARALLEL, ONE_GPU, ORDERS
 from planner.analysis.fewer import shares_left
 from planner.formats.cluster import Cluster
 from planner.formats.plan import GIVEN, Plan
@@ -60,6 +60,7 @@ def _head(plan: Plan) -> list[tuple[str, str | None]]:
         ("gradients", staleness_line(plan)),
         ("cluster", cluster_line(plan.cluster)),
         ("device", f"{plan.device.name} ({plan.device.kind})" if plan.device.name != "unknown" else None),
+        ("lengths", lengths_line(plan)),
         ("stages run", options_words(plan)),
     ]
 
@@ -83,6 +84,17 @@ def prediction_lines(plan: Plan) -> list[tuple[str, str | None]]:
         ("solver", _solver(plan)),
         ("bound", bound_words(solver) if simulated else None),
     ]
+
+
+def lengths_line(plan: Plan) -> str | None:
+    """Say for which lengths the plan was made; None where they do not vary."""
+    if (known := plan.lengths) is None:
+        return None
+    ranges = zip(known.names, known.least, known.most, known.means, strict=True)
+    words = ", ".join(
+        f"{name} {least} to {most}, {mean:.1f} in the mean microbatch" for name, least, most, mean in ranges
+    )
+    return f"{words}, {ORDERS.get(known.order, 'in an order of their own')}; memory for the greatest"
 
 
 def schedule_line(plan: Plan) -> str:

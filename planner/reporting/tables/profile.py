@@ -2,6 +2,8 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from fnmatch import fnmatchcase
+from statistics import fmean
 from typing import Literal
 
 from planner.formats.plan import Plan
@@ -42,7 +44,7 @@ def profile_report(profile: Profile, *, by: Order = "order", top: int | None = N
     elif top is None:
         rows = collapsed(profile)
     shown = rows[: max(0, top)] if top is not None else rows
-    parts = [named_values(_head(profile)), _layer_table(shown, sum(map(time_s, profile.layers))).text()]
+    parts = [named_values(_head(profile)), _layer_table(profile, shown).text()]
     if top is not None and len(shown) < len(rows):
         parts.append(f"{len(shown)} of {len(rows)} layers")
     return "\n\n".join(parts)
@@ -120,7 +122,28 @@ def _head(profile: Profile) -> list[tuple[str, str | None]]:
         ("measured whole", step),
         ("accumulation", accumulation if accumulate_s else None),
         ("disturbed", disturbance_words(profile)),
+        ("lengths", _lengths_words(profile)),
     ]
+
+
+def _lengths_words(profile: Profile) -> str | None:
+    if (lengths := profile.lengths) is None:
+        return None
+    ranges = zip(lengths.names, lengths.least, lengths.most, lengths.samples, strict=True)
+    words = "; ".join(f"{name} {least} to {most}, mean {fmean(own):.1f}" for name, least, most, own in ranges)
+    return f"{words}; the numbers are those of the greatest, fitted to {len(lengths.profiled)} lengths"
+
+
+def _growth(profile: Profile, layer: Layer) -> str | None:
+    """Say how a layer's times depend on lengths, and by how much of their mean the fit misses them."""
+    if profile.lengths is None:
+        return None
+    rows = zip(profile.layers, profile.lengths.layers, strict=True)
+    fits = next(fits for own, fits in rows if own.name == layer.name or fnmatchcase(own.name, layer.name))
+    times = fits.forward_s, fits.backward_s
+    kinds = [fit.kind for fit in times]
+    kind = next(kind for kind in ("quadratic", "linear", "constant") if kind in kinds)
+    return f"{kind}, {max(fit.residual for fit in times):.0%} off"
 
 
 def _step(*seconds: float) -> str:
@@ -128,8 +151,9 @@ def _step(*seconds: float) -> str:
     return f"{format_seconds(sum(seconds))}: " + ", ".join(f"{name} {format_seconds(each)}" for name, each in parts)
 
 
-def _layer_table(rows: Sequence[tuple[int, Layer]], total_s: float) -> Table:
+def _layer_table(profile: Profile, rows: Sequence[tuple[int, Layer]]) -> Table:
     """Tabulate layers, each with how often it occurs."""
+    total_s = sum(map(time_s, profile.layers))
     accumulates = any(layer.accumulate_s for _, layer in rows)
     return table_of(
         [
@@ -141,6 +165,7 @@ def _layer_table(rows: Sequence[tuple[int, Layer]], total_s: float) -> Table:
                 "accumulation": format_seconds(layer.accumulate_s) if accumulates else None,
                 "update": format_seconds(layer.update_s),
                 "share": f"{count * time_s(layer) / total_s:.1%}" if total_s else "",
+                "in length": _growth(profile, layer),
                 "output": format_bytes(output_bytes(layer)),
                 "weights": format_bytes(layer.weight_bytes),
                 "saved": format_bytes(layer.saved_bytes),

@@ -10,6 +10,7 @@ from planner.formats.plan_parts import short_config
 from planner.formats.timeline import Timeline
 from planner.reporting.tables.plan import pace
 from planner.reporting.tables.table import Table, named_values, table_of
+from planner.simulator.simulate_plan import simulated_s
 from planner.simulator.summary import Summary, WorkerUse, summarize
 from planner.units import format_bytes, format_rate, format_seconds
 
@@ -175,6 +176,10 @@ def run_report(summary: Summary, plan: Plan | None = None) -> str:
 def _run_lines(summary: Summary, plan: Plan | None) -> list[tuple[str, str | None]]:
     run = f"{summary.minibatches} minibatch{'es' * (summary.minibatches > 1)} in {format_seconds(summary.seconds)}"
     rate, whole, predicted, kinds = summary.samples_per_s_of_run, summary.bubble_share_of_run, "", [""]
+    uneven = None
+    if plan is not None and plan.lengths is not None:
+        longer = plan.predicted.seconds_per_minibatch / simulated_s(plan.model_copy(update={"lengths": None})) - 1
+        uneven = f"{longer:+.1%} of time per minibatch, because microbatches differ"
     if plan is not None:
         planned_s = plan.predicted.seconds_per_minibatch
         error = summary.seconds_per_minibatch / planned_s - 1
@@ -189,8 +194,16 @@ def _run_lines(summary: Summary, plan: Plan | None) -> list[tuple[str, str | Non
         ("start-up", f"{format_seconds(summary.start_up_s)} until the first backward of stage 0 has ended"),
         ("drain", f"{format_seconds(summary.drain_s)} from the last forward of stage 0"),
         ("bubble", f"{summary.bubble_share:.1%} of the workers' time, {whole:.1%} with start-up and drain"),
+        ("waiting for", bubble_causes(summary)),
+        ("lengths", uneven),
         ("busiest", f"{summary.busiest}, {summary.busiest_share:.1%}"),
     ]
+
+
+def bubble_causes(summary: Summary) -> str | None:
+    """Say what workers wait for; None where they do not."""
+    shares = summary.bubble_causes.items()
+    return ", ".join(f"{cause} {share:.1%}" for cause, share in shares if share >= 0.0005) or None
 
 
 def worker_table(workers: Sequence[WorkerUse], measured: Sequence[WorkerUse] = ()) -> Table:

@@ -10,6 +10,7 @@ their memory allows.
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 from heapq import heapify, heappop, heappush
 from itertools import accumulate, islice, takewhile
 
@@ -181,11 +182,12 @@ class Leaner:
     """Lets stages that do not fit the memory recompute as little as makes them fit."""
 
     def __init__(self, problem: Problem) -> None:
-        self._problem, self._recomputation = problem, Recomputation(problem.layer_costs, problem.rules.recompute)
+        self._problem = problem
+        self._choices = cache(Recomputation(problem.layer_costs, problem.rules.recompute).choices)
 
     def lean_enough(self, stages: Sequence[Candidate]) -> Evaluation | None:
         """Return the priced plan, with stages that recompute as memory demands; None if it does not fit anyhow."""
-        problem, choices = self._problem, [self._recomputation.choices(stage.layers) for stage in stages]
+        problem, choices = self._problem, [self._choices(stage.layers) for stage in stages]
         rows = [0] * len(stages)
         while True:
             again = [each.groups(row) for each, row in zip(choices, rows, strict=True)]

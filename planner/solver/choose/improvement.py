@@ -8,6 +8,7 @@ the fastest of each of a few other numbers of stages. Where GPUs are of several 
 stage has, and `allotted` says which GPUs they are.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain, islice, permutations, product
@@ -21,8 +22,8 @@ from planner.solver.evaluate.evaluation import SETTLED, fastest, in_every_order,
 from planner.solver.evaluate.pipelines import MOST_WORKERS
 from planner.solver.problem.budget import LATER, OutOfTimeError
 from planner.solver.problem.problem import Problem
-from planner.solver.problem.result import RESOLUTION, CutPath, Evaluation, Found, stages_along
-from planner.solver.problem.states import Chain, StateSpace
+from planner.solver.problem.result import RESOLUTION, WAITING, CutPath, Evaluation, Found, stages_along
+from planner.solver.problem.states import Chain
 from planner.solver.search.chain.fewest import FEW_STATES
 from planner.solver.search.chain.search import Search
 from planner.solver.search.chain.synchronous import SynchronousSearch
@@ -114,7 +115,7 @@ def _fastest_kind(search: PipelineSearch, best: Evaluation, bound_s: float) -> E
     return best
 
 
-def _kinds(search: PipelineSearch) -> Iterator[tuple[StateSpace, Kind]]:
+def _kinds(search: PipelineSearch) -> Iterator[tuple[Chain, Kind]]:
     problem, space = search.problem, search.space
     everything = problem.layer_costs.footprint(problem.layer_costs.single_stage)
     link_unit = (int(everything.weight_bytes + everything.saved_bytes) or 1) / float(space.compute_s[-1])
@@ -175,6 +176,31 @@ def improved(problem: Problem, found: Found, others: Sequence[Evaluation] = ()) 
             own.left = min(budget.left, most_instructions)
     budget.count += own.count
     return found if trials.best is best else found.with_best(trials.best)
+
+
+def deepened(problem: Problem, found: Found) -> Found:
+    """Return the answer with stages that recompute more and run deeper, where a long pipeline then waits less.
+
+    Under schedules that drain, a pipeline that is deeper in some stages alone may take twice as long, so that local
+    search, which changes a stage at a time, does not meet one that is deeper in all.
+    """
+    best, waited_s = found.best, found.best.seconds - (found.best.price.cost_model_s or found.best.seconds)
+    schedule, limited = problem.schedule, problem.cluster.memory_bytes is not None and not problem.cluster.kinds
+    if schedule.asynchronous or not (schedule.deepens and limited) or waited_s <= WAITING * best.seconds:
+        return found
+    space, budget = Chain(problem.layer_costs), problem.budget
+    if (path := _path(problem, space, best)) is None:
+        return found
+    own = replace(problem, budget=budget.apart(math.inf))  # two simulations, of what takes long because it waits
+    for deeper in DEEPER[1:]:
+        options = BestWays(problem, space, deeper).options(path.states, path.replicas)
+        plan = priced_path(problem, space, replace(path, options=options))
+        below_s = min(best.seconds, problem.hopeless_s)
+        if problem.allows(plan) and plan.seconds < below_s and not budget.deadline.passed:
+            evaluation = simulated(own, plan, best.seconds)
+            best = evaluation if evaluation.simulated and evaluation.saves(best) else best
+    budget.count += own.budget.count
+    return found.with_best(best)
 
 
 def _met(problem: Problem, best: Evaluation) -> list[Evaluation]:

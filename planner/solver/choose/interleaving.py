@@ -7,8 +7,9 @@ every degree. Of each worker's chunks the first ones recompute their blocks, as 
 the optimizer's state where that is allowed.
 """
 
+import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from planner.cost.candidate import Candidate, StageOptions
 from planner.cost.recomputation import units_of
@@ -23,29 +24,42 @@ MOST_CHUNKS = 16  # on a worker
 MOST_SIMULATED = 3
 
 
-def interleaved(problem: Problem, below_s: float) -> tuple[Problem, Evaluation] | None:
-    """Return the fastest regular interleaved plan that takes less than the seconds, and its problem; None without one.
+@dataclass(frozen=True)
+class Interleaved:
+    """The fastest regular interleaved plan, and its problem; None where none takes less than was asked for."""
+
+    problem: Problem
+    best: Evaluation | None
+    bound_s: float  # that no regular plan is below; infinity where none fits the memory
+
+
+def interleaved(problem: Problem, below_s: float) -> Interleaved:
+    """Find the fastest regular interleaved plan that takes less than the seconds.
 
     `problem` is that of plans under another schedule. Plans that are too large are not simulated, but priced.
     """
     degrees, found = problem.rules.tensor or (1,), list[tuple[Evaluation, Problem, int]]()
     shapes = [shape for degree in degrees for shape in _shapes(problem.on_groups_of(degree), degree)]
+    bound_s = math.inf
     for least_s, degree, workers, copies, chunks in sorted(shapes):
         best_s = min((plan.counted_s for plan, _, _ in found), default=below_s)
         if least_s >= best_s or problem.deadline.passed:
+            bound_s = min(bound_s, least_s)
             break
         groups = problem.on_groups_of(degree)
         setting = replace(groups.setting, schedule=INTERLEAVED, chunks=chunks)
         own = replace(groups, setting=setting)
-        if (plan := _lean_enough(own, workers, copies)) is not None and plan.counted_s < best_s:
-            found.append((plan, own, degree))
-    best: tuple[Problem, Evaluation] | None = None
+        if (plan := _lean_enough(own, workers, copies)) is not None:
+            bound_s = min(bound_s, plan.seconds)
+            if plan.counted_s < best_s:
+                found.append((plan, own, degree))
+    answer = Interleaved(problem, None, bound_s)
     for plan, own, degree in sorted(found, key=lambda each: each[0].seconds)[:MOST_SIMULATED]:
         known = plan if too_large(own, plan.stages) or own.deadline.passed else evaluate(own, plan.stages)
-        if known.counted_s < (below_s if best is None else best[1].counted_s):
+        if known.counted_s < (below_s if answer.best is None else answer.best.counted_s):
             setting = replace(problem.setting, schedule=INTERLEAVED, chunks=own.setting.chunks)
-            best = replace(problem, setting=setting), known.divided(degree)
-    return best
+            answer = replace(answer, problem=replace(problem, setting=setting), best=known.divided(degree))
+    return answer
 
 
 def _shapes(problem: Problem, degree: int) -> Iterator[tuple[float, int, int, int, int]]:

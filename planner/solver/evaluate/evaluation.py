@@ -41,7 +41,7 @@ from planner.solver.evaluate.pipelines import pipeline_for, too_large
 from planner.solver.problem.budget import LATER, Budget
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import RESOLUTION, CutPath, Evaluation, stages_along
-from planner.solver.problem.states import StateSpace
+from planner.solver.problem.states import Chain
 from planner.units import SLACK
 
 Depths = tuple[int, ...]
@@ -71,18 +71,20 @@ class DepthChoice:
     seconds_per_unit: float
 
 
-def hiding_depths(pipeline: PipelineCosts, published: Depths, unit_s: float) -> Depths:
+def hiding_depths(pipeline: PipelineCosts, published: Depths, unit_s: float, *, whole: bool = True) -> Depths:
     """Return depths at which the stages before a boundary compute while a microbatch's messages cross it, both ways.
 
-    Forwards and backwards take turns, so each boundary of a synchronous pipeline needs whole microbatches more. The
-    busiest resource takes `unit_s` per microbatch.
+    The forwards and backwards of a replica take turns, so each boundary of a synchronous pipeline needs `whole`
+    microbatches more of each replica; fewer hide a part. The busiest resource takes `unit_s` per microbatch.
     """
     if unit_s <= 0:
         return published
     crossing_s, more, depths = _crossing_s(pipeline), 0, list(published)
+    replicas = [len(ranks) for ranks in pipeline.shape.ranks]
     for stage in reversed(range(len(depths) - 1)):
-        more += math.ceil(crossing_s[stage] / unit_s)
-        depths[stage] += math.ceil(more / len(pipeline.shape.ranks[stage]))
+        both = max(replicas[stage : stage + 2]) if whole else 1
+        more += math.ceil(crossing_s[stage] / unit_s / both) * both
+        depths[stage] += math.ceil(more / replicas[stage])
     return tuple(depths)
 
 
@@ -189,7 +191,7 @@ def priced(problem: Problem, stages: Sequence[Candidate]) -> Evaluation:
     return Evaluation(placed, problem.price(placed))
 
 
-def priced_path(problem: Problem, space: StateSpace, path: CutPath) -> Evaluation:
+def priced_path(problem: Problem, space: Chain, path: CutPath) -> Evaluation:
     """Price a path over a space by the cost model, also one for more GPUs than there are."""
     if path.gpus > problem.cluster.gpus:
         link = problem.link
@@ -341,21 +343,26 @@ def _at_chosen_depths(problem: Problem, candidate: Evaluation, below_s: float) -
 
 def _hiding_messages(problem: Problem, candidate: Evaluation, below_s: float) -> _Choice | None:
     """Choose between the published depths of a synchronous pipeline and those that hide its messages."""
-    budget, pipeline = problem.budget, pipeline_for(problem, candidate)
-    published, best_s = candidate.price.in_flight, budget.steady_s(pipeline, needed=math.isinf(below_s))
+    budget, pipeline, published = problem.budget, pipeline_for(problem, candidate), candidate.price.in_flight
+    deepens, deeper, hides = problem.schedule.deepens and len(published) > 1, published, False
+    if deepens and problem.depth == "auto":
+        unit_s, deepest = candidate.price.bottleneck.busy_s / problem.microbatches, _deepest(problem, candidate)
+        for whole in (False, True):  # the latter where memory allows it
+            wanted = hiding_depths(pipeline, published, unit_s, whole=whole)
+            fitting = tuple(map(min, wanted, deepest))
+            hides = hides or published != fitting == wanted
+            deeper = fitting if fitting == wanted or len(published) <= SHORT else deeper
+    at_deeper = replace(pipeline, shape=replace(pipeline.shape, depths=deeper))
+    if hides and math.isfinite(below_s):  # the published depths wait for every message
+        return None if (hidden_s := budget.steady_s(at_deeper)) is None else (deeper, hidden_s)
+    best_s = budget.steady_s(pipeline, needed=math.isinf(below_s))
     if best_s is None:
         return None
-    if not problem.schedule.deepens or len(published) == 1:
+    if not deepens:
         return None, best_s
-    unit_s = candidate.price.bottleneck.busy_s / problem.microbatches
-    wanted = hiding_depths(pipeline, published, unit_s)
-    if problem.depth == "auto" and best_s <= below_s * FAR and wanted != published:
-        deeper = tuple(map(min, wanted, _deepest(problem, candidate)))
-        worth = deeper != published and (deeper == wanted or len(deeper) <= SHORT)
-        at_deeper = replace(pipeline, shape=replace(pipeline.shape, depths=deeper))
-        deeper_s = budget.steady_s(at_deeper) if worth else None
-        if deeper_s is not None and deeper_s < best_s * (1 - SLACK):
-            return deeper, deeper_s
+    deeper_s = budget.steady_s(at_deeper) if best_s <= below_s * FAR and deeper != published else None
+    if deeper_s is not None and deeper_s < best_s * (1 - SLACK):
+        return deeper, deeper_s
     return published, best_s
 
 

@@ -2,12 +2,16 @@
 
 from collections.abc import Sequence
 
-from planner.cost.candidate import Candidate
+import numpy as np
+
+from planner.cost.candidate import Candidate, Traffic
 from planner.cost.fully_sharded import sharded_times
 from planner.cost.layer_costs import LayerCosts, messages
 from planner.cost.setting import Setting
 from planner.cost.weight_copies import buckets_in, copied_in, gradients_bytes, shared_in
 from planner.formats.plan_parts import Shared, Transfer
+from planner.formats.profile import Shares
+from planner.plan.lengths import planned, planned_terms
 from planner.plan.shape import trainable_pairs
 from planner.plan.shared_weights import SharedWeight
 from planner.schedule.schedule import Channel, PipelineShape
@@ -39,10 +43,9 @@ def pipeline_for(problem: Problem, candidate: Evaluation) -> PipelineCosts:
         depths=candidate.price.in_flight,
         shared=trainable_pairs(shared, [stage.replicas for stage in stages], problem.schedule),
     )
-    degrees = [stage.options.tensor for stage in stages]
-    return PipelineCosts.of(
-        shape, problem.cluster, stage_costs(layer_costs, stages, problem.setting), moved, shared, degrees
-    )
+    degrees, costs = [stage.options.tensor for stage in stages], stage_costs(layer_costs, stages, problem.setting)
+    varied = planned_terms(planned(layer_costs.profile, problem.microbatches))
+    return PipelineCosts.of(shape, problem.cluster, costs, moved, shared, degrees, varied)
 
 
 def stage_costs(layer_costs: LayerCosts, stages: Sequence[Candidate], setting: Setting) -> list[StageCosts]:
@@ -50,7 +53,14 @@ def stage_costs(layer_costs: LayerCosts, stages: Sequence[Candidate], setting: S
     works = [layer_costs.work(stage) for stage in stages]
     if stages[0].options.level > 1:
         times = sharded_times(layer_costs, stages[0], setting)
-        return [StageCosts(**vars(times), recompute_s=float(works[0].recompute_s))]
+        return [
+            StageCosts(
+                **vars(times),
+                recompute_s=float(works[0].recompute_s),
+                forward_shares=layer_costs.shares(stages[0], "forward_s", times.forward_s),
+                backward_shares=layer_costs.shares(stages[0], "backward_s", times.backward_s),
+            )
+        ]
     return [
         StageCosts(
             forward_s=float(work.forward_s),
@@ -63,6 +73,8 @@ def stage_costs(layer_costs: LayerCosts, stages: Sequence[Candidate], setting: S
             late_s=max(0.0, buckets.ready_s[-1] - float(work.backward_s)) if buckets.ready_s else 0.0,
             gradient_bytes=int(work.trainable_bytes) + sum(layer.gradient_bytes for layer in again),
             sharded=stage.options.sharded,
+            forward_shares=layer_costs.shares(stage, "forward_s", float(work.forward_s)),
+            backward_shares=layer_costs.shares(stage, "backward_s", float(work.backward_s)),
         )
         for work, stage, again in zip(works, stages, copied_in(layer_costs, stages), strict=True)
     ]
@@ -77,9 +89,15 @@ def transfers(layer_costs: LayerCosts, stages: Sequence[Candidate]) -> tuple[Tra
             values=tuple(value.name for value in values),
             output_bytes=sum(value.sent_bytes for value in values),
             gradient_bytes=sum(value.returned_bytes for value in values),
+            shares=_mean_shares(values) if values[0].shares else (),
         )
         for (source, target), values in sorted(messages(layer_costs, stages).items())
     )
+
+
+def _mean_shares(values: Sequence[Traffic]) -> Shares:
+    weights = [max(1, value.sent_bytes) for value in values]
+    return tuple(np.average([value.shares for value in values], axis=0, weights=weights).tolist())
 
 
 def shared_between(layer_costs: LayerCosts, stages: Sequence[Candidate]) -> tuple[Shared, ...]:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -31,7 +32,7 @@ from planner.schedule.schedule import Schedule
 from planner.solver.problem.bounds import Bounds, bounds_for
 from planner.solver.problem.budget import NO_HURRY, Budget, Deadline
 from planner.solver.problem.result import Evaluation, Found
-from planner.solver.problem.states import StateSpace
+from planner.solver.problem.states import Chain
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class Limits:
         """Return whether a plan may have so many stages."""
         return self.rules.max_stages is None or count <= self.rules.max_stages
 
-    def most_stages(self, space: StateSpace, gpus: int) -> int:
+    def most_stages(self, space: Chain, gpus: int) -> int:
         """Return how many stages a plan over the space has at most."""
         most = min(gpus, len(space) - 1)
         return most if self.rules.max_stages is None else min(most, self.rules.max_stages)
@@ -72,6 +73,7 @@ class Problem:
     depth: DepthRule = "auto"
     constraints: Constraints = field(default_factory=Constraints)
     budget: Budget = field(default_factory=Budget, compare=False)  # of all searches for one plan and its variants
+    hopeless_s: float = math.inf  # seconds from which on a plan is of no use, because another one is faster
     precision: float = 0.0  # how much faster, relatively, other plans may be than the answer of a search
     reserve: Reserve = NO_RESERVE  # what was taken off the cluster's memory before: `planner.solver.relaxed_steps`
     most_replicas: int = UNLIMITED  # that a stage may have

@@ -12,10 +12,8 @@ live at I, and passing(I, J) those among them that no layer of J \\ I uses,
 and the same for gradients in the other direction.
 """
 
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from functools import cached_property, partial
-from itertools import pairwise, starmap
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,14 +29,26 @@ _BYTES = ("gradient_bytes", "weight_bytes", "optimizer_bytes", "buffer_bytes", "
 COUNTED = _TIMES + _BYTES  # quantities that are sums over a stage's layers
 
 
-class StateSpace(ABC):
-    """States, each of which contains those before it; the first is empty, the last has all layers."""
+class Chain:
+    """Prefixes of the profile's order whose ends are legal cuts: `no_cut_after` does not forbid them."""
 
-    def __init__(self, layer_costs: LayerCosts, sums: dict[str, Floats], fronts: Floats) -> None:
-        """Keep sums of each quantity over the layers of all states, and what is live at them."""
-        self.layer_costs, self._sums, self._fronts = layer_costs, sums, fronts
-        self.outputs = fronts[0]
-        self.compute_s = sums["forward_s"] + sums["backward_s"] + sums["update_s"]
+    def __init__(self, layer_costs: LayerCosts, states: Integers | None = None) -> None:
+        """Take all of them, or some `states` by number, with both ends."""
+        ends = np.cumsum([0, *map(len, uncut_groups(layer_costs))])
+        self._states = np.arange(len(ends)) if states is None else states
+        self._ends = ends[self._states]
+        self._values = [  # the producer, the users ascending, and what the value adds to a front
+            (value.producer, sorted(value.users), value.amounts) for value in layer_costs.traffic
+        ]
+        sums = {name: np.concatenate(([0.0], np.cumsum(column(layer_costs, name)))) for name in COUNTED}
+        fronts = np.zeros((len(FRONTS), ends[-1] + 1))
+        for producer, users, weights in self._values:
+            fronts[:, producer + 1 : users[-1] + 1] += weights[:, None]  # produced, and needed by a later user
+        # Sums of each quantity over the layers of all states, and what is live at them.
+        self.layer_costs, self._fronts = layer_costs, fronts[:, self._ends]
+        self._sums = {name: each[self._ends] for name, each in sums.items()}
+        self.outputs = self._fronts[0]
+        self.compute_s = self._sums["forward_s"] + self._sums["backward_s"] + self._sums["update_s"]
 
     def __len__(self) -> int:
         return len(self.compute_s)
@@ -47,27 +57,17 @@ class StateSpace(ABC):
         """Return about so many states at equal distances, with both ends."""
         return np.unique(np.linspace(0, len(self) - 1, most).astype(np.int64))
 
-    @abstractmethod
-    def only(self, states: Integers) -> "StateSpace":
+    def only(self, states: Integers) -> "Chain":
         """Return the space of these states, which must include both ends."""
+        return Chain(self.layer_costs, self._states[states])
 
-    @property
-    def sizes(self) -> "Sequence[StateSpace]":
-        """The spaces of stages on groups of one size each, of the same states."""
-        return (self,)
+    def holds(self, layer: int) -> NDArray[np.bool_]:
+        """Return which states contain the layer at this position."""
+        return np.asarray(self._ends > layer)
 
-    @property
-    def ends(self) -> int:
-        """How many last states stages may have: `len(self) * number of the size + state`."""
-        return len(self) * len(self.sizes)
-
-    @abstractmethod
-    def passing(self, state: int, others: Integers) -> Floats | None:
-        """Return what passes by the stage up to each of `others`, a row for each of `FRONTS`; None if nothing does."""
-
-    @abstractmethod
     def layers(self, state: int, other: int) -> tuple[int, ...]:
         """Return the positions of the layers in `other` but not in `state`, ascending."""
+        return tuple(range(int(self._ends[state]), int(self._ends[other])))
 
     def members(self, state: int, other: int) -> frozenset[int]:
         """Return the layers as a set, which is made once: plans have most of their stages in common."""
@@ -82,6 +82,14 @@ class StateSpace(ABC):
     def recomputation(self, rule: RecomputeRule) -> Recomputation:
         """Return the choices of what recomputes in the stages; `benchmarks.piper.question` has others."""
         return Recomputation(self.layer_costs, rule)
+
+    def passing(self, state: int, others: Integers) -> Floats | None:
+        """Return what passes by the stage up to each of `others`, a row for each of `FRONTS`; None if nothing does.
+
+        Live values are summed by their next use, because a value passes every stage that ends before it.
+        """
+        uses, sums = self._next_uses[state]
+        return sums[:, np.searchsorted(uses, self._ends[others], side="left")] if len(uses) else None
 
     def sides(self, state: int, others: Integers) -> tuple[Floats, Floats]:
         """Return what the stages up to `others` exchange with earlier stages and with later ones, as in `FRONTS`."""
@@ -116,8 +124,7 @@ class StateSpace(ABC):
     @cached_property
     def every_stage(self) -> tuple[Integers, Integers, Work]:
         """The first states, last states and work of all stages."""
-        ends = np.arange(self.ends)
-        later = [ends[ends % len(self) > state] for state in range(len(self) - 1)]
+        later = [np.arange(state + 1, len(self)) for state in range(len(self) - 1)]
         works = [self.work(state, others) for state, others in enumerate(later)]
         counts = [len(others) for others in later]
         return np.repeat(np.arange(len(later)), counts), np.concatenate(later), joined(works, counts)
@@ -143,92 +150,10 @@ class StateSpace(ABC):
         return np.asarray(self._sums[name][others] - self._sums[name][state])
 
     def _working(self, state: int, others: Integers) -> tuple[Floats, Floats, Floats]:
-        """Bound the working, accumulating and updating bytes: no peak is below all saved activations or gradients."""
-        nothing = np.asarray(0.0)
-        if self.layer_costs.at_work is None:
-            return nothing, nothing, nothing
-        held = partial(self._held, state, others)
-        return -np.minimum(held("saved_bytes"), held("gradient_bytes")), nothing, nothing
-
-
-class BySize(StateSpace):
-    """States that spaces for groups of several sizes have in common: where a stage ends says the size of its groups.
-
-    Last states are asked for in the order of the sizes.
-    """
-
-    def __init__(self, spaces: Sequence[StateSpace]) -> None:
-        self._spaces = spaces
-        self.layer_costs, self.compute_s = spaces[0].layer_costs, spaces[0].compute_s
-
-    @property
-    def sizes(self) -> Sequence[StateSpace]:
-        return self._spaces
-
-    def only(self, states: Integers) -> StateSpace:
-        return BySize([space.only(states) for space in self._spaces])
-
-    def passing(self, state: int, others: Integers) -> Floats | None:
-        found = [space.passing(state, others[own] % len(self)) for space, own in self._parts(others)]
-        return None if found[0] is None else np.concatenate([by for by in found if by is not None], axis=1)
-
-    def layers(self, state: int, other: int) -> tuple[int, ...]:
-        return self._spaces[0].layers(state, other % len(self))
-
-    def work(self, state: int, others: Integers) -> Work:
-        parts = self._parts(others)
-        works = [space.work(state, others[own] % len(self)) for space, own in parts]
-        return works[0] if len(works) == 1 else joined(works, [own.stop - own.start for _, own in parts])
-
-    def footprint(self, state: int, others: Integers, work: Work) -> Footprint:
-        parts = self._parts(others)
-        if len(parts) == 1:
-            return parts[0][0].footprint(state, others % len(self), work)
-        found = [space.footprint(state, others[own] % len(self), work.rows(own)) for space, own in parts]
-        return joined(found, [own.stop - own.start for _, own in parts])
-
-    def _parts(self, others: Integers) -> list[tuple[StateSpace, slice]]:
-        ends = np.searchsorted(others, len(self) * np.arange(len(self._spaces) + 1)).tolist()
-        parts = zip(self._spaces, starmap(slice, pairwise(ends)), strict=True)
-        return [(space, own) for space, own in parts if own.stop > own.start]
-
-
-class Chain(StateSpace):
-    """Prefixes of the profile's order whose ends are legal cuts: `no_cut_after` does not forbid them."""
-
-    def __init__(self, layer_costs: LayerCosts, states: Integers | None = None) -> None:
-        """Take all of them, or some `states` by number, with both ends."""
-        ends = np.cumsum([0, *map(len, uncut_groups(layer_costs))])
-        self._states = np.arange(len(ends)) if states is None else states
-        self._ends = ends[self._states]
-        self._values = [  # the producer, the users ascending, and what the value adds to a front
-            (value.producer, sorted(value.users), value.amounts) for value in layer_costs.traffic
-        ]
-        sums = {name: np.concatenate(([0.0], np.cumsum(column(layer_costs, name)))) for name in COUNTED}
-        fronts = np.zeros((len(FRONTS), ends[-1] + 1))
-        for producer, users, weights in self._values:
-            fronts[:, producer + 1 : users[-1] + 1] += weights[:, None]  # produced, and needed by a later user
-        super().__init__(layer_costs, {name: each[self._ends] for name, each in sums.items()}, fronts[:, self._ends])
-
-    def only(self, states: Integers) -> "Chain":
-        return Chain(self.layer_costs, self._states[states])
-
-    def holds(self, layer: int) -> NDArray[np.bool_]:
-        """Return which states contain the layer at this position."""
-        return np.asarray(self._ends > layer)
-
-    def passing(self, state: int, others: Integers) -> Floats | None:
-        """Sum live values by their next use: a value passes every stage that ends before it."""
-        uses, sums = self._next_uses[state]
-        return sums[:, np.searchsorted(uses, self._ends[others], side="left")] if len(uses) else None
-
-    def layers(self, state: int, other: int) -> tuple[int, ...]:
-        return tuple(range(int(self._ends[state]), int(self._ends[other])))
-
-    def _working(self, state: int, others: Integers) -> tuple[Floats, Floats, Floats]:
-        known = self.layer_costs.at_work
+        """Return the working, accumulating and updating bytes; 0 each of a profile without workspaces."""
+        known, nothing = self.layer_costs.at_work, np.asarray(0.0)
         if known is None:
-            return super()._working(state, others)
+            return nothing, nothing, nothing
         first = self._ends[state]
         layers = known[:, first : self._ends[np.max(others)]]
         working, accumulating = working_bytes(*layers[:3])

@@ -115,6 +115,14 @@ def test_what_is_expanded_travels_once() -> None:
     assert torch.equal(got, gradient)
 
 
+def test_what_is_expanded_may_have_no_samples() -> None:
+    """A mask for all samples of a microbatch without any, as the last minibatch of an epoch may have."""
+    spec = replace(make_spec("mask", torch.float32, (5, 4), order=(0, 1, 2)), expanded=(0,))
+    layout = layout_of([spec], 0)
+    got = unpack(layout, Unit(0), pack(layout, Unit(0), {"mask": torch.zeros(0, 5, 4)}), 0)["mask"]
+    assert got.shape == (0, 5, 4)
+
+
 def test_another_batch_size_is_an_error() -> None:
     """gloo fills the beginning of a buffer that is larger than the message, without a word."""
     sent = pack(layout_of(SPECS, 2), Unit(3), make_values(2))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -25,7 +25,7 @@ from planner.formats.cluster import flat_cluster
 from planner.formats.names import Backend, CodecName
 from planner.formats.plan import Plan
 from planner.formats.plan_parts import Stage, config_of
-from planner.model.batch import Batch, make_batch
+from planner.model.batch import Batch, collate, make_batch
 from planner.model.capture.graph import ValueSpec
 from planner.model.capture.size import BATCH
 from planner.model.stage.evaluation import EvaluationStages
@@ -173,6 +173,9 @@ class _Stage(nn.Module):
     def arrange(self, parameters: object, tensors: object) -> None:
         pass
 
+    def extent(self, batch: Batch) -> int:
+        return batch.size
+
     def set_random_key(self, seed: int, minibatch: int, microbatch: int) -> None:
         self.unit = minibatch, microbatch
 
@@ -198,7 +201,12 @@ class StandInData(BatchSource):
 
 
 class _Spec:
-    def example_batch(self, size: int) -> Batch:
+    collate = staticmethod(collate)
+
+    def lengths(self) -> dict[str, tuple[int, int]]:
+        return {}
+
+    def example_batch(self, size: int, lengths: Mapping[str, int] | None = None) -> Batch:
         return make_batch((torch.zeros(size, 256), torch.zeros(size, 256)), "a stand-in for a batch")
 
     def optimizer(self, trained: dict[str, nn.Parameter]) -> torch.optim.Optimizer:

@@ -153,6 +153,9 @@ def test_groups_of_ranks_train_as_one_rank_does(
         reference = Reference(path, job.plan.microbatches, degrees[0] if samples else 1)
         losses, expected = reference.train(job.plan, minibatches)
         assert [entry.loss for entry in result.losses] == pytest.approx(losses, rel=1e-7 if double else 1e-4)
+        if samples:  # each rank has its own
+            rates = [each.samples_per_s for each in result.reports if each.rank in job.plan.stages[-1].ranks]
+            assert result.samples_per_s == pytest.approx(sum(rates), rel=0.4)
         assert_close(torch.load(str(job.save_weights), weights_only=True), expected, *() if double else (1e-2, 1e-4))
 
 

@@ -130,12 +130,10 @@ def test_everything_is_there(wide: Opened) -> None:
         "Timeline",
         "Memory",
         "Compared with other plans",
-        "At other bandwidths",
     ]
     assert wide.page.locator(".layers > li").count() == 3
     wide.page.get_by_role("button", name="Whole run").click()
     settled(wide)
-    assert wide.page.locator("figure svg").count() == 1
     assert wide.colour_at("#timeline-chart canvas", 90, 27) == [0x00, 0x72, 0xB2]  # F0
     wide.page.get_by_text("All layers").click()
     assert wide.page.locator(".layers ol").first.inner_text().strip() == '</script><script>alert("1")</script>'
@@ -156,6 +154,26 @@ def test_pointing_at_an_event_shows_what_it_is(wide: Opened) -> None:
     assert "forward of minibatch 0" in wide.page.locator("#timeline-detail").inner_text()
     wide.page.mouse.move(box["x"] + 90, box["y"] - 30)
     wide.page.wait_for_selector(".tip", state="hidden")
+
+
+def test_an_event_says_the_lengths_of_its_microbatch(browser: Browser, tmp_path: Path) -> None:
+    plan = evil_plan()
+    lengths = tuple((minibatch, 0, 10 + minibatch, 20) for minibatch in range(12))
+    changes = {"length_names": ("source", "<b>target"), "lengths": lengths}
+    path = tmp_path / "report.html"
+    path.write_text(report_page(plan, simulate(plan, 12).model_copy(update=changes)), encoding="utf-8")
+    shown = opened(browser, path, WIDE)
+    chart = shown.page.locator("#timeline-chart")
+    chart.scroll_into_view_if_needed()
+    box = chart.bounding_box()
+    assert box is not None
+    shown.page.get_by_role("button", name="Whole run").click()
+    shown.page.mouse.move(box["x"] + 90, box["y"] + 35)
+    shown.page.wait_for_selector(".tip:not([hidden])")
+    tip = shown.page.locator(".tip").inner_text()
+    assert tip.splitlines()[0] == "F0: forward of minibatch 0, source 10, <b>target 20"
+    shown.page.context.close()
+    assert shown.complaints == []
 
 
 def test_wheel_and_buttons_zoom_and_dragging_moves(wide: Opened) -> None:

@@ -10,8 +10,11 @@ from planner.cost.setting import Setting
 from planner.formats.cluster import flat_cluster
 from planner.options.solving import StageRules
 from planner.schedule.registry import find
-from planner.solver.choose.improvement import improved
-from planner.solver.evaluate.evaluation import evaluate, priced
+from planner.simulator.simulate_plan import simulated_s
+from planner.solver.assemble import assemble
+from planner.solver.choose.baselines import equal_blocks
+from planner.solver.choose.improvement import deepened, improved
+from planner.solver.evaluate.evaluation import evaluate, priced, simulated
 from planner.solver.problem.budget import Budget
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import Found
@@ -99,3 +102,23 @@ def test_cuts_move_with_replicas() -> None:
     )
     assert better.seconds < 0.95 * start.seconds
     assert improved(asked, Found(start, 0.0)).best.seconds <= better.seconds * (1 + 1e-9)
+
+
+def test_long_pipelines_recompute_to_run_deeper_where_they_wait_for_messages() -> None:
+    """Ten stages of one layer, whose messages take two thirds of what they compute, and which fit as they are."""
+    layers = [layer(f"h.{n}", output_bytes=1, saved_bytes=10) for n in range(10)]
+    costs, cluster = LayerCosts(profile(*layers)), flat_cluster(10, 1.0, 130)
+    problem = Problem(costs, Setting(cluster, find("1f1b-flush"), 40))
+    plain = simulated(problem, priced(problem, equal_blocks(costs, 10)))
+    assert problem.allows(plain)
+    found = deepened(problem, Found(plain, 0.0))
+    assert found.best.seconds < plain.seconds * 0.85
+    assert problem.allows(found.best)
+    assert found.best.price.in_flight[0] > 10
+    assert any(stage.options.recompute for stage in found.best.stages)
+    plan = assemble(problem, found.best)
+    assert found.best.seconds == pytest.approx(simulated_s(plan))
+    # Where nothing waits, or memory is no limit, there is nothing to do.
+    quick = Problem(costs, Setting(flat_cluster(10, 1e9, 130), find("1f1b-flush"), 40))
+    settled = Found(simulated(quick, priced(quick, equal_blocks(costs, 10))), 0.0)
+    assert deepened(quick, settled) is settled

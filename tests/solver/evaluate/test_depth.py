@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 
+from planner.cost.candidate import StageOptions
+from planner.cost.layer_costs import LayerCosts
+from planner.cost.setting import Setting
 from planner.formats.cluster import Cluster, flat_cluster
 from planner.formats.plan import Plan
 from planner.options.solving import DepthRule
+from planner.schedule.registry import find
 from planner.schedule.schedule import PipelineShape, warm_up_depths
 from planner.simulator.pipeline_costs import StageCosts
 from planner.simulator.simulate_plan import simulated_s
 from planner.solver import solve
+from planner.solver.choose.baselines import equal_blocks
 from planner.solver.evaluate.evaluation import (
     DepthChoice,
     PipelineTimes,
     choose_depths,
     price_depths,
+    priced,
+    simulated,
 )
-from planner.solver.problem.budget import LATER
+from planner.solver.problem.budget import LATER, Budget
+from planner.solver.problem.problem import Problem
 from tests.samples import layer, profile
 from tests.schedule.test_streams import make_shape
 from tests.simulator.pipelines import TransferTimes, pipeline
@@ -150,3 +159,17 @@ def test_memory_and_the_minibatch_bound_the_microbatches_in_flight() -> None:
 def test_no_more_are_in_flight_than_gain_something() -> None:
     cluster = flat_cluster(3, 5.0)
     assert depths_of(flush_plan(cluster, 2)) == depths_of(flush_plan(cluster, 2, "published")) == [2, 2, 1]
+
+
+@pytest.mark.parametrize(("stages", "replicas"), [(4, 1), (4, 2), (12, 2), (12, 4)])
+@pytest.mark.parametrize("bandwidth", [1.0, 2.0, 4.0])
+def test_replicas_need_whole_microbatches_to_hide_their_messages(stages: int, replicas: int, bandwidth: float) -> None:
+    """At the published depths of 1f1b-flush every microbatch waits for its messages over every boundary."""
+    costs = LayerCosts(profile(*(layer(f"h.{n}", output_bytes=1) for n in range(stages))))
+    cluster = flat_cluster(stages * replicas, bandwidth)
+    problem = Problem(costs, Setting(cluster, find("1f1b-flush"), 48 * replicas), budget=Budget.unlimited())
+    cut = [replace(stage, options=StageOptions(replicas)) for stage in equal_blocks(costs, stages)]
+    plan = priced(problem, cut)
+    published = simulated(replace(problem, depth="published"), plan)
+    assert published.seconds > plan.seconds * 1.1
+    assert simulated(problem, plan).seconds == pytest.approx(plan.seconds, rel=1e-3)

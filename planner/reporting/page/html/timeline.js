@@ -43,6 +43,15 @@ function nameOf(row, i) {
   const chunk = "'".repeat(Math.floor(row.stage[i] / DATA.pipeline_length));
   return `${kind.letter}${row.minibatch[i]}${once ? "" : `.${row.microbatch[i]}`}${chunk}`;
 }
+// The lengths of an event's microbatch, where they vary.
+const LENGTHS = Object.fromEntries(
+  Object.entries(DATA.lengths).map(([source, { rows }]) => [source, new Map(rows.map(([a, b, ...found]) => [`${a}.${b}`, found]))])
+);
+function lengthsOf(row, i) {
+  if (!LENGTHS[row.source] || DATA.kinds[row.kind[i]].once) return "";
+  const found = LENGTHS[row.source].get(`${row.minibatch[i]}.${row.microbatch[i]}`);
+  return found ? `, ${found.map((length, each) => `${DATA.lengths[row.source].names[each]} ${length}`).join(", ")}` : "";
+}
 function describe(row, i) {
   const kind = DATA.kinds[row.kind[i]];
   const of = kind.once ? `round ${row.minibatch[i]}` : `minibatch ${row.minibatch[i]}`;
@@ -50,7 +59,7 @@ function describe(row, i) {
   const peer = row.peer[i] < 0 ? "" : ` ${row.lane === "send" ? "to" : "from"} worker ${row.peer[i]}`;
   const length = seconds(row.end[i] - row.start[i]);
   return [
-    `${nameOf(row, i)}: ${kind.text} of ${of}${micro}${peer}`,
+    `${nameOf(row, i)}: ${kind.text} of ${of}${micro}${lengthsOf(row, i)}${peer}`,
     `stage ${row.stage[i]} on worker ${row.worker.rank}, ${row.source}`,
     `${seconds(row.start[i])} to ${seconds(row.end[i])}, ${length}`,
   ];

@@ -19,7 +19,7 @@ from planner.options.solving import UNLIMITED
 from planner.schedule.schedule import warm_up_depth
 from planner.solver.problem.bounds import Bounds
 from planner.solver.problem.problem import Limits
-from planner.solver.problem.states import StateSpace
+from planner.solver.problem.states import Chain
 from planner.solver.search.chain.ways import WaysOf, taken
 from planner.units import SLACK
 
@@ -31,7 +31,7 @@ _BITS = 20  # of a key for the units in flight, and for the replicas
 _Found = tuple[Integers, Integers, Floats]
 _NOTHING: _Found = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64), np.zeros(0)
 # By what the memory of stages depends on, and first state.
-_KNOWN: WeakKeyDictionary[StateSpace, dict[Hashable, dict[int, _Found]]] = WeakKeyDictionary()
+_KNOWN: WeakKeyDictionary[Chain, dict[Hashable, dict[int, _Found]]] = WeakKeyDictionary()
 
 
 FEW_STATES = 300  # up to which stages may choose which of their layers recompute
@@ -43,17 +43,17 @@ _ONE_BY_ONE = 64
 class FewestReplicas:
     """Replicas of the stages of one space under one cost model."""
 
-    def __init__(self, space: StateSpace, model: Bounds, limits: Limits) -> None:
+    def __init__(self, space: Chain, model: Bounds, limits: Limits) -> None:
         self.space, self.model, self.limits = space, model, limits
         self.ways = WaysOf(space, limits, prices_shards=model.prices_shards)
         key = type(model), model.microbatches, limits.memory_bytes, self.ways.rule, self.ways.whole_stages
         self._known = _KNOWN.setdefault(space, {}).setdefault((*key, self.ways.shards), {})
         # GPU seconds of the layers before each last state, at least.
-        self.before_s = model.least_s(self.ways.least(space.work(0, np.arange(space.ends))))
+        self.before_s = model.least_s(self.ways.least(space.work(0, np.arange(len(space)))))
 
     def least(self, state: int, others: Integers, target_s: float) -> Integers:
         """Return replicas that the stages need at least, by their computation alone."""
-        least_s = self.before_s[others] - self.before_s[others - others % len(self.space) + state]
+        least_s = self.before_s[others] - self.before_s[state]
         return np.asarray(np.maximum(np.ceil(least_s / target_s - SLACK), 1), dtype=np.int64)
 
     def alone(self, state: int, others: Integers, target_s: float) -> Integers:

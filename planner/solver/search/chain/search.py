@@ -22,7 +22,7 @@ from planner.cost.work import IMPOSSIBLE, Integers
 from planner.solver.problem.bounds import Bounds
 from planner.solver.problem.problem import Limits
 from planner.solver.problem.result import RESOLUTION, CutPath
-from planner.solver.problem.states import StateSpace
+from planner.solver.problem.states import Chain
 from planner.solver.search.chain.fewest import FEW_STATES, FewestReplicas
 from planner.units import SLACK
 
@@ -36,7 +36,7 @@ _CLOSE = 0.02  # relative distance of the bounds from which on each walk should 
 class Search:
     """Finds the fastest pipeline over a space of states, for GPUs that are alike and equally far apart."""
 
-    def __init__(self, space: StateSpace, model: Bounds, limits: Limits) -> None:
+    def __init__(self, space: Chain, model: Bounds, limits: Limits) -> None:
         # Choices of what recomputes are looked for between a few of many states: all stages have too many of them.
         self.space, self.model, self._all_choices = space, model, limits
         self.limits = limits = replace(limits, whole_stages=limits.whole_stages or len(space) > FEW_STATES)

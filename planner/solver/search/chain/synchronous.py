@@ -21,7 +21,7 @@ from planner.cost.work import Floats, Integers, Work
 from planner.solver.problem.budget import NO_HURRY, OutOfTimeError
 from planner.solver.problem.problem import Limits
 from planner.solver.problem.result import RESOLUTION, CutPath
-from planner.solver.problem.states import StateSpace
+from planner.solver.problem.states import Chain
 from planner.solver.search.chain.ways import Stages, WaysOf, stages_alike
 
 COARSE = 1e-2
@@ -35,13 +35,13 @@ _BATCH = 2**20  # entries of an array over stages and GPUs
 # All stages, and the answers to what was asked of them: the best path, and those found on the way to it.
 _Table = tuple[list[Stages], dict[Hashable, tuple[CutPath | None, list[CutPath]]]]
 # By space, and what the stages depend on beside it: what they hold, and what they take on these links.
-_KNOWN: WeakKeyDictionary[StateSpace, dict[Hashable, _Table]] = WeakKeyDictionary()
+_KNOWN: WeakKeyDictionary[Chain, dict[Hashable, _Table]] = WeakKeyDictionary()
 
 
 class SynchronousSearch:
     """Finds the fastest gpipe, 1f1b-flush or naive plan, in which all replicas are multiples of a number."""
 
-    def __init__(self, space: StateSpace, model: SynchronousModel, limits: Limits, multiple: int = 1) -> None:
+    def __init__(self, space: Chain, model: SynchronousModel, limits: Limits, multiple: int = 1) -> None:
         self.deadline, self.interrupted = limits.deadline, False  # interrupted: there may be faster plans
         self._cut_short = False  # whether the deadline ended the last walk
         self.found: list[CutPath] = []  # on the way to the best: each has a larger sum and a smaller maximum

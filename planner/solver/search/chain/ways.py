@@ -24,7 +24,7 @@ from planner.schedule.schedule import Schedule
 from planner.solver.problem.bounds import balanced_s
 from planner.solver.problem.drained import drained_s
 from planner.solver.problem.problem import Limits, Problem
-from planner.solver.problem.states import StateSpace
+from planner.solver.problem.states import Chain
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class BestWays:
     """The best ways to run the stages of plans, which have room for `deeper` times the published depths."""
 
     problem: Problem
-    space: StateSpace
+    space: Chain
     deeper: float = 1.0
     _known: dict[tuple[int, int, int, int], StageOptions] = field(default_factory=dict, compare=False)
 
@@ -125,7 +125,7 @@ class Ways:
 class WaysOf:
     """The ways that rules and memory leave to the stages of a space."""
 
-    def __init__(self, space: StateSpace, limits: Limits, *, prices_shards: bool = True) -> None:
+    def __init__(self, space: Chain, limits: Limits, *, prices_shards: bool = True) -> None:
         self.space, self.limits, rules = space, limits, limits.rules
         self.layer_costs = space.layer_costs
         self.rule = rules.recompute
@@ -139,10 +139,8 @@ class WaysOf:
         self.shards = self.always_shards or (possible and rule == "auto" and gains)
         self.recomputes = self.rule in ("always", "blocks")  # as all stages do
         self.chooses = limited and self.rule == "auto"  # stages may choose what to recompute
-        self._by_layers = []
-        for each in space.sizes:
-            known = _KNOWN.setdefault(each.layer_costs, {})
-            self._by_layers.append(known.setdefault(self.rule, (each.recomputation(self.rule), {})))
+        of_rules = _KNOWN.setdefault(space.layer_costs, {})
+        self._recomputation, self._by_layers = of_rules.setdefault(self.rule, (space.recomputation(self.rule), {}))
         self._known: dict[tuple[int, int], Choices] = {}
 
     def allowed(self, sharded: NDArray[np.bool_], replicas: ArrayLike) -> NDArray[np.bool_]:
@@ -215,16 +213,14 @@ class WaysOf:
 
     def _all_choices(self, state: int, others: Sequence[int]) -> list[Choices]:
         """Return the choices of layers that recompute in stages; the first one of each recomputes least."""
-        missing = [other for other in others if (state, other) not in self._known]
-        for number, (recomputation, by_layers) in enumerate(self._by_layers):
-            layers = {other: self.space.layers(state, other) for other in missing if other // len(self.space) == number}
-            if new := [*{each: None for each in layers.values() if each not in by_layers}]:
-                by_layers.update(zip(new, recomputation.several(new), strict=True))
-            self._known.update({(state, other): by_layers[each] for other, each in layers.items()})
+        layers = {other: self.space.layers(state, other) for other in others if (state, other) not in self._known}
+        if new := [*{each: None for each in layers.values() if each not in self._by_layers}]:
+            self._by_layers.update(zip(new, self._recomputation.several(new), strict=True))
+        self._known.update({(state, other): self._by_layers[each] for other, each in layers.items()})
         return [self._known[state, other] for other in others]
 
 
-def relaxed_s(problem: Problem, space: StateSpace) -> float:
+def relaxed_s(problem: Problem, space: Chain) -> float:
     """Return seconds that no plan is below, whatever its cuts: perfect balance, no communication, the leanest ways.
 
     Under synchronous schedules the bound knows the bubble and the memory, too; it is infinite where no plan fits.
@@ -328,17 +324,11 @@ def stages_alike(
 
 
 def stages_on(
-    problem: Problem,
-    space: StateSpace,
-    memory_bytes: int | None,
-    most: int,
-    link: Link | None = None,
-    *,
-    whole_stages: bool = False,
+    problem: Problem, space: Chain, memory_bytes: int | None, most: int, link: Link | None = None
 ) -> list[Stages]:
     """Return the stages on up to so many GPUs of a kind, which are priced with a link: see `stages_alike`."""
     schedule, microbatches = problem.schedule, problem.microbatches
-    limits = replace(problem.limits, memory_bytes=memory_bytes, whole_stages=whole_stages)
+    limits = replace(problem.limits, memory_bytes=memory_bytes)
     ways = WaysOf(space, limits, prices_shards=problem.simulates)
     most = min(most, microbatches) if schedule.divides else most if schedule.pipelined else 1
     parts_s = partial(problem.parts_s, link=link)

@@ -15,6 +15,9 @@ from planner.solver.problem.budget import Budget, OutOfTimeError
 from planner.solver.problem.infeasible import PLENTY, against_constraints, explain
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import Evaluation, Found, IlpAnswer
+from planner.solver.problem.states import Chain
+from planner.solver.search.chain.ways import relaxed_s
+from planner.units import SLACK
 
 if TYPE_CHECKING:
     from planner.solver.search.integer.ilp_flow import MilpName
@@ -56,6 +59,8 @@ def solve_by_program(problem: Problem) -> Found:
         ) from None
     if found is None:
         raise _infeasible(problem)
+    if max(problem.levels) > 1:  # no column divides gradients and weights
+        found = replace(found, bound_s=min(found.bound_s, relaxed_s(problem, Chain(problem.layer_costs))))
     return replace(found, best=evaluate(problem, found.best.stages))
 
 
@@ -99,8 +104,14 @@ def solve_ilp(problem: Problem, solver: "MilpName | None" = None) -> IlpAnswer |
 
     _refuse(problem)
     solver = solver or installed()[0]
-    answer = Flow(problem, Columns(problem), solver).solve()
-    return None if answer is None else replace(answer, stages=_ranked(problem, answer))
+    columns = Columns(problem)
+    answer = Flow(problem, columns, solver).solve()
+    if answer is None:
+        return None
+    if not columns.exact:  # this says nothing of others
+        bound_s = min(answer.bound_s, relaxed_s(problem, columns.space))
+        answer = replace(answer, bound_s=bound_s, optimal=answer.optimal and bound_s >= answer.seconds * (1 - SLACK))
+    return replace(answer, stages=_ranked(problem, answer))
 
 
 def _refuse(problem: Problem) -> None:
@@ -108,11 +119,6 @@ def _refuse(problem: Problem) -> None:
         raise InputError(
             f"the integer program prices clusters of one level, not of {len(problem.cluster.joined)}",
             hint="use `solver=search`, or give `gpus` and the bandwidth of the slowest level",
-        )
-    if problem.recompute == "blocks":
-        raise InputError(
-            "the integer program recomputes whole stages or nothing, not block by block",
-            hint="use `recompute=auto`, or leave out what only the integer program takes",
         )
 
 

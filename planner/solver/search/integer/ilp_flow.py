@@ -20,6 +20,7 @@ import numpy as np
 import pulp
 
 from planner.cost.candidate import Candidate, StageOptions
+from planner.cost.recomputation import exact_everywhere
 from planner.cost.work import Integers
 from planner.errors import InputError
 from planner.solver.problem.problem import Problem
@@ -83,6 +84,12 @@ class Columns:
                 )
         return found
 
+    @property
+    def exact(self) -> bool:
+        """Whether no stage of use is missing but those that divide gradients and weights."""
+        chooses = self.problem.recompute == "auto" and self.problem.cluster.has_memory_limit
+        return not chooses or all(exact_everywhere(space.layer_costs) for space in self._spaces)
+
     def layers(self, column: Column) -> frozenset[int]:
         return self.sets[column.end] - self.sets[column.start]
 
@@ -106,7 +113,7 @@ class Columns:
         limit = min((each for each in limits if each is not None), default=None)
         if (kinds, number) not in self._stages_of:
             count = sum(problem.count(problem.kinds[each]) for each in kinds)
-            self._stages_of[kinds, number] = stages_on(problem, self._spaces[number], limit, count, whole_stages=True)
+            self._stages_of[kinds, number] = stages_on(problem, self._spaces[number], limit, count)
         stages = self._stages_of[kinds, number][state]
         pace = pace and pace.model_copy(update={"memory_bytes": limit})
         for way in np.flatnonzero(np.isin(stages.ways.others, others)):

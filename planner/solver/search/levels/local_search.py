@@ -13,7 +13,7 @@ import numpy as np
 from planner.cost.candidate import StageOptions
 from planner.solver.problem.budget import NO_HURRY, Deadline
 from planner.solver.problem.result import RESOLUTION, CutPath
-from planner.solver.problem.states import StateSpace
+from planner.solver.problem.states import Chain
 from planner.solver.search.levels.relaxed import Seconds
 
 KINDS = 4  # of neighbours
@@ -34,7 +34,7 @@ class LocalSearch:
 
     def __init__(
         self,
-        space: StateSpace,
+        space: Chain,
         gpus: int,
         price: Seconds,
         ways: Sequence[OptionsOf],

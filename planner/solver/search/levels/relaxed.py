@@ -26,7 +26,7 @@ from planner.formats.names import CostModelName
 from planner.schedule.schedule import warm_up_depth
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import RESOLUTION, BoundedPath, CutPath
-from planner.solver.problem.states import StateSpace
+from planner.solver.problem.states import Chain
 from planner.solver.search.chain.ways import Ways, WaysOf
 
 MOST_ENTRIES = 12_000_000  # in the tables of bounds
@@ -35,7 +35,7 @@ MOST_TRADES = 16  # answers that trade the sum against the maximum
 
 # What is minimised: a cost model of the asynchronous pipeline, or the model of a synchronous one.
 Objective = CostModelName | SynchronousModel
-Sides = tuple[Floats, Floats]  # what stages exchange with earlier stages, and with later ones: `StateSpace.sides`
+Sides = tuple[Floats, Floats]  # what stages exchange with earlier stages, and with later ones: `Chain.sides`
 BOTH_WAYS = ((0, 1), (1, 0))  # their rows: activations come from earlier stages, gradients from later
 
 
@@ -225,7 +225,7 @@ Seconds = Callable[[CutPath], float]
 class Relaxed:
     """The bounds of all stages in all places, and the bounds of whole plans that follow, or `OutOfTimeError`."""
 
-    def __init__(self, problem: Problem, space: StateSpace) -> None:
+    def __init__(self, problem: Problem, space: Chain) -> None:
         self.space, self.objective, limits = space, objective_of(problem), problem.limits
         self.gpus, self.counts_gpus, self._deadline = limits.gpus, limits.counts_gpus, limits.deadline
         self._synchronous = isinstance(self.objective, SynchronousModel)

@@ -20,7 +20,7 @@ from planner.formats.cluster import Cluster, DeviceKind, Level, flat_cluster
 from planner.formats.constraints import Constraints
 from planner.formats.names import CostModelName
 from planner.formats.profile import Profile
-from planner.options.solving import StageRules
+from planner.options.solving import RecomputeRule, StageRules
 from planner.schedule.registry import find
 from planner.solver.problem.bounds import bounds_for
 from planner.solver.problem.problem import Limits, Problem
@@ -122,6 +122,31 @@ def test_cbc_finds_the_same(name: CostModelName, schedule: str, instance: Instan
     _ask(instance, name, schedule, "CBC")
 
 
+@pytest.mark.parametrize("rule", ["auto", "blocks"])
+@pytest.mark.parametrize(("schedule", "microbatches"), [("1f1b", 1), ("2bw", 4), ("1f1b-flush", 4)])
+@settings(max_examples=10, deadline=None)
+@given(model=profiles(most_layers=4, linear=True), gpus=st.integers(1, 3), share=st.sampled_from([0.4, 0.6, 0.8, 1.0]))
+def test_any_blocks_of_a_stage_may_recompute(
+    schedule: str, microbatches: int, rule: RecomputeRule, model: Profile, gpus: int, share: float
+) -> None:
+    numbered = [each.model_copy(update={"name": f"blocks.{n}"}) for n, each in enumerate(model.layers)]
+    names = {each.name: new.name for each, new in zip(model.layers, numbered, strict=True)}
+    edges = [
+        each.model_copy(update={"source": names[each.source], "target": names[each.target]}) for each in model.edges
+    ]
+    model = model.model_copy(update={"layers": tuple(numbered), "edges": tuple(edges), "no_cut_after": ()})
+    held = sum(each.weight_bytes + each.optimizer_bytes + 2 * each.saved_bytes for each in numbered)
+    costs, cluster = LayerCosts(model), flat_cluster(gpus, 8.0, max(1, round(share * held)))
+    answer = solve_ilp(
+        Problem(costs, Setting(cluster, find(schedule), microbatches), StageRules(rule)),
+    )
+    best = brute_force(costs, cluster, schedule=find(schedule), microbatches=microbatches, recompute=rule)
+    assert (answer is None) == (best is None)
+    if answer is not None and best is not None:
+        assert answer.optimal
+        assert answer.seconds == pytest.approx(best.seconds, rel=1e-9)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "schedule"), MODELS)
 @settings(max_examples=examples(300), deadline=None)
@@ -209,12 +234,8 @@ def test_constraints_and_kinds_against_every_plan(
 def test_what_is_not_expressible_is_refused_in_one_sentence() -> None:
     layer_costs = LayerCosts(profile(layer("a", output_bytes=1), layer("b")))
     levels = (Level(size=2, bandwidth_bytes_per_s=2.0), Level(size=2, bandwidth_bytes_per_s=1.0))
-    for problem, message in (
-        (Problem(layer_costs, Setting(Cluster(levels=levels))), "clusters of one level"),
-        (Problem(layer_costs, Setting(flat_cluster(2, 1.0)), StageRules(recompute="blocks")), "not block by block"),
-    ):
-        with pytest.raises(InputError, match=message):
-            solve_ilp(problem)
+    with pytest.raises(InputError, match="clusters of one level"):
+        solve_ilp(Problem(layer_costs, Setting(Cluster(levels=levels))))
 
 
 def test_what_solvers_say_is_taken_at_its_word_only_where_it_holds(solver: MilpName) -> None:

@@ -1,0 +1,1 @@
+"""Compare training in buckets of similar length with padding to the longest, predicted and on emulated devices."""
