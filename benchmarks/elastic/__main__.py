@@ -13,6 +13,7 @@ import random
 import statistics
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from benchmarks.elastic.copies import measure_copies
 from benchmarks.elastic.faults import EVERY, KINDS, run
 
 RESULTS = Path(__file__).with_name("results.json")
+_TIMES = ("noticed_s", "began_s", "imported_s", "went_on_s")  # from the fault
 
 
 def main() -> int:
@@ -30,7 +32,8 @@ def main() -> int:
     parser.add_argument("--hosts", type=int, default=4)
     parser.add_argument("--per-host", type=int, default=1, help="workers of a host")
     parser.add_argument("--faults", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--replicated", action="store_true", help="stages have two replicas")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--copies", action="store_true", help="measure what copies cost, without faults")
     parser.add_argument("--save", action="store_true", help=f"add to {RESULTS.name} beside this file")
@@ -42,9 +45,10 @@ def main() -> int:
         if args.copies:
             portion["copies"] = measure_copies(args.hosts)
         else:
-            outcome = run(args.hosts, args.per_host, args.faults, args.steps, random.Random(args.seed))
+            draw = random.Random(args.seed)
+            outcome = run(args.hosts, args.per_host, args.faults, args.steps, draw, replicated=args.replicated)
             faults = [vars(fault) for fault in outcome.faults]
-            portion |= {"per_host": args.per_host, "start_s": outcome.start_s}
+            portion |= {"per_host": args.per_host, "replicated": args.replicated, "start_s": outcome.start_s}
             portion |= {"faults": faults, "problems": outcome.problems, "speeds": outcome.speeds}
         if args.save:
             RESULTS.write_text(json.dumps([*saved, portion], indent=1) + "\n", encoding="utf-8")
@@ -59,13 +63,18 @@ def tables(portions: list[dict[str, Any]]) -> str:
     rows = []
     for kind in KINDS:
         own = [fault for fault in faults if fault["kind"] == kind]
-        if own:
-            went_on, began = ([fault[key] for fault in own] for key in ("went_on_s", "began_s"))
-            start_up = [fault["went_on_s"] - fault["began_s"] for fault in own]
-            numbers = [statistics.median(went_on), max(went_on), statistics.median(began), statistics.median(start_up)]
-            rows.append([kind, len(own), *(f"{x:.1f}" for x in numbers), max(fault["repeated"] for fault in own)])
-    headers = ["fault", "times", "median s to the next update", "longest", "until processes begin", "then", "repeated"]
+        timed = [fault for fault in own if fault["went_on_s"] is not None]
+        if timed:
+            times = [[fault[name] for fault in timed if fault[name] is not None] for name in _TIMES]
+            noticed, began, imported, went_on = map(statistics.median, times)
+            numbers = [went_on, max(times[-1]), noticed, began - noticed, imported - began, went_on - imported]
+            rows.append([kind, len(own), *(f"{x:.1f}" for x in numbers), max(fault["repeated"] for fault in timed)])
+    headers = ["fault", "times", "median s to the next update", "longest", "until noticed", "until processes begin"]
+    headers += ["their imports", "then", "most repeated"]
     parts = [tabulate(rows, headers, tablefmt="github", disable_numparse=True)] if rows else []
+    phases = Counter(fault["phase"] for fault in faults)
+    if phases:
+        parts.append("Faults by what the worker that was hit did: " + _counted(phases) + ".")
     runs = [portion for portion in portions if "faults" in portion]
     if runs:
         starts = statistics.median(portion["start_s"] for portion in runs)
@@ -73,19 +82,23 @@ def tables(portions: list[dict[str, Any]]) -> str:
         parts.append(f"{len(faults)} faults in {len(runs)} runs, copies every {EVERY} minibatches; a first start takes")
         parts[-1] += f" {starts:.1f} s from process to update; {len(problems)} promises broken"
         parts += [f"- {problem}" for problem in problems]
-    speeds: dict[tuple[int, float], list[float]] = {}
+    speeds: dict[tuple[str, float], list[float]] = {}
     for portion in portions:
-        for workers, predicted, measured in portion.get("speeds", ()):
-            speeds.setdefault((workers, predicted), []).append(measured)
+        for config, predicted, measured in portion.get("speeds", ()):
+            speeds.setdefault((config, predicted), []).append(measured)
     if speeds:
         rows = [[w, len(own), f"{p:.3f}", f"{(m := statistics.median(own)):.3f}", f"{p / m - 1:+.1%}"]
                 for (w, p), own in sorted(speeds.items())]  # fmt: skip
-        headers = ["workers", "runs", "predicted s per minibatch", "measured, median", "error"]
+        headers = ["plan", "runs", "predicted s per minibatch", "measured, median", "error"]
         parts.append(tabulate(rows, headers, tablefmt="github", disable_numparse=True))
     for portion in portions:
         if "copies" in portion:
             parts.append(tabulate(portion["copies"], headers="keys", tablefmt="github", disable_numparse=True))
     return "\n\n".join(parts)
+
+
+def _counted(phases: Counter[str]) -> str:
+    return ", ".join(f"{phase} {count}" for phase, count in phases.most_common())
 
 
 if __name__ == "__main__":

@@ -41,8 +41,8 @@ def _windows(hosts: int, every: int) -> list[float]:
     with tempfile.TemporaryDirectory(prefix="elastic-") as name:
         folder = Path(name)
         write_plan(hosts, 1, folder)
-        with cluster(hosts, 1, WINDOWS * WINDOW, folder, ("--copy-every", str(every))) as found:
+        with cluster(hosts, WINDOWS * WINDOW, folder, ("--copy-every", str(every))) as found:
             while not found.ended:
                 time.sleep(0.2)
-            ends = [at_s for _, at_s, minibatch, _ in found.updates() if minibatch % WINDOW == 0]
+            ends = [at_s for _, _, at_s, minibatch, _ in found.updates() if minibatch % WINDOW == 0]
     return [later - earlier for earlier, later in pairwise(ends)][WARM_UP - 1 :]

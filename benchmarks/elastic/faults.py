@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import statistics
@@ -17,33 +18,43 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import planner
-from benchmarks.elastic.model import BACKWARD_S, FORWARD_S, Block
+from benchmarks.elastic.model import BACKWARD_S, FORWARD_S, STRUCK, Block
 from benchmarks.netns import INTERFACE, Host, network
 from planner.formats.plan import Plan
 
 ROOT = Path(__file__).parents[2]
 MODEL = Path(__file__).with_name("model.py")
 EVERY = 10  # minibatches between copies
+EVALUATE_EVERY, CHECKPOINT_EVERY = 15, 35
 HANG_TIMEOUT_S = 8.0
 MICROBATCHES, BATCH_SIZE = 4, 4
 PORT = 29533
 AWAY_S = 4.0  # for which a lost host, or a link, stays away
-KINDS = ("worker killed", "worker stopped", "host lost", "link down")
+KILLED, STOPPED, LOST, UNPLUGGED = KINDS = ("worker killed", "worker stopped", "host lost", "link down")
+_ACTS = {KILLED: "kill", STOPPED: "stop", LOST: "hold", UNPLUGGED: "hold"}
+RECOVERY = "recovery"
+PHASES = ("forward", "backward", "message", "all-reduce", "update", "evaluation", "checkpoint", "copy")
+STRIKE_WITHIN_S = 20.0  # a worker that is to be hit comes to the phase; or else it is hit where it is
 GIVE_UP_S = 240.0  # for one recovery, on a machine that is also otherwise busy
+_OFTEN = ("--evaluate-every", str(EVALUATE_EVERY))
+_WENT_ON = re.compile(r"training goes on from minibatch (\d+) with the plan ([^ ,]+),")
 
 
 @dataclass
 class Fault:
-    """What happened to a host, and how long the run took to go on."""
+    """What happened to a host, and how long the run took to go on; times are None where another fault came before."""
 
     kind: str
+    phase: str  # of the worker that was hit
     host: int
     minibatch: int  # the newest that was trained before it
     workers: int
-    began_s: float | None = None  # from the fault until the process began that trained first after it
+    noticed_s: float | None = None  # from the fault until a worker that failed said so
+    began_s: float | None = None  # until the process began that trained first after it
+    imported_s: float | None = None  # until that had imported what it needs, and read the model's file
     went_on_s: float | None = None  # until the first update
     repeated: int | None = None  # minibatches that were trained again
 
@@ -55,34 +66,60 @@ class Outcome:
     faults: list[Fault] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)  # broken promises
     start_s: float = 0.0  # from the first process to the first update
-    speeds: list[tuple[int, float, float]] = field(default_factory=list)  # workers, predicted and measured s/minibatch
+    speeds: list[tuple[str, float, float]] = field(default_factory=list)  # plan, predicted and measured s/minibatch
 
 
-def write_plan(hosts: int, per_host: int, folder: Path) -> Path:
-    """Write a plan of lone stages, with those for every smaller number of hosts."""
+class Update(NamedTuple):
+    """An update, as the model's file tells of it."""
+
+    began_s: float  # when its process began, since the epoch
+    imported_s: float
+    at_s: float
+    minibatch: int
+    workers: int
+
+
+def write_plan(hosts: int, per_host: int, folder: Path, *, replicated: bool = False) -> Plan:
+    """Write a plan of lone stages, or of stages with two replicas, with those for every smaller number of hosts."""
     profile = planner.estimate(MODEL, device="cpu", batch_size=BATCH_SIZE)
     times = {"forward_s": FORWARD_S, "backward_s": BACKWARD_S}
     layers = [each.model_copy(update=times) if each.op == Block.__name__ else each for each in profile.layers]
     profile = profile.model_copy(update={"layers": tuple(layers)})
     plans = []
     for workers in range(hosts * per_host, 0, -per_host):
-        cluster = planner.flat_cluster(workers, "10Gbps")
-        plans.append(planner.price(profile, cluster, workers, schedule="1f1b-flush", microbatches=MICROBATCHES))
-    path = folder / "plan.json"
-    plans[0].model_copy(update={"smaller": tuple(plans[1:])}).save(path)
-    return path
+        replicas = [2] * (workers // 2) + [1] * (workers % 2) if replicated else [1] * workers
+        how: dict[str, Any] = {"schedule": "1f1b-flush", "microbatches": MICROBATCHES, "replicas": replicas}
+        plans.append(planner.price(profile, planner.flat_cluster(workers, "10Gbps"), len(replicas), **how))
+    plan = plans[0].model_copy(update={"smaller": tuple(plans[1:])})
+    plan.save(folder / "plan.json")
+    return plan
 
 
-def reference(plan: Plan, steps: int, folder: Path) -> list[dict[str, Any]]:
-    """Return the losses of a run on one host without faults; lone stages compute the same bits however they are cut."""
-    least = plan.smaller[-1]
-    least.save(folder / "alone.json")
-    command = [sys.executable, "-m", "planner", "train", str(MODEL), "--plan", "alone.json", "--steps", str(steps)]
-    at_once = {**_environment(), "ELASTIC_AT_ONCE": "1"}
-    done = subprocess.run([*command, "--json"], cwd=folder, env=at_once, capture_output=True, check=True)
-    (folder / "updates").unlink()
-    found: list[dict[str, Any]] = json.loads(done.stdout)["losses"]
-    return found
+def reference(plan: Plan, restarts: Sequence[str], steps: int, folder: Path) -> dict[str, Any]:
+    """Return losses and evaluations of a run that is stopped and resumed where the other one changed its plan."""
+    plans = {each.config: each for each in (plan, *plan.smaller)}
+    begun = [(0, plan.config)]
+    for restart in restarts:
+        found = _WENT_ON.search(restart)
+        assert found is not None, restart
+        begun.append((int(found[1]), found[2]))
+    losses, evaluations = list[Any](), list[Any]()
+    command = [sys.executable, "-m", "planner", "train", str(MODEL), "--plan", "part.json", "--json", *_OFTEN]
+    command += ["--checkpoint-every", str(10 * steps), "--checkpoint-folder", "reference", "--resume", "auto"]
+    ends = [first for first, _ in begun[1:]] + [steps]
+    for (first, config), end in zip(begun, ends, strict=True):
+        if first == end:
+            continue
+        plans[config].model_copy(update={"smaller": ()}).save(folder / "part.json")
+        at_once = {**_environment(), "ELASTIC_AT_ONCE": "1"}
+        whole = [*command, "--steps", str(end)]
+        done = subprocess.run(whole, cwd=folder, env=at_once, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise RuntimeError(f"the reference under {config} from {first} to {end} failed: {done.stderr}")
+        part = json.loads(done.stdout)
+        losses += part["losses"]
+        evaluations += part["evaluations"]
+    return {"losses": losses, "evaluations": evaluations}
 
 
 class Cluster:
@@ -93,7 +130,7 @@ class Cluster:
         self._command = [
             *(sys.executable, "-m", "planner", "train", str(MODEL), "--plan", "plan.json", "--steps", str(steps)),
             *("--json", "--elastic", f"1:{len(hosts)}", "--rendezvous", f"{hosts[0].address}:{PORT}"),
-            *("--hang-timeout", str(HANG_TIMEOUT_S), "--copy-every", str(EVERY), *more),
+            *("--hang-timeout", str(HANG_TIMEOUT_S), *more),
         ]
         self.processes: dict[int, subprocess.Popen[str]] = {}
 
@@ -102,17 +139,20 @@ class Cluster:
 
     def start(self, host: int) -> None:
         command = [*self._command, "--copy-folder", str(self.memory(host))]
+        environment = {**_environment(), "ELASTIC_HOST": str(host)}
         with (self.folder / f"out-{host}").open("a") as out, (self.folder / f"err-{host}").open("a") as err:
-            options = {"env": _environment(), "cwd": self.folder, "stdout": out, "stderr": err}
+            options = {"env": environment, "cwd": self.folder, "stdout": out, "stderr": err}
             self.processes[host] = self._hosts[host].popen(command, **options)
 
-    def workers(self, host: int) -> list[int]:
-        found, pid = [], self.processes[host].pid
+    def workers(self, host: int) -> dict[int, int]:
+        """Return the processes of a host's workers, by their local ranks."""
+        found, pid = {}, self.processes[host].pid
         with suppress(OSError):
             for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
                 with suppress(OSError):
-                    if b"\0RANK=" in Path(f"/proc/{child}/environ").read_bytes():
-                        found.append(int(child))
+                    variables = Path(f"/proc/{child}/environ").read_bytes()
+                    if (rank := re.search(rb"\0LOCAL_RANK=(\d+)", variables)) is not None:
+                        found[int(rank[1])] = int(child)
         return found
 
     def lose(self, host: int) -> None:
@@ -124,12 +164,27 @@ class Cluster:
         command = ["ip", "-n", self._hosts[host].name, "link", "set", INTERFACE, state]
         subprocess.run(command, check=True)
 
-    def updates(self) -> list[tuple[float, float, int, int]]:
-        """Return of each update when its process began and it was, which it was, and on how many workers."""
+    def updates(self) -> list[Update]:
         with suppress(OSError):
             lines = (self.folder / "updates").read_text(encoding="utf-8").splitlines()
-            return [tuple(json.loads(line)) for line in lines if line.endswith("]")]
+            return [Update(*json.loads(line)) for line in lines if line.endswith("]")]
         return []
+
+    def noticed_s(self, since_s: float) -> float | None:
+        """Return when a worker first said why it ended, after a moment, if one has."""
+        times = []
+        for host in self.processes:
+            for path in self.memory(host).glob("*/fault.json"):
+                with suppress(OSError, ValueError):
+                    times.append(float(json.loads(path.read_text(encoding="utf-8"))["at_s"]))
+        return min((at_s for at_s in times if at_s > since_s), default=None)
+
+    def all_is_copied(self) -> bool:
+        """Return whether this start has made a whole copy, so that each state is in the memory of two hosts."""
+        updates = self.updates()
+        first = min(each.minibatch for each in updates if each.began_s == updates[-1].began_s)
+        # A copy is waited for before the next one is begun.
+        return updates[-1].minibatch > (first // EVERY + 2) * EVERY
 
     @property
     def ended(self) -> bool:
@@ -137,7 +192,7 @@ class Cluster:
 
 
 @contextmanager
-def cluster(hosts: int, per_host: int, steps: int, folder: Path, more: Sequence[str] = ()) -> Iterator[Cluster]:
+def cluster(hosts: int, steps: int, folder: Path, more: Sequence[str] = ()) -> Iterator[Cluster]:
     """Yield hosts that have begun to train."""
     with network(hosts) as made:
         found = Cluster(made, folder, steps, more)
@@ -153,104 +208,166 @@ def cluster(hosts: int, per_host: int, steps: int, folder: Path, more: Sequence[
                 shutil.rmtree(found.memory(host), ignore_errors=True)
 
 
-def run(hosts: int, per_host: int, faults: int, steps: int, draw: random.Random) -> Outcome:
-    """Train with so many faults, and compare the losses with a run without any.
+def run(hosts: int, per_host: int, faults: int, steps: int, draw: random.Random, *, replicated: bool) -> Outcome:
+    """Train with so many faults, and compare the losses with a run that was stopped and resumed at the same places.
 
     Host 0, which has the store where hosts meet, keeps its agent and its link; its workers fail as any others.
     """
     outcome = Outcome()
     with tempfile.TemporaryDirectory(prefix="elastic-") as name:
         folder = Path(name)
-        plan = planner.load_plan(write_plan(hosts, per_host, folder))
-        expected = reference(plan, steps, folder)
-        with cluster(hosts, per_host, steps, folder) as found:
-            _await(found, 0, time.time())
-            first = found.updates()[0]
-            outcome.start_s = first[1] - first[0]
-            for _ in range(faults):
-                if not _hit(found, hosts, draw, outcome):
-                    break
-            deadline = time.monotonic() + GIVE_UP_S
+        plan = write_plan(hosts, per_host, folder, replicated=replicated)
+        more = ("--copy-every", str(EVERY), *_OFTEN, "--checkpoint-every", str(CHECKPOINT_EVERY))
+        with cluster(hosts, steps, folder, more) as found:
+            campaign = Campaign(found, hosts, plan, draw, outcome)
+            if (first := campaign.wait_for(0.0)) is not None:
+                outcome.start_s = first.at_s - first.began_s
+                while len(outcome.faults) < faults and campaign.hit(twice=len(outcome.faults) + 1 < faults):
+                    pass
+            deadline = time.monotonic() + GIVE_UP_S + steps
             while not found.ended and time.monotonic() < deadline:
                 time.sleep(0.1)
-            _check(found, expected, outcome)
+            _check(found, plan, steps, outcome)
             outcome.speeds = _speeds(found, plan)
     return outcome
 
 
-def _speeds(found: Cluster, plan: Plan) -> list[tuple[int, float, float]]:
+class Campaign:
+    """Faults that happen to a cluster, one after another."""
+
+    def __init__(self, found: Cluster, hosts: int, plan: Plan, draw: random.Random, outcome: Outcome) -> None:
+        self._found, self._hosts, self._draw, self._outcome = found, hosts, draw, outcome
+        replicated = any(len(stage.ranks) > 1 for each in (plan, *plan.smaller) for stage in each.stages)
+        self._phases = [phase for phase in PHASES if replicated or phase != "all-reduce"]
+        self._per_host = plan.cluster.gpus // hosts
+        self._copied = True  # whether all that hosts have is also on another one
+
+    def wait_for(self, since_s: float, fault: Fault | None = None) -> Update | None:
+        """Return the first update by a process that began after a moment; None when the run ends before, or hangs."""
+        deadline = time.monotonic() + GIVE_UP_S
+        while time.monotonic() < deadline and not self._found.ended:
+            if fault is not None and fault.noticed_s is None and (at_s := self._found.noticed_s(since_s)) is not None:
+                fault.noticed_s = at_s - since_s
+            for update in self._found.updates():
+                if update.began_s > since_s:
+                    return update
+            time.sleep(0.02)
+        return None
+
+    def hit(self, *, twice: bool) -> bool:
+        """Let one fault happen, or another one during the recovery from it, and wait; return False at the end."""
+        found, draw = self._found, self._draw
+        kind, phase = draw.choice(KINDS), draw.choice(self._phases)
+        again = draw.choice(KINDS) if twice and draw.random() < 0.25 else None
+        time.sleep(draw.uniform(0.2, 2.5))
+        self._await_copies(kind)
+        struck = self._strike(kind, phase)
+        if struck is None:
+            return not found.ended
+        fault, at_s = struck
+        if again is not None:
+            # What was on two hosts is on one when a host or its link is lost, until the next copy.
+            second = again if kind in (KILLED, STOPPED) else draw.choice((KILLED, STOPPED))
+            self._outcome.faults.append(fault)
+            after = self._strike(second, RECOVERY, other=fault.host)
+            self._come_back(fault)
+            if after is None:
+                return not found.ended
+            fault, at_s = after
+        update = self.wait_for(at_s, fault)
+        if update is None:
+            if not found.ended:
+                what = f"{fault.kind} on host {fault.host} in {fault.phase} after minibatch {fault.minibatch}"
+                self._outcome.problems.append(f"{what}: the run did not go on")
+            return False
+        fault.began_s, fault.imported_s, fault.went_on_s = (value - at_s for value in update[:3])
+        newest = max(each.minibatch for each in found.updates() if each.began_s <= at_s)
+        fault.repeated = newest - update.minibatch + 1
+        self._outcome.faults.append(fault)
+        self._come_back(fault)
+        return True
+
+    def _await_copies(self, kind: str) -> None:
+        while kind in (LOST, UNPLUGGED) and not self._copied and not self._found.ended:
+            self._copied = self._found.all_is_copied()
+            time.sleep(0.1)
+
+    def _strike(self, kind: str, phase: str, other: int | None = None) -> tuple[Fault, float] | None:
+        """Let a fault happen when a worker comes to a phase; return when it did, or None when it did not."""
+        found, act = self._found, _ACTS[kind]
+        hosts = range(0 if kind in (KILLED, STOPPED) else 1, self._hosts)
+        host, rank = self._draw.choice([each for each in hosts if each != other]), self._draw.randrange(self._per_host)
+        newest = found.updates()[-1].minibatch
+        fault = Fault(kind, phase, host, newest, sum(len(found.workers(each)) for each in range(self._hosts)))
+        wish, struck = found.folder / f"wish-{host}-{rank}", found.folder / STRUCK
+        hidden = wish.with_name(f".{wish.name}")
+        hidden.write_text(f"{phase} {act}", encoding="utf-8")
+        hidden.rename(wish)
+        deadline = time.monotonic() + STRIKE_WITHIN_S * (1 if other is None else 3)
+        while not struck.exists() and time.monotonic() < deadline and not found.ended:
+            time.sleep(0.001)
+        wish.unlink(missing_ok=True)
+        if found.ended:
+            return None
+        if not struck.exists():  # it never comes to the phase
+            fault.phase = "any"
+            pid = found.workers(host).get(rank)
+            if pid is None:
+                return None
+            if act != "hold":
+                os.kill(pid, signal.SIGKILL if act == "kill" else signal.SIGSTOP)
+        if kind == LOST:
+            found.lose(host)
+        elif kind == UNPLUGGED:
+            found.link(host, "down")
+        struck.unlink(missing_ok=True)
+        self._copied = self._copied and kind in (KILLED, STOPPED)
+        fault.minibatch = found.updates()[-1].minibatch
+        return fault, time.time()
+
+    def _come_back(self, fault: Fault) -> None:
+        """Let a host or a link come back; sometimes, wait until it is taken in."""
+        if fault.kind not in (LOST, UNPLUGGED):
+            return
+        time.sleep(AWAY_S)
+        at_s = time.time()
+        if fault.kind == LOST:
+            self._found.start(fault.host)
+        else:
+            self._found.link(fault.host, "up")
+        if self._draw.random() < 0.5:  # otherwise the next fault may come while it is taken in
+            self.wait_for(at_s)
+
+
+def _speeds(found: Cluster, plan: Plan) -> list[tuple[str, float, float]]:
     """Return the predicted and the median measured seconds per minibatch of each plan that trained for a while."""
-    predicted = {each.workers: each.predicted.seconds_per_minibatch for each in (plan, *plan.smaller)}
+    plans = {each.workers: each for each in (plan, *plan.smaller)}
     steps: dict[int, list[float]] = {}
     for before, after in pairwise(found.updates()):
-        if before[0] == after[0]:  # of one start
-            steps.setdefault(after[3], []).append(after[1] - before[1])
-    whole = {workers: own for workers, own in sorted(steps.items()) if len(own) >= 2 * EVERY}
-    return [(workers, predicted[workers], statistics.median(own)) for workers, own in whole.items()]
+        if before.began_s == after.began_s and after.minibatch % EVERY > 1:  # of one start, without a copy between them
+            steps.setdefault(after.workers, []).append(after.at_s - before.at_s)
+    whole = {plans[workers]: own for workers, own in sorted(steps.items()) if len(own) >= 2 * EVERY}
+    return [(each.config, each.predicted.seconds_per_minibatch, statistics.median(own)) for each, own in whole.items()]
 
 
-def _await(found: Cluster, known: int, since_s: float) -> tuple[float, float, int, int] | None:
-    """Return the first update by a process that began after a moment; None when the run ends before, or hangs."""
-    deadline = time.monotonic() + GIVE_UP_S
-    while time.monotonic() < deadline and not found.ended:
-        for update in found.updates()[known:]:
-            if update[0] > since_s or known == 0:
-                return update
-        time.sleep(0.02)
-    return None
-
-
-def _hit(found: Cluster, hosts: int, draw: random.Random, outcome: Outcome) -> bool:
-    """Let one fault happen, and wait until the run goes on; return False when it has ended."""
-    kind = draw.choice(KINDS)
-    host = draw.randrange(0 if kind.startswith("worker") else 1, hosts)
-    time.sleep(draw.uniform(0.2, 2.5))
-    if found.ended or not (workers := found.workers(host)):
-        return not found.ended
-    known, at_s = len(found.updates()), time.time()
-    newest = found.updates()[-1][2]
-    fault = Fault(kind, host, newest, sum(len(found.workers(each)) for each in range(hosts)))
-    if kind.startswith("worker"):
-        with suppress(ProcessLookupError):
-            os.kill(draw.choice(workers), signal.SIGKILL if kind == "worker killed" else signal.SIGSTOP)
-    elif kind == "host lost":
-        found.lose(host)
-    else:
-        found.link(host, "down")
-    update = _await(found, known, at_s)
-    if update is None:
-        if not found.ended:
-            outcome.problems.append(f"{kind} on host {host} after minibatch {newest}: the run did not go on")
-        return False
-    fault.began_s, fault.went_on_s = update[0] - at_s, update[1] - at_s
-    trained = [each[2] for each in found.updates()[known:] if each[0] <= at_s]
-    fault.repeated = max([newest, *trained]) - update[2] + 1
-    outcome.faults.append(fault)
-    if kind in ("host lost", "link down"):
-        time.sleep(AWAY_S)
-        known, at_s = len(found.updates()), time.time()
-        if kind == "host lost":
-            found.start(host)
-        else:
-            found.link(host, "up")
-        if draw.random() < 0.5:  # otherwise the next fault may come while it is taken in
-            _await(found, known, at_s)
-    return True
-
-
-def _check(found: Cluster, expected: Sequence[dict[str, Any]], outcome: Outcome) -> None:
+def _check(found: Cluster, plan: Plan, steps: int, outcome: Outcome) -> None:
     texts = [(found.folder / f"out-{host}").read_text(encoding="utf-8") for host in found.processes]
     results = [json.loads(text) for text in texts if text]
     if len(results) != 1:
         tail = "".join((found.folder / f"err-{host}").read_text("utf-8")[-1500:] for host in found.processes)
         outcome.problems.append(f"{len(results)} results instead of one\n{tail}")
         return
-    losses = results[0]["losses"]
-    if [each["minibatch"] for each in losses] != list(range(len(expected))):
+    (result,) = results
+    expected = reference(plan, result["restarts"], steps, found.folder)
+    if [each["minibatch"] for each in result["losses"]] != list(range(steps)):
         outcome.problems.append("minibatches are missing in the losses, or there twice")
-    elif losses != expected:
-        differs = next(a["minibatch"] for a, b in zip(losses, expected, strict=True) if a != b)
+    elif result["losses"] != expected["losses"]:
+        pairs = zip(result["losses"], expected["losses"], strict=True)
+        differs = next(a["minibatch"] for a, b in pairs if a != b)
         outcome.problems.append(f"losses differ from minibatch {differs} on")
+    # A run that is stopped evaluates there, too.
+    if not all(each in expected["evaluations"] for each in result["evaluations"]):
+        outcome.problems.append("evaluations differ")
     for fault in outcome.faults:
         if fault.repeated is not None and fault.repeated > 2 * EVERY:
             outcome.problems.append(f"{fault.kind}: {fault.repeated} minibatches were trained again")

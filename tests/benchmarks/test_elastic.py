@@ -15,7 +15,7 @@ from benchmarks.netns import NetworkUnavailableError
 @pytest.mark.timeout(600)
 def test_a_run_that_loses_hosts_computes_what_one_without_faults_does() -> None:
     try:
-        outcome = run(hosts=3, per_host=1, faults=3, steps=200, draw=random.Random(3))
+        outcome = run(hosts=3, per_host=1, faults=3, steps=120, draw=random.Random(3), replicated=True)
     except NetworkUnavailableError as cause:
         pytest.skip(f"no network namespaces here: {cause}")
     assert outcome.problems == []

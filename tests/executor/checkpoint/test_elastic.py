@@ -32,8 +32,10 @@ from tests.executor.processes import _ENVIRONMENT, TIMEOUT_S, _warm, run_jobs
 from tests.samples import layer, profile
 
 SEED, EVERY, STEPS = 3, 5, 24
-# Has a schedule of rates, and fails once, after a minibatch that the test names, on the worker with the loss.
+# Has a schedule of rates. Fails once, on the worker with the loss: after a minibatch that the test names, when the copy
+# before it is complete on so many hosts.
 FAILS = """
+import time
 from pathlib import Path
 
 def scheduler(optimizer):
@@ -41,7 +43,10 @@ def scheduler(optimizer):
 
 def on_update(minibatch, loss, metrics):
     at = Path(__file__).with_name("fails-at")
-    if at.exists() and minibatch == int(at.read_text()):
+    fails, copy, hosts = map(int, at.read_text().split()) if at.exists() else (-1, 0, 0)
+    if minibatch == fails:
+        while copy and len(list(at.parent.glob(f"memory-*/*/step-{copy:08}-*/index.json"))) < hosts:
+            time.sleep(0.01)
         at.unlink()
         raise RuntimeError("it fails as told")
 """
@@ -100,8 +105,8 @@ def _work(text: str, result_path: str, variables: dict[str, str], log: str) -> N
             raise
 
 
-def fail_at(folder: Path, minibatch: int) -> None:
-    (folder / "fails-at").write_text(str(minibatch), encoding="utf-8")
+def fail_at(folder: Path, minibatch: int, hosts: int = 3) -> None:
+    (folder / "fails-at").write_text(f"{minibatch} {minibatch // EVERY * EVERY} {hosts}", encoding="utf-8")
 
 
 def resumed(path: Path, plans: Sequence[Plan], points: Sequence[int], folder: Path) -> list[tuple[int, float | None]]:
@@ -173,7 +178,7 @@ def test_hosts_come_back_and_what_is_retrained_is_in_the_log_once(tmp_path: Path
     plans = [make_plan(costs, (1,) * count, "1f1b-flush", 4) for count in (3, 2)]
     fail_at(tmp_path, 8)
     assert start(job_of(path, plans[0]), (0, 1, 2), tmp_path) is None
-    fail_at(tmp_path, 19)
+    fail_at(tmp_path, 19, hosts=2)
     assert start(job_of(path, plans[1]), (0, 1), tmp_path) is None  # host 2 is away, with its memory of minibatch 5
     fail_at(tmp_path, 17)
     assert start(job_of(path, plans[0]), (0, 1, 2), tmp_path) is None
@@ -192,7 +197,7 @@ def test_several_workers_on_a_host(tmp_path: Path) -> None:
     path = model_in(tmp_path, "language", "adamw")
     costs = structural_profile(path, 4)
     plans = [make_plan(costs, (1,) * count, "1f1b-flush", 4) for count in (4, 2)]
-    fail_at(tmp_path, 13)
+    fail_at(tmp_path, 13, hosts=2)
     assert start(job_of(path, plans[0]), (0, 1), tmp_path, per_host=2) is None
     shutil.rmtree(tmp_path / "memory-0")
     result = start(job_of(path, plans[1]), (1,), tmp_path, per_host=2)
