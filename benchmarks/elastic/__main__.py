@@ -63,7 +63,7 @@ def tables(portions: list[dict[str, Any]]) -> str:
     rows = []
     for kind in KINDS:
         own = [fault for fault in faults if fault["kind"] == kind]
-        timed = [fault for fault in own if fault["went_on_s"] is not None]
+        timed = [fault for fault in own if fault["went_on_s"] is not None and not fault["paused"]]
         if timed:
             times = [[fault[name] for fault in timed if fault[name] is not None] for name in _TIMES]
             noticed, began, imported, went_on = map(statistics.median, times)

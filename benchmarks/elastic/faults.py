@@ -38,6 +38,7 @@ _ACTS = {KILLED: "kill", STOPPED: "stop", LOST: "hold", UNPLUGGED: "hold"}
 RECOVERY = "recovery"
 PHASES = ("forward", "backward", "message", "all-reduce", "update", "evaluation", "checkpoint", "copy")
 STRIKE_WITHIN_S = 20.0  # a worker that is to be hit comes to the phase; or else it is hit where it is
+PAUSE_S = 2.0  # between two looks, 20 ms apart
 GIVE_UP_S = 240.0  # for one recovery, on a machine that is also otherwise busy
 _OFTEN = ("--evaluate-every", str(EVALUATE_EVERY))
 _WENT_ON = re.compile(r"training goes on from minibatch (\d+) with the plan ([^ ,]+),")
@@ -57,6 +58,7 @@ class Fault:
     imported_s: float | None = None  # until that had imported what it needs, and read the model's file
     went_on_s: float | None = None  # until the first update
     repeated: int | None = None  # minibatches that were trained again
+    paused: bool = False  # this process did not run for seconds: other work had the machine, and times say nothing
 
 
 @dataclass
@@ -245,7 +247,11 @@ class Campaign:
     def wait_for(self, since_s: float, fault: Fault | None = None) -> Update | None:
         """Return the first update by a process that began after a moment; None when the run ends before, or hangs."""
         deadline = time.monotonic() + GIVE_UP_S
+        before = time.monotonic()
         while time.monotonic() < deadline and not self._found.ended:
+            if fault is not None and time.monotonic() > before + PAUSE_S:
+                fault.paused = True
+            before = time.monotonic()
             if fault is not None and fault.noticed_s is None and (at_s := self._found.noticed_s(since_s)) is not None:
                 fault.noticed_s = at_s - since_s
             for update in self._found.updates():

@@ -43,11 +43,8 @@ _OTHER_NAMES = {
 _VERBS = (PriceOptions, FitOptions, ReportOptions, QuickstartOptions, SelftestOptions, SolveOptions)
 _RUNNING = (ProfileOptions, EstimateArguments, TrainArguments, TrainingOptions)
 _KEEPING = (CheckpointOptions, ElasticOptions, RunOptions)
-_OPTIONS = {
-    each.name: option
-    for record in (ClusterOptions, *_VERBS, *_RUNNING, *_KEEPING)
-    for each, option in options_in(record)
-}
+_RECORDS = (ClusterOptions, *_VERBS, *_RUNNING, *_KEEPING)
+_OPTIONS = {each.name: option for record in _RECORDS for each, option in options_in(record)}
 FLAGS = {name: (f"--{name.replace('_', '-')}", "") for name in _OWN.split()} | _OTHER_NAMES
 FLAGS |= {name: (flag, option.unit) for name, option in _OPTIONS.items() if (flag := flag_of(name, option))}
 # What stands for False.

@@ -163,11 +163,13 @@ def _run_as_host(job: Job) -> int:
     # The same on all hosts, and when all of them are started again.
     identity = f"{job.plan.model} {job.plan.graph_hash} {job.seed}"
     job = job.model_copy(update={"run": blake2b(identity.encode(), digest_size=8).hexdigest()})
+    memory = HostMemory.of(job)
     try:
         run_on_hosts(job, ("planner", *sys.argv[1:]))
     except KeyboardInterrupt:
-        HostMemory.of(job).remove()
+        memory.remove()
         raise
+    memory.remove()
     return 0
 
 

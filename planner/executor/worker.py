@@ -120,7 +120,6 @@ def run_worker(
         recovery = recover(job, heartbeat) if elastic else None
         if recovery is not None and rank >= workers:
             await_end(recovery.store)
-            recovery.memory.remove()
             return 0, None
         return 0, train_worker(job, on_progress, heartbeat, on_timeline, supervisor, recovery)
     except Exception as error:

@@ -11,6 +11,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -49,40 +50,53 @@ class WorkerPart(Record):
     problem: str | None = None
 
 
-class Checkpointer:
-    def __init__(self, job: Job, stages: list[Restorable], data: DataPosition, heartbeat: Heartbeat) -> None:
-        self._job = job
-        self._stages = stages
-        self._data = data
-        self.folder = Path(job.checkpoints.folder)
+class Keeper:
+    """This worker's part in what keeps the state of its run."""
+
+    def __init__(
+        self, job: Job, stages: list[Restorable], data: DataPosition, heartbeat: Heartbeat, timeout: timedelta
+    ) -> None:
+        self._job, self._stages, self._data, self._heartbeat = job, stages, data, heartbeat
         self._rank = dist.get_rank()
-        self._heartbeat = heartbeat
-        timeout = message_timeout(job.run_options.hang_timeout_s)
         # A gloo group of its own: what travels here is made on the CPU, and must not queue behind training's messages.
         self._group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout)
-        self._problem: str | None = None  # of the last checkpoint
-        self._reported = [0, 0]  # losses and evaluations of this worker that rank 0 has
-        self._log: RunLog | None = None  # on rank 0
+        self._reported = [0, 0]  # losses and evaluations of this worker that others have
+        self._log: RunLog | None = None  # where this worker writes one
+        self.saved: folders.SavedCheckpoint | None = None  # to go on from
         self.past = Past()  # on rank 0: losses and evaluations from before the workers were restarted
-        self.newest: Path | None = None  # on rank 0
-        self.seconds = 0.0  # spent in `save`
-        self._token, self.resumed_from = self._agree()
 
     @property
     def found(self) -> int:
-        """Minibatches done in the checkpoint to resume from."""
-        return 0 if self.resumed_from is None else position(folders.load_checkpoint(self.resumed_from), self._data)
+        """Minibatches done in the state to go on from."""
+        return 0 if self.saved is None else position(self.saved, self._data)
 
     def restore(self) -> int:
-        """Fill this worker's stages from the checkpoint to resume from; return the number of minibatches done."""
-        if self.resumed_from is None:
-            return 0
-        self._heartbeat.enter("reading the checkpoint")
-        saved = folders.load_checkpoint(self.resumed_from)
-        saved.check_fits(self._job.plan, self._job.seed)
-        for own in self._stages:
-            restore_stage(own, saved)
-        return position(saved, self._data)
+        """Fill this worker's stages from the state to go on from; return the number of minibatches done."""
+        if self.saved is not None:
+            self._heartbeat.enter("reading the checkpoint")
+            self.saved.check_fits(self._job.plan, self._job.seed)
+            for own in self._stages:
+                restore_stage(own, self.saved)
+        return self.found
+
+    def _report(self, losses: Sequence[tuple[int, float]], evaluations: Sequence[Evaluation]) -> WorkerPart:
+        """Return what came since the last report, for what is now written."""
+        told, evaluated = self._reported
+        self._reported = [len(losses), len(evaluations)]
+        return WorkerPart(losses=json.dumps(losses[told:]), evaluations=tuple(evaluations[evaluated:]))
+
+
+class Checkpointer(Keeper):
+    """This worker's part in checkpoints on disk."""
+
+    def __init__(self, job: Job, stages: list[Restorable], data: DataPosition, heartbeat: Heartbeat) -> None:
+        super().__init__(job, stages, data, heartbeat, message_timeout(job.run_options.hang_timeout_s))
+        self.folder = Path(job.checkpoints.folder)
+        self._problem: str | None = None  # of the last checkpoint
+        self.newest: Path | None = None  # on rank 0
+        self.seconds = 0.0  # spent in `save`
+        self._token, self.resumed_from = self._agree()
+        self.saved = None if self.resumed_from is None else folders.load_checkpoint(self.resumed_from)
 
     def begin(self, first: int, known: Past = NOTHING) -> Past:
         """Begin to log the run from minibatch `first` on, of which `known` is known, for the checkpoints it writes.
@@ -106,9 +120,7 @@ class Checkpointer:
         self._heartbeat.enter("writing a checkpoint")
         # Before anything can fail, because ranks that divide a stage's weights gather them together.
         contents = [(own, content_of(own)) for own in self._stages]
-        part = WorkerPart(
-            losses=json.dumps(losses[self._reported[0] :]), evaluations=tuple(evaluations[self._reported[1] :])
-        )
+        part = self._report(losses, evaluations)
         # A full disk is reported rather than raised: the others wait for this worker's part, and training can go on.
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -116,7 +128,6 @@ class Checkpointer:
             part = part.model_copy(update={"parts": parts})
         except OSError as cause:
             part = part.model_copy(update={"problem": f"worker {self._rank}: {cause.strerror or cause}"})
-        self._reported = [len(losses), len(evaluations)]
         self._heartbeat.enter("waiting for the checkpoint's other parts", meeting=True)
         replies = gather_bytes(part.model_dump_json().encode(), self._group)
         if self._rank == 0:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from planner.errors import InputError
-from planner.executor.checkpoint.checkpointer import DataPosition, WorkerPart, index_of, position
+from planner.executor.checkpoint.checkpointer import DataPosition, Keeper, WorkerPart, index_of
 from planner.executor.checkpoint.folders import STEP
 from planner.executor.checkpoint.host_memory import (
     FOR_EVER,
@@ -33,28 +33,26 @@ from planner.executor.checkpoint.host_memory import (
     files_of,
 )
 from planner.executor.checkpoint.recovery import Recovery, describe, tell_end
-from planner.executor.checkpoint.stage_parts import Content, Restorable, content_of, restore_stage, write_part
+from planner.executor.checkpoint.stage_parts import Content, Restorable, content_of, write_part
 from planner.executor.communication.control import merge_losses, share
-from planner.executor.observe.run_log import Past, RunLog
+from planner.executor.observe.run_log import NOTHING, Past, RunLog
 from planner.units import format_bytes
 from planner.workers.heartbeat import Heartbeat
-from planner.workers.job import Evaluation, Job, Loss
+from planner.workers.job import Evaluation, Job
 
 _Contents = list[tuple[Restorable, Content]]
 _AT_A_TIME = 2  # copies that a host holds: a whole one, and the next one while it is made
 _log = logging.getLogger(__name__)
 
 
-class Copies:
-    """This worker's part in copies; all workers make theirs together, and call it at the same points."""
+class Copies(Keeper):
+    """This worker's part in copies."""
 
     def __init__(
         self, job: Job, stages: list[Restorable], data: DataPosition, heartbeat: Heartbeat, recovery: Recovery
     ) -> None:
-        self._job, self._stages, self._data, self._heartbeat = job, stages, data, heartbeat
-        self._recovery, self._memory = recovery, recovery.memory
-        self._rank = dist.get_rank()
-        self._group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=FOR_EVER)
+        super().__init__(job, stages, data, heartbeat, FOR_EVER)
+        self._recovery, self._memory, self.saved = recovery, recovery.memory, recovery.saved
         texts = share(json.dumps([os.environ.get("GROUP_RANK", "0"), uuid4().hex[:4]]), self._group)
         self._hosts = [int(json.loads(text)[0]) for text in texts]
         self._token = json.loads(texts[0])[1]
@@ -62,45 +60,23 @@ class Copies:
         self._set_aside: dict[tuple[int, int, str], Tensor] = {}
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
-        self._reported = [0, 0]  # losses and evaluations of this worker that are in copies
-        self._moved = 0  # pieces of files
-        self.past = Past()  # what was trained before this start; on worker 0
+        self._moved = threading.Event()  # set for every piece of a file
         self.events = recovery.start.events
         self._check_room()
 
-    @property
-    def found(self) -> int:
-        """Minibatches done in the copy to go on from."""
-        return 0 if self._recovery.saved is None else position(self._recovery.saved, self._data)
-
-    def restore(self) -> int:
-        """Fill this worker's stages from the copy, if there is one; return the number of minibatches done."""
-        if (saved := self._recovery.saved) is not None:
-            self._heartbeat.enter("reading the copy")
-            saved.check_fits(self._job.plan, self._job.seed)
-            for own in self._stages:
-                restore_stage(own, saved)
-        return self.found
-
-    def begin(self, first: int, known: Past) -> Past:
-        """Begin to log the run from minibatch `first` on, of which `known` is already known, and tell what happened.
-
-        Return what is known now, on worker 0.
-        """
-        # Worker 0 knows what the log beside checkpoints has, and every host's log is to have it.
-        kinds = share(json.dumps([[each.model_dump() for each in kind] for kind in known]), self._group)[0]
-        losses, evaluations = json.loads(kinds)
-        known = Past(tuple(map(Loss.model_validate, losses)), tuple(map(Evaluation.model_validate, evaluations)))
+    def begin(self, first: int, known: Past = NOTHING) -> Past:
+        """Begin to log the run as a checkpointer does, on every host, and tell what happened."""
+        # Worker 0 knows what the log beside checkpoints has, and says how long it took by its clock.
+        line = describe(self._recovery, first, self._job) if self._rank == 0 else ""
+        line, text = json.loads(share(json.dumps([line, known.model_dump_json()]), self._group)[0])
         if self._log is not None:
-            self.past = self._log.begin(first, again=True, known=known)
-        start = self._recovery.start.model_copy(update={"first": first})
-        recovery = replace(self._recovery, start=start)
-        if line := share(describe(recovery, self._job) if self._rank == 0 else "", self._group)[0]:
+            self.past = self._log.begin(first, again=True, known=Past.model_validate_json(text))
+        if line:
             self.events = (*self.events, line)
             if self._rank == 0:
                 _log.warning("%s", line)
         if self._memory.leads:
-            self._memory.note(start.model_copy(update={"events": self.events}))
+            self._memory.note(self._recovery.start.model_copy(update={"first": first, "events": self.events}))
         return self.past
 
     def save(self, minibatch: int, losses: Sequence[tuple[int, float]], evaluations: Sequence[Evaluation]) -> None:
@@ -113,13 +89,9 @@ class Copies:
                 contents.append((own, self._aside(own, content)))
             if self._has_twin(own) and (content := content_of(replace(own, replica=0))) is not None:
                 twins.append((replace(own, replica=0), self._aside(own, content)))
-        written = WorkerPart(
-            losses=json.dumps(losses[self._reported[0] :]), evaluations=tuple(evaluations[self._reported[1] :])
-        )
-        self._reported = [len(losses), len(evaluations)]
-        self._thread = threading.Thread(
-            target=self._copy, args=(minibatch, contents, twins, written), name="copies", daemon=True
-        )
+        self._moved.set()
+        made = (minibatch, contents, twins, self._report(losses, evaluations))
+        self._thread = threading.Thread(target=self._copy, args=made, name="copies", daemon=True)
         self._thread.start()
 
     def finish(self) -> None:
@@ -129,14 +101,11 @@ class Copies:
         dist.barrier(self._group)
         if self._rank == 0:
             tell_end(self._recovery)
-        if self._memory.leads:
-            self._memory.remove()
 
     def _wait(self) -> None:
-        moved = -1
         while self._thread is not None and self._thread.is_alive():
-            if moved != self._moved:  # a hang must show
-                moved = self._moved
+            if self._moved.is_set():  # a hang must show
+                self._moved.clear()
                 self._heartbeat.enter("waiting for the copy before")
             self._thread.join(1.0)
         if self._error is not None:
@@ -183,16 +152,17 @@ class Copies:
         reports = [WorkerPart.model_validate_json(text) for text in share(written.model_dump_json(), self._group)]
         problems = [report.problem for report in reports if report.problem]
         transfers = [] if problems else self._transfers(reports)
+        problem = ""
         try:
             allocate(folder, transfers)
-            problems += filter(None, share("", self._group))
         except OSError as cause:
-            problems += share(f"worker {self._rank}: {cause.strerror or cause}", self._group)
+            problem = f"worker {self._rank}: {cause.strerror or cause}"
+        problems += filter(None, share(problem, self._group))
         if self._log is not None:
             evaluations = [evaluation for report in reports for evaluation in report.evaluations]
             self._log.note(merge_losses(report.losses for report in reports), evaluations)
         if not problems:
-            exchange_files(folder, transfers, self._group, self._note_moved)
+            exchange_files(folder, transfers, self._group, self._moved.set)
             dist.barrier(self._group)
             if self._log is not None:
                 self._log.append(minibatch)
@@ -221,9 +191,6 @@ class Copies:
                     receiver = receivers[place % len(receivers)]
                     found.append(Transfer(file.name, file.size_bytes, sender, receiver))
         return found
-
-    def _note_moved(self) -> None:
-        self._moved += 1
 
     def _check_room(self) -> None:
         """Raise InputError for a host without memory for its own state and the copy of another host's."""

@@ -179,7 +179,7 @@ def _pieces(content: torch.Tensor) -> list[torch.Tensor]:
 
 
 def exchange_files(
-    folder: Path, transfers: Sequence[Transfer], group: dist.ProcessGroup, moved: Callable[[], None]
+    folder: Path, transfers: Sequence[Transfer], group: dist.ProcessGroup, moved: Callable[[], object]
 ) -> None:
     """Send and receive files, straight from memory to memory; all workers of the group that have a part call it.
 

@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]  # exported by a star import
@@ -93,10 +94,10 @@ def recover(job: Job, heartbeat: Heartbeat) -> Recovery:
             for rank in stage.ranks:
                 wanted.setdefault(leaders[seats[rank].server], set()).update(stage.layers)
         transfers = list(_missing(chosen, index, wanted, hosts))
-        heartbeat.enter("fetching the state from other hosts")
+        moves = partial(heartbeat.enter, "fetching the state from other hosts")
+        moves()
         allocate(memory.folder / chosen, transfers)
-        again = lambda: heartbeat.enter("fetching the state from other hosts")  # noqa: E731
-        exchange_files(memory.folder / chosen, transfers, group, again)
+        exchange_files(memory.folder / chosen, transfers, group, moves)
         if memory.leads and dist.get_rank() in wanted:
             memory.go_on_from(chosen, index)
         layers = {layer for stage in job.plan.stages if dist.get_rank() in stage.ranks for layer in stage.layers}
@@ -157,12 +158,12 @@ def _hosts(names: Sequence[str]) -> str:
     return f"host{'s' * (len(names) > 1)} {', '.join(sorted(names))}"
 
 
-def describe(recovery: Recovery, job: Job) -> str:
+def describe(recovery: Recovery, first: int, job: Job) -> str:
     """Return the line on what happened; empty at the first start."""
     if not recovery.what:
         return ""
     after = "" if recovery.since_s is None else f", {time.time() - recovery.since_s:.1f} s after that was noticed"
-    goes_on = f"training goes on from minibatch {recovery.start.first} with the plan {job.plan.config}"
+    goes_on = f"training goes on from minibatch {first} with the plan {job.plan.config}"
     return f"{recovery.what}: {goes_on}, {job.left}{after}"
 
 

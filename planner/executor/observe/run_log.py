@@ -7,15 +7,14 @@ Each loss is written once, and is on disk before the checkpoint is complete.
 
 import logging
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Literal, NamedTuple, TypeVar
+from typing import Literal
 
 from planner.formats.files import Record, write_text
 from planner.workers.job import Evaluation, Loss
 
 FILE = "losses.jsonl"
-EntryT = TypeVar("EntryT", bound=Loss | Evaluation)
 _log = logging.getLogger(__name__)
 
 
@@ -34,7 +33,7 @@ class _LogLine(Record):
     evaluations: tuple[Evaluation, ...]
 
 
-class Past(NamedTuple):
+class Past(Record):
     """Losses and evaluations of a run from before its workers were last restarted, up to the checkpoint."""
 
     losses: tuple[Loss, ...] = ()
@@ -53,13 +52,6 @@ def is_of(folder: Path, run: str) -> bool:
         return False
 
 
-def _merged(own: Sequence[EntryT], known: Sequence[EntryT]) -> tuple[tuple[EntryT, ...], tuple[EntryT, ...]]:
-    """Return the entries of both by minibatch, and those that only the second has."""
-    there = {each.minibatch for each in own}
-    more = [each for each in known if each.minibatch not in there]
-    return tuple(sorted([*own, *more], key=lambda each: each.minibatch)), tuple(more)
-
-
 class RunLog:
     """The file of losses in the folder of the checkpoints, of a run with its restarts; only rank 0 has one."""
 
@@ -73,7 +65,7 @@ class RunLog:
     def begin(self, first: int, *, again: bool, known: Past = NOTHING) -> Past:
         """Start the file anew, and return what the same run did before minibatch `first` if it is started `again`.
 
-        What is `known` of it from elsewhere, and not from the file, is noted.
+        What came after the file's last line, and is `known` from elsewhere, is noted.
         """
         entries: list[_LogLine] = []
         if again and is_of(self._path.parent, self._run):
@@ -89,12 +81,13 @@ class RunLog:
         text = "".join(line.model_dump_json() + "\n" for line in (_Header(run=self._run), *entries))
         write_text(self._path, text)
         self._size = len(text.encode())
+        done = entries[-1].minibatch if entries else 0
+        later = [loss for loss in known.losses if loss.minibatch >= done]
+        evaluated = [evaluation for evaluation in known.evaluations if evaluation.minibatch > done]
+        self.note(later, evaluated)
         losses = [Loss(minibatch=minibatch, loss=loss) for entry in entries for minibatch, loss in entry.losses]
-        own = Past(tuple(losses), tuple(each for entry in entries for each in entry.evaluations))
-        losses_of_all, more_losses = _merged(own.losses, known.losses)
-        evaluations, more_evaluations = _merged(own.evaluations, known.evaluations)
-        self.note(more_losses, more_evaluations)
-        return Past(losses_of_all, evaluations)
+        evaluations = [evaluation for entry in entries for evaluation in entry.evaluations]
+        return Past(losses=(*losses, *later), evaluations=(*evaluations, *evaluated))
 
     def note(self, losses: Iterable[Loss], evaluations: Iterable[Evaluation]) -> None:
         """Add what came since the last checkpoint, to be written with the next one."""

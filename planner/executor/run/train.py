@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from itertools import chain
 from pathlib import Path
+from typing import NamedTuple
 
 import torch.distributed as dist
 
@@ -41,6 +42,14 @@ from planner.workers.supervisor import Supervisor
 TimelineCallback = Callable[[Timeline], None]
 
 _NICER = 5  # the thread that computes than those that move messages
+
+
+class Kept(NamedTuple):
+    """What keeps the run's state, and how many of its minibatches were done before."""
+
+    checkpointer: Checkpointer | None
+    copies: Copies | None
+    first: int
 
 
 def train_worker(
@@ -106,7 +115,8 @@ def train(
     context.await_models()
     # Every worker makes the same process groups, in this order: links, replicas, checkpoints, norm, evaluation.
     groups = Groups.create(context)
-    checkpointer, copies, first = restore(context, recovery)
+    kept = restore(context, recovery)
+    checkpointer, copies, first = kept
     reporter = None
     last_stage = len(context.plan.stages) - 1
     if context.is_first_replica(last_stage) and context.leads_tensor_group:  # one worker reports
@@ -145,11 +155,11 @@ def train(
         context.heartbeat.enter("waiting for the others to start", meeting=True)
         dist.barrier(control_group())
         began_s = time.perf_counter()
-        _train_segments(context, loop, checkpointer, copies, first, reporter)
+        _train_segments(context, loop, kept, reporter)
         context.heartbeat.enter("waiting for the last worker", meeting=True)
         dist.barrier(control_group())
         seconds = time.perf_counter() - began_s
-    result = gather_result(context, loop, peak, checkpointer, copies, first, seconds)
+    result = gather_result(context, loop, peak, kept, seconds)
     if context.job.save_weights is not None:
         save_weights(context, Path(context.job.save_weights))
     if checkpointer is not None:
@@ -165,16 +175,9 @@ def train(
     return result
 
 
-def _train_segments(
-    context: PipelineContext,
-    loop: Loop,
-    checkpointer: Checkpointer | None,
-    copies: Copies | None,
-    first: int,
-    reporter: Reporter | None,
-) -> None:
-    """Train from minibatch `first` to the end."""
-    worker = loop.worker
+def _train_segments(context: PipelineContext, loop: Loop, kept: Kept, reporter: Reporter | None) -> None:
+    """Train from the first minibatch that is not done to the end."""
+    worker, (checkpointer, copies, first) = loop.worker, kept
     every = context.job.options.evaluate_every
     for start, end in context.segments(first):
         loop.begin(start, end)
@@ -195,20 +198,21 @@ def _train_segments(
     worker.drain()
 
 
-def restore(
-    context: PipelineContext, recovery: Recovery | None = None
-) -> tuple[Checkpointer | None, Copies | None, int]:
-    """Return what keeps the run's state, and the minibatches done before, of the newest state that is there."""
+def restore(context: PipelineContext, recovery: Recovery | None = None) -> Kept:
+    """Make what keeps the run's state, and go on from the newest one that is there."""
     job, data, checkpointer, copies = context.job, context.data, None, None
+    on_disk = job.checkpoints.every is not None or job.checkpoints.resume is not None
+    if not on_disk and recovery is None:
+        return Kept(None, None, 0)
     per_epoch = None if data.random else data.minibatches(None, 1)
-    if job.checkpoints.every is not None or job.checkpoints.resume is not None:
+    if on_disk:
         checkpointer = make_checkpointer(context, job.checkpoints, per_epoch)
     if recovery is not None:
         position = DataPosition(context.minibatch_size, per_epoch)
         copies = Copies(job, restorable(context), position, context.heartbeat, recovery)
     first, past = 0, NOTHING
     # The newest state comes first, and a copy before a checkpoint.
-    keepers: list[Copies | Checkpointer] = [each for each in (copies, checkpointer) if each is not None]
+    keepers = [each for each in (copies, checkpointer) if each is not None]
     for keeper in sorted(keepers, key=lambda keeper: -keeper.found):
         first = first or keeper.restore()
         past = keeper.begin(first, past)
@@ -218,21 +222,16 @@ def restore(
             f"the {source} is of a run of {first} minibatches, and the whole run is to have {context.minibatches}",
             hint="`steps` and `epochs` count from the beginning of the first run",
         )
-    return checkpointer, copies, first
+    return Kept(checkpointer, copies, first)
 
 
 def gather_result(
-    context: PipelineContext,
-    loop: Loop,
-    peak: PeakMemory,
-    checkpointer: Checkpointer | None,
-    copies: Copies | None,
-    first: int,
-    seconds: float,
+    context: PipelineContext, loop: Loop, peak: PeakMemory, kept: Kept, seconds: float
 ) -> TrainResult | None:
     """Gather what all workers measured on rank 0, which returns the result; None elsewhere. All workers call it."""
     job, plan, shape, data, place = context.job, context.plan, context.shape, context.data, context.place
     log, stages, depth = loop.worker.log, loop.worker.stages, context.shape.in_flight(0)
+    checkpointer, copies, first = kept
     units = shape.accumulate  # between two updates, on all its stages
     if not shape.schedule.stashes:
         units = sum(len(shape.units_of(stage, context.rank, 0)) for stage in stages)
