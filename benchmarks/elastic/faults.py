@@ -38,6 +38,7 @@ _ACTS = {KILLED: "kill", STOPPED: "stop", LOST: "hold", UNPLUGGED: "hold"}
 RECOVERY = "recovery"
 PHASES = ("forward", "backward", "message", "all-reduce", "update", "evaluation", "checkpoint", "copy")
 STRIKE_WITHIN_S = 20.0  # a worker that is to be hit comes to the phase; or else it is hit where it is
+TAKEN_IN_S = 40.0
 PAUSE_S = 2.0  # between two looks, 20 ms apart
 GIVE_UP_S = 240.0  # for one recovery, on a machine that is also otherwise busy
 _OFTEN = ("--evaluate-every", str(EVALUATE_EVERY))
@@ -241,7 +242,7 @@ class Campaign:
         self._found, self._hosts, self._draw, self._outcome = found, hosts, draw, outcome
         replicated = any(len(stage.ranks) > 1 for each in (plan, *plan.smaller) for stage in each.stages)
         self._phases = [phase for phase in PHASES if replicated or phase != "all-reduce"]
-        self._per_host = plan.cluster.gpus // hosts
+        self._workers, self._per_host = plan.workers, plan.cluster.gpus // hosts
         self._copied = True  # whether all that hosts have is also on another one
 
     def wait_for(self, since_s: float, fault: Fault | None = None) -> Update | None:
@@ -263,6 +264,10 @@ class Campaign:
     def hit(self, *, twice: bool) -> bool:
         """Let one fault happen, or another one during the recovery from it, and wait; return False at the end."""
         found, draw = self._found, self._draw
+        if gone := [host for host, process in found.processes.items() if process.poll() is not None]:
+            if 0 not in gone:
+                self._outcome.problems.append(f"hosts {gone} ended before the run")
+            return False
         kind, phase = draw.choice(KINDS), draw.choice(self._phases)
         again = draw.choice(KINDS) if twice and draw.random() < 0.25 else None
         time.sleep(draw.uniform(0.2, 2.5))
@@ -333,16 +338,18 @@ class Campaign:
 
     def _come_back(self, fault: Fault) -> None:
         """Let a host or a link come back; sometimes, wait until it is taken in."""
+        found = self._found
         if fault.kind not in (LOST, UNPLUGGED):
             return
         time.sleep(AWAY_S)
-        at_s = time.time()
         if fault.kind == LOST:
-            self._found.start(fault.host)
+            found.start(fault.host)
         else:
-            self._found.link(fault.host, "up")
-        if self._draw.random() < 0.5:  # otherwise the next fault may come while it is taken in
-            self.wait_for(at_s)
+            found.link(fault.host, "up")
+        taken_in = self._draw.random() < 0.5  # otherwise the next fault may come while it is taken in
+        deadline = time.monotonic() + TAKEN_IN_S
+        while taken_in and found.updates()[-1].workers < self._workers and time.monotonic() < deadline:
+            time.sleep(0.1)
 
 
 def _speeds(found: Cluster, plan: Plan) -> list[tuple[str, float, float]]:

@@ -128,7 +128,7 @@ def train(args: argparse.Namespace) -> int:
         refuse(args, "elastic", "max_restarts", "baseline", why=", which starts workers again and changes the plan")
         check_elastic(plan, losing)
         plan, left = plan_left(plan) if as_worker else (plan, "")
-    continued = after_torchrun_restart(checkpoints, elastic=elastic) if as_worker else None
+    continued = after_torchrun_restart(checkpoints, elastic=elastic) if as_worker or elastic else None
     asked = arguments.read_options(
         TrainArguments,
         args,

@@ -195,7 +195,7 @@ def after_failure(job: Job) -> Job:
 def after_torchrun_restart(options: CheckpointOptions, *, elastic: bool) -> CheckpointOptions | None:
     """Return the options of workers that torchrun restarted: resume from the newest checkpoint of their own run.
 
-    In an `elastic` run a host that has just come may have its first worker, which was never restarted.
+    In an `elastic` run a host that has just come was never restarted, nor was its worker.
 
     None for the first workers of a run, and for a run without a checkpoint. Worker 0 decides, because it has the run's
     losses; the others follow what it finds.
@@ -204,7 +204,7 @@ def after_torchrun_restart(options: CheckpointOptions, *, elastic: bool) -> Chec
     first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0" and not elastic
     if first or options.every is None or not complete(folder):
         return None
-    if os.environ["RANK"] == "0" and not is_of(folder, torchrun_run_id()):
+    if os.environ.get("RANK") == "0" and not is_of(folder, torchrun_run_id()):
         return None
     return replace(options, resume=AUTO)
 

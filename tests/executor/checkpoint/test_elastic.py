@@ -20,6 +20,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported
 import planner
 from planner.api.running import check_elastic
 from planner.errors import InputError, PlanError
+from planner.executor.checkpoint.folders import after_torchrun_restart
 from planner.executor.checkpoint.recovery import await_end, recover
 from planner.executor.run.train import train_worker
 from planner.formats.plan import Plan
@@ -219,6 +220,20 @@ def test_memory_without_room_is_one_sentence(tmp_path: Path) -> None:
     assert re.search(r"InputError: copies of the state take \S+ kB of '\S+' on host 0, which has \S+ kB left", told), (
         told
     )
+
+
+def test_a_host_that_comes_leaves_it_to_worker_0_whether_checkpoints_are_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = CheckpointOptions(every=5, folder=str(tmp_path))
+    (tmp_path / "step-00000005").mkdir()
+    (tmp_path / "step-00000005" / "index.json").touch()
+    monkeypatch.delenv("RANK", raising=False)
+    for rank, resumes in ((None, True), ("1", True), ("0", False)):
+        if rank is not None:
+            monkeypatch.setenv("RANK", rank)
+        assert (after_torchrun_restart(options, elastic=True) is not None) == resumes
+    assert after_torchrun_restart(options, elastic=False) is None
 
 
 def test_what_cannot_be_survived_is_refused() -> None:
