@@ -19,7 +19,7 @@ from typing import cast
 from unittest.mock import patch
 
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]  # exported by a star import
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousClosedError,
@@ -44,6 +44,7 @@ SHUTDOWN_S = "10"  # seconds from SIGTERM to SIGKILL, for the workers that are l
 # Of torchrun's agents: how long a start waits for further hosts once the fewest have come, after how many seconds a
 # silent one counts as gone, and how long the fewest are waited for.
 LAST_CALL_S, SILENT_S, JOIN_S = 3, 5, 600
+END_S = 1  # how long workers have to end when a start does
 FAULTS = 100  # of its own workers that a host survives
 
 
@@ -115,9 +116,10 @@ def run_on_hosts(job: Job, command: Sequence[str]) -> None:
     if own is None:
         raise InputError(f"no way leads to the host of `rendezvous={place}`", hint="is its name known here?")
     # Each start has a store of its own, on the host of its first worker: otherwise torchrun's agents would look for the
-    # first start's for ever, whose host may be the one that is lost. What a start ends has nothing more to do.
-    variables = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "1"}
-    with tempfile.TemporaryDirectory(prefix="plan-train-") as folder, _launching(interface, **variables):
+    # first start's for ever, whose host may be the one that is lost.
+    launching = _launching(interface, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
+    ending = patch.object(PContext, "close", _close_soon)
+    with tempfile.TemporaryDirectory(prefix="plan-train-") as folder, launching, ending:
         config = LaunchConfig(
             min_nodes=least,
             max_nodes=most,
@@ -149,6 +151,14 @@ def run_on_hosts(job: Job, command: Sequence[str]) -> None:
                 RendezvousTimeoutError: (f"fewer than {least} hosts have come in {JOIN_S} s", "start more of them"),
             }.get(type(cause), (lost, again))
             raise WorkerError(problem, hint=hint) from None
+
+
+_close = PContext.close
+
+
+def _close_soon(workers: PContext, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
+    # What a start ends has nothing more to do. One that is stopped does not end before SIGKILL.
+    _close(workers, death_sig, min(timeout, END_S))
 
 
 def _is_free(address: str, port: int) -> bool:
