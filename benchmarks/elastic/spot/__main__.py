@@ -29,7 +29,7 @@ PICTURE = FOLDER.parents[2] / "docs" / "images" / "elastic-spot.svg"
 MOST, LINK, GPU = 12, "5Gbps", "t4"  # instances; g4dn.xlarge: one T4, and 5 Gbit/s that it keeps up
 MODEL = Gpt("gpt2-medium", 24, 1024, 16, 4096, 50257, 512)
 MICROBATCH, MICROBATCHES = 2, 32
-LINK_BYTES_PER_S = 5e9 / 8
+LINK_BYTES_PER_S = 5e9 / 8  # of each instance, and of the file server that has the checkpoints
 BYTES_PER_PARAMETER = 12  # of AdamW in single precision: weight and two moments
 # From the loss of an instance to the first update, without the transfer of state. Measured on CPUs; see ../README.md.
 RESTART_S = 20.0
@@ -49,8 +49,8 @@ class Way:
 
 
 WAYS = (
-    Way("copies in memory every 10 minibatches, and a checkpoint every hour", 10, HOUR_S),
-    Way("checkpoints at the best interval for this trace", None, None),
+    Way("copies in memory every 10 minibatches, and a checkpoint every 10 minutes", 10, 600.0),
+    Way("a checkpoint at the best interval for this trace", None, None),
     Way("a checkpoint every 10 minutes", None, 600.0),
     Way("a checkpoint every hour", None, HOUR_S),
 )
@@ -71,14 +71,15 @@ def train(
     Each change starts all workers again, from the newest state that is left: a copy, unless two neighbours of the ring
     are lost at once or all instances are, or else the newest checkpoint.
     """
-    curve, done, on_disk = [(0.0, 0.0)], 0.0, 0.0
+    curve, done, on_disk, from_memory = [(0.0, 0.0)], 0.0, 0.0, False
+    disk_s = state_bytes / LINK_BYTES_PER_S
     between_s = (end_s - trace[0][0]) / len(trace)
     for (begin_s, count), (change_s, after) in pairwise([*trace, (end_s, trace[-1][1])]):
         if count:
-            share_s = state_bytes / count / LINK_BYTES_PER_S  # each moves its own stage
-            every_s = way.checkpoint_s or math.sqrt(2 * share_s * between_s)
-            step_s = speeds[count] * (1 + (COPIES_COST if way.copies else 0.0)) * (1 + share_s / every_s)
-            began_s = begin_s + RESTART_S + share_s
+            every_s = way.checkpoint_s or math.sqrt(2 * disk_s * between_s)
+            step_s = speeds[count] * (1 + (COPIES_COST if way.copies else 0.0)) * (1 + disk_s / every_s)
+            # From memory to memory each moves its own stage, at the same time.
+            began_s = begin_s + RESTART_S + (disk_s / count if from_memory else disk_s)
             trained = max(0.0, change_s - began_s) / step_s
             if trained >= every_s / step_s:
                 on_disk = done + math.floor(trained * step_s / every_s) * every_s / step_s
@@ -86,7 +87,8 @@ def train(
             ended = change_s == end_s
             lost = 0 if ended else max(0, count - after)
             safe = way.copies and after and not _neighbours(count, lost, draw)
-            done = done + trained if ended else max(on_disk, in_memory) if safe else on_disk
+            from_memory = bool(safe) and in_memory >= on_disk
+            done = done + trained if ended else in_memory if from_memory else on_disk
         curve.append((change_s, done))
     return curve
 
