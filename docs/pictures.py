@@ -16,14 +16,12 @@ from pathlib import Path
 import planner
 from benchmarks.svg import Font, box, document, line, text, timeline_svg
 from planner.analysis.explain import ResourceUse, explain
-from planner.analysis.sweep import Sweep, spread, sweep
 from planner.cli.main import main as plan_command
 from planner.formats.plan_parts import short_config
 from planner.formats.timeline import EventKind
-from planner.reporting.tables.answers import value_text
 from planner.reporting.tables.profile import output_bytes, time_s
 from planner.reporting.timeline import COLOURS
-from planner.units import format_bytes, format_rate, format_seconds
+from planner.units import format_bandwidth, format_bytes, format_rate, format_seconds
 
 ROOT = Path(__file__).resolve().parents[1]
 IMAGES = ROOT / "docs" / "images"
@@ -94,24 +92,27 @@ def resources(uses: tuple[ResourceUse, ...], seconds: float) -> str:
     return document(width, bottom + 10, parts)
 
 
-def sweep_svg(swept: Sweep) -> str:
+def bandwidths() -> str:
     """Draw a bar per bandwidth as long as its plan is fast, with its config, and a mark for data parallelism."""
+    rates = [0.1 * GBPS * 1000 ** (step / 12) for step in range(13)]
+    plans = [planner.solve(PROFILE, planner.flat_cluster(8, rate), schedule="1f1b") for rate in rates]
+    speeds = [plan.predicted.samples_per_s or 0.0 for plan in plans]
     values, bars, height = 110, 420, 26
-    scale = bars / max(point.rate_per_s for point in swept.points)
-    title = text(16, 26, f"{swept.model}: the fastest plan by {swept.quantity}", Font(17, weight="bold"))
+    scale = bars / max(speeds)
+    title = text(16, 26, f"{PROFILE.model}: the fastest plan by bandwidth", Font(17, weight="bold"))
     parts = [title, text(values, 48, "samples/s; the mark is data parallelism")]
-    for row, point in enumerate(swept.points):
+    for row, (rate, plan, speed) in enumerate(zip(rates, plans, speeds, strict=True)):
         y = 60 + height * row
-        value, config = value_text(point.value, swept.quantity), short_config(point.config or "none fits")
-        length = point.rate_per_s * scale
+        value, config = format_bandwidth(rate), short_config(plan.config)
+        length = speed * scale
         parts.append(text(values - 8, y + 15, value, Font(anchor="end")))
         parts.append(box((values, y), (max(length, 0.5), height - 6), COLOURS["forward"], f"{value}: {config}"))
-        if point.speedup_over_data_parallel:
-            x = values + length / point.speedup_over_data_parallel
+        if plan.predicted.speedup_over_data_parallel:
+            x = values + length / plan.predicted.speedup_over_data_parallel
             parts.append(box((x - 1.5, y - 2), (3, height - 2), ORANGE))
-        parts.append(text(values + length + 10, y + 15, format_rate(point.rate_per_s)))
+        parts.append(text(values + length + 10, y + 15, format_rate(speed)))
         parts.append(text(values + length + 70, y + 15, config))
-    return document(860, 70 + height * len(swept.points), parts)
+    return document(860, 70 + height * len(plans), parts)
 
 
 def schedules() -> str:
@@ -160,13 +161,11 @@ def main() -> None:
     """Write all pictures, those of the report where it is asked for."""
     plan = planner.solve(PROFILE, planner.flat_cluster(gpus=4, bandwidth_bytes_per_s=GBPS))
     explained = explain(PROFILE, plan)
-    rates = spread(0.1 * GBPS, 100 * GBPS, 13, whole=False)
-    swept = sweep(PROFILE, "bandwidth", rates, lambda rate: planner.flat_cluster(8, rate))
     drawn = {
         "profile.svg": profile_svg(),
         "resources.svg": resources(explained.uses, explained.seconds_per_minibatch),
         "schedules.svg": schedules(),
-        "sweep.svg": sweep_svg(swept),
+        "bandwidths.svg": bandwidths(),
     }
     for name, svg in drawn.items():
         (IMAGES / name).write_text(svg, encoding="utf-8")

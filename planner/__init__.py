@@ -13,7 +13,7 @@ The verbs of the command line, with its defaults; `help(planner.solve)` describe
     cluster              GPUs and links, as the command line describes them; also flat_cluster, hierarchical_cluster
     solve, choose        the fastest plan; the fastest of several schedules and batch sizes
     price                a plan of stages that you chose yourself
-    compare, explain, sweep    other ways to train, what limits a plan, how it changes with the cluster
+    compare, explain     other ways to train, what limits a plan
     simulate, summarize  what workers and links do over time
     show, report         a file as tables; all about a plan as one HTML file
     train, pipeline      train as a plan says, in worker processes or in your own loop
@@ -41,8 +41,6 @@ if TYPE_CHECKING:
     from planner.analysis.explain import Explanation as Explanation
     from planner.analysis.explain import explain as explain
     from planner.analysis.fit import Fit as Fit
-    from planner.analysis.sweep import Sweep as Sweep
-    from planner.analysis.sweep import sweep as sweep
     from planner.api.planning import cluster as cluster
     from planner.api.planning import price as price
     from planner.api.planning import report as report

@@ -13,7 +13,7 @@
     └── WorkerError              1  a worker died or hung
 
 The numbers are exit codes. A message is one sentence that names the offending value and its place; `hint` says what to
-do about it. Both name arguments in backticks, by their Python name: "give `accumulate` 1 or more". The command line
+do about it. Both name arguments in backticks, by their Python name: "give `microbatches` 1 or more". The command line
 shows the flag instead.
 """
 

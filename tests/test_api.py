@@ -28,7 +28,7 @@ from tests.cli.in_process import plan as plan_verb
 ROOT = Path(__file__).parents[1]
 VGG = ROOT / "profiles" / "vgg16" / "cpu.json"
 NOTEBOOK = ROOT / "docs" / "examples" / "notebook.ipynb"
-VERBS = ("profile", "solve", "fit", "price", "show", "compare", "sweep", "explain", "simulate", "report", "train")
+VERBS = ("profile", "solve", "fit", "price", "show", "compare", "explain", "simulate", "report", "train")
 OTHERS = ("export", "export-weights", "quickstart", "selftest")
 
 
@@ -184,11 +184,6 @@ def test_price_takes_plain_numbers(profile: planner.Profile) -> None:
         planner.price(profile, four, [3, 0])
 
 
-def test_sweeps_take_texts(profile: planner.Profile) -> None:
-    found = planner.sweep(profile, "bandwidth", ["1Gbps", "nvlink2"], lambda rate: planner.flat_cluster(2, rate))
-    assert [point.value for point in found.points] == [125e6, 114e9]
-
-
 def test_a_model_in_memory_has_what_a_file_has() -> None:
     data = [((torch.randn(4),), torch.tensor(1))] * 8
     spec = planner.in_memory(
@@ -269,11 +264,6 @@ def test_devices_are_found_in_any_case_and_suggested() -> None:
     with pytest.raises(InputError) as raised:
         planner.estimate(ROOT / "tests" / "docs" / "small_model.py", device="4090")
     assert raised.value.hint.startswith("did you mean rtx-4090?")
-
-
-def test_a_sweep_takes_links_by_name(tmp_path: Path) -> None:
-    arguments = ("--gpus", "2", "--bandwidth", "nvlink2:nvlink3", "--points", "2")
-    assert plan_verb("sweep", "--profile", str(VGG), *arguments, cwd=tmp_path).returncode == 0
 
 
 @pytest.mark.slow

@@ -30,5 +30,5 @@ def test_the_example_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_verbs_have_examples() -> None:
-    verbs = {"profile", "estimate", "solve", "price", "compare", "explain", "sweep", "simulate", "train", "export"}
+    verbs = {"profile", "estimate", "solve", "price", "compare", "explain", "simulate", "train", "export"}
     assert verbs <= {name for name in FUNCTIONS if _examples(name)}

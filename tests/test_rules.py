@@ -12,11 +12,11 @@ PACKAGE = Path(__file__).parents[1] / "planner"
 _FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 _OTHER_PROGRAMS = re.compile(r"torchrun|--(nnodes|nproc-per-node|node-rank|rdzv-\w+|master-\w+)")
 # Packages that write command lines of other systems, or scripts with options of their own.
-_EXPORTS = ("exports/transformers.py", "exports/torch_pipelining.py")
+_EXPORTS = ("exports/transformers.py",)
 
 
 def test_only_the_command_line_knows_flags() -> None:
-    """Messages of the library name arguments, `accumulate=0`; `planner.cli.output` shows them as flags."""
+    """Messages of the library name arguments, `steps=0`; `planner.cli.output` shows them as flags."""
     assert not list(_lines_with_flags())
 
 
@@ -41,10 +41,10 @@ def test_one_module_knows_what_a_kind_of_device_does() -> None:
     """What differs between kinds of device is asked of `planner.runtime`, which alone uses PyTorch's modules for them.
 
     `fake.py` lets a machine without CUDA believe in it, for the dtypes of autocast, and so replaces CUDA's own
-    functions; exported scripts stand alone.
+    functions.
     """
     elsewhere = re.compile(r"torch\.(cuda|xpu|mtia|accelerator)\b|get_device_module|is_cuda|record_stream|pin_memory")
-    allowed = ("runtime.py", "model/capture/fake.py", "exports/torch_pipelining.py")
+    allowed = ("runtime.py", "model/capture/fake.py")
     found = [
         f"{path.relative_to(PACKAGE)}:{number}: {line.strip()}"
         for path in sorted(PACKAGE.rglob("*.py"))
@@ -64,7 +64,6 @@ def test_kinds_that_say_cuda_are_about_cuda() -> None:
         "model/capture/fake.py",  # pretends to have one
         "workers/numerics.py",  # TF32
         "workers/place.py",  # the kind of a seat that says nothing else
-        "exports/torch_pipelining.py",
     )
     found = [
         f"{path.relative_to(PACKAGE)}:{node.lineno}"

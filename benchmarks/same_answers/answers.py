@@ -129,7 +129,7 @@ def stream_digests(schedule: str) -> dict[str, str]:
 
 
 def shapes(schedule: str) -> Iterator[tuple[str, Any]]:
-    """Shapes: flat and replicated, with a skip, with tied weights, divided, accumulating."""
+    """Shapes: flat and replicated, with a skip, with tied weights, divided."""
     from planner.schedule.registry import find
     from planner.schedule.schedule import Channel, PipelineShape
 
@@ -149,8 +149,6 @@ def shapes(schedule: str) -> Iterator[tuple[str, Any]]:
             variants.append(("tied", {"shared": ((0, len(ranks) - 1),)}))
         if schedule in DIVIDED:
             variants = [(f"{v} m{m}".strip(), {**o, "microbatches": m}) for v, o in variants for m in (2, 4, 5, 8)]
-        if schedule == "1f1b":
-            variants.append(("accumulate 3", {"accumulate": 3}))
         for (kind, joined), (variant, options) in itertools.product(channels.items(), variants):
             if schedule == "2bw" and options["microbatches"] < max(replicas):
                 continue

@@ -1,1 +1,1 @@
-"""Questions around a plan: compare it with others, explain it, sweep the cluster, compare it with a measured run."""
+"""Questions around a plan: compare it with others, explain it, compare it with a measured run."""

@@ -3,10 +3,9 @@
 from collections.abc import Iterator
 
 from planner.analysis.given_plan import GivenPlan
-from planner.analysis.sweep import at_bandwidth
 from planner.arguments import checked
 from planner.errors import InfeasibleError
-from planner.formats.cluster import Cluster
+from planner.formats.cluster import Cluster, Level
 from planner.formats.files import Record
 from planner.formats.names import CODECS
 from planner.formats.plan import Plan
@@ -142,7 +141,7 @@ def _memory(plan: Plan, stage: int) -> MemoryUse:
 def _what_if(given: GivenPlan) -> tuple[Alternative, ...]:
     """Solve again with the same options on slightly larger clusters, and where links limit, with smaller messages."""
     cluster = given.plan.cluster
-    wider = tuple(at_bandwidth(level, level.bandwidth_bytes_per_s * MORE_BANDWIDTH) for level in cluster.levels)
+    wider = tuple(_at_bandwidth(level, level.bandwidth_bytes_per_s * MORE_BANDWIDTH) for level in cluster.levels)
     clusters = [
         (f"{MORE_BANDWIDTH - 1:.0%} more bandwidth", cluster.model_copy(update={"levels": wider})),
         *_one_more(cluster),
@@ -157,6 +156,14 @@ def _what_if(given: GivenPlan) -> tuple[Alternative, ...]:
         _resolved(given.within(1 / (len(clusters) - number)), what, larger)
         for number, (what, larger) in enumerate(clusters)
     )
+
+
+def _at_bandwidth(level: Level, bandwidth_bytes_per_s: float) -> Level:
+    """Return the level with another bandwidth; those measured of all-reduces keep their ratios to it."""
+    factor = bandwidth_bytes_per_s / level.bandwidth_bytes_per_s
+    names = ("all_reduce_bandwidth_bytes_per_s", "sum_bandwidth_bytes_per_s")
+    scaled = {name: rate * factor for name in names if (rate := getattr(level, name)) is not None}
+    return level.model_copy(update={"bandwidth_bytes_per_s": bandwidth_bytes_per_s, **scaled})
 
 
 def _one_more(cluster: Cluster) -> Iterator[tuple[str, Cluster]]:

@@ -33,7 +33,7 @@ from planner.solver.find_plan import find_plan
 from planner.solver.problem.budget import Patience
 
 # Shares of the time left: of `solve` for the search, and then for the best synchronous plan; the rest is for what
-# people use. Of a report for the comparison, and then for the explanation; the rest is for the bandwidths.
+# people use. Of a report for the comparison, and then for the explanation.
 SEARCHING, BESIDE = 0.9, 0.7
 COMPARING, EXPLAINING = 0.3, 0.4
 PLAN, PROFILE = Path("plan.json"), Path("profile.json")  # what one verb writes, the next one reads
@@ -288,8 +288,8 @@ def timelines(
 ) -> tuple[Timeline, Timeline | None]:
     """Return the simulation, and the run that an argument names if it does: then of the run's minibatches."""
     if run is None:
-        return simulate(plan, options.minibatches, options.accumulate or 1), None
-    refuse(options, argument, "minibatches", "accumulate", why=", which knows it")
+        return simulate(plan, options.minibatches), None
+    refuse(options, argument, "minibatches", why=", which knows it")
     measured = run if isinstance(run, Timeline) else load_run(run)
     return simulate_recorded(plan, measured), measured
 

@@ -12,7 +12,6 @@ from planner.analysis.fit import fit as fit_on
 from planner.catalog.models import find_model
 from planner.errors import ClusterError, InputError, PlanError
 from planner.executor.checkpoint.folders import seed_of_run
-from planner.executor.observe.progress import check_tensorboard
 from planner.executor.run.agreement import check_loss, device_kind
 from planner.executor.run.stages import check_divided
 from planner.executor.worker import launch
@@ -28,14 +27,12 @@ from planner.options.option import keywords_of
 from planner.options.profiling import EstimateArguments
 from planner.options.training import CheckpointOptions, ElasticOptions, RunOptions, TrainArguments, TrainingOptions
 from planner.options.verbs import PER_SERVER, PLANNED, SAMPLES, TENSOR, TOKENS, FitOptions
-from planner.plan.shape import check_accumulate
 from planner.profiler.estimated.calibrate import load_calibration
 from planner.profiler.estimated.devices import device_spec, parse_dtype, usual_dtype
 from planner.profiler.estimated.estimate import EstimateOptions, Estimator, estimate_profile, load_device
 from planner.profiler.estimated.execution import compiler
 from planner.profiler.measured.profiling import ProfilingOptions, profile_model
 from planner.reporting.trace import save_trace
-from planner.simulator.simulate_plan import simulated_s
 from planner.solver.problem.budget import Patience
 from planner.workers.job import Job, TrainResult
 
@@ -244,7 +241,7 @@ def make_job(model: str | Path, plan: Plan, arguments: TrainArguments) -> Job:
     options, baseline = arguments.options or TrainingOptions(), arguments.baseline
     checkpoints, run_options = arguments.checkpoints or CheckpointOptions(), arguments.run_options or RunOptions()
     asked = vars(options) | vars(arguments)
-    only_plans = {"accumulate": 1, "evaluate_every": None, "save_weights": None, "defer_weights": None}
+    only_plans = {"evaluate_every": None, "save_weights": None, "defer_weights": None}
     refused = [name for name, usual in only_plans.items() if asked[name] != usual]
     if baseline is None:
         check_trainable(plan)
@@ -254,10 +251,7 @@ def make_job(model: str | Path, plan: Plan, arguments: TrainArguments) -> Job:
     elif plan.master_weights is not None:
         what = f"{baseline} sums gradients in the weights' own type, which is {plan.master_weights} in this plan"
         raise InputError(what, hint="compare with a plan that has one stage")
-    check_accumulate(plan, options.accumulate)
     check_loss(plan, options)
-    if options.tensorboard is not None:
-        check_tensorboard()
     if run_options.max_restarts and checkpoints.every is None:
         what = f"`max_restarts={run_options.max_restarts}` has no checkpoint to restart from"
         raise InputError(what, hint="add `every=N`")
@@ -265,12 +259,9 @@ def make_job(model: str | Path, plan: Plan, arguments: TrainArguments) -> Job:
     made: dict[str, Any] = {"options": options, "checkpoints": checkpoints, "run_options": run_options}
     made |= {"save_weights": None if path is None else str(path)}
     made |= {"seed": seed_of_run(checkpoints, plan, arguments.seed, baseline)}
-    # The plan predicts an update per minibatch.
-    if options.accumulate > 1 and plan.microbatch_size is not None:
-        made["predicted_samples_per_s"] = plan.microbatch_size / simulated_s(plan, options.accumulate)
     job = Job(**vars(arguments) | made, model=str(model), plan=plan)
     if os.environ.get("RANK", "0") == "0":  # on other hosts nothing is written
-        for path in (job.save_weights, run_options.trace, options.tensorboard and f"{options.tensorboard}/events"):
+        for path in (job.save_weights, run_options.trace):
             if path is not None:
                 check_writable(path)
     device_kind(job)  # so that another kind than the plan's shows before any process starts

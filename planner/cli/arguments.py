@@ -150,16 +150,13 @@ def add_folder_argument(parser: argparse.ArgumentParser, help: str, default: Pat
     parser.add_argument("-o", "--output", dest="place", type=Path, default=default, metavar="DIR", help=help)
 
 
-def add_question_arguments(parser: argparse.ArgumentParser, plan: bool) -> None:
-    """Declare the cluster's arguments and how to solve; with `plan`, also a plan that says both."""
+def add_question_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the cluster's arguments and how to solve, and a plan that says both."""
     add_cluster_arguments(parser)
     add_profile_argument(parser)
-    if plan:
-        help = (
-            "plan made from that profile, on its own cluster or on the one that the arguments describe (default: the "
-        )
-        help += f"fastest plan for the cluster that the arguments describe; {PLAN} where they describe none)"
-        parser.add_argument("--plan", type=Path, metavar="FILE", help=help)
+    help = "plan made from that profile, on its own cluster or on the one that the arguments describe (default: the "
+    help += f"fastest plan for the cluster that the arguments describe; {PLAN} where they describe none)"
+    parser.add_argument("--plan", type=Path, metavar="FILE", help=help)
     add_unchunked(parser, SolveOptions)
     add_options(parser, SolveOptions, *_SOLVING[1:])
     add_rule_arguments(parser)

@@ -44,13 +44,11 @@ Write the weights in a checkpoint to one safetensors file, under their names in 
 EXPORT = """\
 Write the plan's stage boundaries in the form that another pipeline system takes.
 
-    plan export model.py --to torch-pipelining     a script for torchrun -> train_pipelining.py
-    plan export --to deepspeed                     a PipelineModule      -> pipeline_partition.py
-    plan export --to megatron                      arguments, printed
-    plan export --to torchtitan                    its configuration, printed
+    plan export --to megatron              its arguments
+    plan export --to torchtitan            its configuration
 
-None of these systems supports stages with different numbers of replicas: exporting such a plan is an error. None
-stashes weights either: comments in the file say how the system's training differs from the plan's.
+Neither of these systems supports stages with different numbers of replicas: exporting such a plan is an error.
+Neither stashes weights: comments in the file say how the system's training differs from the plan's.
 """
 QUICKSTART = """\
 Profile VGG-16 on this machine, find the best plan for its GPUs or cores, train it on scikit-learn's digits, train
@@ -75,12 +73,6 @@ NEXT = """\
   plan show                                     # stages, predictions, bottleneck
   plan solve --gpus 8 --bandwidth 10Gbps        # the same model on another cluster
   plan solve --gpus 2 --bandwidth 1Gbps && plan train model.py --epochs 3"""
-FILES = {
-    "torch-pipelining": "train_pipelining.py",
-    "deepspeed": "pipeline_partition.py",
-    "megatron": "-",
-    "torchtitan": "-",
-}
 
 
 def add_train(verbs: arguments.Verbs) -> None:
@@ -103,13 +95,11 @@ def add_exports(verbs: arguments.Verbs) -> None:
     weights = arguments.declare(verbs, "export-weights", summary, WEIGHTS, export_weights)
     weights.add_argument("checkpoint", help="a checkpoint of `plan train`, or a folder whose newest one is meant")
     arguments.add_output_argument(weights, Path("model.safetensors"))
-    summary = "write the plan for PyTorch's pipelining, DeepSpeed, Megatron or torchtitan"
+    summary = "write the plan for Megatron or torchtitan"
     parser = arguments.declare(verbs, "export", summary, EXPORT, export)
-    parser.add_argument("model", nargs="?", help="model file, for torch-pipelining")
-    parser.add_argument("--to", choices=list(FILES), required=True, help="the other system")
+    parser.add_argument("--to", choices=["megatron", "torchtitan"], required=True, help="the other system")
     arguments.add_plan_argument(parser)
-    told = "train_pipelining.py, pipeline_partition.py; stdout for the others"
-    arguments.add_output_argument(parser, told=told, help="file to write, - for stdout")
+    arguments.add_output_argument(parser, output.STDOUT, "stdout")
 
 
 def train(args: argparse.Namespace) -> int:
@@ -193,19 +183,18 @@ def export(args: argparse.Namespace) -> int:
     from planner.formats.files import write_text
 
     plan = planner.load_plan(args.plan)
-    text = planner.export(plan, args.to, model=args.model)
-    if args.to != "torch-pipelining" and plan.loss is not None and plan.loss.weighs:  # as that script does
+    text = planner.export(plan, args.to)
+    if plan.loss is not None and plan.loss.weighs:
         output.print_complaint(
             "warning",
             f"{args.to} does not weigh microbatches by their labels as `plan train` does, so it trains another loss",
             "weigh them in the loss function: a comment in the text says how they count",
         )
-    path = args.output or Path(FILES[args.to])
-    if path == output.STDOUT:
+    if args.output == output.STDOUT:
         print(json.dumps({"text": text}) if args.json else text.rstrip("\n"))
     else:
-        write_text(path, text)
-        output.print_written(path, as_json=args.json)
+        write_text(args.output, text)
+        output.print_written(args.output, as_json=args.json)
     return 0
 
 

@@ -53,7 +53,7 @@ def add_simulate(verbs: arguments.Verbs) -> None:
         verbs, "simulate", "show what a plan's workers and links do over time", SIMULATE, simulate
     )
     arguments.add_plan_argument(parser)
-    arguments.add_options(parser, ReportOptions, "minibatches", "accumulate")
+    arguments.add_options(parser, ReportOptions, "minibatches")
     help = "write every event as a Chrome trace, which Perfetto opens"
     parser.add_argument("--trace", type=Path, metavar="FILE", help=help)
     parser.add_argument(

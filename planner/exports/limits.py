@@ -1,10 +1,7 @@
 """What no other system can express of a plan: errors for what it must have, remarks for what it does differently."""
 
-import json
 import textwrap
 from dataclasses import dataclass
-from importlib import resources
-from string import Template
 
 from planner.errors import PlanError
 from planner.formats.plan import Plan
@@ -105,14 +102,5 @@ def model_remarks(plan: Plan, system: str) -> list[str]:
     return [text for text, holds in remarks.items() if holds]
 
 
-def stage_layers(plan: Plan) -> str:
-    return "[\n" + "".join(f"    {json.dumps(list(stage.layers))},\n" for stage in plan.stages) + "]"
-
-
 def comment(sentences: list[str], width: int = 100) -> str:
     return "\n".join(line for text in sentences for line in textwrap.wrap(f"# {text}", width, subsequent_indent="# "))
-
-
-def template(name: str) -> Template:
-    """Return the script of a system, in which the plan's values are yet to be filled."""
-    return Template(resources.files("planner.exports").joinpath(f"{name}.template").read_text(encoding="utf-8"))

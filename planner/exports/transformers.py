@@ -62,7 +62,7 @@ def _layer_counts(plan: Plan) -> tuple[str, list[int]]:
         blocks[found[0]].add(found[1])
     if not blocks or max(map(len, blocks.values())) < 2:
         problem = f"Megatron divides transformers by layers, and '{plan.model}' has no numbered list of layers"
-        raise PlanError(problem, hint="use `system=torch-pipelining`")
+        raise PlanError(problem, hint="use `system=torchtitan`")
     stem = max(blocks, key=lambda name: len(blocks[name]))
     place: dict[int, int] = {}
     for index, stage in enumerate(numbers):

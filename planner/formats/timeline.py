@@ -125,7 +125,7 @@ class Timeline(Shown, Record):
     minibatches: int
     microbatches: int = 1  # per minibatch
     microbatch_size: int | None = None  # samples
-    accumulate: Annotated[int, Field(ge=1)] = 1  # minibatches per replica between two updates, under 1f1b
+    accumulate: Literal[1] = 1  # always 1; version 0.2 had runs under 1f1b in which replicas updated more rarely
     length_names: tuple[str, ...] = ()  # of lengths in which microbatches differ
     lengths: tuple[tuple[int, ...], ...] = ()  # of each: its minibatch, its number in that, and its lengths
     events: Events

@@ -20,7 +20,6 @@ class TrainingOptions(Options):
     evaluate_every: int | None = option(
         None, "evaluate on evaluation_dataset() after every N minibatches and at the end", "N", least=1
     )
-    tensorboard: str | None = option(None, "write losses, rates and evaluations to DIR, for TensorBoard", "DIR")
     scale_lr: bool = option(
         False, "multiply each stage's learning rate by the number of minibatches that its update averages"
     )
@@ -38,9 +37,6 @@ class TrainingOptions(Options):
     )
     clip_grad_norm: float | None = option(
         None, "scale gradients down to norm X, of the model, or under 1f1b and 2bw of a stage", "X", positive=True
-    )
-    accumulate: int = option(
-        1, "under 1f1b, update after K minibatches per replica, with their mean gradient", "K", least=1
     )
     deterministic: bool = option(False, "use only algorithms that give the same bits in every run, or end the run")
 

@@ -119,9 +119,6 @@ class ReportOptions(Options):
         None, "a run of the plan, as a trace or a timeline, to show beside the simulation", "FILE", flag="--run"
     )
     minibatches: int | None = option(None, "simulate N minibatches", "N", told="enough for a steady state")
-    accumulate: int | None = option(
-        None, "under 1f1b, update after K minibatches per replica, as in training", "K", least=1, told="1"
-    )
     time_limit_s: float | None = same(SolveOptions, "time_limit_s", REPORT_S, told=f"{REPORT_S:g}s")
     progress: Progress | None = same(SolveOptions, "progress")
 

@@ -8,7 +8,6 @@ from planner.errors import InputError, PlanError
 from planner.formats.plan import Plan
 from planner.formats.plan_parts import Shared
 from planner.formats.profile import LossMean
-from planner.schedule.one_stage import ONE_F_ONE_B
 from planner.schedule.registry import SCHEDULES
 from planner.schedule.schedule import Channel, PipelineShape, Schedule
 
@@ -37,16 +36,6 @@ def check_divided_loss(
         hint=f"use `schedule` {whole}; if the loss is a mean over some of the labels, define loss_weight(target) in "
         "the model file and profile it again; or take the mean over microbatches with `accept_divided_loss`",
     )
-
-
-def check_accumulate(plan: Plan, accumulate: int) -> None:
-    if accumulate < 1:
-        raise InputError(f"`accumulate={accumulate}` never updates", hint="give 1 or more")
-    if accumulate > 1 and not plan.schedule.stashes:
-        raise InputError(
-            f"`accumulate={accumulate}` is for the schedule {ONE_F_ONE_B}, and the plan's is {plan.schedule}",
-            hint="other schedules divide a minibatch, which may be of any size: solve with more `microbatches`",
-        )
 
 
 def trainable_pairs(

@@ -16,7 +16,6 @@ TEXTS = {
     "Plan": "tables.plan.plan_report",
     "Profile": "tables.profile.profile_report",
     "Summary": "tables.runs.run_report",
-    "Sweep": "tables.answers.sweep_report",
     "Timeline": "tables.runs.timeline_report",
     "TrainResult": "tables.runs.training_report",
 }

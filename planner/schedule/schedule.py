@@ -1,8 +1,8 @@
 """What a schedule is, and the pipeline that it runs on.
 
 A schedule is one object with everything that differs between schedules. A *unit* of work is one microbatch, and a
-*round* all units between two updates of a stage: a minibatch, or under 1f1b `accumulate` minibatches on each of the
-stage's replicas.
+*round* all units between two updates of a stage: a minibatch, or under 1f1b a minibatch on each of the stage's
+replicas.
 """
 
 from __future__ import annotations
@@ -150,13 +150,11 @@ class PipelineShape:
     schedule: Schedule
     microbatches: int = 1  # per minibatch; 1 for schedules that do not divide minibatches
     depths: tuple[int, ...] | None = None  # per stage, the most units in flight on a replica; None: the schedule's own
-    accumulate: int = 1  # minibatches per replica between two updates of 1f1b; the others divide minibatches for that
     shared: tuple[tuple[int, int], ...] = ()  # pairs of stages that hold the same weights (`planner.schedule.versions`)
 
     def __post_init__(self) -> None:
         # What users ask for is checked where they ask (`planner.plan.shape`, `planner.formats.plan`).
         assert self.schedule.divides or self.microbatches == 1
-        assert self.schedule.stashes or self.accumulate == 1
 
     @property
     def asynchronous(self) -> bool:
@@ -203,11 +201,11 @@ class PipelineShape:
         if not self.schedule.stashes or not self.sharers(stage):
             return 0
         depths = [self.in_flight(other) for other in range(len(self.ranks))]
-        return lag(self.shared, depths, self.accumulate, stage)
+        return lag(self.shared, depths, stage)
 
     def minibatches_per_update(self, stage: int) -> int:
         """Return how many minibatches one update of `stage` averages over: a round."""
-        return len(self.ranks[stage]) * self.accumulate if self.schedule.stashes else 1
+        return len(self.ranks[stage]) if self.schedule.stashes else 1
 
     def late(self, stage: int) -> int:
         """Return how many updates late the gradients of `stage` are."""

@@ -15,10 +15,10 @@ def sharers(pairs: Sequence[tuple[int, int]], stage: int) -> tuple[int, ...]:
     return tuple(sorted({other for pair in pairs if stage in pair for other in pair if other != stage}))
 
 
-def lag(pairs: Sequence[tuple[int, int]], depths: Sequence[int], accumulate: int, stage: int) -> int:
+def lag(pairs: Sequence[tuple[int, int]], depths: Sequence[int], stage: int) -> int:
     """Return by how many rounds `stage` is ahead of the slowest of its sharers, their sharers included."""
     family, size = {stage}, 0
     while len(family) > size:
         size = len(family)
         family.update(other for pair in pairs if family.intersection(pair) for other in pair)
-    return -(-(max(depths[other] for other in family) - depths[stage]) // accumulate)
+    return max(depths[other] for other in family) - depths[stage]

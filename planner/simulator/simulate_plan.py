@@ -9,7 +9,6 @@ import math
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable
-from dataclasses import replace
 from itertools import cycle, islice, pairwise
 from typing import Any
 
@@ -20,7 +19,7 @@ from planner.formats.plan_parts import Stage
 from planner.formats.timeline import LANES, Event, Events, MemoryCurve, Timeline
 from planner.plan.lengths import planned_terms
 from planner.plan.rank_groups import of_groups
-from planner.plan.shape import check_accumulate, deadlock, shape_of
+from planner.plan.shape import deadlock, shape_of
 from planner.simulator.fair_network import BusyPeriod
 from planner.simulator.pipeline_costs import PipelineCosts, StageCosts
 from planner.simulator.simulation import Simulation
@@ -87,16 +86,15 @@ _ENOUGH_UNITS = 16_000  # of work, a microbatch at a stage each, that are enough
 
 
 @checked
-def simulate(plan: Plan, minibatches: int | None = None, accumulate: int = 1) -> Timeline:
+def simulate(plan: Plan, minibatches: int | None = None) -> Timeline:
     """Simulate the instruction streams of training with `plan`, at the plan's times. A group of ranks is one worker.
 
     Args:
         plan: from `solve` or `load_plan`.
         minibatches: to simulate; None for enough to reach a steady state.
-        accumulate: minibatches per replica between two updates, under 1f1b.
 
     Raises:
-        InputError: for a number of minibatches below 1, and for a schedule that cannot accumulate over minibatches.
+        InputError: for a number of minibatches below 1.
         PlanError: for a plan whose depths let its workers wait for each other for ever.
 
     Example:
@@ -106,9 +104,8 @@ def simulate(plan: Plan, minibatches: int | None = None, accumulate: int = 1) ->
         >>> timeline.name_of(next(timeline.events.rows()))
         'F0'
     """
-    check_accumulate(plan, accumulate)
-    costs, plan = costs_of(plan, accumulate), of_groups(plan)
-    count = default_minibatches(plan, accumulate) if minibatches is None else minibatches
+    costs, plan = costs_of(plan), of_groups(plan)
+    count = default_minibatches(plan) if minibatches is None else minibatches
     if count < 1:
         raise InputError(f"`minibatches={count}` is no run", hint="give `minibatches` 1 or more")
     events: list[Event] = []
@@ -123,22 +120,21 @@ def simulate(plan: Plan, minibatches: int | None = None, accumulate: int = 1) ->
         drawn = enumerate(islice(cycle(plan.lengths.microbatches), count * plan.microbatches))
         others["lengths"] = tuple((*divmod(number, plan.microbatches), *each) for number, each in drawn)
         others["length_names"] = plan.lengths.names
-    return Timeline.of_plan(plan, "simulated", count, rows, accumulate=accumulate, **others)
+    return Timeline.of_plan(plan, "simulated", count, rows, **others)
 
 
-def simulated_s(plan: Plan, accumulate: int = 1) -> float:
+def simulated_s(plan: Plan) -> float:
     """Compute the seconds per minibatch in the steady state of `plan`, as `simulate` does, without recording events."""
-    check_accumulate(plan, accumulate)
-    seconds = steady_s(costs_of(plan, accumulate))
+    seconds = steady_s(costs_of(plan))
     assert seconds is not None
     if math.isinf(seconds):
         raise deadlock(plan)
     return seconds
 
 
-def default_minibatches(plan: Plan, accumulate: int = 1) -> int:
+def default_minibatches(plan: Plan) -> int:
     """Return enough minibatches for a steady state, and to see how the run starts and ends."""
-    count = steady_minibatches(replace(shape_of(plan), accumulate=accumulate))
+    count = steady_minibatches(shape_of(plan))
     if plan.lengths is not None:  # each of its microbatches once, while the pipeline is full: see `summarize`
         first, whole = plan.stages[0], plan.microbatches
         filling = 2 * first.in_flight * first.replicas if plan.schedule.asynchronous else whole
@@ -148,10 +144,10 @@ def default_minibatches(plan: Plan, accumulate: int = 1) -> int:
     return max(count, min(FEWEST, _ENOUGH_UNITS // (plan.microbatches * len(plan.stages))))
 
 
-def costs_of(plan: Plan, accumulate: int = 1) -> PipelineCosts:
+def costs_of(plan: Plan) -> PipelineCosts:
     """Return the plan's pipeline and its costs, as a simulation takes them."""
     degrees, plan = plan.degrees, of_groups(plan)
-    shape = replace(shape_of(plan), accumulate=accumulate)
+    shape = shape_of(plan)
     # Gradients of weights shared with earlier stages are in the stage's memory, but not in its all-reduce.
     received_bytes, seen = Counter[int](), set[tuple[int, str]]()
     for shared in plan.shared:
@@ -184,18 +180,18 @@ def simulate_recorded(plan: Plan, measured: Timeline) -> Timeline:
     if not recorded:
         raise InputError("the run has no computations to compare with the simulation", hint="record one with `trace`")
     first, end = min(recorded), max(recorded) + 1
-    filling = default_minibatches(plan, measured.accumulate)
+    filling = default_minibatches(plan)
     # Whole rounds of the round-robin are skipped, so that each minibatch is on the replica that ran it.
-    period = math.lcm(*plan.replicas) * measured.accumulate
+    period = math.lcm(*plan.replicas)
     skipped = max(0, first - filling) // period * period
     after = min(max(measured.minibatches - end, 0), filling)
     plan = _with_lengths_of(plan, measured, skipped)
-    simulated = simulate(plan, end - skipped + after, measured.accumulate)
+    simulated = simulate(plan, end - skipped + after)
     found = only_minibatches(simulated, range(first - skipped, end - skipped))
 
     def skips(event: Event) -> int:
         if event.kind in ROUNDS and plan.microbatches == 1:  # a round under 1f1b has several minibatches
-            return skipped // (len(found.ranks[event.stage]) * measured.accumulate)
+            return skipped // len(found.ranks[event.stage])
         return skipped
 
     rows = (event._replace(minibatch=event.minibatch + skips(event)) for event in found.events.rows())

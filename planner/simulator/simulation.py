@@ -40,7 +40,7 @@ class Completions:
     def period(self) -> int:
         """Units after which every stage is at the same replica of the same round again."""
         microbatches = self.shape.microbatches
-        return microbatches if microbatches > 1 else math.lcm(*self.shape.replicas) * self.shape.accumulate
+        return microbatches if microbatches > 1 else math.lcm(*self.shape.replicas)
 
 
 class Simulation:

@@ -144,7 +144,7 @@ def steady_minibatches(shape: PipelineShape) -> int:
     flying = 4 * shape.in_flight(0) * len(shape.ranks[0]) // shape.microbatches
     if shape.microbatches > 1:
         return max(flying, FEWEST_DIVIDED)
-    periods = 8 * math.lcm(*(len(ranks) for ranks in shape.ranks)) * shape.accumulate
+    periods = 8 * math.lcm(*(len(ranks) for ranks in shape.ranks))
     return min(max(flying, FEWEST_ASYNCHRONOUS, min(periods, MOST_PERIODS)), MOST // len(shape.first_stages) + 1)
 
 
@@ -162,7 +162,7 @@ def steady_state(completed: Completions, minibatches: int) -> Steady | None:
     period = completed.period
     if completed.shape.microbatches == 1 and 8 * period > minibatches:
         # Replicas of different numbers have a long common period. The longest round is a good approximation.
-        period = max(completed.shape.replicas) * completed.shape.accumulate
+        period = max(completed.shape.replicas)
     slowest: Steady | None = None
     lasts = []
     for stage, ends in enumerate(completed.ends_s):

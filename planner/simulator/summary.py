@@ -95,8 +95,8 @@ def summarize(timeline: Timeline) -> Summary:
         counted = np.bincount(lane * len(ranks) + row, inside, len(LANE_NAMES) * len(ranks))
         return np.asarray(counted.reshape(len(LANE_NAMES), len(ranks)))
 
-    accumulate, stages = timeline.accumulate, range(len(timeline.ranks))
-    shape = PipelineShape(timeline.ranks, (), timeline.schedule, timeline.microbatches, accumulate=accumulate)
+    stages = range(len(timeline.ranks))
+    shape = PipelineShape(timeline.ranks, (), timeline.schedule, timeline.microbatches)
     forwards_s = [ends_of(stage, "forward") or [0.0] for stage in stages]
     completed = Completions(shape, [ends_of(stage, "backward", "backward_weight") for stage in stages], forwards_s)
     steady = steady_state(completed, recorded)

@@ -38,7 +38,6 @@ class Job(Record):
     defer_weights: bool | None = None  # whether workers make the weights of their own stages only; None: where needed
     checkpoints: CheckpointOptions = CheckpointOptions()
     show_progress: bool = False
-    predicted_samples_per_s: float | None = None  # set if an option makes it differ from the plan's
     run: str = ""  # identifies the run; the same for all its restarts
     started_again: bool = False  # after a failure
     folder: str | None = None  # for the launching process: the result

@@ -96,10 +96,9 @@ VERBS = (
     ("compare", "--gpus", "8", "--bandwidth", "1Gbps"),
     ("report",),
     ("price", "--gpus", "8", "--bandwidth", "10Gbps", "--given", "own.json", "-o", "priced.json"),
-    ("sweep", "--gpus", "2", "--bandwidth", "1Gbps:10Gbps", "--points", "2"),
 )
-LIMITED = ("explain", "compare", "report", "sweep")
-SYSTEMS = ("torch-pipelining", "deepspeed", "megatron", "torchtitan")
+LIMITED = ("explain", "compare", "report")
+SYSTEMS = ("megatron", "torchtitan")
 
 
 @pytest.mark.parametrize(
@@ -120,6 +119,6 @@ def test_every_verb_on_an_answer_of_fit(question: str, tmp_path: Path) -> None:
         done = plan(*verb, *named, *limit, cwd=tmp_path)
         assert done.returncode == 0, (verb, done.stderr)
     for system in SYSTEMS:
-        done = plan("export", "model.py", "--to", system, cwd=tmp_path)
+        done = plan("export", "--to", system, cwd=tmp_path)
         # What a system cannot express is wrong input, with a hint.
         assert done.returncode == 0 or (done.returncode == 2 and "hint:" in done.stderr), (system, done.stderr)

@@ -15,11 +15,6 @@ from tests.exports.plans import plan_of
 def test_files_and_streams(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
     save_plan(plan_of([["wte", "h.0.mlp"], ["h.1.mlp", "loss"]]), tmp_path / "plan.json")
-    assert main(["export", "model.py", "--to", "torch-pipelining"]) == 0
-    assert main(["export", "--to", "deepspeed"]) == 0
-    for name in ("train_pipelining.py", "pipeline_partition.py"):
-        compile((tmp_path / name).read_text(encoding="utf-8"), name, "exec")
-    assert capsys.readouterr().out == ""
     assert main(["export", "--to", "megatron"]) == 0
     assert "--pipeline-model-parallel-size 2" in capsys.readouterr().out
     assert main(["export", "--to", "megatron", "-o", "megatron.txt"]) == 0
@@ -27,9 +22,9 @@ def test_files_and_streams(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
 
 
 def test_what_cannot_be_expressed_is_wrong_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    save_plan(plan_of([["a"], ["b"]], (2, 1)), tmp_path / "plan.json")
-    assert main(["export", "--to", "deepspeed", "--plan", str(tmp_path / "plan.json")]) == 2
-    assert capsys.readouterr().err.startswith("error: DeepSpeed copies whole pipelines, so it has no form for '2-1'")
+    save_plan(plan_of([["wte", "h.0.mlp"], ["h.1.mlp", "loss"]], (2, 1)), tmp_path / "plan.json")
+    assert main(["export", "--to", "megatron", "--plan", str(tmp_path / "plan.json")]) == 2
+    assert capsys.readouterr().err.startswith("error: Megatron copies whole pipelines, so it has no form for '2-1'")
 
 
 def test_losses_that_only_plan_train_weighs_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -37,6 +32,6 @@ def test_losses_that_only_plan_train_weighs_are_said(tmp_path: Path, capsys: pyt
     for number, (loss, said) in enumerate([(LossMean(over="labels", ignored=-100), True), (None, False)]):
         path = tmp_path / f"{number}.json"
         save_plan(plan.model_copy(update={"loss": loss}), path)
-        for system in ("deepspeed", "megatron"):
+        for system in ("torchtitan", "megatron"):
             assert main(["export", "--to", system, "--plan", str(path), "-o", "-"]) == 0
             assert ("does not weigh microbatches" in capsys.readouterr().err) == said

@@ -13,8 +13,8 @@ from planner.errors import InputError, PlannerError
 @pytest.mark.parametrize(
     ("text", "shown"),
     [
-        ("`accumulate=0` never updates", "--accumulate 0 never updates"),
-        ("give `accumulate` 1 or more", "give --accumulate 1 or more"),
+        ("`steps=0` trains nothing", "--steps 0 trains nothing"),
+        ("give `steps` 1 or more", "give --steps 1 or more"),
         ("make a plan with `schedule=zb-h1`", "make a plan with --schedule zb-h1"),
         ("`hang_timeout_s` allows for more", "--hang-timeout allows for more"),
         ("record one with `trace=FILE`", "record one with --trace FILE"),
@@ -51,8 +51,8 @@ def test_a_hint_is_part_of_the_text() -> None:
 
 def test_the_command_shows_flags(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def fails(args: object) -> int:
-        raise InputError("`accumulate=0` never updates", hint="give `accumulate` 1 or more")
+        raise InputError("`steps=0` trains nothing", hint="give `steps` 1 or more")
 
     monkeypatch.setattr("planner.cli.views.simulate", fails)
     assert main(["simulate"]) == 2
-    assert capsys.readouterr().err == "error: --accumulate 0 never updates\nhint: give --accumulate 1 or more\n"
+    assert capsys.readouterr().err == "error: --steps 0 trains nothing\nhint: give --steps 1 or more\n"

@@ -42,7 +42,7 @@ def test_progress_is_shown_while_the_search_runs(
     assert text.startswith("best so far 7-1")
 
 
-@pytest.mark.parametrize("verb", ["solve", "explain", "compare", "report", "sweep"])
+@pytest.mark.parametrize("verb", ["solve", "explain", "compare", "report"])
 def test_verbs_that_solve_have_a_limit(verb: str) -> None:
     parser = build_parser()
     # A report is to be there within ten seconds.
@@ -65,7 +65,7 @@ def test_an_answer_without_time_is_no_slower_than_data_parallelism(
     assert (plan.solver.status == "optimal") == (plan.solver.gap <= 0.01)
 
 
-@pytest.mark.parametrize("verb", ["explain", "compare", "sweep", pytest.param("report", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("verb", ["explain", "compare", pytest.param("report", marks=pytest.mark.slow)])
 def test_every_verb_answers_when_the_time_is_over(
     verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -73,7 +73,6 @@ def test_every_verb_answers_when_the_time_is_over(
     monkeypatch.chdir(tmp_path)
     save_profile(transformer(8, "h.{block}.part{part}"), tmp_path / "profile.json")
     cluster = ["--topology", "4x4", "--bandwidth", "1kB/s,500B/s", "--memory", "100GB"]
-    cluster = [*cluster[:2], "--bandwidth", "1kB/s,500B/s:1kB/s", "--points", "3"] if verb == "sweep" else cluster
     if verb == "report":
         assert main(["solve", *cluster]) == 0
         cluster = []

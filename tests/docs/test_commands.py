@@ -32,7 +32,7 @@ FOUND = [command for page in PAGES for command in commands(page)]
 # Commands of these verbs measure or train; the rest is quick.
 RUNS = {"run.json", "trace.json"}  # of training
 SLOW_VERBS = ("profile", "train", "quickstart", "selftest", "fit", "export-weights")
-SEARCHES = ("solve", "compare", "explain", "sweep", "report")  # that take a limit of time
+SEARCHES = ("solve", "compare", "explain", "report")  # that take a limit of time
 _INLINE = re.compile(r"`plan ([a-z][a-z-]*)((?: [^`]*)?)`")
 
 

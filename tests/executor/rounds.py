@@ -24,13 +24,12 @@ class _Stage:
     optimizer: Optimizer
     replicas: int
     depth: int
-    accumulate: int
     history: list[Weights] = field(default_factory=list)
     sums: dict[int, Weights] = field(default_factory=dict)  # by replica
     count: int = 0
 
     def weights_for(self, minibatch: int) -> Weights:
-        return self.history[max(0, minibatch // self.replicas - self.depth + 1) // self.accumulate]
+        return self.history[max(0, minibatch // self.replicas - self.depth + 1)]
 
     def add(self, minibatch: int, gradients: Weights) -> None:
         before = self.sums.get(minibatch % self.replicas)
@@ -57,7 +56,6 @@ def delayed_rounds(
     names: Sequence[Sequence[str]],
     replicas: Sequence[int],
     depths: Sequence[int],
-    accumulate: int,
     make_optimizer: Callable[[dict[str, nn.Parameter]], Optimizer],
     forward_loss: Callable[[nn.Module, int], Tensor],
     minibatches: int,
@@ -70,7 +68,6 @@ def delayed_rounds(
         names: of the parameters of each stage.
         replicas: of each stage.
         depths: of each stage.
-        accumulate: minibatches per replica and round.
         make_optimizer: for a stage's parameters by name.
         forward_loss: of a minibatch; it finds the weights to use in the model.
         minibatches: how many.
@@ -80,7 +77,7 @@ def delayed_rounds(
     stages = []
     for own, r, depth in zip(names, replicas, depths, strict=True):
         newest = {name: nn.Parameter(by_name[name].detach().clone()) for name in own}
-        stages.append(_Stage(newest, make_optimizer(newest), r, depth, accumulate))
+        stages.append(_Stage(newest, make_optimizer(newest), r, depth))
         stages[-1].remember()
     losses = []
     for minibatch in range(minibatches):
@@ -90,7 +87,7 @@ def delayed_rounds(
         losses.append(float(loss.detach()))
         for stage in stages:
             stage.add(minibatch, {name: _gradient(used[name]) for name in stage.newest})
-            if stage.count == stage.replicas * accumulate or minibatch == minibatches - 1:
+            if stage.count == stage.replicas or minibatch == minibatches - 1:
                 stage.finish_round(step)
     return losses, {name: tensor for stage in stages for name, tensor in stage.history[-1].items()}
 

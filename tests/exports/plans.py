@@ -2,23 +2,12 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
-from typing import Any
 
-from planner.exports.limits import template
 from planner.formats.plan import Plan
 from tests.executor.plans import make_plan
 from tests.samples import layer, profile
-
-
-def script_of(system: str, *names: str) -> list[Any]:
-    """Return what a script defines under these names; its plan is any."""
-    filled = defaultdict(lambda: "None", {"remarks": "", "schedule": "Schedule1F1B", "schedule_stages": "stages[0]"})
-    defined: dict[str, Any] = {"__name__": system}
-    exec(compile(template(system).substitute(filled), f"{system}.py", "exec"), defined)
-    return [defined[name] for name in names]
 
 
 def plan_of(

@@ -86,7 +86,7 @@ def shapes(draw: st.DrawFn) -> PipelineShape:
     if schedule == "1f1b":
         more = draw(st.integers(0, 2))
         depths = warm_up_depths(shape.replicas)
-        shape = replace(shape, depths=(depths[0] + more, *depths[1:]), accumulate=draw(st.integers(1, 3)))
+        shape = replace(shape, depths=(depths[0] + more, *depths[1:]))
     pairs = [
         pair
         for pair in combinations(range(len(shape.ranks)), 2)

@@ -11,8 +11,7 @@ from planner.analysis.given_plan import problem_of
 from planner.cost.candidate import StageOptions
 from planner.cost.layer_costs import LayerCosts
 from planner.errors import InputError
-from planner.exports.deepspeed import deepspeed_file
-from planner.exports.transformers import torchtitan_config
+from planner.exports.transformers import megatron_arguments, torchtitan_config
 from planner.formats.cluster import flat_cluster
 from planner.formats.own_plan import OwnPlan, OwnStage
 from planner.formats.profile import Profile
@@ -117,8 +116,8 @@ def test_levels_need_what_the_executor_runs() -> None:
 def test_exports() -> None:
     own = OwnStage(blocks=8, replicas=4, sharded=True, sharding_level=3)
     plan = price(MODEL, flat_cluster(4, 300.0), OwnPlan(stages=(own,), schedule=FLUSH, microbatches=8))
-    with pytest.raises(PlannerError, match="DeepSpeed has no form for replicas that divide gradients or weights"):
-        deepspeed_file(plan)
+    with pytest.raises(PlannerError, match="Megatron has no form for replicas that divide gradients or weights"):
+        megatron_arguments(plan)
     written = torchtitan_config(plan)
     assert "data_parallel_shard_degree=4" in written
     assert 'fsdp_reshard_after_forward="always"' in written

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from planner.errors import InputError
 from planner.executor.checkpoint.tensor_file import SUFFIX, each_tensor, tensor_shapes
-from planner.model.deferred_weights import allocate
 from planner.model.spec import NameInFile, TrainingSpec
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -81,17 +80,6 @@ class Pretrained:
                 here = [source for source in target if self._files[source] == file]
                 for source, tensor in each_tensor(file, here):
                     target[source].copy_(tensor)
-
-
-def fill_pretrained(spec: TrainingSpec, model: nn.Module, seed: int) -> None:
-    """Overwrite all of `model` by what pretrained() names, if it names anything; then seed PyTorch's generator anew."""
-    # Workers that read the weights of some stages only do not draw what the constructor does.
-    if (pretrained := Pretrained.named_by(spec)) is None:
-        return
-    names = model.state_dict().keys()
-    allocate(model, names)
-    pretrained.fill(model, names)
-    torch.manual_seed(seed)
 
 
 def _files(path: Path) -> list[Path]:

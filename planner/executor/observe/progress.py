@@ -1,17 +1,14 @@
-"""Measure the throughput of a run, and report its progress: to a callback, the user's hook and TensorBoard."""
+"""Measure the throughput of a run, and report its progress: to a callback and the user's hook."""
 
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from planner.errors import InputError
 from planner.model.spec import TrainingSpec
 from planner.workers.job import Evaluation
-
-EVERY_MINIBATCHES = 10  # between two losses in TensorBoard
 
 
 def hook(spec: TrainingSpec) -> "ProgressCallback | None":
@@ -19,41 +16,6 @@ def hook(spec: TrainingSpec) -> "ProgressCallback | None":
     if not spec.defines("on_update"):
         return None
     return lambda progress: spec.on_update(progress.minibatch, progress.loss, progress.metrics)
-
-
-def tensorboard(folder: str, first: int = 0) -> "ProgressCallback":
-    """Return a callback that writes for TensorBoard, and hides what the folder has after minibatch `first`."""
-    writer = check_tensorboard()(folder, purge_step=first + 1 if first else None)
-    newest = -EVERY_MINIBATCHES
-
-    def write(progress: Progress) -> None:
-        nonlocal newest
-        if progress.evaluation is not None:
-            for name, value in progress.metrics.items():
-                if value is not None:
-                    writer.add_scalar(f"evaluation/{name}", value, progress.minibatch)
-            writer.flush()
-        elif progress.minibatch >= newest + EVERY_MINIBATCHES or progress.minibatch == progress.minibatches:
-            newest = progress.minibatch
-            writer.add_scalar("training/loss", progress.loss, progress.minibatch)
-            if progress.samples_per_s is not None:
-                writer.add_scalar("training/samples_per_s", progress.samples_per_s, progress.minibatch)
-            if progress.minibatch == progress.minibatches:
-                writer.flush()
-
-    return write
-
-
-def check_tensorboard() -> Callable[..., Any]:
-    """Return TensorBoard's writer class; raise InputError when it is not installed."""
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        raise InputError(
-            "`tensorboard` needs the package tensorboard, which is not installed", hint="pip install tensorboard"
-        ) from None
-    writer: Callable[..., Any] = SummaryWriter
-    return writer
 
 
 class Completion(NamedTuple):

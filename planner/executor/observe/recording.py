@@ -89,7 +89,6 @@ def gather_timeline(
     recorder: TraceRecorder,
     plan: Plan,
     minibatches: int,
-    accumulate: int = 1,
     lengths_of: Callable[[Unit], Mapping[str, int]] | None = None,
 ) -> Timeline | None:
     """Return the timeline of all workers on rank 0; None elsewhere. All workers call it at the same point."""
@@ -126,7 +125,6 @@ def gather_timeline(
         "measured",
         minibatches,
         Events.of(moved),
-        accumulate=accumulate,
         memory=memory,
         length_names=tuple(next(iter(lengths.values()), ())),
         lengths=tuple(sorted({tuple(row) for part in parts for row in part["lengths"]})),

@@ -213,7 +213,7 @@ def pipeline_context(
     return_free_pages()  # of the model: workers keep what they free for the next step otherwise
 
     ranks = sample_parts(job.plan)
-    shape = replace(shape_of(plan), accumulate=options.accumulate, shared=tuple(sorted(built.shared)))
+    shape = replace(shape_of(plan), shared=tuple(sorted(built.shared)))
     if data is None:
         assert plan.microbatch_size is not None  # or building the modules had failed
         # After the model: dataset() may draw random numbers, which must not change the initial weights.

@@ -109,7 +109,7 @@ class Pipeline:
         self._job, self._spec = job, spec
         self._heartbeat = start_worker(job)
         self._depth = max(stage.in_flight * stage.replicas for stage in plan.stages)
-        self._kept = 2 * self._depth + 2 * max(plan.replicas) * options.accumulate
+        self._kept = 2 * self._depth + 2 * max(plan.replicas)
         self._data = FedBatches(sample_parts(plan) * plan.microbatches, self._kept, shares_function(plan.loss, spec))
         self._group = ExitStack()
         self._evaluated: FedEvaluation | None = None

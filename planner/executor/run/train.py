@@ -19,7 +19,7 @@ from planner.executor.checkpoint.copies import Copies
 from planner.executor.checkpoint.recovery import Recovery
 from planner.executor.communication.control import control_group, gather_bytes, merge_losses
 from planner.executor.observe.memory import PeakMemory
-from planner.executor.observe.progress import ProgressCallback, Reporter, WorkerLog, hook, steady_state, tensorboard
+from planner.executor.observe.progress import ProgressCallback, Reporter, WorkerLog, hook, steady_state
 from planner.executor.observe.recording import TraceRecorder, gather_timeline
 from planner.executor.observe.run_log import NOTHING
 from planner.executor.run.agreement import check_schedule, joined, start_worker, take_place
@@ -120,9 +120,7 @@ def train(
     reporter = None
     last_stage = len(context.plan.stages) - 1
     if context.is_first_replica(last_stage) and context.leads_tensor_group:  # one worker reports
-        folder = context.job.options.tensorboard
-        own = tensorboard(folder, first) if folder is not None else None
-        callbacks = [each for each in (on_progress, hook(context.spec), own) if each is not None]
+        callbacks = [each for each in (on_progress, hook(context.spec)) if each is not None]
         per_update = context.shape.minibatches_per_update(last_stage)
         if callbacks:
             reporter = Reporter(callbacks, context.minibatches, per_update, context.minibatch_size)
@@ -169,7 +167,7 @@ def train(
     if recorder is not None:
         context.heartbeat.enter("gathering the trace", meeting=True)
         lengths_of = context.lengths_of if context.lengths else None
-        timeline = gather_timeline(recorder, context.plan, context.minibatches, context.shape.accumulate, lengths_of)
+        timeline = gather_timeline(recorder, context.plan, context.minibatches, lengths_of)
         if timeline is not None and on_timeline is not None:
             on_timeline(timeline)
     return result
@@ -232,14 +230,12 @@ def gather_result(
     job, plan, shape, data, place = context.job, context.plan, context.shape, context.data, context.place
     log, stages, depth = loop.worker.log, loop.worker.stages, context.shape.in_flight(0)
     checkpointer, copies, first = kept
-    units = shape.accumulate  # between two updates, on all its stages
-    if not shape.schedule.stashes:
-        units = sum(len(shape.units_of(stage, context.rank, 0)) for stage in stages)
+    per_minibatch = sum(len(shape.units_of(stage, context.rank, 0)) for stage in stages)
     steady = steady_state(
         log.completions,
         start_up=2 * depth * len(stages),
         drain=depth * len(stages) if shape.asynchronous else 0,
-        per_round=units,
+        per_round=1 if shape.schedule.stashes else per_minibatch,
     )
     own = WorkerReport(
         rank=context.rank,
@@ -275,9 +271,7 @@ def gather_result(
         seconds=seconds,
         # Every sample passes the last stage once; ranks that divide samples, too, have as many each.
         samples_per_s=sample_parts(job.plan) * sum(reports[rank].samples_per_s for rank in plan.stages[-1].ranks),
-        predicted_samples_per_s=None
-        if job.baseline is not None
-        else job.predicted_samples_per_s or plan.predicted.samples_per_s,
+        predicted_samples_per_s=None if job.baseline is not None else plan.predicted.samples_per_s,
         random_data=data.random,
         losses=(*past.losses, *losses),
         evaluations=(*past.evaluations, *map(Evaluation.model_validate_json, evaluations)),

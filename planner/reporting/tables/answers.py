@@ -1,10 +1,9 @@
-"""The reports of questions about plans: schedules, sweeps, baselines, numbers of GPUs, and what limits a plan."""
+"""The reports of questions about plans: schedules, baselines, numbers of GPUs, and what limits a plan."""
 
 from planner.analysis.choose import Choice
 from planner.analysis.compare import PACKED, Comparison, ComparisonRow
 from planner.analysis.explain import Alternative, Explanation
 from planner.analysis.fit import Fit
-from planner.analysis.sweep import Quantity, Sweep
 from planner.errors import InputError
 from planner.formats.plan import GIVEN, Plan
 from planner.formats.plan_parts import short_config
@@ -14,9 +13,7 @@ from planner.reporting.tables.table import Table, named_values, table_of
 from planner.units import (
     SLACK,
     as_fast,
-    format_bandwidth,
     format_bytes,
-    format_memory,
     format_rate,
     format_seconds,
 )
@@ -30,7 +27,6 @@ _NAMES = {
     "cut_after": "transfer after",
 }
 _WORTH_A_SENTENCE = 0.005  # share of the time spent waiting
-NONE_FITS = "none fits"
 
 
 def choice_report(choice: Choice) -> str:
@@ -56,38 +52,6 @@ def choice_report(choice: Choice) -> str:
             why = "not possible: see it alone" if invalid else "does not fit the memory"
         rows.append(row | {"": "chosen" if option is choice.best else why})
     return table_of(rows).text()
-
-
-def sweep_report(sweep: Sweep) -> str:
-    """Report the points."""
-    return sweep_table(sweep).text()
-
-
-def value_text(value: float, quantity: Quantity) -> str:
-    """Write a value of the quantity with its unit."""
-    if quantity == "gpus":
-        return words.gpus(round(value))
-    return format_bandwidth(value) if quantity == "bandwidth" else format_memory(round(value))
-
-
-def sweep_table(sweep: Sweep) -> Table:
-    rows = []
-    for point in sweep.points:
-        seconds, samples = point.seconds_per_minibatch, point.samples_per_s
-        parallel = words.speed_over(point.speedup_over_data_parallel, point.data_parallel_over_memory_bytes)
-        rows.append(
-            {
-                sweep.quantity: value_text(point.value, sweep.quantity),
-                "config": short_config(point.config or NONE_FITS),
-                "GPUs used": point.workers,
-                "time per batch": None if seconds is None else format_seconds(seconds / (point.microbatches or 1)),
-                "samples/s": None if samples is None else format_rate(samples),
-                "over one GPU": words.speed_over(point.speedup_over_one_gpu, point.one_gpu_over_memory_bytes),
-                "over data parallel": parallel,
-                "limited by": point.bottleneck and words.bottleneck_place(point.bottleneck),
-            }
-        )
-    return table_of(rows, "rlrrrrrl")
 
 
 def comparison_report(comparison: Comparison) -> str:

@@ -84,10 +84,10 @@ class Patience:
         """Return the patience for this share of the time that is left."""
         return replace(self, deadline=self.deadline.earlier(share))
 
-    def at_most(self, seconds: float | None) -> Patience:
+    def at_most(self, seconds: float) -> Patience:
         """Return the patience for so many seconds, if they are left."""
         left_s = self.deadline.left_s
-        shorter = seconds is not None and (left_s is None or seconds < left_s)
+        shorter = left_s is None or seconds < left_s
         return replace(self, deadline=Deadline.after(seconds, self.deadline.stop)) if shorter else self
 
 

@@ -144,7 +144,7 @@ class Kept:
             [
                 Kept("convolutional", "zb-h1", 3),
                 Kept("blocks", "gpipe", 2),
-                Kept("language", "1f1b", options=TrainingOptions(accumulate=2, clip_grad_norm=0.5)),
+                Kept("language", "1f1b", options=TrainingOptions(clip_grad_norm=0.5)),
                 Kept("language", "1f1b", more=STEEP, float16=True),
                 Kept("language", "2bw", 2, more=STEEP + SCHEDULER, float16=True),
             ],

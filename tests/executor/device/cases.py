@@ -77,7 +77,3 @@ def _runs(schedule: Schedule) -> Iterator[Run]:
     yield run((2, 2), sharded=True, autocast="float16")
     yield run((1, 1, 1), skips=((0, stages - 1),), compress="bfloat16")  # what arrives is decoded into new memory
     yield from _in_groups(schedule, run)
-    if schedule.stashes:
-        yield run((2, 1, 1), accumulate=2)
-        yield run((2, 1, 1), accumulate=2, sharded=True)
-        yield run((1, 1, 1), accumulate=3, tied=((0, 2),))

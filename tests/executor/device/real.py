@@ -61,7 +61,7 @@ MICROBATCH = 2
 def make_real_context(run: Run, rank: int, world: World) -> PipelineContext:
     """Build a worker as training does, beside its device: what it makes before training is there when it begins."""
     spec, plan = _model_and_plan(run)
-    options = TrainingOptions(clip_grad_norm=1.0 if run.clipped else None, accumulate=run.accumulate)
+    options = TrainingOptions(clip_grad_norm=1.0 if run.clipped else None)
     job = Job(model=spec.origin, plan=plan, steps=run.minibatches, options=options, run_options=RunOptions())
     data = make_batches(spec, MICROBATCH, run.microbatches, seed=0)
     with patch.dict(os.environ, RANK=str(rank)):
@@ -100,7 +100,7 @@ def runs() -> Iterator[Run]:
         yield run(2, 2, degrees=(2, 2)) if schedule.chunked else run(2, 1, degrees=(1, 2))
         last = 2 * chunks - 1
         if schedule.asynchronous:
-            yield run(2, 1, accumulate=2) if schedule.stashes else run(1, 2)
+            yield run(1, 2)
         else:
             yield run(1, 1, tied=((0, last),), clipped=True)
             yield run(2, 2, sharded=True)

@@ -66,7 +66,6 @@ class Run:
     minibatches: int = 4
     evaluate_every: int | None = None
     traced: bool = False
-    accumulate: int = 1
     clipped: bool = False
     autocast: str | None = None
     sharded: bool = False
@@ -78,8 +77,8 @@ class Run:
         config = config_of(self.replicas, degrees=self.degree_of_stage)
         what = [f"skips {self.skips}"] * bool(self.skips) + [f"tied {self.tied}"] * bool(self.tied)
         what += ["traced"] * self.traced + ["evaluated"] * bool(self.evaluate_every) + ["clipped"] * self.clipped
-        what += [f"accumulate {self.accumulate}"] * (self.accumulate > 1) + [str(self.autocast)] * bool(self.autocast)
-        what += ["sharded"] * self.sharded + [self.compress] * (self.compress != "none")
+        what += [str(self.autocast)] * bool(self.autocast) + ["sharded"] * self.sharded
+        what += [self.compress] * (self.compress != "none")
         return f"{self.schedule} {config} of {self.microbatches} {' '.join(map(str, what))}".strip()
 
     @property
@@ -112,7 +111,6 @@ class Run:
             find(self.schedule),
             self.microbatches,
             self.depths,
-            accumulate=self.accumulate,
             shared=self.tied,
         )
 
@@ -313,9 +311,7 @@ def make_context(run: Run, rank: int, world: World) -> PipelineContext:
     )
     seen = plan_of_tensor_rank(plan, place_within)
     shape = run.shape_of(stage.ranks for stage in seen.stages)
-    options = TrainingOptions(
-        evaluate_every=run.evaluate_every, clip_grad_norm=1.0 if run.clipped else None, accumulate=run.accumulate
-    )
+    options = TrainingOptions(evaluate_every=run.evaluate_every, clip_grad_norm=1.0 if run.clipped else None)
     job = Job.model_construct(
         model="model.py",
         plan=plan,

@@ -164,7 +164,7 @@ def stuck_with_waits_everywhere(recording: Recording) -> bool:
 
 # A worker that has no more minibatches than receives posted ahead is never ahead of anybody: no replicas here.
 SINGLE = [run for run in ALL if set(run.replicas) == {1} and not run.degrees]
-PLAIN = [run for run in SINGLE if run.accumulate == 1 and not run.evaluate_every][::5]
+PLAIN = [run for run in SINGLE if not run.evaluate_every][::5]
 # Under zb-v the first and the last stage are on one worker.
 TIED = [run for run in ALL if any(len({run.shape.ranks[s] for s in pair}) > 1 for pair in run.tied[:1])]
 

@@ -1,26 +1,21 @@
-"""Steady-state rates from completions made by hand; the user's hook and TensorBoard follow a run."""
+"""Steady-state rates from completions made by hand; the user's hook follows a run."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 
 import pytest
 
-from planner.errors import InputError
 from planner.executor.observe.progress import (
     Completion,
     Progress,
     Reporter,
     WorkerLog,
-    check_tensorboard,
     latest_loss,
     steady_state,
-    tensorboard,
 )
 from planner.options.training import TrainingOptions
-from planner.workers.job import Evaluation
 from tests.executor import eager
 from tests.executor.models import EVALUATION, write_model
 from tests.executor.plans import make_plan, structural_profile
@@ -43,28 +38,6 @@ def test_the_hook_is_told_of_updates_and_evaluations(tmp_path: Path) -> None:
     assert [(line[0], bool(line[2])) for line in lines] == [(1, False), (2, False), (2, True), (3, False), (3, True)]
     assert [line[1] for line in lines if not line[2]] == [entry.loss for entry in result.losses]
     assert lines[-1][2] == {"loss": result.evaluations[-1].loss, **result.evaluations[-1].metrics}
-
-
-@pytest.mark.skipif(importlib.util.find_spec("tensorboard") is not None, reason="tensorboard is installed")
-def test_without_tensorboard_the_flag_says_so() -> None:
-    with pytest.raises(InputError, match="needs the package tensorboard, which is not installed"):
-        check_tensorboard()
-
-
-@pytest.mark.skipif(importlib.util.find_spec("tensorboard") is None, reason="tensorboard is not installed")
-def test_tensorboard_gets_losses_and_evaluations(tmp_path: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    write = tensorboard(str(tmp_path))
-    for minibatch in range(1, 21):
-        write(Progress(minibatch, 20, 1 / minibatch, 100.0, 1.0))
-    write(Progress(20, 20, 0.05, None, None, Evaluation(minibatch=20, samples=8, loss=0.5, metrics={"accuracy": 0.75})))
-    events = EventAccumulator(str(tmp_path)).Reload()
-    assert {"training/loss", "training/samples_per_s", "evaluation/loss", "evaluation/accuracy"} == set(
-        events.Tags()["scalars"]
-    )
-    assert [event.step for event in events.Scalars("training/loss")] == [1, 11, 20]
-    assert events.Scalars("evaluation/accuracy")[0].value == 0.75
 
 
 def test_start_up_and_drain_do_not_count() -> None:

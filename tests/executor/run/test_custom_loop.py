@@ -172,7 +172,6 @@ def in_two_parts(path: Path, plan: Plan) -> tuple[list[float], Weights]:
             names,
             (1, 1),
             [stage.in_flight for stage in plan.stages],
-            1,
             make_optimizer,
             lambda model, minibatch, part=part: eager.loss_of(spec, model, part[minibatch]),  # type: ignore[misc]
             len(part),

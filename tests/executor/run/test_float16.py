@@ -71,7 +71,7 @@ def assert_asynchronous_to_the_bit(case: Case, result: object, weights: dict[str
 
     names = eager.stage_names(structural_profile(case.path, 4, FLOAT16), case.plan)
     losses, expected = delayed_rounds(
-        eager.build(spec), names, (1, 1), (2, 1), 1, spec.optimizer, forward_loss, len(batches), step
+        eager.build(spec), names, (1, 1), (2, 1), spec.optimizer, forward_loss, len(batches), step
     )
     assert [entry.loss for entry in result.losses] == [loss / FIRST_SCALE for loss in losses]  # type: ignore[attr-defined]
     for name, tensor in expected.items():

@@ -9,18 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from planner.api.running import make_job
-from planner.errors import InputError, ModelFileError
+from planner.errors import ModelFileError
 from planner.model.spec import load_model_file
-from planner.options.training import TrainArguments, TrainingOptions
-from planner.schedule.one_stage import ONE_F_ONE_B
-from planner.schedule.schedule import Channel, PipelineShape
+from planner.options.training import TrainingOptions
 from tests.executor import eager
 from tests.executor.eager import Case
 from tests.executor.models import write_model
 from tests.executor.plans import make_plan, structural_profile
 from tests.executor.rounds import Step, delayed_rounds
-from tests.schedule.check import check_streams
 
 SAMPLES = 42  # ten minibatches of 4 and one of 2
 CLIP = 0.3
@@ -63,7 +59,7 @@ def assert_delayed(case: Case, replicas: tuple[int, ...], outcome: tuple[object,
     def make_optimizer(parameters: dict[str, nn.Parameter]) -> Optimizer:
         optimizer = spec.optimizer(parameters)
         size, stage = next(stages)
-        factor = (size * options.accumulate if options.scale_lr else 1) / (1 + options.late_lr * (stage.in_flight - 1))
+        factor = (size if options.scale_lr else 1) / (1 + options.late_lr * (stage.in_flight - 1))
         for group in optimizer.param_groups:
             group["lr"] *= factor
         scheduler = spec.scheduler(optimizer)
@@ -76,7 +72,6 @@ def assert_delayed(case: Case, replicas: tuple[int, ...], outcome: tuple[object,
         eager.stage_names(structural_profile(case.path, 4), case.plan),
         replicas,
         [stage.in_flight for stage in case.plan.stages],
-        options.accumulate,
         make_optimizer,
         lambda model, minibatch: eager.loss_of(spec, model, batches[minibatch]),
         len(batches),
@@ -117,11 +112,11 @@ def assert_plain(case: Case, microbatches: int, outcome: tuple[object, dict[str,
         pytest.param((2, 1), "gpipe", id="2-1", marks=pytest.mark.slow),
     ],
 )
-def test_schedules_clipping_and_accumulation(replicas: tuple[int, ...], flush: str, tmp_path: Path) -> None:
+def test_schedules_and_clipping(replicas: tuple[int, ...], flush: str, tmp_path: Path) -> None:
     more = SCHEDULE + GROUPS
     path = write_model(tmp_path, "language", "momentum", samples=SAMPLES, more=more)
     profile = structural_profile(path, 4)
-    plain, rounds = make_plan(profile, replicas), TrainingOptions(accumulate=3, clip_grad_norm=CLIP, scale_lr=True)
+    plain, rounds = make_plan(profile, replicas), TrainingOptions(clip_grad_norm=CLIP, scale_lr=True)
     synchronous = make_plan(profile, replicas, flush, 2)
     cases = [
         Case(path, plain, TrainingOptions(clip_grad_norm=CLIP, late_lr=0.3), epochs=1),
@@ -132,26 +127,6 @@ def test_schedules_clipping_and_accumulation(replicas: tuple[int, ...], flush: s
     assert_delayed(cases[0], replicas, first)
     assert_delayed(cases[1], replicas, second)
     assert_plain(cases[2], 2, third)
-
-
-@pytest.mark.parametrize("replicas", [(1, 1), (2, 1), (3, 2, 1), (1, 2)])
-@pytest.mark.parametrize("accumulate", [2, 3])
-def test_streams_that_accumulate_fit_together(replicas: tuple[int, ...], accumulate: int) -> None:
-    ranks, first = [], 0
-    for count in replicas:
-        ranks.append(tuple(range(first, first + count)))
-        first += count
-    channels = tuple(Channel(stage, stage + 1) for stage in range(len(replicas) - 1))
-    shape = PipelineShape(tuple(ranks), channels, ONE_F_ONE_B, accumulate=accumulate)
-    for minibatches in (1, 2, 5, 12, 13):
-        check_streams(shape, minibatches)
-
-
-def test_only_1f1b_accumulates(tmp_path: Path) -> None:
-    path = write_model(tmp_path, "language", "sgd")
-    plan = make_plan(structural_profile(path, 4), (1, 1), "gpipe", 2)
-    with pytest.raises(InputError, match=r"`accumulate=2` is for the schedule 1f1b.* is gpipe"):
-        make_job(path, plan, TrainArguments(options=TrainingOptions(accumulate=2)))
 
 
 def test_a_scheduler_that_needs_the_loss_is_refused(tmp_path: Path) -> None:

@@ -97,7 +97,7 @@ def _profile(path: Path, options: ModuleOptions) -> Profile:
 
 CLIPPED = TrainingOptions(clip_grad_norm=0.3)
 FEW = [
-    Case("language", "adamw", "1f1b", options=TrainingOptions(accumulate=2, clip_grad_norm=0.3, scale_lr=True)),
+    Case("language", "adamw", "1f1b", options=TrainingOptions(clip_grad_norm=0.3, scale_lr=True)),
     Case("tied", "adamw", "1f1b-flush", 3, more=SCHEDULER),
     Case("language", "sgd", "1f1b-flush", 2, more=STEEP, float16=True),
     Case("language", "adamw", "1f1b", more=NEWEST_MUON),

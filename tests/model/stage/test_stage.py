@@ -21,12 +21,11 @@ from planner.model.stage.evaluation import share_buffers
 from planner.model.stage.parts import OBSERVABLE
 from planner.model.stage.stage import build_stage
 from tests.executor.models import write_model
-from tests.exports.plans import script_of
+from tests.model.chained import ChainedStage, cut_values
 from tests.model.models import CASES
 from tests.model.splitting import cut_evenly
 
 BATCH_SIZE = 3
-ChainedStage, cut_values = script_of("torch_pipelining", "ChainedStage", "cut_values")
 
 
 def pipelined(graph: LayerGraph, stages: list[Any], received: tuple[Tensor, ...] = ()) -> Tensor:
