@@ -144,8 +144,8 @@ def run_on_hosts(job: Job, command: Sequence[str]) -> None:
         except ChildFailedError:
             raise WorkerError(f"this host's workers failed {FAULTS} times", hint="see their messages") from None
         except RendezvousError as cause:
-            lost = f"the store at {place}, where hosts meet, is not reached, and without it no run goes on"
-            again = f"start the others with another `rendezvous`: they have copies in {job.elastic.copy_folder}"
+            lost = f"the store at {place}, where hosts meet, is not reached: the run has ended, or that host is lost"
+            again = f"in its place name another host as `rendezvous`: all have copies in {job.elastic.copy_folder}"
             problem, hint = {
                 RendezvousClosedError: ("the run has ended on the other hosts", "see their messages"),
                 RendezvousTimeoutError: (f"fewer than {least} hosts have come in {JOIN_S} s", "start more of them"),

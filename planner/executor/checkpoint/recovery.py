@@ -111,14 +111,14 @@ def recover(job: Job, heartbeat: Heartbeat) -> Recovery:
     return Recovery(memory, start, what, since_s, saved, idle, store)
 
 
-def _is_left(name: str, index: CopyIndex, hosts: _Copies) -> bool:
-    """Return whether some host has each file of a copy."""
+def _is_left(copy: str, index: CopyIndex, hosts: _Copies) -> bool:
     files = files_of(index.checkpoint.parts).values()
-    return all(any(_has(held, name, file.name, file.size_bytes) for held in hosts.values()) for file in files)
+    return all(_having(hosts, copy, file.name, file.size_bytes) for file in files)
 
 
-def _has(held: _Held, copy: str, file: str, size_bytes: int) -> bool:
-    return held.copies.get(copy, {}).get(file) == size_bytes
+def _having(hosts: _Copies, copy: str, file: str, size_bytes: int) -> list[int]:
+    """Return who speaks for the hosts that have a file of a copy, all of it."""
+    return [rank for rank, held in sorted(hosts.items()) if held.copies.get(copy, {}).get(file) == size_bytes]
 
 
 def _missing(copy: str, index: CopyIndex, wanted: Mapping[int, set[str]], hosts: _Copies) -> Iterator[Transfer]:
@@ -127,9 +127,8 @@ def _missing(copy: str, index: CopyIndex, wanted: Mapping[int, set[str]], hosts:
     for receiver, layers in sorted(wanted.items()):
         files = {file.name: file.size_bytes for file in files_of(index.parts_with(layers)).values()}
         for name, size_bytes in (files | losses).items():
-            if not _has(hosts[receiver], copy, name, size_bytes):
-                sender = next(rank for rank, held in sorted(hosts.items()) if _has(held, copy, name, size_bytes))
-                yield Transfer(name, size_bytes, sender, receiver)
+            if receiver not in (having := _having(hosts, copy, name, size_bytes)):
+                yield Transfer(name, size_bytes, having[0], receiver)
 
 
 def _history(hosts: Collection[_Held], first: int) -> tuple[Start, str, float | None]:
