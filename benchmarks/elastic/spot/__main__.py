@@ -73,7 +73,7 @@ def train(
     """
     curve, done, on_disk, from_memory = [(0.0, 0.0)], 0.0, 0.0, False
     disk_s = state_bytes / LINK_BYTES_PER_S
-    between_s = (end_s - trace[0][0]) / len(trace)
+    between_s = (end_s - next(second for second, count in trace if count)) / len(trace)
     for (begin_s, count), (change_s, after) in pairwise([*trace, (end_s, trace[-1][1])]):
         if count:
             every_s = way.checkpoint_s or math.sqrt(2 * disk_s * between_s)
