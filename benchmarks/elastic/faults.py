@@ -132,9 +132,9 @@ class Cluster:
         self._hosts, self.folder = hosts, folder
         self._command = [
             *(sys.executable, "-m", "planner", "train", str(MODEL), "--plan", "plan.json", "--steps", str(steps)),
-            *("--json", "--elastic", f"1:{len(hosts)}", "--rendezvous", f"{hosts[0].address}:{PORT}"),
-            *("--hang-timeout", str(HANG_TIMEOUT_S), *more),
+            *("--json", "--elastic", f"1:{len(hosts)}", "--hang-timeout", str(HANG_TIMEOUT_S), *more),
         ]
+        self.meets_at = 0  # the host that has the store
         self.processes: dict[int, subprocess.Popen[str]] = {}
 
     def memory(self, host: int) -> Path:
@@ -142,6 +142,7 @@ class Cluster:
 
     def start(self, host: int) -> None:
         command = [*self._command, "--copy-folder", str(self.memory(host))]
+        command += ["--rendezvous", f"{self._hosts[self.meets_at].address}:{PORT}"]
         environment = {**_environment(), "ELASTIC_HOST": str(host)}
         with (self.folder / f"out-{host}").open("a") as out, (self.folder / f"err-{host}").open("a") as err:
             options = {"env": environment, "cwd": self.folder, "stdout": out, "stderr": err}
