@@ -12,6 +12,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -32,12 +33,12 @@ EVALUATE_EVERY, CHECKPOINT_EVERY = 15, 35
 HANG_TIMEOUT_S = 8.0
 MICROBATCHES, BATCH_SIZE = 4, 4
 PORT = 29533
-AWAY_S = 4.0  # for which a lost host, or a link, stays away
+AWAY_S = (6.0, 30.0)  # for which a lost host, or a link, stays away, at least and at most
 KILLED, STOPPED, LOST, UNPLUGGED = KINDS = ("worker killed", "worker stopped", "host lost", "link down")
 _ACTS = {KILLED: "kill", STOPPED: "stop", LOST: "hold", UNPLUGGED: "hold"}
 RECOVERY = "recovery"
 PHASES = ("forward", "backward", "message", "all-reduce", "update", "evaluation", "checkpoint", "copy")
-STRIKE_WITHIN_S = 20.0  # a worker that is to be hit comes to the phase; or else it is hit where it is
+STRIKE_WITHIN_S = 8.0  # a worker that is to be hit comes to the phase; or else it is hit where it is
 TAKEN_IN_S = 40.0
 PAUSE_S = 2.0  # between two looks, 20 ms apart
 GIVE_UP_S = 240.0  # for one recovery, on a machine that is also otherwise busy
@@ -228,6 +229,7 @@ def run(hosts: int, per_host: int, faults: int, steps: int, draw: random.Random,
                 outcome.start_s = first.at_s - first.began_s
                 while len(outcome.faults) < faults and campaign.hit(twice=len(outcome.faults) + 1 < faults):
                     pass
+                campaign.await_hosts()
             deadline = time.monotonic() + GIVE_UP_S + steps
             while not found.ended and time.monotonic() < deadline:
                 time.sleep(0.1)
@@ -244,6 +246,7 @@ class Campaign:
         replicated = any(len(stage.ranks) > 1 for each in (plan, *plan.smaller) for stage in each.stages)
         self._phases = [phase for phase in PHASES if replicated or phase != "all-reduce"]
         self._workers, self._per_host = plan.workers, plan.cluster.gpus // hosts
+        self._away = dict[int, threading.Timer]()  # hosts that come back by themselves
         self._copied = True  # whether all that hosts have is also on another one
 
     def wait_for(self, since_s: float, fault: Fault | None = None) -> Update | None:
@@ -265,9 +268,10 @@ class Campaign:
     def hit(self, *, twice: bool) -> bool:
         """Let one fault happen, or another one during the recovery from it, and wait; return False at the end."""
         found, draw = self._found, self._draw
-        if gone := [host for host, process in found.processes.items() if process.poll() is not None]:
-            if 0 not in gone:
-                self._outcome.problems.append(f"hosts {gone} ended before the run")
+        ended = {host for host, process in found.processes.items() if process.poll() is not None} - self._away.keys()
+        if ended:
+            if 0 not in ended:
+                self._outcome.problems.append(f"hosts {ended} ended before the run")
             return False
         kind, phase = draw.choice(KINDS), draw.choice(self._phases)
         again = draw.choice(KINDS) if twice and draw.random() < 0.25 else None
@@ -282,7 +286,6 @@ class Campaign:
             second = again if kind in (KILLED, STOPPED) else draw.choice((KILLED, STOPPED))
             self._outcome.faults.append(fault)
             after = self._strike(second, RECOVERY, other=fault.host)
-            self._come_back(fault)
             if after is None:
                 return not found.ended
             fault, at_s = after
@@ -296,8 +299,16 @@ class Campaign:
         newest = max(each.minibatch for each in found.updates() if each.began_s <= at_s)
         fault.repeated = newest - update.minibatch + 1
         self._outcome.faults.append(fault)
-        self._come_back(fault)
+        # Otherwise the next fault may come while a host is taken in.
+        deadline = time.monotonic() + (TAKEN_IN_S if draw.random() < 0.5 else 0.0)
+        while found.updates()[-1].workers < self._workers and time.monotonic() < deadline and not found.ended:
+            time.sleep(0.1)
         return True
+
+    def await_hosts(self) -> None:
+        """Wait until all that were lost have been started again."""
+        for timer in list(self._away.values()):
+            timer.join()
 
     def _await_copies(self, kind: str) -> None:
         while kind in (LOST, UNPLUGGED) and not self._copied and not self._found.ended:
@@ -308,14 +319,17 @@ class Campaign:
         """Let a fault happen when a worker comes to a phase; return when it did, or None when it did not."""
         found, act = self._found, _ACTS[kind]
         hosts = range(0 if kind in (KILLED, STOPPED) else 1, self._hosts)
-        host, rank = self._draw.choice([each for each in hosts if each != other]), self._draw.randrange(self._per_host)
+        here = [host for host in hosts if host != other and host not in self._away]
+        if not here:
+            return None
+        host, rank = self._draw.choice(here), self._draw.randrange(self._per_host)
         newest = found.updates()[-1].minibatch
         fault = Fault(kind, phase, host, newest, sum(len(found.workers(each)) for each in range(self._hosts)))
         wish, struck = found.folder / f"wish-{host}-{rank}", found.folder / STRUCK
         hidden = wish.with_name(f".{wish.name}")
         hidden.write_text(f"{phase} {act}", encoding="utf-8")
         hidden.rename(wish)
-        deadline = time.monotonic() + STRIKE_WITHIN_S * (1 if other is None else 3)
+        deadline = time.monotonic() + STRIKE_WITHIN_S * (1 if other is None else 8)
         while not struck.exists() and time.monotonic() < deadline and not found.ended:
             time.sleep(0.001)
         wish.unlink(missing_ok=True)
@@ -328,6 +342,9 @@ class Campaign:
                 return None
             if act != "hold":
                 os.kill(pid, signal.SIGKILL if act == "kill" else signal.SIGSTOP)
+        if kind in (LOST, UNPLUGGED):
+            self._away[host] = threading.Timer(self._draw.uniform(*AWAY_S), self._come_back, (kind, host))
+            self._away[host].start()
         if kind == LOST:
             found.lose(host)
         elif kind == UNPLUGGED:
@@ -337,20 +354,12 @@ class Campaign:
         fault.minibatch = found.updates()[-1].minibatch
         return fault, time.time()
 
-    def _come_back(self, fault: Fault) -> None:
-        """Let a host or a link come back; sometimes, wait until it is taken in."""
-        found = self._found
-        if fault.kind not in (LOST, UNPLUGGED):
-            return
-        time.sleep(AWAY_S)
-        if fault.kind == LOST:
-            found.start(fault.host)
+    def _come_back(self, kind: str, host: int) -> None:
+        if kind == LOST:
+            self._found.start(host)
         else:
-            found.link(fault.host, "up")
-        taken_in = self._draw.random() < 0.5  # otherwise the next fault may come while it is taken in
-        deadline = time.monotonic() + TAKEN_IN_S
-        while taken_in and found.updates()[-1].workers < self._workers and time.monotonic() < deadline:
-            time.sleep(0.1)
+            self._found.link(host, "up")
+        del self._away[host]
 
 
 def _speeds(found: Cluster, plan: Plan) -> list[tuple[str, float, float]]:
