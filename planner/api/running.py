@@ -219,13 +219,7 @@ def check_elastic(plan: Plan, options: ElasticOptions) -> None:
         what = f"hosts do not find each other at `rendezvous={options.rendezvous}`"
         raise InputError(what, hint="name a host that stays, and a free port of it: `rendezvous=host0:29500`")
     for hosts in range(least, most):
-        gpus = plan.cluster.gpus // most * hosts
-        if gpus not in [left.cluster.gpus for left in plan.smaller]:
-            why = next((f": {note}" for note in plan.notes if "cannot be survived" in note), "")
-            raise PlanError(
-                f"a run of {least} to {most} hosts needs a plan for {gpus} GPUs, and plan.json has none{why}",
-                hint=f"solve with `survive={most - least}`, or allow for fewer losses",
-            )
+        plan.on_gpus(plan.cluster.gpus // most * hosts)
 
 
 def plan_left(plan: Plan) -> tuple[Plan, str]:

@@ -86,8 +86,9 @@ class Plan(Shown, GrownRecord):
         """Return this plan or a smaller one, for so many GPUs; raise PlanError where there is none."""
         plans = {plan.cluster.gpus: plan for plan in (*self.smaller, self)}
         if gpus not in plans:
-            known = ", ".join(map(str, sorted(plans)))
-            raise PlanError(f"there are {gpus} GPUs, and the plan is for {known}", hint="solve with a larger `survive`")
+            why = next((f": {note}" for note in self.notes if "cannot be survived" in note), "")
+            hint = "solve with a larger `survive`, or allow for fewer losses"
+            raise PlanError(f"a run that may have {gpus} GPUs needs a plan for them, and there is none{why}", hint=hint)
         return plans[gpus]
 
     @property
