@@ -20,7 +20,7 @@ from typing import Any
 from tabulate import tabulate
 
 from benchmarks.elastic.copies import measure_copies
-from benchmarks.elastic.faults import EVERY, KINDS, run
+from benchmarks.elastic.faults import BRIEFLY, EVERY, KINDS, run
 
 RESULTS = Path(__file__).with_name("results.json")
 _TIMES = ("noticed_s", "began_s", "imported_s", "went_on_s")  # from the fault
@@ -61,14 +61,16 @@ def tables(portions: list[dict[str, Any]]) -> str:
     """Return the tables of faults and of the cost of copies."""
     faults = [fault for portion in portions for fault in portion.get("faults", ())]
     rows = []
-    for kind in KINDS:
+    for kind in (*KINDS, BRIEFLY):
         own = [fault for fault in faults if fault["kind"] == kind]
         timed = [fault for fault in own if fault["went_on_s"] is not None and not fault["paused"]]
         if timed:
             times = [[fault[name] for fault in timed if fault[name] is not None] for name in _TIMES]
-            noticed, began, imported, went_on = map(statistics.median, times)
-            numbers = [went_on, max(times[-1]), noticed, began - noticed, imported - began, went_on - imported]
-            rows.append([kind, len(own), *(f"{x:.1f}" for x in numbers), max(fault["repeated"] for fault in timed)])
+            noticed, began, imported, went_on = (statistics.median(each) if each else 0.0 for each in times)
+            spent = [noticed, began - noticed, imported - began, went_on - imported]
+            numbers = [f"{x:.1f}" if kind in KINDS else "" for x in spent]
+            rows.append([kind, len(own), f"{went_on:.1f}", f"{max(times[-1]):.1f}", *numbers])
+            rows[-1].append(max(fault["repeated"] for fault in timed))
     headers = ["fault", "times", "median s to the next update", "longest", "until noticed", "until processes begin"]
     headers += ["their imports", "then", "most repeated"]
     parts = [tabulate(rows, headers, tablefmt="github", disable_numparse=True)] if rows else []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import re
@@ -35,6 +36,7 @@ MICROBATCHES, BATCH_SIZE = 4, 4
 PORT = 29533
 AWAY_S = (6.0, 30.0)  # for which a lost host, or a link, stays away, at least and at most
 KILLED, STOPPED, LOST, UNPLUGGED = KINDS = ("worker killed", "worker stopped", "host lost", "link down")
+BRIEFLY = "link down for a moment"  # and up again before a worker noticed
 _ACTS = {KILLED: "kill", STOPPED: "stop", LOST: "hold", UNPLUGGED: "hold"}
 RECOVERY = "recovery"
 PHASES = ("forward", "backward", "message", "all-reduce", "update", "evaluation", "checkpoint", "copy")
@@ -247,6 +249,7 @@ class Campaign:
         self._phases = [phase for phase in PHASES if replicated or phase != "all-reduce"]
         self._workers, self._per_host = plan.workers, plan.cluster.gpus // hosts
         self._away = dict[int, threading.Timer]()  # hosts that come back by themselves
+        self._back_s = dict[int, float]()  # when those did that had been away last
         self._copied = True  # whether all that hosts have is also on another one
 
     def wait_for(self, since_s: float, fault: Fault | None = None) -> Update | None:
@@ -261,6 +264,9 @@ class Campaign:
                 fault.noticed_s = at_s - since_s
             for update in self._found.updates():
                 if update.began_s > since_s:
+                    return update
+                if fault is not None and fault.kind == UNPLUGGED and self._is_back(fault.host, update.at_s):
+                    fault.kind = BRIEFLY
                     return update
             time.sleep(0.02)
         return None
@@ -295,15 +301,21 @@ class Campaign:
                 what = f"{fault.kind} on host {fault.host} in {fault.phase} after minibatch {fault.minibatch}"
                 self._outcome.problems.append(f"{what}: the run did not go on")
             return False
-        fault.began_s, fault.imported_s, fault.went_on_s = (value - at_s for value in update[:3])
-        newest = max(each.minibatch for each in found.updates() if each.began_s <= at_s)
-        fault.repeated = newest - update.minibatch + 1
+        fault.went_on_s, fault.repeated = update.at_s - at_s, 0
+        if update.began_s > at_s:
+            fault.began_s, fault.imported_s = update.began_s - at_s, update.imported_s - at_s
+            newest = max(each.minibatch for each in found.updates() if each.began_s <= at_s)
+            fault.repeated = newest - update.minibatch + 1
         self._outcome.faults.append(fault)
         # Otherwise the next fault may come while a host is taken in.
         deadline = time.monotonic() + (TAKEN_IN_S if draw.random() < 0.5 else 0.0)
         while found.updates()[-1].workers < self._workers and time.monotonic() < deadline and not found.ended:
             time.sleep(0.1)
         return True
+
+    def _is_back(self, host: int, at_s: float) -> bool:
+        """Return whether a host had come back, its link too, before this moment."""
+        return self._back_s.get(host, math.inf) < at_s
 
     def await_hosts(self) -> None:
         """Wait until all that were lost have been started again."""
@@ -343,6 +355,7 @@ class Campaign:
             if act != "hold":
                 os.kill(pid, signal.SIGKILL if act == "kill" else signal.SIGSTOP)
         if kind in (LOST, UNPLUGGED):
+            self._back_s.pop(host, None)
             self._away[host] = threading.Timer(self._draw.uniform(*AWAY_S), self._come_back, (kind, host))
             self._away[host].start()
         if kind == LOST:
@@ -359,6 +372,7 @@ class Campaign:
             self._found.start(host)
         else:
             self._found.link(host, "up")
+        self._back_s[host] = time.time()
         del self._away[host]
 
 
