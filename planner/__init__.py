@@ -67,7 +67,6 @@ if TYPE_CHECKING:
     from planner.formats.cluster import hierarchical_cluster as hierarchical_cluster
     from planner.formats.cluster import load_cluster as load_cluster
     from planner.formats.cluster import save_cluster as save_cluster
-    from planner.formats.constraints import Constraints as Constraints
     from planner.formats.device_kinds import profile_of_kinds as profile_of_kinds
     from planner.formats.own_plan import OwnPlan as OwnPlan
     from planner.formats.own_plan import OwnStage as OwnStage

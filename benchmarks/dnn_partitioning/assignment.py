@@ -25,7 +25,8 @@ from planner.cost.network.link import link_of
 from planner.schedule.instructions import POSTED
 from planner.solver.problem.budget import Deadline
 from planner.solver.problem.result import IlpAnswer
-from planner.solver.search.integer.ilp_flow import MilpName, run
+from planner.solver.problem.states import uncut_groups
+from planner.solver.search.integer.ilp_flow import run
 
 _SCALE = 1000.0
 
@@ -35,10 +36,10 @@ Variables = list[list[pulp.LpVariable]]  # by group of layers or value, and devi
 class Assignment:
     """The integer program of a request."""
 
-    def __init__(self, request: LoadProblem, solver: MilpName) -> None:
-        self.request, self.solver = request, solver
+    def __init__(self, request: LoadProblem) -> None:
+        self.request = request
         self.gpus = request.cluster.gpus
-        self.groups = request.constraints.groups(request.layer_costs.profile)
+        self.groups = uncut_groups(request.layer_costs)
         self.group_of = {layer: number for number, group in enumerate(self.groups) for layer in group}
         cluster = request.cluster
         self.kinds = [cluster.kind_of(rank) if cluster.kinds else None for rank in range(self.gpus)]
@@ -61,17 +62,17 @@ class Assignment:
             problem += pulp.lpSum(row) == 1
         self._load(problem, runs, longest)
         self._break_ties(problem, runs)
-        outcome = run(problem, self.solver, deadline.left_s)
-        if outcome.status == "infeasible":
+        status = run(problem, deadline.left_s)
+        if status == "infeasible":
             return None
-        if outcome.status == "unknown":
+        if status == "unknown":
             raise TimeoutError
         stages = self._stages(runs)
         seconds = self.request.longest_s(stages)
         # CBC tells no bound when its time ends.
-        bound_s = min(max(outcome.bound / self._scale, self.request.relaxed_s), seconds)
+        bound_s = min(self.request.relaxed_s, seconds)
         # What the solver calls optimal is so to its tolerance.
-        optimal = outcome.status == "optimal"
+        optimal = status == "optimal"
         return IlpAnswer(stages, seconds, seconds if optimal else bound_s, optimal)
 
     def _variables(self, problem: pulp.LpProblem, name: str, count: int, cat: str = pulp.LpContinuous) -> Variables:
@@ -119,7 +120,7 @@ class Assignment:
         sets: list[set[int]] = [set() for _ in range(self.gpus)]
         for group, row in zip(self.groups, runs, strict=True):
             values = [variable.value() for variable in row]
-            sets[values.index(max(values))] |= group
+            sets[values.index(max(values))].update(group)
         before: frozenset[int] = frozenset()
         stages = []
         for rank, (layers, kind) in enumerate(zip(sets, self.kinds, strict=True)):

@@ -18,14 +18,14 @@ from planner.cost.work import Integers
 from planner.solver.problem.budget import NO_HURRY, Budget, Deadline
 from planner.solver.problem.result import IlpAnswer
 from planner.solver.problem.states import uncut_groups
-from planner.solver.search.integer.ilp_flow import Column, Columns, Flow, MilpName, installed
+from planner.solver.search.integer.ilp_flow import Column, Columns, Flow
 
 MOST_STATES = 60_000
 MOST_STATES_OF_PROGRAM = 2_000
 
 
 def solve_loads(request: LoadProblem, deadline: Deadline) -> IlpAnswer | None:
-    """Search over the cuts of the graph; its constraints must be the profile's own.
+    """Search over the cuts of the graph.
 
     Returns:
         The plan with the smallest largest load, or None when nothing fits.
@@ -34,7 +34,6 @@ def solve_loads(request: LoadProblem, deadline: Deadline) -> IlpAnswer | None:
         TimeoutError: when the deadline passes before there is any plan.
     """
     assert request.contiguous
-    assert request.constraints.empty
     reduced = Reduced(request.layer_costs, memory_matters=request.memory_matters)
     # The cuts along the profile's order are few, and their best plan bounds the search over all of them.
     best = LoadSearch(reduced.layer_costs, _prefixes(reduced.layer_costs), request.cluster).best(np.inf, deadline)
@@ -52,31 +51,28 @@ def solve_loads(request: LoadProblem, deadline: Deadline) -> IlpAnswer | None:
     return IlpAnswer(reduced.expand(best.stages), best.seconds, bound_s, optimal=bound_s == best.seconds)
 
 
-def solve_ilp(request: LoadProblem, deadline: Deadline, solver: MilpName | None = None) -> IlpAnswer | None:
+def solve_ilp(request: LoadProblem, deadline: Deadline) -> IlpAnswer | None:
     """Solve the integer program: the product's flow between cuts, or an assignment where stages are any sets of layers.
 
     Returns:
-        The plan with the smallest largest load that respects the constraints, or None when there is none.
+        The plan with the smallest largest load or None when there is none.
 
     Raises:
         InputError: for graphs that are too large.
         TimeoutError: when the deadline passes before there is any plan.
     """
-    solver = solver or installed()[0]
     if not request.contiguous:
-        return _placed(request, deadline, solver)
-    reduced = None
-    if request.constraints.empty:
-        reduced = Reduced(request.layer_costs, memory_matters=request.memory_matters)
-        request = replace(request, layer_costs=reduced.layer_costs)
+        return _placed(request, deadline)
+    reduced = Reduced(request.layer_costs, memory_matters=request.memory_matters)
+    request = replace(request, layer_costs=reduced.layer_costs)
     columns = LoadColumns(request)
-    answer = Flow(replace(request, budget=Budget(deadline)), columns, solver).solve()
+    answer = Flow(replace(request, budget=Budget(deadline)), columns).solve()
     if answer is None:
         return None
     if not columns.complete:  # too many cuts to list: those along the order prove nothing about the others
         bound_s = min(answer.bound_s, request.relaxed_s)
         answer = replace(answer, bound_s=bound_s, optimal=answer.optimal and bound_s >= answer.seconds)
-    return answer if reduced is None else replace(answer, stages=reduced.expand(answer.stages))
+    return replace(answer, stages=reduced.expand(answer.stages))
 
 
 class LoadColumns(Columns):
@@ -110,18 +106,16 @@ class LoadColumns(Columns):
                     yield Column(state, other, stage.options, kinds, 0.0, busy_s, request.cluster.gpus - 1)
 
 
-def _placed(request: LoadProblem, deadline: Deadline, solver: MilpName) -> IlpAnswer | None:
+def _placed(request: LoadProblem, deadline: Deadline) -> IlpAnswer | None:
     """Return the best placement; when time runs out, one no worse than the best contiguous plan, if that is allowed."""
     try:
-        answer = Assignment(request, solver).solve(deadline)
+        answer = Assignment(request).solve(deadline)
     except TimeoutError:
         answer = None
     else:
         if answer is None or answer.optimal:
             return answer
-    contiguous = None
-    if request.constraints.empty:
-        contiguous = solve_loads(replace(request, contiguous=True), NO_HURRY)
+    contiguous = solve_loads(replace(request, contiguous=True), NO_HURRY)
     if contiguous is not None and (answer is None or contiguous.seconds < answer.seconds):
         bound_s = min(request.relaxed_s if answer is None else answer.bound_s, contiguous.seconds)
         return replace(contiguous, bound_s=bound_s, optimal=False)

@@ -26,7 +26,6 @@ from benchmarks.testbed.measure import Measured, described, run_plan
 from benchmarks.testbed.picture import scatter_svg
 from benchmarks.testbed.predict import balanced_stages, given_plan, in_proportion
 from planner.formats.cluster import Cluster, hierarchical_cluster
-from planner.formats.constraints import Constraints
 from planner.formats.names import CodecName
 from planner.formats.plan import Plan
 from planner.formats.profile import Profile, load_profile
@@ -161,20 +160,21 @@ def plan_of(case: Case, profile: Profile, links: Cluster) -> Plan:
         if case.layers is not None:
             stages = in_proportion(len(profile.layers), case.layers)
         return given_plan(profile, links, stages, case.config, case.schedule, case.microbatches)
-    constraints = None
+    cut = profile
     if case.seed is not None:
         rng = random.Random(case.seed)
         names = [layer.name for layer in profile.layers[:-1]]
-        constraints = Constraints(no_cut_after=tuple(rng.sample(names, len(names) // 2)))
-    return solve(
-        profile,
+        joined = {*profile.no_cut_after, *rng.sample(names, len(names) // 2)}
+        cut = profile.model_copy(update={"no_cut_after": tuple(name for name in names if name in joined)})
+    plan = solve(
+        cut,
         links,
         schedule=case.schedule,
         microbatches=case.microbatches,
         chunks=case.chunks,
         max_stages=case.max_stages,
-        constraints=constraints,
     )
+    return plan.model_copy(update={"profile_digest": profile.digest})
 
 
 def _devices(case: Case, links: str) -> str:

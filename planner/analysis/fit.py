@@ -212,7 +212,7 @@ def _no_slower(
     """Return the plan, or the fastest allowed way that people use where a search that ran out of time missed it."""
     best, best_s = None, math.inf if plan is None else plan.predicted.seconds_per_minibatch * (1 - SLACK)
     asked = options.order, options.microbatches_on(cluster, profile)
-    if options.constraints or options.recompute in ("always", "blocks"):
+    if options.recompute in ("always", "blocks"):
         return plan
     if plan is not None:
         asked, each_s = (plan.schedule, plan.microbatches), best_s / plan.microbatches

@@ -243,7 +243,7 @@ def _candidates(layer_costs: LayerCosts, stages: Sequence[OwnStage]) -> list[Can
     for stage, layers in zip(stages, groups, strict=True):
         if layers.stop not in legal:
             message = f"no stage can end after layer '{profile.layers[layers.stop - 1].name}'"
-            raise InputError(message, hint="the profile's `no_cut_after` keeps it in one stage with the next layer")
+            raise InputError(message, hint="the profile keeps it in one stage with the next layer")
         again = _recomputing(layer_costs, layers, stage.recompute)
         options = StageOptions(stage.replicas, stage.level, again, tensor=stage.tensor)
         found.append(Candidate(frozenset(range(layers.start)), frozenset(layers), options))

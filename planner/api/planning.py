@@ -132,7 +132,7 @@ def solve(profile: Profile, cluster: Cluster, options: SolveOptions) -> Plan:
 def solved(profile: Profile, cluster: Cluster, options: SolveOptions, patience: Patience) -> Plan:
     """Find the fastest plan, and the plans to compare it with, before the patience ends."""
     plan = find_plan(profile, cluster, options, patience.part(SEARCHING / (1 + options.survive)))
-    if not options.alone:  # or the alternative would have to respect the same
+    if not options.alone:
         plan = with_synchronous(profile, plan, options, patience.part(BESIDE), asked=options.asked)
     if options.survive:
         plan = with_fewer_hosts(profile, plan, options, patience.part(SEARCHING))

@@ -18,7 +18,6 @@ from planner.options.solving import TIME_LIMIT_S, SolveOptions, StageRules
 from planner.schedule.registry import SCHEDULES, summaries
 
 if TYPE_CHECKING:
-    from planner.formats.constraints import Constraints
     from planner.solver.problem.budget import Patience
 
 RecordT = TypeVar("RecordT")
@@ -30,10 +29,6 @@ SOLVING = 0.5  # share of the time for the plan that a question is about
 _UNCHUNKED = [schedule for schedule in SCHEDULES if not schedule.chunked]
 _CLUSTER = tuple(each.name for each, _ in options_in(ClusterOptions))
 _SOLVING = ("schedule", "microbatches", "minibatch", "cost_model", "accept_divided_loss")
-_CONSTRAINTS = {
-    "--colocate": ("LAYER,LAYER", "keep these layers in one stage"),
-    "--forbid-cut-after": ("LAYER", "keep the layer in one stage with the next one in the profile"),
-}
 
 
 def declare(
@@ -108,21 +103,6 @@ def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
 def cluster_of(args: argparse.Namespace, profile: planner.Profile) -> planner.Cluster:
     """Return the cluster that the arguments describe; raise ClusterError when they do not describe one."""
     return planner.cluster(profile, **given_options(ClusterOptions, args))
-
-
-def add_constraint_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the group "constraints"; `constraints_of` reads it."""
-    group = parser.add_argument_group("constraints", "layers are named as in the profile; each option may be repeated")
-    for flag, (metavar, help) in _CONSTRAINTS.items():
-        group.add_argument(flag, action="append", default=[], metavar=metavar, help=help)
-
-
-def constraints_of(args: argparse.Namespace) -> Constraints:
-    """Return the constraints that the arguments describe."""
-    from planner.formats.constraints import Constraints
-
-    together = tuple(tuple(text.split(",")) for text in args.colocate)
-    return Constraints(together=together, no_cut_after=tuple(args.forbid_cut_after))
 
 
 def add_plan_argument(parser: argparse.ArgumentParser) -> None:

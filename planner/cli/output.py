@@ -28,17 +28,15 @@ _ARGUMENT = re.compile(r"`([a-z][a-z0-9_]*)(?:=([^`]*))?`")
 _PLAIN_NUMBER = re.compile(r"[0-9][0-9_.]*(e[+-]?[0-9]+)?")
 # Flags that belong to no record of options: what a verb reads, writes and shows, and the cluster.
 _OWN = """
-    against by colocate estimate forbid_cut_after given json links output plan profile stages to top
+    against by estimate given json links output plan profile stages to top
 """
 # Names of Python parameters that differ from the flag's, and the unit that the flag wants after a plain number.
 _OTHER_NAMES = {
     "bandwidth_bytes_per_s": ("--bandwidth", "B/s"),
     "latency_s": ("--latency", "s"),
     "memory_bytes": ("--memory", "B"),
-    "no_cut_after": ("--forbid-cut-after", ""),
     "sizes": ("--topology", ""),
     "system": ("--to", ""),
-    "together": ("--colocate", ""),
 }
 _VERBS = (PriceOptions, FitOptions, ReportOptions, QuickstartOptions, SelftestOptions, SolveOptions)
 _RUNNING = (ProfileOptions, EstimateArguments, TrainArguments, TrainingOptions)

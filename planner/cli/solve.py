@@ -59,7 +59,6 @@ or DeepSpeed run give on this cluster? The plan is written like any other, so th
 def add_parser(verbs: arguments.Verbs) -> None:
     parser = arguments.declare(verbs, "solve", "find the fastest plan for a profile and a cluster", SOLVE, solve)
     arguments.add_cluster_arguments(parser)
-    arguments.add_constraint_arguments(parser)
     arguments.add_profile_argument(parser, "; or several of one model at different batch sizes, with commas between")
     arguments.add_output_argument(parser, arguments.PLAN)
     every = "; auto or all: compare all but naive, and take the fastest per sample"
@@ -105,7 +104,7 @@ def solve(args: argparse.Namespace) -> int:
         profiles = read_profiles(args.profile)
         cluster = arguments.cluster_of(args, profiles[0])
         schedule = {"schedule": DEFAULT} if args.schedule in ALL else {}
-        options = arguments.read_options(SolveOptions, args, constraints=arguments.constraints_of(args), **schedule)
+        options = arguments.read_options(SolveOptions, args, **schedule)
         with output.stopped_by_interrupt(patience.deadline.stop):
             if len(profiles) > 1 or schedule:
                 plan = _chosen(args, profiles, cluster, options, patience)
@@ -153,7 +152,7 @@ def _chosen(
     from planner.api.planning import SEARCHING
 
     if options.alone or options.cost_model != "resource":
-        alone = "--solver, constraints and cost models other than resource"
+        alone = "--solver and cost models other than resource"
         hint = "give one --schedule and one --profile"
         raise InputError(f"{alone} are for one schedule and one profile", hint=hint)
     schedules = COMPARED if args.schedule in ALL else [options.order]

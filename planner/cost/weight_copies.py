@@ -135,7 +135,7 @@ def price_with_copies(layer_costs: LayerCosts, stages: Sequence[Candidate], pric
             over = format_bytes(memory[number].total_bytes - limit)
             raise InfeasibleError(
                 shared.sentence(f", and what stage {number} holds for that does not fit the memory by {over}"),
-                hint=f"keep them in one stage: {shared.together}",
+                hint="give more memory or more GPUs, or train the two as weights of their own",
             )
     more = _sent_bytes(layer_costs, stages, divides=schedule.divides)
     return replace(price, memory=tuple(memory), communication_bytes=price.communication_bytes + more)

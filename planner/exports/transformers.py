@@ -69,14 +69,12 @@ def _layer_counts(plan: Plan) -> tuple[str, list[int]]:
         for layer, block in zip(plan.stages[index].layers, stage, strict=True):
             if block is not None and block[0] == stem:
                 if place.setdefault(block[1], index) != index:
-                    last = plan.stages[index - 1].layers[-1]
                     problem = f"the cut before stage {index} is inside '{stem}.{block[1]}', a layer to Megatron"
-                    raise PlanError(problem, hint=f"solve with `no_cut_after={last}`; or profile with blocks(model)")
+                    raise PlanError(problem, hint="solve with `granularity=block`; or profile with blocks(model)")
             elif index != (0 if not place else len(plan.stages) - 1):
-                neighbour = plan.stages[-1].layers[-1] if place else plan.stages[0].layers[0]
                 problem = f"layer '{layer}' is in stage {index}, but Megatron has what is before '{stem}.0' in the "
                 problem += "first stage, and what is after the list in the last"
-                raise PlanError(problem, hint=f"solve with `together={neighbour},{layer}`")
+                raise PlanError(problem, hint="choose the cuts with `plan price`; or profile with blocks(model)")
     return stem, [list(place.values()).count(index) for index in range(len(plan.stages))]
 
 

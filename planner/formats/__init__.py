@@ -1,1 +1,1 @@
-"""The files that users see: profile, plan, cluster, constraints and timeline."""
+"""The files that users see: profile, plan, cluster and timeline."""

@@ -17,7 +17,6 @@ from planner.units import parse_seconds
 
 if TYPE_CHECKING:
     from planner.formats.cluster import Cluster
-    from planner.formats.constraints import Constraints
     from planner.formats.profile import Profile
 
 # The help of the options below says what these mean.
@@ -140,7 +139,6 @@ class SolveOptions(StageRules):
         "N",
         least=0,
     )
-    constraints: "Constraints | None" = option(None, "what the plan must respect beside memory", flag=None)
     time_limit_s: float | None = option(
         TIME_LIMIT_S,
         "answer after a time such as 30s with the best plans so far; none: however long it takes",
@@ -179,7 +177,7 @@ class SolveOptions(StageRules):
     @property
     def alone(self) -> bool:
         """Whether the question is about one schedule and one profile, and has no alternative to compare it with."""
-        return self.solver != "auto" or not (self.constraints is None or self.constraints.empty)
+        return self.solver != "auto"
 
     def microbatches_on(self, cluster: "Cluster", profile: "Profile") -> int:
         """Return the microbatches per minibatch; raise InputError where the profile's or the schedule's make none."""

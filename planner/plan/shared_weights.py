@@ -23,10 +23,6 @@ class SharedWeight:
             f"'{self.layers[0]}' and '{self.layers[1]}'{why}"
         )
 
-    @property
-    def together(self) -> str:
-        return f"solve with `together={self.layers[0]},{self.layers[1]}`"
-
 
 def shared_weights(
     stages: Sequence[Sequence[str]], parameters: Mapping[str, Collection[str]]
@@ -66,5 +62,5 @@ def obstacle(plan: Plan, shared: Collection[SharedWeight]) -> tuple[str, str] | 
             why = (
                 f", but under 1f1b update it after {counts[0]} and {counts[1]} minibatches, so that copies would differ"
             )
-            return weight.sentence(why), f"{weight.together}; or with `schedule=1f1b-flush`, which is synchronous"
+            return weight.sentence(why), "solve with `schedule=1f1b-flush`, which is synchronous"
     return None

@@ -20,7 +20,6 @@ from planner.cost.setting import Setting
 from planner.cost.tensor import costs_at, layer_costs_on
 from planner.errors import InfeasibleError, InputError, ProfileError
 from planner.formats.cluster import Cluster
-from planner.formats.constraints import Constraints
 from planner.formats.device_kinds import cluster_for
 from planner.formats.plan import Plan
 from planner.formats.plan_parts import SolverReport
@@ -71,14 +70,11 @@ def find_plan(profile: Profile, cluster: Cluster, options: SolveOptions, patienc
         raise ProfileError(f"the layers of '{profile.model}' take no time, so there is nothing to divide", hint=REMEDY)
     budget = Budget(patience.deadline, progress=patience.progress or Progress())
     _check_rules(options, profile, setting)
-    constraints = options.constraints or Constraints()
-    constraints.check(profile)
     problem = Problem(
         layer_costs_on(profile, cluster),
         setting,
         options.rules,
         options.depth,
-        constraints,
         budget,
         solver=options.solver,
     )

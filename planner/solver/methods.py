@@ -97,13 +97,12 @@ def solve_by_method(problem: Problem) -> Found:
 
     Raise PlannerError if the deadline passes before any plan is found.
     """
-    within = problem.with_cuts_forbidden()
     unlike = problem.cluster.kinds and not problem.schedule.chunked
     if unlike and problem.solver in ("auto", "search"):
-        return _on_mixed_gpus(problem, within)
+        return _on_mixed_gpus(problem)
     if needs_program(problem, problem.solver):
         return solve_by_program(problem)
-    return solve_blocks_first(within, solve_interleaved if problem.schedule.chunked else searched)
+    return solve_blocks_first(problem, solve_interleaved if problem.schedule.chunked else searched)
 
 
 def searched(problem: Problem) -> Found:
@@ -165,13 +164,13 @@ def _by_search(problem: Problem) -> Found:
     return Found(fastest_simulated(search, [best, *columned.plans], bound_s), bound_s)
 
 
-def _on_mixed_gpus(problem: Problem, within: Problem) -> Found:
+def _on_mixed_gpus(problem: Problem) -> Found:
     """Find the best plan on GPUs of several kinds by the search, and by the integer program where that is quick."""
     cluster = problem.cluster
     columns = len(problem.layer_costs.profile.layers) ** 2 * cluster.gpus * 2 ** len(cluster.kinds)
     exact = problem.solver == "auto" and len(cluster.joined) == 1 and columns <= MOST_COLUMNS
     try:
-        found = solve_blocks_first(within, lambda each: least_late(each, FirstPlans(each).at_least(solve_mixed(each))))
+        found = solve_blocks_first(problem, lambda each: least_late(each, FirstPlans(each).at_least(solve_mixed(each))))
     except (InfeasibleError, InputError):
         if not exact:
             raise

@@ -30,7 +30,7 @@ from planner.solver.choose.first_plans import Leaner
 from planner.solver.choose.improvement import improved
 from planner.solver.evaluate.evaluation import fastest, priced
 from planner.solver.problem.budget import OutOfTimeError
-from planner.solver.problem.infeasible import against_constraints
+from planner.solver.problem.infeasible import against_rules
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import Evaluation, Found
 from planner.solver.problem.states import Chain
@@ -202,7 +202,7 @@ def solve_mixed(problem: Problem) -> Found:
         found += _along_lines(problem, kinds, found)
     fitting = [plan for plan in found if problem.allows(plan)]
     if not fitting and not problem.cluster.has_memory_limit:
-        raise against_constraints(problem)
+        raise against_rules(problem)
     if not fitting:
         raise InfeasibleError(
             "no plan was found that fits the memory of the cluster's GPUs",

@@ -88,17 +88,15 @@ def _refuse(problem: Problem, found: Found, answer: Answer) -> None:
 
 
 def _together(problem: Problem, answer: Answer) -> Iterator[Evaluation]:
-    names = [layer.name for layer in problem.layer_costs.profile.layers]
-    users = tuple(tuple(names[layer] for layer in group) for group in _users(problem))
-    constraints = problem.constraints
-    constraints = constraints.model_copy(update={"together": (*constraints.together, *users)})
+    between = (range(first, last) for first, *_, last in _users(problem))
+    ends = frozenset(range(len(problem.layer_costs.profile.layers))).difference(*between)
     with contextlib.suppress(PlannerError):
-        yield answer(replace(problem, constraints=constraints)).best
+        yield answer(replace(cut_after(problem, ends), precision=problem.precision)).best
 
 
 def usual(problem: Problem) -> Evaluation | None:
     """Return the best by the cost model of the plans that take no search and can be trained; None without one."""
-    if problem.schedule.chunked or not problem.constraints.empty:
+    if problem.schedule.chunked:
         return None
     ends = frozenset[int]() if problem.rules.granularity == "layer" else block_ends(problem.layer_costs.profile)
     plans = fitting_plans(cut_after(problem, ends) if ends else problem)
@@ -107,7 +105,7 @@ def usual(problem: Problem) -> Evaluation | None:
 
 
 def _counted(problem: Problem, answer: Answer) -> Iterator[Evaluation]:
-    if not problem.schedule.stashes or problem.cluster.kinds or not problem.constraints.empty:
+    if not problem.schedule.stashes or problem.cluster.kinds:
         with contextlib.suppress(PlannerError):
             yield from _evaluated(problem, answer(_with_copies(problem, 1)).best.stages)
         return

@@ -21,28 +21,19 @@ from planner.cost.layer_costs import LayerCosts
 from planner.cost.setting import Setting
 from planner.errors import InputError, ProfileError
 from planner.formats.cluster import Cluster, DeviceKind, Level, flat_cluster
-from planner.formats.constraints import Constraints
 from planner.formats.profile import Profile
 from planner.options.solving import StageRules
 from planner.solver.problem.budget import NO_HURRY, Deadline
-from planner.solver.search.integer.ilp_flow import MilpName, Outcome, installed
+from planner.solver.problem.states import uncut_groups
+from planner.solver.search.integer.ilp_flow import Status
 from tests.examples import examples
 from tests.samples import layer, profile
 from tests.solver.brute import downsets, plans
-from tests.solver.search.integer.test_ilp import SOLVERS, bandwidths, latencies, memories
+from tests.solver.search.integer.test_ilp import bandwidths, latencies, memories
 from tests.solver.strategies import profiles
 
 WORKLOADS = Path(__file__).resolve().parents[3] / "shared" / "anchors" / "dnn-partitioning"
 HOST = Host(count=1, speed=0.1, memory_bytes=2**60)
-
-
-@pytest.fixture(params=SOLVERS)
-def solver(request: pytest.FixtureRequest) -> MilpName:
-    """Each solver that is installed; CBC comes with PuLP."""
-    name: MilpName = request.param
-    if name not in installed():
-        pytest.skip(f"{name} is not installed")
-    return name
 
 
 def fastest(request: LoadProblem) -> float:
@@ -190,7 +181,7 @@ def test_placements_that_are_not_contiguous_against_all_of_them(
     cluster = Cluster(levels=(level,), memory_bytes=memory, kinds=kinds)
     layer_costs = LayerCosts(model)
     answer = solve_ilp(LoadProblem(layer_costs, Setting(cluster), contiguous=False), NO_HURRY)
-    joined = Constraints().groups(model)
+    joined = uncut_groups(layer_costs)
     best = math.inf
     for devices in product(range(gpus), repeat=len(model.layers)):
         if any(len({devices[n] for n in group}) > 1 for group in joined):
@@ -215,11 +206,11 @@ def test_placements_that_are_not_contiguous_against_all_of_them(
     assert answer.seconds == pytest.approx(best, rel=1e-6)
 
 
-def test_when_time_runs_out_the_plan_comes_with_a_bound(solver: MilpName) -> None:
+def test_when_time_runs_out_the_plan_comes_with_a_bound() -> None:
     layers = [layer(f"l{n}", 1 + n * 37 % 11, 2 + n * 53 % 13, output_bytes=1 + n * 29 % 7) for n in range(24)]
     model = profile(*layers).model_copy(update={"graph_hash": None})
     request = LoadProblem(LayerCosts(model), Setting(flat_cluster(6, 5.0)), contiguous=False)
-    answer = solve_ilp(request, Deadline.after(1.0), solver)
+    answer = solve_ilp(request, Deadline.after(1.0))
     assert answer is not None
     perfect_s = sum(each.forward_s + each.backward_s for each in layers) / 6
     assert perfect_s * (1 - 1e-6) <= answer.bound_s <= answer.seconds
@@ -227,8 +218,8 @@ def test_when_time_runs_out_the_plan_comes_with_a_bound(solver: MilpName) -> Non
 
 
 def test_without_a_solution_in_time_the_contiguous_plan_stands_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    def nothing(problem: object, name: str, limit_s: float | None) -> Outcome:
-        return Outcome("unknown")
+    def nothing(problem: object, limit_s: float | None) -> Status:
+        return "unknown"
 
     monkeypatch.setattr("benchmarks.dnn_partitioning.assignment.run", nothing)
     model = profile(*(layer(name, output_bytes=1) for name in "abcd"))

@@ -22,7 +22,6 @@ from planner.errors import InputError, PlannerError
         ("`overlap=False` and `shared=False`", "--no-overlap and --own-links"),
         ("`memory_bytes=26MB`, `memory_bytes=26000000`", "--memory 26MB, --memory 26000000B"),
         ("`latency_s=1e-5`", "--latency 1e-5s"),
-        ("`together=embedding,head`", "--colocate embedding,head"),
         ("add `dataset()` to `model.py`, `plan solve` and `in_flight`", None),
         ("a `b", None),
     ],

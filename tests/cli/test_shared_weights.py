@@ -42,8 +42,8 @@ def loss(output, target):
 def test_a_weight_of_two_stages_is_named_when_solving_and_trained(tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text(MODEL)
     assert plan("profile", "model.py", "--batch-size", "4", "--repeats", "3", cwd=tmp_path).returncode == 0
-    solve = ("solve", "--gpus", "2", "--bandwidth", "100Gbps")
-    priced = plan("price", *solve[1:], "--stages", "middle.1", cwd=tmp_path)
+    cluster = ("--gpus", "2", "--bandwidth", "100Gbps")
+    priced = plan("price", *cluster, "--stages", "middle.1", cwd=tmp_path)
     assert priced.returncode == 0, priced.stderr
     (note,) = (
         text
@@ -53,6 +53,3 @@ def test_a_weight_of_two_stages_is_named_when_solving_and_trained(tmp_path: Path
     assert note.startswith("stages 0 and 1 share the weight 'embedding.weight'")
     trained = plan("train", "model.py", "--steps", "3", cwd=tmp_path)
     assert trained.returncode == 0, trained.stderr
-    together = plan(*solve, "--colocate", "embedding,head", cwd=tmp_path)
-    assert together.returncode == 0, together.stderr
-    assert "share the weight" not in together.stderr

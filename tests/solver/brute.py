@@ -21,7 +21,7 @@ RESOLUTION = 1e-11  # relative difference of times that count as equal
 
 
 def brute_force(problem: Problem) -> Evaluation | None:
-    """Return the fastest plan in the profile's order that fits the memory, or None, whatever the constraints.
+    """Return the fastest plan in the profile's order that fits the memory, or None.
 
     Among equally fast plans, fewer GPUs win, then fewer stages, then fewer stages that recompute.
 

@@ -15,7 +15,6 @@ from planner.cost.setting import Setting
 from planner.cost.weight_copies import copies_fit
 from planner.errors import InfeasibleError, PlannerError
 from planner.formats.cluster import Cluster, flat_cluster
-from planner.formats.constraints import Constraints
 from planner.formats.own_plan import OwnPlan, OwnStage
 from planner.formats.plan import Plan
 from planner.formats.profile import Profile
@@ -161,7 +160,6 @@ def test_a_usual_plan_has_room_for_its_copies(memory_bytes: int | None) -> None:
         each for each in fitting_plans(problem) if copies_fit(problem.layer_costs, each.stages, each.price, setting)
     ]
     assert (plan.price.cost_model_s or plan.seconds) == min(each.seconds for each in others)
-    assert usual(replace(problem, constraints=Constraints(no_cut_after=("one",)))) is None
 
 
 def test_an_answer_that_is_of_no_use_is_not_made_trainable() -> None:

@@ -271,7 +271,7 @@ def _shared(job: Job, graph: LayerGraph, spec: TrainingSpec) -> SharedNames:
     }
     if problem is None and weights and schedule.asynchronous and any(apart.values()):
         why = next(why for why, given in apart.items() if given)
-        hint = f"{weights[0].together}; or take a schedule that drains, such as 1f1b-flush"
+        hint = "take a schedule that drains, such as 1f1b-flush"
         problem = weights[0].sentence(f" under {schedule}, whose stages {why}"), hint
     if problem is not None:
         raise PlanError(problem[0], hint=problem[1])

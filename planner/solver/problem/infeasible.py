@@ -28,11 +28,11 @@ _PRECISION = 1e-4  # of the smallest memory
 _MOST_GPUS_FACTOR = 64
 
 
-def against_constraints(problem: Problem) -> InfeasibleError:
-    """Return the error for constraints that no plan respects."""
+def against_rules(problem: Problem) -> InfeasibleError:
+    """Return the error for rules that no plan keeps."""
     return InfeasibleError(
-        f"no plan on {problem.cluster.gpus} GPUs respects the constraints, whatever the memory",
-        hint="leave some of them out",
+        f"no plan on {problem.cluster.gpus} GPUs keeps the rules for stages, whatever the memory",
+        hint="leave some of them out, such as `max_stages` or `shard_optimizer`",
     )
 
 
@@ -43,10 +43,10 @@ def explain(problem: Problem, fits: Fits, others: Mapping[str, Fits]) -> Infeasi
     """
     cluster, deadline, whole = problem.cluster, problem.budget.deadline, problem.reserve.whole
     if (memory_bytes := cluster.memory_bytes) is None:
-        return against_constraints(problem)
+        return against_rules(problem)
     with suppress(OutOfTimeError):
         if fits(cluster.gpus, PLENTY) is None:
-            return against_constraints(problem)
+            return against_rules(problem)
     met: list[Evaluation] = []
 
     def enough(memory_bytes: int) -> int | None:

@@ -23,7 +23,6 @@ from planner.cost.pricing import price
 from planner.cost.setting import Setting
 from planner.cost.work import Floats, Work
 from planner.formats.cluster import Cluster, DeviceKind
-from planner.formats.constraints import Constraints
 from planner.formats.plan_parts import why_whole
 from planner.formats.profile import Profile
 from planner.options.solving import UNLIMITED, DepthRule, RecomputeRule, SolverName, StageRules
@@ -71,7 +70,6 @@ class Problem:
     setting: Setting
     rules: StageRules = field(default_factory=StageRules)
     depth: DepthRule = "auto"
-    constraints: Constraints = field(default_factory=Constraints)
     budget: Budget = field(default_factory=Budget, compare=False)  # of all searches for one plan and its variants
     hopeless_s: float = math.inf  # seconds from which on a plan is of no use, because another one is faster
     precision: float = 0.0  # how much faster, relatively, other plans may be than the answer of a search
@@ -219,13 +217,6 @@ class Problem:
         most, microbatches = self.rules.max_staleness, max(self.microbatches, self.cluster.gpus)
         allowed = (each for each in self.schedule.leaner if most is None or each.staleness(1) <= most)
         return [self.with_schedule(schedule, microbatches) for schedule in allowed]
-
-    def with_cuts_forbidden(self) -> Problem:
-        """Return the problem with all constraints as forbidden cuts."""
-        if self.constraints.empty:
-            return self
-        profile = self.constraints.as_forbidden_cuts(self.layer_costs.profile)
-        return replace(self.with_profile(profile), constraints=Constraints())
 
 
 Answer = Callable[[Problem], Found]

@@ -230,4 +230,4 @@ def test_copies_that_would_differ_are_refused(
     job = Job(model=str(path), plan=plan_for(tmp_path, replicas, schedule), steps=1, options=options)
     with pytest.raises(PlanError, match=complaint) as raised:
         pipeline_context(job, load_model_file(path), CPU)
-    assert "`together=" in raised.value.hint
+    assert "1f1b-flush" in raised.value.hint

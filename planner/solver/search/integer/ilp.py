@@ -4,7 +4,6 @@
 """
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from planner.cost.candidate import Candidate
 from planner.cost.kinds import kind_on
@@ -12,15 +11,12 @@ from planner.errors import InfeasibleError, InputError, PlannerError
 from planner.options.solving import SolverName
 from planner.solver.evaluate.evaluation import evaluate, priced
 from planner.solver.problem.budget import Budget, OutOfTimeError
-from planner.solver.problem.infeasible import PLENTY, against_constraints, explain
+from planner.solver.problem.infeasible import PLENTY, against_rules, explain
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import Evaluation, Found, IlpAnswer
 from planner.solver.problem.states import Chain
 from planner.solver.search.chain.ways import relaxed_s
 from planner.units import SLACK
-
-if TYPE_CHECKING:
-    from planner.solver.search.integer.ilp_flow import MilpName
 
 
 def needs_program(problem: Problem, solver: SolverName) -> bool:
@@ -65,11 +61,8 @@ def solve_by_program(problem: Problem) -> Found:
 
 
 def _found(problem: Problem) -> Found | None:
-    from planner.solver.search.integer.ilp_flow import installed
-
-    solver = installed()[0]
-    best = solve_ilp(problem, solver)
-    return None if best is None else Found(priced(problem, best.stages), best.bound_s, f"ilp, {solver}")
+    best = solve_ilp(problem)
+    return None if best is None else Found(priced(problem, best.stages), best.bound_s, "ilp, CBC")
 
 
 def _infeasible(problem: Problem) -> InfeasibleError:
@@ -83,9 +76,9 @@ def _infeasible(problem: Problem) -> InfeasibleError:
         return again(memory_bytes=memory_bytes) if gpus == cluster.gpus else None
 
     plenty = tuple(kind.model_copy(update={"memory_bytes": PLENTY}) for kind in cluster.kinds)
-    # Without a memory limit only the constraints can be the reason.
+    # Without a memory limit only the rules can be the reason.
     if again(kinds=plenty, memory_bytes=None) is None:
-        return against_constraints(problem)
+        return against_rules(problem)
     if not cluster.kinds:
         return explain(problem, fits, {})
     return InfeasibleError(
@@ -93,19 +86,18 @@ def _infeasible(problem: Problem) -> InfeasibleError:
     )
 
 
-def solve_ilp(problem: Problem, solver: "MilpName | None" = None) -> IlpAnswer | None:
-    """Find the fastest plan that respects the problem's constraints, by default with HiGHS; None if there is none.
+def solve_ilp(problem: Problem) -> IlpAnswer | None:
+    """Find the fastest plan that keeps the problem's rules; None if there is none.
 
     When the deadline passes, the answer is the best plan so far, with a bound. Raise TimeoutError if there is none yet,
     and InputError for what no integer program here expresses, and for problems that are too large.
     """
     # Imported here, because importing PuLP takes time and few problems need it.
-    from planner.solver.search.integer.ilp_flow import Columns, Flow, installed
+    from planner.solver.search.integer.ilp_flow import Columns, Flow
 
     _refuse(problem)
-    solver = solver or installed()[0]
     columns = Columns(problem)
-    answer = Flow(problem, columns, solver).solve()
+    answer = Flow(problem, columns).solve()
     if answer is None:
         return None
     if not columns.exact:  # this says nothing of others

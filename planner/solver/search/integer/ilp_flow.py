@@ -7,14 +7,13 @@ a plan's times are summed over its stages, so rounding inside the solver does no
 What a stage holds depends on the GPUs after it. Where that matters, nodes are pairs of a cut and the GPUs after it.
 """
 
-import math
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import combinations
-from typing import Literal, get_args
+from typing import Literal
 
 import numpy as np
 import pulp
@@ -60,11 +59,7 @@ class Columns:
         self.space = self._spaces[0]
         self.sets = self.cuts()
         self.last = len(self.sets) - 1
-        # States that separate no group; the empty one and the whole model never do.
-        groups = problem.constraints.groups(problem.layer_costs.profile)
-        self.states = np.array(
-            [n for n, done in enumerate(self.sets) if all(group <= done or not group & done for group in groups)]
-        )
+        self.states = np.arange(len(self.sets))
         self._stages_of: dict[tuple[frozenset[int], int], list[Stages]] = {}
 
     def cuts(self) -> list[frozenset[int]]:
@@ -80,7 +75,7 @@ class Columns:
             if len(found) > MOST_COLUMNS:
                 raise InputError(
                     f"more than {MOST_COLUMNS} candidate stages are too many for an integer program",
-                    hint="use `solver=search`, or forbid cuts",
+                    hint="use `solver=search`",
                 )
         return found
 
@@ -134,7 +129,7 @@ def sets_of(count: int) -> list[frozenset[int]]:
     return [frozenset(each) for size in range(1, count + 1) for each in combinations(range(count), size)]
 
 
-MilpName = Literal["HiGHS", "CBC"]
+# "feasible" if time ran out with a solution, "unknown" if it ran out without one.
 Status = Literal["optimal", "feasible", "infeasible", "unknown"]
 
 _FEASIBILITY = 1e-9  # how far a row may be violated
@@ -144,47 +139,28 @@ MOST_ARCS = 300_000
 _SCALE = 1000.0  # what the time of a balanced plan is scaled to
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """The result of a run."""
-
-    status: Status  # "feasible" if time ran out with a solution, "unknown" if it ran out without one
-    bound: float = -math.inf  # no solution has a smaller objective, as far as the solver says
-
-
-def installed() -> tuple[MilpName, ...]:
-    """Return the solvers that are installed, the preferred one first."""
-    at_hand = {"HiGHS": pulp.HiGHS(msg=False).available(), "CBC": pulp.COIN_CMD(path=_CBC, msg=False).available()}
-    return tuple(name for name in get_args(MilpName) if at_hand[name])
-
-
-def run(problem: pulp.LpProblem, name: MilpName, time_limit_s: float | None = None) -> Outcome:
+def run(problem: pulp.LpProblem, time_limit_s: float | None = None) -> Status:
     """Minimise `problem`; its variables have values when the status is "optimal" or "feasible".
 
     PuLP's report needs care. After a time-out `status` reads Optimal; only `sol_status == 1` means optimal. An
     infeasible program still has values. CBC's "Integer infeasible" leaves `sol_status` at "none found".
     """
     limit_s = None if time_limit_s is None else max(time_limit_s, _LEAST_LIMIT_S)
-    # With more threads, the same program may have another of its best solutions.
-    common = {"msg": False, "threads": 1, "gapRel": 0.0, "gapAbs": 0.0, "timeLimit": limit_s}
-    bound = -math.inf
-    if name == "HiGHS":
-        solver = pulp.HiGHS(**common, mip_feasibility_tolerance=_FEASIBILITY, primal_feasibility_tolerance=_FEASIBILITY)
+    options = [f"primalTolerance {_FEASIBILITY}", f"integerTolerance {_FEASIBILITY}"]
+    with tempfile.TemporaryDirectory() as folder:
+        # With more threads, the same program may have another of its best solutions.
+        solver = pulp.COIN_CMD(
+            path=_CBC, msg=False, threads=1, gapRel=0.0, gapAbs=0.0, timeLimit=limit_s, options=options
+        )
+        solver.tmpDir = folder
         problem.solve(solver)
-        bound = float(problem.solverModel.getInfo().mip_dual_bound)
-    else:
-        with tempfile.TemporaryDirectory() as folder:
-            options = [f"primalTolerance {_FEASIBILITY}", f"integerTolerance {_FEASIBILITY}"]
-            solver = pulp.COIN_CMD(path=_CBC, **common, options=options)
-            solver.tmpDir = folder
-            problem.solve(solver)
     if problem.sol_status == pulp.LpSolutionOptimal:
-        return Outcome("optimal", float(problem.objective.value() or 0.0))
+        return "optimal"
     if problem.sol_status == pulp.LpSolutionIntegerFeasible:
-        return Outcome("feasible", bound if math.isfinite(bound) else -math.inf)
+        return "feasible"
     if pulp.LpStatusInfeasible in (problem.status, problem.sol_status):
-        return Outcome("infeasible")
-    return Outcome("unknown", bound if math.isfinite(bound) else -math.inf)
+        return "infeasible"
+    return "unknown"
 
 
 Node = tuple[int, int]  # state, GPUs after it; -1 where they do not matter
@@ -217,8 +193,8 @@ class _Chosen:
 class Flow:
     """The integer program of a problem over its columns."""
 
-    def __init__(self, problem: Problem, columns: Columns, solver: MilpName) -> None:
-        self.problem, self.columns, self.solver = problem, columns, solver
+    def __init__(self, problem: Problem, columns: Columns) -> None:
+        self.problem, self.columns = problem, columns
         self.gpus = problem.cluster.gpus
         self.arcs = _arcs(problem, columns)
         self._scale = _SCALE * self.gpus / float(columns.space.compute_s[-1])
@@ -293,10 +269,10 @@ class Flow:
         if most_sum_s > 0:
             sums = _weighted((x, arc.column.sum_s * self._scale) for x, arc in zip(chosen, arcs, strict=True))
             program += sums <= most_sum_s * self._scale * (1 + SLACK)
-        outcome = run(program, self.solver, deadline.left_s)
-        if outcome.status == "infeasible":
+        status = run(program, deadline.left_s)
+        if status == "infeasible":
             return None
-        if outcome.status != "optimal":
+        if status != "optimal":
             raise TimeoutError
         picked = [arc.column for arc, x in zip(arcs, chosen, strict=True) if x.value() > 0.5]
         return _Chosen(tuple(sorted(picked, key=lambda column: column.start)))
@@ -343,7 +319,7 @@ def _arcs(problem: Problem, columns: Columns) -> list[_Arc]:
         if len(arcs) > MOST_ARCS:
             raise InputError(
                 f"more than {MOST_ARCS} places for stages are too many for an integer program",
-                hint="use `solver=search`, fewer GPUs, or forbid cuts",
+                hint="use `solver=search`, or fewer GPUs",
             )
     return arcs
 

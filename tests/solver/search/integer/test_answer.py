@@ -1,4 +1,4 @@
-"""The methods agree, keep the constraints, and say what they cannot do."""
+"""The methods agree, and say what they cannot do."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import pytest
 
 from planner.errors import InfeasibleError
 from planner.formats.cluster import Cluster, DeviceKind, Level, flat_cluster
-from planner.formats.constraints import Constraints
 from planner.solver import solve
 from tests.samples import layer, profile
 
@@ -21,21 +20,10 @@ def test_solvers_agree_and_say_who_they_are() -> None:
     assert all(plan.solver.status == "optimal" for plan in plans)
 
 
-def test_constraints_are_kept_by_every_solver() -> None:
-    apart = solve(CHAIN, flat_cluster(2, 1e9))
-    assert apart.stages[0].layers == ("a", "b", "c", "d") or len(apart.stages) > 1
-    for name in ("search", "ilp"):
-        together = Constraints(together=(("b", "d"),))
-        plan = solve(CHAIN, flat_cluster(2, 1e9, 1300), solver=name, constraints=together)
-        home = {each: n for n, stage in enumerate(plan.stages) for each in stage.layers}
-        assert home["b"] == home["c"] == home["d"]
-        assert plan.profile_digest == CHAIN.digest
-
-
 def test_memory_that_no_plan_fits_is_told() -> None:
-    apart = Constraints(no_cut_after=("a",))
+    joined = CHAIN.model_copy(update={"no_cut_after": ("a",)})
     with pytest.raises(InfeasibleError, match="no plan fits 3 GPUs") as caught:
-        solve(CHAIN, flat_cluster(3, 1e9, 300), constraints=apart)
+        solve(joined, flat_cluster(3, 1e9, 300))
     assert "`memory_bytes=" in caught.value.hint
     level = Level(size=2, bandwidth_bytes_per_s=1e9)
     mixed = Cluster(levels=(level,), memory_bytes=100, kinds=(DeviceKind(count=1), DeviceKind(count=1, speed=2.0)))

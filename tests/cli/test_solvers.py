@@ -1,8 +1,7 @@
-"""Constraints, solvers and time limits from the command line."""
+"""Solvers, kinds of GPUs and time limits from the command line."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -29,19 +28,9 @@ def solve(*arguments: str) -> int:
     return main(["solve", "--gpus", "3", "--bandwidth", "1GB/s", *arguments])
 
 
-def test_colocations_and_forbidden_cuts(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert solve("--colocate", "a,b", "--json") == 0
-    plan = json.loads(capsys.readouterr().out)
-    assert plan["stages"][0]["layers"][:2] == ["a", "b"]
-    assert plan["solver"]["name"] == "search"
-    assert solve("--forbid-cut-after", "a", "--forbid-cut-after", "b", "--forbid-cut-after", "c", "--json") == 0
-    assert len(json.loads(capsys.readouterr().out)["stages"]) == 1
-
-
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (("--colocate", "a,z"), 2, "layer 'z'"),
         (("--pin", "a=2"), 2, "`plan solve` does not know --pin a=2"),
         (("--schedule", "auto", "--solver", "ilp"), 2, "for one schedule and one profile"),
         (("--solver", "ilp", "--time-limit", "0s"), 1, "the time limit passed before any plan"),
