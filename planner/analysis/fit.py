@@ -156,8 +156,11 @@ def fit(
     for size in tried:
         say(f"{gpus} GPUs, microbatches of {size}")
         profile = known.get(size) or profile_at(size)
+        plan = None if best is None else best[0].plan
+        if plan and plan.predicted.seconds_per_minibatch <= (plan.minibatch_size or 0) * least_s(profile):
+            continue  # no plan is faster
         # Where dividing layers did not pay for one size of microbatches, it does not pay for smaller ones.
-        whole = best is not None and best[0].plan is not None and max(best[0].plan.degrees) == 1
+        whole = plan is not None and max(plan.degrees) == 1
         balanced = quick.get(size, math.inf) <= least_s(profile) * (1 + BALANCED)
         divides = size == shared if mixtures else not (whole or balanced)
         if divides and not searching.deadline.passed:

@@ -31,10 +31,13 @@ from planner.profiler.estimated.calibrate import load_calibration
 from planner.profiler.estimated.devices import device_spec, parse_dtype, usual_dtype
 from planner.profiler.estimated.estimate import EstimateOptions, Estimator, estimate_profile, load_device
 from planner.profiler.estimated.execution import compiler
+from planner.profiler.estimated.trace import collecting
 from planner.profiler.measured.profiling import ProfilingOptions, profile_model
 from planner.reporting.trace import save_trace
 from planner.solver.problem.budget import Patience
 from planner.workers.job import Job, TrainResult
+
+SELDOM = 100_000  # allocations of a question, after which garbage is collected
 
 
 @keywords_of(ProfilingOptions, arguments=1)
@@ -90,6 +93,7 @@ def estimate(model: str | Path, asked: EstimateArguments) -> Profile:
 
 
 @keywords_of(FitOptions)
+@collecting(SELDOM)
 def fit(model: str | Path, gpus: int, options: FitOptions) -> Fit:
     """Say whether a model fits GPUs, how to split it, how fast it would train, and how few GPUs would do.
 

@@ -15,6 +15,7 @@ from planner.cost.work import Floats, Footprint, Integers, Work, working_bytes
 from planner.formats.cluster import DeviceKind
 from planner.formats.device_kinds import profile_on
 from planner.formats.names import CODECS, FLOAT_BYTES, GPU_KINDS, HALF_BYTES, Codec
+from planner.formats.plan_parts import Exchanged
 from planner.formats.profile import Profile, Shares
 from planner.plan.blocks import blocks_of
 from planner.plan.lengths import mean_terms
@@ -29,10 +30,12 @@ class LayerCosts:
     # Whether the devices' overheads count elsewhere, but for the communicators that a stage has in any plan, which
     # count as buffers.
     tensors_only: bool = False
-    # Returns the profile of the layers on groups of so many ranks (`planner.cost.tensor`).
-    dividing: Callable[[Profile, int], Profile] | None = None
+    # Returns the profile of the layers on groups of so many ranks, and what each of them exchanges, where messages
+    # cross the same links (`planner.cost.tensor`).
+    dividing: Callable[[Profile, int], tuple[Profile, Sequence[Exchanged] | None]] | None = None
     codec: Codec = CODECS["none"]  # of what stages exchange
     source: Profile | None = None  # as it was before its times became means over lengths
+    exchanges: Sequence[Exchanged] | None = None
 
     def __post_init__(self) -> None:
         overheads = Overheads.of(self.profile.device)
@@ -120,11 +123,20 @@ class LayerCosts:
             return self
         if degree not in self._variants:
             assert self.dividing is not None, "layers are divided over the links of a cluster"
-            self._variants[degree] = self.with_profile(self.dividing(self.profile, degree))
+            profile, exchanges = self.dividing(self.profile, degree)
+            self._variants[degree] = replace(self.with_profile(profile), exchanges=exchanges)
         return self._variants[degree]
 
     def with_options(self, options: StageOptions) -> "LayerCosts":
         return self.on_kind(options.kind).at_degree(options.tensor)
+
+    def exchanged(self, stage: Candidate) -> Exchanged | None:
+        """Return what a rank of the stage sends to the others of its group over links that messages cross."""
+        if (known := self.with_options(stage.options).exchanges) is None:
+            return None
+        own = [known[layer] for layer in stage.layers]
+        sums = {name: sum(getattr(each, name) for each in own) for name in ("forward_bytes", "backward_bytes")}
+        return Exchanged(**sums, bytes_per_s=own[0].bytes_per_s) if any(sums.values()) else None
 
     @cached_property
     def of_tensors(self) -> "LayerCosts":

@@ -5,7 +5,7 @@ al., "Megatron-LM", 2019, section 3). A plan whose stages have groups of one siz
 """
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from planner.cost.work import Floats
 from planner.errors import ProfileError
 from planner.formats.cluster import Cluster
 from planner.formats.names import CODECS
+from planner.formats.plan_parts import Exchanged
 from planner.formats.profile import DEGREE_COLUMNS, DegreeCosts, Profile
 from planner.plan.lengths import expected
 
@@ -83,11 +84,19 @@ def _reduces_s(size_bytes: Collection[int], counts: Collection[int], degree: int
 def layer_costs_on(profile: Profile, cluster: Cluster) -> LayerCosts:
     """Return the costs of the profile's layers, with what the cluster does to divided layers and to messages."""
     topology = Topology(cluster)
+
+    def dividing(each: Profile, degree: int) -> tuple[Profile, Sequence[Exchanged] | None]:
+        link, costs = topology.group_link(degree), costs_at(each, degree)
+        divided = profile_at(each, degree, link, sequence_parallel=cluster.sequence_parallel)
+        if each.lengths is not None or degree >= topology.groups[topology.span(range(degree))]:
+            return divided, None  # a group that fills a server has its links for itself
+        part, rate = 2 * (degree - 1) / degree, link.ring_bytes_per_s
+        sizes = zip(costs.forward_reduced_bytes, costs.backward_reduced_bytes, strict=True)
+        return divided, [Exchanged(forward_bytes=part * f, backward_bytes=part * b, bytes_per_s=rate) for f, b in sizes]
+
     return LayerCosts(
         expected(profile),
-        dividing=lambda each, degree: profile_at(
-            each, degree, topology.group_link(degree), sequence_parallel=cluster.sequence_parallel
-        ),
+        dividing=dividing,
         codec=CODECS[cluster.compress],
         source=profile,
     )

@@ -101,6 +101,14 @@ class StageMemory(GrownRecord):
         return self.total_bytes - self.overhead_bytes
 
 
+class Exchanged(Record):
+    """What each rank of a group sends to the others for a microbatch, over a link that messages cross, too."""
+
+    forward_bytes: Annotated[float, Field(ge=0)]
+    backward_bytes: Annotated[float, Field(ge=0)]
+    bytes_per_s: Annotated[float, Field(gt=0)]  # while nothing else crosses the link
+
+
 class Stage(GrownRecord):
     """Consecutive layers, replicated on `ranks`; minibatch b runs on `ranks[b % replicas]`, or that group."""
 
@@ -123,10 +131,12 @@ class Stage(GrownRecord):
     # Where lengths vary, seconds are means over the plan's microbatches; a microbatch takes its shares of them.
     forward_shares: Shares = ()
     backward_shares: Shares = ()
+    exchanged: Exchanged | None = None  # within the seconds above; None: on links of the group's own, or nothing
     memory: StageMemory
 
     later_fields: ClassVar[frozenset[str]] = frozenset(
         {"sharded", "sharding_level", "recompute_s", "ready_shares", "tensor", "forward_shares", "backward_shares"}
+        | {"exchanged"}
     )
 
     @property

@@ -1,5 +1,6 @@
 """Find the weights that several stages share, and what prevents training them."""
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -39,9 +40,10 @@ def shared_weights(
 
 
 def trained_parameters(profile: Profile) -> dict[str, set[str]]:
-    """Return the trained parameters of each layer, including tied ones whose bytes count in an earlier layer."""
-    trained = {name for layer in profile.layers if layer.gradient_bytes for name in layer.parameters}
-    return {layer.name: trained.intersection(layer.parameters) for layer in profile.layers}
+    """Return the trained parameters of each layer that others use, too; their bytes count in the first of them."""
+    users = Counter(name for layer in profile.layers for name in set(layer.parameters))
+    trained = {name for layer in profile.layers if layer.gradient_bytes for name in layer.parameters if users[name] > 1}
+    return {layer.name: trained.intersection(layer.parameters) for layer in profile.layers if trained}
 
 
 def copied_layers(profile: Profile, stages: Sequence[Sequence[str]]) -> list[list[Layer]]:

@@ -31,7 +31,10 @@ class Chunked(Synchronous):
     def depths(self, replicas: Sequence[int], microbatches: int, chunks: int = 1) -> tuple[int, ...]:
         # Where the copies of the pipeline cannot share the microbatches evenly, some have one more than others.
         shares = {-(-microbatches // replicas[0]), microbatches // replicas[0]} - {0}
-        each = [_in_flight(self, len(replicas) // chunks, chunks, units) for units in shares]
+        workers = len(replicas) // chunks
+        # In groups of equally many, no later group has more in flight than the first ones.
+        shares = {min(units, 4 * workers) if units % workers == 0 else units for units in shares}
+        each = [_in_flight(self, workers, chunks, units) for units in shares]
         return tuple(max(counts) for counts in zip(*each, strict=True))
 
     def minibatch(self, shape: PipelineShape, stage: int, rank: int, minibatch: int) -> Iterator[Instruction]:

@@ -49,6 +49,9 @@ class ClusterLinks:
         )
         return LinkPath(tuple(links), link.ring_bytes_per_s), 2 * (len(ranks) - 1) * link.latency_s
 
+    def own(self, rank: int) -> tuple[LinkDirection, ...]:
+        return self._link(0, rank, True), self._link(0, rank, False)
+
     def uses(self, ranks: Sequence[int]) -> Iterator[LinkUse]:
         for rank in sorted(ranks):
             for sends, does in ((True, "sends"), (False, "receives")):
@@ -167,6 +170,12 @@ class Communication:
         queue = self._queue(rank, send.stage, send.peer_rank, send.peer_stage, isinstance(send, SendShared))
         queue.waiting.append((size_bytes, queue.latency_s, partial(self._on_arrival, rank, send)))
         self._start(queue, now_s)
+
+    def exchange(
+        self, rank: int, size_bytes: float, rate: float, now_s: float, on_end: Callable[[float], None]
+    ) -> None:
+        """Exchange bytes between the ranks of a worker, each over its own link, both ways."""
+        self.network.start(now_s, LinkPath(self.links.own(rank), rate), size_bytes, on_end)
 
     def open(self, rank: int, receive: Receive, now_s: float) -> None:
         queue = self._receiving(rank, receive)

@@ -9,7 +9,7 @@ from planner.cost.network.link import Buckets
 from planner.cost.network.topology import Topology
 from planner.cost.work import WEIGHT_SHARE
 from planner.formats.cluster import Cluster
-from planner.formats.plan_parts import Shared, Transfer
+from planner.formats.plan_parts import Exchanged, Shared, Transfer
 from planner.formats.profile import Shares
 from planner.plan.lengths import Terms
 from planner.schedule.instructions import Unit
@@ -35,6 +35,7 @@ class StageCosts:
     gradient_bytes: int = 0  # that the replicas all-reduce per round
     sharded: bool = False  # they only reduce-scatter these, and gather the weights after the update
     whole_bytes: int = 0  # of `gradient_bytes`, all-reduced whole even so, because other stages share the weights
+    exchanged: Exchanged | None = None  # within the seconds above, between the ranks of a replica
     # Where lengths vary, of the seconds above, which are means over microbatches: see `PipelineCosts.terms`.
     forward_shares: Shares = ()
     backward_shares: Shares = ()

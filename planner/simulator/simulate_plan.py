@@ -155,7 +155,7 @@ def costs_of(plan: Plan) -> PipelineCosts:
         received_bytes[shared.stages[1]] += 0 if weights <= seen else shared.gradient_bytes
         seen |= weights
     same = {"forward_s", "backward_s", "update_s", "accumulate_s", "ready_s", "ready_shares", "late_s"}
-    same |= {"forward_shares", "backward_shares"}
+    same |= {"forward_shares", "backward_shares", "exchanged"}
     stages = [
         StageCosts(
             **{name: getattr(stage, name) for name in same},

@@ -10,7 +10,7 @@ import heapq
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Literal, get_args
 
 from typing_extensions import assert_never
@@ -25,6 +25,11 @@ from planner.units import SLACK
 
 # A message at its receiver: rank, kind, stage, minibatch, microbatch, and the sender's rank and stage.
 _Message = tuple[int, int, int, int, int, int, int]
+Computation = do.Forward | do.Backward | do.BackwardInput | do.BackwardWeight
+# The bytes that ranks exchange within a computation, and the number of exchanges that stand for all of it.
+_EXCHANGED = {"forward": "forward_bytes", "recompute": "forward_bytes"}
+_EXCHANGED |= {"backward": "backward_bytes", "backward_input": "backward_bytes"}
+EXCHANGES = 4
 _MESSAGE_KIND = {kind: number for ends in (Send, Receive) for number, kind in enumerate(get_args(ends))}
 
 
@@ -64,6 +69,7 @@ class Simulation:
         self._begun: dict[int, float] = {}  # when each worker had first work to do
         self._gathering: set[tuple[int, int]] = set()  # replicas between their update and the next instruction
         self._has_gradients: set[tuple[int, int]] = set()  # replicas with a backward since their last update
+        self._working: dict[int, Iterator[bool]] = {}  # what workers compute that wait within it
         self._arrived: dict[_Message, float] = {}
         self._awaited: set[_Message] = set()
 
@@ -111,23 +117,20 @@ class Simulation:
         heapq.heappush(self._ready, (at_s, rank))
 
     def _execute(self, rank: int, instruction: Instruction) -> bool:
-        match instruction:
-            case do.Forward(stage=stage, unit=unit):
-                self._compute(rank, "forward", stage, unit, self._costs_of(stage, unit).forward_s)
-                self.completed.forwards_s[stage].append(self._clock[rank])
-            case do.Backward() | do.BackwardWeight():
-                self._backward(rank, instruction)
-            case do.BackwardInput(stage=stage, unit=unit):
-                self._recompute(rank, instruction)
-                costs = self._costs_of(stage, unit)
-                self._compute(rank, "backward_input", stage, unit, costs.backward_s - costs.backward_weight_s)
+        match instruction:  # the most frequent first
+            case do.ReceiveActivation() | do.ReceiveGradient() | do.ReceiveShared():
+                return self._receive(rank, instruction)
             case do.SendActivation() | do.SendGradient() | do.SendShared():
                 if instruction.peer_rank == rank:  # to another stage of the same worker
                     self._deliver(rank, instruction, self._clock[rank])
                 else:
                     self.communication.send(rank, instruction, self._clock[rank])
-            case do.ReceiveActivation() | do.ReceiveGradient() | do.ReceiveShared():
-                return self._receive(rank, instruction)
+            case do.Forward() | do.Backward() | do.BackwardInput() | do.BackwardWeight():
+                if (work := self._working.get(rank)) is None:
+                    self._working[rank] = work = self._work(rank, instruction)
+                if next(work, False):
+                    return False
+                del self._working[rank]
             case do.AllReduce(stage=stage, round=number):
                 reduce, now_s = self.communication.collective(stage), self._clock[rank]
                 self._begun.setdefault(rank, now_s)
@@ -142,15 +145,42 @@ class Simulation:
                 assert_never(instruction)
         return True
 
-    def _compute(self, rank: int, kind: EventKind, stage: int, unit: Unit, seconds: float) -> None:
-        start = self._clock[rank]
-        self._begun.setdefault(rank, start)
-        self._clock[rank] = end = start + seconds
-        if self.events is not None:
-            self.events.append(Event(rank, kind, stage, unit.minibatch, unit.microbatch, start, end))
+    def _work(self, rank: int, instruction: Computation) -> Iterator[bool]:
+        """Compute, and yield true where the worker has to wait within it."""
+        if not isinstance(instruction, do.Forward):
+            yield from self._backward(rank, instruction)
+            return
+        stage, unit = instruction.stage, instruction.unit
+        costs = self._costs_of(stage, unit)
+        yield from self._compute(rank, "forward", stage, unit, costs.forward_s)
+        self.completed.forwards_s[stage].append(self._clock[rank])
 
-    def _backward(self, rank: int, backward: do.Backward | do.BackwardWeight) -> None:
-        stage, costs = backward.stage, self._costs_of(backward.stage, backward.unit)
+    def _compute(self, rank: int, kind: EventKind, stage: int, unit: Unit, seconds: float) -> Iterator[bool]:
+        """Compute, with exchanges between the ranks of the worker, which other traffic on their links may slow down."""
+        start, costs = self._clock[rank], self.stages[stage]
+        self._begun.setdefault(rank, start)
+        if (exchanged := costs.exchanged) is not None and kind in _EXCHANGED:
+            size_bytes = getattr(exchanged, _EXCHANGED[kind])
+            if kind == "recompute":
+                size_bytes *= seconds / costs.forward_s
+            seconds = max(0.0, seconds - size_bytes / exchanged.bytes_per_s) / (EXCHANGES + 1)
+            for _ in range(EXCHANGES):
+                self._wake(rank, self._clock[rank] + seconds)
+                yield True
+                wake, part_bytes = partial(self._wake, rank), size_bytes / EXCHANGES
+                self.communication.exchange(rank, part_bytes, exchanged.bytes_per_s, self._clock[rank], wake)
+                yield True
+        self._clock[rank] += seconds
+        if self.events is not None:
+            self.events.append(Event(rank, kind, stage, unit.minibatch, unit.microbatch, start, self._clock[rank]))
+
+    def _backward(self, rank: int, backward: do.Backward | do.BackwardInput | do.BackwardWeight) -> Iterator[bool]:
+        stage, unit, costs = backward.stage, backward.unit, self._costs_of(backward.stage, backward.unit)
+        if isinstance(backward, do.BackwardInput):
+            yield from self._recompute(rank, backward)
+            input_s = costs.backward_s - costs.backward_weight_s
+            yield from self._compute(rank, "backward_input", stage, unit, input_s)
+            return
         joins = backward.last_of_round and len(self.shape.ranks[stage]) > 1
         # The first backward after an update does not accumulate.
         accumulate_s = costs.accumulate_s if (rank, stage) in self._has_gradients else 0.0
@@ -159,7 +189,7 @@ class Simulation:
         late_s = costs.late_s if joins and isinstance(backward, do.Backward) else 0.0
         kind: EventKind
         if isinstance(backward, do.Backward):
-            self._recompute(rank, backward, late_s)
+            yield from self._recompute(rank, backward, late_s)
             start_s, kind, seconds = self._clock[rank], "backward", costs.backward_s + late_s
         else:
             # Parts are ready at times of a whole backward: count them as if one had run that ends with this part.
@@ -167,13 +197,13 @@ class Simulation:
             kind, seconds = "backward_weight", costs.backward_weight_s
         if joins:
             self._join(rank, stage, start_s, costs.backward_s + late_s + accumulate_s)
-        self._compute(rank, kind, stage, backward.unit, seconds + accumulate_s)
+        yield from self._compute(rank, kind, stage, unit, seconds + accumulate_s)
         self.completed.ends_s[stage].append(self._clock[rank])
 
-    def _recompute(self, rank: int, backward: do.Backward | do.BackwardInput, late_s: float = 0.0) -> None:
+    def _recompute(self, rank: int, backward: do.Backward | do.BackwardInput, late_s: float = 0.0) -> Iterator[bool]:
         whole_s = self._costs_of(backward.stage, backward.unit).recompute_s
         if (seconds := whole_s - late_s) > SLACK * whole_s:
-            self._compute(rank, "recompute", backward.stage, backward.unit, seconds)
+            yield from self._compute(rank, "recompute", backward.stage, backward.unit, seconds)
 
     def _arrive(self, rank: int, send: Send, start_s: float, end_s: float) -> None:
         # Gradients of shared weights belong to a round, not to a unit, so timelines do not draw them.
@@ -241,7 +271,7 @@ class Simulation:
     def _update(self, rank: int, update: do.Update) -> bool:
         stage, costs = update.stage, self.stages[update.stage]
         if (rank, stage) not in self._gathering:
-            self._compute(rank, "update", stage, Unit(update.round), costs.update_s)
+            next(self._compute(rank, "update", stage, Unit(update.round), costs.update_s), None)
             self._has_gradients.discard((rank, stage))
             if not costs.sharded:
                 return True

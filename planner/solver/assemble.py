@@ -73,7 +73,7 @@ def assemble(problem: Problem, best: Evaluation, report: SolverReport = GIVEN) -
         stages=tuple(_stages(problem, best)),
         experts=max((max(costs.experts) for costs in used if costs.experts), default=None),
         by_samples=any(costs.by_samples for costs in used),
-        transfers=transfers(layer_costs, stages),
+        transfers=transfers(problem.in_groups(stages)[0].layer_costs, stages),  # of each rank of a group
         shared=shared_between(layer_costs, stages),
         predicted=_predict(problem, best),
         solver=report.model_copy(update={"depth": problem.depth}),
@@ -108,6 +108,7 @@ def _stages(problem: Problem, best: Evaluation) -> Iterator[Stage]:
             ready_shares=costs.ready_shares,
             forward_shares=costs.forward_shares,
             backward_shares=costs.backward_shares,
+            exchanged=costs.exchanged,
             memory=best.price.memory[number],
         )
 

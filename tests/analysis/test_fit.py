@@ -122,9 +122,18 @@ def test_the_fastest_size_of_microbatches_is_the_answer() -> None:
     assert answer.asked.plan.config == alone[2].config
 
 
-def test_what_cannot_be_the_answer_is_not_estimated() -> None:
-    """Sizes that would have to recompute, and divided layers where data parallelism is as good as perfect balance."""
-    sizes, divisions = list[int](), list[int]()
+def test_what_cannot_be_the_answer_is_not_estimated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes that would have to recompute, and divided layers where data parallelism is as good as perfect balance.
+
+    Nor is a plan sought for a size with which even perfect balance is slower than the plan for another one.
+    """
+    sizes, divisions, sought = list[int](), list[int](), list[tuple[int | None, int]]()
+
+    def seek(profile: Profile, cluster: Cluster, options: SolveOptions, patience: Patience) -> Plan:
+        sought.append((profile.microbatch_size, cluster.gpus))
+        return find_plan(profile, cluster, options, patience)
+
+    monkeypatch.setattr("planner.analysis.fit.find_plan", seek)
 
     def profile_at(size: int) -> Profile:
         sizes.append(size)
@@ -143,6 +152,7 @@ def test_what_cannot_be_the_answer_is_not_estimated() -> None:
     assert (plan.config, plan.microbatch_size) == ("4", 2)
     assert sizes == [1, 2]
     assert divisions == []
+    assert [size for size, gpus in sought if gpus == 4] == [2]
     # Where messages take long, both are worth a look.
     slow, _ = fit(profile_at, divided, (1,), 4, lambda gpus: flat_cluster(gpus, 1e3, 400 * MB), OPTIONS)
     assert slow.asked.plan is not None

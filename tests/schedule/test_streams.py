@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from planner.errors import InputError
-from planner.schedule.chunked import INTERLEAVED
+from planner.schedule.chunked import INTERLEAVED, Chunked
 from planner.schedule.instructions import (
     AllReduce,
     Backward,
@@ -23,6 +23,7 @@ from planner.schedule.instructions import (
 from planner.schedule.one_stage import TWO_BW
 from planner.schedule.registry import find
 from planner.schedule.schedule import Channel, PipelineShape, stream, warm_up_depths
+from planner.schedule.zb_v import ZB_V
 from tests.schedule.check import ScheduleError, check_streams
 from tests.schedule.draw import draw_order
 
@@ -115,6 +116,20 @@ def test_interleaved_runs_a_group_of_microbatches_through_one_chunk_after_the_ot
         "F0.0 F0.1 F0.0' F0.1' F0.2 B0.0' F0.3 B0.1' F0.2' B0.0 F0.3' B0.1 B0.2' B0.3' B0.2 B0.3 U0' U0",
         "F0.0 F0.1 F0.0' B0.0' F0.1' B0.1' F0.2 B0.0 F0.3 B0.1 F0.2' B0.2' F0.3' B0.3' B0.2 B0.3 U0' U0",
     ]
+
+
+@pytest.mark.parametrize("schedule", [INTERLEAVED, ZB_V], ids=lambda schedule: schedule.name)
+def test_many_groups_have_no_more_in_flight_than_four(schedule: Chunked) -> None:
+    """Of 160 microbatches, as counted in the order in which each worker has them."""
+    for workers, chunks in ((2, 2), (4, 2), (4, 5) if schedule is INTERLEAVED else (5, 2)):
+        flying = dict.fromkeys(range(workers * chunks), 0)
+        most = dict(flying)
+        for position in range(workers):
+            own = schedule.own_stages(position, workers, chunks)
+            for work, chunk, _ in schedule.order(workers, chunks, position, 160):
+                flying[own[chunk]] += {"F": 1, "B": -1, "I": 0, "W": -1}[work]
+                most[own[chunk]] = max(most[own[chunk]], flying[own[chunk]])
+        assert schedule.depths((1,) * (workers * chunks), 160, chunks) == tuple(most.values())
 
 
 @pytest.mark.parametrize("workers", [2, 3, 4])

@@ -197,12 +197,39 @@ def test_ranks_with_samples_of_their_own_exchange_a_part_and_their_plan_says_so(
         assert [each.saved_bytes for each in group.layers] == list(costs.saved_bytes)
     plan = solve(model, FLAT, schedule="1f1b-flush", microbatches=8, tensor=(2,))
     assert (plan.experts, plan.by_samples) == (16, True)
+    assert {(each.output_bytes, each.gradient_bytes) for each in plan.transfers} == {(10, 10)}
+    assert simulated_s(plan) == pytest.approx(plan.predicted.seconds_per_minibatch, rel=1e-9)
     assert Plan.model_validate_json(plan.model_dump_json()) == plan
     assert plan_of_tensor_rank(plan.model_copy(update={"microbatch_size": 6}), 1).microbatch_size == 3
     whole = solve(CHAIN, FLAT, schedule="1f1b-flush", microbatches=8)
     assert not {"experts", "by_samples"} & whole.model_dump().keys()
     assert Profile.model_validate_json(CHAIN.model_dump_json()).digest == CHAIN.digest
     assert "by_samples" not in CHAIN.model_dump_json(exclude_none=True)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "1f1b-flush", "zb-h1"])
+def test_messages_share_the_links_of_a_group_with_its_exchanges(schedule: str) -> None:
+    """But not where groups fill servers, whose inner links no message crosses; alone, an exchange is not slowed down."""
+    model = divided(profile(*(layer(f"l{n}", 0.1, 0.2, output_bytes=300) for n in range(8))), 2)
+    (costs,) = model.tensor or ()
+    exchanged = {"forward_reduced_bytes": (50,) * 8, "backward_reduced_bytes": (50,) * 8}
+    model = model.model_copy(update={"tensor": (costs.model_copy(update=exchanged),)})
+    stages = tuple(OwnStage(layers=tuple(f"l{n}" for n in range(first, first + 4)), tensor=2) for first in (0, 4))
+    many = 1 if schedule == "1f1b" else 16
+    own = OwnPlan(stages=stages, schedule=find(schedule), microbatches=many)
+    flat, servers = flat_cluster(4, 100.0), hierarchical_cluster((2, 2), (100.0, 600.0))
+    plan, apart = (given_plan.price(model, cluster, own) for cluster in (flat, servers))
+    # Each way, a microbatch's exchanges take 4 s of the link of a rank, and its message 3 s; a stage computes 0.6 s.
+    assert plan.predicted.seconds_per_minibatch >= 7 * many * (1 - 1e-9)
+    assert apart.predicted.seconds_per_minibatch < 7 * many
+    assert simulated_s(plan) == pytest.approx(plan.predicted.seconds_per_minibatch, rel=1e-9)
+    assert Plan.model_validate_json(plan.model_dump_json()) == plan
+    assert all(stage.exchanged is not None and stage.exchanged.forward_bytes == 200 for stage in plan.stages)
+    assert "exchanged" not in apart.stages[0].model_dump()
+    whole = own.model_copy(update={"stages": (OwnStage(layers=tuple(f"l{n}" for n in range(8)), tensor=2),)})
+    alone = given_plan.price(model, flat, whole)
+    assert alone.stages[0].exchanged is not None
+    assert simulated_s(alone) == pytest.approx(many * (8 * 0.15 + 8))
 
 
 def test_what_is_not_known_is_refused() -> None:

@@ -73,6 +73,7 @@ def stage_costs(layer_costs: LayerCosts, stages: Sequence[Candidate], setting: S
             late_s=max(0.0, buckets.ready_s[-1] - float(work.backward_s)) if buckets.ready_s else 0.0,
             gradient_bytes=int(work.trainable_bytes) + sum(layer.gradient_bytes for layer in again),
             sharded=stage.options.sharded,
+            exchanged=layer_costs.exchanged(stage),
             forward_shares=layer_costs.shares(stage, "forward_s", float(work.forward_s)),
             backward_shares=layer_costs.shares(stage, "backward_s", float(work.backward_s)),
         )
