@@ -211,8 +211,7 @@ def check_trainable(plan: Plan) -> None:
 
 def check_elastic(plan: Plan, options: ElasticOptions) -> None:
     """Raise PlanError unless there is a plan for each number of hosts; InputError for hosts that meet nowhere."""
-    assert isinstance(options.elastic, tuple)
-    least, most = options.elastic
+    least, most = options.hosts
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
         what = "`elastic` starts torchrun's agents itself, and torchrun has started this process"
         raise InputError(what, hint="start plan train on every host, without torchrun")

@@ -117,6 +117,11 @@ class ElasticOptions(Options):
     )
     copy_folder: str = option("/dev/shm", "folder of the copies, in the memory of each host", "DIR")
 
+    @property
+    def hosts(self) -> tuple[int, int]:
+        assert isinstance(self.elastic, tuple)
+        return self.elastic
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainArguments(Options):

@@ -43,13 +43,6 @@ class Job(Record):
     folder: str | None = None  # for the launching process: the result
 
     @property
-    def hosts(self) -> tuple[int, int]:
-        """The fewest and the most hosts that an elastic run goes on with."""
-        hosts = self.elastic.elastic
-        assert isinstance(hosts, tuple)
-        return hosts
-
-    @property
     def scales_loss(self) -> bool:
         """Whether losses are scaled: the gradients of unscaled ones underflow in float16."""
         return "float16" in (self.plan.autocast, self.plan.master_weights)

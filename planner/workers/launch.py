@@ -109,7 +109,7 @@ def run_on_hosts(job: Job, command: Sequence[str]) -> None:
     torchrun's agents, one of which this process becomes, agree on who is there. Raise WorkerError when this host's part
     of the run ends without a result.
     """
-    least, most = job.hosts
+    least, most = job.elastic.hosts
     place, interface = job.elastic.rendezvous or "", job.run_options.interface
     host, _, port = place.rpartition(":")
     own = address_of(interface) if interface else address_towards(host)

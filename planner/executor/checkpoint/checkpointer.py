@@ -221,6 +221,7 @@ def index_of(job: Job, data: DataPosition, minibatch: int, parts: Sequence[folde
         minibatch=minibatch,
         minibatch_size=data.minibatch_size,
         minibatches_per_epoch=data.minibatches_per_epoch,
+        layers=tuple(stage.layers for stage in plan.stages),
         parts=tuple(sorted(parts, key=lambda part: (part.stage, part.replica))),
     )
 

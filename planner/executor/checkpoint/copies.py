@@ -26,7 +26,6 @@ from planner.executor.checkpoint.checkpointer import DataPosition, Keeper, Worke
 from planner.executor.checkpoint.folders import STEP
 from planner.executor.checkpoint.host_memory import (
     FOR_EVER,
-    CopyIndex,
     Transfer,
     allocate,
     exchange_files,
@@ -167,8 +166,7 @@ class Copies(Keeper):
             if self._log is not None:
                 self._log.append(minibatch)
                 whole = index_of(self._job, self._data, minibatch, [part for each in reports for part in each.parts])
-                layers = tuple(stage.layers for stage in self._job.plan.stages)
-                self._memory.complete(folder.name, CopyIndex(checkpoint=whole, layers=layers))
+                self._memory.complete(folder.name, whole)
                 self._memory.keep([folder.name])
         elif self._memory.leads:
             shutil.rmtree(folder, ignore_errors=True)
@@ -185,10 +183,9 @@ class Copies(Keeper):
             own = self._hosts[sender]
             after = hosts[(hosts.index(own) + 1) % len(hosts)]
             receivers = [rank for rank, host in enumerate(self._hosts) if host == after]
-            place = [rank for rank, host in enumerate(self._hosts) if host == own].index(sender)
             for file in files_of(report.parts).values():
                 if (file.name, file.sha256) not in twins:
-                    receiver = receivers[place % len(receivers)]
+                    receiver = receivers[sender % len(receivers)]
                     found.append(Transfer(file.name, file.size_bytes, sender, receiver))
         return found
 

@@ -69,7 +69,12 @@ class Checkpoint(Record):
     minibatch: Annotated[int, Field(ge=0)]  # minibatches done
     minibatch_size: Annotated[int, Field(ge=1)]
     minibatches_per_epoch: Annotated[int, Field(ge=1)] | None  # None without a dataset
+    layers: tuple[tuple[str, ...], ...] = ()  # of each stage; not in files of version 0.1
     parts: tuple[StagePart, ...]
+
+    def parts_with(self, layers: set[str]) -> tuple[StagePart, ...]:
+        """Return the parts of the stages that had any of these layers."""
+        return tuple(part for part in self.parts if layers & set(self.layers[part.stage]))
 
 
 @dataclass(frozen=True)

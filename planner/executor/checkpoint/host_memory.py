@@ -4,7 +4,7 @@
         step-00000040-a41c/               after 40 minibatches; the ending tells attempts at one minibatch apart
             stage-0.weights.safetensors   what this host's workers wrote, and what other hosts sent
             ...
-            index.json                    a `CopyIndex`, written when all files were in place on all hosts
+            index.json                    a `Checkpoint`, written when all files were in place on all hosts
             losses.jsonl                  as beside checkpoints, until then
         losses.jsonl                      that the run goes on with
         start.json                        a `Start`: who trains at the moment
@@ -38,17 +38,6 @@ from planner.workers.job import Job
 FOR_EVER = timedelta(days=365)  # the groups that files travel over: whoever hangs is found by its heartbeat
 _PIECE_BYTES = 1 << 26  # 64 MiB per message
 _IDENTITY = "host"
-
-
-class CopyIndex(Record):
-    """index.json of a copy: what a checkpoint's says, and which layers each stage had."""
-
-    checkpoint: Checkpoint
-    layers: tuple[tuple[str, ...], ...]
-
-    def parts_with(self, layers: set[str]) -> tuple[StagePart, ...]:
-        """Return the parts of the stages that had any of these layers."""
-        return tuple(part for part in self.checkpoint.parts if layers & set(self.layers[part.stage]))
 
 
 class Fault(Record):
@@ -117,17 +106,17 @@ class HostMemory:
             for folder in self.folder.glob(f"{STEP}*")
         }
 
-    def indices(self) -> dict[str, CopyIndex]:
+    def indices(self) -> dict[str, Checkpoint]:
         """Return the indices of complete copies, by their folders."""
         paths = self.folder.glob(f"{STEP}*/{INDEX}")
-        return {path.parent.name: CopyIndex.model_validate_json(path.read_text("utf-8")) for path in paths}
+        return {path.parent.name: Checkpoint.model_validate_json(path.read_text("utf-8")) for path in paths}
 
-    def complete(self, name: str, index: CopyIndex) -> None:
+    def complete(self, name: str, index: Checkpoint) -> None:
         """Call a copy complete whose files are there, with the losses until then."""
         shutil.copy(self.folder / LOSSES, self.folder / name)
         save_record(index, self.folder / name / INDEX)
 
-    def go_on_from(self, name: str, index: CopyIndex) -> None:
+    def go_on_from(self, name: str, index: Checkpoint) -> None:
         """Take the losses of a copy for those so far, and remove what was copied after it."""
         shutil.copy(self.folder / name / LOSSES, self.folder)
         save_record(index, self.folder / name / INDEX)

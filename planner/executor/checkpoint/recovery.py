@@ -15,10 +15,9 @@ import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]  # exported by a star import
 
 from planner.errors import InputError
-from planner.executor.checkpoint.folders import SavedCheckpoint
+from planner.executor.checkpoint.folders import Checkpoint, SavedCheckpoint
 from planner.executor.checkpoint.host_memory import (
     FOR_EVER,
-    CopyIndex,
     Fault,
     HostMemory,
     Start,
@@ -47,7 +46,7 @@ class _Held(Record):
     identity: str
     name: str
     copies: dict[str, dict[str, int]]  # bytes of files, by copy and name
-    indices: dict[str, CopyIndex]  # of copies that were complete
+    indices: dict[str, Checkpoint]  # of copies that were complete
     last: Start | None
     fault: Fault | None
 
@@ -101,8 +100,8 @@ def recover(job: Job, heartbeat: Heartbeat) -> Recovery:
         if memory.leads and dist.get_rank() in wanted:
             memory.go_on_from(chosen, index)
         layers = {layer for stage in job.plan.stages if dist.get_rank() in stage.ranks for layer in stage.layers}
-        parts = index.checkpoint.model_copy(update={"parts": index.parts_with(layers)})
-        saved, first = SavedCheckpoint(memory.folder / chosen, parts), index.checkpoint.minibatch
+        parts = index.model_copy(update={"parts": index.parts_with(layers)})
+        saved, first = SavedCheckpoint(memory.folder / chosen, parts), index.minibatch
     start, what, since_s = _history(hosts.values(), first)
     dist.barrier(group)
     dist.destroy_process_group()
@@ -111,8 +110,8 @@ def recover(job: Job, heartbeat: Heartbeat) -> Recovery:
     return Recovery(memory, start, what, since_s, saved, idle, store)
 
 
-def _is_left(copy: str, index: CopyIndex, hosts: _Copies) -> bool:
-    files = files_of(index.checkpoint.parts).values()
+def _is_left(copy: str, index: Checkpoint, hosts: _Copies) -> bool:
+    files = files_of(index.parts).values()
     return all(_having(hosts, copy, file.name, file.size_bytes) for file in files)
 
 
@@ -121,7 +120,7 @@ def _having(hosts: _Copies, copy: str, file: str, size_bytes: int) -> list[int]:
     return [rank for rank, held in sorted(hosts.items()) if held.copies.get(copy, {}).get(file) == size_bytes]
 
 
-def _missing(copy: str, index: CopyIndex, wanted: Mapping[int, set[str]], hosts: _Copies) -> Iterator[Transfer]:
+def _missing(copy: str, index: Checkpoint, wanted: Mapping[int, set[str]], hosts: _Copies) -> Iterator[Transfer]:
     """Yield the files that hosts lack for the layers that they are to have, and the losses."""
     losses = {LOSSES: next(held.copies[copy][LOSSES] for held in hosts.values() if copy in held.indices)}
     for receiver, layers in sorted(wanted.items()):
